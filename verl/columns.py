@@ -5,7 +5,7 @@ B rows of a batch, P padded prompt length, R padded response length, T = P + R, 
 response tokens among them, S packed sequences, V vocabulary, H hidden size, G responses per prompt.
 
 Prompts are padded on the left, responses on the right, so column P of a (B, T) tensor is always the
-first response token. Padding exists for the reader of a batch alone: models see packed tokens.
+first response token. Only batches are padded: models see packed tokens.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Column:
-    """What one column holds. `dtype` is torch's name, or "object" for the columns of
-    `non_tensor_batch`."""
+    """One column of a batch.
+
+    `dtype` is torch's name, or "object" for the columns of `non_tensor_batch`.
+    """
 
     name: str
     dtype: str
@@ -197,7 +199,7 @@ COLUMNS: dict[str, Column] = {
             "estimate_advantages",
             "advantage of each response token",
         ),
-        Column("returns", "float32", "B R", "estimate_advantages", "what the critic regresses to"),
+        Column("returns", "float32", "B R", "estimate_advantages", "targets of the critic"),
         Column(
             "rollout_is_weights",
             "float32",

@@ -282,9 +282,11 @@ class DataProto:
             self.batch = TensorDict(
                 renamed, batch_size=self.batch.batch_size, device=self.batch.device
             )
-        self.non_tensor_batch = {
-            names.get(key, key): column for key, column in self.non_tensor_batch.items()
-        }
+
+        objects: dict[str, np.ndarray] = {}
+        for key, column in self.non_tensor_batch.items():
+            objects[names.get(key, key)] = column
+        self.non_tensor_batch = objects
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
@@ -330,7 +332,8 @@ class DataProto:
         # A loader without a generator draws from the global one, also if it does not shuffle.
         if seed is not None or not settings.get("shuffle"):
             settings["generator"] = torch.Generator().manual_seed(seed or 0)
-        loader: Any = DataLoader(range(len(self)), batch_size=mini_batch_size, **settings)  # pyright: ignore
+        rows: Any = range(len(self))
+        loader: Any = DataLoader(rows, batch_size=mini_batch_size, **settings)
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def is_padding_enabled(self) -> bool:
@@ -400,14 +403,16 @@ class DataProto:
 
         batch: Any = None
         if all(piece.batch is not None for piece in data):
-            joined: Any = {key: torch.cat([piece.batch[key] for piece in data]) for key in tensors}
-            sizes = [sum(len(piece) for piece in data), *first.batch.batch_size[1:]]
+            joined: Any = {}
+            for key in tensors:
+                joined[key] = torch.cat([piece.batch[key] for piece in data])
+            rows = sum(len(piece) for piece in data)
+            sizes = [rows, *first.batch.batch_size[1:]]
             batch = TensorDict(joined, batch_size=sizes, device=first.batch.device)
 
-        objects = {
-            key: np.concatenate([piece.non_tensor_batch[key] for piece in data])
-            for key in first.non_tensor_batch
-        }
+        objects: dict[str, np.ndarray] = {}
+        for key in first.non_tensor_batch:
+            objects[key] = np.concatenate([piece.non_tensor_batch[key] for piece in data])
         return type(first)(batch=batch, non_tensor_batch=objects, meta_info=dict(first.meta_info))
 
     def reorder(self, indices: Indices) -> None:
@@ -475,7 +480,7 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike) -> "DataProto":
-        """Read a file of `save_to_disk`. It is a pickle: load only what you trust."""
+        """Read a file of `save_to_disk`. It is a pickle: load only files that you trust."""
         with Path(filepath).open("rb") as file:
             data = pickle.load(file)
         if not isinstance(data, DataProto):
@@ -495,7 +500,9 @@ class DataProto:
         print(f"{prefix}{len(self)} rows, {sizes}", flush=True)
 
     def _tensors(self) -> dict[str, Any]:
-        return {} if self.batch is None else dict(self.batch.items())  # pyright: ignore[reportReturnType]
+        if self.batch is None:
+            return {}
+        return dict(self.batch.items())  # pyright: ignore[reportReturnType]
 
     def _columns(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of every column after the row dimension."""
@@ -582,10 +589,10 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
     batch: Any = None
     if x[0].batch is not None:
         batch = torch.stack([item.batch for item in x])  # pyright: ignore
-    objects = {
-        key: object_column(item.non_tensor_batch[key] for item in x)
-        for key in x[0].non_tensor_batch
-    }
+
+    objects: dict[str, np.ndarray] = {}
+    for key in x[0].non_tensor_batch:
+        objects[key] = object_column(item.non_tensor_batch[key] for item in x)
     return DataProto(batch=batch, non_tensor_batch=objects)
 
 

@@ -377,7 +377,7 @@ def test_files_that_lie_on_another_host_are_told(tmp_path):
     ):
         manager.save(2, {"actor": elsewhere})
     with pytest.raises(
-        CheckpointError, match=r"actor is not to be seen from this host.*all of them share"
+        CheckpointError, match=r"actor are not visible from this host.*all of them share"
     ):
         manager.save(2, {"actor": lambda folder: None, "trainer": write(b"t")})
     assert names(tmp_path) == set()

@@ -92,7 +92,7 @@ def test_a_template_that_refuses_is_a_data_error(tokenizer):
 def test_parts_that_a_template_cannot_write_are_a_data_error(tokenizer):
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     with pytest.raises(
-        DataError, match=r"refuses these messages \(can only concatenate str.*no content but a text"
+        DataError, match=r"refuses these messages \(can only concatenate str.*accept only texts"
     ):
         apply_chat_template(tokenizer, parts)
 

@@ -74,7 +74,7 @@ def test_a_folder_of_several_splits_gives_the_one_asked_for(tmp_path: Path):
         ("absent.parquet", None, r"does not exist; data files in that folder: beside\.jsonl"),
         ("none/absent.parquet", None, "nor does the folder"),
         ("empty.parquet", b"", r"empty\.parquet' is empty \(0 bytes\)"),
-        ("blank.jsonl", b"\n \n", "holds no rows"),
+        ("blank.jsonl", b"\n \n", "has no rows"),
         ("not.parquet", b"PAR0 nothing", "not readable as Parquet"),
         (
             "half.jsonl",
@@ -122,7 +122,7 @@ def test_what_cannot_be_read_is_named(
 
 def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path):
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
-    with pytest.raises(DataError, match="holds no rows"):
+    with pytest.raises(DataError, match="has no rows"):
         open_rows(tmp_path / "none.parquet")
 
 
@@ -142,7 +142,7 @@ ODD_JSON = ["[]", "null", "3", '"text"', "[null]", "[" * 10**5, "9" * 5000, "{",
 def test_a_saved_set_with_odd_json_is_an_error(tmp_path: Path, name: str, content: str):
     Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "saved" / name).write_text(content)
-    with pytest.raises(DataError, match=r"must be whole, as datasets' save_to_disk"):
+    with pytest.raises(DataError, match=r"must be complete, as datasets' save_to_disk"):
         open_rows(tmp_path / "saved")
 
 
@@ -151,7 +151,7 @@ def test_a_damaged_folder_is_an_error(tmp_path: Path, marker: str):
     (tmp_path / "dataset_dict.json").write_text(marker)
     for read in (has_split, open_rows):
         with pytest.raises(
-            DataError, match=r"must be whole, as datasets' save_to_disk .* Save it again"
+            DataError, match=r"must be complete, as datasets' save_to_disk .* Save it again"
         ):
             read(tmp_path, "val")
 

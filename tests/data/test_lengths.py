@@ -72,7 +72,7 @@ def test_a_cache_that_cannot_be_written_costs_a_message_only(
 ):
     (cache / "prompt_lengths").write_text("a file where the folder should be")
     RLDataset(parquet(make_rows(2)), tokenizer, DataConfig(max_prompt_length=64))
-    assert "Cannot keep prompt lengths" in caplog.text
+    assert "Cannot store prompt lengths" in caplog.text
 
 
 def test_the_cache_lies_in_the_home_folder_unless_named(monkeypatch, tmp_path):

@@ -261,7 +261,7 @@ def test_a_sampler_may_look_at_what_training_did():
     [
         (3, [0, 1], "len.. 3 but gave 2"),
         (2, [0, 9], "gave row 9 of a dataset of 5"),
-        (2, [0, 0.5], "the row 0.5, which is no whole number"),
+        (2, [0, 0.5], "the row 0.5, which is not an integer"),
     ],
 )
 def test_a_sampler_that_lies_is_an_error(count, rows, message):

@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_kind_is_named(tmp_path: Path):
         make_engine(rank=0).load(tmp_path / "lora")
     with pytest.raises(CheckpointError, match="Expected the adapters of a LoRA run"):
         make_engine().load(tmp_path / "full")
-    with pytest.raises(CheckpointError, match="does not fit the adapters.*Set lora_rank"):
+    with pytest.raises(CheckpointError, match="does not match the adapters.*Set lora_rank"):
         make_engine(rank=2).load(tmp_path / "lora")
     (tmp_path / "critic" / "lora_adapter" / "value_head.safetensors").unlink()
     with pytest.raises(CheckpointError, match="not a critic"):

@@ -248,7 +248,7 @@ def test_what_is_wrong_is_told(tmp_path, capsys, line, overrides, told):
     [
         (
             "metrics.k=[1,2]",
-            "metrics.k=[1, 2] asks for more responses than any prompt has, which is 1",
+            "metrics.k=[1, 2] needs more responses than any prompt has, which is 1",
         ),
         ("data.output_path={}", "data.output_path must name a file, got the folder"),
         ("data.output_path={}/responses.jsonl/scores.json", "scores.json' cannot be written: "),

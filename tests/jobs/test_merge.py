@@ -226,13 +226,13 @@ def test_merging_into_the_checkpoint_itself_completes_its_folder(tmp_path: Path)
     engine.save(tmp_path, tokenizer=tiny_tokenizer())
     target = tmp_path / "huggingface"
     before = {file.name: file.read_bytes() for file in target.iterdir()}
-    with pytest.raises(CheckpointError, match="something in it"):
+    with pytest.raises(CheckpointError, match="is not empty"):
         # would change what the manifest has summed up
         merge(tmp_path, target, dtype=torch.bfloat16)
     merge(tmp_path, target)
     assert before.items() <= {file.name: file.read_bytes() for file in target.iterdir()}.items()
     assert compare(tmp_path, target) == 27
-    with pytest.raises(CheckpointError, match="something in it"):
+    with pytest.raises(CheckpointError, match="is not empty"):
         merge(tmp_path, target)
 
 
@@ -300,7 +300,7 @@ def test_a_wrong_folder_is_told_with_the_right_one(
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path: Path, alone, base: Path, capsys):
-    for folder, told in ((base, "has whole weights already"), (tmp_path, "with nothing in it")):
+    for folder, told in ((base, "already has complete weights"), (tmp_path, "with nothing in it")):
         with pytest.raises(CheckpointError, match=told):
             merge(folder, tmp_path / "merged")
     where = ["--local_dir", str(alone[0]), "--target_dir", str(tmp_path / "merged")]

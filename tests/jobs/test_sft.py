@@ -444,9 +444,7 @@ def test_a_program_gives_rows_as_objects(tmp_path, rows_file):
         ("data.train_files is not set", {}),
         ("data.val_files", {"train_dataset": rows}),
     ):
-        with pytest.raises(
-            ConfigError, match=f"{missing}.* A program may also give SFTTrainer a train_dataset"
-        ):
+        with pytest.raises(ConfigError, match=f"{missing}.* A program may also pass train_dataset"):
             SFTTrainer(config, **given)
 
     run = SFTTrainer(config, train_dataset=rows, val_dataset=rows)

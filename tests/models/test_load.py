@@ -86,7 +86,7 @@ def test_override_config_changes_keys_and_names_unknown_ones(folder: Path) -> No
     assert model.config.rope_parameters["rope_type"] == "default"
     assert model.config.max_position_embeddings == 64
     with pytest.raises(
-        ModelError, match="weights have other shapes than its configuration and override_config say"
+        ModelError, match="the shapes of weights do not match its configuration and override_config"
     ):
         load_causal_lm(folder, dtype="float32", override_config={"hidden_size": 7})
     # in a second line of the error

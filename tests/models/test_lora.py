@@ -148,7 +148,7 @@ def test_gradients_are_those_of_peft():
     [
         ("qwen2", ["q_prj"], "no module named 'q_prj'. Nearest: q_proj"),
         ("qwen2", "q_proj", r"regular expression for whole names.*the list \[q_proj\]"),
-        ("qwen2", "(", "no regular expression"),
+        ("qwen2", "(", "not a regular expression"),
         ("qwen2", ["lm_head"], "'lm_head' of 'qwen2' is the head"),
         ("qwen2", ["embed_tokens"], "is Embedding. Only linear layers can have adapters"),
         ("qwen2", ["self_attn"], "is Qwen2Attention"),

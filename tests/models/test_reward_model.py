@@ -101,7 +101,7 @@ def test_a_language_model_is_refused_with_what_to_give_instead(tmp_path: Path) -
 
 def test_several_labels_are_refused_with_the_lines_that_keep_one(tmp_path: Path) -> None:
     folder = save_reward_model(tmp_path / "two", num_labels=2)
-    with pytest.raises(ModelError, match="tells 2 labels apart.*num_labels=1.*keep the row"):
+    with pytest.raises(ModelError, match="has 2 labels.*num_labels=1.*keep the row"):
         RewardModel.from_pretrained(folder)
     model: Any = tiny_classifier(num_labels=2)
     model.score.weight.data = model.score.weight.data[1:2]  # as the message says
@@ -135,7 +135,7 @@ def test_ids_that_are_no_rows_are_told() -> None:
         RewardError, match=r"shape \(B, T\).*got \(42,\) and none.*input_ids\[None\]"
     ):
         model(ids[0])
-    with pytest.raises(RewardError, match=r"below \d+; they reach from \d+ to 99999"):
+    with pytest.raises(RewardError, match=r"below \d+, got \d+ to 99999"):
         model(torch.where(ids == ids.max(), 99999, ids), mask)
     with pytest.raises(RewardError, match=r"got \(4, 42\) and \(4, 41\)"):
         model(ids, mask[:, 1:])

@@ -153,7 +153,7 @@ def test_own_prompt_pattern_and_scale(serve):
         ({"prompt": "no place for it"}, "the last always"),
         ({"prompt": "{response} {answer}"}, r"got \['answer', 'response'\]"),
         ({"prompt": "{response} {"}, "braces of its own"),
-        ({"score_pattern": "("}, "no regular expression"),
+        ({"score_pattern": "("}, "not a regular expression"),
         ({"score_pattern": r"\d+"}, "one group"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "no such environment variable"),
         ({"url": "localhost:80"}, "must be an address"),

@@ -324,7 +324,7 @@ def test_without_isolation_nothing_runs_unless_asked(monkeypatch):
 
 def test_an_isolation_that_does_not_hold_is_not_used(monkeypatch):
     monkeypatch.setitem(runner_module._BREAK_OUTS, "arithmetic", "raise SystemExit")
-    with pytest.raises(ConfigError, match="does not hold against arithmetic"):
+    with pytest.raises(ConfigError, match="does not prevent arithmetic"):
         choose_isolation(SandboxConfig(isolation="seccomp"))
 
 
@@ -340,7 +340,7 @@ def test_what_holds_is_said_once(caplog):
         if "Sandbox for code" in record.getMessage()
     ]
     assert len(lines) == 1
-    assert "seccomp. Holds: no network" in lines[0]
+    assert "seccomp. It ensures: no network" in lines[0]
 
 
 def test_a_fall_back_from_namespaces_is_a_warning(monkeypatch, caplog):

@@ -289,7 +289,7 @@ def test_ranks_of_other_machines_come_by_tcp_and_strangers_are_sent_away(monkeyp
 def test_ranks_that_do_not_come_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(spmd_rank, "_store", lambda world_size, timeout_s: HashStore())
-    with pytest.raises(WorkerLostError, match=r"Ranks \[1, 2\] of 3 did not come within 0.1 s"):
+    with pytest.raises(WorkerLostError, match=r"Ranks \[1, 2\] of 3 did not connect within 0.1 s"):
         spmd_rank.connect_all(3, 0.1)
     assert list(tmp_path.iterdir()) == []
 

@@ -269,7 +269,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     damage(tmp_path / f"global_step_{LAST}" / file)
     assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"]) == 0
     out = capfd.readouterr().out
-    told = next(line for line in out.splitlines() if "Checkpoint passed over" in line)
+    told = next(line for line in out.splitlines() if "Checkpoint skipped" in line)
     assert f"global_step_{LAST}" in told
     assert file in told
     assert f"global_step_2: step 2 of {LAST}" in out

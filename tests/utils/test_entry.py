@@ -36,7 +36,7 @@ def test_a_file_that_may_not_be_written_is_one_line(capfd):
         raise PermissionError(13, "Failed to open local file '/x/train.parquet'")
 
     assert exit_code(job) == 1
-    assert "train.parquet'. Make room, or name another folder" in (told := capfd.readouterr().err)
+    assert "train.parquet'. Free some space, or choose another" in (told := capfd.readouterr().err)
     assert len(told.splitlines()) == 1
 
 

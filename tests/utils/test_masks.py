@@ -50,5 +50,5 @@ def test_ratios_that_mean_nothing_are_told():
         (0.5, -0.1, 0),
         (0, 0, 0),
     ):
-        with pytest.raises(ValueError, match="Ratios lie between 0 and 1"):
+        with pytest.raises(ValueError, match="Ratios must lie between 0 and 1"):
             create_random_mask(torch.zeros(2, 10), high, left, low)

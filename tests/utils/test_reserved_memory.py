@@ -252,7 +252,7 @@ def test_blocks_that_torch_keeps_are_freed_before_giving_up(driver, monkeypatch)
     monkeypatch.setattr(reserved_memory, "GIB", PAGE)
     with pytest.raises(
         RolloutError,
-        match=r"for 78\.00 GiB beside the 2\.00 GiB .* 62\.00 of 64\.00 GiB.*utilization",
+        match=r"for 78\.00 GiB in addition to the 2\.00 GiB .* 62\.00 of 64\.00 GiB.*utilization",
     ):
         memory.grow(80 * PAGE)
     assert (memory.mapped_bytes, driver.used, driver.handles) == (2 * PAGE, 2 * PAGE, {})

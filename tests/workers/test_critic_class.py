@@ -102,7 +102,7 @@ def test_the_log_says_that_a_class_computes_padded(
         (
             "WrongShape",
             ModelError,
-            r"WrongShape.forward must give one value a token.*got shape \(\d+,\)",
+            r"WrongShape.forward must return one value per token.*got shape \(\d+,\)",
         ),
         (
             "WideHead",

@@ -61,8 +61,7 @@ def formula(text: str) -> Callable[[Function], Function]:
 )
 @phase(reads="token_level_rewards response_mask values")
 def gae(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
-    """Generalised advantage estimation, eqs. (11) and (16) of Schulman et al. 2016
-    (arXiv:1506.02438).
+    """Estimate advantages by GAE, eqs. (11) and (16) of Schulman et al. 2016 (arXiv:1506.02438).
 
         delta_t = r_t + gamma V_{t+1} - V_t
         A_t = delta_t + gamma lam A_{t+1},    return_t = A_t + V_t

@@ -103,11 +103,11 @@ def clip_cov(
     "covariance"
 )
 def kl_cov(inputs: PolicyLossInputs, *, ppo_kl_coef: float, **_: Any) -> PolicyLossOutput:
-    """KL-Cov: L = -r A, with the penalty ppo_kl_coef |log r| on the selected tokens, and no clip.
+    """Compute KL-Cov: L = -r A, without clip, plus ppo_kl_coef |log r| on the selected tokens.
 
-    |log r| has its kink at r = 1. Where old log-probs come from a pass of their own, the sign of
-    log r before the first update is rounding, which differs with the number of ranks. So the
-    penalty has no gradient where |log r| < 1e-4.
+    |log r| has its kink at r = 1. Where old log-probs come from a separate pass, the sign of log r
+    before the first update is rounding, which differs with the number of ranks. So the penalty has
+    no gradient where |log r| < 1e-4.
     """
     log_ratio = inputs.log_ratio()
     selected = _selected(inputs)

@@ -119,8 +119,7 @@ def passk_advantages(
 @formula("best r - second best r of the group for the best response, 0 for the others{by_std}")
 @phase(reads="token_level_rewards response_mask uid")
 def grpo_passk(inputs: AdvantageInputs) -> Advantages:
-    """Pass@k training: only the best response of a group counts, Tang et al. 2025
-    (arXiv:2503.19595).
+    """Reward the best response of a group only: pass@k, Tang et al. 2025 (arXiv:2503.19595).
 
         A_i = (r_(1) - r_(2)) / (std(r_1..r_G) + 1e-6)  for the best response,  0 for all others
 
@@ -152,11 +151,11 @@ def rloo(inputs: AdvantageInputs) -> Advantages:
 @formula("r - (sum of length r / sum of length over the group)")
 @phase(reads="token_level_rewards response_mask uid")
 def opo(inputs: AdvantageInputs) -> Advantages:
-    """On-policy RL with the optimal baseline, Hao et al. 2025 (arXiv:2505.23585).
+    """Subtract the optimal baseline, as on-policy RL by Hao et al. 2025 (arXiv:2505.23585) does.
 
         A_i = r_i - sum_j l_j r_j / sum_j l_j
 
-    l_j is the number of response tokens, which the norm of a response's gradient grows with.
+    l_j is the number of response tokens, with which the norm of a response's gradient grows.
     """
     scores, group = _scores_and_group(inputs, "opo")
     lengths = inputs.response_mask.bool().sum(-1).double()
@@ -171,8 +170,10 @@ def gpg_advantages(
     f_norm: float = 1.0,
     alpha: float = 1.0,
 ) -> Float[Tensor, " B"]:
-    """alpha * B / (B - M) * (r_i - mean of the group) / f_norm, M the rows of groups whose rewards
-    are all equal."""
+    """Return alpha * B / (B - M) * (r_i - mean of the group) / f_norm.
+
+    M counts the rows in groups with equal rewards.
+    """
     mean, _ = group_mean_and_std(scores, group)
     with_gradient = (group_max(scores, group) != -group_max(-scores, group)).sum()
     scale = alpha * len(scores) / with_gradient.clamp(min=1) / f_norm
@@ -187,8 +188,8 @@ def gpg(inputs: AdvantageInputs) -> Advantages:
 
         A_i = B / (B - M) (r_i - mean(r_1..r_G))
 
-    M of the B rows belong to groups whose rewards are all equal: they give no gradient, and the
-    others stand in for them. Goes with the policy loss `gpg`.
+    M of the B rows belong to groups with equal rewards: they give no gradient, and the other rows
+    are scaled up in their place. Goes with the policy loss `gpg`.
     """
     return _on_tokens(gpg_advantages(*_scores_and_group(inputs, "gpg")), inputs)
 
@@ -197,7 +198,7 @@ def gpg(inputs: AdvantageInputs) -> Advantages:
 @formula("(r - mean of the group), whitened over all tokens")
 @phase(reads="token_level_rewards response_mask uid")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Advantages:
-    """REINFORCE++ with the group's mean as baseline, Hu et al. 2025 (arXiv:2501.03262).
+    """Subtract the mean of the group, then whiten: Hu et al. 2025 (arXiv:2501.03262).
 
     A_i = r_i - mean(r_1..r_G), then whitened over all response tokens of the batch rather than
     within the group.
@@ -253,7 +254,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Advantages:
 )
 @phase(reads="token_level_rewards response_mask uid")
 def gdpo(inputs: AdvantageInputs) -> Advantages:
-    """Group reward-decoupled normalisation, Liu et al. 2026 (arXiv:2601.05242).
+    """Group reward-decoupled normalization, Liu et al. 2026 (arXiv:2601.05242).
 
         A_i^k = (r_i^k - mean_group r^k) / (std_group r^k + 1e-6)      for each kind k of reward
         A_i   = (S_i - mean_batch S) / (std_batch S + 1e-6),           S_i = sum_k w_k A_i^k

@@ -41,17 +41,18 @@ def loss_settings(config: Any = None) -> dict[str, Any]:
     """
     defaults = ActorConfig()
     both = _field(config, "clip_ratio", defaults.clip_ratio)
-    policy_loss = _field(config, "policy_loss", {})
-    return {
+    settings = {
         "clip_ratio_low": _field(config, "clip_ratio_low", both),
         "clip_ratio_high": _field(config, "clip_ratio_high", both),
         "clip_ratio_c": _field(config, "clip_ratio_c", defaults.clip_ratio_c),
-        **{
-            name: _field(policy_loss, name, value)
-            for name, value in asdict(defaults.policy_loss).items()
-        },
-        "actor": config,  # for users' padded losses, which take the section itself
     }
+
+    policy_loss = _field(config, "policy_loss", {})
+    for name, default in asdict(defaults.policy_loss).items():
+        settings[name] = _field(policy_loss, name, default)
+
+    settings["actor"] = config  # for users' padded losses, which take the section itself
+    return settings
 
 
 def _field(section: Any, name: str, default: Any) -> Any:
@@ -121,9 +122,7 @@ class PaddedPolicyLoss:
             padded, (inputs.old_log_probs, inputs.log_probs, inputs.advantages)
         )
         answer = self.function(old, new, advantages, mask, loss_agg_mode, _viewed(actor))
-        if not isinstance(answer, (tuple, list)) or any(
-            torch.as_tensor(number).numel() != 1 for number in answer
-        ):
+        if not _are_scalars(answer):
             part = NamedPart("policy loss", self.function.__name__, self.function)
             raise part.must_return(
                 "four numbers, (loss, clip_fraction, ppo_kl, clip_fraction_lower)", answer
@@ -131,11 +130,17 @@ class PaddedPolicyLoss:
 
         loss, *numbers = answer
         names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
-        means = {
-            name: torch.full_like(inputs.advantages, float(torch.as_tensor(number).detach()))
-            for name, number in zip(names, numbers)
-        }
+        means = {}
+        for name, number in zip(names, numbers):
+            value = float(torch.as_tensor(number).detach())
+            means[name] = torch.full_like(inputs.advantages, value)
         return PolicyLossOutput(loss=loss * scale, means=means)
+
+
+def _are_scalars(answer: Any) -> bool:
+    if not isinstance(answer, (tuple, list)):
+        return False
+    return all(torch.as_tensor(number).numel() == 1 for number in answer)
 
 
 def _share(inputs: PolicyLossInputs, local: Tensor) -> float:
@@ -207,11 +212,13 @@ def padded_loss(
 
     inputs = PolicyLossInputs(new, old, gains, weights[keep], rows[keep], selected=selected)
     output = policy_losses.get(name)(inputs, loss_agg_mode=loss_agg_mode, **settings)
-    clipfrac, kl, lower = (
-        mean_of(output.means[mean]) if mean in output.means else torch.zeros_like(output.loss)
-        for mean in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
-    )
-    return output.loss, clipfrac, kl, lower
+
+    def mean(metric: str) -> Scalar:
+        if metric not in output.means:
+            return torch.zeros_like(output.loss)
+        return mean_of(output.means[metric])
+
+    return output.loss, mean("pg_clipfrac"), mean("ppo_kl"), mean("pg_clipfrac_lower")
 
 
 def mean_of(values: Float[Tensor, " N"]) -> Scalar:
@@ -249,9 +256,8 @@ class PaddedEstimator:
             "reward_baselines": inputs.columns.get("reward_baselines"),
         }
 
-        chosen = {
-            name: value
-            for name, value in given.items()
-            if value is not None and (self._takes_all or name in self._names)
-        }
+        chosen = {}
+        for name, value in given.items():
+            if value is not None and (self._takes_all or name in self._names):
+                chosen[name] = value
         return self.function(**chosen)

@@ -30,11 +30,11 @@ class PolicyLossInputs(NamedTuple):
 
     @property
     def own(self) -> Bool[Tensor, " N"]:
-        """Which tokens the model made. Finite values on others change nothing."""
+        """Mark the tokens that the model made. Finite values on others change nothing."""
         return (self.weights != 0) if self.mask is None else self.mask.bool()
 
     def log_ratio(self) -> Float[Tensor, " N"]:
-        """log(pi / pi_old), cut at MAX_LOG_RATIO, 0 on tokens that the model did not make."""
+        """Compute log(pi / pi_old), cut at MAX_LOG_RATIO, and 0 on tokens not made by the model."""
         difference = torch.where(self.own, self.log_probs - self.old_log_probs, 0.0)
         return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -47,7 +47,7 @@ class PolicyLossInputs(NamedTuple):
         return (totals / counts)[slot]
 
     def sequence_sum(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-        """As `sequence_mean`, the sum."""
+        """Add `values` up as `sequence_mean` averages them."""
         totals, _, slot = self._sequence_totals(values)
         return totals[slot]
 
@@ -88,8 +88,8 @@ policy_losses: Registry[Callable[..., PolicyLossOutput]] = Registry(
 )
 
 # name of a loss that depends on its whole mini-batch -> selection(SelectionInputs, **settings) ->
-# (M,) bool. The log-probs of the mini-batch are computed first, and what the selection picks
-# reaches the loss as `selected`.
+# (M,) bool. The log-probs of the mini-batch are computed first, and the selected tokens reach the
+# loss as `selected`.
 selections: Registry[Callable[..., Tensor]] = Registry("selection of tokens for a policy loss")
 
 # name -> term(PolicyLossInputs, the micro-batch's other packed columns) -> scalar, added times its
@@ -130,8 +130,10 @@ def vanilla(
     clip_ratio_c: float,
     **_: Any,
 ) -> PolicyLossOutput:
-    """Clipped policy loss, eq. (7) of Schulman et al. 2017 (arXiv:1707.06347), with the dual clip
-    of eq. (5) of Ye et al. 2020 (arXiv:1912.09729). With the ratio r = pi / pi_old of a token:
+    """Clip the ratio as PPO does, eq. (7) of Schulman et al. 2017 (arXiv:1707.06347).
+
+    With the dual clip of eq. (5) of Ye et al. 2020 (arXiv:1912.09729), and the ratio r = pi /
+    pi_old of a token:
 
         L_clip = max(-A r, -A clip(r, 1 - low, 1 + high))
         L = min(L_clip, -A c)  where A < 0,  else L_clip
@@ -161,8 +163,10 @@ def vanilla(
 @policy_losses.register("gpg")
 @formula("-A log pi")
 def gpg(inputs: PolicyLossInputs, **_: Any) -> PolicyLossOutput:
-    """The plain policy gradient, Chu et al. 2025 (arXiv:2504.02546): L = -A log pi, without ratio
-    or clip."""
+    """Compute the plain policy gradient: L = -A log pi, without ratio or clip.
+
+    Chu et al. 2025 (arXiv:2504.02546).
+    """
     return PolicyLossOutput(
         loss=weighted(-inputs.advantages * inputs.log_probs, inputs), means=means_of(inputs)
     )
@@ -173,8 +177,9 @@ def gpg(inputs: PolicyLossInputs, **_: Any) -> PolicyLossOutput:
 def cispo(
     inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high: float, **_: Any
 ) -> PolicyLossOutput:
-    """CISPO, eqs. (4) and (5) of MiniMax 2025 (arXiv:2506.13585): weights are clipped, no token
-    loses its gradient.
+    """Clip the weights, so that no token loses its gradient: CISPO.
+
+    Eqs. (4) and (5) of MiniMax 2025 (arXiv:2506.13585):
 
         L = -sg(clip(r, 1 - low, 1 + high)) A log pi        (sg: no gradient through it)
 
@@ -189,7 +194,7 @@ def cispo(
 @policy_losses.register("sapo")
 @formula("-4 / tau sigmoid(tau (r - 1)) A, tau = {tau_pos} where A > 0, else {tau_neg}")
 def sapo(inputs: PolicyLossInputs, *, tau_pos: float, tau_neg: float, **_: Any) -> PolicyLossOutput:
-    """Soft adaptive policy optimisation, Gao et al. 2025 (arXiv:2511.20347).
+    """Soft adaptive policy optimization, Gao et al. 2025 (arXiv:2511.20347).
 
         L = -f(r) A, f(r) = 4 / tau * sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg
 

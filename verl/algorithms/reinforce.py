@@ -21,7 +21,7 @@ from verl.utils.phases import phase
 def reinforce_plus_plus(
     inputs: AdvantageInputs,
 ) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
-    """REINFORCE++, Hu et al. 2025 (arXiv:2501.03262).
+    """Whiten discounted returns: REINFORCE++, Hu et al. 2025 (arXiv:2501.03262).
 
         return_t = r_t + gamma return_{t+1}
         A = (return - mean) / std    over all response tokens of the batch
@@ -38,7 +38,7 @@ def reinforce_plus_plus(
 @formula("sum of the rewards from here on - score of the greedy response")
 @phase(reads="token_level_rewards response_mask reward_baselines")
 def remax(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
-    """ReMax, Li et al. 2023 (arXiv:2310.10505).
+    """Subtract the score of the greedy response: ReMax, Li et al. 2023 (arXiv:2310.10505).
 
         A_t = sum over s >= t of r_s - r(greedy response to the same prompt)
 

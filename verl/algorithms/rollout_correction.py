@@ -28,7 +28,7 @@ from verl.utils.errors import ConfigError
 class RolloutCorrection(NamedTuple):
     # factors of the policy loss of each token; 0 outside `mask`
     weights: Float[Tensor, "B R"]
-    mask: Bool[Tensor, "B R"]  # the response mask less what was rejected
+    mask: Bool[Tensor, "B R"]  # the response mask without the rejected tokens
     metrics: dict[str, float]
 
 

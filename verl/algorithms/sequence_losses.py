@@ -24,7 +24,7 @@ from verl.algorithms.policy_losses import (
 def gspo(
     inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high: float, **_: Any
 ) -> PolicyLossOutput:
-    """Group sequence policy optimisation, eqs. (13) and (14) of Zheng et al. 2025
+    """Group sequence policy optimization, eqs. (13) and (14) of Zheng et al. 2025
     (arXiv:2507.18071).
 
         s_i  = (pi(y_i) / pi_old(y_i))^(1 / |y_i|) = exp(mean over t of log r_it)
@@ -56,7 +56,7 @@ def gspo(
 def geo_mean(
     inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high: float, **_: Any
 ) -> PolicyLossOutput:
-    """Geometric-mean policy optimisation (GMPO), Zhao et al. 2025 (arXiv:2507.20673). With l = log
+    """Geometric-mean policy optimization (GMPO), Zhao et al. 2025 (arXiv:2507.20673). With l = log
     r, z = sgn A:
 
         L_i = -A_i exp(z_i mean over t of min(z_i l_it, z_i clip(l_it, -low, high)))

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: written whole or not at all, and checked before they are read."""
+"""Checkpoints on disk: written completely or not at all, and verified before they are read."""

@@ -16,7 +16,7 @@ class Background:
         self._future: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin. The work before must be done, as seen by `is_done`."""
+        """Start the work. `is_done` must have returned True for the work before."""
         assert self._future is None, "only one piece of work at a time"
         future = self._future = Future()
 

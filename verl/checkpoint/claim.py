@@ -18,20 +18,20 @@ class Claim:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process holds the lock."""
+        """Return whether this process holds the lock."""
         return self._held is not None
 
     def take(self) -> str | None:
         """Try to take the lock: return None, or the process that holds it.
 
-        Raises OSError where nothing can be written.
+        Raises OSError if the folder is not writable.
         """
         if self._held is not None:
             return None
 
         file = self.file.open("a+", encoding="utf-8")
         try:
-            # Not flock: its locks live on in forked children.
+            # Not flock, because forked children inherit its locks.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             file.seek(0)
@@ -40,7 +40,7 @@ class Claim:
             return holder
         except OSError as error:
             logger.info(
-                "%s takes no locks (%s); see that no other run writes there.",
+                "%s does not support locks (%s); make sure that no other run writes there.",
                 self.file.parent,
                 error.strerror,
             )

@@ -21,9 +21,9 @@ _INDEX = "model.safetensors.index.json"
 
 
 def save_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
-    """Write all files of `model.save_pretrained` but the weights.
+    """Write all files of `model.save_pretrained` except for the weights.
 
-    Those are the configuration, the generation configuration and custom code.
+    These are the configuration, the generation configuration and custom code.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config: Any = copy.deepcopy(model.config)
@@ -65,9 +65,9 @@ def published(
     """Yield `tensors` with the names and stacks of the family's published files, layer by layer.
 
     Args:
-        model: describes the tensors (its weights are not read); None: they stay as they are.
-        tensors: whole tensors, named as in `model`. Those of a layer follow each other, and a tied
-            weight comes once.
+        model: describes the tensors (its weights are not read); None leaves them as they are.
+        tensors: whole tensors, named as in `model`. The tensors of a layer must be consecutive, and
+            a tied weight comes once.
     """
     if model is None:
         yield from tensors
@@ -93,7 +93,7 @@ class _Files:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if self._open and self._open_bytes + tensor.nbytes > self.max_bytes:
             self._write()
-        # A part is cloned: a slice would keep the whole tensor alive.
+        # Clone a part, because a slice would keep the whole tensor alive.
         is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
         on_host = tensor.detach().cpu()
         self._open[name] = on_host.clone() if is_part else on_host.contiguous()

@@ -1,8 +1,8 @@
 """Manage the folder of a run's checkpoints: save, find the newest sound one, remove old ones.
 
 - root/global_step_20/{actor,critic,trainer,...}/: one checkpoint, with its manifest.json
-- root/latest_checkpointed_iteration.txt: step of the one written last, for other tools
-- root/.tmp-global_step_N-<pid>: one that is being written or removed; never read
+- root/latest_checkpointed_iteration.txt: step of the last written one, for other tools
+- root/.tmp-global_step_N-<pid>: one that is being written or removed; it is never read
 - root/.old-global_step_N-<pid>: one that is being replaced by a new one of the same step
 - root/.in_use: locked by the run that writes here
 """
@@ -32,16 +32,16 @@ from verl.utils.limits import grown_too_large, make_writable
 from verl.utils.logging import logger
 
 Writer = Callable[[Path], object]
-# Returns whether the writers are done; True as argument: wait for them. Raises their error.
+# Returns whether the writers are done, and raises their error; with True it waits for them.
 IsWritten = Callable[[bool], bool]
-_Place = tuple[int, bool, int]  # count, whether it is named as the latest, step
+_Place = tuple[int, bool, int]  # count, whether LATEST_FILE names it, step
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"global_step_(\d{1,18})")
 _NO_SPACE = re.compile("no space|No space left|os error 28")
 _LEFTOVER = re.compile(r"\.(tmp|old)-(global_step_\d+)-\d+")
-# A write that fails with less free space than this is taken for a full disk: torch.save reports no
-# reason.
+# A write that fails with less free space than this is treated as a full disk, because torch.save
+# reports no reason.
 _FULL_DISK_BYTES = 1 << 20
 
 
@@ -57,16 +57,16 @@ class _Pending:
 
 
 class CheckpointManager:
-    """Writes checkpoints that are complete or invisible, and reads none that is damaged.
+    """Write checkpoints that are complete or invisible, and never read a damaged one.
 
-    "Newest" is the one written last, which may not have the highest step: a run that was started
-    again in the same folder counts from the beginning. The order is a count in the manifests, not a
-    clock, which may be set back.
+    "Newest" means written last, which may not be the highest step: a run that starts again in the
+    same folder counts from the beginning. The order is a count in the manifests, not a clock, which
+    may be set back.
 
     Args:
         root: the run's folder; created when the first checkpoint is saved.
-        max_to_keep: how many checkpoints stay, at least 1; None: all. One number for all parts,
-            since without one of them none can be resumed.
+        max_to_keep: number of checkpoints to keep, at least 1; None keeps all. It applies to all
+            parts, because a run cannot resume without one of them.
     """
 
     def __init__(self, root: Path | str, max_to_keep: int | None = None) -> None:
@@ -81,21 +81,20 @@ class CheckpointManager:
     ) -> Path:
         """Write one checkpoint and return its folder `root/global_step_<step>`.
 
-        Each writer gets an empty folder of its name. The parts, the manifest and the folders are on
-        the disk before the folder gets its name; older checkpoints beyond `max_to_keep` are removed
-        only after that. An error of a writer leaves the earlier checkpoints intact and no trace of
-        this one.
+        Each writer gets an empty folder of its name. All files are synced to disk before the folder
+        gets its final name; older checkpoints beyond `max_to_keep` are removed only after that. An
+        error of a writer leaves earlier checkpoints intact and no trace of this one.
 
-        With `is_written`, writers have only begun when they return. The folder gets its name during
-        a later call: `advance` never waits, `finish` and the next `save` do.
+        With `is_written`, writers only begin their work. The folder gets its name during a later
+        call: `advance` never waits, `finish` and the next `save` do.
 
         Args:
-            step: of the run.
-            writers: by the name of the part.
-            is_written: asks writers that work in the background.
+            step: step of the run.
+            writers: {name of the part: its writer}.
+            is_written: reports whether writers in the background are done.
 
         Raises:
-            CheckpointError: the disk is full or cannot be written; also the error of the one before.
+            CheckpointError: the disk is full or not writable, now or for the previous checkpoint.
         """
         self.finish()
         final = self.root / f"global_step_{step}"
@@ -113,13 +112,13 @@ class CheckpointManager:
         return final
 
     def require_writable(self) -> None:
-        """Make the folder. Raises CheckpointError if it cannot be written, before hours are lost."""
+        """Create the folder. Raises CheckpointError if it is not writable."""
         try:
             make_writable(self.root)
         except OSError as error:
             raise CheckpointError(
                 f"Checkpoints cannot be written into {self.root}: {error.strerror}. Set "
-                "trainer.default_local_dir to a folder that can be, or trainer.save_freq=-1 for no "
+                "trainer.default_local_dir to a writable folder, or trainer.save_freq=-1 for no "
                 "checkpoints."
             ) from error
 
@@ -131,7 +130,7 @@ class CheckpointManager:
         holder = self._claim.take()
         if holder is not None:
             raise CheckpointError(
-                f"Another run ({holder}) writes into {self.root}. Wait for its end, or give this "
+                f"Another run ({holder}) writes into {self.root}. Wait until it ends, or give this "
                 "one a folder of its own: set trainer.experiment_name or trainer.default_local_dir."
             )
 
@@ -140,36 +139,37 @@ class CheckpointManager:
         self._claim.give_back()
 
     def newest_name(self) -> str | None:
-        """Return the name of the one written last, sound or not; None if the folder has none."""
+        """Return the name of the last written checkpoint, sound or not; None if there is none."""
         readable, unreadable = self._newest_first()
         newest = [*readable, *unreadable]
         return newest[0].name if newest else None
 
     def advance(self, *, wait: bool = False) -> None:
-        """Sum up and name, in the background, a checkpoint begun by `save` once it is written.
+        """Complete, in the background, a checkpoint that `save` began and that is now written.
 
-        To be called often; it costs nothing if none was begun. Raises errors as `save` does.
+        Call it often; it costs nothing without such a checkpoint. Raises the same errors as `save`.
         """
         pending = self._pending
         if pending is None:
             return
+
         try:
             if pending.published is None:
                 with self._all_or_nothing(pending.temporary, pending.final):
                     if not pending.is_written(wait):
                         return
+                complete = partial(self._complete, pending.temporary, pending.final, pending.step)
                 pending.published = Background()
-                pending.published.start(
-                    partial(self._complete, pending.temporary, pending.final, pending.step)
-                )
+                pending.published.start(complete)
+
             if pending.published.is_done(wait=wait):
                 self._pending = None
-        except Exception:  # after Ctrl-C the writing goes on, and `rescue` waits for it
+        except Exception:  # not after Ctrl-C: writing continues, and `rescue` waits for it
             self._pending = None
             raise
 
     def finish(self) -> None:
-        """Wait until everything is written."""
+        """Wait until a checkpoint that `save` began is complete."""
         self.advance(wait=True)
 
     def rescue(self) -> None:
@@ -182,37 +182,37 @@ class CheckpointManager:
     def latest(self) -> Path | None:
         """Return the newest checkpoint with intact files.
 
-        Damaged newer ones, and those without a place in the order, are logged as warnings.
+        Damaged newer ones, and those without a readable manifest, are logged as warnings.
         """
         readable, unreadable = self._newest_first()
         for folder in (*unreadable, *readable):
             try:
                 self.verify(folder)
             except CheckpointError as error:
-                logger.warning("Checkpoint passed over: %s", error)
+                logger.warning("Checkpoint skipped: %s", error)
             else:
                 return folder
         return None
 
     def verify(self, folder: Path | str) -> None:
-        """Raise CheckpointError unless `folder` is complete, with the sizes and sums it was saved with."""
+        """Raise CheckpointError unless the files of `folder` match its manifest."""
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(f"Expected a checkpoint folder at {folder}, found none.")
         verify_files(folder)
 
     def resolve(self, resume_mode: str, resume_from_path: Path | str | None = None) -> Path | None:
-        """Return the checkpoint that a run starts from; None: start from the beginning.
+        """Return the checkpoint from which a run starts; None means the beginning.
 
         It calls `clean` first.
 
         Args:
-            resume_mode: "auto": the newest sound one, if any; "disable": none; "resume_path": the
-                one named.
+            resume_mode: "auto": the newest sound one, if any; "disable": none; "resume_path": that
+                of `resume_from_path`.
             resume_from_path: a `global_step_N` folder, for "resume_path".
 
         Raises:
-            CheckpointError: the named one is missing or damaged; or none of several is sound.
+            CheckpointError: the given one is missing or damaged, or none of several is sound.
         """
         if resume_mode == "resume_path":
             assert resume_from_path, "the configuration was checked"
@@ -237,8 +237,8 @@ class CheckpointManager:
     def clean(self) -> None:
         """Remove leftovers of a killed process, once: before the first save or by `resolve`.
 
-        Nothing is removed if another run has claimed the folder: its unfinished checkpoint looks the
-        same.
+        Nothing is removed if another run has claimed the folder, because its unfinished checkpoint
+        looks the same.
         """
         if self._cleaned or not self.root.is_dir():
             return
@@ -248,29 +248,32 @@ class CheckpointManager:
             found = _LEFTOVER.fullmatch(path.name)
             if found is not None:
                 leftovers.append((path, found))
-        for_long = self._claim.is_held
+        was_held = self._claim.is_held
         if leftovers and self._claim.take() is not None:
             return
 
         for path, leftover in leftovers:
             kind, name = leftover.groups()
             if path.is_symlink() or not path.is_dir():
-                logger.warning("%s is no folder of a checkpoint; it is left as it is.", path)
+                logger.warning("%s is not a folder of a checkpoint and is left as it is.", path)
             elif kind == "old" and not (self.root / name).exists():
-                os.replace(path, self.root / name)  # killed between the two renames of `_publish`
+                # The process was killed between the two renames of `_publish`.
+                os.replace(path, self.root / name)
                 logger.warning(
-                    "Checkpoint %s is back: its replacement was not completed.", self.root / name
+                    "Checkpoint %s is restored: its replacement was not completed.",
+                    self.root / name,
                 )
             else:
                 shutil.rmtree(path)
                 logger.info("Removed %s, which an interrupted run left behind.", path)
-        if not for_long:
+
+        if not was_held:
             self.release()
         self._cleaned = True
 
     @contextmanager
     def _all_or_nothing(self, temporary: Path, final: Path) -> Iterator[None]:
-        """Remove `temporary` after an error, and name the fault of the disk if it is one."""
+        """Remove `temporary` after an error. A fault of the disk becomes a CheckpointError."""
         try:
             yield
         except Exception as error:
@@ -283,7 +286,7 @@ class CheckpointManager:
             ) from error
 
     def _complete(self, temporary: Path, final: Path, step: int) -> None:
-        """Sum up all files, give the folder its name, and remove older checkpoints."""
+        """Write the manifest, give the folder its name, and remove older checkpoints."""
         with self._all_or_nothing(temporary, final):
             _check_files_of_all_hosts(temporary)
             readable, _ = self._newest_first()
@@ -313,7 +316,7 @@ class CheckpointManager:
         readable, unreadable = self._newest_first()
         others = [folder for folder in (*readable, *unreadable) if folder != just_written]
         for folder in others[self.max_to_keep - 1 :]:
-            # Renamed first: a half-removed checkpoint must not be found under its name.
+            # Rename it first, so that a partly removed checkpoint is not found under its name.
             doomed = self.root / f".tmp-{folder.name}-{os.getpid()}"
             os.replace(folder, doomed)
             shutil.rmtree(doomed)
@@ -321,13 +324,14 @@ class CheckpointManager:
     def _folders(self) -> list[Path]:
         if not self.root.is_dir():
             return []
-        return [
-            path for path in self.root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()
-        ]
+        named = [path for path in self.root.iterdir() if _NAME.fullmatch(path.name)]
+        return [path for path in named if path.is_dir()]
 
     def _newest_first(self) -> tuple[list[Path], list[Path]]:
-        """Return the folders by their place in the order, and those without a readable manifest,
-        which have none, by their step."""
+        """Return folders by the order in which they were written, newest first.
+
+        The second list has the folders without a readable manifest, by step.
+        """
         readable: list[tuple[_Place, Path]] = []
         unreadable: list[tuple[int, Path]] = []
         latest = self._latest_step()
@@ -338,7 +342,7 @@ class CheckpointManager:
             except CheckpointError:
                 unreadable.append((step, folder))
             else:
-                # An earlier version counted nothing, but named the one it wrote last.
+                # An earlier version had no count, but named the last one in LATEST_FILE.
                 is_named = sequence == 0 and step == latest
                 readable.append(((sequence, is_named, step), folder))
 
@@ -347,7 +351,7 @@ class CheckpointManager:
         return [folder for _, folder in readable], [folder for _, folder in unreadable]
 
     def _latest_step(self) -> int | None:
-        """Return the step that LATEST_FILE names; None where it names none."""
+        """Return the step that LATEST_FILE names; None if it is missing or unreadable."""
         try:
             text = (self.root / LATEST_FILE).read_text(encoding="utf-8")
         except (OSError, ValueError):
@@ -355,7 +359,7 @@ class CheckpointManager:
         return int(text) if re.fullmatch(r"\d{1,18}", text.strip()) else None
 
     def _why_unwritten(self, error: BaseException) -> str | None:
-        """Return the fault of the disk, or None when the fault is the writer's own."""
+        """Describe a fault of the disk; None if the fault is the writer's own."""
         free = shutil.disk_usage(self.root if self.root.is_dir() else Path.cwd()).free
         texts: list[str] = []
         cause: BaseException | None = error
@@ -404,10 +408,11 @@ def _check_files_of_all_hosts(folder: Path) -> None:
     for part in folder.iterdir():
         if not any(part.iterdir()):
             raise CheckpointError(
-                f"What was written into {part} is not to be seen from this host. {SHARED_FILES}"
+                f"The files that were written into {part} are not visible from this host. "
+                f"{SHARED_FILES}"
             )
     for metadata in folder.rglob(SHARD_METADATA):
         # Not at the top: torch takes seconds to import.
         from verl.checkpoint.sharded import SavedTensors
 
-        SavedTensors(metadata.parent)  # looks for the files of all ranks
+        SavedTensors(metadata.parent)  # checks that the files of all ranks exist

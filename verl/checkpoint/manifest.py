@@ -1,4 +1,4 @@
-"""The list of a checkpoint's files with their sizes and SHA-256 sums, and the checks against it."""
+"""The manifest of a checkpoint: its files with sizes and SHA-256 sums, and checks against it."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ from verl.utils.json_text import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # 1 had whole tensors, written by one rank
-SHARD_METADATA = ".metadata"  # which part of which tensor lies where, see `sharded`
+SHARD_METADATA = ".metadata"  # locates the parts of every tensor, see `sharded`
 SHARED_FILES = (
     "With several hosts, trainer.default_local_dir must be on a file system that all of them share."
 )
 _CHUNK_BYTES = 1 << 22
-# hashlib releases the lock of the interpreter: several files are read at once.
+# hashlib releases the interpreter's lock, so several files can be read at once.
 _NUM_READERS = 4
 
 
@@ -36,8 +36,8 @@ class FileSum:
 class Manifest:
     """The contents of a checkpoint's manifest.
 
-    `sequence` counts the checkpoints of a folder in the order in which they were written, from 1;
-    0 where an earlier version wrote it, which had no count.
+    `sequence` counts the checkpoints of a folder in the order in which they were written, from 1.
+    It is 0 in manifests of an earlier version, which had no count.
     """
 
     step: int
@@ -47,10 +47,9 @@ class Manifest:
 
 
 def write_manifest(folder: Path, step: int, sequence: int = 1) -> None:
-    """Sum up every file under `folder`, and bring all of it to the disk."""
-    files = sorted(
-        path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST
-    )
+    """Write the sums of all files under `folder`, and sync all of it to disk."""
+    present = [path for path in folder.rglob("*") if path.is_file()]
+    files = sorted(path for path in present if path != folder / MANIFEST)
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         sums = list(pool.map(_sum_and_sync, files))
 
@@ -63,7 +62,7 @@ def write_manifest(folder: Path, step: int, sequence: int = 1) -> None:
         "step": step,
         "sequence": sequence,
         "version": verl.__version__,
-        "saved_at_ns": time.time_ns(),  # for people: clocks may be set back
+        "saved_at_ns": time.time_ns(),  # only for people, because clocks may be set back
         "files": entries,
     }
 
@@ -75,7 +74,7 @@ def write_manifest(folder: Path, step: int, sequence: int = 1) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint; CheckpointError where it is missing or unreadable."""
+    """Read the manifest of a checkpoint. Raises CheckpointError if it is missing or unreadable."""
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(
@@ -90,10 +89,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse_manifest(content: bytes) -> Manifest:
-    """Return the manifest that JSON text holds; ValueError names what is not as expected."""
+    """Parse the manifest from JSON text. Raises ValueError for an unexpected value."""
     values = parse_json(content)
     if not isinstance(values, dict):
-        raise ValueError(f"it holds a {type(values).__name__}, no object")
+        raise ValueError(f"it holds a {type(values).__name__} instead of an object")
     if values.get("format") != FORMAT:
         raise ValueError(f"its format is {values.get('format')!r:.50}, this version reads {FORMAT}")
 
@@ -101,7 +100,7 @@ def _parse_manifest(content: bytes) -> Manifest:
     for name in ("step", "sequence", "saved_at_ns"):
         value = numbers.get(name)
         if type(value) is not int or value < 0:
-            raise ValueError(f"'{name}' must be a whole number from 0 on, got {value!r:.50}")
+            raise ValueError(f"'{name}' must be an integer of at least 0, got {value!r:.50}")
 
     files = values.get("files")
     if not isinstance(files, dict) or not files:
@@ -129,15 +128,14 @@ def _parse_entry(name: str, entry: Any) -> FileSum:
 
 
 def verify_files(folder: Path, part: str = "") -> None:
-    """Compare files with the manifest. CheckpointError names all that are missing or changed.
+    """Raise CheckpointError, with all missing or changed files, unless files match the manifest.
 
     Args:
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
         part: check only files with names that begin so, such as "actor/".
     """
-    files = {
-        name: entry for name, entry in read_manifest(folder).files.items() if name.startswith(part)
-    }
+    listed = read_manifest(folder).files
+    files = {name: entry for name, entry in listed.items() if name.startswith(part)}
     if not files:
         raise CheckpointError(f"{folder} is damaged: its {MANIFEST} lists no file of {part}.")
 
@@ -177,7 +175,7 @@ def _digest(path: Path) -> str:
 
 
 def _fault(path: Path, name: str, expected: FileSum) -> str | None:
-    """Describe how a file differs from the manifest; None if it does not."""
+    """Describe the difference of a file from the manifest; None if there is none."""
     if not path.is_file():
         return f"{name} is missing"
     size = path.stat().st_size

@@ -31,21 +31,21 @@ SHARDED_FOLDER = "sharded"  # within the folder of a role
 # Prefixes of the names of weights and of moments.
 MODEL = "model."
 OPTIMIZER = "optimizer."
-_IF_DAMAGED = "If it is damaged or was not copied whole, copy it again, or use another checkpoint."
+_IF_DAMAGED = "If it is damaged or incomplete, copy it again, or use another checkpoint."
 
-# torch logs every tensor and every part of a save there, as debug messages that a root handler
-# would print.
+# torch logs every tensor and every part of a save to this logger, as debug messages that a root
+# handler would print.
 logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
-# A single process, and every rank that reads, works alone.
+# A single process works alone, and so does every rank that reads.
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
 )
 
 
 class ShardedWriter:
-    """Writes checkpoints of one module, at once or in the background.
+    """Write checkpoints of one module, at once or in the background.
 
-    Every rank of `world` makes the same calls.
+    Every rank of `world` must make the same calls.
     """
 
     def __init__(self, world: Axis) -> None:
@@ -58,12 +58,12 @@ class ShardedWriter:
     ) -> None:
         """Write this rank's shards of `tensors`; replicas are written once.
 
-        In the background, copies on the host are written, so that the tensors may change at once;
-        see `is_done`.
+        In the background, it writes copies on the host, so the tensors may change at once; see
+        `is_done`.
         """
         self.is_done(wait=True)
         if self.world.size > 1 and self._group is None:
-            # A group of its own: messages in the background must not mix with the run's collectives.
+            # Use a separate group: background messages must not mix with the run's collectives.
             self._group = dist.new_group(backend="gloo")
 
         if not in_background:
@@ -73,7 +73,10 @@ class ShardedWriter:
         self._background.start(partial(write_sharded, folder, copies, self._group))
 
     def is_done(self, *, wait: bool) -> bool:
-        """Return whether the background work is done; on rank 0: on all ranks. Raises its error."""
+        """Return whether the background work is done, on rank 0 that of all ranks.
+
+        Raises its error.
+        """
         return self._background.is_done(wait=wait)
 
 
@@ -82,8 +85,8 @@ def write_sharded(
 ) -> None:
     """Write `tensors` (sharded, or the same on all ranks) into `folder`.
 
-    All ranks of `group` call it together; None: this process is alone. Every rank's files are on the
-    disk when the first rank returns. Raises CheckpointError on every rank.
+    All ranks of `group` must call it together; None means that this process is alone. When the
+    first rank returns, the files of all ranks are on disk. Raises CheckpointError on every rank.
     """
     with _reported(f"writing {folder}"):
         writer = FileSystemWriter(folder)
@@ -93,7 +96,7 @@ def write_sharded(
 class SavedTensors:
     """A folder of sharded tensors. `tensors` has the whole shape and the dtype of each name.
 
-    Raises CheckpointError for another folder, and for missing files.
+    Raises CheckpointError for a folder without sharded tensors, and for missing files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -108,11 +111,10 @@ class SavedTensors:
         try:
             metadata = self._reader.read_metadata()
             files = {place.relative_path for place in (metadata.storage_data or {}).values()}
-            self.tensors = {
-                name: (info.size, info.properties.dtype)
-                for name, info in metadata.state_dict_metadata.items()
-                if isinstance(info, TensorStorageMetadata)
-            }
+            self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {}
+            for name, info in metadata.state_dict_metadata.items():
+                if isinstance(info, TensorStorageMetadata):
+                    self.tensors[name] = (info.size, info.properties.dtype)
         except UNREADABLE_PICKLE as error:
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise CheckpointError(
@@ -128,7 +130,7 @@ class SavedTensors:
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill `tensors` in place with the saved values. Each rank may call it alone.
 
-        Raises CheckpointError for a missing name and for another shape.
+        Raises CheckpointError for a missing name and for a different shape.
         """
         for name, tensor in tensors.items():
             shape, _ = self.tensors.get(name, (None, None))
@@ -138,7 +140,7 @@ class SavedTensors:
                     found = f"has it in shape {tuple(shape)}"
                 raise CheckpointError(
                     f"Expected '{name}' of shape {tuple(tensor.shape)} in {self.folder}, which "
-                    f"{found}. It was saved by another model: set the model's path to that one, or "
+                    f"{found}. Another model saved it: set the model's path to that one, or "
                     "start a run in another folder (trainer.default_local_dir)."
                 )
 
@@ -146,7 +148,7 @@ class SavedTensors:
             dcp.load(dict(tensors), storage_reader=self._reader, no_dist=True)
 
     def read_whole(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Read whole tensors on the host, whatever the shards."""
+        """Read whole tensors to the host, from any shards."""
         whole = {}
         for name in names:
             shape, dtype = self.tensors[name]
@@ -156,9 +158,9 @@ class SavedTensors:
 
 
 class _Reader(FileSystemReader):
-    """Reads its metadata without running code from it, and once.
+    """A reader that reads the metadata once, without running code from it.
 
-    With many ranks and layers it is large, and every `load` asks for it.
+    With many ranks and layers the metadata is large, and every `load` needs it.
     """
 
     @functools.cached_property
@@ -187,6 +189,6 @@ def _reported(action: str, way_out: str = "") -> Iterator[None]:
             raise cause from None
 
         where = f" on rank {rank}" if len(error.failures) > 1 or rank else ""
-        first_line = next(iter(str(cause).splitlines()), "")  # PyTorch goes on with advice
-        reason = f"{type(cause).__name__}: {first_line}".rstrip(": .")  # an EOFError says nothing
+        first_line = next(iter(str(cause).splitlines()), "")  # PyTorch adds advice in more lines
+        reason = f"{type(cause).__name__}: {first_line}".rstrip(": .")  # an EOFError has no text
         raise CheckpointError(f"While {action}{where}: {reason}.{way_out}") from cause

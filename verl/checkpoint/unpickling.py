@@ -1,7 +1,7 @@
 """Read the pickles of a checkpoint without running code from them.
 
-A pickle may name any function and have it called. Both readers here accept the few classes that
-this package writes, and refuse every other name.
+Unpickling may call any function that the pickle names. Both readers here accept only the classes
+that this package writes.
 """
 
 import pathlib
@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from verl.utils.errors import CheckpointError
 
-# Raised by unpickling where bytes are missing, changed or forbidden. An OSError (no access) names
-# its file itself.
+# Raised by unpickling if bytes are missing, changed or forbidden. An OSError (no access) already
+# names its file.
 UNREADABLE_PICKLE = (
     *(pickle.UnpicklingError, EOFError, MemoryError, ValueError, OverflowError, RuntimeError),
     *(LookupError, TypeError, AttributeError, ImportError, AssertionError),
@@ -33,19 +33,16 @@ _METADATA_CLASSES = {
     "torch.serialization": ("_get_layout",),  # looks a layout up by its name
     "collections": ("OrderedDict",),
 }
-# The folder that was written to, which nothing reads; the class depends on Python's version and on
-# the system.
-_PATHS = [
-    (module, f"{kind}Path")
-    for module in ("pathlib", "pathlib._local")
-    for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
-]
+# Classes of the path of the written folder, which nothing reads. The class depends on the version
+# of Python and on the system.
+_PATH_MODULES = ("pathlib", "pathlib._local")
+_PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
 def read_metadata(file: Path) -> Metadata:
     """Return the metadata of a `torch.distributed.checkpoint` folder.
 
-    Raises one of UNREADABLE_PICKLE for anything else.
+    Raises one of UNREADABLE_PICKLE for any other file.
     """
     with file.open("rb") as stream:
         found = _MetadataUnpickler(stream).load()
@@ -60,10 +57,10 @@ def read_metadata(file: Path) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of `.metadata` alone."""
+    """An unpickler that accepts only the classes of `.metadata`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PATHS:
+        if module in _PATH_MODULES and name in _PATH_CLASSES:
             return pathlib.PurePosixPath
         if name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
@@ -77,7 +74,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def save_state(file: Path, state: dict[str, Any]) -> None:
     """Write a state of numbers, texts, tensors, arrays and containers of them.
 
-    Raises CheckpointError where `load_state` could not read it back: a save is the time to know.
+    Raises CheckpointError if `load_state` cannot read it back, so that a failure shows at the save.
     """
     torch.save(state, file)
     try:
@@ -92,13 +89,13 @@ def save_state(file: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(file: Path) -> dict[str, Any]:
-    """Return the state that `save_state` wrote. CheckpointError for anything else."""
+    """Return the state that `save_state` wrote. Raises CheckpointError for any other file."""
     try:
         state = _load(file)
     except (*UNREADABLE_PICKLE, OSError) as error:
         raise CheckpointError(
-            f"{file} cannot be read ({_reason(error)}). If it is damaged or was not copied whole, "
-            "copy it again, or use another checkpoint (trainer.resume_from_path)."
+            f"{file} cannot be read ({_reason(error)}). If it is damaged or incomplete, copy it "
+            "again, or use another checkpoint (trainer.resume_from_path)."
         ) from error
     if not isinstance(state, dict):
         raise CheckpointError(
@@ -114,20 +111,20 @@ def _load(file: Path) -> Any:
 
 
 def _state_classes() -> list[Any]:
-    """Return the names beyond PyTorch's own that a state may hold: NumPy's arrays and numbers."""
+    """Return NumPy's classes and functions that a state may use, in addition to PyTorch's own."""
     functions: list[Any] = [np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
     dtypes = [value for name, value in vars(np.dtypes).items() if name.endswith("DType")]
+
     # NumPy 1 and 2 have the two functions in modules of different names, and read both.
-    aliases = [
-        (function, f"numpy.{core}.multiarray.{function.__name__}")
-        for function in functions
-        for core in ("core", "_core")
-    ]
+    aliases: list[Any] = []
+    for function in functions:
+        for core in ("core", "_core"):
+            aliases.append((function, f"numpy.{core}.multiarray.{function.__name__}"))
     return [np.ndarray, np.dtype, set, *dtypes, *aliases]
 
 
 def _reason(error: BaseException) -> str:
-    """Return class and fact in one line, without PyTorch's advice to trust the file."""
+    """Return the class and the reason in one line, without PyTorch's advice to trust the file."""
     text = str(error)
     forbidden = re.search(r"(?i)unsupported global:?(?: GLOBAL)? (\S+)", text)
     if forbidden is not None:

@@ -18,68 +18,67 @@ class Command:
     takes_keys: bool = True  # key=value, and a YAML file instead of --config-path and --config-name
 
 
-COMMANDS = {
-    command.words: command
-    for command in (
-        Command(
-            words="doctor",
-            module="verl.diagnostics.doctor",
-            summary="check whether this machine is fit to train; print a fix for each fault",
-            example="verl doctor",
-            takes_keys=False,
+_ALL = (
+    Command(
+        words="doctor",
+        module="verl.diagnostics.doctor",
+        summary="check whether this machine is fit to train; print a fix for each fault",
+        example="verl doctor",
+        takes_keys=False,
+    ),
+    Command(
+        words="plan",
+        module="verl.diagnostics.plan",
+        summary="predict memory and batches of a run before it starts, no GPU needed",
+        example="verl plan --device-gib H100 run.yaml trainer.n_gpus_per_node=8",
+    ),
+    Command(
+        words="reward check",
+        module="verl.cli.reward_check",
+        summary=(
+            "score gold and wrong answers of a few rows, to see if the reward is worth training on"
         ),
-        Command(
-            words="plan",
-            module="verl.diagnostics.plan",
-            summary="predict memory and batches of a run before it starts, no GPU needed",
-            example="verl plan --device-gib H100 run.yaml trainer.n_gpus_per_node=8",
+        example="verl reward check data.dataset_name=toy custom_reward_function.path=reward.py",
+    ),
+    Command(
+        words="train",
+        module="verl.trainer.main_ppo",
+        summary="PPO, GRPO and related algorithms; --dry-run is `verl plan` of the same line",
+        example="verl train data.dataset_name=toy data.train_batch_size=4 trainer.max_steps=10",
+    ),
+    Command(
+        words="sft",
+        module="verl.jobs.main_sft",
+        summary="fine-tune on the assistant's tokens",
+        example="verl sft data.train_files=train.parquet model.path=Qwen/Qwen2.5-0.5B",
+    ),
+    Command(
+        words="merge",
+        module="verl.jobs.main_merge",
+        summary="write a checkpoint as a Hugging Face folder",
+        example="verl merge --local_dir checkpoints/global_step_10/actor --target_dir merged",
+        first=("merge",),
+        takes_keys=False,
+    ),
+    Command(
+        words="generate",
+        module="verl.jobs.main_generation",
+        summary="generate responses to every prompt of a file",
+        example=(
+            "verl generate model.path=merged data.path=test.parquet data.output_path=out.parquet"
         ),
-        Command(
-            words="reward check",
-            module="verl.cli.reward_check",
-            summary="score gold and wrong answers of a few rows, to see if the reward is worth training on",
-            example="verl reward check data.dataset_name=toy custom_reward_function.path=reward.py",
-        ),
-        Command(
-            words="train",
-            module="verl.trainer.main_ppo",
-            summary="PPO, GRPO and related algorithms; --dry-run is `verl plan` of the same line",
-            example="verl train data.dataset_name=toy data.train_batch_size=4 trainer.max_steps=10",
-        ),
-        Command(
-            words="sft",
-            module="verl.jobs.main_sft",
-            summary="fine-tune on the assistant's tokens",
-            example="verl sft data.train_files=train.parquet model.path=Qwen/Qwen2.5-0.5B",
-        ),
-        Command(
-            words="merge",
-            module="verl.jobs.main_merge",
-            summary="write a checkpoint as a Hugging Face folder",
-            example="verl merge --local_dir checkpoints/global_step_10/actor --target_dir merged",
-            first=("merge",),
-            takes_keys=False,
-        ),
-        Command(
-            words="generate",
-            module="verl.jobs.main_generation",
-            summary="generate responses to every prompt of a file",
-            example=(
-                "verl generate model.path=merged data.path=test.parquet "
-                "data.output_path=out.parquet"
-            ),
-        ),
-        Command(
-            words="eval",
-            module="verl.jobs.main_eval",
-            summary="score generated responses: mean, pass@k, maj@k",
-            example="verl eval data.path=out.parquet",
-        ),
-        Command(
-            words="serve",
-            module="verl.jobs.main_serve",
-            summary="serve a model to clients of OpenAI's API",
-            example="verl serve merged server.port=8000",
-        ),
-    )
-}
+    ),
+    Command(
+        words="eval",
+        module="verl.jobs.main_eval",
+        summary="score generated responses: mean, pass@k, maj@k",
+        example="verl eval data.path=out.parquet",
+    ),
+    Command(
+        words="serve",
+        module="verl.jobs.main_serve",
+        summary="serve a model to clients of OpenAI's API",
+        example="verl serve merged server.port=8000",
+    ),
+)
+COMMANDS = {command.words: command for command in _ALL}

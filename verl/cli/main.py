@@ -55,12 +55,10 @@ def _find(argv: list[str]) -> tuple[Command | None, list[str]]:
 
 
 def _unknown(argv: list[str]) -> str:
-    # Of "reward chek" both words are a try at a name; of "trian data.x=1" the first alone.
-    tried = (
-        argv[0]
-        if len(argv) == 1 or "=" in argv[1] or argv[1].startswith("-")
-        else " ".join(argv[:2])
-    )
+    # Of "reward chek" both words are meant as a name; of "trian data.x=1" the first alone.
+    tried = argv[0]
+    if len(argv) > 1 and "=" not in argv[1] and not argv[1].startswith("-"):
+        tried = " ".join(argv[:2])
     return (
         f"No command '{tried}'. Nearest: {nearest_names(tried, list(COMMANDS))}. All of them: verl "
         "--help"

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="verl reward check",
         usage="verl reward check [--rows ROWS] [config.yaml] [key=value ...]",
         description=__doc__,
-        epilog="Keys are those of the run: every key with its default is in `verl train --cfg job`.",
+        epilog="Keys are those of the run. `verl train --cfg job` prints each with its default.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -13,16 +13,16 @@ from verl.trainer.algorithm import penalised_scores
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
-    """The part (B, R) of `attention_mask` that stands over the responses."""
+    """Return the part (B, R) of `attention_mask` that covers the responses."""
     return _compute_response_info(data)["response_mask"]
 
 
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
-    """Add `token_level_rewards`, the scores less the KL penalty; returns the batch and the metrics.
+    """Add `token_level_rewards`, the scores minus the KL penalty; return the batch and metrics.
 
-    The controller sees the mean KL of the batch.
+    The controller gets the mean KL of the batch.
     """
     _need_response_mask(data)
     section = SimpleNamespace(use_kl_in_reward=True, kl_penalty=kl_penalty)
@@ -40,9 +40,9 @@ def compute_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> DataProto:
-    """Add `advantages` and `returns` by a registered estimator, in place; returns the batch.
+    """Add `advantages` and `returns` by a registered estimator, in place, and return the batch.
 
-    With `config.use_pf_ppo` the rows are then drawn anew, see `compute_pf_ppo_reweight_data`.
+    With `config.use_pf_ppo` the rows are then resampled, see `compute_pf_ppo_reweight_data`.
     """
     _need_response_mask(data)
     columns = data.batch
@@ -73,9 +73,9 @@ def compute_advantage(
 def compute_pf_ppo_reweight_data(
     data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0
 ) -> DataProto:
-    """As many rows as before, drawn with replacement by their scores, see `pf_ppo.pf_ppo_weights`.
+    """Draw as many rows with replacement, weighted by scores, see `pf_ppo.pf_ppo_weights`.
 
-    The draw follows torch's generator.
+    The draw uses torch's generator.
     """
     scores = data.batch["token_level_scores"].sum(-1)
     weights = pf_ppo_weights(scores, reweight_method, weight_pow)

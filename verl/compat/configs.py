@@ -1,4 +1,4 @@
-"""Sections of the configuration as verl 0.5's classes: read by attribute or by key."""
+"""Sections of the configuration as classes of verl 0.5, readable by attribute or by key."""
 
 import importlib
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from verl.utils.errors import ConfigError
 
 @dataclass
 class BaseConfig(Mapping[str, Any]):
-    """A dataclass that is read as a mapping too, and whose fields are set once.
+    """A dataclass that is also a mapping, with fields that can be set only once.
 
     A subclass lists the fields that may change in `_mutable_fields`.
     """
@@ -26,7 +26,7 @@ class BaseConfig(Mapping[str, Any]):
         super().__setattr__(name, value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a field, or `default` where there is no such field."""
+        """Return the value of a field, or `default` if there is no such field."""
         return getattr(self, key, default)
 
     def __getitem__(self, key: str) -> Any:
@@ -85,12 +85,15 @@ class AlgoConfig(BaseConfig):
 
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: Any = None) -> Any:
-    """An object of `dataclass_type`, or of the class that the key `_target_` names, with the values
-    of `config`. A dataclass stays as it is."""
+    """Make an object of `dataclass_type`, or of the class that the key `_target_` names.
+
+    It has the values of `config`. A dataclass is returned as it is.
+    """
     if not config:
         return config if dataclass_type is None else dataclass_type()
     if is_dataclass(config):
         return config
+
     values = OmegaConf.to_container(config, resolve=True) if _is_tree(config) else dict(config)
     assert isinstance(values, dict)
     target = values.pop("_target_", "")

@@ -1,5 +1,4 @@
-"""verl 0.5's table of dispatch modes, the checks of `register`, and the ways to split arguments
-(`base.decorator`)."""
+"""The dispatch modes of verl 0.5, its checks of `register`, and its splits of arguments."""
 
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
@@ -26,12 +25,14 @@ Functions = dict[str, Callable[..., Any]]
 
 
 class WrongModeError(ConfigError, AssertionError):
-    """Something is no dispatch mode or execute mode. verl 0.5 asserts it."""
+    """A value is no dispatch mode or execute mode. verl 0.5 raises AssertionError for it."""
 
 
 class _DispatchModes(MutableMapping[str, Functions]):
-    """{name: {"dispatch_fn": ..., "collect_fn": ...}} over the dispatch modes. What was taken out
-    can be put back."""
+    """{name: {"dispatch_fn": ..., "collect_fn": ...}} of the dispatch modes.
+
+    A mode that was deleted can be set again.
+    """
 
     def __init__(self) -> None:
         self._shown: dict[tuple[Callable[..., Any], ...], DispatchMode] = {}
@@ -56,7 +57,7 @@ class _DispatchModes(MutableMapping[str, Functions]):
         return len(MODES)
 
     def copy(self) -> dict[str, Functions]:
-        """A plain dictionary with the same values."""
+        """Return a plain dictionary with the same values."""
         return dict(self)
 
 
@@ -81,7 +82,7 @@ def _check_execute_mode(execute_mode: Any) -> None:
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
-    """The method of a worker group that runs a call: {"execute_fn_name": ...}."""
+    """Return the method of a worker group that runs a call: {"execute_fn_name": ...}."""
     _check_execute_mode(execute_mode)
     return {"execute_fn_name": f"execute_{execute_mode.value}"}
 

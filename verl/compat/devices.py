@@ -6,10 +6,10 @@ is_cuda_available: bool = torch.cuda.is_available()
 
 
 def get_device_name() -> str:
-    """cuda, where a GPU is visible, else cpu."""
+    """Return "cuda" if a GPU is visible, else "cpu"."""
     return "cuda" if is_cuda_available else "cpu"
 
 
 def get_device_id() -> int:
-    """Number of the current GPU; 0 on a CPU."""
+    """Return the number of the current GPU; 0 on a CPU."""
     return torch.cuda.current_device() if is_cuda_available else 0

@@ -1,4 +1,4 @@
-"""Files and checkpoints by verl 0.5's names. Paths are local or mounted; HDFS is refused."""
+"""Files and checkpoints by verl 0.5's names. Paths must be local or mounted; HDFS is an error."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from verl.utils.errors import ConfigError
 
 
 def is_non_local(path: str) -> bool:
-    """Whether a path names a file system of Hadoop."""
+    """Return whether a path is on a file system of Hadoop."""
     return path.startswith("hdfs://")
 
 
@@ -20,7 +20,7 @@ def copy_to_local(
     always_recopy: bool = False,
     use_shm: bool = False,
 ) -> str:
-    """The path itself, which is local already, or a hub id that models are loaded by."""
+    """Return the path itself, which is local already or a hub id."""
     _require_local(src)
     if use_shm:
         raise ConfigError(
@@ -31,19 +31,19 @@ def copy_to_local(
 
 
 def exists(path: str, **kwargs: object) -> bool:
-    """Whether there is a file or folder at `path`."""
+    """Return whether there is a file or folder at `path`."""
     _require_local(path)
     return os.path.exists(path)
 
 
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: object) -> None:
-    """Make a folder, and those above it."""
+    """Create a folder and its parents."""
     _require_local(name)
     os.makedirs(name, mode=mode, exist_ok=exist_ok)
 
 
 def copy(src: str, dst: str, **kwargs: object) -> bool:
-    """Copy a file, or a folder with all that is in it; True when it is done."""
+    """Copy a file, or a folder with its contents; return True."""
     _require_local(src)
     _require_local(dst)
     if Path(src).is_dir():
@@ -62,12 +62,12 @@ def _require_local(path: str) -> None:
 
 
 def get_checkpoint_tracker_filename(root_path: str) -> str:
-    """The file that holds the number of the newest checkpoint."""
+    """Return the path of the file with the number of the newest checkpoint."""
     return os.path.join(root_path, "latest_checkpointed_iteration.txt")
 
 
 def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
-    """The folder of the newest checkpoint below `path`; None where there is none."""
+    """Return the folder of the newest checkpoint below `path`; None if there is none."""
     if path is None:
         return None
     tracker = Path(get_checkpoint_tracker_filename(path))

@@ -20,8 +20,10 @@ def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> N
 
 
 def union_two_dict(dict1: dict[Any, Any], dict2: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Add the entries of `dict2` to `dict1`, in place, and return it. A key that both have must
-    have equal values, else BatchError (an AssertionError)."""
+    """Add the entries of `dict2` to `dict1`, in place, and return it.
+
+    Raises BatchError (an AssertionError) if a key of both has unequal values.
+    """
     unequal = [key for key in dict2 if key in dict1 and not same_value(dict1[key], dict2[key])]
     if unequal:
         raise BatchError(
@@ -33,14 +35,14 @@ def union_two_dict(dict1: dict[Any, Any], dict2: Mapping[Any, Any]) -> dict[Any,
 
 
 def rename_dict(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The same values under `<prefix><key>`, with a slash between where the prefix has none."""
+    """Return the values under `<prefix>/<key>`; a slash at the end of the prefix is optional."""
     if prefix and not prefix.endswith("/"):
         prefix += "/"
     return {f"{prefix}{key}": value for key, value in data.items()}
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """[{key: value}, ...] as {key: [value, ...]}. All must have the same keys."""
+    """Turn [{key: value}, ...] into {key: [value, ...]}. All must have the same keys."""
     if not list_of_dict:
         return {}
     keys = list_of_dict[0].keys()
@@ -50,11 +52,15 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> d
                 f"All dictionaries must have the same keys; {number} differs from 0 in "
                 f"{sorted(entry.keys() ^ keys)}."
             )
-    return {key: [entry[key] for entry in list_of_dict] for key in keys}
+
+    lists: dict[str, list[Any]] = {}
+    for key in keys:
+        lists[key] = [entry[key] for entry in list_of_dict]
+    return lists
 
 
 def convert_to_regular_types(obj: Any) -> Any:
-    """Plain lists and dictionaries for OmegaConf's, and plain numbers for numpy's, at any depth."""
+    """Turn OmegaConf's containers and numpy's values into plain ones, at any depth."""
     if isinstance(obj, dict | DictConfig):
         return {key: convert_to_regular_types(value) for key, value in obj.items()}
     if isinstance(obj, list | tuple | ListConfig):
@@ -68,7 +74,7 @@ def convert_to_regular_types(obj: Any) -> Any:
 
 @contextmanager
 def temp_env_var(key: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside a `with` block; afterwards it is as before."""
+    """Set an environment variable within this context, and restore it afterwards."""
     before = os.environ.get(key)
     os.environ[key] = value
     try:
@@ -81,7 +87,7 @@ def temp_env_var(key: str, value: str) -> Iterator[None]:
 
 
 class NestedNamespace(SimpleNamespace):
-    """A dictionary by attributes, the dictionaries inside it too."""
+    """A dictionary as attributes, including nested dictionaries."""
 
     def __init__(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -110,17 +116,19 @@ class DynamicEnumMeta(type):
         return getattr, (__import__(cls.__module__, fromlist=[cls.__name__]), cls.__name__)
 
     def names(cls) -> list[str]:
-        """Names of the members, in the order of their registration."""
+        """Return the names of the members, in the order of their registration."""
         return list(cls._registry)
 
     def values(cls) -> list[Any]:
-        """The members."""
+        """Return the members."""
         return list(cls._registry.values())
 
 
 class DynamicEnum(metaclass=DynamicEnumMeta):
-    """Base of enumerations that take members at run time: `register`, `remove`, `from_name`. Each
-    subclass has members of its own."""
+    """Base of enumerations that take members at run time: `register`, `remove`, `from_name`.
+
+    Each subclass has its own members.
+    """
 
     _registry: ClassVar[dict[str, Any]] = {}
     _next_value: ClassVar[int] = 0
@@ -137,15 +145,15 @@ class DynamicEnum(metaclass=DynamicEnumMeta):
         return f"<{type(self).__name__}.{self.name}: {self.value}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Give the member itself after unpickling, not a copy."""
+        """Return the member itself after unpickling, not a copy."""
         return getattr, (type(self), self.name)
 
     @classmethod
     def register(cls, name: str) -> Any:
-        """Add a member. Its name is written in capitals, and must be new."""
+        """Add a member and return it. Its name is converted to capitals, and must be new."""
         key = name.upper()
         if key in cls._registry:
-            raise ValueError(f"{key} is already registered in {cls.__name__}; take another name.")
+            raise ValueError(f"{key} is already registered in {cls.__name__}; use another name.")
         member = cls(key, cls._next_value)
         cls._registry[key] = member
         setattr(cls, key, member)
@@ -154,7 +162,7 @@ class DynamicEnum(metaclass=DynamicEnumMeta):
 
     @classmethod
     def remove(cls, name: str) -> Any:
-        """Take a member out, and return it."""
+        """Remove a member and return it."""
         key = name.upper()
         member = cls._registry.pop(key)
         delattr(cls, key)
@@ -162,5 +170,5 @@ class DynamicEnum(metaclass=DynamicEnumMeta):
 
     @classmethod
     def from_name(cls, name: str) -> Any:
-        """The member of that name, in any case; None where there is none."""
+        """Return the member of that name, in upper or lower case; None if there is none."""
         return cls._registry.get(name.upper())

@@ -1,4 +1,4 @@
-"""Optional packages and users' files, with the errors that callers of verl 0.5 catch."""
+"""Import optional packages and users' files, with the errors that callers of verl 0.5 catch."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ from verl.utils.errors import ConfigError
 
 
 class MissingFileError(ConfigError, FileNotFoundError):
-    """There is no such file."""
+    """A file does not exist."""
 
 
 class MissingNameError(ConfigError, AttributeError):
@@ -24,7 +24,7 @@ class BrokenFileError(ConfigError, RuntimeError):
 
 
 def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
-    """The object `type_name` of a user's .py file or module; None without a path."""
+    """Return the object `type_name` of a user's .py file or module; None without a path."""
     if not file_path:
         return None
     if file_path.endswith(".py") and not Path(file_path).expanduser().is_file():
@@ -47,12 +47,12 @@ def import_external_libs(external_libs: str | list[str] | None = None) -> None:
 
 
 def is_vllm_available() -> bool:
-    """Whether vLLM is installed."""
+    """Return whether vLLM is installed."""
     return imports.is_installed("vllm")
 
 
 def deprecated(replacement: str = "") -> Callable[[Any], Any]:
-    """Decorator of a function or a class: warn, when it is used, and name the `replacement`."""
+    """Decorate a function or class to warn when it is used, and name the `replacement`."""
 
     def decorate(used: Any) -> Any:
         message = f"{used.__module__}.{used.__qualname__} is deprecated."

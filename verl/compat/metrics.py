@@ -1,5 +1,4 @@
-"""Metrics of a step and of a validation with the keys of verl 0.5, for recipes that log by
-themselves."""
+"""Metrics of a step and of a validation with verl 0.5's keys, for recipes with their own logs."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +18,7 @@ _ALL_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor")
 def reduce_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     """Reduce the list under each key to one number, in place.
 
-    A key with "max" or "min" in its name takes the largest or the smallest entry, any other the
-    mean.
+    A key with "max" or "min" in its name gets the largest or smallest entry, any other the mean.
     """
     for name, values in metrics.items():
         if "max" in name:
@@ -33,8 +31,7 @@ def reduce_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compute_response_info(batch: DataProto) -> dict[str, torch.Tensor]:
-    """Return `response_mask` (B, R), and the real tokens of each row: `prompt_length` and
-    `response_length` (B,)."""
+    """Return `response_mask` (B, R), and `prompt_length` and `response_length` (B,) in tokens."""
     width = batch.batch["responses"].shape[-1]
     attention_mask = batch.batch["attention_mask"]
     response_mask = attention_mask[:, -width:]
@@ -46,11 +43,11 @@ def _compute_response_info(batch: DataProto) -> dict[str, torch.Tensor]:
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, Any]:
-    """Scores, rewards, advantages, returns, values and lengths of one batch: mean, max and min."""
+    """Return mean, max and min of scores, rewards, advantages, returns, values and lengths."""
     columns = batch.batch
     info = _compute_response_info(batch)
-    mask = columns["response_mask"] if "response_mask" in columns.keys() else info["response_mask"]
-    mask = mask.bool()
+    masks = columns if "response_mask" in columns.keys() else info
+    mask = masks["response_mask"].bool()
 
     returns = columns["returns"][mask]
     metrics = {
@@ -89,7 +86,7 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, Any]:
-    """Seconds of each phase, and milliseconds a token of those that work on tokens."""
+    """Return the seconds of each phase, and milliseconds per token of phases that use tokens."""
     info = _compute_response_info(batch)
     num_response_tokens = torch.sum(info["response_length"]).item()
     num_all_tokens = torch.sum(info["prompt_length"]).item() + num_response_tokens
@@ -107,8 +104,10 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 def compute_throughout_metrics(
     batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
 ) -> dict[str, Any]:
-    """Tokens of the batch (`meta_info["global_token_num"]`), seconds of the step, and tokens per
-    second and device."""
+    """Return the tokens of the batch, the seconds of the step, and tokens per second and device.
+
+    The tokens are those of `meta_info["global_token_num"]`.
+    """
     num_tokens = sum(batch.meta_info["global_token_num"])
     seconds = timing_raw["step"]
     return {
@@ -125,8 +124,10 @@ def bootstrap_metric(
     n_bootstrap: int = 1000,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """(mean, standard deviation) of each of `reduce_fns` over `n_bootstrap` draws of `subset_size`
-    entries with replacement."""
+    """Return (mean, standard deviation) of each of `reduce_fns` over random subsets.
+
+    Takes `n_bootstrap` subsets of `subset_size` entries, drawn with replacement.
+    """
     generator = np.random.RandomState(seed)
     results: list[list[float]] = [[] for _ in reduce_fns]
     for _ in range(n_bootstrap):
@@ -138,8 +139,10 @@ def bootstrap_metric(
 
 
 def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
-    """Return `val_key` of the first entry that has the most frequent `vote_key`; the first seen
-    wins a tie."""
+    """Return `val_key` of the first entry with the most frequent `vote_key`.
+
+    In a tie, the vote that was seen first wins.
+    """
     values_of_vote = defaultdict(list)
     for entry in data:
         values_of_vote[entry[vote_key]].append(entry[val_key])
@@ -153,11 +156,11 @@ def process_validation_metrics(
     infos_dict: Mapping[str, Sequence[Any]],
     seed: int = 42,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """{data source: {variable: {metric: value}}}, averaged over the prompts of a data source.
+    """Return {data source: {variable: {metric: value}}}, averaged over a data source's prompts.
 
-    The n responses to a prompt give mean@n, and for n > 1 std@n, and best@k and worst@k (also
-    maj@k, where there is a `pred` to vote by) with /mean and /std for k = 2, 4, ..., n. Variables
-    that are text have no metrics.
+    The n responses to a prompt give mean@n, and for n > 1 std@n, best@k and worst@k, with /mean and
+    /std for k = 2, 4, ..., n. With a `pred` to vote by, there is also maj@k. Text variables have no
+    metrics.
     """
     grouped: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for row, (source, prompt) in enumerate(zip(data_sources, sample_inputs)):
@@ -202,7 +205,7 @@ def _metrics_of_prompt(values: list[Any], answers: list[Any] | None, seed: int) 
 
 
 def _subset_sizes(n: int) -> list[int]:
-    """2, 4, 8, ... below n, and n."""
+    """Return 2, 4, 8, ... below n, and n."""
     sizes = []
     size = 2
     while size < n:

@@ -12,9 +12,10 @@ Partitions = list[list[int]]  # indices of the sequences in each part
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
 ) -> Partitions:
-    """Indices in `k_partitions` parts, each ascending, of nearly equal sums of lengths.
+    """Divide the indices into `k_partitions` ascending parts with nearly equal sums of lengths.
 
-    `equal_size`: every part gets as many indices, so `k_partitions` must divide their number.
+    With `equal_size`, all parts have the same size, so `k_partitions` must divide the number of
+    sequences. Raises BatchError otherwise.
     """
     if len(seqlen_list) < k_partitions:
         raise BatchError(
@@ -24,7 +25,7 @@ def get_seqlen_balanced_partitions(
 
 
 def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partitions:
-    """Parts by the largest differencing method (Karmarkar and Karp 1982)."""
+    """Divide the indices by the largest differencing method (Karmarkar and Karp 1982)."""
     if not equal_size:
         positive = [max(length, 1) for length in seqlen_list]
         return largest_differencing(positive, k_partitions)
@@ -34,20 +35,24 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
     starts = range(0, len(order), k_partitions)
     windows = [order[start : start + k_partitions] for start in starts]
 
-    # One entry of each window goes to each part. The states that differ most within are merged
-    # first, largest part with smallest.
-    states = [[(seqlen_list[index], [index]) for index in window] for window in windows]
+    # One entry of each window goes to each part. A state is a list of (sum, indices). States with
+    # the largest inner differences are merged first, the largest part with the smallest.
+    states: list[list[tuple[int, list[int]]]] = []
+    for window in windows:
+        states.append([(seqlen_list[index], [index]) for index in window])
+
     while len(states) > 1:
         states.sort(key=lambda parts: parts[0][0] - parts[-1][0])
         one = states.pop()
         other = states.pop()
         merged = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other))]
         states.append(sorted(merged, key=lambda part: -part[0]))
+
     return sorted(sorted(indices) for _, indices in states[0])
 
 
 def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partitions:
-    """Parts by giving each sequence, in order, to the part with the smallest sum."""
+    """Assign each sequence, in order, to the part with the smallest sum."""
     if equal_size:
         _require_equal_size(seqlen_list, k_partitions)
     room = len(seqlen_list) // k_partitions if equal_size else len(seqlen_list)
@@ -72,12 +77,18 @@ def _require_equal_size(seqlen_list: Sequence[int], k_partitions: int) -> None:
 def log_seqlen_unbalance(
     seqlen_list: Sequence[int], partitions: Partitions, prefix: str
 ) -> dict[str, float]:
-    """Smallest, largest and mean sum of lengths: of parts in the order of the list, and of
-    `partitions` (`balanced_*`)."""
+    """Return the smallest, largest and mean sum of lengths of a part.
+
+    The plain keys are for parts in the order of the list, `balanced_*` for `partitions`.
+    """
     size = len(seqlen_list) // len(partitions)
     starts = range(0, size * len(partitions), size)
     in_order = [sum(seqlen_list[start : start + size]) for start in starts]
-    balanced = [sum(seqlen_list[index] for index in part) for part in partitions]
+
+    balanced: list[int] = []
+    for part in partitions:
+        balanced.append(sum(seqlen_list[index] for index in part))
+
     return {
         f"{prefix}/min": min(in_order),
         f"{prefix}/max": max(in_order),
@@ -89,5 +100,5 @@ def log_seqlen_unbalance(
 
 
 def roundup_divisible(a: int, b: int) -> int:
-    """The smallest multiple of b that is at least a."""
+    """Return the smallest multiple of b that is at least a."""
     return ceildiv(a, b) * b

@@ -1,9 +1,9 @@
-"""Old import paths of verl 0.5, and where their names live here: the one table.
+"""The table of verl 0.5's import paths, with the new path of each name.
 
-`import verl.trainer.ppo.ray_trainer` finds no such file; the finder in `verl/__init__.py` then asks
-this table and gives a module. Its names are looked up here on first use, with a DeprecationWarning
-that names the new path. A module that does exist, and has lost a name to another room, asks the
-table in its own `__getattr__`.
+There is no file for `import verl.trainer.ppo.ray_trainer`; the finder in `verl/__init__.py` then
+looks in this table and returns a module. Names of that module are looked up here on first use, with
+a DeprecationWarning that names the new path. If a module exists, but one of its names has moved to
+another room, the module looks in the table in its own `__getattr__`.
 """
 
 import importlib
@@ -40,12 +40,11 @@ Entry = str | tuple[str, str]
 
 
 def _same(module: str, names: str) -> dict[str, Entry]:
-    """Names that are the same in a new module, separated by blanks."""
+    """Return entries for names that are unchanged in a new module; `names` is split at blanks."""
     return dict.fromkeys(names.split(), module)
 
 
-# old module -> {name: new module}, or {name: (new module, new name)}
-# Programs that `python -m` starts under an old name, and the module that they are now.
+# {old module that `python -m` starts: new module}
 OLD_PROGRAMS = {
     "verl.trainer.main_sft": "verl.jobs.main_sft",
     "verl.trainer.fsdp_sft_trainer": "verl.jobs.main_sft",
@@ -54,6 +53,7 @@ OLD_PROGRAMS = {
     "verl.model_merger": "verl.jobs.main_merge",
 }
 
+# {old module: {name: new module}}, or {old module: {name: (new module, new name)}}
 OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.base_config": _same(_CONFIGS, "BaseConfig"),
     "verl.protocol": {
@@ -280,7 +280,7 @@ _NO_WORKERS = (
     "actor_rollout_ref.rollout.mode=async; verl.agents.AgentRunner plays episodes in a program"
 )
 
-# Names of old modules that this version does not have, with the way to the same end.
+# Names of old modules that this version does not have, with an alternative for each.
 ABSENT_NAMES = {
     "verl.utils.checkpoint.checkpoint_manager": {"BaseCheckpointManager": _OWN_CHECKPOINTS},
     "verl.experimental.agent_loop": dict.fromkeys(
@@ -291,7 +291,7 @@ ABSENT_NAMES = {
     ),
 }
 
-# Modules that this version does not have, with the way to the same end.
+# Modules that this version does not have, with an alternative for each.
 ABSENT = {
     "verl.workers.megatron_workers": (
         "the Megatron backend is not in this version. Set strategy=fsdp; for large models, "
@@ -309,22 +309,24 @@ ABSENT = {
 
 
 def find_old_name(path: str, name: str) -> Any:
-    """The object that the table has for `name` at the old `path`. A module's `__getattr__` calls
-    it."""
+    """Return the object of `name` at the old `path`, for the `__getattr__` of a module."""
     module, new_name = home_of(path, name)
     warnings.warn(f"{path}.{name} is now {module}.{new_name}", DeprecationWarning, stacklevel=3)
     return getattr(importlib.import_module(module), new_name)
 
 
 def home_of(path: str, name: str) -> tuple[str, str]:
-    """(new module, new name) of an old name."""
+    """Return (new module, new name) of an old name."""
     entry = OLD_PATHS[path][name]
     return entry if isinstance(entry, tuple) else (entry, name)
 
 
 class _OldModule(ModuleType):
-    """Looks its names up in the table. A name that is set or deleted here, as unittest.mock.patch
-    does, is set or deleted where it lives now, so that a patch has its effect."""
+    """A module that looks its names up in the table.
+
+    If a name is set or deleted here, it is set or deleted in its new module. Otherwise
+    unittest.mock.patch would have no effect.
+    """
 
     def __getattr__(self, name: str) -> Any:
         names = OLD_PATHS[self.__name__]
@@ -354,7 +356,7 @@ class _OldModule(ModuleType):
 
 
 class _ProgramLoader:
-    """Runs a program that has moved, for `python -m old.name`."""
+    """Run a program that has moved, for `python -m old.name`."""
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
@@ -370,7 +372,7 @@ class _ProgramLoader:
         return compile("\n".join(lines), fullname, "exec")
 
     def exec_module(self, module: ModuleType) -> None:
-        exec(self.get_code(module.__name__), vars(module))  # our own text above
+        exec(self.get_code(module.__name__), vars(module))  # the text of `get_code` only
 
 
 class _OldModuleLoader:
@@ -383,14 +385,14 @@ class _OldModuleLoader:
         """Do nothing: names are looked up on use."""
 
     def get_resource_reader(self, fullname: str) -> None:
-        """Refuse: Hydra's search path `pkg://verl.trainer.config` is then one without files."""
+        """Raise TypeError, which makes Hydra treat `pkg://verl.trainer.config` as empty."""
         raise TypeError(f"{fullname} is an old path without files.")
 
 
 def find_old_module(name: str) -> ModuleSpec | None:
-    """The spec of a module that is only in the table; None for a module that verl 0.5 had not.
+    """Return the spec of a module of the table; None for a module that verl 0.5 does not have.
 
-    Raises ModuleNotFoundError, with the way out, for a module that this version does not have.
+    Raises ModuleNotFoundError, with an alternative, for a module that this version does not have.
     """
     for absent, way in ABSENT.items():
         if name == absent or name.startswith(f"{absent}."):
@@ -403,7 +405,7 @@ def find_old_module(name: str) -> ModuleSpec | None:
 
 
 def page() -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     lines = [
         "# Import paths of verl 0.5",
         "",

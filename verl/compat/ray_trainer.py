@@ -32,17 +32,17 @@ _NEW_FORM = "verl.trainer.PPOTrainer(config, tokenizer=..., reward_fn=..., train
 
 
 class RayPPOTrainer(PPOTrainer):
-    """PPOTrainer by verl 0.5's parameters.
+    """PPOTrainer with the parameters of verl 0.5.
 
     Args:
         config, tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: see PPOTrainer.
-        role_worker_mapping: worker class of each Role, a worker here or a subclass of it, with or
-            without ray.remote. Roles that the algorithm does not need are not started.
-        resource_pool_manager: one pool, of as many processes as the run has ranks.
-        ray_worker_group_cls: not read; the trainer's pool makes the groups.
-        processor: None. Images are not in this version.
+        role_worker_mapping: worker class of each Role: a worker of this package or a subclass, with
+            or without ray.remote. Roles that the algorithm does not need are not started.
+        resource_pool_manager: one pool, with one process for each rank of the run.
+        ray_worker_group_cls: ignored; the trainer's pool makes the groups.
+        processor: None. Images are not supported.
         collate_fn: None or `verl.utils.dataset.rl_dataset.collate_fn`.
-        train_sampler: the order of the training rows, instead of data.sampler and data.shuffle.
+        train_sampler: the order of the training rows; replaces data.sampler and data.shuffle.
         device_name: trainer.device.
     """
 
@@ -68,6 +68,7 @@ class RayPPOTrainer(PPOTrainer):
             collate_fn not in (None, columns_of),
             "Return the same values from the dataset's __getitem__, which are collated for you",
         )
+
         self.worker_classes = _worker_classes(role_worker_mapping or {})
         super().__init__(
             _on_device(config, device_name),
@@ -77,13 +78,14 @@ class RayPPOTrainer(PPOTrainer):
             train_dataset=train_dataset,
             val_dataset=val_dataset,
         )
+
         if resource_pool_manager is not None:
             _check_pools(resource_pool_manager, self.pool.world_size)
         if train_sampler is not None:
             self._order_rows_by(train_sampler)
 
     def start_role(self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any) -> Any:
-        """See TrainingRun; `role_worker_mapping` may name another class."""
+        """Start a role as TrainingRun does, with the class of `role_worker_mapping` if given."""
         chosen = self.worker_classes.get(role, worker_class)
         return super().start_role(role, chosen, *args, **kwargs)
 
@@ -117,7 +119,10 @@ def _on_device(config: Any, device_name: str | None) -> Any:
 
 
 def _worker_classes(mapping: Mapping[Any, Any]) -> dict[str, type[Worker]]:
-    """{role: worker class} of a mapping by verl 0.5's roles."""
+    """Return {role: worker class} of a mapping by verl 0.5's roles.
+
+    Raises ConfigError for an unknown role, or a class that cannot serve it.
+    """
     classes = {}
     for key, given in mapping.items():
         name = getattr(key, "name", str(key))
@@ -146,9 +151,11 @@ def _worker_classes(mapping: Mapping[Any, Any]) -> dict[str, type[Worker]]:
 
 
 def _undecorated(cls: Any) -> Any:
-    """The class itself, where it comes from the decorator ray.remote, which may not be installed."""
+    """Return the class under the decorator ray.remote, without importing ray."""
     metadata = getattr(cls, "__ray_metadata__", None)
-    return cls if metadata is None else metadata.modified_class.__ray_actor_class__
+    if metadata is None:
+        return cls
+    return metadata.modified_class.__ray_actor_class__
 
 
 def _check_pools(manager: Any, num_ranks: int) -> None:

@@ -1,5 +1,4 @@
-"""The registries of verl 0.5: dictionaries of functions by its signatures, over the registries of
-the package."""
+"""The registries of verl 0.5: dictionaries of functions with its signatures."""
 
 import functools
 from collections.abc import Callable
@@ -58,7 +57,7 @@ def _estimator(name: str) -> Function:
 
 @functools.cache
 def _by_names(estimator: Callable[[AdvantageInputs], Any]) -> Function:
-    """The estimator as a function of verl's parameters, by name."""
+    """Return the estimator as a function of verl 0.5's named parameters."""
 
     def by_names(
         token_level_rewards: Any,
@@ -68,16 +67,16 @@ def _by_names(estimator: Callable[[AdvantageInputs], Any]) -> Function:
         config: Any = None,
         **given: Any,
     ) -> Any:
-        fields = {**given, "norm_by_std": given.get("norm_adv_by_std_in_grpo", True)}
-        known = {
-            name: fields[name]
-            for name in ("values", "gamma", "lam", "norm_by_std")
-            if name in fields
-        }
+        known = {"norm_by_std": given.get("norm_adv_by_std_in_grpo", True)}
+        for name in ("values", "gamma", "lam"):
+            if name in given:
+                known[name] = given[name]
+
         group = None if index is None else group_ids(index)
-        return estimator(
-            AdvantageInputs(token_level_rewards, response_mask, group=group, config=config, **known)
+        inputs = AdvantageInputs(
+            token_level_rewards, response_mask, group=group, config=config, **known
         )
+        return estimator(inputs)
 
     return by_names
 
@@ -87,8 +86,10 @@ ADV_ESTIMATOR_REGISTRY = RegistryDict(advantage_estimators, PaddedEstimator, _es
 
 
 def register_policy_loss(name: str) -> Callable[[Function], Function]:
-    """Decorator for fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config),
-    see `padded`."""
+    """Register fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config).
+
+    See `verl.algorithms.padded` for its arguments.
+    """
 
     def add(function: Function) -> Function:
         POLICY_LOSS_REGISTRY[name] = function
@@ -98,13 +99,15 @@ def register_policy_loss(name: str) -> Callable[[Function], Function]:
 
 
 def get_policy_loss_fn(name: str) -> Function:
-    """The loss by that signature. ConfigError (a ValueError) for an unknown name."""
+    """Return a loss with that signature. Raises ConfigError (a ValueError) for an unknown name."""
     return _registered(POLICY_LOSS_REGISTRY, "loss mode", name)
 
 
 def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[Function], Function]:
-    """Decorator for fn(token_level_rewards, response_mask, index, config, ...) -> (advantages,
-    returns)."""
+    """Register fn(token_level_rewards, response_mask, index, config, ...).
+
+    It returns (advantages, returns).
+    """
 
     def add(function: Function) -> Function:
         ADV_ESTIMATOR_REGISTRY[name_or_enum] = function
@@ -114,17 +117,20 @@ def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[Functi
 
 
 def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> Function:
-    """The estimator by that signature. ConfigError (a ValueError) for an unknown name."""
+    """Return an estimator with that signature.
+
+    Raises ConfigError (a ValueError) for an unknown name.
+    """
     return _registered(ADV_ESTIMATOR_REGISTRY, "advantage estimator", plain(name_or_enum))
 
 
 def get_reward_manager_cls(name: str) -> Callable[..., Any]:
-    """The reward manager under that name. ConfigError (a ValueError) for an unknown name."""
+    """Return a reward manager by name. Raises ConfigError (a ValueError) for an unknown name."""
     return _registered(REWARD_MANAGER_REGISTRY, "reward manager", name)
 
 
 def _registered(registry: RegistryDict, kind: str, name: str) -> Any:
-    """The value under `name`; an unknown name raises in the words of verl 0.5."""
+    """Return the value under `name`. The error for an unknown name has the text of verl 0.5."""
     if name not in registry:
         near = nearest_names(name, list(registry))
         raise ConfigError(f"Unknown {kind}: {name}. Nearest known: {near}.")

@@ -13,7 +13,7 @@ from verl.rewards.custom import load_custom_reward
 
 
 def gsm8k_answer(solution_str: str, method: str = "strict") -> str | None:
-    """The number that a GSM8K solution ends in, see `gsm8k.extract_answer`."""
+    """Return the number that answers a GSM8K question, see `gsm8k.extract_answer`."""
     return gsm8k.extract_answer(solution_str, method)  # pyright: ignore[reportArgumentType]
 
 
@@ -24,7 +24,7 @@ def gsm8k_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` for the right number, `format_score` for another one, 0 for none."""
+    """Return `score` for the right number, `format_score` for another one, 0 for none."""
     if gsm8k_answer(solution_str, method) is None:
         return 0.0
     is_right = gsm8k.score(solution_str, ground_truth, method=method)  # pyright: ignore[reportArgumentType]
@@ -32,25 +32,27 @@ def gsm8k_score(
 
 
 def math_score(solution_str: str, ground_truth: str) -> float:
-    """1 when the answer in the last box means the same as the ground truth, else 0."""
+    """Return 1 if the answer in the last box has the meaning of the ground truth, else 0."""
     return math.score(solution_str, ground_truth)
 
 
 def math_equal(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
-    """Whether two answers mean the same; None equals None alone."""
+    """Return whether two answers have the same meaning; None equals only None."""
     if str1 is None or str2 is None:
         return str1 is str2
     return math_score(f"\\boxed{{{str1}}}", str2) == 1.0
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    """The last \\boxed{...} of a text with its box; None without one."""
+    """Return the last \\boxed{...} of a text, including the box; None without one."""
     answer = math.last_boxed(string)
-    return None if answer is None else f"\\boxed{{{answer}}}"
+    if answer is None:
+        return None
+    return f"\\boxed{{{answer}}}"
 
 
 def remove_boxed(s: str) -> str:
-    """What stands in a \\boxed{...}."""
+    """Return the content of a \\boxed{...}. Raises ValueError without one."""
     answer = math.last_boxed(s)
     if answer is None:
         raise ValueError(f"Expected a text with \\boxed{{...}}, got {s!r}.")
@@ -58,9 +60,9 @@ def remove_boxed(s: str) -> str:
 
 
 def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
-    """The reward manager that a configuration names, with the user's function, a judge or the rules.
+    """Build the configured reward manager, with the user's function, a judge or the rules.
 
-    `reward_kwargs` go to the manager, over those of `reward_model.reward_kwargs`.
+    `reward_kwargs` override those of `reward_model.reward_kwargs`.
     """
     config = config_from_keywords(config, {})
     config.reward_model.reward_kwargs = {**config.reward_model.reward_kwargs, **reward_kwargs}
@@ -68,12 +70,12 @@ def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_
 
 
 def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
-    """The function that `custom_reward_function` names; None without a path."""
+    """Load the function that `custom_reward_function` names; return None without a path."""
     section = config_from_keywords(config, {}).custom_reward_function
     return load_custom_reward(section.path, section.name, section.reward_kwargs)
 
 
 def compute_reward(data: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-    """(B, R) scores, and the further fields of each response."""
+    """Return the scores (B, R), and further fields of each response."""
     result = reward_fn(data, return_dict=True)
     return result["reward_tensor"], result.get("reward_extra_info", {})

@@ -1,5 +1,4 @@
-"""`default_compute_score` with verl 0.5's parameters for a sandbox service, for users' reward
-functions."""
+"""`default_compute_score` with verl 0.5's parameters for a sandbox service."""
 
 import contextlib
 import functools
@@ -23,10 +22,9 @@ def default_compute_score(
     memory_limit_mb: int | None = None,
     **options: Any,
 ) -> float | dict[str, Any]:
-    """`rules.default_compute_score`; a rule that runs code has the service at `sandbox_fusion_url`
-    do it.
+    """Score by `rules.default_compute_score`; run code by the service at `sandbox_fusion_url`.
 
-    `concurrent_semaphore` is held meanwhile.
+    `concurrent_semaphore` is held during the call.
     """
     if sandbox_fusion_url is not None and rules.runs_code(rules.find_rule(data_source)):
         options["runner"] = _service(sandbox_fusion_url, memory_limit_mb)
@@ -36,7 +34,7 @@ def default_compute_score(
         )
 
 
-# As of a partial: managers see that the rules score, and treat it as their own.
+# Like a functools.partial: managers then recognize that the rules score.
 vars(default_compute_score)["func"] = rules.default_compute_score
 
 

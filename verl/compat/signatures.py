@@ -1,7 +1,6 @@
-"""The functions of verl 0.5's `core_algos` with its parameter names and return orders, for users'
-recipes.
+"""The functions of verl 0.5's `core_algos`, with its parameter names and return orders.
 
-Padded (B, R) tensors in, aggregated numbers out. Each is one call into this room.
+They take padded (B, R) tensors. Each is one call into `verl.algorithms`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from verl.algorithms.value_losses import clipped_value_loss
 from verl.utils.errors import ConfigError
 
 Advantages = tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]
-Index = np.ndarray | Tensor | Sequence[Any]  # which prompt a row answers: identifiers of any kind
+Index = np.ndarray | Tensor | Sequence[Any]  # the prompt of each row: identifiers of any kind
 
 
 def compute_gae_advantage_return(
@@ -40,7 +39,7 @@ def compute_gae_advantage_return(
     gamma: Any,
     lam: Any,
 ) -> Advantages:
-    """(advantages, returns) of `advantages.gae`."""
+    """Return (advantages, returns) of `advantages.gae`."""
     inputs = AdvantageInputs(
         token_level_rewards, response_mask, values=values, gamma=float(gamma), lam=float(lam)
     )
@@ -55,8 +54,10 @@ def compute_grpo_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> Advantages:
-    """(advantages, returns) of `group_advantages.grpo`; `index` names each row's prompt, `config`
-    is not read."""
+    """Return (advantages, returns) of `group_advantages.grpo`.
+
+    `index` names each row's prompt; `config` is ignored.
+    """
     scores, group = _scores_and_group(token_level_rewards, index)
     advantages = grpo_advantages(
         scores, group, norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon
@@ -73,15 +74,17 @@ def compute_grpo_passk_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> Advantages:
-    """(advantages, returns) of `group_advantages.grpo_passk`. `norm_adv_by_std_in_grpo` of
-    `config`, a mapping or a section, goes before the argument."""
+    """Return (advantages, returns) of `group_advantages.grpo_passk`.
+
+    `norm_adv_by_std_in_grpo` of `config`, a mapping or a section, overrides the argument.
+    """
     scores, group = _scores_and_group(token_level_rewards, index)
     key = "norm_adv_by_std_in_grpo"
     if isinstance(config, Mapping):
-        asked = config.get(key)
+        configured = config.get(key)
     else:
-        asked = getattr(config, key, None)
-    norm_by_std = norm_adv_by_std_in_grpo if asked is None else bool(asked)
+        configured = getattr(config, key, None)
+    norm_by_std = norm_adv_by_std_in_grpo if configured is None else bool(configured)
     advantages = passk_advantages(scores, group, norm_by_std=norm_by_std, epsilon=epsilon)
     return _on_tokens(advantages, response_mask)
 
@@ -100,8 +103,8 @@ def _by_index(estimator: Callable[[AdvantageInputs], Advantages]) -> Callable[..
 
     compute.__name__ = compute.__qualname__ = f"compute_{estimator.__name__}_outcome_advantage"
     compute.__doc__ = (
-        f"(advantages, returns) of `{estimator.__name__}`; `epsilon` is not "
-        f"read.\n\n{estimator.__doc__}"
+        f"Return (advantages, returns) of `{estimator.__name__}`; `epsilon` is "
+        f"ignored.\n\n{estimator.__doc__}"
     )
     return compute
 
@@ -121,9 +124,10 @@ def compute_gpg_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> Advantages:
-    """(advantages, returns) of `group_advantages.gpg`; `epsilon` is not read."""
+    """Return (advantages, returns) of `group_advantages.gpg`; `epsilon` is ignored."""
     scores, group = _scores_and_group(token_level_rewards, index)
-    return _on_tokens(gpg_advantages(scores, group, f_norm=f_norm, alpha=alpha), response_mask)
+    advantages = gpg_advantages(scores, group, f_norm=f_norm, alpha=alpha)
+    return _on_tokens(advantages, response_mask)
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
@@ -132,13 +136,16 @@ def compute_reinforce_plus_plus_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> Advantages:
-    """(advantages, returns) of `reinforce.reinforce_plus_plus`, with `config.gamma`, or 1 without a
-    config."""
-    gamma = (
-        1.0
-        if config is None
-        else float(config["gamma"] if isinstance(config, Mapping) else config.gamma)
-    )
+    """Return (advantages, returns) of `reinforce.reinforce_plus_plus`.
+
+    The discount is `config.gamma`, or 1 without a config.
+    """
+    if config is None:
+        gamma = 1.0
+    elif isinstance(config, Mapping):
+        gamma = float(config["gamma"])
+    else:
+        gamma = float(config.gamma)
     return reinforce_plus_plus(AdvantageInputs(token_level_rewards, response_mask, gamma=gamma))
 
 
@@ -149,7 +156,7 @@ def compute_remax_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> Advantages:
-    """(advantages, returns) of `reinforce.remax`."""
+    """Return (advantages, returns) of `reinforce.remax`."""
     columns = {"reward_baselines": reward_baselines}
     return remax(AdvantageInputs(token_level_rewards, response_mask, columns=columns))
 
@@ -165,7 +172,7 @@ def compute_policy_loss(
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-    """(pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower) of `policy_losses.vanilla`."""
+    """Return (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower) of `policy_losses.vanilla`."""
     low = cliprange if cliprange_low is None else cliprange_low
     high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
@@ -192,7 +199,7 @@ def compute_value_loss(
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Scalar, Scalar]:
-    """(vf_loss, vf_clipfrac) of `value_losses.clipped_value_loss`."""
+    """Return (vf_loss, vf_clipfrac) of `value_losses.clipped_value_loss`."""
     keep = response_mask.bool()
     weights = aggregation_weights(response_mask, loss_agg_mode)
     output = clipped_value_loss(
@@ -206,7 +213,7 @@ def compute_entropy_loss(
     response_mask: Shaped[Tensor, "B R"],
     loss_agg_mode: str = "token-mean",
 ) -> Scalar:
-    """Aggregated entropy of softmax(logits): H = logsumexp(z) - sum over v of p_v z_v."""
+    """Aggregate the entropy of softmax(logits): H = logsumexp(z) - sum over v of p_v z_v."""
     entropy = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
     return agg_loss(entropy, response_mask, loss_agg_mode)
 
@@ -214,7 +221,7 @@ def compute_entropy_loss(
 def kl_penalty(
     logprob: Float[Tensor, "*tokens"], ref_logprob: Float[Tensor, "*tokens"], kl_penalty: str
 ) -> Float[Tensor, "*tokens"]:
-    """KL of each token by the estimator that `kl_penalty` names, see `kl.kl_penalty`."""
+    """Return the KL of each token by the estimator that `kl_penalty` names; see `kl.kl_penalty`."""
     return estimated_kl(logprob, ref_logprob, kl_penalty)
 
 
@@ -224,7 +231,7 @@ def compute_rewards(
     ref_log_prob: Float[Tensor, "B R"],
     kl_ratio: float,
 ) -> Float[Tensor, "B R"]:
-    """Scores less `kl_ratio` times the KL of each token (k1: old less reference log-prob)."""
+    """Subtract `kl_ratio` times the KL of each token (k1: old minus reference log-prob)."""
     return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 

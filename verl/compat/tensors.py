@@ -24,9 +24,9 @@ def logprobs_from_logits(
     labels: Int[Tensor, "*tokens"],
     inplace_backward: bool = True,
 ) -> Float[Tensor, "*tokens"]:
-    """Log-probability of each label: z_label - logsumexp(z), with both in the logits' own dtype.
+    """Return the log-prob of each label, z_label - logsumexp(z), in the dtype of the logits.
 
-    `inplace_backward` is a setting of another kernel, and not read.
+    `inplace_backward` is a setting of another kernel and is ignored.
     """
     chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return chosen - logits.logsumexp(-1)
@@ -35,26 +35,26 @@ def logprobs_from_logits(
 def logprobs_from_logits_naive(
     logits: Float[Tensor, "*tokens V"], labels: Int[Tensor, "*tokens"]
 ) -> Float[Tensor, "*tokens"]:
-    """`logprobs_from_logits`."""
+    """Call `logprobs_from_logits`."""
     return logprobs_from_logits(logits, labels)
 
 
 def log_probs_from_logits_response(
     input_ids: Int[Tensor, "B T"], logits: Float[Tensor, "B T V"], response_length: int
 ) -> Float[Tensor, "B R"]:
-    """Log-probs of the last `response_length` tokens, from the logits one position before."""
+    """Return log-probs of the last `response_length` tokens, from logits one position earlier."""
     return logprobs_from_logits(
         logits[:, -response_length - 1 : -1], input_ids[:, -response_length:]
     )
 
 
 def entropy_from_logits(logits: Float[Tensor, "*tokens V"]) -> Float[Tensor, "*tokens"]:
-    """Entropy of softmax(logits): logsumexp(z) - sum over v of p_v z_v."""
+    """Return the entropy of softmax(logits): logsumexp(z) - sum over v of p_v z_v."""
     return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
 
 
 def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
-    """Values between two tensors of bounds."""
+    """Clip values to the bounds of two tensors."""
     return torch.max(torch.min(x, tensor_max), tensor_min)
 
 
@@ -62,18 +62,20 @@ def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Sum of the values under the mask."""
+    """Return the sum of the values under the mask."""
     return masked.masked_sum(values, mask, axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Mean of the values under the mask; 0 where the mask is empty."""
+    """Return the mean of the values under the mask; 0 if the mask is empty."""
     return masked.masked_mean(values, mask, axis)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the values under the mask. BatchError (a ValueError) for fewer than two values,
-    or for none where it is not `unbiased`."""
+    """Return the variance of the values under the mask.
+
+    Raises BatchError (a ValueError) for fewer than two values, or for none if not `unbiased`.
+    """
     count = int(mask.bool().sum())
     least = 1 + int(unbiased)
     if count < least:
@@ -85,7 +87,10 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Values with mean 0 (kept, if not `shift_mean`) and variance 1 under the mask; 0 elsewhere."""
+    """Scale values to mean 0 (or the old mean without `shift_mean`) and variance 1 under the mask.
+
+    The values outside of the mask become 0.
+    """
     return masked.masked_whiten(values, mask, shift_mean)
 
 
@@ -94,7 +99,7 @@ def get_response_mask(
     eos_token: int | Sequence[int] = 2,
     dtype: torch.dtype = torch.int64,
 ) -> Shaped[Tensor, "B R"]:
-    """1 up to the first end-of-sequence token of a response, that token included."""
+    """Return a mask that is 1 up to and including a response's first end-of-sequence token."""
     ends = torch.as_tensor([eos_token] if isinstance(eos_token, int) else list(eos_token))
     is_end = torch.isin(response_id, ends.to(response_id.device)).long()
     ended_before = is_end.cumsum(-1) - is_end
@@ -102,7 +107,7 @@ def get_response_mask(
 
 
 def compute_position_id_with_mask(mask: Shaped[Tensor, "*B T"]) -> Shaped[Tensor, "*B T"]:
-    """Position of each real token; 0 on the padding to the left."""
+    """Return the position of each real token; 0 on the padding to the left."""
     return torch.clip(torch.cumsum(mask, dim=-1) - 1, min=0)
 
 
@@ -112,17 +117,20 @@ def compute_position_id_with_mask(mask: Shaped[Tensor, "*B T"]) -> Shaped[Tensor
 def pad_2d_list_to_length(
     response: Sequence[Sequence[int]], pad_token_id: int, max_length: int | None = None
 ) -> Int[Tensor, "B T"]:
-    """Rows padded on the right to the longest of them, or to `max_length` where that is longer."""
-    width = max((len(row) for row in response), default=0)
-    width = max(width, max_length or 0)
-    rows = [[*row, *[pad_token_id] * (width - len(row))] for row in response]
+    """Pad rows on the right to the longest of them, or to `max_length` if that is longer."""
+    longest = max((len(row) for row in response), default=0)
+    width = max(longest, max_length or 0)
+    rows: list[list[int]] = []
+    for row in response:
+        padding = [pad_token_id] * (width - len(row))
+        rows.append([*row, *padding])
     return torch.tensor(rows)
 
 
 def pad_sequence_to_length(
     tensors: Shaped[Tensor, "*B T"], max_seq_len: int, pad_token_id: float, left_pad: bool = False
 ) -> Shaped[Tensor, "*B W"]:
-    """The last dimension padded to `max_seq_len`; a longer one stays as it is."""
+    """Pad the last dimension to `max_seq_len`. A longer one is returned as it is."""
     missing = max_seq_len - tensors.shape[-1]
     if missing <= 0:
         return tensors
@@ -138,10 +146,9 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: str = "error",
 ) -> tuple[Int[Tensor, "B W"], Shaped[Tensor, "B W"]]:
-    """Pad, or cut where `truncation` allows it, to `max_length` columns.
+    """Pad to `max_length` columns, or cut to it if `truncation` allows it.
 
-    `left` drops the beginning, `right` the end, `middle` what lies between; `error` is a
-    BatchError.
+    `left` drops the beginning, `right` the end, `middle` the middle; `error` raises BatchError.
     """
     if truncation not in TRUNCATIONS:
         raise BatchError(f"truncation must be one of {', '.join(TRUNCATIONS)}, got {truncation!r}.")
@@ -171,7 +178,7 @@ def tokenize_and_postprocess_data(
     left_pad: bool = True,
     truncation: str = "error",
 ) -> tuple[Int[Tensor, "1 W"], Shaped[Tensor, "1 W"]]:
-    """`postprocess_data` of one text; special tokens are not added."""
+    """Tokenize one text without special tokens, and apply `postprocess_data`."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     return postprocess_data(
         encoded["input_ids"],
@@ -186,13 +193,13 @@ def tokenize_and_postprocess_data(
 def remove_pad_token(
     input_ids: Int[Tensor, "B T"], attention_mask: Shaped[Tensor, "B T"]
 ) -> list[list[int]]:
-    """Token ids of each row from its first real token on: padding is on the left."""
+    """Return the token ids of each row without the padding on its left."""
     starts = input_ids.shape[-1] - attention_mask.sum(-1)
     return [row[start:].tolist() for row, start in zip(input_ids, starts.tolist())]
 
 
 def split_dict_tensor_into_batches(tensors: Any, batch_size: int) -> list[Any]:
-    """A TensorDict in parts of `batch_size` rows, which must divide its rows."""
+    """Split a TensorDict into parts of `batch_size` rows, which must divide its rows."""
     rows = tensors.batch_size[0]
     if rows % batch_size:
         raise BatchError(f"batch_size must divide the {rows} rows, got {batch_size}.")
@@ -205,7 +212,7 @@ def split_dict_tensor_into_batches(tensors: Any, batch_size: int) -> list[Any]:
 def get_constant_schedule_with_warmup(
     optimizer: torch.optim.Optimizer, num_warmup_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
-    """A factor that rises from 0 to 1 within the warm-up, and stays."""
+    """Make a schedule that rises from 0 to 1 during the warm-up and stays at 1."""
 
     def factor(step: int) -> float:
         return min(1.0, step / max(1.0, num_warmup_steps))
@@ -221,8 +228,10 @@ def get_cosine_schedule_with_warmup(
     num_cycles: float = 0.5,
     last_epoch: int = -1,
 ) -> LambdaLR:
-    """A factor that rises from 0 to 1 within the warm-up, and goes down to `min_lr_ratio` by
-    `num_cycles` turns of a cosine."""
+    """Make a schedule that rises from 0 to 1 during the warm-up and then follows a cosine.
+
+    The cosine makes `num_cycles` turns, with `min_lr_ratio` as the lowest value.
+    """
     if not 0 <= min_lr_ratio <= 1:
         raise BatchError(f"min_lr_ratio must lie between 0 and 1, got {min_lr_ratio}.")
 

@@ -1,4 +1,4 @@
-"""A limit on the seconds that a function may take, as verl 0.5's decorator `timeout_limit`."""
+"""Limit the seconds that a function may take: verl 0.5's decorator `timeout_limit`."""
 
 import functools
 import multiprocessing
@@ -10,17 +10,17 @@ from typing import Any
 
 from verl.utils.errors import sendable
 
-# A child that was asked to end has this long before it is killed.
+# Time between asking a child to end and killing it.
 _END_S = 1.0
 
 
 def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[..., Any]:
-    """Decorator: raise TimeoutError where a call takes longer than `seconds`.
+    """Decorate a function to raise TimeoutError if a call takes longer than `seconds`.
 
     Args:
-        use_signals: interrupt the call by SIGALRM, in the main thread of a process of Unix.
-            Otherwise it runs in a process of its own, which is ended at the limit: what it returns
-            or raises must be picklable, and what it changes is lost.
+        use_signals: interrupt the call by SIGALRM, in the main thread of a Unix process. Otherwise
+            it runs in a process of its own, which is ended at the limit. Then its result or error
+            must be picklable, and its changes of variables are lost.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,12 +64,13 @@ def _with_alarm(
 def _in_process(
     function: Callable[..., Any], seconds: float, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    # A fork, so that the function need not be picklable: decorated, its own name is `limited`.
+    # Fork, so that the function need not be picklable: its name refers to the decorated one.
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(writer, function, args, kwargs))
     process.start()
     writer.close()
+
     try:
         if not reader.poll(seconds):
             raise _too_long(function, seconds)

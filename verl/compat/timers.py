@@ -1,4 +1,4 @@
-"""Seconds of named phases, and logs of GPU memory, by verl 0.5's names (`verl.utils.debug`)."""
+"""Timers of phases and logs of GPU memory, by verl 0.5's names (`verl.utils.debug`)."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ from verl.utils.logging import logger as own_logger
 
 @contextmanager
 def simple_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
-    """Add the seconds of a `with` block to `timing_raw[name]`."""
+    """Add the seconds of this context to `timing_raw[name]`."""
     start = time.perf_counter()
     yield
     timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start
@@ -27,7 +27,7 @@ def marked_timer(
     domain: str | None = None,
     category: str | None = None,
 ) -> Iterator[None]:
-    """`simple_timer`; the marks of a profiler (`color`, `domain`, `category`) are not read."""
+    """Time as `simple_timer` does; ignore `color`, `domain` and `category`, marks of a profiler."""
     with simple_timer(name, timing_raw):
         yield
 
@@ -35,7 +35,7 @@ def marked_timer(
 def log_gpu_memory_usage(
     head: str, logger: Any = None, level: int = logging.DEBUG, rank: int = 0
 ) -> None:
-    """Log allocated and reserved GiB of the current GPU; nothing without one."""
+    """Log allocated and reserved GiB of the current GPU, if there is one."""
     if not torch.cuda.is_available():
         return
     allocated = torch.cuda.memory_allocated() / 2**30

@@ -12,16 +12,16 @@ from verl.utils.logging import logger
 def hf_tokenizer(
     name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
 ) -> Any:
-    """The tokenizer of a model, padding on the left, with a pad token.
+    """Load the tokenizer of a model, with padding on the left and a pad token.
 
-    `kwargs`: trust_remote_code, custom_chat_template. Its tokens are never changed, so the two
-    switches are not read.
+    `kwargs` are trust_remote_code and custom_chat_template. The tokens are never changed, so the
+    two switches are ignored.
     """
     return load_tokenizer(name_or_path, **kwargs)
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
-    """The processor of a model that takes images; None, with a warning, where there is none."""
+    """Load the processor of a model that takes images; None, with a warning, if it has none."""
     try:
         processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
     except (OSError, ValueError) as error:
@@ -31,7 +31,7 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
 
 
 def set_pad_token_id(tokenizer: Any) -> None:
-    """Pad with the end-of-sequence token where a tokenizer has no pad token."""
+    """Use the end-of-sequence token as pad token if a tokenizer has none."""
     if tokenizer.pad_token_id is not None:
         return
     if tokenizer.eos_token_id is None:

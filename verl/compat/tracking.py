@@ -17,7 +17,7 @@ class Tracking:
     """Send metrics to trackers.
 
     Args:
-        project_name, experiment_name: how trackers call the run.
+        project_name, experiment_name: names of the run for trackers.
         default_backend: console, file, tensorboard, wandb, mlflow or swanlab, or a list of them.
         config: stored along with the run.
     """
@@ -41,7 +41,7 @@ class Tracking:
                 tracker.log(data, step)
 
     def finish(self) -> None:
-        """Write everything and close."""
+        """Write all pending metrics, and close the trackers."""
         for tracker in self._trackers.values():
             tracker.finish()
         for name in self._trackers:
@@ -74,7 +74,7 @@ class ValidationGenerationsLogger:
             self._tracker(name).log_generations(rows, step)
 
     def finish(self) -> None:
-        """Write everything and close the trackers that `log` opened."""
+        """Write all pending samples, and close the trackers that `log` opened."""
         for tracker in self._opened.values():
             tracker.finish()
         self._opened = {}

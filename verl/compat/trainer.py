@@ -1,4 +1,4 @@
-"""Roles and pools of verl 0.5's `ray_trainer`, for recipes that place their workers themselves."""
+"""Roles and pools of verl 0.5's `ray_trainer`, for recipes that place their own workers."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,7 +10,7 @@ from verl.utils.errors import ConfigError
 
 
 class Role(Enum):
-    """What a worker does."""
+    """The role of a worker."""
 
     Actor = 0
     Rollout = 1
@@ -23,11 +23,10 @@ class Role(Enum):
 
 @dataclass
 class ResourcePoolManager:
-    """Pools by name (`resource_pool_spec`: processes of each node), and the pool of each role
-    (`mapping`).
+    """Pools by name, and the pool of each role.
 
-    The trainer makes its own pool of these specs. `create_resource_pool` is for recipes that start
-    further worker groups.
+    `resource_pool_spec` is {pool: processes of each node}, `mapping` is {role: pool}. The trainer
+    makes its own pool from these; `create_resource_pool` is for recipes that start further groups.
     """
 
     resource_pool_spec: dict[str, list[int]]
@@ -35,7 +34,7 @@ class ResourcePoolManager:
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
-        """Make the pools. Raises ConfigError where Ray's cluster has fewer GPUs than they need."""
+        """Create the pools. Raises ConfigError if Ray's cluster has too few GPUs."""
         self._check_resource_available()
         for name, process_on_nodes in self.resource_pool_spec.items():
             self.resource_pool_dict[name] = RayResourcePool(
@@ -43,11 +42,11 @@ class ResourcePoolManager:
             )
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
-        """The pool of a role."""
+        """Return the pool of a role."""
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """GPUs of all pools."""
+        """Return the number of GPUs of all pools."""
         return sum(sum(counts) for counts in self.resource_pool_spec.values())
 
     def _check_resource_available(self) -> None:

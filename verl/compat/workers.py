@@ -1,4 +1,4 @@
-"""Several workers in one, by verl 0.5's names."""
+"""Fuse several workers into one, by verl 0.5's names."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, fused_name
 
 
 class FusedWorker(Worker):
-    """Builds the workers of `fused_classes`, and has each as an attribute of its role's name."""
+    """A worker that builds the workers of `fused_classes`, each as the attribute of its role."""
 
     fused_classes: ClassVar[Mapping[str, RayClassWithInitArgs]] = {}
 
@@ -25,8 +25,10 @@ class FusedWorker(Worker):
 def create_colocated_worker_raw_cls(
     class_dict: Mapping[str, RayClassWithInitArgs],
 ) -> type[FusedWorker]:
-    """A FusedWorker of these classes, to be subclassed. `RayWorkerGroup.fuse` offers the methods of
-    each role."""
+    """Make a FusedWorker class of these classes, which may be subclassed.
+
+    `RayWorkerGroup.fuse` offers the methods of each role.
+    """
     members: dict[str, Any] = {"fused_classes": dict(class_dict)}
     for role, entry in class_dict.items():
         for method, plan in registered_methods(entry.cls).items():
@@ -37,7 +39,7 @@ def create_colocated_worker_raw_cls(
 def create_colocated_worker_cls_fused(
     class_dict: Mapping[str, RayClassWithInitArgs],
 ) -> RayClassWithInitArgs:
-    """`create_colocated_worker_raw_cls`, ready for a RayWorkerGroup."""
+    """Make the class of `create_colocated_worker_raw_cls`, for a RayWorkerGroup."""
     return RayClassWithInitArgs(create_colocated_worker_raw_cls(class_dict))
 
 

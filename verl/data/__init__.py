@@ -1,4 +1,4 @@
-"""From files of prompts to batches of prompts. Public names load on first use."""
+"""Read files of prompts and make batches of them. Public names load on first use."""
 
 from typing import TYPE_CHECKING
 

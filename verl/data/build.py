@@ -1,4 +1,4 @@
-"""From configuration to datasets and samplers."""
+"""Build the datasets and samplers of a configuration."""
 
 import inspect
 from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def build_dataset(
     config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", *, split: str
 ) -> MapDataset | None:
-    """The dataset of `split` ("train" or "val"); None where there is nothing to validate on."""
+    """Build the dataset of `split` ("train" or "val"); None if there is no validation data."""
     data = config.data
     files = data_files(data, split)
     if files is None:
@@ -35,7 +35,7 @@ def build_dataset(
 
 
 def _limit(dataset: MapDataset, data: DataConfig, split: str) -> None:
-    """Keep as many rows as `data.train_max_samples` or `data.val_max_samples` says."""
+    """Keep at most `data.train_max_samples` or `data.val_max_samples` rows."""
     key = f"data.{split}_max_samples"
     num_rows = data.train_max_samples if split == "train" else data.val_max_samples
     shuffle = data.shuffle if split == "train" else data.validation_shuffle
@@ -57,28 +57,29 @@ def _limit(dataset: MapDataset, data: DataConfig, split: str) -> None:
 
 
 def data_files(data: DataConfig, split: str) -> Any:
-    """Files of a split. Without `val_files`, a packaged set has its own, and a folder of several
-    splits its validation or test split; otherwise there is no validation set (None)."""
+    """Return the files of a split; None if there is no validation data.
+
+    Without `val_files`, the toy set validates on itself, and a folder of several splits on its
+    validation or test split. Raises DataError if there is no training data.
+    """
     if split == "val" and data.val_files:
         return data.val_files
     if data.dataset_name in PACKAGED:
         return packaged_files(data.dataset_name, split)
     if split == "val":
         folder = data.dataset_name
-        return [folder] if folder is not None and has_split(folder, "val") else None
+        if folder is not None and has_split(folder, "val"):
+            return [folder]
+        return None
 
     files = data.train_files or data.dataset_name
-    if (
-        data.custom_cls.path is None
-        and not data.train_files
-        and files
-        and not Path(files).expanduser().exists()
-    ):
+    reads_name = not data.train_files and data.custom_cls.path is None
+    if files and reads_name and not Path(files).expanduser().exists():
         known = ", ".join(f"'{name}'" for name in PACKAGED)
         raise DataError(
             f"data.dataset_name must be {known}, a file, or a folder written by datasets' "
-            f"save_to_disk, found none at '{files}'. A set of the hub is made a file by a script "
-            "of examples/data_preprocess."
+            f"save_to_disk, found none at '{files}'. The scripts of examples/data_preprocess "
+            "make files of data sets on the hub."
         )
 
     if not files:
@@ -90,12 +91,11 @@ def data_files(data: DataConfig, split: str) -> Any:
 
 
 def build_sampler(data: DataConfig, dataset: MapDataset) -> Sampler | None:
-    """The sampler of `data.sampler`, or None for the order that seed and shuffle give."""
+    """Build the sampler of `data.sampler`; None leaves the order to seed and shuffle."""
     if data.sampler.class_path is None:
         return None
-    made = load_extern_type(data.sampler.class_path, str(data.sampler.class_name))(
-        data_source=dataset, data_config=data
-    )
+    kind = load_extern_type(data.sampler.class_path, str(data.sampler.class_name))
+    made = kind(data_source=dataset, data_config=data)
     _require_methods(made, ("__len__", "__iter__"), "data.sampler")
     return made
 
@@ -107,7 +107,7 @@ def _custom_dataset(
     arguments: dict[str, Any] = {"data_files": files, "tokenizer": tokenizer, "config": data}
     accepted = inspect.signature(kind).parameters
     if "processor" in accepted:
-        arguments["processor"] = None  # of images: text-only here
+        arguments["processor"] = None  # of images, which are not supported
     if "split" in accepted:
         arguments["split"] = split
     made = kind(**arguments)

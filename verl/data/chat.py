@@ -1,4 +1,4 @@
-"""From chat messages to prompt token ids."""
+"""Turn chat messages into prompt token ids."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Messages = list[Message]
 
-# Roles that chat templates write. A template may know others; see `check_roles`.
+# Roles that all chat templates render. A template may support others; see `check_roles`.
 _USUAL_ROLES = ("system", "user", "assistant", "tool")
 _MEDIA = ("image", "image_url", "video", "video_url", "audio", "input_audio", "audio_url")
-_PROBE = "verl-content-of-this-message"  # stands for a content in a rendered template
+_PROBE = "verl-content-of-this-message"  # a content to search for in a rendered template
 
 
 def as_messages(value: Any) -> Messages:
-    """Return a prompt as messages, each content a text; DataError where that cannot be.
+    """Return a prompt as messages with text contents. Raises DataError if it is no prompt.
 
-    A plain string is one message of the user (logged once). A content of several text parts is
-    joined, since many templates would print the Python list instead.
+    A plain string becomes one message of the user (logged once). Several text parts of a content
+    are joined, because many templates would print the Python list instead.
     """
     if isinstance(value, str):
-        say_once("A prompt that is a plain string is taken as one message of the user.")
+        say_once("A prompt that is a plain string is treated as one message of the user.")
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(
@@ -51,7 +51,7 @@ def _as_message(number: int, message: Any) -> Message:
             f"message {number} lacks its role (system, user, assistant ...): {str(message)[:80]}"
         )
 
-    # Null is an assistant's turn that only calls tools.
+    # An assistant's turn that only calls tools has the content null.
     if content is None and message.get("tool_calls"):
         return message
     if isinstance(content, list):
@@ -80,7 +80,7 @@ def _text_of_part(number: int, part: Any) -> str:
     if kind != "text" or given:
         raise DataError(
             f"message {number} has a part of type '{kind}', but models read text only in this "
-            "version. Leave the row out, or keep its text parts alone"
+            "version. Leave the row out, or keep only its text parts"
         )
 
     text = part.get("text")
@@ -90,27 +90,30 @@ def _text_of_part(number: int, part: Any) -> str:
 
 
 def check_text(text: str, name: str = "") -> None:
-    """DataError for a text that no tokenizer takes; `name` is what the message begins with."""
+    """Raise DataError for a text that no tokenizer accepts; `name` begins the message."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
             f"{name}must be text that can be written as UTF-8, got half a character (a lone "
             f"surrogate, {text[error.start]!r}) at place {error.start}: {text[:80]!r}. Write the "
-            "whole character, or take it out"
+            "whole character, or remove it"
         ) from error
 
 
 def plain_text(messages: Messages, *, add_generation_prompt: bool = True) -> str:
-    """The text of a conversation for a tokenizer without chat template.
+    """Return the text of a conversation for a tokenizer without a chat template.
 
-    One message is its content and nothing else: base models continue text. Several are one `role:
-    content` a line, and the line `assistant:` opens the answer.
+    The text of a single message is its content, because base models continue text. Several messages
+    become lines of `role: content`, and the line `assistant:` opens the answer.
     """
     if len(messages) == 1:
         return str(messages[0]["content"])
+
     lines = [f"{message['role']}: {message['content']}" for message in messages]
-    return "\n".join([*lines, "assistant:"] if add_generation_prompt else lines)
+    if add_generation_prompt:
+        lines.append("assistant:")
+    return "\n".join(lines)
 
 
 def encode_conversations(
@@ -119,11 +122,11 @@ def encode_conversations(
     *,
     add_generation_prompt: bool = True,
 ) -> list[list[int]]:
-    """Token ids of each conversation, ready for an answer.
+    """Return the token ids of each conversation, up to where an answer begins.
 
-    The tokenizer's own template writes every special token itself. Without a template the text is
-    `plain_text`, to which the tokenizer adds what it adds to the beginning of any text. DataError
-    if a template refuses a conversation.
+    The tokenizer's template writes every special token itself. Without a template the text is
+    `plain_text`, and the tokenizer adds its usual tokens at the beginning. Raises DataError if a
+    template refuses a conversation.
     """
     templated = tokenizer.chat_template is not None
     if not templated:
@@ -145,24 +148,29 @@ def encode_rendered(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> l
         return []
     templated = tokenizer.chat_template is not None
 
-    # verbose=False: whether a prompt is too long is ours to say, against the limit of this run.
+    # verbose=False: the tokenizer must not warn about long prompts; the limit of the run decides.
     encoded: Any = tokenizer(
         texts, add_special_tokens=not templated, return_attention_mask=False, verbose=False
     )
     ids: list[list[int]] = encoded["input_ids"]
     if templated:
         return ids
-    # Some tokenizers also end a text; a prompt must stay open.
-    return [row[:-1] if len(row) > 1 and row[-1] == tokenizer.eos_token_id else row for row in ids]
+
+    # Some tokenizers also add an end token, which a prompt must not have.
+    for row in ids:
+        if len(row) > 1 and row[-1] == tokenizer.eos_token_id:
+            row.pop()
+    return ids
 
 
 def apply_chat_template(
     tokenizer: "PreTrainedTokenizerBase", messages: Messages, *, add_generation_prompt: bool = True
 ) -> list[int]:
-    """Token ids of one conversation; see `encode_conversations`."""
-    return encode_conversations(tokenizer, [messages], add_generation_prompt=add_generation_prompt)[
-        0
-    ]
+    """Return the token ids of one conversation; see `encode_conversations`."""
+    (ids,) = encode_conversations(
+        tokenizer, [messages], add_generation_prompt=add_generation_prompt
+    )
+    return ids
 
 
 def render_conversation(
@@ -199,10 +207,10 @@ def render_conversation(
 
 
 def check_roles(messages: Messages, render: Callable[[Messages], str]) -> None:
-    """DataError for a message that the template leaves out because of its role.
+    """Raise DataError for a message that the template leaves out because of its role.
 
-    Asked of unusual roles only: the message is rendered with a probe for its content, which must
-    come out.
+    Only unusual roles are checked: the message is rendered with a probe as its content, which must
+    appear in the text.
     """
     for number, message in enumerate(messages):
         if message["role"] in _USUAL_ROLES:
@@ -219,14 +227,14 @@ def check_roles(messages: Messages, render: Callable[[Messages], str]) -> None:
 
 @contextmanager
 def template_errors(messages: Messages, key: str) -> Iterator[None]:
-    """DataError where the chat template refuses the messages; `key` sets another one."""
+    """Raise DataError if the chat template refuses the messages; `key` sets another template."""
     try:
         yield
-    # TypeError: a template that writes texts was given something else, a list of parts say.
+    # TypeError: the template expects a text and got another value, such as a list of parts.
     except (TemplateError, TypeError) as error:
-        texts = (
-            " (many templates take no content but a text)" if isinstance(error, TypeError) else ""
-        )
+        texts = ""
+        if isinstance(error, TypeError):
+            texts = " (many templates accept only texts as contents)"
         raise DataError(
             f"the tokenizer's chat template refuses these messages ({error}): "
             f"{str(messages)[:120]}. Change the messages{texts}, or set {key}"

@@ -1,4 +1,4 @@
-"""From items of a dataset to a batch of prompts."""
+"""Join items of a dataset to a batch of prompts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,25 +10,23 @@ from verl.protocol import DataProto
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import DataError
 
-# Padded prompts of a user's dataset: the rollout pads by itself and writes columns of these names.
+# Padded prompts of a user's dataset. The rollout pads itself and writes columns of these names.
 _PADDED = ("input_ids", "attention_mask", "position_ids")
 
 
 def collate(items: Sequence[dict[str, Any]]) -> DataProto:
-    """A batch of B items with the object column `raw_prompt_ids`. DataError if one lacks prompt
-    ids, or keys differ.
+    """Join B items to a batch with the object column `raw_prompt_ids`.
 
-    Tensors of equal shape are stacked to tensor columns; everything else becomes an object column.
-    An item of a user's dataset may have `input_ids` (P,) and `attention_mask` (P,) instead of
-    `raw_prompt_ids`.
+    Tensors of equal shape are stacked to tensor columns; all other values become object columns. An
+    item of a user's dataset may have `input_ids` (P,) and `attention_mask` (P,) instead of
+    `raw_prompt_ids`. Raises DataError if an item lacks prompt ids, or keys differ.
     """
     rows = [_with_prompt_ids(item) for item in items]
     return DataProto.from_single_dict(columns_of(rows))
 
 
 def columns_of(data_list: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Items by column: tensors of equal shape stacked to (B, ...), everything else as an object
-    array (B,)."""
+    """Return items by column: stacked tensors (B, ...) if shapes are equal, else objects (B,)."""
     keys = data_list[0].keys()
     for item in data_list:
         if item.keys() != keys:
@@ -40,10 +38,11 @@ def columns_of(data_list: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | 
     columns: dict[str, torch.Tensor | np.ndarray] = {}
     for key in keys:
         values = [item[key] for item in data_list]
-        stacks = all(
-            isinstance(value, torch.Tensor) and value.shape == values[0].shape for value in values
-        )
-        columns[key] = torch.stack(values) if stacks else object_column(values)
+        are_tensors = all(isinstance(value, torch.Tensor) for value in values)
+        if are_tensors and all(value.shape == values[0].shape for value in values):
+            columns[key] = torch.stack(values)
+        else:
+            columns[key] = object_column(values)
 
     return columns
 
@@ -65,13 +64,15 @@ def _with_prompt_ids(item: dict[str, Any]) -> dict[str, Any]:
             )
         ids = padded[mask.bool()]
 
-    # tolist() of a tensor or array; a plain list is copied as it is
-    ids = torch.as_tensor(ids).tolist() if not isinstance(ids, list) else ids
+    if not isinstance(ids, list):
+        ids = torch.as_tensor(ids).tolist()
     if not ids:
         raise DataError(
             f"A prompt must have at least one token, got none (keys of the item: {list(item)})."
         )
 
-    return {"raw_prompt_ids": ids} | {
-        k: v for k, v in item.items() if k not in ("raw_prompt_ids", *_PADDED)
-    }
+    columns = {"raw_prompt_ids": ids}
+    for key, value in item.items():
+        if key not in ("raw_prompt_ids", *_PADDED):
+            columns[key] = value
+    return columns

@@ -1,6 +1,6 @@
-"""Reading data files: Parquet, JSON lines, JSON arrays, and folders written by `save_to_disk`.
+"""Read data files: Parquet, JSON lines, JSON arrays, and folders written by `save_to_disk`.
 
-Whatever the format, a row comes as plain Python dicts, lists and scalars.
+In every format, a row consists of plain Python dicts, lists and scalars.
 """
 
 import gzip
@@ -21,13 +21,12 @@ from verl.utils.json_text import parse_json
 FORMATS = (
     "Parquet (.parquet), JSON lines (.jsonl, .json) or a folder written by datasets' save_to_disk"
 )
-# Names under which a `save_to_disk` folder with several splits keeps the one that is wanted, first
-# found wins.
+# Names of each split in a `save_to_disk` folder with several splits; the first one found is used.
 SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
-_MARKERS = ("dataset_dict.json", "state.json")  # one of them lies in every `save_to_disk` folder
+_MARKERS = ("dataset_dict.json", "state.json")  # every `save_to_disk` folder has one of them
 _GZIP = b"\x1f\x8b"  # the first bytes of a file packed by gzip
 
-# Raised by `datasets` where JSON of a `save_to_disk` folder has other types than were saved.
+# Raised by `datasets` if the JSON files of a `save_to_disk` folder were changed.
 _DAMAGED_FOLDER = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 Row = TypeVar("Row")
@@ -65,11 +64,14 @@ class ArrowRows:
 
 
 class ListRows:
-    """Rows of JSON objects; one that lacks a column of the others has None there."""
+    """Rows of JSON objects. A missing value is None."""
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = rows
-        self.columns = list(dict.fromkeys(name for row in rows for name in row))
+        names: dict[str, None] = {}
+        for row in rows:
+            names.update(dict.fromkeys(row))
+        self.columns = list(names)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -101,7 +103,7 @@ def open_rows(file: str | Path, split: str = "train") -> Rows:
         raise DataError(_missing(file, path))
     elif path.stat().st_size == 0:
         raise DataError(
-            f"Data file '{file}' is empty (0 bytes). Write it again, or take it off the list."
+            f"Data file '{file}' is empty (0 bytes). Write it again, or remove it from the list."
         )
     elif path.suffix == ".parquet":
         rows = _open_parquet(path)
@@ -112,7 +114,7 @@ def open_rows(file: str | Path, split: str = "train") -> Rows:
 
     if len(rows) == 0:
         raise DataError(
-            f"Data file '{file}' holds no rows. Write it again, or take it off the list."
+            f"Data file '{file}' has no rows. Write it again, or remove it from the list."
         )
     return rows
 
@@ -137,16 +139,16 @@ def require_column(file: str | Path, rows: Rows, column: str, key: str) -> None:
 
 
 def refuse_media(file: str | Path, rows: Rows, column: str) -> None:
-    """Raise DataError for the first row with pictures or videos, which its text depends on."""
+    """Raise DataError for the first row with images or videos, on which its text depends."""
     if column not in rows.columns:
         return
     for number, value in enumerate(rows.column(column)):
         is_empty = value is None or (isinstance(value, (list, dict, str, bytes)) and not value)
         if not is_empty:
             raise DataError(
-                f"{file}, row {number}, column '{column}': must be empty, for models read text "
+                f"{file}, row {number}, column '{column}': must be empty, because models read text "
                 f"only in this version, got {type(value).__name__}. Leave such rows out, or the "
-                "column if the text stands by itself."
+                "column if the text is complete without it."
             )
 
 
@@ -177,7 +179,7 @@ def encoded_in_chunks(
             encoded = encode(many)
         except DataError:
             for number, row in enumerate(many, start):
-                with errors_at(f"{file}, row {number}"):  # it fails alone too
+                with errors_at(f"{file}, row {number}"):  # the bad row also fails alone
                     encode([row])
             raise
         yield from encoded
@@ -255,11 +257,13 @@ def _read_text(path: Path) -> str:
         if path.suffix == ".gz":
             content = gzip.decompress(content)
         return content.decode("utf-8")
+
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
             f"Data file '{path}' cannot be unpacked ({error}). Get it again, or name it without "
             ".gz."
         ) from error
+
     except UnicodeDecodeError as error:
         if error.object.startswith(_GZIP):
             raise DataError(
@@ -300,7 +304,7 @@ def _open_folder(path: Path, split: str) -> Rows:
             "such a folder, or the data files themselves."
         )
 
-    # Imported here: with pandas it takes 0.6 s, and other formats do not need it.
+    # Imported here: it takes 0.6 s, with pandas, and other formats do not need it.
     from datasets import DatasetDict, load_from_disk
 
     with _damage_errors(path):
@@ -325,8 +329,8 @@ def _damage_errors(folder: Path) -> Iterator[None]:
         yield
     except (*_DAMAGED_FOLDER, OSError, pa.ArrowException) as error:
         raise DataError(
-            f"Folder '{folder}' must be whole, as datasets' save_to_disk writes it, but cannot be "
-            f"read ({type(error).__name__}: {error}). Save it again."
+            f"Folder '{folder}' must be complete, as datasets' save_to_disk writes it, but cannot "
+            f"be read ({type(error).__name__}: {error}). Save it again."
         ) from error
 
 

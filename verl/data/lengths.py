@@ -1,5 +1,4 @@
-"""Prompt lengths in tokens, measured once per file, tokenizer and template, and kept in a cache
-folder."""
+"""Measure prompt lengths in tokens, once per file, tokenizer and template, and cache them."""
 
 import hashlib
 import os
@@ -19,31 +18,26 @@ from verl.utils.logging import logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHUNK = 1000  # conversations tokenised in one call
+_CHUNK = 1000  # conversations tokenized in one call
 _DIGEST_BYTES = 32
 
 
 def cache_folder() -> Path:
-    """`VERL_CACHE`, or `~/.cache/verl`."""
+    """Return `VERL_CACHE`, or `~/.cache/verl`."""
     return Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl")
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Hex digest of all that decides the ids of a conversation: vocabulary, rules and template."""
+    """Return a hex digest of the vocabulary, rules and template, which determine token ids."""
     if tokenizer.is_fast:
         backend: Any = tokenizer.backend_tokenizer
         rules = backend.to_str()
     else:
-        rules = repr(
-            (
-                type(tokenizer).__qualname__,
-                sorted(tokenizer.get_vocab().items()),
-                tokenizer.init_kwargs,
-            )
-        )
-    return hashlib.blake2b(
-        f"{rules}\0{tokenizer.chat_template}".encode(), digest_size=16
-    ).hexdigest()
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        rules = repr((type(tokenizer).__qualname__, vocabulary, tokenizer.init_kwargs))
+
+    text = f"{rules}\0{tokenizer.chat_template}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def prompt_lengths(
@@ -54,16 +48,17 @@ def prompt_lengths(
     key: str,
     name: str,
 ) -> np.ndarray:
-    """Lengths (count,) int32 of the conversations, from the cache where `key` is known there.
+    """Return the lengths (count,) int32 of the conversations, from the cache if possible.
 
     Args:
-        key: what the lengths depend on; the name of the cache file.
+        key: digest of all that the lengths depend on; the name of the cache file.
         name: the file of the conversations, for the log and for errors.
     """
     path = cache_folder() / "prompt_lengths" / f"{key}.bin"
     cached = _read(path, count)
     if cached is not None:
         return cached
+
     start = time.perf_counter()
     encoded = encoded_in_chunks(
         name, conversations, partial(encode_conversations, tokenizer), chunk=_CHUNK
@@ -80,7 +75,7 @@ def prompt_lengths(
 
 
 def _read(path: Path, count: int) -> np.ndarray | None:
-    """Lengths from a cache file, or None where there is none or it does not match its digest."""
+    """Read lengths from a cache file; None if it is missing or does not match its digest."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -97,8 +92,9 @@ def _read(path: Path, count: int) -> np.ndarray | None:
 
 
 def _write(path: Path, lengths: np.ndarray) -> None:
-    """Write in one move, so that no other process ever reads half a file."""
+    """Write the file atomically, so that no other process ever reads half of it."""
     payload = lengths.astype("<i4").tobytes()
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as stream:
@@ -107,8 +103,8 @@ def _write(path: Path, lengths: np.ndarray) -> None:
     except OSError as error:
         logger.warning(
             (
-                "Cannot keep prompt lengths in '%s' (%s), so the next run measures again. "
-                "VERL_CACHE names another folder."
+                "Cannot store prompt lengths in '%s' (%s), so the next run measures again. "
+                "VERL_CACHE sets another folder."
             ),
             path.parent,
             error,

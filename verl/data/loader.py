@@ -1,4 +1,4 @@
-"""Batches of prompts, with a cursor that a resumed run gets back."""
+"""Iterate over batches of prompts, with a cursor that a resumed run restores."""
 
 import hashlib
 import operator
@@ -19,7 +19,7 @@ from verl.utils.errors import DataError
 
 
 class MapDataset(Protocol):
-    """What a loader needs of a dataset."""
+    """A dataset of rows by number, as a loader needs it."""
 
     def __len__(self) -> int: ...
 
@@ -28,18 +28,18 @@ class MapDataset(Protocol):
 
 @runtime_checkable
 class Fingerprinted(Protocol):
-    """A dataset that can tell whether another one has the same rows in the same places."""
+    """A dataset with a digest, which is equal for datasets with the same rows in the same order."""
 
     @property
     def fingerprint(self) -> str: ...
 
 
 class RLDataLoader:
-    """Iterating gives batches up to the end of the epoch; iterating again gives the next epoch.
+    """Iterate over the batches of an epoch; iterating again yields the next epoch.
 
-    The loader is a cursor. After `load_state_dict`, or after leaving a loop early, iterating goes
-    on with the next batch. `state_dict()` between two batches counts every batch handed out as
-    done. Raises DataError if not even one full batch fits the dataset (`drop_last`).
+    The loader is a cursor. After `load_state_dict`, or after leaving a loop early, iteration
+    continues with the next batch. `state_dict()` counts every yielded batch as done. Raises
+    DataError if the dataset is smaller than one batch (`drop_last`).
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RLDataLoader:
         drop_last: bool = True,
         sampler: Sampler | None = None,
     ) -> None:
-        """`sampler` replaces the order that `shuffle` and `seed` give."""
+        """Set the order of the rows: that of `sampler`, or else of `shuffle` and `seed`."""
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -75,26 +75,28 @@ class RLDataLoader:
         self._start_epoch()
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches of an epoch."""
         rows = len(self.sampler)
-        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
+        if self.drop_last:
+            return rows // self.batch_size
+        return -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[DataProto]:
         epoch = self._epoch
         while self._epoch == epoch:
             rows = self._draw(min(self.batch_size, len(self.sampler) - self._taken))
-            # The cursor moves on before the batch is out: a state taken while it is being used
-            # counts it.
+            # Move the cursor before the batch is yielded, so that a state that is taken while the
+            # batch is in use counts it.
             self._leave_finished_epoch()
             yield collate([self.dataset[row] for row in rows])
 
     def tell_sampler(self, batch: DataProto) -> None:
-        """Show a trained batch to a sampler that wants to know."""
+        """Pass a trained batch to a curriculum sampler."""
         if isinstance(self.sampler, CurriculumSampler):
             self.sampler.update(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor: a few numbers, whatever the size of the dataset."""
+        """Return the cursor: a few numbers, for a dataset of any size."""
         state = {
             "epoch": self._epoch,
             "taken": self._taken,
@@ -107,13 +109,16 @@ class RLDataLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken. DataError if the dataset or its order is another one."""
+        """Move to the position of `state`.
+
+        Raises DataError if the dataset or its order differs from that of the checkpoint.
+        """
         here = (len(self.dataset), self._fingerprint())
         if here != (state["num_rows"], state["fingerprint"]):
             raise DataError(
                 f"The checkpoint was made with another data set: {state['num_rows']} rows "
                 f"(fingerprint {state['fingerprint']}), this one has {here[0]} ({here[1]}). Give "
-                "the same files and the same data.max_prompt_length and filter, or start anew with "
+                "the same files and the same data.max_prompt_length and filter, or start over with "
                 "trainer.resume_mode=disable."
             )
 
@@ -137,38 +142,42 @@ class RLDataLoader:
         self._leave_finished_epoch()
 
     def _leave_finished_epoch(self) -> None:
-        """Go to the next epoch where this one has no further batch (of this size: a resumed run may
-        change it)."""
-        if len(self.sampler) - self._taken < (self.batch_size if self.drop_last else 1):
+        """Move to the next epoch if this one has no further batch.
+
+        That depends on the batch size, which a resumed run may change.
+        """
+        fewest_rows = self.batch_size if self.drop_last else 1
+        if len(self.sampler) - self._taken < fewest_rows:
             self._epoch += 1
             self._start_epoch()
 
     def _start_epoch(self) -> None:
-        # The sampler is asked at the first draw: it may look at what the last batch of the epoch
-        # before taught.
+        # Ask the sampler for rows at the first draw: its order may depend on the results of the
+        # last batch of the previous epoch.
         self._rows: Iterator[int] | None = None
         self._taken = 0
         self._order_digest = ""
 
     def _load_sampler(self, sampler: StatefulSampler, state: dict[str, Any]) -> None:
-        # an epoch that has not begun begins at the first draw, as in the undisturbed run
+        # An epoch that has not begun starts at the first draw, as in an uninterrupted run.
         if state["taken"] == 0:
             sampler.load_state_dict(state["sampler"])
             return
-        self._tell_epoch()
+
+        self._set_epoch()
         sampler.load_state_dict(state["sampler"])
         self._rows = iter(self.sampler)
         self._taken = state["taken"]
         self._order_digest = state["order"]
 
-    def _tell_epoch(self) -> None:
+    def _set_epoch(self) -> None:
         if isinstance(self.sampler, EpochSampler):
             self.sampler.set_epoch(self._epoch)
 
     def _draw(self, count: int) -> list[int]:
-        """The next `count` row numbers of this epoch, written into the digest of its order."""
+        """Return the next `count` row numbers, and add them to the digest of the epoch's order."""
         if self._rows is None:
-            self._tell_epoch()
+            self._set_epoch()
             self._rows = iter(self.sampler)
 
         rows = []
@@ -177,7 +186,7 @@ class RLDataLoader:
                 rows.append(operator.index(row))
             except TypeError as error:
                 raise DataError(
-                    f"The sampler gave the row {row!r}, which is no whole number."
+                    f"The sampler gave the row {row!r}, which is not an integer."
                 ) from error
 
         if len(rows) < count:

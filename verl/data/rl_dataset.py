@@ -1,4 +1,4 @@
-"""Prompts with what is needed to score their answers."""
+"""The dataset of prompts, with the columns that rewards need."""
 
 import difflib
 import hashlib
@@ -28,14 +28,11 @@ from verl.utils.logging import logger, say_once
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A file's own column of such a name would stand beside the one that training writes, with other
-# rows in it.
-_RESERVED = {name for name, column in COLUMNS.items() if column.written_by != "data"} | {
-    "raw_prompt",
-    "raw_prompt_ids",
-}
+# Names of columns that training writes. A file's own column of such a name would clash with it.
+_WRITTEN_LATER = {name for name, column in COLUMNS.items() if column.written_by != "data"}
+_RESERVED = {*_WRITTEN_LATER, "raw_prompt", "raw_prompt_ids"}
 _DICT_COLUMNS = ("reward_model", "extra_info")
-_OWN_CACHE_VERSION = "2"  # raised when `verl.data.chat` renders a conversation differently
+_OWN_CACHE_VERSION = "2"  # raise it when `verl.data.chat` renders a conversation differently
 
 
 class RLDataset(Dataset):
@@ -43,11 +40,11 @@ class RLDataset(Dataset):
 
     An item is a dict with `raw_prompt` (messages), `raw_prompt_ids` (list of at most
     `max_prompt_length` token ids), `index` (row number in its file, unless the file has a column of
-    that name) and every other column of the files, None where a file lacks it.
+    that name) and every other column of the files, which is None if its file lacks it.
 
-    Every row is checked when the dataset is made, prompt lengths included where a longer one is
-    dropped or an error: a bad row must not stop a run halfway. Raises DataError with file, row
-    (counted from 0) and column.
+    All rows are checked when the dataset is created, so that a bad row cannot stop a run halfway.
+    That includes prompt lengths if longer prompts are dropped or an error. Raises DataError with
+    file, row (counted from 0) and column.
     """
 
     def __init__(
@@ -58,8 +55,12 @@ class RLDataset(Dataset):
         *,
         split: str = "train",
     ) -> None:
-        """`data_files`: a path or a list of paths; `split` ("train" or "val") picks from folders of
-        several splits."""
+        """Read and check all rows.
+
+        Args:
+            data_files: a path or a list of paths.
+            split: "train" or "val", to select from folders of several splits.
+        """
         self.files = as_file_list(data_files)
         self.tokenizer = tokenizer
         self.config = config
@@ -70,7 +71,7 @@ class RLDataset(Dataset):
             check_rows(file, rows, config)
 
         self.columns = _kept_columns(self._sources, config.prompt_key)
-        # The split too: a folder may hold several.
+        # The split is part of the content, because a folder may have several.
         self._content = [f"{content_fingerprint(file)} {split}" for file in self.files]
         # (rows, 2): number of the file, number of the row in it
         self._kept = np.concatenate([self._kept_rows(number) for number in range(len(self.files))])
@@ -91,30 +92,32 @@ class RLDataset(Dataset):
         messages = as_messages(row[self.config.prompt_key])
         with errors_at(f"{self.files[source]}, row {number}"):
             ids = apply_chat_template(self.tokenizer, messages)
+
         limit = self.config.max_prompt_length
         if len(ids) > limit:
             if self.config.truncation == "error":
                 raise DataError(_too_long(self.files[source], number, len(ids), limit))
             ids = truncate(ids, limit, self.config.truncation)
+
         columns = {name: row.get(name) for name in self.columns}
         return {"raw_prompt_ids": ids, "raw_prompt": messages, "index": number, **columns}
 
     def column(self, name: str) -> Iterator[tuple[str, Any]]:
-        """The file and number of every row, and what it has in a column of the files; None where a
-        file has none."""
+        """Yield the place (file and number) of every row, and its value in a column of the files.
+
+        The value is None if the file has no such column.
+        """
         for source, (file, rows) in enumerate(zip(self.files, self._sources)):
             kept = set(self._kept[self._kept[:, 0] == source, 1].tolist())
             values = rows.column(name) if name in rows.columns else repeat(None, len(rows))
-            yield from (
-                (f"{file}, row {number}", value)
-                for number, value in enumerate(values)
-                if number in kept
-            )
+            for number, value in enumerate(values):
+                if number in kept:
+                    yield f"{file}, row {number}", value
 
     def keep_at_most(self, num_rows: int, *, shuffle: bool, seed: int) -> None:
-        """Keep so many of the rows: the first, or with `shuffle` a draw that the seed decides.
+        """Keep the first `num_rows` rows, or with `shuffle` a random choice that the seed fixes.
 
-        -1 keeps all. The rows that stay keep their order.
+        -1 keeps all. The kept rows stay in order.
         """
         total = len(self._kept)
         if num_rows < 0 or num_rows >= total:
@@ -127,16 +130,20 @@ class RLDataset(Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of which rows stand where: equal exactly when a cursor into one dataset fits
-        the other."""
+        """Return a hex digest of the rows and their order.
+
+        Two datasets have the same one exactly if a cursor into one fits the other.
+        """
         digest = hashlib.blake2b(digest_size=16)
         digest.update("\0".join(self._content).encode())
         digest.update(self._kept.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def _kept_rows(self, source: int) -> np.ndarray:
-        """(rows, 2) of one file: all of them, or those not too long. DataError where a longer one
-        is an error."""
+        """Return (file number, row number), shape (rows, 2), of the rows to keep of one file.
+
+        Raises DataError if a row is too long and `truncation` is "error".
+        """
         file = self.files[source]
         rows = self._sources[source]
         limit = self.config.max_prompt_length
@@ -178,8 +185,7 @@ class RLDataset(Dataset):
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """At most `limit` ids: `side` "left" or "right" is the side cut off, "middle" keeps both
-    ends."""
+    """Cut ids to at most `limit`: "left" and "right" cut that side, "middle" keeps both ends."""
     if len(ids) <= limit:
         return ids
     if side == "left":
@@ -193,22 +199,20 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
 
 
 def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
-    """DataError if the prompt column is missing, or a column looks like a misspelt one that is
-    missing."""
+    """Raise DataError if the prompt column is missing, or a column seems to be misspelled."""
     named_by = {config.prompt_key: "data.prompt_key", config.reward_fn_key: "data.reward_fn_key"}
     known = [config.prompt_key, config.reward_fn_key, *_DICT_COLUMNS, "ability"]
     missing = [name for name in known if name not in rows.columns]
 
     for column in rows.columns:
-        meant = (
-            difflib.get_close_matches(column, missing, n=1, cutoff=0.8)
-            if column not in known
-            else []
-        )
-        if meant:
-            or_key = f", or set {named_by[meant[0]]}={column}" if meant[0] in named_by else ""
+        if column in known:
+            continue
+        close = difflib.get_close_matches(column, missing, n=1, cutoff=0.8)
+        if close:
+            meant = close[0]
+            or_key = f", or set {named_by[meant]}={column}" if meant in named_by else ""
             raise DataError(
-                f"{file}: unknown column '{column}'; did you mean '{meant[0]}', which is missing? "
+                f"{file}: unknown column '{column}'; did you mean '{meant}', which is missing? "
                 f"Rename it{or_key}."
             )
 
@@ -216,8 +220,11 @@ def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
 
 
 def check_rows(file: str, rows: Rows, config: DataConfig) -> None:
-    """DataError for the first row with an empty prompt, with images or videos, or with a column of
-    ours of the wrong type."""
+    """Raise DataError for the first invalid row.
+
+    A row is invalid if its prompt is empty, if it has images or videos, or if a column that this
+    package reads has the wrong type.
+    """
     key = config.prompt_key
     refuse_media(file, rows, config.image_key)
     refuse_media(file, rows, config.video_key)
@@ -259,18 +266,18 @@ def _check_type(file: str, column: str, values: Iterable[Any], kind: type, expec
 
 
 def _kept_columns(sources: list[Rows], prompt_key: str) -> list[str]:
-    """Columns of all files that an item carries beside the prompt."""
-    columns = [
-        name
-        for name in dict.fromkeys(name for rows in sources for name in rows.columns)
-        if name != prompt_key
-    ]
-    for name in columns:
+    """Return the columns of all files that an item has in addition to the prompt."""
+    names: dict[str, None] = {}
+    for rows in sources:
+        names.update(dict.fromkeys(rows.columns))
+    names.pop(prompt_key, None)
+
+    for name in names:
         if name in _RESERVED:
             say_once(
                 f"The data's column '{name}' is left out: training writes a column of that name."
             )
-    return [name for name in columns if name not in _RESERVED]
+    return [name for name in names if name not in _RESERVED]
 
 
 def _too_long(file: str, row: int, length: int, limit: int, count: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""Prompts by verl 0.5's dataset class, for datasets of users that extend it."""
+"""The dataset class of verl 0.5, for users' datasets that extend it."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class RLHFDataset(RLDataset):
-    """`RLDataset` with padded prompts: an item also has `input_ids`, `attention_mask` and
-    `position_ids`, (P,) int64.
+    """`RLDataset` with padded prompts.
 
-    The prompt stands at the right end of its `max_prompt_length` columns. `config` is the section
-    `data`, or a mapping with some of its keys; the others have their defaults.
+    An item also has `input_ids`, `attention_mask` and `position_ids`, (P,) int64, with P =
+    `max_prompt_length` and padding on the left. `config` is the section `data`, or a mapping with
+    some of its keys; the others have their defaults.
     """
 
     def __init__(

@@ -9,12 +9,11 @@ from verl.protocol import DataProto
 
 
 class Sampler(Protocol):
-    """Iterating gives the row numbers of one epoch, `len()` how many they are.
+    """Iterates over the row numbers of one epoch; `len()` is their number.
 
-    A user's own (curriculum) sampler is made as `Sampler(data_source=<dataset>,
-    data_config=<DataConfig>)`. Rows are drawn batch by batch, never ahead, so it may look at what
-    training did so far. To be resumed in mid-epoch, it either repeats its order (given the epoch)
-    or has a state.
+    A user's sampler is created as `Sampler(data_source=<dataset>, data_config=<DataConfig>)`. Rows
+    are drawn batch by batch, never ahead, so it may depend on the training so far. For a resume in
+    mid-epoch, it either repeats its order (given the epoch) or has a state.
     """
 
     def __iter__(self) -> Iterator[int]: ...
@@ -24,16 +23,17 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class EpochSampler(Protocol):
-    """A sampler that is told the number of each epoch before it begins (or a state from its middle
-    is loaded)."""
+    """A sampler that gets the number of each epoch.
+
+    It gets it before the epoch begins, and before a state from the middle of the epoch is loaded.
+    """
 
     def set_epoch(self, epoch: int) -> None: ...
 
 
 @runtime_checkable
 class StatefulSampler(Protocol):
-    """A sampler that, after `load_state_dict`, goes on with the rest of the epoch on the next
-    iteration."""
+    """A sampler with a state. After `load_state_dict`, it iterates over the rest of the epoch."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -42,15 +42,13 @@ class StatefulSampler(Protocol):
 
 @runtime_checkable
 class CurriculumSampler(Protocol):
-    """A sampler that is shown each trained batch, with its scores and advantages, before the next
-    rows are drawn."""
+    """A sampler that gets each trained batch, with scores and advantages, before its next rows."""
 
     def update(self, batch: DataProto) -> None: ...
 
 
 class SeededSampler:
-    """All rows once an epoch: in order, or in a permutation that depends on the seed and the epoch
-    alone."""
+    """All rows once per epoch, in order or in a permutation that seed and epoch determine."""
 
     def __init__(self, num_rows: int, *, shuffle: bool, seed: int) -> None:
         self.num_rows = num_rows
@@ -67,6 +65,5 @@ class SeededSampler:
     def __iter__(self) -> Iterator[int]:
         if not self.shuffle:
             return iter(range(self.num_rows))
-        return iter(
-            np.random.default_rng([self.seed, self._epoch]).permutation(self.num_rows).tolist()
-        )
+        generator = np.random.default_rng([self.seed, self._epoch])
+        return iter(generator.permutation(self.num_rows).tolist())

@@ -1,5 +1,4 @@
-"""Conversations as tokens, with a mask of the tokens that are learnt: the assistant's turns, as the
-chat template writes them."""
+"""The dataset of conversations, with a mask of the tokens to learn: the assistant's turns."""
 
 import hashlib
 import re
@@ -39,7 +38,7 @@ from verl.utils.logging import logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHUNK = 1000  # conversations tokenised in one call
+_CHUNK = 1000  # conversations tokenized in one call
 _MEDIA_COLUMNS = ("images", "videos")
 # A template that marks the assistant's text itself.
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -133,8 +132,8 @@ def _span(
 ) -> tuple[int, int]:
     if turn == 0:
         raise DataError(
-            "the conversation begins with the assistant. Put what it answers before, or a system "
-            "message"
+            "the conversation begins with the assistant. Put the message that it answers, or a "
+            "system message, before it"
         )
 
     before = _text(tokenizer, messages[:turn], arguments)
@@ -144,11 +143,11 @@ def _span(
             place = _common(part, text)
             raise DataError(
                 f"the chat template rewrites history: message {number} alone ends in "
-                f"{part[place : place + 40]!r}, and {text[place : place + 40]!r} stands there in "
-                "the whole conversation. The model would learn from what it never sees when it "
-                "answers. Make a row of each answer (data.prompt_key: the messages before it, "
-                "data.response_key: itself), or set data.chat_template to one that does not, or "
-                "marks {% generation %}"
+                f"{part[place : place + 40]!r}, but the whole conversation has "
+                f"{text[place : place + 40]!r} there. The model would learn from text that it "
+                "never sees when it answers. Make a row of each answer (data.prompt_key: the "
+                "messages before it, data.response_key: the answer), or set data.chat_template to "
+                "one that keeps history, or marks {% generation %}"
             )
 
     # The text before every answer. An answer may differ from it early, by an empty chain of
@@ -156,7 +155,7 @@ def _span(
     opened = _text(tokenizer, messages[:turn], arguments, opens=True)
     start = _common(opened, upto)
     bare = upto.rstrip()
-    # A model stops at the end of its turn; a newline that follows is the template's.
+    # A model stops at the end of its turn; the template adds the newline that follows.
     end = len(bare) if bare.endswith(tuple(tokenizer.all_special_tokens)) else len(upto)
     return max(start, len(before)), end
 
@@ -173,8 +172,8 @@ def encode(
 
     The ids are those of transformers' `apply_chat_template`. A token with characters on both sides
     of a turn's beginning is learnt, one on both sides of its end is not. Without a chat template a
-    row is the prompt's tokens (see `encode_conversations`),
-    the answer's, and the end of a sequence.
+    row is the tokens of the prompt (see `encode_conversations`) and of the answer, and the end
+    token.
     """
     if tokenizer.chat_template is None:
         return _encode_plain(tokenizer, conversations)
@@ -274,7 +273,7 @@ class SFTDataset(Dataset):
         self._ids = np.concatenate([example.ids for example in examples])
         self._learnt = np.concatenate([example.learnt for example in examples])
         logger.info(
-            "Tokenised %s rows: %s tokens, %s of them learnt, in %.1f s.",
+            "Tokenized %s rows: %s tokens, %s of them learnt, in %.1f s.",
             f"{len(self):,}",
             f"{len(self._ids):,}",
             f"{self._learnt.sum():,}",

@@ -28,20 +28,20 @@ GATHERED_SHARE = 0.5
 def keeps_gathered(
     module: nn.Module, mesh: DeviceMesh, config: FSDPConfig, compute_dtype: torch.dtype | None
 ) -> bool:
-    """Whether one rank, which has all shards, gathers them once for all passes of a mini-batch.
+    """Decide whether one rank with all shards gathers them once for all passes of a mini-batch.
 
-    Asked for by reshard_after_forward=False; by default where the device has room.
+    reshard_after_forward=False asks for it. By default it is done if the device has room.
     """
     if mesh.size() > 1 or config.offload_policy:
         return False
     if config.reshard_after_forward is not None or mesh.device_type != "cuda":
         return config.reshard_after_forward is False
+
     needed = 0
     for parameter in module.parameters():
         copy = parameter.itemsize if compute_dtype is None else compute_dtype.itemsize
-        needed += parameter.numel() * (
-            copy + parameter.itemsize * (4 if parameter.requires_grad else 1)
-        )
+        kept = 4 if parameter.requires_grad else 1  # itself, its gradient and two moments
+        needed += parameter.numel() * (copy + parameter.itemsize * kept)
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return needed <= GATHERED_SHARE * total
 
@@ -71,11 +71,9 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
     )
-    offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-        if config.offload_policy
-        else OffloadPolicy()
-    )
+    offload = OffloadPolicy()
+    if config.offload_policy:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
     def shard(unit: nn.Module, reshard_after_forward: bool) -> None:
         if fills:
@@ -92,7 +90,7 @@ def apply_fsdp(
         unit.set_reshard_after_backward(not keep_gathered, recurse=False)
         if mesh.size() > 1:
             unit.set_gradient_divide_factor(1.0)
-            # Or dividing by 1 becomes a reduction of its own kind, which gloo does not have.
+            # Otherwise division by 1 becomes a separate kind of reduction, which gloo lacks.
             unit.set_force_sum_reduction_for_comms(True)
 
     for layer in decoder_layers(module):
@@ -111,18 +109,19 @@ def agree_on_weights(module: nn.Module) -> bool:
     if not dist.is_initialized():
         return False
 
-    mine = {
-        name: (parameter.is_meta, parameter.shape, parameter.dtype)
-        for name, parameter in module.named_parameters()
-    }
+    mine = {}
+    for name, parameter in module.named_parameters():
+        mine[name] = (parameter.is_meta, parameter.shape, parameter.dtype)
+
     ranks = gather_objects(mine, Axis(dist.get_world_size(), dist.get_rank()))
-    if not any(is_meta for each in ranks for is_meta, *_ in each.values()):
+    lacks_weights = []
+    for parameters in ranks:
+        lacks_weights.append(any(is_meta for is_meta, _, _ in parameters.values()))
+    if not any(lacks_weights):
         return False
 
     first = ranks[0]
-    assert not any(is_meta for is_meta, *_ in first.values()), (
-        "the first rank reads the weights for all"
-    )
+    assert not lacks_weights[0], "the first rank reads the weights for all"
     shapes = {(name, shape) for name, (_, shape, _) in mine.items()}
     expected = {(name, shape) for name, (_, shape, _) in first.items()}
     differ = sorted({name for name, _ in shapes ^ expected})
@@ -144,20 +143,21 @@ def _fill(unit: nn.Module, device: torch.device) -> None:
 
     All of them are on `device` then. Every rank must call it.
     """
-    replaced: dict[nn.Parameter, nn.Parameter] = {}  # by what stood there: tied weights stay one
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # by old parameter: tied weights stay tied
+
     for module in unit.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or isinstance(parameter, DTensor):
                 continue
             if parameter not in replaced:
-                full = (
-                    torch.empty_like(parameter, device=device)
-                    if parameter.is_meta
-                    else parameter.detach().to(device)
-                )
+                if parameter.is_meta:
+                    full = torch.empty_like(parameter, device=device)
+                else:
+                    full = parameter.detach().to(device)
                 dist.broadcast(full, 0)
                 replaced[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
             module._parameters[name] = replaced[parameter]
+
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer = buffer.to(device)
@@ -195,11 +195,13 @@ def recover(module: nn.Module) -> None:
         return
 
     for unit in module.modules():
-        group: Any = (
-            unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
-        )
-        for parameter in group.fsdp_params if group is not None else ():
-            # Of this pass, and of those before it whose gradients were not synchronised.
+        if not isinstance(unit, FSDPModule):
+            continue
+        group: Any = unit._get_fsdp_state()._fsdp_param_group
+        if group is None:
+            continue
+        for parameter in group.fsdp_params:
+            # Of this pass, and of those before it whose gradients were not synchronized.
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None

@@ -26,10 +26,10 @@ ROLLOUT_TENSOR_AXIS = "rollout_tensor"
 class Mesh:
     """This process among all ranks.
 
-    Ranks along `sequence` (neighbours) share the tokens of the same rows; ranks along `data` have
-    rows of their own. Weights are split over `weights`, whatever the other axes: ("shard",) over
-    all ranks, or ("replicate", "shard") where `fsdp_size` ranks hold one copy. None: one process,
-    whose weights stay whole.
+    Ranks along `sequence` (neighbors) share the tokens of the same rows; ranks along `data` have
+    different rows. Weights are split over `weights`, independently of the other axes: ("shard",)
+    over all ranks, or ("replicate", "shard") where `fsdp_size` ranks hold one copy. None: one
+    process, with whole weights.
     """
 
     device: torch.device
@@ -141,10 +141,12 @@ def _two_axes(device: torch.device, size: int, names: tuple[str, str]) -> tuple[
     ranks = init_device_mesh(
         device.type, (dist.get_world_size() // size, size), mesh_dim_names=names
     )
-    outer, inner = (
-        Axis(ranks.size(number), ranks.get_local_rank(name), ranks.get_group(name))
-        for number, name in enumerate(names)
-    )
+    axes = []
+    for number, name in enumerate(names):
+        rank = ranks.get_local_rank(name)
+        axes.append(Axis(ranks.size(number), rank, ranks.get_group(name)))
+
+    outer, inner = axes
     return outer, inner
 
 
@@ -157,9 +159,8 @@ def _start_process_group(device: torch.device, world_size: int) -> None:
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        missing = [
-            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-        ]
+        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if name not in os.environ]
         if missing:
             raise ConfigError(
                 f"WORLD_SIZE={world_size} says that several ranks were launched, but "
@@ -180,7 +181,7 @@ def _own_device(device: torch.device) -> torch.device:
         return device
     # LOCAL_RANK alone: a role may have one rank of many to itself.
     if _launched_ranks() > 1 or "LOCAL_RANK" in os.environ:
-        # A launcher that hides the other ranks' devices leaves one, which is number 0 whatever the
+        # A launcher that hides the other ranks' devices leaves one, which is number 0 on every
         # rank.
         visible = torch.cuda.device_count()
         index = int(os.environ.get("LOCAL_RANK", "0")) if visible > 1 else 0

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from verl.utils.errors import ConfigError
 
 # Pinned memory comes in powers of two, so it is taken in pieces of that size: one buffer for
-# everything could be twice as large as what it holds.
+# everything could be twice as large as its contents.
 CHUNK_BYTES = 2**28
 _ALIGNMENT = 512  # bytes
 # Activations on their way to the host, during which this many layers can compute.
@@ -25,9 +25,9 @@ LEAVING_LAYERS = 2
 class Offload:
     """Tensors with memory on their device only within `on_device`, and on the host otherwise.
 
-    The tensors stay the same objects: their storage is emptied and filled again, so what refers to
-    them (FSDP2, an optimizer) notices nothing. Nothing may read or write them outside: there is no
-    memory behind them.
+    The tensors stay the same objects: their storage is emptied and filled again, so FSDP2 or an
+    optimizer can keep references to them. They must not be read or written outside of `on_device`,
+    where they have no memory.
 
     Args:
         tensors: returns the tensors each time they go to the host. Scalars are not moved.
@@ -46,7 +46,10 @@ class Offload:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Keep the tensors on the device within this context. Of nested ones, the outermost moves."""
+        """Keep the tensors on the device within this context.
+
+        Of nested contexts, the outermost moves the tensors.
+        """
         if self._users == 0:
             self._to_device()
         self._users += 1
@@ -58,13 +61,15 @@ class Offload:
                 self._to_host()
 
     def _to_host(self) -> None:
-        storages = {
-            part.untyped_storage().data_ptr(): part.untyped_storage()
-            for part in _dense(self._tensors())
-        }
-        self._away = [
-            (storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()
-        ]
+        storages = {}  # by address: several tensors may share one
+        for part in _dense(self._tensors()):
+            storage = part.untyped_storage()
+            storages[storage.data_ptr()] = storage
+        self._away = []
+        for storage in storages.values():
+            if storage.nbytes():
+                self._away.append((storage, storage.nbytes()))
+
         for there, here in self._pieces():
             here.copy_(there, non_blocking=True)
         for storage, _ in self._away:
@@ -84,7 +89,8 @@ class Offload:
         """Yield (bytes of a storage, their place on the host), chunk by chunk."""
         position = 0
         for storage, num_bytes in self._away:
-            there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
+            there = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            there.set_(storage)  # pyright: ignore
             start = 0
             while start < num_bytes:
                 number, offset = divmod(position, CHUNK_BYTES)
@@ -116,12 +122,13 @@ def _dense(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 def apply_activation_offload(module: nn.Module, device: torch.device) -> None:
     """Keep the inputs of checkpointed layers on the host until the backward pass.
 
-    To be called after `apply_checkpointing`, before compile and sharding. No number changes.
+    Call it after `apply_checkpointing`, before compile and sharding. No number changes.
     """
     hooks = _ActivationHooks(device)
-    layers: list[Any] = [
-        part for part in module.modules() if hasattr(part, "_gradient_checkpointing_func")
-    ]
+    layers: list[Any] = []
+    for part in module.modules():
+        if hasattr(part, "_gradient_checkpointing_func"):
+            layers.append(part)
     if not layers:
         raise ConfigError(
             "enable_activation_offload keeps the inputs of checkpointed layers on the host, but "
@@ -136,16 +143,16 @@ class _Kept:
 
     def __init__(self, host: Tensor, before: "weakref.ref[_Kept] | None") -> None:
         self.host = host
-        # kept just before this one, so wanted just after; weak: a graph may be dropped unused
+        # the one packed before this one, so needed after it; weak: a graph may be dropped unused
         self.before = before
-        # and the event after which it has been copied
+        # with the event of the end of its copy
         self.on_device: tuple[Tensor, Any] | None = None
 
     def leave(self) -> None:
         """Free the memory on the device.
 
-        The computing stream waits for the copy, not the allocator: a host that runs ahead would find
-        no copy finished, and take new memory for every layer.
+        The computing stream waits for the copy, not the allocator: a host that runs ahead would
+        find no copy finished, and take new memory for every layer.
         """
         if self.on_device is not None:
             tensor, copied = self.on_device
@@ -157,8 +164,11 @@ class _Kept:
 
 
 class _ActivationHooks:
-    """Copies on a stream of their own, beside the computation: out during the forward pass of the
-    next layers, in again during the backward pass of the layer after."""
+    """Copies activations on a separate stream, at the same time as the computation.
+
+    They leave the device during the forward pass of the next layers, and come back during the
+    backward pass of the layer after.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -173,8 +183,7 @@ class _ActivationHooks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        # Checkpointing has hooks of its own around what happens within the layer: only the inputs
-        # come to ours.
+        # Within the layer, checkpointing has its own hooks: only the inputs come to these.
         with saved_tensors_hooks(self.pack, self.unpack):
             return checkpointed(function, *args, **kwargs)
 
@@ -208,7 +217,7 @@ class _ActivationHooks:
     def _fetch(self, kept: _Kept) -> Tensor:
         """Return the activation's memory on the device, to be read after `leave`."""
         if kept.on_device is None:
-            # Memory of the computing stream, which may still be at work on what lay there before.
+            # It is memory of the computing stream, which may still use its earlier contents.
             tensor = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=self.device)
             kept.on_device = (tensor, self._copy(tensor, kept.host))
         return kept.on_device[0]

@@ -32,15 +32,15 @@ class SequenceParallel:
         if heads % size:
             fitting = [str(part) for part in range(1, size) if heads % part == 0]
             raise ModelError(
-                f"ulysses_sequence_parallel_size must divide the query heads of {owner}, got {size} "
-                f"and {heads}. Below it fit {', '.join(fitting)}."
+                f"ulysses_sequence_parallel_size must divide the query heads of {owner}, got "
+                f"{size} and {heads}. Smaller sizes that fit: {', '.join(fitting)}."
             )
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange this rank's n tokens of all heads for all P * n tokens of its heads.
 
         q (n, Hq, D), k (n, Hk, D), v (n, Hk, Dv) -> q (P * n, Hq / P, D), and k and v likewise. Key
-        heads are repeated until P divides them, which keeps each with the query heads that it serves.
+        heads are repeated until P divides them, which keeps each with its query heads.
         """
         repeats = math.lcm(k.shape[1], self.axis.size) // k.shape[1]
         if repeats > 1:
@@ -77,7 +77,10 @@ class SequenceParallel:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Send part i of (P, ...) to rank i, and receive part i from rank i. It is its own transpose."""
+    """Sends part i of (P, ...) to rank i, and receives part i from rank i.
+
+    It is its own transpose.
+    """
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, axis: Axis) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scores of responses that lie in a file: mean, pass@k and maj@k, per data source and over all."""
+"""Score the responses in a file: mean, pass@k and maj@k, per data source and over all."""
 
 import json
 import time
@@ -31,38 +31,38 @@ ALL = "all"
 
 @dataclass(slots=True)
 class ScoredPrompt:
-    """A prompt with its responses, and the reward's answers for those that it could score."""
+    """A prompt with its responses, and the results of those that the reward could score."""
 
     source: str
     prompt: str
     responses: list[str]
-    columns: dict[str, Any]  # what the reward function gets beside the response
+    columns: dict[str, Any]  # the arguments of the reward function except for the response
     scores: list[float] = field(default_factory=list)
     passed: list[bool] = field(default_factory=list)
     answers: list[str | None] = field(default_factory=list)
 
 
 def evaluate(config: EvaluationConfig) -> dict[str, Any]:
-    """Score every response, print the table and write the JSON; gives the report."""
+    """Score every response, print the table, write the JSON file, and return the report."""
     prompts = read_prompts(config.data)
     check_k(config.metrics.k, prompts)
-    if config.data.output_path is not None:
-        require_writable(Path(config.data.output_path))
+    output = None if config.data.output_path is None else Path(config.data.output_path)
+    if output is not None:
+        require_writable(output)
+
     failures = score(config, prompts)
     report = summarize(config, prompts) | {"failures": failures}
     print(table(report), flush=True)
-    if config.data.output_path is not None:
+    if output is not None:
         text = json.dumps(report, indent=1) + "\n"
-        write_whole(
-            Path(config.data.output_path), lambda path: path.write_text(text, encoding="utf-8")
-        )
+        write_whole(output, lambda path: path.write_text(text, encoding="utf-8"))
     return report
 
 
 def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
     """Read every row of the files.
 
-    Raises DataError that names file, row and column of a value that does not fit.
+    Raises DataError with the file, row and column of an invalid value.
     """
     prompts: list[ScoredPrompt] = []
     for file in as_file_list(data.path):
@@ -71,16 +71,15 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
         for number in range(len(rows)):
             row = rows.row(number)
             responses = row[data.response_key]
-            responses = [responses] if isinstance(responses, str) else responses
-            if (
-                not isinstance(responses, list)
-                or not responses
-                or not all(isinstance(r, str) for r in responses)
-            ):
+            if isinstance(responses, str):
+                responses = [responses]
+            is_list = isinstance(responses, list) and bool(responses)
+            if not is_list or not all(isinstance(text, str) for text in responses):
                 raise DataError(
                     f"{file}, row {number}, column '{data.response_key}': must be a list of texts, "
                     f"at least one, got {str(responses)[:80]!r}."
                 )
+
             source = row.get(data.data_source_key)
             columns = {
                 "data_source": source,
@@ -88,33 +87,38 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
                 "extra_info": row.get(data.extra_info_key),
             }
             name = "unknown" if source is None else str(source)
-            prompts.append(
-                ScoredPrompt(name, str(row.get(data.prompt_key, "")), responses, columns)
-            )
+            prompt = str(row.get(data.prompt_key, ""))
+            prompts.append(ScoredPrompt(name, prompt, responses, columns))
 
     return prompts
 
 
 def check_k(k: Sequence[int], prompts: Sequence[ScoredPrompt]) -> None:
-    """Raise ConfigError where no prompt has that many responses, before any is scored."""
+    """Raise ConfigError if no prompt has that many responses, before any is scored."""
     most = max(len(prompt.responses) for prompt in prompts)
     if max(k, default=1) > most:
         raise ConfigError(
-            f"metrics.k={list(k)} asks for more responses than any prompt has, which is {most}. "
-            "Leave out what is larger, or generate more: data.n_samples of main_generation."
+            f"metrics.k={list(k)} needs more responses than any prompt has, which is {most}. "
+            "Remove larger values, or generate more: data.n_samples of main_generation."
         )
 
 
 def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, int]:
-    """Let the reward manager of training score every response; gives how many rewards failed, by
-    kind."""
+    """Score every response by the reward manager of training; return failures by kind.
+
+    Raises RewardError if the reward failed for all responses, or, under on_error=stop, for one.
+    """
     train = SHARED.as_train_config(config)
     train.data.reward_fn_key = "data_source"
     tokenizer = TextTokenizer()
     manager = build_reward(train, tokenizer, num_examine=0)
-    rows = [(prompt, response) for prompt in prompts for response in prompt.responses]
+
+    rows: list[tuple[ScoredPrompt, str]] = []
+    for prompt in prompts:
+        rows += [(prompt, response) for response in prompt.responses]
     failures = {"errors": 0, "timeouts": 0, "retries": 0, "dropped": 0}
-    started = said = time.perf_counter()
+    started = time.perf_counter()
+    last_report = started
 
     for start in range(0, len(rows), RESPONSES_A_CALL):
         chunk = rows[start : start + RESPONSES_A_CALL]
@@ -126,16 +130,18 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
             raise RewardError(
                 f"Of responses {start} to {start + len(chunk) - 1}: {error}"
             ) from error.__cause__
+
         _record(chunk, result, config.metrics.pass_score)
         for name in ("errors", "timeouts", "retries"):
             failures[name] += getattr(result, f"num_{name}")
         failures["dropped"] += len(result.dropped)
+
         now = time.perf_counter()
         done = start + len(chunk)
-        if now - said > PROGRESS_EVERY_S and done < len(rows):
-            left = (now - started) / done * (len(rows) - done)
-            logger.info("%d of %d responses scored, ETA %.0f s", done, len(rows), left)
-            said = now
+        if now - last_report > PROGRESS_EVERY_S and done < len(rows):
+            left_s = (now - started) / done * (len(rows) - done)
+            logger.info("%d of %d responses scored, ETA %.0f s", done, len(rows), left_s)
+            last_report = now
 
     if failures["dropped"] == len(rows):
         raise RewardError(
@@ -150,52 +156,58 @@ def _batch(rows: Sequence[tuple[ScoredPrompt, str]], tokenizer: TextTokenizer) -
     prompts = tokenizer.encode([prompt.prompt for prompt, _ in rows])
     responses = tokenizer.encode([response for _, response in rows])
     attention_mask = torch.ones(len(rows), 2, dtype=torch.int64)
-    names = ("data_source", "reward_model", "extra_info")
+    objects: dict[str, list[Any]] = {}
+    for name in ("data_source", "reward_model", "extra_info"):
+        objects[name] = [prompt.columns[name] for prompt, _ in rows]
     return DataProto.from_dict(
         tensors={"prompts": prompts, "responses": responses, "attention_mask": attention_mask},
-        non_tensors={name: [prompt.columns[name] for prompt, _ in rows] for name in names},
+        non_tensors=objects,
     )
 
 
 def _record(rows: Sequence[tuple[ScoredPrompt, str]], result: Scores, pass_score: float) -> None:
-    """Note whether a response passes, and its vote.
+    """Record the score of each response, whether it passes, and its vote.
 
-    It passes by the field `acc` of its reward, else by its score. It votes for the field `pred`,
-    else for the answer that the rule of its data source extracts.
+    The field `acc` of its reward, else its score, determines whether it passes. It votes for the
+    field `pred`, else for the answer that the rule of its data source extracts.
     """
     dropped = set(result.dropped)
-    for number, ((prompt, response), value, extra) in enumerate(
-        zip(rows, result.scores, result.extra)
-    ):
+    results = zip(rows, result.scores, result.extra)
+    for number, ((prompt, response), value, extra) in enumerate(results):
         if number in dropped:
             continue
+
         answer = extra.get("pred")
         if "pred" not in extra and prompt.source in answer_extractors:
             answer = answer_extractors.get(prompt.source)(response)
-        prompt.scores.append(value)
-        accuracy = extra.get("acc")
-        prompt.passed.append(
-            float(accuracy) >= 1 if isinstance(accuracy, (Real, np.bool_)) else value >= pass_score
-        )
 
+        passes = value >= pass_score
+        accuracy = extra.get("acc")
+        if isinstance(accuracy, (Real, np.bool_)):
+            passes = float(accuracy) >= 1
+
+        prompt.scores.append(value)
+        prompt.passed.append(passes)
         prompt.answers.append(vote(answer))
 
 
 def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
-    """Build the report: how it was computed, and the metrics of each data source and of all
-    prompts."""
+    """Build the report: its settings, and the metrics of each data source and of all prompts."""
     metrics = config.metrics
     by_source: dict[str, list[ScoredPrompt]] = {}
     for prompt in prompts:
         if prompt.scores:
             by_source.setdefault(prompt.source, []).append(prompt)
 
-    scored = [prompt for members in by_source.values() for prompt in members]
+    scored: list[ScoredPrompt] = []
+    summaries: dict[str, Any] = {}
+    for source, members in by_source.items():
+        scored += members
+        summaries[source] = _summary(config, members)
+
     most = max(len(prompt.scores) for prompt in scored)
     if max(metrics.k, default=1) > most:  # the files had as many, see `check_k`
-        logger.warning(
-            "metrics.k above %d is left out: of no prompt were more responses scored.", most
-        )
+        logger.warning("metrics.k above %d is left out: no prompt has more scored responses.", most)
 
     if most > MAX_VOTES:
         logger.warning(
@@ -213,46 +225,38 @@ def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict
             "resamples": metrics.resamples,
             "seed": metrics.seed,
         },
-        "data_sources": {
-            source: _summary(config, members) for source, members in by_source.items()
-        },
+        "data_sources": summaries,
         ALL: _summary(config, scored),
     }
 
 
 def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
     """Compute means over prompts, each with its bounds and the number of prompts that have it."""
+    metrics = config.metrics
     most = max(len(prompt.scores) for prompt in prompts)
-    ks = sorted(set(config.metrics.k)) or sorted(
-        {*(1 << power for power in range(most.bit_length())), most}
-    )
-    voting = {
-        prompt.source for prompt in prompts if any(answer is not None for answer in prompt.answers)
-    }
+    ks = sorted(set(metrics.k))
+    if not ks:
+        powers = {1 << exponent for exponent in range(most.bit_length())}
+        ks = sorted({*powers, most})
+
+    voting: set[str] = set()
+    for prompt in prompts:
+        if any(answer is not None for answer in prompt.answers):
+            voting.add(prompt.source)
+
+    # A column has one value per prompt, NaN if the prompt has too few responses or no votes.
     columns = {"mean": [float(np.mean(prompt.scores)) for prompt in prompts]}
-
     for k in ks:
-        columns[f"pass@{k}"] = [
-            pass_at_k(len(prompt.passed), sum(prompt.passed), k)
-            if len(prompt.passed) >= k
-            else np.nan
-            for prompt in prompts
-        ]
-
-    for k in ks if most <= MAX_VOTES else ():
-        if k > 1:  # of one response the majority is the mean
-            columns[f"maj@{k}"] = [
-                majority_at_k(prompt.answers, prompt.scores, k)
-                if len(prompt.scores) >= k and prompt.source in voting
-                else np.nan
-                for prompt in prompts
-            ]
+        columns[f"pass@{k}"] = [_pass_at_k(prompt, k) for prompt in prompts]
+    if most <= MAX_VOTES:
+        for k in ks:
+            if k > 1:  # the majority of one response is the mean
+                columns[f"maj@{k}"] = [_majority_at_k(prompt, k, voting) for prompt in prompts]
 
     columns = {name: values for name, values in columns.items() if not np.isnan(values).all()}
     values = np.array(list(columns.values())).T
-    asked = config.metrics
     low, high = bootstrap_intervals(
-        values, confidence=asked.confidence, resamples=asked.resamples, seed=asked.seed
+        values, confidence=metrics.confidence, resamples=metrics.resamples, seed=metrics.seed
     )
     summary: dict[str, Any] = {
         "prompts": len(prompts),
@@ -270,6 +274,17 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
     return summary
 
 
+def _pass_at_k(prompt: ScoredPrompt, k: int) -> float:
+    n = len(prompt.passed)
+    return pass_at_k(n, sum(prompt.passed), k) if n >= k else np.nan
+
+
+def _majority_at_k(prompt: ScoredPrompt, k: int, voting: set[str]) -> float:
+    if len(prompt.scores) < k or prompt.source not in voting:
+        return np.nan
+    return majority_at_k(prompt.answers, prompt.scores, k)
+
+
 def table(report: dict[str, Any]) -> str:
     """Format the report as text, one line for each data source and metric."""
     interval = f"{report['intervals']['confidence']:.0%} interval"
@@ -281,10 +296,13 @@ def table(report: dict[str, Any]) -> str:
                 lines.append((source, name, f"{entry['value']:.4f}", bounds, str(entry["prompts"])))
 
     widths = [max(map(len, column)) for column in zip(*lines)]
-    text = "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
-    )
-    failures = ", ".join(f"{count} {name}" for name, count in report["failures"].items() if count)
-    return f"{text}\nIntervals: {report['intervals']['method']}." + (
-        f" Rewards: {failures}." if failures else ""
-    )
+    rows: list[str] = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths)]
+        rows.append("  ".join(cells).rstrip())
+
+    note = f"Intervals: {report['intervals']['method']}."
+    failures = [f"{count} {name}" for name, count in report["failures"].items() if count]
+    if failures:
+        note += f" Rewards: {', '.join(failures)}."
+    return "\n".join([*rows, note])

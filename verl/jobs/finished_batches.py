@@ -23,15 +23,15 @@ _IDENTITY = "identity.json"
 class FinishedBatches:
     """The folder `<output>.parts`, with the responses of each batch and the identity of the run.
 
-    Nothing is ever half there: files are written under another name, synced and renamed. While a
-    run is at it, the folder is its own.
+    No file is ever incomplete: files are written under another name, synced and renamed. A run
+    claims the folder while it works in it.
 
     Args:
         output: the Parquet file to make.
-        identity: what the responses depend on; a run of another identity is refused.
-        table: the input, to whose rows the responses belong.
+        identity: settings that determine the responses; a run of another identity is refused.
+        table: the input, with the rows of the responses.
         column: name of the column of responses.
-        batch_size: rows a batch.
+        batch_size: rows of a batch.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class FinishedBatches:
         self.batches = [range(start, min(start + batch_size, table.num_rows)) for start in starts]
 
     def discard(self) -> None:
-        """Delete earlier batches, also a complete output.
+        """Delete earlier batches and a complete output.
 
-        Raises ConfigError where another run is writing them.
+        Raises ConfigError if another run is writing them.
         """
         self._take_folder()
         self._claim.give_back()
@@ -64,7 +64,7 @@ class FinishedBatches:
     def is_complete(self) -> bool:
         """Check whether the output exists.
 
-        Raises ConfigError where it belongs to another run, or to an unknown one.
+        Raises ConfigError if it belongs to another run, or to an unknown one.
         """
         if not self.output.exists():
             return False
@@ -81,21 +81,21 @@ class FinishedBatches:
             )
 
         self._compare(json.loads(metadata[_METADATA]), self._occupied())
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a run killed between its last two steps
+        # A run that was killed between its last two steps left the folder behind.
+        shutil.rmtree(self.folder, ignore_errors=True)
         return True
 
     def waiting(self) -> dict[int, range]:
-        """Return the batches still to do: numbers and rows.
+        """Return the remaining batches: {number: rows}.
 
-        Raises ConfigError where another run has begun them or is writing them.
+        Raises ConfigError if another run has begun them or is writing them.
         """
         self._take_folder()
         known = self.folder / _IDENTITY
-        waiting = {
-            number: rows
-            for number, rows in enumerate(self.batches)
-            if not self._place(number).exists()
-        }
+        waiting: dict[int, range] = {}
+        for number, rows in enumerate(self.batches):
+            if not self._place(number).exists():
+                waiting[number] = rows
 
         if known.exists() and any(self.folder.glob("batch_*")):
             self._compare(
@@ -122,7 +122,7 @@ class FinishedBatches:
         write_whole(self._place(number), lambda path: pq.write_table(table, path))
 
     def join(self) -> None:
-        """Write the output, a row group a batch, and remove the folder."""
+        """Write the output, with a row group per batch, and remove the folder."""
         schema = self.table.schema.append(pa.field(self.column, pa.list_(pa.string())))
         schema = schema.with_metadata({_METADATA: json.dumps(self.identity)})
 
@@ -134,7 +134,7 @@ class FinishedBatches:
                     writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
         write_whole(self.output, write)
-        self._claim.give_back()  # some file systems keep a folder with an open file in it
+        self._claim.give_back()  # some file systems cannot delete a folder with an open file
         shutil.rmtree(self.folder)
 
     def _take_folder(self) -> None:
@@ -142,8 +142,8 @@ class FinishedBatches:
         holder = self._claim.take()
         if holder is not None:
             raise ConfigError(
-                f"Another run ({holder}) generates data.output_path='{self.output}'. Wait for its "
-                "end, or give this one another data.output_path."
+                f"Another run ({holder}) generates data.output_path='{self.output}'. Wait until it "
+                "ends, or give this one another data.output_path."
             )
 
     def _read(self, number: int) -> pa.Table:
@@ -152,8 +152,8 @@ class FinishedBatches:
             return pq.read_table(place)
         except (pa.ArrowException, OSError) as error:
             raise DataError(
-                f"The finished batch '{place}' is damaged: {error}. Delete it and start the same "
-                "command again, which generates that batch anew."
+                f"The finished batch '{place}' is damaged: {error}. Delete it and run the same "
+                "command again, which generates that batch again."
             ) from error
 
     def _place(self, number: int) -> Path:
@@ -163,27 +163,31 @@ class FinishedBatches:
         return f"data.output_path='{self.output}' is written already"
 
     def _compare(self, theirs: Mapping[str, Any], fact: str) -> None:
-        names = [
-            name
-            for name in {**theirs, **self.identity}
-            if theirs.get(name) != self.identity.get(name)
-        ]
-        if names:
-            differences = "; ".join(
-                f"{name} was {theirs.get(name)}, now {self.identity.get(name)}" for name in names
+        differences: list[str] = []
+        for name in {**theirs, **self.identity}:
+            before = theirs.get(name)
+            now = self.identity.get(name)
+            if before != now:
+                differences.append(f"{name} was {before}, now {now}")
+
+        if differences:
+            raise ConfigError(
+                f"{fact}, with another configuration: {'; '.join(differences)}. {_WAY_OUT}"
             )
-            raise ConfigError(f"{fact}, with another configuration: {differences}. {_WAY_OUT}")
 
 
 _WAY_OUT = (
     "Give the same configuration again, another data.output_path, or trainer.resume_mode=disable "
-    "to replace what is there."
+    "to replace the earlier responses."
 )
 
 
 def require_writable(path: Path) -> None:
-    """Make the folder of a file to write. ConfigError where it cannot be written: at the end hours
-    may be lost."""
+    """Create the folder of an output file.
+
+    Raises ConfigError if the file cannot be written. Otherwise hours of work could be lost at the
+    end.
+    """
     if path.is_dir():
         raise ConfigError(
             f"data.output_path must name a file, got the folder '{path}'. Name a file in it."
@@ -193,12 +197,12 @@ def require_writable(path: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"data.output_path='{path}' cannot be written: {error.strerror}. Name a file in a "
-            "folder that can be."
+            "writable folder."
         ) from error
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Make `path` by `write`, so that it is there with all its bytes or not at all."""
+    """Write `path` by calling `write`, so that it exists completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:

@@ -1,5 +1,4 @@
-"""Responses to every prompt of a file, a batch at a time, so that a killed run goes on where it
-stopped."""
+"""Generate responses to every prompt of a file, batch by batch, so that a killed run can resume."""
 
 import hashlib
 import io
@@ -34,7 +33,7 @@ _READS_A_FILE = 32
 
 
 class Prompts(RLDataset):
-    """The prompts as in training, and the rows they stand in as a table."""
+    """The prompts as in training, and their rows as a table."""
 
     def table(self) -> pa.Table:
         """Return all columns of the kept rows, in the types of their files.
@@ -56,10 +55,9 @@ class Prompts(RLDataset):
                 ) from error
 
         try:
-            table = pa.concat_tables(parts, promote_options="permissive").replace_schema_metadata(
-                None
-            )
-            # told now, not after hours of generation
+            table = pa.concat_tables(parts, promote_options="permissive")
+            table = table.replace_schema_metadata(None)
+            # Fail now, not after hours of generation.
             pq.write_table(table.slice(0, 1), io.BytesIO())
         except pa.ArrowException as error:
             raise DataError(
@@ -71,7 +69,7 @@ class Prompts(RLDataset):
 
 
 def _check_engine(rollout: RolloutConfig) -> None:
-    """Raise ConfigError, with the names that keys have here, for what the engine lacks."""
+    """Raise ConfigError, with this program's names of keys, for unsupported settings."""
     try:
         check_engine(rollout)
     except ConfigError as error:
@@ -81,13 +79,14 @@ def _check_engine(rollout: RolloutConfig) -> None:
 def generate(config: GenerationConfig) -> None:
     """Generate responses for every prompt.
 
-    `data.output_path` gets all columns of the input, and the responses.
+    The file `data.output_path` gets all columns of the input, and the responses.
     """
     data = config.data
     train = SHARED.as_train_config(config)
     rollout = train.actor_rollout_ref.rollout
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
+
     device = visible_device(config.trainer.device)
     setup.load_user_code(train)
     _check_engine(rollout)
@@ -99,8 +98,8 @@ def generate(config: GenerationConfig) -> None:
 
     if data.response_key in table.column_names:
         raise DataError(
-            f"{', '.join(prompts.files)}: there is a column '{data.response_key}' already. Name "
-            "another one for the responses with data.response_key."
+            f"{', '.join(prompts.files)}: there is a column '{data.response_key}' already. Set "
+            "data.response_key to another name for the responses."
         )
 
     assert data.output_path is not None, "the configuration was checked"
@@ -112,7 +111,7 @@ def generate(config: GenerationConfig) -> None:
 
     if finished.is_complete():
         logger.info(
-            "%s is complete: nothing to do. trainer.resume_mode=disable makes it anew.",
+            "%s is complete: nothing to do. trainer.resume_mode=disable generates it again.",
             data.output_path,
         )
         return
@@ -131,19 +130,16 @@ def generate(config: GenerationConfig) -> None:
         )
         progress = Progress(sum(map(len, waiting.values())), data.n_samples)
         for number, rows in waiting.items():
+            ids = [prompts[row]["raw_prompt_ids"] for row in rows]
+            columns = {"raw_prompt_ids": ids, "prompt_row": list(rows)}
             answer = group.generate_texts(
-                DataProto.from_dict(
-                    non_tensors={
-                        "raw_prompt_ids": [prompts[row]["raw_prompt_ids"] for row in rows],
-                        "prompt_row": list(rows),
-                    }
-                ),
+                DataProto.from_dict(non_tensors=columns),
                 n=data.n_samples,
                 params=setup.sampling_params(rollout),
                 seed=rollout.seed,
             )
             finished.keep(number, list(answer.non_tensor_batch["responses"]))
-            progress.tell(answer.non_tensor_batch)
+            progress.report(answer.non_tensor_batch)
 
     finished.join()
     logger.info(
@@ -155,25 +151,24 @@ def generate(config: GenerationConfig) -> None:
 
 
 def identity(config: GenerationConfig, prompts: RLDataset) -> dict[str, Any]:
-    """Return the settings that decide the responses, by key.
+    """Return the settings that determine the responses, by key.
 
-    Two runs that agree in them may finish each other's work. Files count by their content, wherever
-    they are.
+    Two runs with equal settings may finish each other's work. Files are compared by their contents,
+    not by their paths.
     """
     by_content = {
         "data.path": prompts.fingerprint,
         "model.path": weights_fingerprint(str(config.model.path)),
         "data.tokenizer": tokenizer_fingerprint(prompts.tokenizer),
-        "model.custom_chat_template": None,  # the tokenizer's
+        "model.custom_chat_template": None,  # part of the tokenizer's fingerprint
     }
-    keys = [
-        path
-        for path, key in keys_of(GenerationConfig).items()
-        if key.setting.alias_of is None
-        and key.setting.no_effect is None
-        and not path.startswith(PLACE_AND_SPEED)
-    ]
-    return {path: value_at(config, path) for path in keys} | by_content
+
+    values: dict[str, Any] = {}
+    for path, key in keys_of(GenerationConfig).items():
+        has_effect = key.setting.alias_of is None and key.setting.no_effect is None
+        if has_effect and not path.startswith(PLACE_AND_SPEED):
+            values[path] = value_at(config, path)
+    return values | by_content
 
 
 def weights_fingerprint(path: str) -> str:
@@ -184,10 +179,11 @@ def weights_fingerprint(path: str) -> str:
     source = resolve_path(path)
     if not Path(source).is_dir():
         return source
+
+    suffixes = (".safetensors", ".bin", ".json")
+    files = [file for file in Path(source).iterdir() if file.suffix in suffixes]
     digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(
-        part for part in Path(source).iterdir() if part.suffix in (".safetensors", ".bin", ".json")
-    ):
+    for file in sorted(files):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
@@ -198,24 +194,26 @@ def weights_fingerprint(path: str) -> str:
 
 
 class Progress:
-    """A line a batch: how far, how fast, how long still.
+    """Log one line per batch: progress, speed and remaining time.
 
     Args:
-        num_prompts: those that this run has to do.
+        num_prompts: prompts that this run has to answer.
     """
 
     def __init__(self, num_prompts: int, n_samples: int) -> None:
         self.num_prompts = num_prompts
         self.n_samples = n_samples
-        self.done = self.tokens = 0
+        self.done = 0
+        self.tokens = 0
         self.started = time.perf_counter()
 
-    def tell(self, answers: dict[str, Any]) -> None:
+    def report(self, answers: dict[str, Any]) -> None:
         """Count the answers of one batch, and log."""
         rows = len(answers["num_tokens"])
         tokens = sum(answers["num_tokens"])
         self.done += rows
         self.tokens += tokens
+
         seconds = time.perf_counter() - self.started
         left = round(seconds / self.done * (self.num_prompts - self.done))
         logger.info(

@@ -1,5 +1,4 @@
-"""`python -m verl.trainer.main_eval key=value ...`: scores of the responses that main_generation
-wrote."""
+"""`python -m verl.trainer.main_eval key=value ...`: score responses that main_generation wrote."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`python -m verl.trainer.main_generation key=value ...`: responses to every prompt of a file."""
+"""`python -m verl.trainer.main_generation key=value ...`: generate responses to prompts."""
 
 import sys
 

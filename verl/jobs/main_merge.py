@@ -1,5 +1,4 @@
-"""`python -m verl.model_merger merge|test --backend fsdp --local_dir .../global_step_N/actor
-...`."""
+"""`python -m verl.model_merger merge|test --backend fsdp --local_dir .../global_step_N/actor`."""
 
 import argparse
 import sys
@@ -20,8 +19,7 @@ def _run(arguments: argparse.Namespace) -> str:
     if arguments.backend != "fsdp":
         raise ConfigError(
             f"Expected --backend fsdp, got {arguments.backend}: there is no Megatron backend, and "
-            "checkpoints of this package are read with --backend fsdp, whatever the number of "
-            "ranks."
+            "--backend fsdp reads checkpoints of this package from any number of ranks."
         )
 
     settings = {"base_model": arguments.base_model, "dtype": DTYPES[arguments.dtype]}
@@ -52,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
             "--backend",
             default="fsdp",
             choices=("fsdp", "megatron"),
-            help="fsdp; there is no other",
+            help="fsdp is the only backend",
         )
         command.add_argument(
             "--local_dir",
@@ -61,18 +59,21 @@ def _parser() -> argparse.ArgumentParser:
             help="a role's folder of a checkpoint: .../global_step_N/actor",
         )
         command.add_argument(
-            "--dtype", default="float32", choices=DTYPES, help="of the weights; float32 as saved"
+            "--dtype",
+            default="float32",
+            choices=DTYPES,
+            help="dtype of the weights (default: float32, as saved)",
         )
         command.add_argument(
             "--base_model",
-            help="LoRA: folder or hub name of the frozen weights, if not where they were in training",
+            help="LoRA: folder or hub name of the frozen weights, if they have moved since training",
         )
 
     to_merge.add_argument("--target_dir", required=True, type=Path, help="the folder to write")
     to_merge.add_argument(
         "--no-merge-adapters",
         action="store_true",
-        help="LoRA: write the adapters alone, in peft's format",
+        help="LoRA: write only the adapters, in peft's format",
     )
     to_test.add_argument(
         "--test_hf_dir", required=True, type=Path, help="the folder to compare with"

@@ -1,5 +1,4 @@
-"""`python -m verl.trainer.main_sft key=value ...`: supervised fine-tuning on prompts with answers,
-or on dialogues."""
+"""`python -m verl.trainer.main_sft key=value ...`: fine-tune on answers or dialogues."""
 
 import sys
 

@@ -1,9 +1,8 @@
-"""Weights of a checkpoint, layer by layer, into a Hugging Face folder; nothing here needs a GPU or
-a training package.
+"""Write the weights of a checkpoint, layer by layer, as a Hugging Face folder.
 
-Memory: two files of at most 5 GB and two decoder layers in fp32, about 17 GB for 70B parameters,
-whatever the number of ranks that saved them. With LoRA the base model as well, once, in its own
-dtype.
+This needs neither a GPU nor packages of training. Memory: two files of at most 5 GB and two decoder
+layers in fp32, about 17 GB for 70B parameters, for any number of ranks that saved them. With LoRA
+it also holds the base model once, in its own dtype.
 """
 
 import json
@@ -40,13 +39,12 @@ from verl.utils.json_text import parse_json
 from verl.utils.limits import grown_too_large
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# the parts of a critic
+# The parts of a critic.
 _BODY = f"{MODEL}body."
 _HEAD = f"{MODEL}value_head."
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _NOT_COPIED = (*_WEIGHTS, "adapter_config.json")
-# What the readers of JSON, of a model's configuration and of safetensors raise where bytes are
-# missing or changed.
+# Errors of the readers of JSON, of configurations and of safetensors for damaged files.
 _UNREADABLE = (
     OSError,
     ValueError,
@@ -60,8 +58,10 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class _Source:
-    """The saved files of one role. `model` (on meta, or the base under adapters) shows how its
-    family is published."""
+    """The saved files of one role.
+
+    `model` (on meta, or the base model of adapters) determines the published names of weights.
+    """
 
     model: PreTrainedModel | None
     weights: Iterator[tuple[str, torch.Tensor]]
@@ -77,12 +77,12 @@ def merge(
     base_model: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write what `local_dir` (`.../global_step_N/actor`) holds as a folder that transformers loads,
-    adapters merged in.
+    """Write the checkpoint in `local_dir` (`.../global_step_N/actor`) as a folder for transformers.
 
-    `target_dir` is new, or the checkpoint's own `huggingface/`, which has everything but weights.
-    Raises CheckpointError for another folder, for files that are not as the checkpoint's manifest
-    says, and for a target that has something in it or cannot be written; no half target is left.
+    Adapters are merged into the weights. `target_dir` is new, or the checkpoint's own
+    `huggingface/`, which lacks only the weights. Raises CheckpointError for a folder without a
+    checkpoint, for files that do not match its manifest, and for a target that is not empty or
+    cannot be written. An incomplete target is deleted.
     """
     role = _role_folder(local_dir)
     in_place = target_dir.resolve() == (role / WEIGHTS_FOLDER).resolve()
@@ -96,7 +96,7 @@ def merge(
         if source.value_head:
             save_file(source.value_head, unfinished / VALUE_HEAD_FILE)
         if in_place:
-            # the index, which names the others, last
+            # The index comes last, because it names the other files.
             for file in sorted(unfinished.iterdir(), reverse=True):
                 os.replace(file, target_dir / file.name)
         else:
@@ -104,7 +104,7 @@ def merge(
 
 
 def export_adapters(local_dir: Path, target_dir: Path) -> None:
-    """Copy the adapters of a LoRA checkpoint, with their tokenizer, as peft loads them."""
+    """Copy the adapters of a LoRA checkpoint, with their tokenizer, in peft's format."""
     role = _role_folder(local_dir)
     if not (role / ADAPTER_FOLDER).is_dir():
         raise CheckpointError(
@@ -140,7 +140,9 @@ def compare(
         with _readable(file):
             opened.append(safe_open(file, framework="pt"))
 
-    place = {name: file for file in opened for name in file.keys()}
+    place: dict[str, Any] = {}
+    for file in opened:
+        place.update(dict.fromkeys(file.keys(), file))
     differ = []
     missing = []
     seen = set()
@@ -155,9 +157,11 @@ def compare(
     extra = [name for name in place if name not in seen and name not in tied]
     found = {"differ": differ, "are missing there": missing, "are there only": extra}
 
-    if wrong := [
-        f"{len(names)} {what}, first '{names[0]}'" for what, names in found.items() if names
-    ]:
+    wrong: list[str] = []
+    for fault, names in found.items():
+        if names:
+            wrong.append(f"{len(names)} {fault}, first '{names[0]}'")
+    if wrong:
         raise CheckpointError(
             f"Of the {len(seen)} tensors of {local_dir}, compared with {hf_dir}: "
             f"{'; '.join(wrong)}."
@@ -166,13 +170,14 @@ def compare(
     return len(seen)
 
 
-# ---------------------------------------------------------------- what was saved
+# ---------------------------------------------------------------- saved weights
 
 
 def _open(role: Path, base_model: str | None, dtype: torch.dtype) -> _Source:
     _verify(role)
     if (role / ADAPTER_FOLDER).is_dir():
         return _open_adapters(role / ADAPTER_FOLDER, base_model, dtype)
+
     saved = SavedTensors(role / SHARDED_FOLDER)
     names = sorted((name for name in saved.tensors if name.startswith(MODEL)), key=_natural)
     heads = [name for name in names if name.startswith(_HEAD)]
@@ -203,12 +208,14 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(
             f"The adapters in {folder} are merged into the model that they were trained on, but "
-            f"'{base}' cannot be loaded ({_reason(error)}). Set --base_model to where it is now."
+            f"'{base}' cannot be loaded ({_reason(error)}). Set --base_model to its present path."
         ) from error
+
     state = model.state_dict(keep_vars=True)
-    if lost := [name for name in factors if f"{name}.weight" not in state]:
+    missing = [name for name in factors if f"{name}.weight" not in state]
+    if missing:
         raise CheckpointError(
-            f"'{base}' has no layer '{lost[0]}', which {folder} adapts. Set --base_model to "
+            f"'{base}' has no layer '{missing[0]}', which {folder} adapts. Set --base_model to "
             "another."
         )
     for name, (a, b) in factors.items():
@@ -239,7 +246,7 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
 
 
 def _on_meta(folder: Path) -> PreTrainedModel | None:
-    """Build the family's model without memory; None for custom code, whose names stay anyway."""
+    """Build the family's model without memory; None for custom code, which keeps its names."""
     file = folder / "config.json"
     with _readable(file):
         config = parse_json(file.read_text(encoding="utf-8"))
@@ -247,7 +254,7 @@ def _on_meta(folder: Path) -> PreTrainedModel | None:
             return None
         name = config["architectures"][0]
         family = getattr(transformers, name, None)
-        # Any other name of transformers would be called as well.
+        # Without this check, any object of transformers could be called.
         if not (isinstance(family, type) and issubclass(family, PreTrainedModel)):
             raise ValueError(f"transformers has no model named {name!r:.100}")
         with torch.device("meta"):
@@ -258,13 +265,13 @@ def _write_configuration(target: Path, source: _Source, dtype: torch.dtype) -> N
     copied = shutil.ignore_patterns(*_NOT_COPIED)
     shutil.copytree(source.files, target, ignore=copied, dirs_exist_ok=True)
     file = target / "config.json"
-    if not file.is_file():  # under adapters, whose folder has none
+    if not file.is_file():  # a folder of adapters has none
         assert source.model is not None
         save_config(target, source.model, dtype)
         return
-    config = parse_json(file.read_text(encoding="utf-8")) | {
-        "dtype": str(dtype).removeprefix("torch.")
-    }
+
+    config = parse_json(file.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -273,8 +280,11 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Layer 10 after layer 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    """Return a sort key that puts layer 10 after layer 9."""
+    key: list[tuple[int, str]] = []
+    for part in re.split(r"(\d+)", name):
+        key.append((int(part), "") if part.isdigit() else (-1, part))
+    return key
 
 
 # ---------------------------------------------------------------- damage
@@ -283,7 +293,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _verify(role: Path) -> None:
     """Raise CheckpointError unless the files of `role` match the checksums of the manifest.
 
-    A role's folder that was copied alone has no manifest, and nothing to compare with.
+    A role's folder that was copied alone has no manifest, so it is not verified.
     """
     role = role.resolve()  # `--local_dir .` has no name
     if (role.parent / MANIFEST).is_file():
@@ -297,8 +307,8 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except _UNREADABLE as error:
         raise CheckpointError(
-            f"{file} cannot be read ({_reason(error)}). If it is damaged or was not copied whole, "
-            "copy it again, or use another."
+            f"{file} cannot be read ({_reason(error)}). If it is damaged or incomplete, copy it "
+            "again, or use another checkpoint."
         ) from error
 
 
@@ -306,8 +316,8 @@ def _readable(file: Path) -> Iterator[None]:
 def _unfinished(target: Path) -> Iterator[Path]:
     """Make a new folder next to `target`, renamed when it is complete and deleted on failure.
 
-    Raises CheckpointError where it cannot be written: safetensors and `shutil` have errors of their
-    own for that.
+    Raises CheckpointError if it cannot be written; safetensors and `shutil` raise errors of their
+    own.
     """
     target = target.resolve()
     folder = target.with_name(f".{target.name}-{os.getpid()}.tmp")
@@ -315,17 +325,18 @@ def _unfinished(target: Path) -> Iterator[Path]:
         folder.mkdir(parents=True)
         yield folder
     except (OSError, SafetensorError) as error:
-        way_out = (
-            grown_too_large(folder, error) or "make room, or set --target_dir to another folder."
-        )
-        told = f"{target} was not written ({_reason(error)}). {way_out[0].upper()}{way_out[1:]}"
-        raise CheckpointError(told) from error
+        way_out = grown_too_large(folder, error)
+        if way_out is None:
+            way_out = "free some space, or set --target_dir to another folder."
+        raise CheckpointError(
+            f"{target} was not written ({_reason(error)}). {way_out[0].upper()}{way_out[1:]}"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reason(error: Exception) -> str:
-    # a list of all files that could not be copied, each with the cause
+    # shutil.Error has a list of all files that could not be copied, each with the cause.
     if isinstance(error, shutil.Error):
         return str(error.args[0][0][-1])
     lines = str(error).strip().splitlines()
@@ -336,7 +347,7 @@ def _reason(error: Exception) -> str:
 
 
 def _role_folder(folder: Path) -> Path:
-    """Return `folder` if a role saved it; raise CheckpointError with the nearest one if not."""
+    """Return `folder` if a role saved it, else raise CheckpointError with the nearest one."""
     if _is_role(folder):
         return folder
     expected = (
@@ -356,7 +367,7 @@ def _role_folder(folder: Path) -> Path:
 
     if any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise CheckpointError(
-            f"{expected}, got {folder}, which has whole weights already: load it as it is."
+            f"{expected}, got {folder}, which already has complete weights: load it as it is."
         )
 
     inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
@@ -384,6 +395,6 @@ def _check_target(target: Path, *, in_place: bool) -> None:
     if in_place and not any(any(target.glob(pattern)) for pattern in _WEIGHTS):
         return
     raise CheckpointError(
-        f"Expected --target_dir to be a new folder, but {target} has something in it already. Give "
-        "another, or remove that one."
+        f"Expected --target_dir to be a new folder, but {target} is not empty. Set another one, or "
+        "remove it."
     )

@@ -1,5 +1,4 @@
-"""Supervised fine-tuning: the loop around `SFTWorker`, with validation, checkpoints and a line a
-step."""
+"""Supervised fine-tuning: the loop around `SFTWorker`, with validation, checkpoints and logs."""
 
 from typing import Any
 
@@ -18,12 +17,12 @@ from verl.workers.sft import SFTWorker
 
 
 class SFTTrainer(TrainingRun[SFTConfig]):
-    """Trains a causal LM on the answers in conversations: all its weights, or LoRA adapters.
+    """Train a causal LM on the answers in conversations: all its weights, or LoRA adapters.
 
     Args:
         config: the whole configuration, already validated.
-        tokenizer, train_dataset, val_dataset: taken instead of what the config names; items as
-            those of `SFTDataset`.
+        tokenizer, train_dataset, val_dataset: replace those of the config; items are like those of
+            `SFTDataset`.
     """
 
     sft_wg: GroupOf[SFTWorker]
@@ -36,17 +35,17 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         train_dataset: MapDataset | None = None,
         val_dataset: MapDataset | None = None,
     ) -> None:
-        rules = zip((train_dataset, val_dataset), RULES_OF_FILES)
-        problem = next(
-            (problem for given, rule in rules if given is None for problem in rule(config)), None
-        )
-        if problem is not None:
-            raise ConfigError(
-                f"{problem} A program may also give SFTTrainer a train_dataset and a val_dataset."
-            )
+        for given, rule in zip((train_dataset, val_dataset), RULES_OF_FILES):
+            if given is not None:
+                continue
+            for problem in rule(config):
+                raise ConfigError(
+                    f"{problem} A program may also pass train_dataset and val_dataset to "
+                    "SFTTrainer."
+                )
 
         super().__init__(config, config.trainer.max_ckpt_to_keep)
-        self.train_config = train = as_train_config(config)  # for the parts that training has too
+        self.train_config = train = as_train_config(config)  # for parts that RL training shares
         setup.load_user_code(train)
         self.pool = join_pool(train, self.device)
         self.tokenizer = tokenizer or setup.build_tokenizer(train)
@@ -77,7 +76,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         """Load the model. The trackers start first, so a missing package fails within seconds."""
         self.start_tracker()
         self.sft_wg = self.start_role(
-            "actor",  # by whose name ranks are placed
+            "actor",  # the role that determines the placement of ranks
             SFTWorker,
             self.train_config.actor_rollout_ref,
             max_length=self.config.data.max_length,
@@ -98,9 +97,10 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         loss = tokens = 0.0
         for number, batch in enumerate(self.val_loader):
             self.reports.note(number, len(self.val_loader), "batches")
-            of_batch, count = self.sft_wg.sum_loss(pad_examples(batch))
-            loss = loss + of_batch
+            batch_loss, count = self.sft_wg.sum_loss(pad_examples(batch))
+            loss = loss + batch_loss
             tokens = tokens + count
+
         logger.info(
             "Validation after step %d: loss %.4f (%d tokens)",
             self.global_step,

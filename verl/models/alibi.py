@@ -1,8 +1,8 @@
-"""Linear biases on attention scores in place of positions (ALiBi, arXiv:2108.12409).
+"""Linear biases on attention scores instead of positions (ALiBi, arXiv:2108.12409).
 
-transformers' modules of these families (BLOOM, MPT) compute attention in place, so packed and paged
-attention never see a query. `route_attention` lets them call the attention that their configuration
-names; under transformers' own implementations they run as they are.
+transformers' modules of these families (BLOOM, MPT) compute attention themselves, so packed and
+paged attention would never see a query. `route_attention` makes them call the attention that their
+configuration names. With transformers' own implementations they run unchanged.
 """
 
 import math
@@ -19,20 +19,23 @@ from transformers.modeling_outputs import BaseModelOutput
 class KeyBias(NamedTuple):
     """A bias for each query head and key: a slope times the position of the key.
 
-    A softmax does not see a number that all keys of a query share, so this equals a bias by the
-    distance of query and key.
+    A softmax does not change if all keys of a query get the same number, so this equals a bias by
+    the distance of query and key.
     """
 
     slopes: Tensor  # (Hq,) fp32
 
     def at(self, positions: Tensor) -> Tensor:
-        """Biases (Hq, ...) of keys at `positions` (...), in fp32."""
+        """Return the biases (Hq, ...) of keys at `positions` (...), in fp32."""
         return self.slopes.view(-1, *[1] * positions.dim()) * positions
 
 
 def alibi_slopes(heads: int, device: torch.device | str) -> Tensor:
-    """Slopes (Hq,) in fp32: a geometric sequence for a power of two, else those of the next lower
-    power and every other one of the next higher power."""
+    """Return the slopes (Hq,) in fp32: a geometric sequence for a power of two.
+
+    For other numbers of heads, return the slopes of the next lower power and every other one of the
+    next higher power.
+    """
     power = 2 ** math.floor(math.log2(heads))
     exponents = [8 * (head + 1) / power for head in range(power)]
     exponents += [4 * (2 * head + 1) / power for head in range(heads - power)]
@@ -40,18 +43,17 @@ def alibi_slopes(heads: int, device: torch.device | str) -> Tensor:
 
 
 def has_key_bias(module: nn.Module) -> bool:
-    """Whether `module` is an attention that adds ALiBi biases to its scores."""
+    """Return whether `module` is an attention that adds ALiBi biases to its scores."""
     return type(module).__name__ in _FORWARDS
 
 
 def config_has_key_bias(config: PreTrainedConfig) -> bool:
-    """Whether a model of this configuration has attention with ALiBi biases."""
+    """Return whether a model of this configuration has attention with ALiBi biases."""
     return config.model_type in _FAMILIES
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
-    """`set_attn_implementation`, also for models whose attention is routed, where transformers
-    refuses any change."""
+    """Set the attention implementation, also of routed models, where transformers refuses it."""
     if any(has_key_bias(module) for module in model.modules()):
         model.config._attn_implementation = implementation
     else:
@@ -59,12 +61,12 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
 
 
 def route_attention(model: nn.Module) -> None:
-    """Let attention with ALiBi biases go through transformers' attention interface, in place."""
+    """Make attention with ALiBi biases use transformers' attention interface, in place."""
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):
             continue
         if type(part).__name__ == "MptModel":
-            # Methods, not closures: a copy of the model must have its own.
+            # Set methods, not closures, because a copy of the model must have its own.
             part.forward = MethodType(_mpt_body, part)
         for module in part.modules():
             if has_key_bias(module):
@@ -107,7 +109,7 @@ _FAMILIES = ("bloom", "mpt")  # the model types with these modules
 
 
 def _mpt_body(body: Any, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
-    """Run MptModel without the mask that it builds, which attention of ours does not have."""
+    """Run MptModel without the mask that it builds, which our attention does not accept."""
     if not _is_routed(body.config):
         return type(body).forward(body, input_ids, **kwargs)
     hidden = body.wte(input_ids)
@@ -117,12 +119,12 @@ def _mpt_body(body: Any, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
 
 
 def _is_routed(config: Any) -> bool:
-    """Whether attention is one of ours; they alone take biases."""
+    """Return whether the attention is one of ours; only these accept biases."""
     return config._attn_implementation.startswith("verl_")
 
 
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, bias: KeyBias, scale: float) -> Tensor:
-    """q (1, Hq, N, D), k and v (1, Hk, N, D) -> (1, N, Hq * D)."""
+    """Compute attention: q (1, Hq, N, D), k and v (1, Hk, N, D) -> (1, N, Hq * D)."""
     attention: Any = AttentionInterface()[module.config._attn_implementation]
     out, _ = attention(module, q, k, v, None, scaling=scale, sliding_window=None, key_bias=bias)
     return out.flatten(2)

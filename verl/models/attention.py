@@ -1,13 +1,13 @@
 """Attention over packed sequences, registered with transformers as `verl_packed`.
 
-transformers calls the function below once a layer with queries, keys and values of one row of N
-packed tokens. The bounds of the sequences are in the `PackingSlot` of its own model: one object per
-model, an attribute of each of its modules, so that two models in one process never see each other's
+transformers calls the function below once per layer, with queries, keys and values of one row of N
+packed tokens. The bounds of the sequences are in the `PackingSlot` of the model: one object per
+model, an attribute of each of its modules, so two models in one process never see each other's
 batch.
 
-On CUDA in bf16 or fp16 `torch.nn.attention.varlen` computes it. Everywhere else, and wherever that
+On CUDA in bf16 or fp16, `torch.nn.attention.varlen` computes it. On other devices, and if that
 kernel lacks a feature of the layer (soft cap, sinks, odd head sizes), sequences of similar length
-form right-padded blocks: causal attention needs no padding mask then, because padding comes after
+form right-padded blocks. Causal attention then needs no padding mask, because padding comes after
 every real token.
 
 A prompt that several responses share is in the batch once (`Layout.shared`), and each response sees
@@ -44,24 +44,24 @@ class Facts(NamedTuple):
     window: int | None  # keys that a query sees; None: all
     cap: float | None  # soft cap of the scores
     sinks: Tensor | None
-    latent: bool = False  # values are a part of the keys (MLA), in decode steps of the engine only
+    latent: bool = False  # values are a part of the keys (MLA); only in decode steps of the engine
     bias: KeyBias | None = None  # added after the cap
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are scaled products alone."""
+        """Return whether scores are only scaled products."""
         return self.cap is None and self.sinks is None and self.bias is None
 
 
 class PackingSlot:
-    """The batch that one model computes at the moment."""
+    """The batch that one model currently computes."""
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
-        # a list while the check at load records the layers' parameters
+        # A list while the check at load records the layers' parameters.
         self.seen: list[Facts] | None = None
         self.kernel = "auto"  # see `kernels.attention.choose_kernel`
-        # if the model computes a part of the tokens
+        # Set if the model computes a part of the tokens.
         self.sequence_parallel: SequenceParallel | None = None
 
     def holding(self, layout: Layout | None) -> "_Holding":
@@ -71,8 +71,8 @@ class PackingSlot:
     def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Return the contexts of forward and recompute for `torch.utils.checkpoint`.
 
-        The recompute sees the layout of its own forward, even if the model has computed other batches
-        in between.
+        The recompute sees the layout of its own forward, even if the model has computed other
+        batches in between.
         """
         return nullcontext(), self.holding(self.layout)
 
@@ -80,8 +80,8 @@ class PackingSlot:
 class _Holding:
     """The context of `PackingSlot.holding`.
 
-    It is no generator, since a graph that is kept is recomputed, and this context entered, more than
-    once.
+    It is a class instead of a generator, because it is entered more than once if a kept graph is
+    recomputed.
     """
 
     def __init__(self, slot: PackingSlot, layout: Layout | None) -> None:
@@ -165,11 +165,11 @@ def layer_facts(
     if "sliding_window" in asked:
         window = asked["sliding_window"]
     else:
-        # Some families (Qwen2-MoE) express the window in the mask alone, which is not made here.
-        config: Any = module.config
-        types = getattr(config, "layer_types", None)
-        slides = types is not None and types[module.layer_idx] == "sliding_attention"  # pyright: ignore
-        window = config.sliding_window if slides else None
+        # Some families (Qwen2-MoE) have the window only in the mask, which is not made here.
+        layer: Any = module
+        types = getattr(layer.config, "layer_types", None)
+        slides = types is not None and types[layer.layer_idx] == "sliding_attention"
+        window = layer.config.sliding_window if slides else None
 
     return Facts(
         scale=head_dim**-0.5 if scaling is None else scaling,
@@ -190,11 +190,11 @@ def packed_attention(
     dropout: float = 0.0,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence.
+    """Compute causal attention within each packed sequence.
 
     query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv) -> (1, N, Hq, Dv), with Hq a
-    multiple of Hk. Under sequence parallelism N counts this rank's tokens, and attention is over all
-    tokens of this rank's heads.
+    multiple of Hk. Under sequence parallelism N counts this rank's tokens, and attention is over
+    all tokens of this rank's heads.
 
     Raises ModelError for a mask, a position bias, dropout and attention to the future.
     """
@@ -206,6 +206,7 @@ def packed_attention(
             "through PackedCausalLM or PackedValueModel (and enable checkpointing by "
             "apply_checkpointing), or inside attention_switched."
         )
+
     refuse_unsupported(module, attention_mask, dropout, asked)
     facts = layer_facts(module, query.shape[-1], scaling, asked)
     if slot.seen is not None:
@@ -250,14 +251,14 @@ def refuse_unsupported(
     wanted = [name for name, present in problems.items() if present]
     if wanted:
         raise ModelError(
-            f"{type(module).__name__} asks its attention for {' and '.join(wanted)}, which packed "
-            "sequences cannot have. Load causal models through load_causal_lm, which zeroes "
+            f"{type(module).__name__} needs attention with {' and '.join(wanted)}, which packed "
+            "sequences do not support. Load causal models through load_causal_lm, which zeroes "
             "dropout; other families are not supported."
         )
 
 
 def varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
-    """Whether a kernel for packed sequences computes this attention."""
+    """Return whether a kernel for packed sequences supports this attention."""
     head_dim = q.shape[-1]
     fits = head_dim % 8 == 0 and head_dim <= 256 and v.shape[-1] <= head_dim
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and facts.is_plain and fits
@@ -267,8 +268,10 @@ def _varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts, kernel: str = "auto"
 ) -> Tensor:
     """Attend by a kernel for packed sequences: q (N, Hq, D), k and v (N, Hk, D) -> (N, Hq, D)."""
+    window = facts.window
     # A window that covers every sequence is plain causal attention, which has the faster kernel.
-    window = None if facts.window is None or facts.window >= layout.longest else facts.window
+    if window is not None and window >= layout.longest:
+        window = None
     if window is None and layout.shared:
         return shared_prompt_attention(q, k, v, layout.parts, facts.scale)
     if window is None:

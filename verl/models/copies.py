@@ -1,4 +1,4 @@
-"""Whether a model's part is the code that a kernel of ours stands for."""
+"""Check that a part of a model has the code that one of our kernels replaces."""
 
 import inspect
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def is_copy(function: Callable[..., Any], original: Callable[..., Any]) -> bool:
-    """Whether both are the same text, as families of transformers copy from one another."""
+    """Return whether both have the same source text. transformers copies code between families."""
     try:
         return _source(function) == _source(original)
-    except (OSError, TypeError):  # no source, no proof
+    except (OSError, TypeError):  # without source there is no proof
         return False
 
 

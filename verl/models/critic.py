@@ -21,22 +21,21 @@ _BODY_PREFIX = "body."
 class CriticModel(nn.Module):
     """`body` (a transformers base model) and `value_head` (any module from (..., H) to (..., 1)).
 
-    Replace the head on an instance, or in the `__init__` of a subclass; everything else that a
-    subclass trains belongs into `value_head` as well, which is what is saved beside the body. A
-    bounded head ends in a sigmoid or tanh. A LayerNorm over the one output is no bound but a
-    constant: it subtracts the only number there is.
+    Replace the head on an instance, or in the `__init__` of a subclass. All other parameters that a
+    subclass trains must be in `value_head` too, because only the body and the head are saved. To
+    bound values, end the head in a sigmoid or tanh. A LayerNorm over the single output would make
+    it constant, because it subtracts the mean.
 
-    Training computes packed, from `body` and `value_head`. A subclass that overrides `forward` is
-    honoured: the trainer pads its rows and calls it, which costs the padding.
+    Training computes packed, from `body` and `value_head`. If a subclass overrides `forward`, the
+    trainer pads its rows and calls it, which costs the padding.
     """
 
     def __init__(self, body: PreTrainedModel) -> None:
         super().__init__()
         self.body = body
         parameter = next(body.parameters())
-        self.value_head: nn.Module = new_value_head(body.config).to(
-            parameter.device, parameter.dtype
-        )
+        head = new_value_head(body.config).to(parameter.device, parameter.dtype)
+        self.value_head: nn.Module = head
 
     @classmethod
     def from_pretrained(
@@ -51,9 +50,10 @@ class CriticModel(nn.Module):
         check: bool = True,
         weights: bool = True,
     ) -> "CriticModel":
-        """A critic from the folder of a saved critic, or from a causal LM under a new value head,
-        in eval mode, ready to be called on padded rows. The arguments are those of
-        `load_causal_lm`. Raises ModelError with the way out.
+        """Load a critic from a saved critic, or from a causal LM with a new value head.
+
+        It is in eval mode and can be called on padded rows. The arguments are those of
+        `load_causal_lm`. Raises ModelError with the fix.
         """
         body = load_transformer(
             AutoModel, path, dtype, device, trust_remote_code, override_config, max_length, weights
@@ -62,16 +62,13 @@ class CriticModel(nn.Module):
             check_packed(body)
         critic = cls(body)
         critic.value_head.to(body.device, body.dtype)
-        strays = [
-            name
-            for name in critic.state_dict()
-            if not name.startswith((_BODY_PREFIX, _HEAD_PREFIX))
-        ]
+        known = (_BODY_PREFIX, _HEAD_PREFIX)
+        strays = [name for name in critic.state_dict() if not name.startswith(known)]
 
         if strays:
             raise ModelError(
                 f"{cls.__name__} has weights outside of body and value_head, first {strays[:3]}, "
-                "which no checkpoint would keep. Make them parts of value_head."
+                "which checkpoints do not save. Make them parts of value_head."
             )
 
         if weights:
@@ -81,24 +78,27 @@ class CriticModel(nn.Module):
 
     @classmethod
     def from_causal_lm(cls, model: PreTrainedModel) -> "CriticModel":
-        """The body of `model` (shared, not copied) under a new value head."""
+        """Make a critic of the body of `model` (shared, not copied) and a new value head."""
         body = model.base_model
         assert isinstance(body, PreTrainedModel)
         return cls(body)
 
     @property
     def config(self) -> Any:
-        """The body's configuration."""
+        """Return the body's configuration."""
         return self.body.config
 
     @property
     def computes_padded(self) -> bool:
-        """Whether a subclass has a `forward` of its own."""
+        """Return whether a subclass overrides `forward`."""
         return type(self).forward is not CriticModel.forward
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """(B, T) ids and mask (1 at real tokens; None: all are) to (B, T) values, fp32 at least:
-        column t has what is expected after token t. What stands at padding means nothing."""
+        """Compute values (B, T), in fp32 at least, of ids and mask (B, T).
+
+        The mask is 1 at real tokens; None means that all are real. Column t has the expected return
+        after token t. Values at padding are undefined.
+        """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         output = self.body(
@@ -108,12 +108,13 @@ class CriticModel(nn.Module):
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
     def use_own_attention(self) -> None:
-        """Switch the body to transformers' own attention, which padded rows need: sdpa, or eager
-        where that would leave out a soft cap or sinks. `PackedValueModel` switches to packed
-        attention."""
-        is_capped = (
-            getattr(self.config.get_text_config(), "attn_logit_softcapping", None) is not None
-        )
+        """Switch the body to transformers' own attention, which padded rows need.
+
+        This is sdpa, or eager if sdpa would ignore a soft cap or sinks. `PackedValueModel` switches
+        to packed attention.
+        """
+        cap = getattr(self.config.get_text_config(), "attn_logit_softcapping", None)
+        is_capped = cap is not None
         wanted = "sdpa" if self.body._supports_sdpa and not is_capped else "eager"
         if self.body.config._attn_implementation != wanted:
             set_attention(self.body, wanted)
@@ -121,47 +122,44 @@ class CriticModel(nn.Module):
     def save_pretrained(
         self, folder: str | Path, *, state_dict: dict[str, Tensor] | None = None
     ) -> None:
-        """Write the body as a Hugging Face folder and the value head beside it, as
-        `from_pretrained` reads them.
+        """Write the body as a Hugging Face folder, with the value head in a file of its own.
 
-        `state_dict` is that of this module, where the caller holds the weights elsewhere (gathered
-        from shards).
+        `from_pretrained` reads both.
+
+        Args:
+            state_dict: that of this module, if the caller has gathered the weights from shards.
         """
         state = self.state_dict() if state_dict is None else state_dict
-        body = {
-            name.removeprefix(_BODY_PREFIX): value
-            for name, value in state.items()
-            if name.startswith(_BODY_PREFIX)
-        }
-        head = {
-            name.removeprefix(_HEAD_PREFIX): value
-            for name, value in state.items()
-            if name.startswith(_HEAD_PREFIX)
-        }
+        body: dict[str, Tensor] = {}
+        head: dict[str, Tensor] = {}
+        for name, value in state.items():
+            if name.startswith(_BODY_PREFIX):
+                body[name.removeprefix(_BODY_PREFIX)] = value
+            elif name.startswith(_HEAD_PREFIX):
+                head[name.removeprefix(_HEAD_PREFIX)] = value.contiguous()
 
         self.body.save_pretrained(folder, state_dict=body)
-        save_file(
-            {name: value.contiguous() for name, value in head.items()},
-            Path(folder) / VALUE_HEAD_FILE,
-        )
+        save_file(head, Path(folder) / VALUE_HEAD_FILE)
 
     def load_value_head(self, folder: str | Path) -> bool:
-        """Read the value head of a saved critic; False where the folder has none (a causal LM)."""
+        """Read the value head of a saved critic; return False if the folder has none (a causal LM).
+
+        Raises ModelError if the saved head has other tensors than this one.
+        """
         file = Path(folder) / VALUE_HEAD_FILE
         if not file.is_file():
             return False
-        saved = load_file(file)
-        present = {name: tuple(value.shape) for name, value in saved.items()}
-        expected = {
-            name: tuple(value.shape) for name, value in self.value_head.state_dict().items()
-        }
 
+        saved = load_file(file)
+        own = self.value_head.state_dict()
+        present = {name: tuple(value.shape) for name, value in saved.items()}
+        expected = {name: tuple(value.shape) for name, value in own.items()}
         if present != expected:
             raise ModelError(
                 f"Expected a value head {expected} in {file}, found {present}. It was saved with "
-                "another head: load it by the class that has it (critic.model.custom_cls); or put "
-                "that head in place (critic.value_head = ...) and call load_value_head again; or "
-                "remove the file."
+                "another head: load it by the class that has it (critic.model.custom_cls); or set "
+                "that head (critic.value_head = ...) and call load_value_head again; or remove the "
+                "file."
             )
 
         self.value_head.load_state_dict(saved)
@@ -169,14 +167,14 @@ class CriticModel(nn.Module):
 
 
 def new_value_head(config: Any) -> nn.Linear:
-    """A linear map H -> 1 without bias, drawn from N(0, (0.01 / sqrt(H))^2).
+    """Draw a linear map H -> 1 without bias from N(0, (0.01 / sqrt(H))^2).
 
-    Hidden states of unit size then give values around 0.01: near 0, where returns of a fresh run
-    are centred, and not exactly 0, which would stop the gradient into the body at the first step.
-    The draw has its own seed, so that all ranks start alike whatever they have drawn before.
+    Hidden states of unit size then give values around 0.01. That is near 0, around which returns of
+    a new run are centered, but not exactly 0, which would stop the gradient into the body in the
+    first step. The draw has its own seed, so that all ranks start equal.
     """
     hidden_size = config.get_text_config().hidden_size
-    # OPT-350m and its like hand over states of another size than they compute with.
+    # OPT-350m and similar models return states of another size than they compute with.
     width = getattr(config, "word_embed_proj_dim", None) or hidden_size
     head = nn.Linear(width, 1, bias=False)
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
-"""Divergence of a policy from a frozen model over the whole vocabulary, straight from hidden states.
+"""Divergence of a policy from a frozen model over the whole vocabulary, from hidden states.
 
 Both heads are evaluated chunk by chunk, forward and backward, so that no (tokens, vocabulary)
-tensor of either exists. The frozen model gives its last hidden states, 2 H bytes a token in bf16
-(8 KiB at H = 4,096, where logits of 152k words would take 594 KiB in fp32), and once its head,
+tensor of either exists. The frozen model provides its last hidden states, 2 H bytes per token in
+bf16 (8 KiB at H = 4,096, where logits of 152k words would take 594 KiB in fp32), and once its head,
 2 V H bytes (1.2 GiB). A token costs two more products with the policy's head and two with the
 frozen one, in addition to the three of its log-prob.
 """
@@ -24,7 +24,7 @@ _PLAIN = Head()
 
 @dataclass(frozen=True, eq=False)
 class FrozenHead:
-    """The output layer of a frozen model: weight (V, H), bias (V,), and what follows them."""
+    """The output layer of a frozen model: weight (V, H), bias (V,), and scale and cap of logits."""
 
     weight: Tensor
     bias: Tensor | None
@@ -37,7 +37,7 @@ class FrozenHead:
 
 @dataclass(frozen=True, eq=False)
 class Divergence:
-    """Asks a forward pass for the divergence from a frozen model, as output `name` (M,)."""
+    """A request to compute the divergence from a frozen model, as output `name` (M,)."""
 
     name: str
     states: str  # the column (B, R, H) with the frozen model's last hidden states
@@ -62,8 +62,8 @@ def token_divergence(
     """Compute the `divergence` of the policy's softmax(logits / temperature) from the frozen one.
 
     hidden (M, H), weight (V, H), bias (V,) of the policy; states (M, H') of the frozen model ->
-    (M,) fp32 (float64 for float64 weights). Where one vocabulary is padded further than the other,
-    both distributions are over the words that both have. The gradient by hidden, weight and bias is
+    (M,) fp32 (float64 for float64 weights). If one vocabulary is padded further than the other,
+    both distributions are over their common words. The gradient by hidden, weight and bias is
     exact.
     """
     rows = max(1, chunk_rows(hidden, weight.shape[0], chunk_elements) // CHUNK_TENSORS)

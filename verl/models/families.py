@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from verl.utils.errors import ModelError
 from verl.utils.registry import nearest_names
 
-# Families with layers that carry state from token to token by other means than softmax attention.
+# Families with layers that pass state from token to token without softmax attention.
 _RECURRENT = (
     "mamba",
     "rwkv",
@@ -25,19 +25,19 @@ _RECURRENT = (
     "kimi_linear",
     "lfm2",
 )
-# Families with the decoder layer of Llama: rotary embeddings of whole heads, and a gated MLP (SwiGLU).
+# Families with Llama's decoder layer: rotary embeddings of whole heads, and a gated MLP (SwiGLU).
 LLAMA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
 def refuse_unpackable(config: PreTrainedConfig, max_length: int | None = None) -> None:
-    """Raise ModelError, naming family and reason, for a model that packing computes wrongly.
+    """Raise ModelError, with family and reason, for a model that packing would compute wrongly.
 
-    A family that is unknown here is judged by the check at load.
+    The check at load covers families that are unknown here.
 
     Args:
-        config: of the model.
-        max_length: of prompt and response together; None: not stated.
+        config: configuration of the model.
+        max_length: largest length of prompt and response together; None if it is unknown.
     """
     family = config.model_type
     text = config.get_text_config()
@@ -45,14 +45,14 @@ def refuse_unpackable(config: PreTrainedConfig, max_length: int | None = None) -
     if reason:
         raise ModelError(
             f"The model family '{family}' cannot be trained on packed sequences: {reason}. "
-            "Supported are causal language models whose layers are all softmax attention with "
-            "rotary or learned positions, or ALiBi biases (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, "
-            "OPT, GPT-OSS, DeepSeek-V2 and V3, BLOOM, MPT and their like)."
+            "Supported are causal language models with softmax attention in all layers, and rotary "
+            "or learned positions or ALiBi biases (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, OPT, "
+            "GPT-OSS, DeepSeek-V2 and V3, BLOOM, MPT and similar families)."
         )
 
 
 def _reason(config: Any) -> str | None:
-    """Return why packed attention would be wrong, apart from positions."""
+    """Return the reason why packed attention would be wrong, apart from positions."""
     family = config.model_type
     layers = set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS
     if getattr(config, "is_encoder_decoder", False):
@@ -70,10 +70,8 @@ def _reason(config: Any) -> str | None:
 
     if layers:
         return f"it has layers of type {', '.join(sorted(layers))}"
-    if (
-        getattr(config, "use_bidirectional_attention", False)
-        or getattr(config, "is_causal", True) is False
-    ):
+    is_bidirectional = getattr(config, "use_bidirectional_attention", False)
+    if is_bidirectional or getattr(config, "is_causal", True) is False:
         return "its attention looks at later tokens"
 
     return None
@@ -89,10 +87,11 @@ def rope_settings(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _rope_reason(config: Any, max_length: int | None) -> str | None:
-    """Return why the positions would depend on the batch.
+    """Return the reason why positions would depend on the batch.
 
-    transformers picks the frequencies of dynamic and long rotary embeddings by the longest position
-    in the batch, so one long sequence would change the log-probs of short ones in its pack.
+    transformers chooses the frequencies of dynamic and long rotary embeddings by the longest
+    position in the batch, so one long sequence would change the log-probs of short ones in its
+    pack.
     """
     for settings in rope_settings(config):
         kind = settings.get("rope_type")
@@ -104,13 +103,13 @@ def _rope_reason(config: Any, max_length: int | None) -> str | None:
             or config.max_position_embeddings
         )
         if max_length is None or max_length > original:
-            stated = (
-                "no maximum is stated" if max_length is None else f"up to {max_length} are stated"
-            )
+            configured = "no maximum is configured"
+            if max_length is not None:
+                configured = f"up to {max_length} are configured"
             return (
                 f"its '{kind}' rotary positions depend on the longest sequence of a batch beyond "
-                f"{original} tokens, and {stated}; sequences of at most {original} tokens (prompt "
-                "and response) work"
+                f"{original} tokens, and {configured}; sequences of at most {original} tokens "
+                "(prompt and response) work"
             )
 
     return None
@@ -119,7 +118,7 @@ def _rope_reason(config: Any, max_length: int | None) -> str | None:
 def zero_dropout(config: PreTrainedConfig) -> None:
     """Set every dropout (and router noise) of a configuration and its parts to 0.
 
-    Log-probs must not vary from pass to pass, and GPT-2 and OPT ship 0.1.
+    Log-probs must not vary from pass to pass, and GPT-2 and OPT have a dropout of 0.1.
     """
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
@@ -129,7 +128,7 @@ def zero_dropout(config: PreTrainedConfig) -> None:
 
 
 def zero_module_dropout(model: nn.Module) -> None:
-    """Set dropout of modules to 0, for families with a rate in their code."""
+    """Set the dropout of modules to 0, for families with a rate in their code."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -160,7 +159,7 @@ def _merged(current: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(current)
     for name, value in changes.items():
         inner = merged.get(name)
-        merged[name] = (
-            _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-        )
+        if isinstance(inner, dict) and isinstance(value, dict):
+            value = _merged(inner, value)
+        merged[name] = value
     return merged

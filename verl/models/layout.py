@@ -1,5 +1,4 @@
-"""Where the segments of a packed batch lie, and how attention cuts them into padded blocks or
-kernel calls."""
+"""The segments of a packed batch, and the padded blocks or kernel calls of their attention."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,22 +13,22 @@ from verl.models.kernels.varlen import Sequences
 from verl.models.shared_prompts import SharedParts
 from verl.utils.devices import send
 
-# Cost of one token apart from its attention, in attended tokens: what keeps very short sequences in
+# Cost of one token apart from its attention, in attended tokens. It keeps very short sequences in
 # one block.
 _LINEAR_COST = 64
-# Work of a padded block over the work of its real tokens.
+# Largest ratio of the work of a padded block to the work of its real tokens.
 _MAX_WASTE = 1.4
-# Largest s * L * L of a block of more than one sequence: bounds the score matrix of explicit
+# Largest s * L * L of a block of more than one sequence, which bounds the score matrix of explicit
 # attention.
 _MAX_BLOCK = 2**24
-# Tokens of responses to a shared prompt that see one copy of its keys.
+# Response tokens that share one copy of the keys of their prompt.
 _PIECE = 1024
 
 
 class Block(NamedTuple):
-    """s segments padded on the right to L, after the C tokens of the prompt they share (0: none).
+    """s segments padded on the right to L, after the C tokens of their shared prompt (0: none).
 
-    `index (s * L,)` and `keys (s * (C + L),)`: which packed token stands where.
+    `index` (s * L,) and `keys` (s * (C + L),) are the packed tokens of queries and keys.
     """
 
     index: Tensor
@@ -41,12 +40,11 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the S packed segments begin and end. `lengths` are positive and sum to N; `cu_seqlens`
-    is (S+1,) int32.
+    """The bounds of S packed segments. `lengths` are positive and sum to N.
 
-    A segment is a whole sequence unless prompts are shared. `shared` tells how many responses each
-    shared prompt has: those prompts and then their responses, in the same order, are the last
-    segments.
+    `cu_seqlens` is (S+1,) int32. A segment is a whole sequence unless prompts are shared. `shared`
+    has the number of responses of each shared prompt. The last segments are the shared prompts,
+    followed by their responses in the same order.
     """
 
     lengths: tuple[int, ...]
@@ -57,51 +55,57 @@ class Layout:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The S+1 numbers of `cu_seqlens` on the host."""
+        """Return the S+1 numbers of `cu_seqlens` on the host."""
         return [0, *accumulate(self.lengths)]
 
     @cached_property
     def prompts(self) -> list[tuple[int, range]]:
-        """Of each shared prompt its segment and those of its responses."""
-        first = len(self.lengths) - sum(self.shared)
-        ends = [first, *(first + count for count in accumulate(self.shared))]
-        return [
-            (first - len(self.shared) + number, range(start, end))
-            for number, (start, end) in enumerate(pairwise(ends))
-        ]
+        """Return the segment of each shared prompt, and the segments of its responses."""
+        first_response = len(self.lengths) - sum(self.shared)
+        first_prompt = first_response - len(self.shared)
+        prompts: list[tuple[int, range]] = []
+        start = first_response
+        for number, count in enumerate(self.shared):
+            prompts.append((first_prompt + number, range(start, start + count)))
+            start += count
+        return prompts
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence, its prompt included."""
-        together = [
-            self.lengths[prompt] + max(self.lengths[i] for i in responses)
-            for prompt, responses in self.prompts
-        ]
-        return max([*self.lengths, *together])
+        """Return the number of tokens of the longest sequence, including its prompt."""
+        longest = max(self.lengths)
+        for prompt, responses in self.prompts:
+            longest_response = max(self.lengths[i] for i in responses)
+            longest = max(longest, self.lengths[prompt] + longest_response)
+        return longest
 
     @cached_property
     def parts(self) -> SharedParts:
-        """The kernel calls for shared prompts."""
+        """Return the kernel calls for shared prompts."""
         first_prompt = self.prompts[0][0]
         first_response = self.prompts[-1][0] + 1
         prompts = self.lengths[first_prompt:first_response]
         own = max(self.lengths)
-        counts = [sum(self.lengths[i] for i in responses) for _, responses in self.prompts]
-        pieces = -(-max(counts) // _PIECE)
-        queries = [
-            count * (i + 1) // pieces - count * i // pieces
-            for count in counts
-            for i in range(pieces)
-        ]
 
-        keys = [length for length in prompts for _ in range(pieces)]
-        starts = [0, *accumulate(prompts)]
-        copied = [torch.arange(start, stop).repeat(pieces) for start, stop in pairwise(starts)]
-        # Copy i of token t of a prompt of L tokens, before which those of P tokens lie.
-        copies = [
-            pieces * start + torch.arange(pieces)[:, None] * length + torch.arange(length)
-            for start, length in zip(starts, prompts)
-        ]
+        # Tokens of the responses of each prompt, which are cut into `pieces` pieces each.
+        counts: list[int] = []
+        for _, responses in self.prompts:
+            counts.append(sum(self.lengths[i] for i in responses))
+        pieces = -(-max(counts) // _PIECE)
+        queries: list[int] = []
+        for count in counts:
+            cuts = [count * i // pieces for i in range(pieces + 1)]
+            queries += [stop - start for start, stop in pairwise(cuts)]
+
+        keys: list[int] = []
+        copied: list[Tensor] = []
+        copies: list[Tensor] = []
+        for start, length in zip(accumulate(prompts, initial=0), prompts):
+            keys += [length] * pieces
+            copied.append(torch.arange(start, start + length).repeat(pieces))
+            # Copy i of token t of this prompt, after the copies of `start` earlier tokens.
+            copy = torch.arange(pieces)[:, None]
+            copies.append(pieces * start + copy * length + torch.arange(length))
 
         return SharedParts(
             own=Sequences(self.cu_seqlens, self.cu_seqlens, own, own, causal=True),
@@ -119,28 +123,28 @@ class Layout:
         )
 
     def keys_within(self, window: int) -> tuple[Tensor, Tensor]:
-        """The packed tokens that each segment sees, one segment after the other, and where each
-        begins, (S+1,) int32.
+        """Return the packed tokens that each segment sees, and the offset of each segment in them.
 
-        Before its own tokens a response sees the last `window - 1` of its prompt.
+        Before its own tokens, a response sees the last `window - 1` tokens of its prompt. The
+        offsets are (S+1,) int32.
         """
-        if window not in self._keys:
-            contexts = [range(0)] * len(self.lengths)
-            for prompt, responses in self.prompts:
-                start, stop = self.starts[prompt : prompt + 2]
-                for response in responses:
-                    contexts[response] = range(max(start, stop - window + 1), stop)
-            own = [range(start, stop) for start, stop in pairwise(self.starts)]
-            keys = torch.cat(
-                [
-                    torch.arange(part.start, part.stop)
-                    for pair in zip(contexts, own)
-                    for part in pair
-                ]
-            )
-            counts = (len(context) + length for context, length in zip(contexts, self.lengths))
-            self._keys[window] = self._send(keys), self._offsets(counts)
+        if window in self._keys:
+            return self._keys[window]
 
+        contexts = [range(0)] * len(self.lengths)
+        for prompt, responses in self.prompts:
+            start, stop = self.starts[prompt : prompt + 2]
+            for response in responses:
+                contexts[response] = range(max(start, stop - window + 1), stop)
+
+        keys: list[Tensor] = []
+        counts: list[int] = []
+        for context, (start, stop) in zip(contexts, pairwise(self.starts)):
+            keys.append(torch.arange(context.start, context.stop))
+            keys.append(torch.arange(start, stop))
+            counts.append(len(context) + stop - start)
+
+        self._keys[window] = self._send(torch.cat(keys)), self._offsets(counts)
         return self._keys[window]
 
     def _offsets(self, counts: Iterable[int]) -> Tensor:
@@ -151,33 +155,32 @@ class Layout:
 
     @cached_property
     def _members(self) -> list[tuple[range, list[int]]]:
-        """Of each block the tokens of its prompt and its segments, longest first."""
+        """Return the prompt tokens of each block, and its segments, longest first."""
         families = [(range(0), range(len(self.lengths) - sum(self.shared)))]
-        families += [
-            (range(*self.starts[prompt : prompt + 2]), responses)
-            for prompt, responses in self.prompts
-        ]
-        return [
-            (prompt, [segments[number] for number in members])
-            for prompt, segments in families
-            for members in group_by_length([self.lengths[i] for i in segments], len(prompt))
-        ]
+        for prompt, responses in self.prompts:
+            families.append((range(*self.starts[prompt : prompt + 2]), responses))
+
+        blocks: list[tuple[range, list[int]]] = []
+        for context, segments in families:
+            lengths = [self.lengths[segment] for segment in segments]
+            for members in group_by_length(lengths, len(context)):
+                blocks.append((context, [segments[number] for number in members]))
+        return blocks
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Padded blocks over segments of falling length; padding adds less than 40 % of work."""
+        """Return padded blocks of segments of falling length; padding adds less than 40 % work."""
         blocks = []
         for prompt, members in self._members:
             rows = len(members)
             length = self.lengths[members[0]]
             start = torch.tensor([self.starts[member] for member in members])[:, None]
             last = torch.tensor([self.lengths[member] - 1 for member in members])[:, None]
-            # Padding repeats the segment's own last token: finite values, and none of another
-            # segment.
+            # Padding repeats the segment's own last token, so its values are finite, and no other
+            # segment is visible.
             index = start + torch.arange(length)[None, :].minimum(last)
-            keys = torch.cat(
-                [torch.arange(prompt.start, prompt.stop).expand(rows, -1), index], dim=1
-            )
+            prompt_keys = torch.arange(prompt.start, prompt.stop).expand(rows, -1)
+            keys = torch.cat([prompt_keys, index], dim=1)
             index = self._send(index.flatten())
             keys = self._send(keys.flatten())
             blocks.append(Block(index, keys, rows, length, context=len(prompt)))
@@ -186,7 +189,7 @@ class Layout:
 
     @cached_property
     def restore(self) -> Tensor:
-        """(N,) int64: where each packed token stands in the concatenated blocks."""
+        """Return the index (N,) int64 of each packed token in the concatenated blocks."""
         restore = torch.empty(self.starts[-1], dtype=torch.int64)
         offset = 0
         for _, members in self._members:
@@ -198,7 +201,7 @@ class Layout:
         return self._send(restore)
 
     def band(self, length: int, context: int, window: int) -> Tensor:
-        """(L, C + L) bool: which keys a query sees, itself and the `window - 1` before it."""
+        """Return a mask (L, C + L) of the keys that a query sees: its own and `window - 1` more."""
         name = (length, context, window)
         if name not in self._bands:
             key = torch.arange(context + length, device=self.cu_seqlens.device)
@@ -208,8 +211,10 @@ class Layout:
 
 
 def group_by_length(lengths: Sequence[int], context: int = 0) -> list[list[int]]:
-    """Segment numbers by falling length, cut where padding would waste too much or a group be too
-    large. Each token of a segment sees `context` tokens before it as well."""
+    """Group segment numbers by falling length, without too much padding or too large groups.
+
+    Each token of a segment also sees `context` tokens before the segment.
+    """
     groups: list[list[int]] = []
     real = 0
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -218,12 +223,12 @@ def group_by_length(lengths: Sequence[int], context: int = 0) -> list[list[int]]
             longest = lengths[groups[-1][0]]
             count = len(groups[-1]) + 1
             fits = count * longest * (longest + context) <= _MAX_BLOCK
-            if fits and count * longest * (longest + context + _LINEAR_COST) < _MAX_WASTE * (
-                real + work
-            ):
+            padded_work = count * longest * (longest + context + _LINEAR_COST)
+            if fits and padded_work < _MAX_WASTE * (real + work):
                 groups[-1].append(number)
                 real += work
                 continue
+
         groups.append([number])
         real = work
 

@@ -69,8 +69,8 @@ def resolve_path(path: str | Path) -> str:
     if looks_local or folder.exists():
         found = "a file" if folder.exists() else "none"
         raise ModelError(
-            f"Expected a model folder at '{text}', found {found}. Give a folder in Hugging Face format, a "
-            "hub id such as Qwen/Qwen2.5-0.5B-Instruct, or 'toy'."
+            f"Expected a model folder at '{text}', found {found}. Give a folder in Hugging Face "
+            "format, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or 'toy'."
         )
     return text
 
@@ -84,7 +84,7 @@ def load_tokenizer(
     """Load the tokenizer of a model. It pads on the left, with a pad token (logged if chosen here).
 
     Args:
-        path: of the model, see `resolve_path`.
+        path: path of the model, see `resolve_path`.
         trust_remote_code: whether code in the folder may run.
         custom_chat_template: a Jinja template, or the path of a file with one.
 
@@ -120,18 +120,18 @@ def load_causal_lm(
     """Load a causal LM in eval mode, with dropout zeroed and attention packed.
 
     Args:
-        path: of the model, see `resolve_path`.
-        dtype: of the parameters.
-        device: where they go.
+        path: path of the model, see `resolve_path`.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
         trust_remote_code: whether code in the folder may run.
         override_config: keys of the configuration to change before loading.
         max_length: the longest sequence, for families with positions that depend on it.
         check: whether to compare packed with separate sequences, see `check_packed`.
-        weights: False: parameters have only shapes (on the meta device), and get the first rank's
-            values when the module is sharded.
+        weights: if False, parameters are on the meta device, without values, and get the first
+            rank's values when the module is sharded.
 
     Raises:
-        ModelError: with the fix, naming the family where it cannot be run packed.
+        ModelError: it cannot be loaded or run packed; the message has the fix.
     """
     model = load_transformer(
         AutoModelForCausalLM,
@@ -155,7 +155,7 @@ def load_model_config(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
 ) -> PreTrainedConfig:
-    """Load the configuration that `load_causal_lm` gives a model."""
+    """Load a configuration as `load_causal_lm` does."""
     source = resolve_path(path)
     _need_files(source, ("config.json",), "a configuration", "config.json")
     _need_hub(source, "configuration")
@@ -184,7 +184,7 @@ def load_transformer(
     max_length: int | None,
     weights: bool = True,
 ) -> PreTrainedModel:
-    """Load a folder with `auto_class` of transformers, as `load_causal_lm` does, without a check."""
+    """Load a folder by `auto_class` of transformers, as `load_causal_lm` does, without a check."""
     config = load_model_config(
         path, trust_remote_code=trust_remote_code, override_config=override_config
     )
@@ -213,7 +213,7 @@ def load_transformer(
             raise ModelError(
                 f"The model family '{config.model_type}' cannot be run packed: it does not use "
                 "transformers' attention interface. Choose a family that does (Llama, Qwen, "
-                "Mistral, Gemma, Phi, GPT-2, OPT and their like)."
+                "Mistral, Gemma, Phi, GPT-2, OPT and similar families)."
             ) from error
         raise _explained(source, f"model of family '{config.model_type}'", error) from error
 
@@ -236,15 +236,15 @@ def _without_weights(
 ) -> PreTrainedModel:
     """Make a model with parameters on the meta device.
 
-    Buffers are computed, since no checkpoint has them all.
+    Buffers are computed, because checkpoints do not have all of them.
     """
     from accelerate import init_empty_weights  # not at the top: it takes a second to import
 
     with init_empty_weights(include_buffers=False):
         model = auto_class.from_config(config, **kind)
-    model.tie_weights()  # which making them anew has undone
+    model.tie_weights()  # `init_empty_weights` has untied them
     if model.can_generate():
-        with suppress(OSError):  # a folder without one has what the configuration says
+        with suppress(OSError):  # without the file, the model has the values of its configuration
             model.generation_config = GenerationConfig.from_pretrained(source)
     return model
 
@@ -272,8 +272,8 @@ def _load_config(source: str, trust_remote_code: bool, changes: dict[str, Any]) 
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         if changes:
             override(config, changes)
-            # Built anew, so that values derived from others follow; null asks for deriving one
-            # again (layer_types).
+            # Build it again, so that derived values follow; null derives a value again
+            # (layer_types).
             config = type(config).from_dict(config.to_dict())
     except (OSError, ValueError, KeyError, TypeError, hub.StrictDataclassError) as error:
         if isinstance(error, ModelError):
@@ -292,10 +292,10 @@ def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _need_files(source: str, patterns: tuple[str, ...], what: str, usual: str) -> None:
+def _need_files(source: str, patterns: tuple[str, ...], part: str, usual: str) -> None:
     """Raise ModelError if a local folder has no file of these patterns.
 
-    transformers' own messages would speak of the hub.
+    transformers' own messages would mention the hub.
     """
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
@@ -305,36 +305,35 @@ def _need_files(source: str, patterns: tuple[str, ...], what: str, usual: str) -
         else:
             way_out = "Copy them there, or save them with save_pretrained."
         raise ModelError(
-            f"The folder '{source}' has no {what.split(' ', 1)[-1]}: expected {usual}. {way_out}"
+            f"The folder '{source}' has no {part.split(' ', 1)[-1]}: expected {usual}. {way_out}"
         )
     if not folder.is_dir() and folder.is_absolute():
-        raise ModelError(f"Expected {what} in '{source}', but the folder does not exist.")
+        raise ModelError(f"Expected {part} in '{source}', but the folder does not exist.")
 
 
-def _need_hub(source: str, what: str) -> None:
+def _need_hub(source: str, part: str) -> None:
     """Raise ModelError for a hub id that is neither cached nor reachable.
 
     The hub's own client would retry for a minute.
     """
-    if (
-        Path(source).is_dir()
-        or HF_HUB_OFFLINE
-        or try_to_load_from_cache(source, "config.json") is not None
-    ):
+    if Path(source).is_dir() or HF_HUB_OFFLINE:
         return
+    if try_to_load_from_cache(source, "config.json") is not None:
+        return
+
     try:
         get_hf_file_metadata(hf_hub_url(source, "config.json"))
     except Exception as error:
-        # Releases of the hub's client raise errors of different libraries. Errors other than the
-        # network's are raised again by the loading itself.
+        # Releases of the hub's client raise errors of different libraries. If it is no error of the
+        # network, loading raises it again.
         if any(isinstance(cause, (socket.gaierror, ConnectionError)) for cause in _causes(error)):
-            raise _unreachable(source, what) from error
+            raise _unreachable(source, part) from error
 
 
-def _unreachable(source: str, what: str) -> ModelError:
+def _unreachable(source: str, part: str) -> ModelError:
     return ModelError(
-        f"There is no folder '{source}' here, and the hub cannot be reached for its {what}. Where "
-        f"there is a network, run: hf download {source} --local-dir <folder>; then give that "
+        f"There is no folder '{source}' here, and the hub cannot be reached for its {part}. On a "
+        f"machine with a network, run: hf download {source} --local-dir <folder>; then give that "
         "folder as the model path."
     )
 
@@ -346,8 +345,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__ or seen.__context__
 
 
-def _explained(source: str, what: str, error: Exception) -> ModelError:
-    """Make an error of loading a sentence with the command that helps."""
+def _explained(source: str, part: str, error: Exception) -> ModelError:
+    """Turn an error of loading into a ModelError with the fix."""
     kinds = {type(cause) for cause in _causes(error)}
 
     def is_a(*classes: type[BaseException]) -> bool:
@@ -364,7 +363,7 @@ def _explained(source: str, what: str, error: Exception) -> ModelError:
             "private). Check the name; for a private one log in: hf auth login"
         )
     if is_a(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError):
-        return _unreachable(source, what)
+        return _unreachable(source, part)
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -372,10 +371,10 @@ def _explained(source: str, what: str, error: Exception) -> ModelError:
     # Some errors have the reason in a second line.
     reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
     if "ignore_mismatched_sizes" in reason:
-        reason = "weights have other shapes than its configuration and override_config say"
+        reason = "the shapes of weights do not match its configuration and override_config"
     return ModelError(
-        f"Cannot load the {what} from '{source}': {reason.rstrip('.')}. If the model brings its "
-        "own code, set trust_remote_code=true; if files are damaged, download them again."
+        f"Cannot load the {part} from '{source}': {reason.rstrip('.')}. If the model has its own "
+        "code, set trust_remote_code=true; if files are damaged, download them again."
     )
 
 
@@ -390,13 +389,13 @@ def _ensure_pad_token(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         )
     tokenizer.pad_token = chosen
     say_once(
-        f"The tokenizer in '{source}' has no pad token; padding with '{chosen}' (padding is never "
-        "computed on)."
+        f"The tokenizer in '{source}' has no pad token; padding with '{chosen}' (the model never "
+        "sees padding)."
     )
 
 
 def _template_text(template: str) -> str:
-    """Return the template: a text with Jinja braces, or the contents of the file that it names."""
+    """Return a template: the text itself if it has Jinja braces, else the contents of that file."""
     if "{" in template:
         return template
     file = Path(template).expanduser()

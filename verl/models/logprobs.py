@@ -1,4 +1,4 @@
-"""Log-probs and entropy of chosen tokens, straight from hidden states.
+"""Log-probs and entropy of chosen tokens, directly from hidden states.
 
 The (M, V) logits exist one chunk at a time: a vocabulary of 152k and a micro-batch of 16k tokens
 would take 10 GB in fp32, several times over in a backward pass written by autograd.
@@ -16,25 +16,24 @@ from transformers import PreTrainedModel
 
 from verl.utils.errors import ModelError
 
-# Logits alive at once: 2 GiB in fp32, and half of that for their gradient. On an H200, 16k tokens
-# of hidden size 1536 and 152k words took 54 ms forward and backward, 56 with 2**28 and 60 with
-# 2**27; four matrix products, at 794 TFLOP/s 39 ms.
+# Number of logits in memory at once: 2 GiB in fp32, and half of that for their gradient. On an
+# H200, 16k tokens of hidden size 1536 and 152k words took 54 ms forward and backward, 56 with 2**28
+# and 60 with 2**27; the four matrix products alone take 39 ms at 794 TFLOP/s.
 CHUNK_ELEMENTS_CUDA = 2**29
-# Rows of a chunk are a multiple of this where they are more: what a matrix product computes in
-# whole tiles.
+# Larger numbers of rows in a chunk are multiples of this, so that a matrix product computes whole
+# tiles.
 CHUNK_TILE = 256
 # Words of a tile of `kernels.head`.
 FUSED_WORDS = 256
-# On a CPU 16 MiB stay near the caches (2**25 made the update of a small model a fifth slower), but
-# a large vocabulary gets enough rows for its matrix product to read the weight seldom.
+# On a CPU, 16 MiB stay near the caches (2**25 made the update of a small model a fifth slower). A
+# large vocabulary gets enough rows, so that its matrix products do not read the weight too often.
 CHUNK_ELEMENTS_CPU = 2**22
 CHUNK_ROWS_CPU = 128
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a family does to its logits after the linear map: logits = cap * tanh(scale * linear /
-    cap)."""
+    """The operation after a family's linear map: logits = cap * tanh(scale * linear / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -43,8 +42,8 @@ class Head:
 def head_of(model: PreTrainedModel) -> Head:
     """Read the head of a causal LM from its configuration.
 
-    Raises ModelError where the head is not one linear layer. That nothing else happens to the
-    logits is what the check at load proves.
+    Raises ModelError if the head is not one linear layer. The check at load proves that there is no
+    other operation on the logits.
     """
     linear = model.get_output_embeddings()
     config: Any = model.config.get_text_config()
@@ -73,14 +72,13 @@ def token_log_probs(
     entropy: bool = False,
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log_softmax(logits / temperature) at `targets`, and the entropy in nats of the whole
-    distribution.
+    """Compute log_softmax(logits / temperature) at `targets`, and the entropy in nats.
 
     hidden (M, H), weight (V, H), targets (M,), bias (V,) -> log_probs (M,), entropy (M,) or an
-    empty tensor, both fp32 (float64 for float64 weights). Gradients are exact, computed from logits
-    made again chunk by chunk; the weight's is summed over chunks in fp32. On cards with
-    `fused_head` the forward pass makes no logits at all, unless they are a single chunk that the
-    backward pass can use.
+    empty tensor, both fp32 (float64 for float64 weights). Gradients are exact: logits are computed
+    again chunk by chunk, and the weight's gradient is summed over chunks in fp32. On devices with
+    `fused_head` the forward pass makes no logits, unless they are a single chunk that the backward
+    pass can use.
     """
     if temperature <= 0:
         raise ModelError(
@@ -88,14 +86,13 @@ def token_log_probs(
             "of 1."
         )
     rows = chunk_rows(hidden, weight.shape[0], chunk_elements)
-    settings = _Settings(
-        head, temperature, entropy, rows, keeps=torch.is_grad_enabled() and hidden.shape[0] <= rows
-    )
+    keeps = torch.is_grad_enabled() and hidden.shape[0] <= rows
+    settings = _Settings(head, temperature, entropy, rows, keeps)
     return _TokenLogProbs.apply(hidden, weight, bias, targets, settings)  # pyright: ignore[reportReturnType]
 
 
 def chunk_rows(hidden: Tensor, vocabulary: int, chunk_elements: int | None = None) -> int:
-    """Tokens of a chunk, which has at most `chunk_elements` logits; None: as the device likes."""
+    """Return the tokens of a chunk of at most `chunk_elements` logits (None: by device)."""
     if chunk_elements is None:
         on_cpu = max(CHUNK_ELEMENTS_CPU, CHUNK_ROWS_CPU * vocabulary)
         chunk_elements = CHUNK_ELEMENTS_CUDA if hidden.is_cuda else on_cpu
@@ -109,7 +106,8 @@ class _Settings:
     temperature: float
     entropy: bool
     rows: int  # tokens of a chunk
-    # one chunk for the backward pass: making it again would cost a product and save no peak memory
+    # Whether a single chunk is kept for the backward pass: computing it again would cost a product
+    # and save no peak memory.
     keeps: bool
 
     @property
@@ -122,15 +120,17 @@ class _Settings:
 
 
 def fused_head(device: torch.device) -> bool:
-    """Whether `kernels.head` run on a device: Hopper or newer."""
+    """Return whether `kernels.head` run on a device: Hopper or newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _linear(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """(m, V) in fp32 or float64. On CUDA the products of bf16 stay in fp32: rounding logits costs 3
-    digits."""
+    """Compute the linear output (m, V) in fp32 or float64.
+
+    On CUDA the products of bf16 stay in fp32, because rounding logits costs 3 digits.
+    """
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
@@ -148,10 +148,10 @@ def head_logits(
     temperature: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """(m, V) logits / temperature of hidden states (m, H), with the head's scale and cap, in fp32
-    or float64.
+    """Compute logits / temperature (m, V) of hidden states (m, H), in fp32 or float64.
 
-    Where they are of the states' own dtype, they can be written to `out`.
+    The logits have the head's scale and cap. If they have the dtype of the states, they can be
+    written to `out`.
     """
     logits = _linear(hidden, weight, bias, out)
     if head.cap is None:
@@ -163,11 +163,15 @@ def head_logits(
 def row_statistics(
     y: Tensor, targets: Tensor, *, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log sum exp y, y at the target and, if asked for, the entropy of softmax(y) in nats: (m,)
-    each, of y (m, V)."""
+    """Compute log sum exp y, y at the target, and optionally the entropy of softmax(y) in nats.
+
+    y is (m, V), each result (m,).
+    """
     normalizers = y.logsumexp(-1)
     chosen = y.gather(1, targets[:, None]).squeeze(1)
-    entropies = normalizers - (y * (y - normalizers[:, None]).exp_()).sum(-1) if entropy else None
+    entropies = None
+    if entropy:
+        entropies = normalizers - (y * (y - normalizers[:, None]).exp_()).sum(-1)
     return normalizers, chosen, entropies
 
 
@@ -183,12 +187,11 @@ def grad_linear(
     bound: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient (m, V) in `dtype` of the linear output, from those (m,) of the log-probs and the
-    entropies.
+    """Compute the gradient (m, V) of the linear output from those of log-probs and entropies (m,).
 
     With p = softmax(y): d log_prob / dy = onehot - p and d entropy / dy = -p * (log p + entropy).
-    dy is `slope` times the change of the linear output, less where y comes near to `bound`: y =
-    bound * tanh(linear * slope / bound).
+    dy is `slope` times the change of the linear output, and smaller if y is near `bound`: y =
+    bound * tanh(linear * slope / bound). The gradient has `dtype`.
     """
     log_p = y - normalizers[:, None]
     p = log_p.exp()
@@ -206,18 +209,18 @@ def grad_linear(
 
 
 def _row_operations(y: Tensor) -> Any:
-    """The two functions above, or on CUDA their kernels, which read `y` once."""
+    """Return the module of the two functions above, or on CUDA of kernels that read `y` once."""
     if y.is_cuda and y.dtype == torch.float32:
-        # triton exists beside CUDA only
+        # triton is installed only with CUDA
         return importlib.import_module("verl.models.kernels.logprobs")
     return sys.modules[__name__]
 
 
 def _fused_kernels(hidden: Tensor, weight: Tensor) -> Any:
-    """The kernels of a head without logits, where they can do it; None where they cannot."""
+    """Return the kernels of a head without logits; None if they do not support these tensors."""
     if not fused_head(hidden.device):
         return None
-    # triton exists beside CUDA only
+    # triton is installed only with CUDA
     kernels: Any = importlib.import_module("verl.models.kernels.head")
     return kernels if kernels.can_read(hidden, weight) else None
 
@@ -225,13 +228,13 @@ def _fused_kernels(hidden: Tensor, weight: Tensor) -> Any:
 def _in_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _Settings
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`row_statistics` of all tokens (M,), and the logits if they are to be kept."""
+    """Compute `row_statistics` of all tokens (M,), and return the logits if they are kept."""
     tokens = hidden.shape[0]
     kept = None
     precise = torch.promote_types(weight.dtype, torch.float32)
-    normalizers, chosen, entropies = (
-        torch.empty(tokens, dtype=precise, device=hidden.device) for _ in range(3)
-    )
+    normalizers = torch.empty(tokens, dtype=precise, device=hidden.device)
+    chosen = torch.empty_like(normalizers)
+    entropies = torch.empty_like(normalizers)
 
     for start in range(0, tokens, settings.rows):
         rows = slice(start, start + settings.rows)
@@ -247,8 +250,7 @@ def _in_chunks(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """y = logits / temperature; log_prob = y[target] - lse(y); entropy = lse(y) - sum(softmax(y) *
-    y)."""
+    """log_prob = y[target] - lse(y), entropy = lse(y) - sum(softmax(y) * y), y = logits / T."""
 
     @staticmethod
     def forward(
@@ -333,8 +335,10 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """total += one @ other. Of bf16 on CUDA within the product, in fp32: no temporary of the size
-    of the weight."""
+    """Add the product `one @ other` to `total`, in place.
+
+    For bf16 on CUDA the product itself adds in fp32, without a temporary of the weight's size.
+    """
     if one.is_cuda and total.dtype != one.dtype:
         torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
     else:

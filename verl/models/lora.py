@@ -1,9 +1,8 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): frozen weights W under trained factors, W x + (alpha /
-rank) B A x.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): W x + (alpha / rank) B A x, with W frozen.
 
 peft's layers replace linear layers within the Hugging Face module itself, which keeps its class and
-attributes. This file gives weights under the names of the plain module to the rollout engine and to
-checkpoints.
+attributes. This file provides weights under the names of the plain module, for the rollout engine
+and for checkpoints.
 """
 
 import copy
@@ -48,13 +47,13 @@ def apply_lora(
 ) -> None:
     """Freeze `model` and add adapters to its linear layers, in place.
 
-    To be called before checkpointing, compile and sharding. The adapters are fp32 (float64 in a
-    float64 model). B starts at zero, so they change no output yet. A is drawn with a seed of its own,
-    so that all ranks start alike.
+    Call this before checkpointing, compile and sharding. The adapters are fp32 (float64 in a
+    float64 model). B starts at zero, so they do not change the output yet. A is drawn with a seed
+    of its own, so that all ranks start equal.
 
     Args:
         model: a causal LM, or the body of a critic.
-        rank: of the factors.
+        rank: rank of the factors.
         alpha: the update is scaled by alpha / rank.
         target_modules: "all-linear" (all but the head), a list of names or ends of names, or a
             regular expression that matches whole names, as in peft.
@@ -101,11 +100,11 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Let the model compute with its frozen weights alone: the policy before training."""
+    """Disable the adapters: the model computes with its frozen weights, as before training."""
     layers = adapted_layers(model).values()
-    # Not by peft's enable_adapters(), which also switches requires_grad: FSDP2 notes in its first
-    # pass which parameters are trained. If that pass were this one, it would add up their gradients
-    # in another dtype from then on.
+    # Do not use peft's enable_adapters(), which also switches requires_grad: FSDP2 records in its
+    # first pass which parameters are trained. If that pass were this one, it would add up their
+    # gradients in another dtype from then on.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -138,7 +137,7 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the plain module, whole tensor W + scale * B A), without merging in place.
 
     The sum is fp32 (float64 in a float64 model). Tensors without an adapter alias the parameters if
-    they are whole on this rank: read, don't write. Every rank must iterate to the end.
+    they are whole on this rank, so do not write to them. Every rank must iterate to the end.
     """
     yield from _whole(model, plain_parameters(model))
 
@@ -197,11 +196,11 @@ def merged_weight(layer: nn.Module, weight: Tensor, a: Tensor, b: Tensor, scalin
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """Return every factor, whole and on the host, under peft's names. Every rank must call it."""
-    return {
-        _without_adapter_name(name): full_tensor(parameter).cpu()
-        for name, parameter in model.named_parameters()
-        if _is_adapter_part(name)
-    }
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if _is_adapter_part(name):
+            state[_without_adapter_name(name)] = full_tensor(parameter).cpu()
+    return state
 
 
 def save_adapters(folder: Path, model: PreTrainedModel, state: dict[str, Tensor]) -> None:
@@ -213,7 +212,7 @@ def save_adapters(folder: Path, model: PreTrainedModel, state: dict[str, Tensor]
     config.inference_mode = True
     for kind in ("target_modules", "exclude_modules"):
         if isinstance(names := getattr(config, kind), set):
-            setattr(config, kind, sorted(names))  # sets have another order in every process
+            setattr(config, kind, sorted(names))  # the order of a set differs between processes
     config.save_pretrained(folder)
 
 
@@ -240,10 +239,10 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return peft's configuration, and the factors under their names in the model."""
     config = parse_json((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
     _check_config(config)
-    return config, {
-        name.removeprefix(_SAVED_PREFIX): each
-        for name, each in load_file(folder / _WEIGHTS_FILE).items()
-    }
+    factors: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / _WEIGHTS_FILE).items():
+        factors[name.removeprefix(_SAVED_PREFIX)] = tensor
+    return config, factors
 
 
 def _check_config(config: Any) -> None:
@@ -265,7 +264,7 @@ def _explained(folder: Path) -> Iterator[None]:
         raise CheckpointError(
             f"Expected the adapters of a LoRA run in {folder} ({_CONFIG_FILE} and "
             f"{_WEIGHTS_FILE}), but they cannot be read ({type(error).__name__}: {error}). If they "
-            "are damaged or were not copied whole, copy them again, or use another checkpoint."
+            "are damaged or incomplete, copy them again, or use another checkpoint."
         ) from error
 
 
@@ -282,21 +281,22 @@ def load_adapters(folder: Path, model: PreTrainedModel) -> None:
         written, saved = _read_files(folder)
         alpha = written["lora_alpha"]
 
-    factors = {
-        _without_adapter_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if _is_adapter_part(name)
-    }
-    wrong = [
-        name
-        for name in {**factors, **saved}
-        if name not in saved or name not in factors or saved[name].shape != factors[name].shape
-    ]
+    factors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if _is_adapter_part(name):
+            factors[_without_adapter_name(name)] = parameter
+
+    wrong: list[str] = []
+    for name in {**factors, **saved}:
+        is_in_both = name in saved and name in factors
+        if not is_in_both or saved[name].shape != factors[name].shape:
+            wrong.append(name)
     if wrong:
         raise CheckpointError(
-            f"{file} does not fit the adapters of this run, first at '{wrong[0]}'. Set lora_rank, "
-            f"target_modules and exclude_modules as in {folder / _CONFIG_FILE}."
+            f"{file} does not match the adapters of this run, first at '{wrong[0]}'. Set "
+            f"lora_rank, target_modules and exclude_modules as in {folder / _CONFIG_FILE}."
         )
+
     config: Any = model.peft_config[_ADAPTER]  # pyright: ignore
     # Adapters of the same shapes with another scale are another policy.
     if alpha != config.lora_alpha:
@@ -333,7 +333,7 @@ def _without_adapter_name(name: str) -> str:
     return name.replace(f".{_ADAPTER}.", ".")
 
 
-# ---------------------------------------------------------------- what may have an adapter
+# ---------------------------------------------------------------- modules with adapters
 
 
 def _as_given(names: Targets) -> str | list[str]:
@@ -350,14 +350,12 @@ def _chosen(
     family = model.config.model_type
     modules = {name: module for name, module in model.named_modules() if name}
     head: Any = model.get_output_embeddings()
-    linear = [
-        name
-        for name, part in modules.items()
-        if isinstance(part, (nn.Linear, Conv1D)) and part is not head
-    ]
-    stacks = sorted(
-        {name.rpartition(".")[0] for name, weight in model.named_parameters() if weight.ndim == 3}
-    )
+    linear: list[str] = []
+    for name, part in modules.items():
+        if isinstance(part, (nn.Linear, Conv1D)) and part is not head:
+            linear.append(name)
+    stacked = [name for name, weight in model.named_parameters() if weight.ndim == 3]
+    stacks = sorted({name.rpartition(".")[0] for name in stacked})
     leaves = sorted({name.rpartition(".")[2] for name in linear})
     fix = f"Set {section}.target_modules={_shown(leaves)}."
 
@@ -365,8 +363,8 @@ def _chosen(
         if stacks:
             raise ModelError(
                 f"{section}.target_modules=all-linear: the experts of '{family}' are stacks of "
-                f"matrices ({stacks[0]}), which cannot have adapters, so that most weights would "
-                f"stay as they are. {fix[:-1]} to leave them so."
+                f"matrices ({stacks[0]}), which cannot have adapters, so most weights would not be "
+                f"trained. {fix[:-1]} to accept that."
             )
         chosen = linear
     else:
@@ -380,6 +378,7 @@ def _chosen(
             f"{section}.exclude_modules={excluded} leaves no module for adapters. Exclude fewer, "
             "or set lora_rank=0."
         )
+
     for name in chosen:
         if name in linear:
             continue
@@ -404,13 +403,15 @@ def _matching(
         try:
             found = [name for name in names if re.fullmatch(wanted, name)]
         except re.error as error:
-            raise ModelError(f"{key}={wanted} is no regular expression: {error}. {fix}") from error
+            raise ModelError(
+                f"{key}={wanted} is not a regular expression: {error}. {fix}"
+            ) from error
         if not found:
             ends = [name for name in names if name.endswith(f".{wanted}")]
             hint = f"Did you mean the list {_shown([wanted])}? " if ends else ""
             raise ModelError(
                 f"{key}={wanted}: a text is a regular expression for whole names such as "
-                f"'{linear[0]}', and it matches none. {hint}Nearest: "
+                f"'{linear[0]}', but it matches none. {hint}Nearest: "
                 f"{nearest_names(wanted, leaves)}. {fix}"
             )
         return found

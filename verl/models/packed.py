@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """S segments end to end, N tokens in all, M response tokens to be predicted.
+    """S consecutive segments with N tokens, of which M response tokens are to be predicted.
 
     A segment is a whole sequence, or, after `with_shared_prompts`, a prompt or one of its
     responses.
@@ -31,19 +31,19 @@ class PackedBatch:
     input_ids: Tensor  # (N,) int64
     position_ids: Tensor  # (N,) int64, of each token in its sequence
     cu_seqlens: Tensor  # (S+1,) int32, where each segment begins, and N
-    lengths: tuple[int, ...]  # S lengths, as host numbers: reading them costs no synchronisation
+    lengths: tuple[int, ...]  # S lengths on the host: reading them needs no synchronization
     shared: tuple[int, ...] = ()  # number of responses of each shared prompt, as in `Layout`
     predict: Tensor  # (M,) int64, packed index of the token before each response token
     targets: Tensor  # (M,) int64, the response token ids
-    # (m,) int64 in a part of `split`: numbers of the predictions that are made from it
+    # (m,) int64, in a part of `split`: numbers of the predictions that are made from it
     places: Tensor | None = None
-    num_predictions: int = 0  # M in a part of `split`
-    # (M, H) each, of the whole: hidden states of other models at the predicting tokens
+    num_predictions: int = 0  # M, in a part of `split`
+    # (M, H) each, of the whole batch: hidden states of other models at the predicting tokens
     states: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest segment."""
+        """Return the number of tokens of the longest segment."""
         return max(self.lengths)
 
     @classmethod
@@ -53,8 +53,8 @@ class PackedBatch:
         """Pack the real tokens of padded rows, on the device of `input_ids`.
 
         input_ids (b, T), attention_mask (b, T) with 1 at real tokens; the last `response_length`
-        columns are the response. Rows without a real token are dropped. Raises DataError where a
-        response token has no token before it, and where no row has a token.
+        columns are the response. Rows without a real token are dropped. Raises DataError if a
+        response token has no token before it, or no row has a token.
         """
         real = attention_mask.bool()
         is_response = real.clone()
@@ -105,8 +105,8 @@ class PackedBatch:
         The M predicted tokens keep their order.
 
         Args:
-            prompts: (S,) numbers; sequences of equal number share their prompt.
-            prompt_lengths: (S,) tokens of the prompts. The caller guarantees that shared prompts are
+            prompts: S numbers; sequences with equal numbers share their prompt.
+            prompt_lengths: S lengths of the prompts. The caller guarantees that shared prompts are
                 equal.
         """
         assert not self.shared, "prompts are shared already"
@@ -118,17 +118,18 @@ class PackedBatch:
 
         starts = [0, *accumulate(self.lengths)]
         plain: list[range] = []
-        shared: dict[range, list[range]] = {}  # tokens of a prompt: those of its responses
+        shared: dict[range, list[range]] = {}  # tokens of a prompt -> tokens of its responses
         for group in members.values():
             answered = [i for i in group if self.lengths[i] > prompt_lengths[i]]
             first = (answered or group)[0]
             if len(answered) < 2:
                 plain.append(range(starts[first], starts[first + 1]))
-            else:
-                prompt = range(starts[first], starts[first] + prompt_lengths[first])
-                shared[prompt] = [
-                    range(starts[i] + prompt_lengths[i], starts[i + 1]) for i in answered
-                ]
+                continue
+
+            prompt = range(starts[first], starts[first] + prompt_lengths[first])
+            shared[prompt] = []
+            for i in answered:
+                shared[prompt].append(range(starts[i] + prompt_lengths[i], starts[i + 1]))
 
         segments = [*plain, *shared, *chain.from_iterable(shared.values())]
         lengths = tuple(len(segment) for segment in segments)
@@ -154,8 +155,8 @@ class PackedBatch:
     def split(self, parts: int, part: int) -> "PackedBatch":
         """Return one rank's part: N / parts consecutive tokens, and the predictions from them.
 
-        Segments remain those of the whole, which attention sees. If `parts` does not divide N, one
-        more segment is added at the front, since shared prompts and their responses come last.
+        Segments remain those of the whole batch, which attention sees. If `parts` does not divide
+        N, one segment is added at the front, because shared prompts and their responses come last.
         """
         if parts == 1:
             return self
@@ -164,6 +165,7 @@ class PackedBatch:
         lengths = (added, *self.lengths) if added else self.lengths
         ids = torch.cat([self.input_ids.new_zeros(added), self.input_ids])
         positions = torch.cat([torch.arange(added).to(self.position_ids), self.position_ids])
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         size = len(ids) // parts
         predict = self.predict + added
         places = (predict // size == part).nonzero().squeeze(1)
@@ -173,9 +175,7 @@ class PackedBatch:
             self,
             input_ids=ids[own],
             position_ids=positions[own],
-            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(
-                self.cu_seqlens.device
-            ),
+            cu_seqlens=ends.to(self.cu_seqlens.device),
             lengths=lengths,
             predict=predict[places] - own.start,
             targets=self.targets[places],
@@ -185,16 +185,16 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy every tensor to `device`, without waiting for the copy."""
-        moved = {
-            item.name: send(value, device)
-            for item in fields(self)
-            if isinstance(value := getattr(self, item.name), Tensor)
-        }
+        moved: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                moved[item.name] = send(value, device)
         return replace(self, **moved)
 
 
 def packed_hidden_states(body: nn.Module, slot: PackingSlot, batch: PackedBatch) -> Tensor:
-    """Compute the last hidden states (N, H) of a base model over a packed batch or a part of one."""
+    """Compute the last hidden states (N, H) of a base model on a packed batch or a part of one."""
     assert (batch.places is None) == (slot.sequence_parallel is None), (
         "parts are for ranks that share their tokens"
     )
@@ -233,18 +233,18 @@ class PackedCausalLM(nn.Module):
         sum_pi_squared: bool = False,
         divergences: Sequence[Divergence] = (),
     ) -> dict[str, Tensor]:
-        """Compute `log_probs` (M,), fp32 (float64 if the model is), and what else is asked for.
+        """Compute `log_probs` (M,), in fp32 (float64 in a float64 model), and further outputs.
 
         A log-prob is log_softmax(logits / temperature) over the whole vocabulary.
 
         Args:
             batch: the packed tokens.
-            temperature: of the softmax.
-            entropy: add `entropy` (M,) in nats of the same distribution.
-            states: add `states` (M, H), the last hidden states that predict.
+            temperature: temperature of the softmax.
+            entropy: add `entropy` (M,) of the same distribution, in nats.
+            states: add `states` (M, H), the last hidden states of the predicting tokens.
             sum_pi_squared: add the sum of squared probabilities (M,) over the vocabulary:
                 exp(2 log_prob - log_prob at half the temperature) of any token.
-            divergences: add those with states in the batch, (M,) each under their names.
+            divergences: add those with states in the batch, (M,) each, under their names.
         """
         hidden = packed_hidden_states(self.model.base_model, self.slot, batch)
         hidden = hidden.index_select(0, batch.predict)
@@ -292,7 +292,11 @@ class PackedCausalLM(nn.Module):
                 head=self.head,
                 temperature=temperature,
             )
-        return {name: _of_whole_batch(self.slot, batch, values) for name, values in outputs.items()}
+
+        whole: dict[str, Tensor] = {}
+        for name, values in outputs.items():
+            whole[name] = _of_whole_batch(self.slot, batch, values)
+        return whole
 
 
 class PackedValueModel(nn.Module):
@@ -306,9 +310,8 @@ class PackedValueModel(nn.Module):
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Compute `values` (M,), the critic's before each response token, in at least fp32."""
-        hidden = packed_hidden_states(self.model.body, self.slot, batch).index_select(
-            0, batch.predict
-        )
+        hidden = packed_hidden_states(self.model.body, self.slot, batch)
+        hidden = hidden.index_select(0, batch.predict)
         values = self.model.value_head(hidden)
         if values.shape != (len(hidden), 1):
             raise ModelError(
@@ -322,8 +325,8 @@ class PackedValueModel(nn.Module):
 class PaddedValueModel(nn.Module):
     """Values by a critic's own `forward(input_ids, attention_mask)` on padded rows.
 
-    It replaces `PackedValueModel`, except for shared prompts and for ranks that share tokens: their
-    segments are no whole rows.
+    It replaces `PackedValueModel`, except with shared prompts and with ranks that share tokens,
+    where segments are not whole rows.
     """
 
     def __init__(self, model: "CriticModel") -> None:
@@ -337,11 +340,10 @@ class PaddedValueModel(nn.Module):
         device = batch.input_ids.device
         lengths = torch.tensor(batch.lengths, device=device)
         real = torch.arange(batch.max_seqlen, device=device) < lengths[:, None]
-        ids = torch.zeros(real.shape, dtype=batch.input_ids.dtype, device=device).masked_scatter(
-            real, batch.input_ids
-        )
+        ids = torch.zeros(real.shape, dtype=batch.input_ids.dtype, device=device)
+        ids = ids.masked_scatter(real, batch.input_ids)
 
-        # At every call, since checkpointing and other wrappers switch to packed attention.
+        # Do this in every call: checkpointing and other wrappers switch to packed attention.
         self.model.use_own_attention()
         values: Any = self.model(input_ids=ids, attention_mask=real.long())
         if isinstance(values, Tensor) and values.shape == (*ids.shape, 1):
@@ -351,7 +353,7 @@ class PaddedValueModel(nn.Module):
             if isinstance(values, Tensor):
                 found = f"shape {tuple(values.shape)}"
             raise ModelError(
-                f"{type(self.model).__name__}.forward must give one value a token, a tensor of "
+                f"{type(self.model).__name__}.forward must return one value per token, a tensor of "
                 f"shape {tuple(ids.shape)} or {(*ids.shape, 1)} for input_ids {tuple(ids.shape)}, "
                 f"got {found}."
             )
@@ -370,11 +372,10 @@ class PackedRewardModel(nn.Module):
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Compute `rewards` (M,), the head's output at each response token, in at least fp32."""
         assert batch.places is None, "a score is read from the token after the one that predicts it"
-        hidden = packed_hidden_states(self.model.base_model, self.slot, batch).index_select(
-            0, batch.predict + 1
-        )
+        hidden = packed_hidden_states(self.model.base_model, self.slot, batch)
+        hidden = hidden.index_select(0, batch.predict + 1)
         head: Any = self.model.score
-        # In fp32: a score in bf16 has three digits.
+        # Use fp32, because a score in bf16 has only three digits.
         bias = None if head.bias is None else _at_least_fp32(head.bias)
         scores = F.linear(_at_least_fp32(hidden), _at_least_fp32(head.weight), bias)
         return {"rewards": scores.squeeze(-1)}

@@ -1,4 +1,4 @@
-"""Check at load that a packed model computes the same as transformers computes unpacked."""
+"""Check at load that a packed model gives the numbers of transformers' unpacked computation."""
 
 from typing import Any
 
@@ -11,23 +11,23 @@ from verl.models.logprobs import head_of, token_log_probs
 from verl.models.packed import PackedBatch, packed_hidden_states
 from verl.utils.errors import ModelError
 
-# Largest relative error. In half precision two correct kernels differ by some percent on single
-# tokens (and a router may choose another expert), so there the mean over tokens is judged; in full
-# precision every token. A float64 model is compared with transformers' eager attention, which
-# computes its softmax in float32: an error of some 1e-7 a layer is its own.
+# Largest relative error. In half precision, two correct kernels differ by some percent on single
+# tokens (and a router may choose another expert), so the mean over tokens is compared; in full
+# precision, every token is. A float64 model is compared with transformers' eager attention, which
+# computes its softmax in float32, with an error of some 1e-7 per layer.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 _SHORT = 5
 _LONG = 11
-_LONGEST_WINDOW = 64  # a window up to this is exceeded by the probe
+_LONGEST_WINDOW = 64  # the probe is longer than a window of up to this size
 
 
 @torch.no_grad()
 def check_packed(model: PreTrainedModel) -> None:
-    """Raise ModelError, naming family and difference, if packing changes the model's numbers.
+    """Raise ModelError, with family and difference, if packing changes the model's numbers.
 
     Two packed sequences must give the hidden states of transformers' eager attention, and, for a
-    model with a head, our log-probs must be those of its logits. Three forward passes over some 16
-    tokens are made. The model stays as it was, with packed attention.
+    model with a head, our log-probs must match its logits. This takes three forward passes over
+    some 16 tokens. The model keeps its mode, with packed attention.
     """
     slot = prepare(model)
     training = model.training
@@ -76,7 +76,9 @@ def _sequences(model: PreTrainedModel) -> list[list[int]]:
     """
     config: Any = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    longest = _LONG if window is None or not _LONG <= window <= _LONGEST_WINDOW else window + 4
+    longest = _LONG
+    if window is not None and _LONG <= window <= _LONGEST_WINDOW:
+        longest = window + 4
     longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(config.vocab_size, (_SHORT + longest,), generator=generator).tolist()
@@ -103,8 +105,8 @@ def _check_layers(model: PreTrainedModel, windows: list[int | None]) -> None:
     if len(windows) < layers:
         raise ModelError(
             f"The model family '{config.model_type}' cannot be run packed: {len(windows)} of its "
-            f"{layers} layers use transformers' attention interface. Choose a family whose layers "
-            "all do."
+            f"{layers} layers use transformers' attention interface. Choose a family in which all "
+            "layers do."
         )
 
     types = getattr(config, "layer_types", None)
@@ -114,8 +116,7 @@ def _check_layers(model: PreTrainedModel, windows: list[int | None]) -> None:
     if types is not None and sliding and with_window != sliding * len(windows) // layers:
         raise ModelError(
             f"The model family '{config.model_type}' cannot be run packed: its configuration has "
-            f"{sliding} sliding-window layers, but {with_window} asked their attention for a "
-            "window."
+            f"{sliding} sliding-window layers, but {with_window} used a window in their attention."
         )
 
 
@@ -130,7 +131,7 @@ def _compare(model: PreTrainedModel, fault: str, ours: Tensor, theirs: Tensor) -
     scale = theirs.norm(dim=-1) if theirs.shape[-1] > 1 else theirs.square().mean().sqrt()
     errors = (ours - theirs).norm(dim=-1) / scale.clamp(min=1e-6)
     error = errors.mean() if tolerance > 1e-2 else errors.max()
-    if not bool(error <= tolerance):  # NaN is no pass either
+    if not bool(error <= tolerance):  # NaN fails too
         raise ModelError(
             f"The model family '{model.config.model_type}' cannot be run packed: {fault}. Relative "
             f"error {error:.1e} in {model.dtype}, tolerance {tolerance:.0e}. If the weights are "

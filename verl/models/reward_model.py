@@ -1,9 +1,11 @@
-"""The discriminative reward model: a sequence classifier with one label, which scores a text at its
-last token."""
+"""The discriminative reward model: a sequence classifier with one label.
+
+It scores a text at its last token.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,20 +24,19 @@ from verl.utils.errors import ModelError, RewardError
 
 
 class RewardOutput(NamedTuple):
-    """What a reward model says of B texts."""
+    """The scores of B texts."""
 
     rewards: Tensor  # (B,) fp32 (float64 if the model is), finite
 
 
 class RewardModel(nn.Module):
-    """`model`: transformers' classifier of sequences with `score`, a linear map from states to one
-    number."""
+    """A sequence classifier of transformers with `score`, a linear map from states to one number."""
 
     def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
         super().__init__()
         _check_head(model)
         self.packed = PackedRewardModel(model, attention_kernel=attention_kernel)
-        self.trust_remote_code = False  # of its tokenizer
+        self.trust_remote_code = False  # for its tokenizer
 
     @classmethod
     def from_pretrained(
@@ -51,11 +52,10 @@ class RewardModel(nn.Module):
         weights: bool = True,
         attention_kernel: str = "auto",
     ) -> "RewardModel":
-        """A reward model in eval mode, from a checkpoint of transformers'
-        AutoModelForSequenceClassification.
+        """Load a reward model in eval mode from a checkpoint of AutoModelForSequenceClassification.
 
-        The arguments are those of `load_causal_lm`. Raises ModelError with the way out: as
-        `load_reward_config`, and for a family that cannot be run packed.
+        The arguments are those of `load_causal_lm`. Raises ModelError, with the fix, as
+        `load_reward_config` does, and for a family that cannot be run packed.
         """
         load_reward_config(
             path, trust_remote_code=trust_remote_code, override_config=override_config
@@ -64,7 +64,7 @@ class RewardModel(nn.Module):
             AutoModelForSequenceClassification,
             *(path, dtype, device, trust_remote_code, override_config, max_length, weights),
         )
-        made = cls(model, attention_kernel=attention_kernel)  # which looks at the head first
+        made = cls(model, attention_kernel=attention_kernel)  # checks the head first
         if check and model.device.type != "meta":
             check_packed(model)
         made.trust_remote_code = trust_remote_code
@@ -72,37 +72,36 @@ class RewardModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The configuration of `model`."""
+        """Return the configuration of the classifier."""
         return self.packed.model.config
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens that the model has positions for; None where its configuration does not
-        tell."""
+        """Return the number of positions of the model; None if its configuration has no limit."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The reward model's own, loaded from its folder at first use. Raises ModelError where it
-        has none."""
+        """Return the reward model's own tokenizer, loaded from its folder on first use.
+
+        Raises ModelError if the folder has none.
+        """
         return load_tokenizer(self.config.name_or_path, trust_remote_code=self.trust_remote_code)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> RewardOutput:
-        """Score rows (B, T), each at its last real token, packed: padding, on whatever side, is not
-        computed.
+        """Score rows (B, T), each at its last real token. Padding on either side is not computed.
 
-        Without `attention_mask` (B, T) the pad tokens at both ends of a row are its padding. Raises
-        RewardError for other shapes, for ids that the model has not and, naming the response, for
-        one without a token or with a score that is not finite.
+        Without `attention_mask` (B, T), pad tokens at both ends of a row are padding. Raises
+        RewardError for other shapes, for unknown ids, and for a response without a token or with a
+        score that is not finite.
         """
-        if input_ids.ndim != 2 or (
-            attention_mask is not None and attention_mask.shape != input_ids.shape
-        ):
+        has_other_mask = attention_mask is not None and attention_mask.shape != input_ids.shape
+        if input_ids.ndim != 2 or has_other_mask:
             mask = "none" if attention_mask is None else tuple(attention_mask.shape)
             raise RewardError(
-                "Expected input_ids of shape (B, T) and, if any, an attention_mask of the same, "
-                f"got {tuple(input_ids.shape)} and {mask}. Give a text alone as a batch of one: "
-                "input_ids[None]."
+                "Expected input_ids of shape (B, T) and, if any, an attention_mask of the same "
+                f"shape, got {tuple(input_ids.shape)} and {mask}. Give a single text as a batch of "
+                "one: input_ids[None]."
             )
 
         real = self._without_padding(input_ids) if attention_mask is None else attention_mask.bool()
@@ -120,16 +119,18 @@ class RewardModel(nn.Module):
 
         if lowest < 0 or highest >= vocabulary:
             raise RewardError(
-                f"input_ids must be ids of the reward model's tokenizer, below {vocabulary}; they "
-                f"reach from {lowest} to {highest}."
+                f"input_ids must be ids of the reward model's tokenizer, below {vocabulary}, got "
+                f"{lowest} to {highest}."
             )
 
         return RewardOutput(self._score(ids, (real.cumsum(1) - 1)[real], lengths))
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], *, max_tokens: int = 16384) -> Tensor:
-        """(B,) scores of lists of token ids, on the host, without gradients; in passes of about
-        `max_tokens` tokens."""
+        """Compute scores (B,) of lists of token ids, on the host, without gradients.
+
+        Each pass has about `max_tokens` tokens.
+        """
         scores: list[Tensor] = []
         start = 0
         while start < len(sequences):
@@ -138,13 +139,13 @@ class RewardModel(nn.Module):
             while stop < len(sequences) and tokens + len(sequences[stop]) <= max_tokens:
                 tokens += len(sequences[stop])
                 stop += 1
+
             some = sequences[start:stop]
+            lengths = [len(sequence) for sequence in some]
             device = self.packed.model.device
-            ids = torch.tensor([token for ids in some for token in ids], device=device)
-            positions = torch.cat([torch.arange(len(ids)) for ids in some]).to(device)
-            scores.append(
-                self._score(ids, positions, [len(ids) for ids in some], first_row=start).cpu()
-            )
+            ids = torch.tensor(list(chain.from_iterable(some)), device=device)
+            positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+            scores.append(self._score(ids, positions, lengths, first_row=start).cpu())
             start = stop
 
         return torch.cat(scores)
@@ -179,8 +180,10 @@ def load_reward_config(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
 ) -> Any:
-    """The configuration of a reward model, without its weights. Raises ModelError for a causal LM,
-    which has no head for scores, and for several labels."""
+    """Load the configuration of a reward model, without its weights.
+
+    Raises ModelError for a causal LM, which has no head for scores, and for several labels.
+    """
     config = load_model_config(
         path, trust_remote_code=trust_remote_code, override_config=override_config
     )
@@ -195,8 +198,8 @@ def load_reward_config(
 
     if config.num_labels != 1:
         raise ModelError(
-            f"'{path}' tells {config.num_labels} labels apart, and a reward model has one score. "
-            "Give a checkpoint with num_labels=1; or keep the row of one label: "
+            f"'{path}' has {config.num_labels} labels, but a reward model needs one score. Give a "
+            "checkpoint with num_labels=1; or keep the row of one label: "
             "model.score.weight.data = model.score.weight.data[i : i + 1], model.config.num_labels "
             "= 1, and save it."
         )
@@ -205,14 +208,13 @@ def load_reward_config(
 
 
 def check_scores(scores: Tensor, describe: Callable[[int], str]) -> None:
-    """Raise RewardError for the first of (B,) scores that is not finite, as `describe(row)` names
-    it."""
+    """Raise RewardError for the first score (B,) that is not finite; `describe(row)` names it."""
     odd = (~torch.isfinite(scores)).nonzero().flatten().tolist()
     if odd:
         raise RewardError(
             f"The reward model gives {describe(odd[0])} the score {scores[odd[0]].item()}, and "
-            f"{len(odd)} of {len(scores)} scores are not finite. Look at that text, and whether "
-            "all weights of the model are finite."
+            f"{len(odd)} of {len(scores)} scores are not finite. Check that text, and that all "
+            "weights of the model are finite."
         )
 
 
@@ -223,5 +225,5 @@ def _check_head(model: PreTrainedModel) -> None:
             "A reward model needs a linear head named score with one output, but "
             f"{type(model).__name__} has {head or 'none'}. Give a checkpoint of "
             "AutoModelForSequenceClassification of transformers, num_labels=1, of a causal family "
-            "(Llama, Qwen, Mistral, Gemma, GPT-2, GPT-NeoX and their like)."
+            "(Llama, Qwen, Mistral, Gemma, GPT-2, GPT-NeoX and similar families)."
         )

@@ -14,22 +14,22 @@ from transformers.models.llama import modeling_llama
 from verl.models.copies import is_copy
 
 _NAME = "apply_rotary_pos_emb"
-_LLAMAS = getattr(modeling_llama, _NAME)  # heads rotated whole, halves apart
+_LLAMAS = getattr(modeling_llama, _NAME)  # rotates whole heads, with their halves as pairs
 
 
 def use_fast_rope(model: nn.Module) -> list[str]:
-    """Have the families within `model` whose rotary embedding is Llama's use a kernel for it where
-    q and k lie on CUDA; gives their modules' names. It is a function of transformers' module, so
-    all models of a family in this process get it. Twice changes nothing."""
+    """Use a kernel for rotary embeddings on CUDA in families that have Llama's embedding.
+
+    This replaces a function of transformers' modules, so it affects all models of the family in
+    this process. Returns the names of the modules. A second call changes nothing.
+    """
     changed = []
     for name in sorted({type(part).__module__ for part in model.modules()}):
+        if not name.startswith("transformers.models."):
+            continue
         module = sys.modules[name]
         function = getattr(module, _NAME, None)
-        if (
-            function is not None
-            and name.startswith("transformers.models.")
-            and is_copy(function, _LLAMAS)
-        ):
+        if function is not None and is_copy(function, _LLAMAS):
             setattr(module, _NAME, _with_kernel(inspect.unwrap(function)))
             changed.append(name)
     return changed
@@ -37,7 +37,7 @@ def use_fast_rope(model: nn.Module) -> list[str]:
 
 @cache
 def _with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
-    # triton exists beside CUDA only
+    # triton is installed only with CUDA
     kernels: Any = importlib.import_module("verl.models.kernels.rope")
 
     @wraps(original)

@@ -1,9 +1,10 @@
 """Attention of responses that share a prompt, whose keys and values exist once.
 
-Two kernel calls: every segment causally to itself, and all responses of a prompt, end to end and
-cut into pieces, to all of the prompt. Softmax over both sets of keys is the average of the two
-outputs weighted by exp(log-sum-exp). In the backward pass each call gets the output and log-sum-exp
-of the whole and gives its exact share of the gradients (`varlen.backward`).
+It takes two kernel calls: every segment attends to itself causally, and all responses of a prompt,
+joined and cut into pieces, attend to the whole prompt. Softmax over both sets of keys is the
+average of the two outputs weighted by exp(log-sum-exp). In the backward pass each call gets the
+output and log-sum-exp of the whole, and returns its exact share of the gradients
+(`varlen.backward`).
 """
 
 import importlib
@@ -18,27 +19,25 @@ from verl.models.kernels.varlen import Sequences
 
 
 class SharedParts(NamedTuple):
-    """The calls over N packed tokens, of which `prompts` are those of P tokens of shared prompts,
-    `responses` those after them.
+    """The calls over N packed tokens: `prompts` are P tokens of shared prompts, `responses` follow.
 
-    The backward kernel works on blocks of keys at once, of which a prompt has few: each of C pieces
-    of the responses gets a copy of the prompt's keys to itself.
+    The backward kernel works on blocks of keys in parallel, and a prompt has few blocks. Therefore
+    each of C pieces of the responses gets its own copy of the prompt's keys.
     """
 
     own: Sequences  # every segment to itself
     across: Sequences  # C pieces of the responses of each shared prompt, each to its copy
     prompts: slice
     responses: slice
-    copied: Tensor  # (C * P,) int64, of which prompt token each copied key is
-    # (C * P,) int64, where the copies of the prompt tokens are, the first of all, the second of all
-    # ...
+    copied: Tensor  # (C * P,) int64, the prompt token of each copied key
+    # (C * P,) int64, the places of the copies: first copies of all prompt tokens, second copies ...
     copies: Tensor
 
 
 def shared_prompt_attention(
     q: Tensor, k: Tensor, v: Tensor, parts: SharedParts, scale: float
 ) -> Tensor:
-    """(N, Hq, D), (N, Hk, D), (N, Hk, D) -> (N, Hq, D)."""
+    """Compute attention: q (N, Hq, D), k and v (N, Hk, D) -> (N, Hq, D)."""
     return _SharedPromptAttention.apply(q, k, v, parts, scale)  # pyright: ignore[reportReturnType]
 
 
@@ -87,10 +86,12 @@ class _SharedPromptAttention(torch.autograd.Function):
 
 
 def _merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Make `out` (n, H, D) and `lse` (H, n) those of attention to both sets of keys, in place, by
-    way of fp32."""
+    """Merge attention to another set of keys into `out` (n, H, D) and `lse` (H, n), in place.
+
+    It computes in fp32.
+    """
     if out.is_cuda:
-        # Triton exists beside CUDA only.
+        # triton is installed only with CUDA
         return importlib.import_module("verl.models.kernels.shared_prompts").merge_(
             out, lse, other, other_lse
         )

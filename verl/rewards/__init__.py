@@ -1,5 +1,4 @@
-"""Scores for responses: rules by data source, users' own functions, and the managers that run them
-over a batch.
+"""Score responses: rules by data source, users' functions, and managers that apply them to a batch.
 
 Importing this package loads neither torch nor sympy; the processes of the MATH rule rely on it.
 """

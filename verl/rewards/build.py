@@ -1,4 +1,4 @@
-"""From configuration to the function that scores and the manager that calls it."""
+"""Build the reward function of a configuration, and the manager that calls it."""
 
 import inspect
 from collections.abc import Callable
@@ -15,8 +15,10 @@ from verl.utils.errors import ConfigError
 
 
 def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> Any:
-    """The reward manager the config names, with the user's function, the judge or the rules as its
-    function."""
+    """Build the configured reward manager around the user's function, the judge or the rules.
+
+    Raises ConfigError for an entry of `reward_kwargs` that the manager does not accept.
+    """
     section = config.reward_model
     manager = reward_managers.get(section.reward_manager)
     ours = {
@@ -35,7 +37,7 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
                 f"{', '.join(sorted(accepted))}."
             )
 
-    # A user's manager takes of our settings what its signature names.
+    # A user's manager gets those of our settings that its signature names.
     taken = {name: value for name, value in ours.items() if accepted is None or name in accepted}
     return manager(
         tokenizer,
@@ -47,14 +49,20 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
 
 
 def _accepted(manager: Callable[..., Any]) -> set[str] | None:
-    """Names of the keyword arguments, with those that `**settings` hands on to a base class; None:
-    any."""
+    """Return the names of the keyword arguments that a manager accepts; None means any.
+
+    If a class takes `**settings`, which it passes on, the arguments of its base class count too.
+    """
+    if inspect.isclass(manager):
+        constructors = [vars(kind).get("__init__") for kind in inspect.getmro(manager)]
+    else:
+        constructors = [manager]
+
     names: set[str] = set()
-    for kind in inspect.getmro(manager) if inspect.isclass(manager) else (manager,):
-        made_by = kind.__dict__.get("__init__") if inspect.isclass(kind) else kind
-        if made_by is None:
+    for constructor in constructors:
+        if constructor is None:
             continue
-        parameters = inspect.signature(made_by).parameters.values()
+        parameters = inspect.signature(constructor).parameters.values()
         names |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             return names - {"self", "tokenizer", "num_examine", "compute_score", "reward_fn_key"}
@@ -62,8 +70,10 @@ def _accepted(manager: Callable[..., Any]) -> set[str] | None:
 
 
 def build_reward_function(config: TrainConfig) -> Callable[..., Any]:
-    """The user's function, else the judge, else the rules with their options and where code
-    runs."""
+    """Return the user's function, else the judge, else the rules with their options and runner.
+
+    Raises ConfigError if a service that it needs cannot be reached.
+    """
     section = config.reward_model
     own = config.custom_reward_function
     for_batches = section.reward_manager == "batch"
@@ -78,10 +88,12 @@ def build_reward_function(config: TrainConfig) -> Callable[..., Any]:
 
 
 def build_code_runner(section: RewardModelConfig) -> CodeRunner | None:
-    """Where rules run code: the service, this machine's sandbox with other limits, or None for its
-    defaults."""
+    """Build the runner for rules that execute code; None means this machine's default sandbox."""
     if section.sandbox_fusion.url is None:
-        return LocalRunner(section.sandbox) if section.sandbox != SandboxConfig() else None
+        if section.sandbox == SandboxConfig():
+            return None
+        return LocalRunner(section.sandbox)
+
     runner = SandboxService(section.sandbox_fusion, section.sandbox.timeout_s, section.requests)
     runner.client.check_reachable()
     return runner

@@ -1,10 +1,9 @@
-"""Calling a reward function for many samples, each with a deadline, so that no call can hang the
-run.
+"""Call a reward function for many samples, each with a deadline, so that no call can hang the run.
 
 A plain function is called for one sample after another in a worker thread, a coroutine function for
-all samples at once in an event loop. Python cannot stop a running call: one that is late is left
-behind in its daemon thread, which does not keep the process from exiting, and the remaining samples
-go to new threads. When too many are left behind, the calls move to processes, which can be killed.
+all samples at once in an event loop. Python cannot stop a running call. A late call is abandoned in
+its daemon thread, which does not keep the process from exiting, and the remaining samples go to new
+threads. When too many calls are abandoned, calls move to processes, which can be killed.
 """
 
 import asyncio
@@ -31,30 +30,30 @@ from verl.rewards.watch import THREAD_NAME, LateCall, LockWatch, forbid_exit, in
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger, say_once
 
-# Threads that one batch may use once calls hang; before the first time-out it is one.
+# Threads that one batch may use once calls hang; before the first time-out it uses one.
 MAX_THREADS = 32
-# Calls left behind and still running, over the whole run. More of them would only eat memory.
+# Abandoned calls that still run, over the whole run. More would only use memory.
 MAX_HANGING = 256
-# Once they are more: processes that make the calls instead.
+# Processes that make the calls once MAX_HANGING is exceeded.
 NUM_PROCESSES = 4
-# Calls that a process gets in one message: so many, but no more than take this long or this room.
+# Limits on the calls that a process gets in one message: their number, duration and size.
 MAX_CHUNK = 128
 CHUNK_S = 0.02
 CHUNK_CHARACTERS = 1 << 20
 # How long cancelled coroutines may take to clean up.
 CANCEL_GRACE_S = 1.0
 
-Arguments = Callable[[], dict[str, Any]]  # gives those of a call, in the thread that makes it
+Arguments = Callable[[], dict[str, Any]]  # returns a call's arguments, in the thread of the call
 
 
 class Caller:
-    """Calls `function(**arguments)` for the samples of a batch.
+    """Call `function(**arguments)` for the samples of a batch.
 
     Args:
         function: plain or coroutine function. A plain one runs in one thread, one sample at a time,
-            as long as none is late. One whose file imports signal or math_verify runs in the
-            calling thread without our deadline: signals work nowhere else, and in a thread such
-            functions often answer 0 in silence.
+            as long as none is late. If its file imports signal or math_verify, it runs in the
+            calling thread without our deadline: signals work only there, and in another thread such
+            functions often return 0 silently.
         timeout_s: seconds a call may take; may be infinite.
     """
 
@@ -77,29 +76,37 @@ class Caller:
         at_once: int = 1,
         timeout_s: float | None = None,
     ) -> list[Outcome | None]:
-        """One outcome a sample, in order; with `stop_at_failure`, None for those that were not
-        called any more.
+        """Return one outcome per sample, in order.
 
-        `at_once`: threads that call a plain function. `timeout_s`: a shorter deadline for these
-            calls.
+        Args:
+            stop_at_failure: make no further call after a failure; their outcomes are None.
+            at_once: threads that call a plain function.
+            timeout_s: a shorter deadline for these calls.
 
         Raises:
             RewardError: more than MAX_HANGING calls hang, and the function cannot be called in
                 another process.
         """
-        if not self.in_caller:
-            calls = self.begin(stop_at_failure, at_once, timeout_s)
-            for row, sample in enumerate(arguments):
-                calls.add(row, functools.partial(dict, sample))
-            outcomes = self.finish(calls)
-        # `finish` may have found that the function works nowhere else.
-        return self._call_here(arguments, stop_at_failure) if self.in_caller else outcomes
+        if self.in_caller:
+            return self._call_here(arguments, stop_at_failure)
+
+        calls = self.begin(stop_at_failure, at_once, timeout_s)
+        for row, sample in enumerate(arguments):
+            calls.add(row, functools.partial(dict, sample))
+        outcomes = self.finish(calls)
+
+        # `finish` may have found that the function works only in the calling thread.
+        if self.in_caller:
+            return self._call_here(arguments, stop_at_failure)
+        return outcomes
 
     def begin(
         self, stop_at_failure: bool = False, at_once: int = 1, timeout_s: float | None = None
     ) -> "_Threads | _Coroutines":
-        """Calls that start as their samples are added, until `finish`; of a function that is not
-        `in_caller`."""
+        """Start calls that run as their samples are added, until `finish`.
+
+        The function must not be `in_caller`.
+        """
         deadline = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
         if self.is_async:
             self._loop = self._loop or _start_loop()
@@ -107,26 +114,27 @@ class Caller:
         return _Threads(self.function, deadline, stop_at_failure, at_once)
 
     def finish(self, calls: "_Threads | _Coroutines") -> list[Outcome | None]:
-        """Wait for the outcomes of all that was added, in that order; see `__call__`."""
+        """Wait for the outcomes of all added samples, in that order; see `__call__`."""
         try:
             calls.run()
         finally:
             calls.drop()
+
         if calls.abandoned and self.is_async:
             self._loop = None
         self._remember_hanging(calls.abandoned)
-        if any(
-            outcome is not None and _needs_main_thread(outcome.error) for outcome in calls.outcomes
-        ):
-            self.in_caller = True
+
+        for outcome in calls.outcomes:
+            if outcome is not None and _needs_main_thread(outcome.error):
+                self.in_caller = True
         return calls.outcomes
 
     def _call_here(
         self, arguments: Sequence[dict[str, Any]], stop_at_failure: bool
     ) -> list[Outcome | None]:
         say_once(
-            "The reward function limits its time by signals, which work in the main thread alone: "
-            "it is called there, and reward_model.timeout_s does not apply."
+            "The reward function limits its time by signals, which work in the main thread only. "
+            "It is called there, and reward_model.timeout_s does not apply."
         )
         outcomes: list[Outcome | None] = [None] * len(arguments)
         for index, sample in enumerate(arguments):
@@ -156,7 +164,7 @@ class Caller:
 
         self.is_async = False
         self._hanging = []
-        # The process kills a late call itself; no thread is left behind.
+        # The deadline is now that of the process, which is killed; no thread is abandoned.
         self.timeout_s = math.inf
         logger.warning(
             "%s. From now on it is called in %d processes, which are killed when late.",
@@ -178,7 +186,8 @@ def _call(function: Callable[..., Any], sample: dict[str, Any]) -> Outcome:
         return Outcome(value=function(**sample))
     except HelperTimeout:
         return Outcome(timed_out=True)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's code: even sys.exit() is this sample's failure)
+    # A user's code may raise anything; even sys.exit() is a failure of this sample only.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         return Outcome(error=error)
 
 
@@ -187,16 +196,16 @@ def _call_in_thread(function: Callable[..., Any], arguments: Arguments) -> Outco
         return _call(function, arguments())
     except LateCall:
         raise
-    except BaseException as error:  # noqa: BLE001  (would end the thread unseen, and look like a call that is late)
+    # An exception would end the thread silently, which would look like a late call.
+    except BaseException as error:  # noqa: BLE001
         return Outcome(error=error)
 
 
 class _Threads:
-    """The calls of one batch: threads take the next sample each, and wait for more until `run`,
-    which minds the clock.
+    """The calls of one batch in threads, each of which takes the next sample.
 
-    With `stop_at_failure` none is begun for a row behind one that failed, so that the first failure
-    by row is known.
+    Threads wait for more samples until `run`, which watches the deadlines. With `stop_at_failure`,
+    no call starts for a row after a failed one, so the first failure by row is known.
     """
 
     def __init__(
@@ -218,19 +227,19 @@ class _Threads:
         self._chunk = 1
         self._is_whole = False
         self._failed_row = math.inf
-        # The calls of each thread, and when it began them.
+        # {thread: (its calls, the time at which it began them)}
         self._running: dict[threading.Thread, tuple[list[int], float]] = {}
         self._changed = threading.Condition()
         self._watch = LockWatch(timeout_s if runs_here(function) else math.inf)
         self._start_fault: Exception | None = None
         self._context = contextvars.copy_context()
 
-        # The current device belongs to a thread; a function that calls a model must find the one of
-        # its rank.
+        # The current device is a property of a thread; a function that calls a model needs the
+        # device of its rank.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def add(self, row: int, arguments: Arguments) -> int:
-        """Gives the place of the outcome."""
+        """Add a call, and return the index of its outcome."""
         self._watch.start()
         with self._changed:
             self._waiting.append(len(self._calls))
@@ -248,10 +257,10 @@ class _Threads:
             while not self._is_done():
                 self._require_a_thread()
                 self._changed.wait(self._until_next_deadline())
-                self._leave_late_ones()
+                self._abandon_late_threads()
 
     def drop(self) -> None:
-        """Begin no further call, whatever is still added."""
+        """Start no further call, even if samples are added."""
         with self._changed:
             self._is_whole = True
             self._failed_row = -math.inf
@@ -264,11 +273,11 @@ class _Threads:
             thread = threading.Thread(
                 target=context.run, args=(self._work_until_late,), name=THREAD_NAME, daemon=True
             )
-            # Counted from now on, so that a thread that cannot start a call is seen as late too.
+            # Counted from now on, so that a thread that cannot start a call also becomes late.
             self._running[thread] = ([], time.monotonic())
             try:
                 thread.start()
-            except RuntimeError as error:  # no more threads; those that run go on
+            except RuntimeError as error:  # no more threads; the running ones continue
                 del self._running[thread]
                 self._start_fault = error
                 return
@@ -283,14 +292,14 @@ class _Threads:
                 f"No thread could be started to call the reward function ({self._start_fault}), "
                 f"and {threading.active_count()} threads run. Raise the limit on processes "
                 "(ulimit -u, the container's pids limit), or give the function a time limit of its "
-                "own, so that no calls are left behind."
+                "own, so that no call has to be abandoned."
             )
 
     def _work_until_late(self) -> None:
         try:
             self._work()
         except LateCall:
-            # It may come between taking the lock and entering the block that gives it back.
+            # The exception may arrive between taking the lock and entering the block that frees it.
             while self._changed._is_owned():  # pyright: ignore[reportAttributeAccessIssue]
                 self._changed.release()
 
@@ -305,7 +314,7 @@ class _Threads:
         while True:
             with self._changed:
                 if me not in self._running:
-                    return  # was late: its sample is already counted
+                    return  # this thread was late, and its sample has an outcome already
                 self._running[me] = ([], math.inf)
                 self._end_calls(indexes, outcomes, began)
                 self._changed.wait_for(lambda: self._has_next() or self._is_whole)
@@ -322,11 +331,12 @@ class _Threads:
                 outcomes = self._call_in_process(self.function, indexes)
             else:
                 outcomes = [_call_in_thread(self.function, self._calls[indexes[0]][1])]
-            if time.monotonic() - began >= self.timeout_s:  # `run` was not there to see it
+            # Late calls that end before `run` checks the deadlines time out here.
+            if time.monotonic() - began >= self.timeout_s:
                 outcomes = [Outcome(timed_out=True)]
 
     def _take(self) -> list[int]:
-        """Take the next call, or several for a process, which costs less for each."""
+        """Take the next call, or several for a process, which lowers the cost of each."""
         if not isinstance(self.function, ProcessFunction):
             return [self._waiting.popleft()]
         count = min(self._chunk, len(self._waiting))
@@ -335,27 +345,28 @@ class _Threads:
         return [self._waiting.popleft() for _ in range(count)]
 
     def _call_in_process(self, function: ProcessFunction, indexes: list[int]) -> list[Outcome]:
-        """Return the outcomes of the first of these calls, at least of one."""
+        """Return the outcomes of the first of these calls, of one at least."""
         packed: list[str] = []
         size = 0
         for index in indexes:
             try:
                 packed.append(pack_call(**self._calls[index][1]()))
-            except BaseException as error:  # noqa: BLE001  (a user's class, as in `_call_in_thread`)
+            except BaseException as error:  # noqa: BLE001  (as in `_call_in_thread`)
                 if not packed:
                     return [Outcome(error=error)]
-                break  # the others first; it is the first of the next calls
+                break  # make the packed calls first; this one comes first in the next message
             size += len(packed[-1])
             if size > CHUNK_CHARACTERS:
                 break
 
         try:
             return function.call_each(packed, self.stop_at_failure)
-        except BaseException as error:  # noqa: BLE001  (no process, or its error as it loaded the file)
+        # The process failed to start, or to load the file.
+        except BaseException as error:  # noqa: BLE001
             return [Outcome(error=error)]
 
     def _end_calls(self, indexes: list[int], outcomes: list[Outcome], began: float) -> None:
-        """Record outcomes; the calls without one wait again, before all others."""
+        """Record outcomes; put calls without one back at the front of the queue."""
         rest = indexes[len(outcomes) :]
         self._waiting.extendleft(reversed(rest))
         if rest:
@@ -390,16 +401,19 @@ class _Threads:
 
     def _until_next_deadline(self) -> float:
         now = time.monotonic()
-        # A thread that has no call yet may take one as soon as the lock is free: that call cannot
-        # be late any sooner.
+        # A thread without a call may take one as soon as the lock is free. That call becomes late
+        # `timeout_s` from now at the earliest.
         oldest = min((began for _, began in self._running.values()), default=now)
-        return min(max(min(oldest, now) + self.timeout_s - now, 0.001), threading.TIMEOUT_MAX)
+        until_late_s = min(oldest, now) + self.timeout_s - now
+        return min(max(until_late_s, 0.001), threading.TIMEOUT_MAX)
 
-    def _leave_late_ones(self) -> None:
+    def _abandon_late_threads(self) -> None:
         now = time.monotonic()
-        late = [
-            thread for thread, (_, began) in self._running.items() if now - began >= self.timeout_s
-        ]
+        late: list[threading.Thread] = []
+        for thread, (_, began) in self._running.items():
+            if now - began >= self.timeout_s:
+                late.append(thread)
+
         for thread in late:
             indexes, _ = self._running.pop(thread)
             self.abandoned.append(thread)
@@ -409,13 +423,16 @@ class _Threads:
 
         waiting = len(self._waiting)
         room = max(MAX_THREADS, self.at_once) - len(self._running)
-        # Twice as many as were late: when every call hangs, the batch ends after a few time-outs,
-        # not one a sample.
+        # Start twice as many threads as were late: if every call hangs, the batch ends after a few
+        # time-outs instead of one per sample.
         self._start_threads(min(2 * len(late), waiting, room))
 
 
 class _Coroutines:
-    """The calls of one batch, all at once in an event loop. `moved`: when the loop last did."""
+    """The calls of one batch, all at once in an event loop.
+
+    `moved` is the time at which the loop last made progress.
+    """
 
     def __init__(
         self, function: Callable[..., Any], timeout_s: float, loop: asyncio.AbstractEventLoop
@@ -423,29 +440,28 @@ class _Coroutines:
         self.function = function
         self.timeout_s = timeout_s
         self.outcomes: list[Outcome | None] = []
-        self.abandoned: list[threading.Thread] = []  # the loop's, where a coroutine blocks it
+        self.abandoned: list[threading.Thread] = []  # the loop's thread, if a coroutine blocks it
         self.moved = time.monotonic()
-        self._loop, self._loop_threads = loop, list[threading.Thread]()
+        self._loop = loop
+        self._loop_threads: list[threading.Thread] = []
         self._calls: list[concurrent.futures.Future[None]] = []
         self._is_over = False
         self._watch = LockWatch(timeout_s + CANCEL_GRACE_S)
         asyncio.run_coroutine_threadsafe(self._beat(), loop)
 
     def add(self, row: int, arguments: Arguments) -> int:
-        """Gives the place of the outcome."""
+        """Add a call, and return the index of its outcome."""
         self._watch.start()
         self.outcomes.append(None)
         index = len(self.outcomes) - 1
-        self._calls.append(
-            asyncio.run_coroutine_threadsafe(self._call(index, arguments), self._loop)
-        )
+        call = asyncio.run_coroutine_threadsafe(self._call(index, arguments), self._loop)
+        self._calls.append(call)
         return index
 
     def run(self) -> None:
-        while concurrent.futures.wait(
-            self._calls, timeout=0.05 if self.timeout_s < 1 else 0.5
-        ).not_done:
-            # A coroutine that blocks without awaiting stops the loop, and the deadlines with it.
+        poll_s = 0.05 if self.timeout_s < 1 else 0.5
+        while concurrent.futures.wait(self._calls, timeout=poll_s).not_done:
+            # A coroutine that blocks without awaiting stops the loop and its deadlines.
             if time.monotonic() - self.moved > self.timeout_s + CANCEL_GRACE_S:
                 self.abandoned = self._loop_threads
                 for thread in self._loop_threads:
@@ -457,7 +473,7 @@ class _Coroutines:
         self.outcomes = [outcome or Outcome(timed_out=True) for outcome in self.outcomes]
 
     def drop(self) -> None:
-        """Begin no further call, whatever is still added."""
+        """Start no further call, even if samples are added."""
         self._is_over = True
         self._watch.stop()
 
@@ -465,9 +481,8 @@ class _Coroutines:
         if self._is_over:
             return
         task = asyncio.ensure_future(self._note(index, arguments))
-        await asyncio.wait(
-            [task], timeout=self.timeout_s if math.isfinite(self.timeout_s) else None
-        )
+        timeout_s = self.timeout_s if math.isfinite(self.timeout_s) else None
+        await asyncio.wait([task], timeout=timeout_s)
         if not task.done():
             self.outcomes[index] = Outcome(timed_out=True)
             task.cancel()
@@ -477,7 +492,7 @@ class _Coroutines:
         call_ends.set(time.monotonic() + self.timeout_s)
         try:
             outcome = Outcome(value=await self.function(**arguments()))
-        except asyncio.CancelledError:  # by the user's own code, or by us when it is late
+        except asyncio.CancelledError:  # by the user's code, or by us because it was late
             outcome = Outcome(error=RuntimeError("the coroutine was cancelled"))
         except BaseException as error:  # noqa: BLE001  (a user's code, as in `_call`)
             outcome = Outcome(error=error)
@@ -491,8 +506,10 @@ class _Coroutines:
 
 
 def _start_loop() -> asyncio.AbstractEventLoop:
-    """A loop in a daemon thread. It lives as long as the run, so that the function can keep clients
-    bound to it."""
+    """Start an event loop in a daemon thread.
+
+    It lives as long as the run, so that the function can keep clients that are bound to it.
+    """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(
         target=_run_until_late, args=(loop,), name=f"{THREAD_NAME}-loop", daemon=True
@@ -508,5 +525,5 @@ def _start_loop() -> asyncio.AbstractEventLoop:
 
 
 def _run_until_late(loop: asyncio.AbstractEventLoop) -> None:
-    with contextlib.suppress(LateCall):  # a coroutine blocked it; the next batch has another loop
+    with contextlib.suppress(LateCall):  # a coroutine blocked it; the next batch gets another loop
         loop.run_forever()

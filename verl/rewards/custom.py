@@ -1,4 +1,4 @@
-"""The reward function that `custom_reward_function.path` and `.name` point to."""
+"""Load the reward function that `custom_reward_function.path` and `.name` point to."""
 
 import functools
 import inspect
@@ -21,18 +21,18 @@ def load_custom_reward(
     *,
     for_batches: bool = False,
 ) -> Callable[..., Any] | None:
-    """Return the user's `compute_score(data_source, solution_str, ground_truth, extra_info)`, or
-    None when no path is given.
+    """Load the user's reward function; return None if `path` is None or empty.
 
-    A plain function is called in a process of its own, which can be killed when a call hangs; a
-    coroutine function is called in this process. Both load the file, that process first.
+    It is called as `compute_score(data_source, solution_str, ground_truth, extra_info)`. A plain
+    function runs in a process of its own, which can be killed if a call hangs; a coroutine function
+    runs in this process. Both processes load the file, the other one first.
 
     Args:
         path: a .py file or an importable module.
         name: the function in it, plain or `async`. It returns a float, or a dict with "score".
         reward_kwargs: further keyword arguments for every call.
-        for_batches: it takes lists, `data_sources` and so on, and returns a list (the manager
-            `batch`).
+        for_batches: it takes lists (`data_sources`, ...) and returns a list, for the manager
+            `batch`.
 
     Raises:
         ConfigError: no such file or name, not callable, or it does not take the arguments above.
@@ -50,7 +50,7 @@ def load_custom_reward(
         ) from error
 
     in_process = ProcessFunction.of_file(source, name=f"the reward function '{name}' of '{path}'")
-    # Here as well, once a process has survived it: the file may register rules or losses.
+    # Load it here as well, after the other process has survived: it may register rules or losses.
     function = load_function(**source)
     return function if in_process.is_async else in_process
 
@@ -70,19 +70,18 @@ def load_function(
 
 
 def check_arguments(
-    function: Callable[..., Any], what: str, extra: Mapping[str, Any], for_batches: bool = False
+    function: Callable[..., Any], name: str, extra: Mapping[str, Any], for_batches: bool = False
 ) -> None:
-    """Refuse a function that cannot be called with our keywords, before anything is generated for
-    it."""
+    """Raise ConfigError for a function that cannot be called with our keywords."""
     arguments = _BATCH_ARGUMENTS if for_batches else _ARGUMENTS
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some builtins tell no signature; the first call shows it
+    except ValueError:  # some builtins have no signature; the first call will show a mistake
         return
     try:
         signature.bind(**dict.fromkeys(arguments), **extra)
     except TypeError as error:
         raise ConfigError(
-            f"{what} is called with the keywords {', '.join((*arguments, *extra))}; its signature "
+            f"{name} is called with the keywords {', '.join((*arguments, *extra))}; its signature "
             f"is {signature}: {error}."
         ) from error

@@ -1,4 +1,4 @@
-"""When the reward call that runs here must have ended.
+"""The deadline of the reward call in this thread or task.
 
 A thread cannot be stopped from outside. A call that waits for a service reads its deadline here and
 stops itself.
@@ -12,5 +12,5 @@ call_ends: ContextVar[float] = ContextVar("call_ends", default=math.inf)  # by t
 
 
 def time_left() -> float:
-    """Seconds until the call of this thread or task is late; infinite outside of a call."""
+    """Return the seconds until this thread's or task's call is late; infinite outside of a call."""
     return call_ends.get() - time.monotonic()

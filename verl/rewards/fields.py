@@ -1,5 +1,4 @@
-"""What a reward tells beside its score: which values it may tell, and how those of a batch become
-columns."""
+"""Fields that a reward returns in addition to its score: allowed values, and columns of a batch."""
 
 import io
 import math
@@ -18,14 +17,15 @@ _WAY_OUT = "Return numbers, texts, or lists and dicts of them; of another object
 
 
 def fault_of(value: Any) -> str | None:
-    """Why a field cannot have this value; None if it can.
+    """Describe why a field cannot have this value; None if it can.
 
-    Columns become metrics and lines of text and go to the other ranks. All is asked on one process
-    too: a program that runs on one must run on many.
+    Columns become metrics and lines of text, and go to other ranks. One process requires the same,
+    so that a program that runs on one rank also runs on many.
     """
     if type(value) in _PLAIN:
         return None
-    if type(value) is int:  # compared before it is converted: float(10**400) raises
+    if type(value) is int:
+        # Compare before converting: float(10**400) raises.
         if -sys.float_info.max <= value <= sys.float_info.max:
             return None
         way_out = "Return a text of it, hex(n) say, or its logarithm."
@@ -35,13 +35,14 @@ def fault_of(value: Any) -> str | None:
         return None
     try:
         _Elsewhere(io.BytesIO(pickle.dumps(value))).load()
-    except Exception as error:  # noqa: BLE001 - whatever a user's class holds or does
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         fact = f"is of type {type(value).__name__} and cannot be sent to another process"
         return f"{fact} ({describe_error(error)}). {_WAY_OUT}"
 
     try:
         str(value)
-    except Exception as error:  # noqa: BLE001 - integers of more than 4,300 digits, and a user's __str__
+    # An integer of more than 4,300 digits, or a user's __str__.
+    except Exception as error:  # noqa: BLE001
         fact = f"is of type {type(value).__name__} and cannot be written as text"
         return f"{fact} ({describe_error(error)}). {_WAY_OUT}"
 
@@ -49,7 +50,7 @@ def fault_of(value: Any) -> str | None:
 
 
 class _Elsewhere(pickle.Unpickler):
-    """Reads as another process does, which knows nothing of the file of the reward function."""
+    """Unpickle as in another process, which has not loaded the file of the reward function."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if module_name.startswith("verl_user_"):
@@ -60,18 +61,25 @@ class _Elsewhere(pickle.Unpickler):
 
 
 def shown(value: Any) -> str:
-    """The start of a value's repr; its type alone where it has none, as integers of more than 4,300
-    digits."""
+    """Return the start of a value's repr, or a note if it has none.
+
+    Integers of more than 4,300 digits have none.
+    """
     try:
         return repr(value)[:100]
-    except Exception:  # noqa: BLE001 - a user's __repr__, for a message about something else
+    except Exception:  # noqa: BLE001 - a user's __repr__, in a message about another fault
         return "a value that cannot be written"
 
 
 def collect_extra(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """One list of B a field, in order of first appearance. A row without it has NaN if the others
-    are numbers, else None."""
-    names = dict.fromkeys(name for row in rows for name in row)
+    """Return one list of length B for each field, in order of first appearance.
+
+    A row without a field has NaN if the field's other values are numbers, else None.
+    """
+    names: dict[str, None] = {}
+    for row in rows:
+        names.update(dict.fromkeys(row))
+
     collected: dict[str, list[Any]] = {}
     for name in names:
         present = [row[name] for row in rows if name in row]

@@ -1,9 +1,8 @@
-"""Helper processes: a child that answers one JSON line for each JSON line, and can be killed when
-it is late.
+"""Helper processes: a child answers each JSON line by one, and can be killed when it is late.
 
-For what must not run in the trainer: code that takes signals or for ever (MATH), code that may hang
-(the prime manager's functions), code that nobody has read (the sandbox). A child is started from
-nothing, never forked from the trainer, whose threads and CUDA context no fork survives.
+They run code that must not run in the trainer: code that uses signals or may not end (MATH), code
+that may hang (functions of the manager prime), untrusted code (the sandbox). A child is a fresh
+process, never a fork of the trainer, because threads and CUDA contexts do not survive a fork.
 """
 
 import json
@@ -23,19 +22,18 @@ from typing import Any
 from verl.utils.errors import RewardError
 
 START_TIMEOUT_S = 120.0  # imports on a busy machine
-# Pause before the next of several answers is read, so that not each of them wakes this process.
+# Pause before the next of several answers is read, so that each one does not wake this process.
 GATHER_S = 0.0005
-# The folder that a child must have in its search path to find the same `verl`, however we were
-# started.
+# The folder that a child needs in its search path to import this `verl`.
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class HelperTimeout(Exception):
-    """No answer in time. The child was killed."""
+    """The child did not answer in time and was killed."""
 
 
 class HelperDied(Exception):
-    """The child ended instead of answering; `exit_code` is negative for a signal."""
+    """The child exited instead of answering; `exit_code` is negative for a signal."""
 
     def __init__(self, exit_code: int | None) -> None:
         super().__init__(f"the process ended with exit code {exit_code}")
@@ -46,11 +44,11 @@ class Helper:
     """One child process.
 
     Args:
-        command: what to start. Its first line is its greeting, which `greeting` holds.
-        first: sent before the greeting is waited for, unless None.
+        command: the command to start. Its first line of output becomes `greeting`.
+        first: a message to send before the greeting; None sends nothing.
 
     Raises:
-        RewardError: no greeting; what the child had to say about it stands on stderr.
+        RewardError: no greeting came; the child's own messages are on stderr.
     """
 
     def __init__(
@@ -87,14 +85,13 @@ class Helper:
         except (HelperTimeout, HelperDied) as error:
             self.close()
             raise RewardError(
-                f"The helper process of {name} did not start ({error}); its own words stand on "
+                f"The helper process of {name} did not start ({error}). Its own messages are on "
                 "stderr."
             ) from error
 
     @property
     def is_ours(self) -> bool:
-        """Whether it lives, and belongs to this process: after a fork the pipes are the
-        parent's."""
+        """Return whether it runs and belongs to this process; a fork does not own the pipes."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, message: Any, timeout_s: float) -> Any:
@@ -113,13 +110,12 @@ class Helper:
     def ask_each(self, message: Any, timeout_s: float, numbers: Sequence[int]) -> Iterator[Any]:
         """Yield the answers to one message with several requests, in the order of the requests.
 
-        Each answer may take `timeout_s`, counted from the answer before it. HelperTimeout and
-        HelperDied are raised in place of the first answer that is missing; then the helper is
-        closed.
+        Each answer may take `timeout_s`, counted from the previous answer. HelperTimeout or
+        HelperDied is raised in place of the first missing answer, after which the helper is closed.
 
         Args:
-            numbers: the first entry of each answer, a list. Other lines are skipped: the answer of
-                a process that the child forked, say.
+            numbers: the first entry of each answer, which is a list. Other lines are skipped, such
+                as the answer of a process that the child forked.
         """
         try:
             self._write(message)
@@ -142,8 +138,7 @@ class Helper:
                 return answer
 
     def close(self) -> None:
-        """Kill the child and what it has started in its own session; nothing in a fork of its
-        owner."""
+        """Kill the child and all processes of its session. Does nothing in a fork of the owner."""
         if self._owner != os.getpid():
             return
         self.kill()
@@ -153,10 +148,10 @@ class Helper:
             try:
                 pipe.close()
             except BrokenPipeError:
-                continue  # an unsent rest, which nobody is there to read
+                continue  # unsent data, which has no reader any more
 
     def kill(self) -> None:
-        """As `close`, from any thread: who waits for an answer gets HelperDied."""
+        """Kill as `close` does, from any thread; a caller that waits gets HelperDied."""
         if self._owner != os.getpid():
             return
         try:
@@ -185,7 +180,7 @@ class Helper:
     def _read_line(self, timeout_s: float) -> bytes:
         assert self._process.stdout is not None
         ends = time.monotonic() + timeout_s
-        start = 0  # nothing before it is the end of a line
+        start = 0  # there is no end of a line before this position
         while (end := self._unread.find(b"\n", start)) < 0:
             start = len(self._unread)
             left_ms = (ends - time.monotonic()) * 1000
@@ -193,7 +188,7 @@ class Helper:
             poll.register(self._process.stdout, select.POLLIN)
             ready = poll.poll(None if math.isinf(left_ms) else max(math.ceil(left_ms), 0))
             if not ready:
-                # All of its session: a process that it forked would go on.
+                # Kill the whole session, or a process that it forked would continue.
                 self.kill()
                 raise HelperTimeout(f"no answer within {timeout_s:g} s")
             chunk = os.read(self._process.stdout.fileno(), 1 << 20)
@@ -207,15 +202,16 @@ class Helper:
 
 
 def start_module(module: str, *, name: str, first: Any = None, **environment: str) -> Helper:
-    """A helper that runs a module of ours in our environment, but for the variables given."""
-    paths = os.pathsep.join([PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables = {**os.environ, "PYTHONPATH": paths, **environment}
+    """Start a helper that runs a module of ours, in our environment plus the given variables."""
+    paths = [PACKAGE_ROOT]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
     return Helper([sys.executable, "-m", module], variables, name=name, first=first)
 
 
 class HelperPool:
-    """Helpers that wait for work; as many as there were callers at one time. They end with this
-    process."""
+    """Helpers that wait for work, one for each concurrent caller. They end with this process."""
 
     def __init__(self, start: Callable[[], Helper]) -> None:
         self._start = start
@@ -224,8 +220,10 @@ class HelperPool:
         weakref.finalize(self, _end, self._idle, self._at_work)  # at exit too
 
     def ask(self, message: Any, timeout_s: float) -> Any:
-        """Return the answer of a helper that has nothing else to do; see `Helper.ask`. After
-        HelperTimeout and HelperDied the next call has another helper."""
+        """Return the answer of an idle helper; see `Helper.ask`.
+
+        After HelperTimeout or HelperDied the next call gets another helper.
+        """
         helper = self._borrow()
         self._at_work.add(helper)
         try:
@@ -242,20 +240,20 @@ class HelperPool:
         try:
             yield from helper.ask_each(message, timeout_s, numbers)
             self._idle.append(helper)
-        except GeneratorExit:  # the caller left; answers that it did not read are still to come
+        except GeneratorExit:  # the caller stopped early, and unread answers are still to come
             helper.close()
             raise
         finally:
             self._at_work.discard(helper)
 
     def start(self) -> Any:
-        """Start a helper that waits for work, unless one does; return its greeting."""
+        """Ensure that one helper waits for work, and return its greeting."""
         helper = self._borrow()
         self._idle.append(helper)
         return helper.greeting
 
     def close(self) -> None:
-        """Idle helpers end here; one at work ends with our process."""
+        """End the idle helpers. A working one ends with this process."""
         _close_all(self._idle)
 
     def _borrow(self) -> Helper:
@@ -273,12 +271,12 @@ def _close_all(helpers: deque[Helper]) -> None:
 
 def _end(idle: deque[Helper], at_work: set[Helper]) -> None:
     _close_all(idle)
-    for helper in list(at_work):  # a call may hang for ever
+    for helper in list(at_work):  # a call may hang forever
         helper.kill()
 
 
 def _taken(helpers: deque[Helper]) -> Iterator[Helper]:
-    """All that wait there, one after the other; other threads take some too."""
+    """Take all helpers out of the queue, one by one; other threads may take some as well."""
     while True:
         try:
             yield helpers.pop()

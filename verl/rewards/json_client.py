@@ -1,8 +1,8 @@
 """Post JSON to a service and read a bounded answer within a bounded time.
 
-Lost connections and the statuses 429, 500, 502, 503 and 504 are tried again with growing waits, or
-after as long as Retry-After says. At most `max_concurrent` requests are under way, so that a slow
-service slows the run and is not flooded.
+Lost connections and the statuses 429, 500, 502, 503 and 504 are retried after growing waits, or
+after the time that Retry-After states. At most `max_concurrent` requests are in flight, so a slow
+service slows the run down and is not flooded.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 class JsonClient:
-    """Posts JSON to one service, from any number of threads; those beyond `max_concurrent` wait.
+    """Post JSON to one service, from any number of threads; those beyond `max_concurrent` wait.
 
-    A request may take `requests.timeout_s` from its first byte to the last byte of its answer,
-    however slowly that comes. All retries together end with the reward call that they are made for.
+    A request may take `requests.timeout_s` from its first byte to the last byte of its answer. The
+    retries end at the deadline of the reward call that they are made for.
 
     Args:
         key: name of the configuration key that holds the address, for errors.
@@ -59,7 +59,7 @@ class JsonClient:
         self.requests = requests
         self._http = urllib3.PoolManager(
             maxsize=max_concurrent,
-            block=True,  # a thread waits for a connection to come back
+            block=True,  # a thread waits for a free connection
             timeout=urllib3.Timeout(
                 connect=min(_CONNECT_TIMEOUT_S, requests.timeout_s), read=requests.timeout_s
             ),
@@ -72,7 +72,7 @@ class JsonClient:
 
         Raises:
             RewardError: no answer after all retries or within the deadline, an error status, an
-                answer of more than MAX_ANSWER_BYTES, or something else than a JSON object.
+                answer of more than MAX_ANSWER_BYTES, or an answer that is no JSON object.
         """
         address = f"{self.url + path} ({self.key})"
         try:
@@ -93,7 +93,7 @@ class JsonClient:
         return value
 
     def check_reachable(self) -> None:
-        """Raise ConfigError unless the service answers; any answer will do."""
+        """Raise ConfigError unless the service answers; any answer counts."""
         try:
             with _watch(self.requests, max_retries=0) as exchange:
                 self._http.request(
@@ -109,6 +109,7 @@ class JsonClient:
         self, method: str, url: str, exchange: "_Exchange", body: Mapping[str, Any]
     ) -> tuple[int, bytes]:
         retries = exchange.retries
+
         while True:
             answer = self._http.request(
                 method,
@@ -118,6 +119,7 @@ class JsonClient:
                 preload_content=False,
                 pool_timeout=exchange.time_left(),
             )
+
             try:
                 return answer.status, _read(answer, exchange)
             except urllib3.exceptions.HTTPError as error:
@@ -125,13 +127,13 @@ class JsonClient:
                 retries = retries.increment(method, url, error=error)
                 retries.sleep()
             finally:
-                # The connection of an answer that was read to its end is back in the pool by now.
+                # After the last byte of an answer, its connection is back in the pool already.
                 if not answer.closed:
                     answer.close()
 
 
 class _Exchange:
-    """A post with its retries, and the alarm that ends the attempt under way."""
+    """A post with its retries, and the alarm that ends the current attempt."""
 
     def __init__(self, requests: RequestsConfig, max_retries: int) -> None:
         self.requests = requests
@@ -152,7 +154,7 @@ class _Exchange:
             raise RewardError("the service did not answer before the deadline of the reward call")
 
     def begin_attempt(self, connection: "_Watched") -> None:
-        """Start the alarm of one attempt: it breaks the connection, which ends every wait on it."""
+        """Start the alarm of one attempt. It breaks the connection, which ends any wait on it."""
         self.end_attempt()
         self.check_deadline()
         self.attempt_is_late = False
@@ -178,8 +180,10 @@ _exchange_here: ContextVar[_Exchange] = ContextVar("exchange")
 
 @contextlib.contextmanager
 def _watch(requests: RequestsConfig, max_retries: int | None = None) -> Iterator[_Exchange]:
-    """Give the exchange that connections of this thread are watched by."""
-    exchange = _Exchange(requests, requests.max_retries if max_retries is None else max_retries)
+    """Yield the exchange that watches the connections of this thread."""
+    if max_retries is None:
+        max_retries = requests.max_retries
+    exchange = _Exchange(requests, max_retries)
     token = _exchange_here.set(exchange)
     try:
         yield exchange
@@ -189,10 +193,10 @@ def _watch(requests: RequestsConfig, max_retries: int | None = None) -> Iterator
 
 
 class _Watched:
-    """A connection whose requests are under the alarm of their exchange."""
+    """A connection with requests that the alarm of their exchange can break off."""
 
     sock: Any
-    # An answer without a length outlives its connection, which forgets the socket.
+    # The connection drops its socket before an answer without a length has been read.
     _last_sock: Any = None
 
     def connect(self) -> None:
@@ -200,7 +204,7 @@ class _Watched:
         self._last_sock = self.sock
         exchange = _exchange_here.get()
         exchange.check_deadline()
-        if exchange.attempt_is_late:  # the alarm found no socket to break
+        if exchange.attempt_is_late:  # the alarm came before there was a socket
             raise urllib3.exceptions.ProtocolError("the connection took too long")
 
     def request(self, *args: Any, **options: Any) -> None:
@@ -208,10 +212,10 @@ class _Watched:
         super().request(*args, **options)  # pyright: ignore[reportAttributeAccessIssue]
 
     def break_off(self) -> None:
-        """Shut the socket down, from another thread than the one that reads it."""
+        """Shut the socket down, while another thread reads from it."""
         if self._last_sock is None:
             return
-        # The other side may have closed it, or the reader may be through just now.
+        # The peer may have closed it, or the reader may just have finished.
         with contextlib.suppress(OSError):
             self._last_sock.shutdown(socket.SHUT_RDWR)
 
@@ -238,8 +242,8 @@ def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
     class Retry(urllib3.Retry):
         """Retries that end with the reward call.
 
-        Retry-After is obeyed up to the time-out of a request; a value that is no number of seconds
-        or date is ignored.
+        Retry-After is obeyed up to the time-out of a request. A value that is neither a number of
+        seconds nor a date is ignored.
         """
 
         def increment(self, *args: Any, **options: Any) -> urllib3.Retry:
@@ -247,7 +251,7 @@ def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
             more = super().increment(*args, **options)
             response = options.get("response")
             if response is not None:
-                response.close()  # urllib3 would read all of it, however long it is
+                response.close()  # urllib3 would read all of it, at any length
             exchange.check_deadline()
             return more
 
@@ -256,7 +260,9 @@ def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
                 seconds = super().get_retry_after(response)
             except urllib3.exceptions.InvalidHeader:
                 return None
-            return None if seconds is None else self._bounded(min(seconds, requests.timeout_s))
+            if seconds is None:
+                return None
+            return self._bounded(min(seconds, requests.timeout_s))
 
         def get_backoff_time(self) -> float:
             return self._bounded(super().get_backoff_time())
@@ -270,7 +276,7 @@ def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
         status_forcelist=_RETRIED,
         backoff_factor=requests.backoff_s,
         backoff_max=_LONGEST_BACKOFF_S,
-        # Many wait for the same service: they must not all come back at once.
+        # Many threads wait for the same service; they must not all retry at once.
         backoff_jitter=requests.backoff_s,
         allowed_methods=None,
         raise_on_status=False,
@@ -278,19 +284,18 @@ def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
 
 
 def _read(answer: urllib3.BaseHTTPResponse, exchange: _Exchange) -> bytes:
-    """Read the body, and expand it; both up to MAX_ANSWER_BYTES."""
+    """Read the body and decompress it, each up to MAX_ANSWER_BYTES."""
     body = bytearray()
-    # As long as one more byte than the limit may come, so that a longer body is seen.
     while chunk := answer.read(_CHUNK_BYTES, decode_content=False):
         body += chunk
         if len(body) > MAX_ANSWER_BYTES:
             raise _too_long()
 
     exchange.end_attempt()
-    if exchange.attempt_is_late:  # a body without a length looks whole where it was broken off
+    if exchange.attempt_is_late:  # a body without a length looks complete when it is broken off
         exchange.check_deadline()
         raise urllib3.exceptions.ProtocolError(
-            f"the answer was not whole after {exchange.requests.timeout_s:g} s"
+            f"the answer was not complete after {exchange.requests.timeout_s:g} s"
         )
     return _expanded(bytes(body), answer.headers.get("Content-Encoding", "identity"))
 
@@ -300,10 +305,10 @@ def _expanded(body: bytes, encoding: str) -> bytes:
         return body
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise RewardError(
-            f"the service answered in the encoding {encoding[:40]!r}, which was not asked for; "
+            f"the service answered in the encoding {encoding[:40]!r}, which was not requested; "
             "gzip, deflate or none can be read"
         )
-    expander = zlib.decompressobj(zlib.MAX_WBITS | 32)  # finds out which header it is
+    expander = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects the gzip and zlib headers
     data = expander.decompress(body, MAX_ANSWER_BYTES)
     if expander.unconsumed_tail:
         raise _too_long()

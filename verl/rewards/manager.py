@@ -1,4 +1,4 @@
-"""From a batch of responses to a batch of scores."""
+"""Reward managers: turn a batch of responses into a batch of scores."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ OnError = Literal["stop", "zero", "drop", "retry"]
 
 @dataclass(slots=True)
 class Sample:
-    """One response with what its reward function gets, and its place in the batch."""
+    """One response, the arguments of its reward function, and its place in the batch."""
 
     row: int
     data_source: Any
@@ -47,8 +47,11 @@ class Sample:
     token_ids: Sequence[int] = ()
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of one call. They are copies: a function that changes them would
-        change the data of the next epoch, and of the other samples of its prompt."""
+        """Return the arguments of one call, as copies.
+
+        A function that changed the originals would change the data of the next epoch and of the
+        other samples of the prompt.
+        """
         return {
             "data_source": self.data_source,
             "solution_str": self.solution_str,
@@ -59,7 +62,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Scores:
-    """Scores of a batch, and how many of them could not be had."""
+    """Scores of a batch, and the number of failures."""
 
     scores: list[float] = field(default_factory=list)
     extra: list[dict[str, Any]] = field(default_factory=list)
@@ -79,21 +82,22 @@ class Scores:
 
 
 class RewardManager:
-    """Base of the managers: reads the batch, calls the function, places the scores. A subclass
-    changes one of these.
+    """Base of the managers: read the batch, call the function, place the scores.
+
+    A subclass changes one of these steps.
 
     Args:
         tokenizer: decodes prompts and responses.
-        num_examine: how many samples of each data source a call prints.
+        num_examine: number of samples of each data source that a call prints.
         compute_score: `f(data_source, solution_str, ground_truth, extra_info)`, plain or async,
             returning a finite number or a dict with "score"; None: the rule of the row's data
             source.
         reward_fn_key: the column with the data source.
         timeout_s: seconds that one call may take; None: no limit.
-        on_error: for a sample whose call raises, is late, or returns no finite score: "stop" raises
-            RewardError, "zero" scores it 0, "drop" scores it 0 and lists its row in "dropped", so
-            that the trainer leaves it out, "retry" calls again up to `max_retries` times and drops
-            what fails still.
+        on_error: policy for a sample if its call raises, is late, or returns no finite score.
+            "stop" raises RewardError. "zero" scores it 0. "drop" scores it 0 and lists its row in
+            "dropped", so that the trainer leaves it out. "retry" calls again up to `max_retries`
+            times, and drops samples that still fail.
 
     A subclass that replaces one of the methods in `DECLARED` declares what that reads and writes
     (`verl.utils.phases.phase`). Without a declaration it is taken to change the batch, so that the
@@ -145,15 +149,15 @@ class RewardManager:
         """Score every response.
 
         Returns:
-            The (B, R) float32 scores, each on the last real token of its response; with
-            `return_dict`, a dict of them ("reward_tensor"), "reward_extra_info" (name -> list of B:
-            the fields that the function returned beside "score"), "metrics" (`reward/num_errors`,
-            `reward/num_timeouts`) and "dropped" (row numbers). A batch that has the column
-            `rm_scores` is scored already: they are returned.
+            The (B, R) float32 scores, each on the last real token of its response. With
+            `return_dict`, a dict: the scores ("reward_tensor"), further fields that the function
+            returned ("reward_extra_info": name -> list of B), "metrics" (`reward/num_errors`,
+            `reward/num_timeouts`) and "dropped" (row numbers). A batch with the column `rm_scores`
+            is scored already: these scores are returned.
 
         Raises:
-            RewardError: an empty response; under "stop" the first failing sample, by row, with its
-                text and traceback.
+            RewardError: a response is empty, or a sample fails under "stop". The message has the
+                text and traceback of the first failing row.
         """
         if "rm_scores" in data.batch.keys():
             reward_tensor = self._given_scores(data)
@@ -163,10 +167,9 @@ class RewardManager:
             result = self.score(samples, data)
             reward_tensor = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
             if samples:
-                rows, columns = zip(*((sample.row, sample.last_token) for sample in samples))
-                reward_tensor[list(rows), list(columns)] = torch.tensor(
-                    result.scores, dtype=torch.float32
-                )
+                rows = [sample.row for sample in samples]
+                columns = [sample.last_token for sample in samples]
+                reward_tensor[rows, columns] = torch.tensor(result.scores, dtype=torch.float32)
             self.print_examples(samples, result.scores, data)
 
         if not return_dict:
@@ -180,7 +183,7 @@ class RewardManager:
 
     @phase(reads=READ)
     def read(self, data: DataProto) -> list[Sample]:
-        """Decode the responses and gather what belongs to them."""
+        """Decode the responses and collect the arguments of their calls."""
         lengths = self._response_mask(data).sum(-1).tolist()
         ids = [row[:length] for row, length in zip(data.batch["responses"].tolist(), lengths)]
         if 0 in lengths:
@@ -190,20 +193,21 @@ class RewardManager:
             )
 
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
-        return [
-            Sample(
+        samples: list[Sample] = []
+        for row, columns in enumerate(self.columns_of(data)):
+            sample = Sample(
                 row=row,
                 solution_str=texts[row],
                 last_token=lengths[row] - 1,
                 token_ids=ids[row],
                 **columns,
             )
-            for row, columns in enumerate(self.columns_of(data))
-        ]
+            samples.append(sample)
+        return samples
 
     @phase(reads=READ)
     def columns_of(self, data: DataProto) -> list[dict[str, Any]]:
-        """What the function gets of each row beside its text."""
+        """Return the arguments of the function for each row, except for the text."""
         columns = data.non_tensor_batch
         nothing = [None] * len(data)
         names = (self.reward_fn_key, "reward_model", "extra_info", "agent_info")
@@ -225,12 +229,12 @@ class RewardManager:
     def ahead(
         self, prompts: DataProto, samples_each: int, first_sample: int = 0
     ) -> Iterator[Callable[[tuple[int, list[int]]], None] | None]:
-        """Begin the calls of a batch before it is there: gives what takes (number, token ids) of a
-        finished response.
+        """Start calls while responses are generated; yield a function that takes each response.
 
-        It takes them from any thread, in any order. Numbers count from `first_sample`,
-        `samples_each` to a prompt. The batch is the next that this manager scores. None where the
-        function must be called in the caller's thread.
+        It takes (number, token ids) of a finished response, from any thread and in any order.
+        Numbers count from `first_sample`, with `samples_each` per prompt. The responses must belong
+        to the next batch that this manager scores. Yields None if the reward function must be
+        called in the caller's thread.
         """
         if self._caller.in_caller:
             yield None
@@ -244,69 +248,74 @@ class RewardManager:
 
     @phase(reads=READ)
     def score(self, samples: Sequence[Sample], data: DataProto) -> Scores:
-        """Call the function for every sample and apply `on_error` where that gives no score."""
+        """Call the function for every sample, and apply `on_error` to the failures."""
         if self.by_rule:
-            # A data source without a rule is a mistake of the whole run, never one sample's bad
-            # luck.
+            # A data source without a rule is a mistake of the whole run, not of one sample.
             for source in dict.fromkeys(sample.data_source for sample in samples):
                 find_rule(source)
 
         outcomes = list(self.call(samples, stop_at_failure=self.on_error == "stop"))
         result = Scores()
         for _ in range(self.max_retries):
-            failed = [
-                i
-                for i, outcome in enumerate(outcomes)
-                if outcome and check_outcome(outcome, self.timeout_s)[2]
-            ]
-            result.num_retries += len(failed)
-            for i, outcome in zip(
-                failed, self.call([samples[i] for i in failed]) if failed else ()
-            ):
-                outcomes[i] = outcome
+            result.num_retries += self._call_again(samples, outcomes)
 
         first_failure = ""
         for sample, outcome in zip(samples, outcomes):
-            # not called any more: the failure that stopped the batch stands in another row
+            # The sample was not called, because another row's failure stopped the batch.
             if outcome is None:
                 continue
+
             score, extra, failure = check_outcome(outcome, self.timeout_s)
             if failure is not None:
                 if self.on_error == "stop":
-                    raise RewardError(
-                        self._describe(sample, outcome, failure, data)
-                    ) from outcome.error
-                first_failure = (
-                    first_failure
-                    or f"row {sample.row} (data_source {sample.data_source!r}): {failure}"
-                )
+                    message = self._describe(sample, outcome, failure, data)
+                    raise RewardError(message) from outcome.error
+                if not first_failure:
+                    first_failure = (
+                        f"row {sample.row} (data_source {sample.data_source!r}): {failure}"
+                    )
                 result.num_timeouts += outcome.timed_out
                 result.num_errors += not outcome.timed_out
                 if self.on_error in ("drop", "retry"):
                     result.dropped.append(sample.row)
+
             if self.by_rule and sample.data_source in answer_extractors:
-                extra = {
-                    "pred": answer_extractors.get(str(sample.data_source))(sample.solution_str),
-                    **extra,
-                }
+                extract = answer_extractors.get(str(sample.data_source))
+                extra = {"pred": extract(sample.solution_str), **extra}
             result.scores.append(score)
             result.extra.append(extra)
 
         if first_failure:
-            logger.warning(
-                (
-                    "%d of %d rewards failed, %d of them late: %s (reward_model.on_error=%s). The "
-                    "first: %s"
-                ),
-                result.num_errors + result.num_timeouts,
-                len(samples),
-                result.num_timeouts,
-                "they count as 0" if self.on_error == "zero" else "their rows are dropped",
-                self.on_error,
-                first_failure,
-            )
-
+            self._warn(result, len(samples), first_failure)
         return result
+
+    def _call_again(self, samples: Sequence[Sample], outcomes: list[Outcome | None]) -> int:
+        """Repeat the failed calls, replace their outcomes, and return their number."""
+        failed: list[int] = []
+        for i, outcome in enumerate(outcomes):
+            if outcome and check_outcome(outcome, self.timeout_s)[2]:
+                failed.append(i)
+
+        if failed:
+            repeated = self.call([samples[i] for i in failed])
+            for i, outcome in zip(failed, repeated):
+                outcomes[i] = outcome
+        return len(failed)
+
+    def _warn(self, result: Scores, num_samples: int, first_failure: str) -> None:
+        consequence = "they count as 0" if self.on_error == "zero" else "their rows are dropped"
+        logger.warning(
+            (
+                "%d of %d rewards failed, %d of them late: %s (reward_model.on_error=%s). The "
+                "first: %s"
+            ),
+            result.num_errors + result.num_timeouts,
+            num_samples,
+            result.num_timeouts,
+            consequence,
+            self.on_error,
+            first_failure,
+        )
 
     @phase()
     def call(
@@ -316,19 +325,21 @@ class RewardManager:
         stop_at_failure: bool = False,
         timeout_s: float | None = None,
     ) -> Sequence[Outcome | None]:
-        """One outcome a sample; with `stop_at_failure`, None for those after one. `timeout_s`: a
-        shorter deadline."""
+        """Return one outcome per sample; with `stop_at_failure`, None for samples after a failure.
+
+        `timeout_s` is a shorter deadline for these calls.
+        """
         begun = self._begun
         self._begun = None
         if begun is not None and (outcomes := begun.outcomes(samples)) is not None:
             return outcomes
+
+        sources = {sample.data_source for sample in samples}
         return self.call_function(
             [sample.arguments() for sample in samples],
             stop_at_failure=stop_at_failure,
             timeout_s=timeout_s,
-            at_once=calls_at_once(
-                self._caller.function, {sample.data_source for sample in samples}
-            ),
+            at_once=calls_at_once(self._caller.function, sources),
         )
 
     def call_function(
@@ -339,7 +350,7 @@ class RewardManager:
         timeout_s: float | None = None,
         at_once: int = 1,
     ) -> list[Outcome | None]:
-        """Call the function with each of these arguments, wherever it runs; see `Caller`."""
+        """Call the function with each of these arguments, here or in processes; see `Caller`."""
         if self._process is None:
             return self._caller(arguments, stop_at_failure, at_once, timeout_s)
         self._process.timeout_s = min(self.timeout_s, timeout_s or self.timeout_s)
@@ -349,8 +360,11 @@ class RewardManager:
             self._process.timeout_s = self.timeout_s
 
     def _use_process(self, function: ProcessFunction) -> None:
-        """Call this function. Its process has the deadline, which counts from the moment that the
-        process gets a sample, its start not counted."""
+        """Set the function to call, and leave the deadline to its process.
+
+        There the deadline counts from the moment at which the process gets a sample, so the time
+        that the process takes to start does not count.
+        """
         self._process = function
         self._caller = Caller(function, math.inf)
 
@@ -378,14 +392,16 @@ class RewardManager:
         if given.shape != responses.shape or not bool(torch.isfinite(given).all()):
             raise RewardError(
                 f"The column rm_scores must hold finite numbers of shape {tuple(responses.shape)}, "
-                f"one a response token; it has shape {tuple(given.shape)}, and "
+                f"one for each response token. It has shape {tuple(given.shape)}, and "
                 f"{int((~torch.isfinite(given)).sum())} are not finite."
             )
         return given
 
     def _response_mask(self, data: DataProto) -> torch.Tensor:
-        """(B, R), 1 on real tokens; tool output counts too, for the score stands at the very
-        end."""
+        """Return the (B, R) mask of real tokens.
+
+        It includes tool output, because the score is placed on the very last token.
+        """
         return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
 
     def _prompt(self, data: DataProto, row: int) -> str:
@@ -396,15 +412,20 @@ class RewardManager:
         )
 
     def _describe(self, sample: Sample, outcome: Outcome, failure: str, data: DataProto) -> str:
+        way_out = (
+            "Fix the function, or set a policy for failing samples with "
+            "reward_model.on_error=zero, drop or retry"
+        )
+        if outcome.timed_out:
+            way_out += ", or set the time limit of a call with reward_model.timeout_s"
+
         text = (
             f"The reward function failed on row {sample.row} (data_source {sample.data_source!r}): "
             f"{failure}\n"
             f"  prompt ends:     {self._prompt(data, sample.row)[-200:]!r}\n"
             f"  response starts: {sample.solution_str[:200]!r}\n"
             f"  ground_truth:    {text_of(sample.ground_truth)[:200]!r}\n"
-            "Fix the function, or choose what becomes of such samples with "
-            "reward_model.on_error=zero, drop or retry"
-            f"{', and how long a call may take with reward_model.timeout_s' if outcome.timed_out else ''}."
+            f"{way_out}."
         )
         if outcome.error is not None:
             text += "\n" + format_traceback(outcome.error)
@@ -412,7 +433,7 @@ class RewardManager:
 
 
 class _Begun:
-    """Calls for responses that came before their batch."""
+    """Calls for responses that arrive before their batch."""
 
     def __init__(
         self, manager: RewardManager, prompts: DataProto, samples_each: int, first_sample: int
@@ -422,7 +443,7 @@ class _Begun:
         self.columns = manager.columns_of(prompts)
         self.samples_each = samples_each
         self.first_sample = first_sample
-        self.samples: dict[int, tuple[int, Sample]] = {}  # by row, with the place of the outcome
+        self.samples: dict[int, tuple[int, Sample]] = {}  # row -> (index of the outcome, sample)
         sources = {columns["data_source"] for columns in self.columns}
         self.calls = self.caller.begin(
             manager.on_error == "stop", calls_at_once(self.caller.function, sources)
@@ -434,66 +455,78 @@ class _Begun:
         number, token_ids = response
         row = number - self.first_sample
         with self.lock:
-            if row not in self.samples:  # a copy of a prompt, which a rank got to have any
-                self.started_ns = self.started_ns or time.monotonic_ns()
-                columns = self.columns[row // self.samples_each]
-                sample = Sample(
-                    row=row, solution_str="", last_token=-1, token_ids=token_ids, **columns
-                )
-                self.samples[row] = self.calls.add(row, partial(self._arguments, sample)), sample
+            # A rank without work of its own may have got a copy of a prompt.
+            if row in self.samples:
+                return
+
+            self.started_ns = self.started_ns or time.monotonic_ns()
+            columns = self.columns[row // self.samples_each]
+            sample = Sample(row=row, solution_str="", last_token=-1, token_ids=token_ids, **columns)
+            index = self.calls.add(row, partial(self._arguments, sample))
+            self.samples[row] = (index, sample)
 
     def _arguments(self, sample: Sample) -> dict[str, Any]:
-        """Decoded here, in the thread of the call: who tells of a response must go on."""
+        """Decode the response in the thread of the call, so that the engine does not wait."""
         (sample.solution_str,) = self.tokenizer.batch_decode(
             [sample.token_ids], skip_special_tokens=True
         )
         return sample.arguments()
 
     def outcomes(self, samples: Sequence[Sample]) -> Sequence[Outcome | None] | None:
-        """One a sample, as `RewardManager.call`; None where all must be called anew, for not all
-        texts are those that were told (of copies on two ranks, one is kept) or the function works
-        in the caller's thread alone."""
-        told = [self.samples.get(sample.row) for sample in samples]
-        if any(
-            each is not None and each[1].token_ids != sample.token_ids
-            for each, sample in zip(told, samples)
-        ):
-            return None
-        places = [
-            self.calls.add(sample.row, sample.arguments) if each is None else each[0]
-            for each, sample in zip(told, samples)
-        ]
+        """Return one outcome per sample, as `RewardManager.call` does, or None to call all again.
+
+        That is necessary if the function works only in the caller's thread, or if a response in the
+        batch differs from the one that was taken: of copies on two ranks, the batch keeps one.
+        """
+        for sample in samples:
+            taken = self.samples.get(sample.row)
+            if taken is not None and taken[1].token_ids != sample.token_ids:
+                return None
+
+        indexes: list[int] = []
+        for sample in samples:
+            taken = self.samples.get(sample.row)
+            if taken is None:
+                indexes.append(self.calls.add(sample.row, sample.arguments))
+            else:
+                indexes.append(taken[0])
+
         outcomes = self.caller.finish(self.calls)
         if self.started_ns is not None:
             note_span("reward, from the first response", "rewards", self.started_ns)
-        return None if self.caller.in_caller else [outcomes[place] for place in places]
+        if self.caller.in_caller:
+            return None
+        return [outcomes[index] for index in indexes]
 
 
 @reward_managers.register("naive")
 class NaiveRewardManager(RewardManager):
-    """One call a sample: in turn for a plain function, all at once for a coroutine function."""
+    """One call per sample: in turn for a plain function, all at once for a coroutine function."""
 
 
 def ground_truth_of(reward_model: Any) -> Any:
-    """Of the column `reward_model`, which a set that a custom function scores need not have."""
-    return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    """Return the ground truth of an entry of `reward_model`; None if there is no such column.
+
+    Data for a custom function need not have it.
+    """
+    if not isinstance(reward_model, Mapping):
+        return None
+    return reward_model.get("ground_truth")
 
 
 def check_result(result: Any, responses: torch.Tensor) -> None:
-    """What a manager returned under `return_dict` fits the (B, R) responses: told at its first
-    mistake.
+    """Check that a manager's result under `return_dict` matches the (B, R) responses.
 
     Raises:
-        RewardError: no finite (B, R) scores, or a field without one entry a response, or with one
-            that it cannot have.
+        RewardError: the scores are not finite or not (B, R), or a field does not have one allowed
+            value for each response.
     """
     tensor = result.get("reward_tensor") if isinstance(result, Mapping) else None
     if not isinstance(tensor, torch.Tensor) or tensor.shape != responses.shape:
-        found = (
-            f"shape {tuple(tensor.shape)}"
-            if isinstance(tensor, torch.Tensor)
-            else type(tensor or result).__name__
-        )
+        if isinstance(tensor, torch.Tensor):
+            found = f"shape {tuple(tensor.shape)}"
+        else:
+            found = type(tensor or result).__name__
         raise RewardError(
             "The reward must be {'reward_tensor': ..., 'reward_extra_info': ...}, with one score "
             f"for each token of the responses, of shape {tuple(responses.shape)}, got {found}."
@@ -515,7 +548,7 @@ def check_result(result: Any, responses: torch.Tensor) -> None:
 
 
 def check_outcome(outcome: Outcome, timeout_s: float) -> tuple[float, dict[str, Any], str | None]:
-    """Return score, further fields, and None or the failure; the score is 0 where there is one."""
+    """Return the score, further fields, and the failure or None. A failed call scores 0."""
     if outcome.timed_out:
         return 0.0, {}, f"no answer within {timeout_s:g} s."
     if outcome.error is not None:
@@ -527,7 +560,10 @@ def check_outcome(outcome: Outcome, timeout_s: float) -> tuple[float, dict[str, 
         score = 0.0
         extra = {}
         fault = f"{kind}, which raised {describe_error(error)}"
-    return (score, extra, None) if fault is None else (0.0, {}, f"it returned {fault}")
+
+    if fault is not None:
+        return 0.0, {}, f"it returned {fault}"
+    return score, extra, None
 
 
 def _read_value(value: Any) -> tuple[float, dict[str, Any], str | None]:
@@ -544,7 +580,7 @@ def _read_value(value: Any) -> tuple[float, dict[str, Any], str | None]:
     if not isinstance(value, (Real, np.bool_)):
         fact = f"{shown(value)} of type {type(value).__name__}"
         return 0.0, {}, f"{fact}, not a number or a dict with 'score'."
-    # Compared before it is converted: float(10**400) raises. NaN compares false.
+    # Compare before converting: float(10**400) raises. NaN compares false.
     if not -_LARGEST_SCORE <= value <= _LARGEST_SCORE:  # pyright: ignore[reportOperatorIssue]
         return 0.0, {}, f"{shown(value)}, not a finite float32."
 

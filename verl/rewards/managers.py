@@ -1,5 +1,4 @@
-"""The managers beside `naive`: one call for a whole batch, calls in processes, and a price for
-overlong responses."""
+"""Further managers: one call for a whole batch, calls in processes, a penalty for overlong text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,18 +33,23 @@ __all__ = [
 
 @reward_managers.register("batch")
 class BatchRewardManager(RewardManager):
-    """One call for the whole batch: `f(data_sources, solution_strs, ground_truths, extra_infos)`,
-    as many scores back.
+    """Make one call for the whole batch.
 
-    `timeout_s` is that of the one call, and a call that fails fails for all. Without a function of
-    the user's, rules score one sample after another.
+    The function is `f(data_sources, solution_strs, ground_truths, extra_infos)` and returns one
+    score per response. `timeout_s` applies to the one call; if it fails, all samples fail. Without
+    a user's function, rules score one sample after another.
     """
 
     def ahead(
         self, prompts: DataProto, samples_each: int, first_sample: int = 0
     ) -> AbstractContextManager[Any]:
-        """See `RewardManager.ahead`; one call needs the whole batch."""
-        return super().ahead(prompts, samples_each, first_sample) if self.by_rule else nullcontext()
+        """Start calls early if rules score the batch; see `RewardManager.ahead`.
+
+        A user's function needs the whole batch, so it yields None.
+        """
+        if not self.by_rule:
+            return nullcontext()
+        return super().ahead(prompts, samples_each, first_sample)
 
     @phase()
     def call(
@@ -57,10 +61,14 @@ class BatchRewardManager(RewardManager):
     ) -> Sequence[Outcome | None]:
         if self.by_rule or not samples:
             return super().call(samples, stop_at_failure=stop_at_failure, timeout_s=timeout_s)
+
         arguments = [sample.arguments() for sample in samples]
-        batch = {f"{name}s": [entry[name] for entry in arguments] for name in arguments[0]}
+        batch: dict[str, list[Any]] = {}
+        for name in arguments[0]:
+            batch[f"{name}s"] = [entry[name] for entry in arguments]
+
         (outcome,) = self.call_function([batch], timeout_s=timeout_s)
-        assert outcome is not None, "one call, which is made"
+        assert outcome is not None, "a single call is always made"
         if outcome.failed:
             return [outcome] * len(samples)
 
@@ -77,11 +85,10 @@ class BatchRewardManager(RewardManager):
 
 @reward_managers.register("prime")
 class PrimeRewardManager(RewardManager):
-    """Calls run side by side in processes; one that is late is killed, and the next sample gets a
-    new process.
+    """Run calls in parallel processes. A late one is killed, and the next sample gets a new one.
 
     Args:
-        num_processes: calls at once; None: one a core.
+        num_processes: number of parallel calls; None: one per core.
     """
 
     def __init__(
@@ -101,18 +108,17 @@ class PrimeRewardManager(RewardManager):
 
 @reward_managers.register("dapo")
 class DAPORewardManager(RewardManager):
-    """Scores less the soft punishment of overlong responses, eq. (13) of DAPO (Yu et al. 2025,
-    arXiv:2503.14476).
+    """Subtract a penalty for overlong responses, eq. (13) of DAPO (Yu et al., arXiv:2503.14476).
 
     A response of L tokens loses nothing up to `max_resp_len - len`, `penalty_factor` at
-    `max_resp_len`, and linearly in between: score + min((max_resp_len - len - L) / len *
+    `max_resp_len`, and a linear share in between: score + min((max_resp_len - len - L) / len *
     penalty_factor, 0).
 
     Args:
-        max_resp_len: tokens that a response may have.
+        max_resp_len: largest number of tokens of a response.
         overlong_buffer_cfg: `enable`, `len`, `penalty_factor` and `log` (whether the fields
             `overlong_reward` and `overlong` become metrics), as attributes or keys; None: no
-            punishment.
+            penalty.
     """
 
     def __init__(
@@ -130,6 +136,7 @@ class DAPORewardManager(RewardManager):
         self.buffer_len = 0
         if overlong_buffer_cfg is None or not _entry(overlong_buffer_cfg, "enable", False):
             return
+
         self.buffer_len = int(_entry(overlong_buffer_cfg, "len", 0))
         self.penalty_factor = float(_entry(overlong_buffer_cfg, "penalty_factor", 1.0))
         self.logs_penalty = bool(_entry(overlong_buffer_cfg, "log", False))
@@ -157,12 +164,14 @@ class DAPORewardManager(RewardManager):
         return result
 
     def penalty(self, length: int) -> float:
-        """What a response of so many tokens loses, as a number not above 0."""
+        """Return the penalty of a response of `length` tokens, a number of at most 0."""
         assert self.max_resp_len is not None, "checked where the buffer is enabled"
         excess = length - (self.max_resp_len - self.buffer_len)
         return -max(excess, 0) / self.buffer_len * self.penalty_factor
 
 
 def _entry(settings: Any, name: str, default: Any) -> Any:
-    """Of a section of ours or of a mapping, in which a user's script may leave keys out."""
-    return settings.get(name, default) if isinstance(settings, Mapping) else getattr(settings, name)
+    """Return an entry of a configuration section, or of a mapping that may lack keys."""
+    if isinstance(settings, Mapping):
+        return settings.get(name, default)
+    return getattr(settings, name)

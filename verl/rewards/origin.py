@@ -1,4 +1,4 @@
-"""Where the code of a reward function comes from, which decides how it may be called."""
+"""Find the origin of a reward function's code, which determines how it may be called."""
 
 import ast
 import inspect
@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.rewards.registry import Rule, reward_rules
 
-# Modules that limit time by signals and therefore work in the main thread alone.
+# Modules that limit time by signals and therefore work only in the main thread.
 _SIGNAL_USERS = {"signal", "math_verify", "timeout_decorator"}
 
 
@@ -21,8 +21,7 @@ def runs_here(function: Callable[..., Any]) -> bool:
 
 
 def uses_signals(function: Callable[..., Any]) -> bool:
-    """Return whether the file that defines `function`, or one with a user's rule, imports signal
-    or a package that limits time by signals."""
+    """Return whether the file of `function`, or of a user's rule, imports a module of signals."""
     functions = rules_of_users() if calls_rules(function) else [function]
     return any(_imports_signals(module_name(each)) for each in functions)
 
@@ -40,8 +39,7 @@ def module_name(function: Any) -> str:
 
 
 def calls_rules(function: Callable[..., Any]) -> bool:
-    """Return whether a function scores by rule: `rules.default_compute_score`, with options or
-    without."""
+    """Return whether a function is `rules.default_compute_score`, with or without options."""
     return module_name(function) == "verl.rewards.rules"
 
 

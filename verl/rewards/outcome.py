@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Outcome:
-    """The value of a call, or the error it raised, or neither when it was late."""
+    """The value of a call, or the error it raised, or neither if it timed out."""
 
     value: Any = None
     error: BaseException | None = None

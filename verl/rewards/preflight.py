@@ -1,7 +1,7 @@
-"""Trying a reward on a few rows before anything is trained on it.
+"""Try a reward on a few rows before training starts.
 
-Gold answers, rendered as rules and people write them, must score above wrong ones; nothing may be
-NaN, of the wrong type, constant, different from call to call, or too slow to train with.
+Gold answers, in the usual formats, must score above wrong ones. Scores must not be NaN, of the
+wrong type, constant, different from call to call, or too slow.
 """
 
 import time
@@ -20,7 +20,7 @@ from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state
 
 NUM_ROWS = 3
-TIMEOUT_S = 60.0  # a call, unless reward_model.timeout_s is shorter
+TIMEOUT_S = 60.0  # of a call, unless reward_model.timeout_s is shorter
 SLOW_S = 1.0
 NONSENSE = "I do not know."
 # Entries of extra_info that may hold a solution in words.
@@ -37,14 +37,13 @@ class MapDataset(Protocol):
 
 @dataclass(slots=True)
 class Probe:
-    """One answer that was scored: its place in the data, what it stands for, and what came of
-    it."""
+    """One tried answer: its row, its kind, and its result."""
 
     row: int
     kind: str  # "gold", "wrong" or "again" (the first gold answer a second time)
     sample: Sample
     score: float = 0.0
-    failure: str | None = None  # None: `score` holds
+    failure: str | None = None  # None: `score` is valid
     outcome: Outcome | None = None  # None: not tried
 
     def __str__(self) -> str:
@@ -57,8 +56,7 @@ class Probe:
 
 @dataclass(slots=True)
 class Report:
-    """What was tried, and what was found: `faults` make training senseless, `suspicions` are worth
-    a look."""
+    """The tried answers and the findings. `faults` prevent training, `suspicions` only warn."""
 
     probes: list[Probe] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -68,32 +66,34 @@ class Report:
 
 
 def preflight(config: TrainConfig, dataset: MapDataset, manager: Any) -> None:
-    """Stop a run whose reward cannot work; one line of warning where it looks doubtful.
+    """Raise for a reward that cannot work, and log a warning for one that looks doubtful.
 
-    The rows' data sources must have rules, and rules know `reward_model.rule_kwargs`; the rest is
-    tried unless `reward_model.preflight=False`, or the manager is the user's own and not a
-    RewardManager.
+    This always checks that the rows' data sources have rules, and that these accept
+    `reward_model.rule_kwargs`. Answers are tried unless `reward_model.preflight=False`. A user's
+    manager that is no RewardManager is not checked.
 
     Raises:
-        RewardError: a fault, with the sample that shows it.
-        ConfigError: an option that the rule does not take.
+        RewardError: the reward cannot work; the message has the sample that shows it.
+        ConfigError: a rule does not accept an option.
     """
     if not isinstance(manager, RewardManager):
         return
+
     rows = choose_rows(dataset, NUM_ROWS)
-    for _, row in rows if manager.by_rule else ():
-        find_rule(row.get(manager.reward_fn_key))
-        check_options(row.get(manager.reward_fn_key), config.reward_model.rule_kwargs)
+    if manager.by_rule:
+        for _, row in rows:
+            source = row.get(manager.reward_fn_key)
+            find_rule(source)
+            check_options(source, config.reward_model.rule_kwargs)
 
     if not config.reward_model.preflight:
         return
     report = inspect_reward(rows, manager)
     if report.faults:
+        faults = "\n".join(report.faults)
         raise RewardError(
-            "Reward preflight: "
-            + "\n".join(report.faults)
-            + "\nMend the reward or the data (reward_model.preflight=False "
-            "skips this check)."
+            f"Reward preflight: {faults}\n"
+            "Fix the reward or the data (reward_model.preflight=False skips this check)."
         )
 
     if report.suspicions:
@@ -101,27 +101,30 @@ def preflight(config: TrainConfig, dataset: MapDataset, manager: Any) -> None:
 
 
 def choose_rows(dataset: MapDataset, count: int) -> list[tuple[int, Mapping[str, Any]]]:
-    """Up to `count` rows with their numbers, spread evenly over the data: files of several sources
-    stand in blocks."""
-    numbers = sorted(
-        {round(i * (len(dataset) - 1) / max(count - 1, 1)) for i in range(min(count, len(dataset)))}
-    )
-    return [(number, dataset[number]) for number in numbers]
+    """Return up to `count` rows with their numbers, spread evenly over the data.
+
+    Rows of one source are usually neighbors, so the first rows would not show all sources.
+    """
+    last = len(dataset) - 1
+    numbers = {round(i * last / max(count - 1, 1)) for i in range(min(count, len(dataset)))}
+    return [(number, dataset[number]) for number in sorted(numbers)]
 
 
 def inspect_reward(rows: Sequence[tuple[int, Mapping[str, Any]]], manager: RewardManager) -> Report:
-    """Score gold and wrong answers of these rows, and say what is odd. The random states stay as
-    they are."""
+    """Score gold and wrong answers of these rows and report findings. Keeps the random states."""
     state = rng_state()
     report = Report(probes=_probes(rows, manager.reward_fn_key))
-    # The first alone: it may load something, and if it hangs, so will the others.
+
+    # Try the first one alone: it may load something, and if it hangs, the others hang too.
     _try(report.probes[:1], manager)
     if any(probe.outcome and probe.outcome.timed_out for probe in report.probes):
         del report.probes[1:]
+
     began = time.perf_counter()
     _try(report.probes[1:], manager)
     report.seconds_a_call = (time.perf_counter() - began) / max(len(report.probes) - 1, 1)
     restore_rng_state(state)
+
     for check in (_failures, _gold_above_wrong, _same_again, _speed):
         check(report, manager)
     _sendable(report, manager.compute_score)
@@ -130,9 +133,8 @@ def inspect_reward(rows: Sequence[tuple[int, Mapping[str, Any]]], manager: Rewar
 
 def _try(probes: Sequence[Probe], manager: RewardManager) -> None:
     timeout_s = min(TIMEOUT_S, manager.timeout_s)
-    for probe, outcome in zip(
-        probes, manager.call([probe.sample for probe in probes], timeout_s=timeout_s)
-    ):
+    outcomes = manager.call([probe.sample for probe in probes], timeout_s=timeout_s)
+    for probe, outcome in zip(probes, outcomes):
         assert outcome is not None, "only a failure under stop_at_failure ends the calls"
         probe.outcome = outcome
         probe.score, _, probe.failure = check_outcome(outcome, timeout_s)
@@ -140,19 +142,19 @@ def _try(probes: Sequence[Probe], manager: RewardManager) -> None:
 
 def _probes(rows: Sequence[tuple[int, Mapping[str, Any]]], source_key: str) -> list[Probe]:
     golds = {number: gold_answers(row) for number, row in rows}
-    probes = []
+    probes: list[Probe] = []
+
     for number, row in rows:
-        others = [
-            text
-            for other in golds
-            if other != number
-            for text in golds[other]
-            if text not in golds[number]
-        ]
-        texts = [("gold", text) for text in golds[number]] + [
-            ("wrong", text) for text in (*others[-1:], NONSENSE)
-        ]
-        probes += [Probe(number, kind, _sample(row, text, source_key)) for kind, text in texts]
+        for text in golds[number]:
+            probes.append(Probe(number, "gold", _sample(row, text, source_key)))
+
+        # A gold answer of another row is wrong here, unless this row has it as well.
+        wrong: list[str] = []
+        for other, texts in golds.items():
+            if other != number:
+                wrong += [text for text in texts if text not in golds[number]]
+        for text in (*wrong[-1:], NONSENSE):
+            probes.append(Probe(number, "wrong", _sample(row, text, source_key)))
 
     if probes:
         probes.append(Probe(probes[0].row, "again", probes[0].sample))
@@ -171,19 +173,23 @@ def _sample(row: Mapping[str, Any], text: str, source_key: str) -> Sample:
 
 
 def gold_answers(row: Mapping[str, Any]) -> list[str]:
-    """Responses of which one should score as gold: the solution that comes with the row, the ground
-    truth alone, and the ground truth in every usual mark-up. None where the ground truth is a task
-    instead of an answer."""
+    """Return responses to a row, one of which at least should score as gold.
+
+    They are the solution in the row, the ground truth alone, and the ground truth in the usual
+    formats. If the ground truth is a task instead of an answer, only the solution remains.
+    """
     truth: Any = ground_truth_of(row.get("reward_model"))
     extra: Any = row.get("extra_info")
     texts = []
 
-    for name in _SOLUTIONS if isinstance(extra, Mapping) else ():
-        if isinstance(extra.get(name), str) and extra[name].strip():
-            texts += [extra[name], f"<answer>{extra[name]}</answer>"]
+    if isinstance(extra, Mapping):
+        for name in _SOLUTIONS:
+            if isinstance(extra.get(name), str) and extra[name].strip():
+                texts += [extra[name], f"<answer>{extra[name]}</answer>"]
 
     if isinstance(truth, Mapping):
-        truth = truth.get("target") if "numbers" not in truth and "nums" not in truth else None
+        is_task = "numbers" in truth or "nums" in truth
+        truth = None if is_task else truth.get("target")
     if hasattr(truth, "__len__") and not isinstance(truth, (str, Mapping)):
         truth = truth[0] if len(truth) else None
     if isinstance(truth, (str, int, float)) and str(truth).strip():
@@ -196,13 +202,16 @@ def gold_answers(row: Mapping[str, Any]) -> list[str]:
 
 
 def _failures(report: Report, manager: RewardManager) -> None:
-    """A fault where the run would stop at its first step; under another policy it is what the user
-    asked for."""
+    """Report failed calls: as a fault if the run would stop at its first step, else as a suspicion.
+
+    Under a policy other than "stop" the user has accepted failures.
+    """
     failed = [probe for probe in report.probes if probe.failure is not None]
     if not failed:
         return
-    # A value that is no score comes from the function itself; an error may come from our answer,
-    # which no model gives.
+
+    # A value that is no score is the function's own fault. An error may be due to our answer, which
+    # no model would give.
     values = [probe for probe in failed if probe.outcome and not probe.outcome.failed]
     first = values[0] if values else failed[0]
     text = (
@@ -219,7 +228,7 @@ def _failures(report: Report, manager: RewardManager) -> None:
     if first.outcome.error is not None:
         text += "\n" + format_traceback(first.outcome.error)
     if first.outcome.timed_out:
-        text += " reward_model.timeout_s sets how long a call may take."
+        text += " reward_model.timeout_s sets the time limit of a call."
     report.faults.append(text)
 
 
@@ -236,17 +245,8 @@ def _gold_above_wrong(report: Report, manager: RewardManager) -> None:
 
     unsure = []
     for row in dict.fromkeys(probe.row for probe in sound):
-        of_row = [probe for probe in sound if probe.row == row]
-        gold = max(
-            (probe for probe in of_row if probe.kind == "gold"),
-            key=lambda probe: probe.score,
-            default=None,
-        )
-        wrong = max(
-            (probe for probe in of_row if probe.kind == "wrong"),
-            key=lambda probe: probe.score,
-            default=None,
-        )
+        gold = _best(sound, row, "gold")
+        wrong = _best(sound, row, "wrong")
         if gold is not None and wrong is not None and gold.score <= wrong.score:
             unsure.append(
                 f"{gold} scores {gold.score:g}, the wrong {wrong.sample.solution_str[:40]!r} "
@@ -258,6 +258,12 @@ def _gold_above_wrong(report: Report, manager: RewardManager) -> None:
             f"on {len(unsure)} of {len({probe.row for probe in sound})} rows no gold answer scores "
             f"above a wrong one. The first: {unsure[0]}."
         )
+
+
+def _best(probes: Sequence[Probe], row: int, kind: str) -> Probe | None:
+    """Return the probe of a row and kind that has the highest score."""
+    candidates = [probe for probe in probes if probe.row == row and probe.kind == kind]
+    return max(candidates, key=lambda probe: probe.score, default=None)
 
 
 def _same_again(report: Report, manager: RewardManager) -> None:
@@ -276,7 +282,7 @@ def _speed(report: Report, manager: RewardManager) -> None:
         report.suspicions.append(
             f"a call takes {report.seconds_a_call:.1f} s; 1,000 responses of a step take "
             f"{report.seconds_a_call * 1000 / 60:.0f} minutes. An async function or "
-            "reward_model.reward_manager=prime makes calls side by side."
+            "reward_model.reward_manager=prime makes calls in parallel."
         )
 
 

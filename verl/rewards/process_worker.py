@@ -1,5 +1,4 @@
-"""A process that calls a reward function: packed arguments in, packed result or error out, a line
-each."""
+"""A process that calls a reward function: a line of packed arguments in, a line of result out."""
 
 import asyncio
 import inspect
@@ -20,26 +19,29 @@ from verl.utils.errors import RewardError, sendable
 
 
 def main() -> None:
-    """Answer until the parent closes the pipe, also by being killed."""
-    # A print of the user's function must not end up between our answers, and what it reads from
-    # standard input must not be our requests.
+    """Answer until the parent closes the pipe or is killed."""
+    # The user's function must not print between our answers, and must not read our requests from
+    # standard input.
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     threading.Thread(target=_end_with_parent, args=(requests.fileno(),), daemon=True).start()
+
     first = json.loads(requests.readline())
     sys.path[:] = first["path"]
-    from verl.rewards.processes import pack, unpack  # once its folder is in the path
+    from verl.rewards.processes import pack, unpack  # after the search path is set
 
     try:
         function = _load(first, unpack)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's file; the parent raises it)
-        print(json.dumps(["error", pack(_told(error))]), file=answers)
+        print(json.dumps(["error", pack(_with_traceback(error))]), file=answers)
         return
+
+    call_method = getattr(function, "__call__", None)  # noqa: B004
     facts = {
         "is_async": inspect.iscoroutinefunction(function)
-        or inspect.iscoroutinefunction(getattr(function, "__call__", None)),  # noqa: B004
+        or inspect.iscoroutinefunction(call_method),
         "max_concurrent": int(getattr(function, "max_concurrent", 1)),
     }
     print(json.dumps(["ready", facts]), file=answers)
@@ -52,8 +54,8 @@ def main() -> None:
         for number, call in zip(numbers, calls):
             kind, answer = ("skipped", None) if skip else _call(function, call, loop)
             if os.getpid() != me:
-                os._exit(0)  # a process that the function forked came back here
-            # Written at once: the next call may end this process.
+                os._exit(0)  # this is a fork that the function made and that returned here
+            # Write at once: the next call may end this process.
             answers.write(json.dumps([number, kind, answer]) + "\n")
             skip = skip or (stop_at_failure and kind == "error")
 
@@ -72,10 +74,10 @@ def _call(
 
         try:
             return "value", pack(value)
-        except Exception as error:  # (whatever a user's class holds or does)
+        except Exception as error:  # (a user's class may raise anything)
             raise RewardError(cannot_be_sent(error)) from error
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's code; the caller raises it)
-        return "error", pack(_told(error))
+        return "error", pack(_with_traceback(error))
 
 
 def _load(first: dict[str, Any], unpack: Callable[[str], Any]) -> Callable[..., Any]:
@@ -89,7 +91,7 @@ def _load(first: dict[str, Any], unpack: Callable[[str], Any]) -> Callable[..., 
             load_module(file)
         function = unpack(first["function"])
 
-    random.seed(0)  # a run draws what the same run drew before
+    random.seed(0)  # so that the same run draws the same numbers again
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     if warm_up := unpack(first["warm_up"]):
@@ -98,16 +100,21 @@ def _load(first: dict[str, Any], unpack: Callable[[str], Any]) -> Callable[..., 
 
 
 def _end_with_parent(requests: int) -> None:
-    """Wait until the parent is gone; then end this process and all that its function has started,
-    also in the middle of a call, which may hang for ever."""
+    """Wait until the parent is gone, then kill this process and all that its function has started.
+
+    This works in the middle of a call, which may hang forever.
+    """
     poll = select.poll()
-    poll.register(requests, 0)  # reports that the other end is closed, and nothing else
+    poll.register(requests, 0)  # reports only that the other end is closed
     poll.poll()
     os.killpg(0, signal.SIGKILL)  # the helper leads a session of its own
 
 
-def _told(error: BaseException) -> tuple[BaseException, str]:
-    """Return the error, or its text where it is too large or cannot be sent, and its traceback."""
+def _with_traceback(error: BaseException) -> tuple[BaseException, str]:
+    """Return the error and its traceback.
+
+    An error that is too large or cannot be sent is replaced by a RuntimeError with its text.
+    """
     text = cut("".join(traceback.format_exception(error)), MAX_TRACEBACK_CHARACTERS)
     sent = sendable(error)
     if sent is None or len(pickle.dumps(sent)) > MAX_TRACEBACK_CHARACTERS:

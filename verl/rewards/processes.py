@@ -1,4 +1,4 @@
-"""Calling a reward function in processes of its own, where a call that hangs can be killed."""
+"""Call a reward function in processes of its own, where a call that hangs can be killed."""
 
 import base64
 import functools
@@ -26,17 +26,16 @@ class RemoteTraceback(Exception):
 
 
 class ProcessFunction:
-    """`function`, called in one of several processes that start when they are needed and are used
-    again.
+    """Call `function` in one of several processes, which start on demand and are reused.
 
     Args:
-        function: plain or async. It reaches the process by its name, so it must stand at the top
-            level of a file or module, as must the class of a callable object. What it keeps in
-            memory it keeps for each process.
+        function: plain or async. The process finds it by name, so it, or the class of a callable
+            object, must be defined at the top level of a file or module. Each process keeps its own
+            state in memory.
         timeout_s: seconds a call may take; then the process is killed and HelperTimeout raised.
-        num_processes: how many calls there may be at once.
-        name: how errors call it.
-        warm_up: arguments of a call that each process makes before it is given any.
+        num_processes: largest number of concurrent calls.
+        name: name of the function in errors.
+        warm_up: arguments of a call that each process makes first.
         environment: variables of the processes.
 
     Raises:
@@ -65,9 +64,9 @@ class ProcessFunction:
 
     @classmethod
     def of_file(cls, source: Mapping[str, Any], *, name: str) -> "ProcessFunction":
-        """Make the function that `custom.load_function(**source)` loads, in a process.
+        """Load the function of `custom.load_function(**source)` in a process.
 
-        A file that hangs or ends its process as it is loaded does so there. Functions of
+        If loading the file hangs or ends the process, only that process is affected. Functions of
         one file and the same arguments share their processes.
 
         Raises:
@@ -80,7 +79,7 @@ class ProcessFunction:
             first = {"path": sys.path, "source": pack(dict(source)), "warm_up": pack(None)}
             pool = _pools[key] = HelperPool(functools.partial(_start_worker, name, first, {}))
         kind, facts = pool.start()
-        assert kind == "ready", "_start_worker raises what the process raised"
+        assert kind == "ready", "_start_worker raises the error of the process"
 
         made = cls.__new__(cls)
         made._set(pool, math.inf, facts["max_concurrent"], name)
@@ -114,8 +113,8 @@ class ProcessFunction:
         """Make several calls, one after the other, in one process.
 
         Returns:
-            Outcomes of the first calls, at least of one. A call that is late or ends the process
-            is the last of them, with `stop_at_failure` so is one that raises. The others were not
+            Outcomes of the first calls, of one at least. A call that is late or ends the process is
+            the last of them; with `stop_at_failure`, so is one that raises. Later calls are not
             made.
 
         Args:
@@ -134,7 +133,7 @@ class ProcessFunction:
         except HelperDied as error:
             reason = RewardError(
                 f"the process that called {self.name} ended with exit code {error.exit_code} "
-                "(negative: a signal; -9 may be the kernel's, for want of memory)"
+                "(negative: a signal; -9 may mean that the machine ran out of memory)"
             )
             outcomes.append(Outcome(error=reason))
 
@@ -145,7 +144,7 @@ _pools: weakref.WeakValueDictionary[str, HelperPool] = weakref.WeakValueDictiona
 
 
 def _version_of(path: str) -> tuple[int, int] | None:
-    """Return a mark that changes with the file; None for an importable module."""
+    """Return a version that changes with the file; None for an importable module."""
     try:
         status = os.stat(os.path.expanduser(path))
     except OSError:
@@ -154,7 +153,7 @@ def _version_of(path: str) -> tuple[int, int] | None:
 
 
 def _start_worker(name: str, first: dict[str, Any], environment: dict[str, str]) -> Helper:
-    """Start a process, or raise the error that it met when it loaded the function."""
+    """Start a process, or raise the error that it raised when it loaded the function."""
     helper = start_module("verl.rewards.process_worker", name=name, first=first, **environment)
     kind, answer = helper.greeting
     if kind == "error":
@@ -168,7 +167,7 @@ def _outcome_of(kind: str, answer: str) -> Outcome:
     """Unpack the value or the error of a call."""
     if kind == "error":
         error, text = unpack(answer)
-        if isinstance(error, HelperTimeout):  # of a process that the function has itself
+        if isinstance(error, HelperTimeout):  # of a process that the function itself uses
             return Outcome(timed_out=True)
         error.__cause__ = RemoteTraceback(text)
         return Outcome(error=error)
@@ -191,12 +190,12 @@ def pack(value: Any) -> str:
 
 
 def unpack(text: str) -> Any:
-    """The reverse of `pack`."""
+    """Undo `pack`."""
     return pickle.loads(base64.b64decode(text))
 
 
 def cannot_be_sent(error: Exception) -> str:
-    """Return the message about a value that does not survive the way from its process."""
+    """Return the message for a value that cannot be sent from its process."""
     return (
         f"it returned a value that cannot be sent from its process ({describe_error(error)}). "
         "Return numbers, texts, or lists and dicts of them."
@@ -204,8 +203,7 @@ def cannot_be_sent(error: Exception) -> str:
 
 
 def pack_function(function: Callable[..., Any]) -> str:
-    """A reference to a function, or a ConfigError that says why another process could not find
-    it."""
+    """Pack a reference to a function. Raises ConfigError if another process could not find it."""
     module = module_name(function)
     try:
         if module == "__main__":
@@ -222,8 +220,11 @@ def pack_function(function: Callable[..., Any]) -> str:
 
 
 def _modules_to_load(function: Callable[..., Any]) -> list[str]:
-    """Return files and modules that the process must load (`verl.utils.imports.load_module`): a
-    user's file with the function, and those that register rules if it scores by rule."""
+    """Return files and modules that the process must load by `verl.utils.imports.load_module`.
+
+    They are the user's file with the function, or the files that register rules if it scores by
+    rule.
+    """
     loaded: list[str] = []
     if calls_rules(function):
         names = dict.fromkeys(module_name(rule) for rule in rules_of_users())

@@ -1,4 +1,4 @@
-"""Where reward rules and reward managers are registered.
+"""The registries of reward rules and reward managers.
 
 A rule is called as `rule(solution_str, ground_truth, extra_info, **options)` and returns a float,
 or a dict with "score" whose other fields become columns of `reward_extra_info`.
@@ -14,15 +14,14 @@ from typing import Any, TypeVar
 from verl.utils.registry import Registry, RegistryDict, T
 
 Rule = Callable[..., "float | dict[str, Any]"]
-F = TypeVar("F")  # a function stays of its own type
+F = TypeVar("F")  # so that a decorated function keeps its type
 
 
 class RuleRegistry(Registry[T]):
-    """Entries by data source: an exact name wins over a prefix, a longer prefix over a shorter
-    one."""
+    """Entries by data source. An exact name wins over a prefix, a longer prefix over a shorter."""
 
     def register(self, name: str, *more: str) -> Callable[[F], F]:
-        """Decorator, for all the names that a set goes by."""
+        """Register the decorated rule under one or more names of data sources."""
 
         def add(entry: Any) -> Any:
             for source in (name, *more):
@@ -40,19 +39,18 @@ class RuleRegistry(Registry[T]):
     def _entry_for(self, data_source: str) -> str | None:
         if data_source in self._entries:
             return data_source
-        prefixes = [
-            entry for entry in self if entry.endswith("*") and data_source.startswith(entry[:-1])
-        ]
-        return max(prefixes, key=len, default=None)
+        patterns = [entry for entry in self if entry.endswith("*")]
+        matching = [pattern for pattern in patterns if data_source.startswith(pattern[:-1])]
+        return max(matching, key=len, default=None)
 
 
 reward_rules: RuleRegistry[Rule] = RuleRegistry("data source")
-# What a response answers, for majority votes: f(solution_str) -> str, or None where it answers
-# nothing.
+# Extract the answer of a response, for majority votes: f(solution_str) -> str, or None if it has no
+# answer.
 answer_extractors: RuleRegistry[Callable[[str], str | None]] = RuleRegistry("data source")
 reward_managers: Registry[Callable[..., Any]] = Registry("reward manager")
 
-# Under the names that verl 0.5 gives them.
+# The names of verl 0.5.
 register_reward_manager = reward_managers.register
 get_reward_manager_cls = reward_managers.get
 REWARD_MANAGER_REGISTRY = RegistryDict(reward_managers, lambda kind: kind, reward_managers.get)

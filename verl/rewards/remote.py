@@ -25,24 +25,23 @@ Rate the response from 0 (wrong) to 10 (fully correct). Explain briefly, then en
 
 
 class SandboxService:
-    """A CodeRunner that has a service run programs: SandboxFusion's `POST run_code`, or one that
-    speaks like it.
+    """A CodeRunner that uses a service: SandboxFusion's `POST run_code`, or a compatible one.
 
-    The program and its tests go as one script that prints a line for each test. A run that the
-    service could not even start is its fault and an error, not the program's.
+    It sends the program and its tests as one script, which prints a line for each test. A run that
+    the service cannot start is an error of the service, not a failure of the program.
     """
 
     def __init__(
         self, config: SandboxFusionConfig, timeout_s: float, requests: RequestsConfig
     ) -> None:
-        """`timeout_s`: the longest run of one program."""
+        """Connect to the service. `timeout_s` limits the run of one program."""
         assert config.url is not None
         self.config = config
         self.timeout_s = timeout_s
         self.requests = requests
         self.max_concurrent = config.max_concurrent
         self.client = JsonClient(
-            # users write the address with and without the path
+            # Users write the address with and without the path.
             config.url.rstrip("/").removesuffix("/run_code"),
             key="reward_model.sandbox_fusion.url",
             max_concurrent=config.max_concurrent,
@@ -82,16 +81,13 @@ class SandboxService:
             ended = stdin is not None or f"{token} end" in output
             status = "finished" if result.get("return_code") == 0 and ended else "failed"
 
-        passed = [
-            verdict == "passed"
-            for verdict in re.findall(rf"^{token} (passed|failed)$", output, re.MULTILINE)
-        ]
+        verdicts = re.findall(rf"^{token} (passed|failed)$", output, re.MULTILINE)
+        passed = [verdict == "passed" for verdict in verdicts]
         return Run(status=status, passed=passed, output=output, error=error, seconds=seconds)
 
 
 def _script(code: str, tests: list[str], token: str) -> str:
-    """One script that runs the program and reports on its tests, as the sandbox of this machine
-    does."""
+    """Make a script that runs the program and reports its tests, as this machine's sandbox does."""
     return (
         "import sys, types\n"
         "module = sys.modules['solution'] = types.ModuleType('solution')\n"
@@ -107,11 +103,9 @@ def _script(code: str, tests: list[str], token: str) -> str:
 
 
 class Judge:
-    """A reward function: a model behind an OpenAI-style `chat/completions` reads the response and
-    gives the score.
+    """A reward function that asks a model behind an OpenAI-style `chat/completions` for a score.
 
-    The fields `score` and `judge_answer` of what it returns are the parsed number over
-    `score_scale`, and the text.
+    It returns `score`, the parsed number divided by `score_scale`, and `judge_answer`, the text.
 
     Raises:
         ConfigError: the template, the pattern or the address is wrong, or the key is not in the
@@ -180,11 +174,11 @@ class Judge:
         return {"score": self._score(found[-1]), "judge_answer": text}
 
     def _score(self, number: str) -> float:
-        """Return a number of the judge over the scale.
+        """Return the judge's number divided by the scale.
 
         Raises:
-            RewardError: it is no number, or not on the scale. The scale of our own prompt begins at
-                0, that of a user's prompt may begin at minus `score_scale`.
+            RewardError: it is no number, or outside of the scale. The scale of our own prompt
+                begins at 0; with a user's prompt, scores down to minus `score_scale` are allowed.
         """
         highest = self.config.score_scale
         lowest = 0.0 if self.config.prompt is None else -highest
@@ -195,7 +189,7 @@ class Judge:
         if not lowest <= value <= highest:
             raise RewardError(
                 f"The judge must give a score from {lowest:g} to {highest:g} "
-                f"(reward_model.judge.score_scale), it gave {number[:40]!r}"
+                f"(reward_model.judge.score_scale), got {number[:40]!r}"
             )
         return value / highest
 
@@ -205,7 +199,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
         compiled = re.compile(pattern)
     except re.error as error:
         raise ConfigError(
-            f"reward_model.judge.score_pattern is no regular expression: {error}."
+            f"reward_model.judge.score_pattern is not a regular expression: {error}."
         ) from error
     if compiled.groups != 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The score of one response by the rule of its data source."""
+"""Score a response by the rule of its data source."""
 
 import functools
 import inspect
@@ -40,9 +40,9 @@ def default_compute_score(
     Args:
         data_source: name or prefix under which a rule is registered.
         solution_str: the decoded response.
-        ground_truth: what the rule compares with; its form depends on the rule.
-        extra_info: the row's `extra_info`, handed to the rule.
-        runner: where rules that run code do so; None: the sandbox of this machine.
+        ground_truth: the reference for the rule; its form depends on the rule.
+        extra_info: the row's `extra_info`, passed to the rule.
+        runner: runner for rules that execute code; None: the sandbox of this machine.
         options: settings of that rule, such as `method="flexible"` of gsm8k.
 
     Raises:
@@ -56,7 +56,7 @@ def default_compute_score(
 
 
 def require_truth(data_source: str, ground_truth: Any) -> None:
-    """RewardError where a row has nothing that its rule could compare with."""
+    """Raise RewardError if a row has no ground truth for its rule."""
     if ground_truth is None:
         raise RewardError(
             f"The rule for data_source '{data_source}' needs reward_model.ground_truth, but this "
@@ -66,33 +66,38 @@ def require_truth(data_source: str, ground_truth: Any) -> None:
 
 
 def scores_by_rule(function: Callable[..., Any]) -> bool:
-    """Whether a reward function is the rules' own, with options or without."""
+    """Return whether a reward function is `default_compute_score`, with or without options."""
     return getattr(function, "func", function) is default_compute_score
 
 
 def runs_code(rule: Rule) -> bool:
-    """Whether a rule takes `runner=`."""
+    """Return whether a rule takes `runner=`."""
     return getattr(rule, "runs_code", False)
 
 
 def calls_at_once(function: Callable[..., Any], data_sources: Iterable[Any]) -> int:
-    """How many calls may be under way at a time: one, unless the function or the runner of code
-    says otherwise."""
+    """Return the largest number of concurrent calls.
+
+    It is one, unless the function or the runner of code allows more by `max_concurrent`.
+    """
     if not scores_by_rule(function):
         return int(getattr(function, "max_concurrent", 1))
     if not any(runs_code(find_rule(source)) for source in data_sources):
         return 1
-    return (getattr(function, "keywords", {}).get("runner") or default_runner()).max_concurrent
+    runner = getattr(function, "keywords", {}).get("runner") or default_runner()
+    return runner.max_concurrent
 
 
 def with_options(options: Mapping[str, Any], runner: CodeRunner | None) -> Callable[..., Any]:
-    """`default_compute_score` with a run's `reward_model.rule_kwargs` and its CodeRunner."""
-    given = {**options, **({"runner": runner} if runner is not None else {})}
+    """Bind `default_compute_score` to a run's `reward_model.rule_kwargs` and CodeRunner."""
+    given = dict(options)
+    if runner is not None:
+        given["runner"] = runner
     return functools.partial(default_compute_score, **given) if given else default_compute_score
 
 
 def check_options(data_source: Any, options: Mapping[str, Any]) -> None:
-    """ConfigError for an option that the rule of this data source does not take."""
+    """Raise ConfigError for an option that the rule of this data source does not take."""
     parameters = inspect.signature(find_rule(data_source)).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -106,17 +111,19 @@ def check_options(data_source: Any, options: Mapping[str, Any]) -> None:
 
 
 def find_rule(data_source: Any) -> Rule:
-    """The rule of a data source, or a RewardError that names the known ones and the way to one's
-    own."""
+    """Return the rule of a data source.
+
+    Raises RewardError, with the known sources, if it has none.
+    """
     if not isinstance(data_source, str) or data_source not in reward_rules:
         known = ", ".join(sorted(reward_rules))
         if data_source is None:
             fact = "There is no data_source, which picks the reward rule"
         else:
             near = nearest_names(str(data_source), list(reward_rules))
-            fact = f"No reward rule for data_source {data_source!r}" + (
-                f". Nearest: {near}" if near != known else ""
-            )
+            fact = f"No reward rule for data_source {data_source!r}"
+            if near != known:
+                fact += f". Nearest: {near}"
         raise RewardError(
             f"{fact}. Known: {known} (* stands for any ending). Name your own function with "
             "custom_reward_function.path, or register a rule with "

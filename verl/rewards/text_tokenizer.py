@@ -1,4 +1,4 @@
-"""A stand-in for a tokenizer where responses are texts already."""
+"""A tokenizer for responses that are texts already."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,13 @@ import torch
 
 
 class TextTokenizer:
-    """A vocabulary of whole texts: managers get texts as what they get in training, token ids that
-    they decode."""
+    """A vocabulary of whole texts, so that managers get token ids to decode, as in training."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     def encode(self, texts: Sequence[str]) -> torch.Tensor:
-        """(B, 1) ids."""
+        """Return one new id for each text, of shape (B, 1)."""
         start = len(self.texts)
         self.texts += texts
         return torch.arange(start, len(self.texts)).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Text of a user's values and errors for messages: readable, and never longer than it helps."""
+"""Format a user's values and errors for messages, readable and of limited length."""
 
 import traceback
 from typing import Any
@@ -24,10 +24,10 @@ def on_one_line(value: Any, limit: int = MAX_SAMPLE_CHARACTERS) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return `str(value)`, or a note where the class of the value fails at that."""
+    """Return `str(value)`, or a note if the class of the value raises."""
     try:
         return str(value)
-    except Exception as error:  # noqa: BLE001  (a user's __str__, for a message about another fault)
+    except Exception as error:  # noqa: BLE001  (a user's __str__, in a message about another fault)
         return f"<{type(value).__name__}, which __str__ cannot write: {type(error).__name__}>"
 
 

@@ -1,7 +1,7 @@
 """Guards for a reward function that runs in the trainer's own process.
 
-Such a function can do what no deadline of ours sees: end the process, keep the interpreter's lock,
-or compute for ever in a thread that was left behind.
+Such a function can escape our deadlines: it can end the process, keep the interpreter's lock, or
+compute forever in an abandoned thread.
 """
 
 import ctypes
@@ -15,17 +15,19 @@ from typing import Any
 
 THREAD_NAME = "verl-reward"
 HEARTBEAT_S = 1.0
-# How much longer than its deadline a call may keep the lock. It is not late by a busy machine.
+# Time in addition to its deadline for which a call may keep the lock, to allow for a busy machine.
 LOCK_GRACE_S = 30.0
 
 
 class LateCall(BaseException):
-    """Raised in a thread that was left behind, so that it does not compute for ever."""
+    """Raised in an abandoned thread, so that it does not compute forever."""
 
 
 def interrupt(thread: threading.Thread) -> None:
-    """Raise LateCall in a thread at its next Python instruction. A call within C, such as a sleep,
-    returns first."""
+    """Raise LateCall in a thread at its next Python instruction.
+
+    A call of C code, such as a sleep, returns first.
+    """
     if thread.ident is not None:
         ident = ctypes.c_ulong(thread.ident)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(LateCall))
@@ -35,8 +37,8 @@ def interrupt(thread: threading.Thread) -> None:
 def forbid_exit() -> None:
     """Make `os._exit` an error in the threads that call reward functions, for the rest of the run.
 
-    It would end the trainer without a word, with the exit code that the function chose. A process
-    that the function forks may still end itself.
+    It would end the trainer without a message, with the exit code that the function chose. A
+    process that the function forks may still end itself.
     """
     leave: Callable[[int], Any] = os._exit
     trainer = os.getpid()
@@ -53,10 +55,10 @@ def forbid_exit() -> None:
 class LockWatch:
     """End the process when a call keeps the interpreter's lock beyond its deadline.
 
-    A regular expression that backtracks without end, say, lets no other thread run, and so no
-    deadline of ours either. faulthandler's own thread needs no lock: it writes the stacks of all
-    threads to stderr, in which the function stands, and ends the process with exit code 1. A
-    heartbeat moves that moment on for as long as the lock changes hands.
+    For example, a regular expression that backtracks without end lets no other thread run, so our
+    deadlines do not run either. faulthandler's own thread needs no lock: it writes the stacks of
+    all threads to stderr, which show the function, and ends the process with exit code 1. A
+    heartbeat postpones that as long as the lock changes hands.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -65,14 +67,14 @@ class LockWatch:
         self._beating = False
 
     def start(self) -> None:
-        """Begin to watch, unless that has begun or there is no deadline."""
+        """Start the watch, unless it runs already or there is no deadline."""
         if self._beating or not math.isfinite(self._limit_s) or self._over.is_set():
             return
         thread = threading.Thread(target=self._beat, name="verl-reward-watch", daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            return  # no more threads: the caller raises that if it gets none for its calls either
+            return  # no more threads; the caller raises if it gets none for its calls either
         self._beating = True
 
     def stop(self) -> None:

@@ -1,5 +1,4 @@
-"""A call that runs on several ranks: the wait, and the errors when a rank raises, dies or is
-late."""
+"""Wait for a call on several ranks, and report ranks that raise, die or are late."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ GRACE_S = 5.0
 # A healthy process answers from a thread of its own in milliseconds; one that starts up or swaps
 # may take longer.
 ANSWER_S = 3.0
-# Before the deadline: for ending all processes, so that the error is out by then.
+# Time before the deadline for ending all processes, so that the error is raised by then.
 REPORT_S = 1.0
 
 
@@ -124,7 +123,7 @@ class GroupFuture(Generic[Answer]):
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether `result()` would return or raise at once."""
+        """Return whether `result()` would return or raise at once."""
         ended = self.ranks.wait(self._replies, 0.0) if self._replies else {}
         return len(ended) == len(self._replies) or _any_failed(ended)
 
@@ -140,7 +139,7 @@ class GroupFuture(Generic[Answer]):
                 self._wait()
                 values = self.ranks.values([self._replies[rank] for rank in self._answering])
                 self._value = self._collect(values)
-            except Exception as error:  # noqa: BLE001 - kept for everybody who asks for the answer
+            except Exception as error:  # noqa: BLE001 - kept for every later call of `result`
                 self._error = error
             self._replies = {}  # and with them the memory of the answers
             note_span(self.label, "calls", self._started_ns, overlaps=True)
@@ -151,15 +150,18 @@ class GroupFuture(Generic[Answer]):
     get = result
 
     def handed_on(self, receiver: Ranks) -> tuple[list[Any], Any] | None:
-        """For each share what stands for its answer in a call on `receiver`, and what undoes the
-        dealing of the rows; None where the answer must be read and dealt again."""
+        """Return a stand-in for each share's answer, and the data that undoes the dealing of rows.
+
+        The stand-ins are arguments of a call on `receiver`. Returns None if the answer must be read
+        and dealt again.
+        """
         if self._dealt is None or not self._replies or self._error is not None:
             return None
         if not self.ranks.hands_on_unfinished:
             try:
                 self._wait()
             except Exception as error:
-                self._error = error  # for everybody who asks for the answer
+                self._error = error  # for every later call of `result`
                 raise
         shares = self.ranks.hand_on([self._replies[rank] for rank in self._answering], receiver)
         return None if shares is None else (shares, *self._dealt)
@@ -174,8 +176,8 @@ class GroupFuture(Generic[Answer]):
         ended = self._wait_until(self._asks_at, self._replies)
         stacks: dict[int, str] | None = None
         if len(ended) < len(self._replies) and not _any_failed(ended):
-            # Asked before the deadline, because a stuck rank takes ANSWER_S not to answer. The call
-            # may still end well meanwhile.
+            # Ask before the deadline, because it takes ANSWER_S to find that a stuck rank does not
+            # answer. The call may still succeed in that time.
             stacks = self.ranks.stacks(ANSWER_S)
             left = {rank: reply for rank, reply in self._replies.items() if rank not in ended}
             ended |= self._wait_until(self._ends_at, left)
@@ -187,7 +189,7 @@ class GroupFuture(Generic[Answer]):
         late = [rank for rank in self._replies if rank not in ended]
 
         if lost:
-            # First, also where others raised: a broken collective is the consequence of a death.
+            # Deaths come first, also if others raised: a broken collective is a result of a death.
             self._fail(WorkerLostError, self._describe_deaths(lost, raised), lost)
         if raised:
             cause = next(iter(raised.values())).error
@@ -223,7 +225,7 @@ class GroupFuture(Generic[Answer]):
         return f"{headline}\nAlso: {self._describe_errors(raised)}"
 
     def _describe_late(self, late: list[int], stacks: dict[int, str]) -> str:
-        """Name the ranks that do not answer first: the others wait for them."""
+        """List ranks that do not answer first, because the others wait for them."""
         parts = []
         silent = [rank for rank in late if rank not in stacks]
         waiting = [rank for rank in late if rank in stacks]
@@ -253,7 +255,7 @@ class GroupFuture(Generic[Answer]):
         cause: BaseException | None = None,
         stacks: dict[int, str] | None = None,
     ) -> None:
-        """Raise `kind`. Where ranks are `broken` (dead or stuck), add stacks and end all first."""
+        """Raise `kind`. If ranks are `broken` (dead or stuck), add stacks and end all first."""
         if broken:
             stacks = self.ranks.stacks(ANSWER_S) if stacks is None else stacks
             headline = "\n".join([headline, *_whereabouts(self.ranks, stacks)])
@@ -267,11 +269,11 @@ def _any_failed(ended: Mapping[int, Raised | Lost | None]) -> bool:
 
 def _whereabouts(ranks: Ranks, stacks: dict[int, str]) -> list[str]:
     notes = ranks.breadcrumbs()
-    silent = [rank for rank in range(ranks.size) if rank not in stacks]
-    lines = [
-        f"Rank {rank} does not answer; last breadcrumb: {notes.get(rank, 'none')}"
-        for rank in silent
-    ]
+    lines: list[str] = []
+    for rank in range(ranks.size):
+        if rank not in stacks:
+            note = notes.get(rank, "none")
+            lines.append(f"Rank {rank} does not answer; last breadcrumb: {note}")
     for rank, text in sorted(stacks.items()):
         lines.append(
             f"Rank {rank} answers; last breadcrumb: {notes.get(rank, 'none')}; its stacks: {text}"

@@ -1,5 +1,4 @@
-"""Batches that workers have not given yet, in the form of verl 0.5; a call that does not block
-gives a GroupFuture."""
+"""Batches that workers have not returned yet, in the form of verl 0.5."""
 
 import functools
 from abc import ABCMeta
@@ -14,11 +13,11 @@ from verl.utils.imports import require
 
 @dataclass(eq=False)
 class DataProtoFuture(metaclass=ABCMeta):
-    """A DataProto some time: `collect_fn` joins what `futures` give, `dispatch_fn` takes a part of
-    that. A GroupFuture, which a call that does not block gives, counts as one.
+    """A future DataProto: `collect_fn` joins the values of `futures`, `dispatch_fn` takes a part.
 
-    As the argument of a call on a group it is read where the method materialises futures. `futures`
-    are Ray's object references, and what other calls gave without blocking.
+    `futures` are Ray's object references, or the results of calls that do not block. Such a result,
+    a GroupFuture, is also an instance of this class. As an argument of a call on a group, a future
+    is read if the method materializes futures.
     """
 
     collect_fn: Callable[[list[DataProto]], DataProto]
@@ -27,27 +26,24 @@ class DataProtoFuture(metaclass=ABCMeta):
 
     @staticmethod
     def concat(data: Sequence[Any]) -> "DataProtoFuture":
-        """All rows of these futures, one after the other."""
+        """Return a future of all rows of these futures, one after the other."""
         return DataProtoFuture(DataProto.concat, list(data))
 
     def chunk(self, chunks: int) -> list["DataProtoFuture"]:
-        """`chunks` futures of the parts that `DataProto.chunk` will cut."""
-        return [
-            DataProtoFuture(
-                self.collect_fn, self.futures, functools.partial(self._part, chunks, number)
-            )
-            for number in range(chunks)
-        ]
+        """Return a future for each of the `chunks` parts that `DataProto.chunk` will cut."""
+        parts: list[DataProtoFuture] = []
+        for number in range(chunks):
+            cut = functools.partial(self._part, chunks, number)
+            parts.append(DataProtoFuture(self.collect_fn, self.futures, cut))
+        return parts
 
     def get(self) -> DataProto:
-        """Wait for the batch. ValueError where a future gives anything but a DataProto."""
+        """Wait for the batch. Raises ValueError if a future's value is no DataProto."""
         pieces = [_value(future) for future in self.futures]
-        if strange := {
-            type(piece).__name__ for piece in pieces if not isinstance(piece, DataProto)
-        }:
+        wrong = {type(piece).__name__ for piece in pieces if not isinstance(piece, DataProto)}
+        if wrong:
             raise ValueError(
-                "The futures of a DataProtoFuture must give a DataProto each, got "
-                f"{sorted(strange)}."
+                f"The futures of a DataProtoFuture must give a DataProto each, got {sorted(wrong)}."
             )
         batch = self.collect_fn(pieces)
         return batch if self.dispatch_fn is None else self.dispatch_fn(batch)

@@ -1,5 +1,4 @@
-"""Which rows of a batch go to which rank: as many tokens to each, decided from the lengths
-alone."""
+"""Deal the rows of a batch to ranks, by their lengths, so that ranks have equally many tokens."""
 
 import heapq
 import itertools
@@ -18,10 +17,9 @@ Rows = list[list[int]]  # of each share, in the order in which it gets them
 
 @dataclass(frozen=True)
 class Dealt:
-    """A batch with the rows of each share, where the caller knows better than the dispatch mode how
-    to deal them.
+    """A batch with the rows of each share, which override those of the dispatch mode.
 
-    Every row must stand in exactly one share.
+    Every row must be in exactly one share.
     """
 
     batch: DataProto
@@ -37,11 +35,11 @@ class Dealt:
 def balanced(
     lengths: Sequence[int], num_shares: int, groups: Sequence[object] | None = None
 ) -> Rows:
-    """Shares of nearly equal tokens, of any number of rows (Karmarkar and Karp 1982); rows of a
-    share ascend.
+    """Deal rows to shares of nearly equal tokens (Karmarkar and Karp 1982).
 
-    Rows of one of `groups` stay together where there are several groups to a share, so that what
-    they have in common is computed once. No share is empty while there are as many rows as shares.
+    Shares may have different numbers of rows, which ascend. If there are several groups per share,
+    rows of one of `groups` stay together, so that their common prefix is computed once. No share is
+    empty if there are as many rows as shares.
     """
     units: Rows = [[row] for row in range(len(lengths))]
     if groups is not None:
@@ -50,55 +48,71 @@ def balanced(
             together.setdefault(group, []).append(row)
         if len(together) >= 2 * num_shares:
             units = list(together.values())
-    # At least one each: a part without weight would be merged away, and its rank would wait for the
-    # others.
-    tokens = [max(sum(lengths[row] for row in unit), 1) for unit in units]
-    return [
-        sorted(row for unit in part for row in units[unit])
-        for part in largest_differencing(tokens, num_shares)
-    ]
+
+    # Every weight is at least 1: a unit without weight would leave its share empty, and its rank
+    # would wait for the others.
+    tokens: list[int] = []
+    for unit in units:
+        tokens.append(max(sum(lengths[row] for row in unit), 1))
+
+    shares: Rows = []
+    for part in largest_differencing(tokens, num_shares):
+        share: list[int] = []
+        for unit in part:
+            share += units[unit]
+        shares.append(sorted(share))
+    return shares
 
 
 def largest_differencing(weights: Sequence[int], num_parts: int) -> Rows:
-    """Positive `weights` in `num_parts` parts of nearly equal sums: the two partitions that differ
-    most within are merged, largest part with smallest, until one is left. O(n log n) merges of
-    `num_parts` parts."""
-    # breaks ties, so that parts are never compared and every run deals alike
+    """Divide positive `weights` into `num_parts` parts of nearly equal sums.
+
+    Each partition is a list of parts. The two partitions with the largest inner differences are
+    merged, largest part with smallest, until one is left. O(n log n) merges of `num_parts` parts.
+    """
+    # The count breaks ties, so that parts are never compared and every run deals alike.
     count = itertools.count()
-    heap = [
-        (-weight, next(count), [(weight, [item])] + [(0, [])] * (num_parts - 1))
-        for item, weight in enumerate(weights)
-    ]
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for item, weight in enumerate(weights):
+        empty_parts = [(0, [])] * (num_parts - 1)
+        heap.append((-weight, next(count), [(weight, [item]), *empty_parts]))
     heapq.heapify(heap)
+
     while len(heap) > 1:
-        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        _, _, one = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
         merged = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other))]
         merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], next(count), merged))
-    parts = [items for _, items in heap[0][2]] if heap else [[] for _ in range(num_parts)]
-    return sorted((sorted(items) for items in parts), key=lambda items: items[:1] or [len(weights)])
+        difference = merged[0][0] - merged[-1][0]
+        heapq.heappush(heap, (-difference, next(count), merged))
+
+    if not heap:
+        return [[] for _ in range(num_parts)]
+    parts = [sorted(items) for _, items in heap[0][2]]
+    return sorted(parts, key=lambda items: items[:1] or [len(weights)])
 
 
 def in_windows(lengths: Sequence[int], num_shares: int, unit_rows: int = 1) -> Rows:
-    """One unit of each window of `num_shares` units to each share, the longest to the share that
-    has the fewest tokens.
+    """Deal one unit of each window of `num_shares` units to each share.
 
-    A mini-batch of whole windows is then the same set of rows whether one rank slices it or each
-    slices its share.
-    `unit_rows`: how many rows in sequence stay together, all samples of a prompt, say.
+    In a window, the longest unit goes to the share with the fewest tokens. A mini-batch of whole
+    windows is then the same set of rows, whether one rank slices it or each rank slices its share.
+
+    Args:
+        unit_rows: number of consecutive rows that stay together, such as all samples of a prompt.
     """
     shares: Rows = [[] for _ in range(num_shares)]
     tokens = [0] * num_shares
-    units = [
-        list(range(len(lengths)))[start : start + unit_rows]
-        for start in range(0, len(lengths), unit_rows)
-    ]
-    sizes = [sum(lengths[row] for row in unit) for unit in units]
+    units: Rows = []
+    sizes: list[int] = []
+    for start in range(0, len(lengths), unit_rows):
+        end = min(start + unit_rows, len(lengths))
+        units.append(list(range(start, end)))
+        sizes.append(sum(lengths[start:end]))
 
     for start in range(0, len(units), num_shares):
-        window = sorted(
-            range(start, min(start + num_shares, len(units))), key=lambda unit: (-sizes[unit], unit)
-        )
+        end = min(start + num_shares, len(units))
+        window = sorted(range(start, end), key=lambda unit: (-sizes[unit], unit))
         emptiest = sorted(range(num_shares), key=lambda share: (tokens[share], share))
         for unit, share in zip(window, emptiest):
             shares[share] += units[unit]
@@ -108,23 +122,24 @@ def in_windows(lengths: Sequence[int], num_shares: int, unit_rows: int = 1) -> R
 
 
 def contiguous(num_rows: int, num_shares: int) -> Rows:
-    """Shares in order, of sizes that differ by at most one."""
+    """Deal rows in order, to shares with sizes that differ by at most one."""
     return [rows.tolist() for rows in np.array_split(np.arange(num_rows), num_shares)]
 
 
 def token_counts(batch: DataProto) -> list[int] | None:
-    """Tokens of each row, where `attention_mask` tells them."""
+    """Return the number of tokens of each row; None without an `attention_mask`."""
     if batch.batch is None or "attention_mask" not in batch.batch.keys():
         return None
     return batch.batch["attention_mask"].sum(-1).tolist()
 
 
 def with_masked_rows(batch: DataProto, count: int) -> DataProto:
-    """`count` rows more, copies of the first ones whose `response_mask` is 0: they count in no loss
-    and no metric."""
+    """Append `count` copies of the first rows, with a `response_mask` of 0.
+
+    They count in no loss and no metric.
+    """
     rows = len(batch)
     padded = batch.select_idxs(np.arange(rows + count) % rows)
-    padded.batch[MASK] = torch.cat(
-        [padded.batch[MASK][:rows], torch.zeros_like(padded.batch[MASK][rows:])]
-    )
+    mask = padded.batch[MASK]
+    padded.batch[MASK] = torch.cat([mask[:rows], torch.zeros_like(mask[rows:])])
     return padded

@@ -1,8 +1,7 @@
-"""How one call on a group becomes one call on each rank, and how the answers come together.
+"""Turn one call on a group into one call on each rank, and join the answers.
 
-A dispatch mode is a pair of pure functions: `split(num_shares, args, kwargs)` gives each share its
-arguments, `collect(outputs, undo)` joins the answers. The table is open: `register_dispatch_mode`
-adds a pair.
+A dispatch mode is a pair of pure functions: `split(num_shares, args, kwargs)` returns the arguments
+of each share, `collect(outputs, undo)` joins the answers. `register_dispatch_mode` adds a pair.
 """
 
 import functools
@@ -43,8 +42,7 @@ DispatchFunctions = Mapping[str, Callable[..., Any]]  # {"dispatch_fn": ..., "co
 
 
 class Dispatch:
-    """Names of the built-in modes; `register_dispatch_mode("my_mode", ...)` adds
-    `Dispatch.MY_MODE`."""
+    """Names of dispatch modes. `register_dispatch_mode("my_mode", ...)` adds `Dispatch.MY_MODE`."""
 
     RANK_ZERO = "rank_zero"
     ONE_TO_ALL = "one_to_all"
@@ -63,7 +61,7 @@ class Dispatch:
 
 
 class Execute(str, Enum):
-    """Which ranks run the call."""
+    """The ranks that run a call."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
@@ -71,7 +69,7 @@ class Execute(str, Enum):
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The arguments of `@register` for one method. A call that is not `blocking` gives a future."""
+    """The arguments of `@register` for one method. Without `blocking`, a call returns a future."""
 
     dispatch_mode: str | DispatchFunctions
     execute_mode: Execute = Execute.ALL
@@ -85,10 +83,11 @@ class DispatchMode:
 
     `split` returns one (args, kwargs) per share, and the data that `collect` needs to undo it.
 
-    `by_data_rank`: ranks of the same `Worker.data_rank` get the same share, and the first of them
-    answers for all. Otherwise every rank has a share of its own.
-    `takes_any_deal`: whether batches may be dealt in any way, also as the answers of an earlier
-        call already are.
+    Attributes:
+        by_data_rank: ranks of the same `Worker.data_rank` get the same share, and the first of them
+            answers for all. Otherwise every rank has a share of its own.
+        takes_any_deal: whether batches may be dealt in any way, such as that of the answers of an
+            earlier call.
     """
 
     split: Split
@@ -141,12 +140,13 @@ class Order:
 
 
 def _deal(batch: DataProto, num_shares: int) -> Rows:
-    """Deal equally many tokens to each share, where a mask counts them; keep prompts together."""
+    """Deal equally many tokens to each share, if a mask counts them; keep prompts together."""
     lengths = token_counts(batch)
     if lengths is None:
         return contiguous(len(batch), num_shares)
     uids = batch.non_tensor_batch.get("uid")
-    return balanced(lengths, num_shares, None if uids is None else uids.tolist())
+    groups = None if uids is None else uids.tolist()
+    return balanced(lengths, num_shares, groups)
 
 
 def _deal_windows(batch: DataProto, num_shares: int) -> Rows:
@@ -214,7 +214,7 @@ def _undealt(value: Any) -> Any:
 
 
 def _rows(batch: DataProto, rows: list[int]) -> DataProto:
-    """Return a view where the rows are contiguous, else a copy of them."""
+    """Return a view if the rows are contiguous, else a copy of them."""
     if rows:
         start = rows[0]
         end = start + len(rows)
@@ -238,6 +238,7 @@ def _masked(batch: DataProto, num_shares: int) -> DataProto:
     missing = -_at_least_one(batch) % num_shares
     if batch.batch is not None and MASK in batch.batch.keys():
         return with_masked_rows(batch, missing) if missing else batch
+
     if len(batch) < num_shares:
         raise ValueError(
             f"A batch without '{MASK}' needs at least one row for each of {num_shares} shares, got "
@@ -273,6 +274,7 @@ def _join_protos(outputs: list[Any], order: Order | None) -> Any:
             "Answers come back in the order of the rows, so there must be equally many to each; "
             f"got {answers_of_shares} to {rows_of_shares} rows."
         )
+
     place = np.argsort(rows)[: order.rows_of_caller]
     return joined.select_idxs((place[:, None] * answers + np.arange(answers)).reshape(-1))
 
@@ -301,13 +303,13 @@ MODES: dict[str, DispatchMode] = {
     Dispatch.DP_COMPUTE_PROTO: DispatchMode(
         _split_protos, _join_protos, by_data_rank=True, takes_any_deal=True
     ),
-    # The function is the first argument and no batch, so that it goes to all.
+    # The function, the first argument, is no batch and therefore goes to all.
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(
         _split_protos, _join_protos, by_data_rank=True, takes_any_deal=True
     ),
     # Answers say by a column which row of the caller they belong to.
     Dispatch.DP_COMPUTE_ANY_ROWS: DispatchMode(_split_protos, _concatenated, by_data_rank=True),
-    # Metrics are reduced over the ranks where they arise, so every rank returns the same ones.
+    # Workers reduce metrics over the ranks, so every rank returns the same ones.
     Dispatch.DP_COMPUTE_METRIC: DispatchMode(_split_for_metrics, _first, by_data_rank=True),
 }
 
@@ -316,7 +318,7 @@ def add_dispatch_mode(name: str, mode: DispatchMode) -> None:
     """Add a split/collect pair under a new name, also as `Dispatch.NAME`."""
     if name in MODES:
         raise ConfigError(
-            f"Dispatch mode '{name}' exists already; give yours another name, or "
+            f"Dispatch mode '{name}' exists already; give yours another name, or call "
             "update_dispatch_mode."
         )
     MODES[name] = mode
@@ -364,8 +366,13 @@ def functions_of(mode: DispatchMode) -> tuple[Callable[..., Any], Callable[..., 
         per_rank, worker_group.undo_of_dispatch = mode.split(worker_group.world_size, args, kwargs)
         args_per_rank = [args for args, _ in per_rank]
         kwargs_per_rank = [kwargs for _, kwargs in per_rank]
-        columns = [list(map(operator.itemgetter(i), args_per_rank)) for i in range(len(args))]
-        named = {name: list(map(operator.itemgetter(name), kwargs_per_rank)) for name in kwargs}
+
+        columns: list[list[Any]] = []
+        for position in range(len(args)):
+            columns.append([values[position] for values in args_per_rank])
+        named: dict[str, list[Any]] = {}
+        for name in kwargs:
+            named[name] = [values[name] for values in kwargs_per_rank]
         return tuple(columns), named
 
     def collect_fn(worker_group: Any, output: list[Any]) -> Any:

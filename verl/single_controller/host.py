@@ -1,5 +1,4 @@
-"""One rank's process, whatever backend started it: the roles that live there, and how their methods
-are run."""
+"""The process of a rank, for every backend: the workers in it, and calls of their methods."""
 
 import asyncio
 import inspect
@@ -14,40 +13,38 @@ from verl.single_controller.worker import Worker
 from verl.utils.errors import sendable
 from verl.utils.timeline import recorded_since, span
 
-# What a process does beside the methods of its workers, as the names of methods.
+# Names of "methods" that a process runs itself, in addition to those of its workers.
 BUILD = "__init__"  # the first argument is the class
-RECENT_SPANS = "recent spans"  # gives a Recorded
+RECENT_SPANS = "recent spans"  # returns a Recorded
 
 OnTold = Callable[[Any], None] | None
 _on_told: ContextVar[OnTold] = ContextVar("on_told", default=None)
 
 
 def tell(value: Any) -> None:
-    """Hand a value from within a method to the caller's `on_told`, before the method is done;
-    nothing without one."""
+    """Pass a value from within a running method to the caller's `on_told`, if it has set one."""
     if (on_told := _on_told.get()) is not None:
         on_told(value)
 
 
 @dataclass(frozen=True)
 class Colocated:
-    """Stands for the worker of `role` in the same process, as a keyword of a new worker."""
+    """A stand-in for the worker of `role` in the same process, as a keyword of a new worker."""
 
     role: str
 
 
 def found_here(kwargs: dict[str, Any], workers: Mapping[str, Worker]) -> dict[str, Any]:
-    """Put the worker of this process in place of every `Colocated`."""
-    return {
-        name: workers[value.role] if isinstance(value, Colocated) else value
-        for name, value in kwargs.items()
-    }
+    """Replace every `Colocated` by the worker of this process."""
+    found: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        found[name] = workers[value.role] if isinstance(value, Colocated) else value
+    return found
 
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that was raised on a rank, as text; `error` itself only if it survives
-    pickling."""
+    """An exception that was raised on a rank, as text. `error` is None if it cannot be pickled."""
 
     summary: str
     traceback: str
@@ -61,8 +58,7 @@ class Raised:
 
 
 class Host:
-    """The workers of one rank, by role. Several roles of one process share its memory and its
-    device."""
+    """The workers of one rank, by role. They share the memory and the device of the process."""
 
     def __init__(self) -> None:
         self.roles: dict[str, Worker] = {}
@@ -75,7 +71,7 @@ class Host:
         kwargs: dict[str, Any],
         on_told: OnTold = None,
     ) -> Any:
-        """Call a method; or build the worker, which gives its (data_rank, data_size)."""
+        """Call a method, or build the worker and return its (data_rank, data_size)."""
         breadcrumb(f"{role}.{method} starts")
         end = "raised"
         try:
@@ -99,9 +95,10 @@ def call_method(
     kwargs: dict[str, Any],
     on_told: OnTold,
 ) -> Any:
-    """Call a method of a worker, as a span of the timeline; or give the spans."""
+    """Call a method of a worker as a span of the timeline, or return the recent spans."""
     if method == RECENT_SPANS:
         return recorded_since(*args, **kwargs)
+
     token = _on_told.set(on_told)
     try:
         with span(method, row=role):

@@ -1,4 +1,4 @@
-"""Connections between a driver and its ranks: how they find each other, and waiting for answers."""
+"""Connections between a driver and its ranks: how they find each other, and waits for answers."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ from verl.utils.errors import WorkerLostError
 _TOKEN_BYTES = 32
 _TOKEN_FILE = "token"
 _KNOCK_S = 5  # for a new connection to identify itself; strangers may stay silent
-_STALL_S = 60  # within a message: a peer that moves no byte for so long is gone
+_STALL_S = 60  # a peer that moves no byte of a message for so long is gone
 _POLL_S = 0.5  # between checks for deaths of ranks that a call does not wait for
 
 
@@ -56,17 +56,14 @@ class Peer:
 class Entrance(NamedTuple):
     """Addresses at which ranks reach the driver of their run."""
 
-    folder: str  # has a local socket; another machine has none of that name
+    folder: str  # has a local socket on the driver's machine
     address: str
     port: int
     token: str
 
 
 class Door:
-    """The driver's side of an entrance.
-
-    A local socket in a folder of its own and, for other machines, a port.
-    """
+    """The driver's side of an entrance: a local socket and, for other machines, a port."""
 
     def __init__(self, size: int, other_machines: bool) -> None:
         self.folder = tempfile.mkdtemp(prefix="verl-")
@@ -111,7 +108,7 @@ def _write_token(folder: Path, token: str) -> None:
 def read_token(folder: Path) -> str:
     """Return the token of a driver on this machine.
 
-    Raises WorkerLostError where the folder belongs to another user, who could make this process
+    Raises WorkerLostError if the folder belongs to another user, who could make this process
     unpickle anything.
     """
     file = folder / _TOKEN_FILE
@@ -134,7 +131,7 @@ def read_token(folder: Path) -> str:
 
 
 def _accept(connection: socket.socket, token: bytes) -> dict[int, Peer]:
-    """Accept a rank that knows the token of this run. Others are refused: messages are pickles."""
+    """Accept a rank that knows the token of this run. Messages are pickles, so refuse others."""
     _limit_stalls(connection, _KNOCK_S)
     try:
         given = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
@@ -161,9 +158,9 @@ def _limit_stalls(connection: socket.socket, seconds: int) -> None:
 def connect(
     entrance: Entrance, rank: int, timeout_s: float, pickler: type[pickle.Pickler] = Pickler
 ) -> Link:
-    """Connect a rank with its driver, by the local socket where that exists on this machine.
+    """Connect a rank with its driver, by the local socket if it exists on this machine.
 
-    Raises OSError where the driver cannot be reached.
+    Raises OSError if the driver cannot be reached.
     """
     try:
         connection = socket.socket(socket.AF_UNIX)
@@ -196,7 +193,7 @@ def answer(link: Link, host: Host, message: Incoming) -> None:
 class Links:
     """The driver's end of each connection, by rank.
 
-    A thread of its own receives, so that answers and deaths are noticed while the driver is busy.
+    A separate thread receives, so that answers and deaths are noticed while the driver is busy.
     A reply becomes a Lost, a Raised, or a function that returns the answer.
     """
 
@@ -261,7 +258,7 @@ class Links:
             if future.done():
                 end = future.result()
                 ended[rank] = None if callable(end) else end
-        # A death also ends a call that the dead rank has no part in: the group is not whole.
+        # A death also ends calls without the dead rank, because the group is incomplete.
         return ended | self.lost if waiting else ended
 
     def _receive(self) -> None:

@@ -1,6 +1,6 @@
-"""Some of torchrun's ranks as a world of their own, so that roles on other ranks work at the same
-time."""
+"""Make parts of torchrun's ranks worlds of their own, so that their roles work at the same time."""
 
+import itertools
 import os
 import socket
 from collections.abc import Sequence
@@ -16,38 +16,40 @@ if TYPE_CHECKING:
 
 
 class Seat(Worker):
-    """Of one rank: tells where others find it, and learns which world it is in."""
+    """A worker that reports the address of its rank, and sets the world of the rank."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def address(self) -> tuple[str, int]:
-        """Where the first rank of a world can be reached, with a port that is free now."""
+        """Return an address at which other ranks reach this one, with an unused port."""
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             return LOOPBACK, free_port(LOOPBACK)
+
         master = os.environ["MASTER_ADDR"]
         family, kind, protocol, _, where = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
-        # no packet is sent, a route is looked up
+        # UDP sends no packet here, it only looks up a route.
         with socket.socket(family, kind, protocol) as towards:
             towards.connect(where)
-            own = towards.getsockname()[0]
+            address = towards.getsockname()[0]
+        # All machines know the first one by this name.
+        if os.environ.get("GROUP_RANK", "0") == "0":
+            address = master
+
         with socket.socket(family) as free:
             free.bind(("", 0))
-            # The name that all machines know this one by, where it is the first.
-            return master if os.environ.get("GROUP_RANK", "0") == "0" else own, free.getsockname()[
-                1
-            ]
+            return address, free.getsockname()[1]
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def join(self, world: dict[str, str]) -> None:
-        """Process groups that are made from now on are those of this world."""
+        """Set the world for process groups that are made from now on."""
         os.environ.update(world)
 
 
 class SpmdPart:
-    """Some ranks of a launch; implements `ResourcePool`. Its roles share the processes of these
-    ranks."""
+    """Some ranks of a launch, with roles that share their processes; implements `ResourcePool`."""
 
     def __init__(self, pool: "SpmdPool", members: Sequence[int]) -> None:
-        self.pool, self.members = pool, list(members)
+        self.pool = pool
+        self.members = list(members)
         self.world_size = len(self.members)
 
     def start(
@@ -58,8 +60,7 @@ class SpmdPart:
         deadline_s: float = DEADLINE_S,
         **kwargs: Any,
     ) -> WorkerGroup:
-        """Build `worker_class(*args, **kwargs)` on every one of these ranks at once; gives the
-        group of them."""
+        """Build `worker_class(*args, **kwargs)` on all these ranks at once; return their group."""
         return self.pool.start_on(self.members, role, worker_class, args, kwargs, deadline_s)
 
     def shutdown(self) -> None:
@@ -68,9 +69,12 @@ class SpmdPart:
 
 
 def split_launch(pool: "SpmdPool", parts: Sequence[Sequence[int]]) -> list[SpmdPart]:
-    """Disjoint parts of a launch. RANK counts within the part from then on, WORLD_SIZE is its size,
-    and its first rank is the one where the others meet; LOCAL_RANK, the device, stays."""
-    ranks = [rank for part in parts for rank in part]
+    """Split a launch into disjoint parts.
+
+    From then on RANK counts within a part, WORLD_SIZE is its size, and its first rank serves the
+    rendezvous. LOCAL_RANK, which selects the device, stays.
+    """
+    ranks = list(itertools.chain(*parts))
     assert len(set(ranks)) == len(ranks), parts
     seats = start_role(pool.ranks, "seat", Seat, (), {}, DEADLINE_S)
     addresses = seats.address()
@@ -84,7 +88,7 @@ def split_launch(pool: "SpmdPool", parts: Sequence[Sequence[int]]) -> list[SpmdP
                 "WORLD_SIZE": str(len(part)),
                 "MASTER_ADDR": host,
                 "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "False",  # which is that of all ranks
+                "TORCHELASTIC_USE_AGENT_STORE": "False",  # the agent's store is for all ranks
             }
 
     seats.join(worlds)

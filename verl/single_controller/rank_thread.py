@@ -11,22 +11,23 @@ from verl.single_controller.host import Raised
 
 
 class RankThread:
-    """Runs jobs one by one, whichever way they come: the current CUDA device and grad mode, say,
-    belong to a thread.
+    """A thread that runs jobs one by one.
 
-    For rank 0 of torchrun, so that the driver can wait for it with a deadline as for others; for an
-    actor of Ray, which gets calls in two ways.
+    State such as the current CUDA device and grad mode belongs to a thread, so all calls of a rank
+    must run in one. Rank 0 of torchrun needs it, so that the driver can wait for it with a deadline
+    as for other ranks. An actor of Ray needs it because it gets calls in two ways.
     """
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._unfinished, self._counting = 0, threading.Lock()
+        self._unfinished = 0
+        self._counting = threading.Lock()
         self.idle = threading.Event()
         self.idle.set()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, job: Callable[[], Any]) -> Future:
-        """Of a function that gives the answer, or of a Raised."""
+        """Run a job later; return the future of a function that returns the answer, or a Raised."""
         future: Future = Future()
         self._count(1)
         self._jobs.put((future, job))
@@ -35,7 +36,10 @@ class RankThread:
     def _count(self, change: int) -> None:
         with self._counting:
             self._unfinished += change
-            (self.idle.clear if self._unfinished else self.idle.set)()
+            if self._unfinished:
+                self.idle.clear()
+            else:
+                self.idle.set()
 
     def _work(self) -> None:
         while True:

@@ -1,5 +1,7 @@
-"""Backend `ray`: pools of processes on one machine or many, and groups of workers in them. `pip
-install ray`."""
+"""Backend `ray`: pools of processes on one or more machines, and groups of workers in them.
+
+It needs `pip install ray`.
+"""
 
 import os
 import socket
@@ -27,7 +29,7 @@ from verl.utils.logging import logger
 from verl.utils.sigterm import sigterm_kept
 
 _ADDRESS_S = 10.0
-_OWN_ROOM_S = 30.0  # for room in a Ray of the run's own, which only the run itself can free
+_OWN_ROOM_S = 30.0  # wait for room in the run's own Ray, where only the run itself can free some
 RUNTIME_ENV: dict[str, Any] = {
     "excludes": EXCLUDES,
     "env_vars": {"TOKENIZERS_PARALLELISM": "false"},
@@ -35,14 +37,17 @@ RUNTIME_ENV: dict[str, Any] = {
 
 
 def merged_runtime_env(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """`RUNTIME_ENV` and the `forwarded` variables, extended by a user's, a mapping or the path of a
-    YAML file: excludes are joined, variables merged, everything else is the user's."""
+    """Extend `RUNTIME_ENV` and the `forwarded` variables by those of a user.
+
+    `given` is a mapping or the path of a YAML file. Excludes are joined and variables merged; all
+    other entries are the user's. Raises ConfigError for entries of the wrong type.
+    """
     where = f"ray_init.runtime_env={given}" if isinstance(given, str) else "ray_init.runtime_env"
     content = _read_yaml(given) if isinstance(given, str) else given
     if not isinstance(content, Mapping | None):
         raise ConfigError(
             f"{where} must hold a mapping, got {content!r} ({type(content).__name__}). "
-            "Write {env_vars: {NAME: text}}, say."
+            "Example: {env_vars: {NAME: text}}."
         )
 
     rest = dict(content or {})
@@ -51,14 +56,14 @@ def merged_runtime_env(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
 
     if isinstance(excludes, str) or not isinstance(excludes, Sequence):
         raise ConfigError(
-            f"{where}: excludes must be a list of patterns, [data/] say, got {excludes!r}."
+            f"{where}: excludes must be a list of patterns, such as [data/], got {excludes!r}."
         )
 
-    if not isinstance(variables, Mapping) or not all(
-        isinstance(value, str) for value in variables.values()
-    ):
+    are_texts = isinstance(variables, Mapping)
+    are_texts = are_texts and all(isinstance(value, str) for value in variables.values())
+    if not are_texts:
         raise ConfigError(
-            f"{where}: env_vars must map names to texts, {{NAME: '7'}} say, got {variables!r}."
+            f"{where}: env_vars must map names to texts, such as {{NAME: '7'}}, got {variables!r}."
         )
 
     return {
@@ -78,8 +83,10 @@ def _read_yaml(path: str) -> Any:
 
 
 def _check_address(address: str | None) -> None:
-    """Raise ConfigError for HOST:PORT where nobody listens: Ray's own client tries for more than
-    five minutes."""
+    """Raise ConfigError for a HOST:PORT that does not answer.
+
+    Ray's own client would try for more than five minutes.
+    """
     host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return  # auto, local
@@ -88,25 +95,24 @@ def _check_address(address: str | None) -> None:
     except OSError as error:
         raise ConfigError(
             f"No Ray cluster answers at ray_init.address={address}: {error}. Start one there with "
-            "`ray start --head`, or leave the address unset for one of the run's own."
+            "`ray start --head`, or leave the address unset to let the run start its own."
         ) from error
 
 
 def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: Any) -> None:
-    """Initialise Ray with the arguments of `ray.init`; one that is already initialised, also by
-    Client, stays as is.
+    """Initialize Ray with the arguments of `ray.init`, unless it is initialized, also by Client.
 
-    Raises ConfigError where no cluster answers at `address`, where it cannot be told `num_cpus`,
-    where Ray takes any other argument for wrong, where its own folder has too long a path, and,
-    with the largest files, where it refuses to upload the folders of `runtime_env`. Any other error
-    is Ray's own.
+    Raises ConfigError if no cluster answers at `address`, if `num_cpus` is given for an existing
+    cluster, if Ray rejects another argument, if the path of its folder is too long, or if it
+    refuses to upload the folders of `runtime_env` (with their largest files). Any other error is
+    Ray's own.
     """
     if ray.is_initialized():
-        logger.info("Ray is initialised already and used as it is.")
+        logger.info("Ray is initialized already and used as it is.")
         return
 
     _check_address(ray_init.get("address"))
-    # In a job that was submitted with a runtime_env of its own, Ray would refuse whatever both of
+    # A submitted job may have a runtime_env of its own. By default Ray refuses entries that both of
     # them set.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     runtime_env = merged_runtime_env(runtime_env)
@@ -119,45 +125,57 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
             ray.init(runtime_env=runtime_env, **ray_init)
         note_own(own)
     except Exception as error:
-        ray.shutdown()  # else the next try would find it initialised
-        if isinstance(error, ValueError) and "num_cpus" in ray_init and "num_cpus" in str(error):
-            raise ConfigError(
-                f"ray_init.num_cpus={ray_init['num_cpus']} is for a Ray that is started here, but "
-                "there is one already, which has its number. Leave it unset, or set "
-                "ray_init.address=local for one of the run's own."
-            ) from error
-        if "AF_UNIX path length" in str(error):
-            raise ConfigError(
-                f"Ray's folder has too long a path for its sockets: {error}. Set RAY_TMPDIR=/tmp."
-            ) from error
-        refused = refused_upload(error, runtime_env)
-        if refused is not None:
-            raise refused from error
-        if isinstance(error, (ValueError, TypeError, ConnectionError)):
-            address = ray_init.get("address") or os.environ.get("RAY_ADDRESS")
-            told = " ".join(str(error).split())
-            raise ConfigError(
-                f"Ray cannot be started or joined, with ray_init.address={address}: "
-                f"{told.removesuffix('.')}. An address is HOST:6379, ray://HOST:10001, auto (a "
-                "cluster that runs on this machine), or local for one of the run's own."
-            ) from error
-        raise
+        ray.shutdown()  # or the next attempt would find it initialized
+        explained = _explain_failure(error, ray_init, runtime_env)
+        if explained is None:
+            raise
+        raise explained from error
 
 
-# Lets `verl.single_controller.ray.base`, verl 0.5's path, be looked up in the table of old paths.
+def _explain_failure(
+    error: Exception, ray_init: Mapping[str, Any], runtime_env: Mapping[str, Any]
+) -> ConfigError | None:
+    """Return the error to raise if `ray.init` failed; None keeps Ray's own."""
+    if isinstance(error, ValueError) and "num_cpus" in ray_init and "num_cpus" in str(error):
+        return ConfigError(
+            f"ray_init.num_cpus={ray_init['num_cpus']} is for a Ray that is started here, but "
+            "there is one already, which has its own number. Leave it unset, or set "
+            "ray_init.address=local to let the run start its own."
+        )
+    if "AF_UNIX path length" in str(error):
+        return ConfigError(
+            f"Ray's folder has too long a path for its sockets: {error}. Set RAY_TMPDIR=/tmp."
+        )
+
+    refused = refused_upload(error, runtime_env)
+    if refused is not None:
+        return refused
+
+    if isinstance(error, (ValueError, TypeError, ConnectionError)):
+        address = ray_init.get("address") or os.environ.get("RAY_ADDRESS")
+        reason = " ".join(str(error).split())
+        return ConfigError(
+            f"Ray cannot be started or joined, with ray_init.address={address}: "
+            f"{reason.removesuffix('.')}. An address is HOST:6379, ray://HOST:10001, auto (a "
+            "cluster that runs on this machine), or local to let the run start its own."
+        )
+    return None
+
+
+# `verl.single_controller.ray.base`, verl 0.5's path, is then looked up in the table of old paths.
 __path__: list[str] = []
 
 
 class RayResourcePool:
-    """Room for one process per GPU (or CPU), reserved on the nodes of a Ray cluster; implements
-    `ResourcePool`.
+    """Reserved room on a Ray cluster, for one process per GPU or CPU; implements `ResourcePool`.
 
     Args:
-        process_on_nodes: how many processes on each node, [8, 8] for two nodes of eight GPUs. The
-            processes of one entry are on one node.
+        process_on_nodes: number of processes of each node, such as [8, 8] for two nodes of eight
+            GPUs. The processes of one entry are on one node.
         use_gpu: whether each process has a GPU; several sets of processes of one pool share it.
-        name_prefix: of the placement groups and actors, to find them in Ray's dashboard.
-        max_colocate_count: how many sets of processes fit into the pool, see `RayWorkerGroup`.
+        name_prefix: prefix of placement groups and actors, to find them in Ray's dashboard.
+        max_colocate_count: number of sets of processes that fit into the pool; see
+            `RayWorkerGroup`.
         detached: whether processes outlive the driver.
     """
 
@@ -172,9 +190,9 @@ class RayResourcePool:
         self.process_on_nodes = list(process_on_nodes or [])
         if not self.process_on_nodes or min(self.process_on_nodes) < 1 or max_colocate_count < 1:
             raise ConfigError(
-                "process_on_nodes counts the processes of each node and max_colocate_count is at "
-                f"least 1, got {process_on_nodes} and {max_colocate_count}. For two nodes of eight "
-                "GPUs give [8, 8]."
+                "process_on_nodes must count the processes of each node, and max_colocate_count "
+                f"must be at least 1, got {process_on_nodes} and {max_colocate_count}. For two "
+                "nodes of eight GPUs give [8, 8]."
             )
 
         self.world_size = sum(self.process_on_nodes)
@@ -194,15 +212,19 @@ class RayResourcePool:
         deadline_s: float = DEADLINE_S,
         **kwargs: Any,
     ) -> WorkerGroup:
-        """Build `worker_class(*args, **kwargs)` on every rank at once; roles started here share
-        their processes."""
+        """Build `worker_class(*args, **kwargs)` on every rank at once; return their group.
+
+        Roles that are started here share their processes.
+        """
         if self._shared is None:
             self._shared = self.new_processes()
         return start_role(self._shared, role, worker_class, args, kwargs, deadline_s)
 
     def new_processes(self, timeout_s: float = 300.0) -> RayRanks:
-        """One more process for each rank. Raises ConfigError where the cluster has no room in
-        time."""
+        """Start one more process for each rank.
+
+        Raises ConfigError if the cluster has no room for them in time.
+        """
         if not self._groups:
             self._groups = self._reserve(timeout_s)
         part = 1 / self.max_colocate_count
@@ -217,12 +239,11 @@ class RayResourcePool:
         return ranks
 
     def _check_own_ray(self, bundle: Mapping[str, float]) -> None:
-        """Raise ConfigError where the Ray that this run has started is too small: it cannot
-        grow."""
+        """Raise ConfigError if the Ray that this run has started is too small; it cannot grow."""
         size = ray.cluster_resources()
         ways_out = {
             "GPU": "Lower trainer.n_gpus_per_node, or join a larger cluster by ray_init.address",
-            "CPU": f"Set ray_init.num_cpus={self.world_size} where processes may share cores",
+            "CPU": f"Set ray_init.num_cpus={self.world_size} if processes may share cores",
         }
         for kind, way_out in ways_out.items():
             needed = self.world_size * bundle.get(kind, 0.0)
@@ -240,24 +261,23 @@ class RayResourcePool:
             self._check_own_ray(bundle)
             timeout_s = min(timeout_s, _OWN_ROOM_S)
 
-        groups = [
-            placement_group(
+        groups: list[PlacementGroup] = []
+        for number, count in enumerate(self.process_on_nodes):
+            group = placement_group(
                 [dict(bundle) for _ in range(count)],
                 strategy="STRICT_PACK",
                 name=f"{self.name_prefix}verl_pool_{number}_{uuid.uuid4().hex[:8]}",
                 lifetime="detached" if self.detached else None,
             )
-            for number, count in enumerate(self.process_on_nodes)
-        ]
+            groups.append(group)
 
         if not all(group.wait(timeout_s) for group in groups):
             for group in groups:
                 remove_placement_group(group)
-            nodes = [
-                {kind: node["Resources"].get(kind, 0) for kind in bundle}
-                for node in ray.nodes()
-                if node["Alive"]
-            ]
+            nodes: list[dict[str, float]] = []
+            for node in ray.nodes():
+                if node["Alive"]:
+                    nodes.append({kind: node["Resources"].get(kind, 0) for kind in bundle})
             raise ConfigError(
                 f"Ray found no room for {self.process_on_nodes} processes with {bundle} each "
                 f"within {timeout_s:g} s: its nodes have {nodes}, of which "
@@ -268,8 +288,7 @@ class RayResourcePool:
         return groups
 
     def shutdown(self) -> None:
-        """End all processes of the pool, once they are done with what they were asked, and free its
-        room."""
+        """End all processes of the pool after their current calls, and free its room."""
         for ranks in self._all_ranks:
             ranks.end()
         for group in self._groups:
@@ -280,7 +299,7 @@ class RayResourcePool:
 
 
 class RayClassWithInitArgs:
-    """A worker class and what it is built with on every rank."""
+    """A worker class and the arguments that build it on every rank."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         self.cls: type[Worker] = _undecorated(cls)
@@ -289,7 +308,7 @@ class RayClassWithInitArgs:
 
 
 def _undecorated(cls: Any) -> type[Worker]:
-    """The class itself, where `cls` comes from the decorator ray.remote."""
+    """Return the class under the decorator ray.remote, if `cls` has it."""
     if not isinstance(cls, ActorClass):
         return cls
     actor_class: Any = cls
@@ -304,16 +323,19 @@ class ColocatedClasses:
 
 
 def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> ColocatedClasses:
-    """What `RayWorkerGroup` makes one set of processes of; `spawn` then gives the group of each
-    role."""
+    """Return the argument for a `RayWorkerGroup` of one set of processes for several roles.
+
+    `RayWorkerGroup.spawn` then returns the group of each role.
+    """
     return ColocatedClasses(class_dict)
 
 
 class RayWorkerGroup(WorkerGroup):
     """Workers in a set of processes of their own; a pool has room for `max_colocate_count` sets.
 
-    Of colocated classes, `spawn` gives the groups. `pool.start(role, cls, ...)` does the same with
-    less ado. The last three arguments are those of verl 0.5, and not read: the pool decides.
+    For colocated classes, `spawn` returns the groups. `pool.start(role, cls, ...)` is simpler and
+    has the same effect. The last three arguments are those of verl 0.5 and are ignored, because the
+    pool determines them.
     """
 
     def __init__(
@@ -331,10 +353,12 @@ class RayWorkerGroup(WorkerGroup):
         given = ray_cls_with_init
         colocated = isinstance(given, ColocatedClasses)
         classes = given.class_dict if colocated else {name_prefix or given.cls.__name__: given}
-        self._groups = {
-            role: start_role(ranks, role, entry.cls, entry.args, entry.kwargs, deadline_s)
-            for role, entry in classes.items()
-        }
+
+        self._groups: dict[str, WorkerGroup] = {}
+        for role, entry in classes.items():
+            self._groups[role] = start_role(
+                ranks, role, entry.cls, entry.args, entry.kwargs, deadline_s
+            )
 
         if colocated:
             self._ranks = ranks
@@ -345,7 +369,7 @@ class RayWorkerGroup(WorkerGroup):
             self.deadline_s = deadline_s
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
-        """The groups of these roles."""
+        """Return the groups of these roles."""
         unknown = sorted(set(prefix_set) - set(self._groups))
         if unknown:
             raise ConfigError(
@@ -354,23 +378,21 @@ class RayWorkerGroup(WorkerGroup):
         return {role: self._groups[role] for role in prefix_set}
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Give the group an attribute for each role of its fused worker, with that role's
-        methods."""
+        """Set an attribute for each role of the fused worker, with the methods of that role."""
         for role, methods in self.spawn_fused(prefix_set).items():
             setattr(self, role, methods)
 
     def spawn_fused(self, prefix_set: Iterable[str]) -> dict[str, SimpleNamespace]:
-        """Return an object for each role of the fused worker, with that role's methods and
-        `world_size`."""
+        """Return an object for each role of the fused worker, with its methods and `world_size`."""
         offered = registered_methods(self.worker_class)
         groups = {}
         for role in prefix_set:
             prefix = fused_name(role, "")
-            methods = {
-                name.removeprefix(prefix): getattr(self, name)
-                for name in offered
-                if name.startswith(prefix)
-            }
+            methods: dict[str, Any] = {}
+            for name in offered:
+                if name.startswith(prefix):
+                    methods[name.removeprefix(prefix)] = getattr(self, name)
+
             if not methods:
                 raise ConfigError(
                     f"{self.worker_class.__name__} has no fused role '{role}' with registered "
@@ -383,18 +405,17 @@ class RayWorkerGroup(WorkerGroup):
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> GroupFuture:
         """Start any method of the worker on every rank.
 
-        Where all arguments are lists with an entry for each rank, a rank gets its own; otherwise
-        every rank gets all.
+        If all arguments are lists with an entry for each rank, each rank gets its entry. Otherwise
+        every rank gets all arguments.
         """
         values = [*args, *kwargs.values()]
-        by_rank = values and all(
-            isinstance(value, list) and len(value) == self.world_size for value in values
-        )
+        are_lists = bool(values) and all(isinstance(value, list) for value in values)
+        by_rank = are_lists and all(len(value) == self.world_size for value in values)
         mode = Dispatch.ALL_TO_ALL if by_rank else Dispatch.ONE_TO_ALL
         return self._call(method_name, CallPlan(mode), args, kwargs, None, False, None)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """`execute_all_async`, and wait for the answers of all ranks."""
+        """Call `execute_all_async`, and wait for the answers of all ranks."""
         return self.execute_all_async(method_name, *args, **kwargs).result()
 
     execute_all = execute_all_async
@@ -405,14 +426,14 @@ class RayWorkerGroup(WorkerGroup):
         return self._call(method_name, plan, args, kwargs, None, False, None)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """`execute_rank_zero_async`, and wait for the answer."""
+        """Call `execute_rank_zero_async`, and wait for the answer."""
         return self.execute_rank_zero_async(method_name, *args, **kwargs).result()
 
     execute_rank_zero = execute_rank_zero_async
 
 
 def fused_name(role: str, method: str) -> str:
-    """Under this name a fused worker has the method of one of its roles."""
+    """Return the name under which a fused worker has the method of one of its roles."""
     return f"{role}__fused__{method}"
 
 

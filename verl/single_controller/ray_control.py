@@ -1,5 +1,4 @@
-"""Ray's own processes: a Ray that a run starts for itself, and the watch over Ray's control service
-(GCS)."""
+"""Ray's own processes: start a Ray for a run, and watch Ray's control service (GCS)."""
 
 import importlib
 import os
@@ -17,18 +16,18 @@ from verl.utils.logging import logger
 
 _POLL_S = 1.0
 _CONNECT_S = 5.0
-# Ray itself gives up after 60 s, and ends the driver without a word. The control service of a
-# cluster may be started anew meanwhile; that of a run's own Ray is not.
+# Ray itself gives up after 60 s and ends the driver without a message. The control service of a
+# cluster may be restarted in that time; that of a run's own Ray is not.
 _OWN_GRACE_S = 3.0
 _CLUSTER_GRACE_S = 45.0
-# By this variable Ray takes the loopback address for its node's, as it does on macOS.
+# This variable makes Ray use the loopback address for its node, as it does on macOS.
 _RAY_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 _own = False
 
 
 def is_own() -> bool:
-    """Whether the Ray that is connected was started by this run: one node, which cannot grow."""
+    """Return whether this run has started the connected Ray: one node, which cannot grow."""
     return _own and ray.is_initialized()
 
 
@@ -39,7 +38,7 @@ def note_own(own: bool) -> None:
 
 
 def starts_its_own(address: str | None) -> bool:
-    """Whether `ray.init(address)` starts a Ray on this machine instead of joining one."""
+    """Return whether `ray.init(address)` starts a Ray on this machine instead of joining one."""
     address = address or os.environ.get("RAY_ADDRESS") or None
     if address is not None:
         return address == "local"
@@ -49,9 +48,9 @@ def starts_its_own(address: str | None) -> bool:
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Within it a Ray that is started listens on the loopback address alone.
+    """Make a Ray that is started within this context listen only on the loopback address.
 
-    Otherwise its ports, and those of every worker, are open to the network.
+    By default its ports, and those of every worker, are open to the network.
     """
     constants: Any = importlib.import_module("ray._private.ray_constants")
     name = "ENABLE_RAY_CLUSTER"
@@ -70,7 +69,7 @@ def on_loopback() -> Iterator[None]:
 
 
 class ControlWatch:
-    """Notices that Ray's control service is gone, long before Ray does."""
+    """A thread that notices the end of Ray's control service long before Ray does."""
 
     def __init__(self) -> None:
         self.address: str = ray.get_runtime_context().gcs_address
@@ -80,7 +79,7 @@ class ControlWatch:
         threading.Thread(target=self._watch, name="verl-watch-gcs", daemon=True).start()
 
     def check(self) -> None:
-        """Raise WorkerLostError where the service is gone."""
+        """Raise WorkerLostError if the service is gone."""
         if self.reason is not None:
             raise WorkerLostError(self.reason)
 
@@ -97,9 +96,9 @@ class ControlWatch:
             elif time.monotonic() - last_seen > self.grace_s:
                 self.reason = (
                     f"Ray's control service (GCS, {self.address}) is gone: {error}. Without it Ray "
-                    "ends all processes within a minute. Look for the reason in the system's log "
+                    "ends all processes within a minute. Look for the reason in the system log "
                     "(dmesg | grep -i kill) and in gcs_server.out of /tmp/ray/session_latest/logs, "
-                    "then start the same command again."
+                    "then run the same command again."
                 )
                 logger.error("%s", self.reason)
                 return

@@ -1,4 +1,4 @@
-"""How fast the nodes of a Ray cluster reach each other through Ray, which carries every batch."""
+"""Measure the speed between nodes of a Ray cluster through Ray, which carries every batch."""
 
 import itertools
 import statistics
@@ -12,11 +12,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.single_controller.ray import connect
 
-_TRANSFERS = 3  # of which the fastest counts: the first one opens connections
+_TRANSFERS = 3  # the fastest one counts, because the first one opens connections
 
 
 class Link(NamedTuple):
-    """From one node to another; where `error` is set, it was not measured."""
+    """The speed from one node to another. If `error` is set, it was not measured."""
 
     source: str
     target: str
@@ -26,20 +26,24 @@ class Link(NamedTuple):
 
 
 def _end_class() -> type:
-    """Of an actor on a node. Being made here it travels by value: a node is measured also where it
-    has no verl yet, and none waits for torch."""
+    """Make the class of an actor that measures its node.
+
+    A class that is defined in a function travels by value. Nodes without verl can then be measured,
+    and no node waits for the import of torch.
+    """
 
     class End:
         def receive(self, payload: Any) -> int:
             return len(payload)
 
         def measure(self, other: Any, num_bytes: int, rounds: int) -> tuple[float, float]:
-            """(seconds there and back, bytes a second) to the actor `other`."""
+            """Return the seconds of a round trip to the actor `other`, and bytes per second."""
             trips = [self.time(other, b"") for _ in range(rounds)]
-            # A new object each time: the other node keeps what it has seen.
-            transfers = [
-                self.time(other, ray.put(np.zeros(num_bytes, np.uint8))) for _ in range(_TRANSFERS)
-            ]
+            transfers: list[float] = []
+            for _ in range(_TRANSFERS):
+                # A new object each time, because the other node caches objects.
+                payload = ray.put(np.zeros(num_bytes, np.uint8))
+                transfers.append(self.time(other, payload))
             return statistics.median(trips), num_bytes / min(transfers)
 
         def time(self, other: Any, payload: Any) -> float:
@@ -51,26 +55,28 @@ def _end_class() -> type:
 
 
 def measure_links(num_bytes: int, rounds: int, deadline_s: float, **ray_init: Any) -> list[Link]:
-    """Every ordered pair of alive nodes, one after the other so that they do not disturb each
-    other; of a single node the way between two of its processes. A Ray that was not initialised
-    before is shut down afterwards."""
-    was_initialised = ray.is_initialized()
+    """Measure every ordered pair of alive nodes, one after the other.
+
+    In a cluster of one node, measure between two of its processes. A Ray that was not initialized
+    before is shut down afterwards.
+    """
+    was_initialized = ray.is_initialized()
     connect(**ray_init)
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        ends = [
-            (_name(node), _start(node["NodeID"]))
-            for node in (nodes if len(nodes) > 1 else nodes * 2)
-        ]
-        links = [
-            _link(*pair, num_bytes, rounds, deadline_s) for pair in itertools.permutations(ends, 2)
-        ]
+        if len(nodes) == 1:
+            nodes = nodes * 2
+        ends = [(_name(node), _start(node["NodeID"])) for node in nodes]
+
+        links: list[Link] = []
+        for source, target in itertools.permutations(ends, 2):
+            links.append(_link(source, target, num_bytes, rounds, deadline_s))
         for _, actor in ends:
             ray.kill(actor)
 
         return links
     finally:
-        if not was_initialised:
+        if not was_initialized:
             ray.shutdown()
 
 

@@ -32,7 +32,7 @@ from verl.utils.rendezvous import free_port
 _REACH_S = 5.0  # for an actor to reach the driver, which it does in milliseconds or never
 _CONNECT_S = 10.0  # for all actors
 
-# role, method, arguments, whether `tell` is heard
+# role, method, arguments, whether values of `tell` are sent
 Call = tuple[str, str, tuple[Any, ...], dict[str, Any], bool]
 
 
@@ -47,13 +47,13 @@ class Place(NamedTuple):
 
 
 class HandedOn(NamedTuple):
-    """Stands for the answer of another call in arguments; the answer goes from rank to rank."""
+    """A stand-in for the answer of another call in arguments; the answer goes from rank to rank."""
 
     answer: Any  # its reference
 
 
 class ByValue(Pickler, cloudpickle.CloudPickler):
-    """Pickles functions and classes of the driver's program, or made in a function, as code.
+    """Pickle functions and classes of the driver's program, or made in a function, as code.
 
     Ray does the same.
     """
@@ -66,7 +66,7 @@ class ByValue(Pickler, cloudpickle.CloudPickler):
 
 
 class RankProcess:
-    """The actor. Calls run one by one; methods of the group "watch" answer meanwhile."""
+    """The actor. Calls run one by one; methods of the group "watch" answer at any time."""
 
     def __init__(self, rank: int, world_size: int, folder: str) -> None:
         self.rank = rank
@@ -86,7 +86,7 @@ class RankProcess:
         os.environ.update({**defaults, **os.environ, **values})
 
     def connect(self, entrance: Entrance) -> str | None:
-        """Take calls from the driver without Ray as well; return the reason where that fails."""
+        """Also accept calls from the driver over a connection; return the reason of a failure."""
         try:
             link = connect(entrance, self.rank, _REACH_S, ByValue)
         except OSError as error:
@@ -137,7 +137,7 @@ class RankProcess:
 
 
 def _opened(value: Any) -> Any:
-    """Return the value of an argument. Raises WorkerError where the call it comes from raised."""
+    """Return the value of an argument. Raises WorkerError if the call that it comes from raised."""
     if not isinstance(value, HandedOn):
         return value
     given = ray.get(value.answer)
@@ -162,10 +162,10 @@ def kill_rank(pid: int) -> None:
 
 
 def open_links(actors: Sequence[Any], nodes: set[str]) -> Links | None:
-    """Connect with every actor; return None and log the reason where one cannot be reached.
+    """Connect with every actor; return None and log the reason if one cannot be reached.
 
     Args:
-        nodes: ids of the nodes that the actors run on. The driver listens on a port only where an
+        nodes: ids of the nodes that the actors run on. The driver listens on a port only if an
             actor runs on another node.
     """
     if ray_client.is_connected():

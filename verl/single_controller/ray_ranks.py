@@ -71,7 +71,7 @@ class Reply:
         return None
 
     def hear(self) -> None:
-        """Pass on the values of `tell` that have arrived, and ask for more."""
+        """Pass the values of `tell` that have arrived to `on_told`, and ask for more."""
         if self.on_told is None:
             return
 
@@ -109,7 +109,9 @@ class RayRanks:
         if not detached:
             # Also for a run that ends without `end`.
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        bundles = [(group, number) for group in groups for number in range(group.bundle_count)]
+        bundles: list[tuple[PlacementGroup, int]] = []
+        for group in groups:
+            bundles += [(group, number) for number in range(group.bundle_count)]
         self.size = len(bundles)
         self._ended: str | None = None
         self._notes: dict[int, str] = {}
@@ -140,8 +142,8 @@ class RayRanks:
         defaults = forwarded()
         if len(nodes) == 1:
             defaults = {**loopback_settings(), **defaults}
-        # Also for a Ray that was initialized elsewhere; variables that a node or a runtime_env
-        # sets are kept.
+        # This also covers a Ray that was initialized elsewhere. Variables that a node or a
+        # runtime_env sets are kept.
         environments = _environments(self.places)
         self._all_started(
             "set_environment", [(environment, defaults) for environment in environments]
@@ -192,11 +194,11 @@ class RayRanks:
         return replies
 
     def _links_for(self, arguments: Mapping[int, Arguments]) -> Links | None:
-        """Return the ranks' own connections, or None where the call must go through Ray.
+        """Return the ranks' own connections, or None if the call must go through Ray.
 
         A call over the connections takes a third of Ray's time. Ray is better for rows, which it
-        stores once for all receivers. A call must not overtake one that is still in Ray's queue.
-        Where a connection is lost, Ray knows why.
+        stores once for all receivers. A call must not overtake one that is still in Ray's queue. If
+        a connection is lost, Ray knows the reason.
         """
         if self.links is None or self.links.lost:
             return None
@@ -245,9 +247,9 @@ class RayRanks:
             self._check_control()
 
     def _check_control(self) -> None:
-        """Raise WorkerLostError where Ray's control service is gone.
+        """Raise WorkerLostError if Ray's control service is gone.
 
-        Ends all processes before that can be ended without it.
+        First ends all processes that can be ended without it.
         """
         if self.control is None or self.control.reason is None:
             return
@@ -276,8 +278,10 @@ class RayRanks:
         return ended
 
     def _explained(self, ended: dict[int, Raised | Lost | None]) -> dict[int, Raised | Lost | None]:
-        """Add Ray's reason to each lost rank: a connection reports the loss first, Ray knows
-        why."""
+        """Add Ray's reason to each lost rank.
+
+        A connection reports the loss first, but Ray knows the reason.
+        """
         lost = {rank: end for rank, end in ended.items() if isinstance(end, Lost)}
         asked = {}
         for rank in lost.keys() - self._reasons.keys():
@@ -302,7 +306,7 @@ class RayRanks:
         return values
 
     def hand_on(self, replies: Sequence[Reply], receiver: Ranks) -> list[HandedOn] | None:
-        """Return references, also to answers to come: the receiving rank waits for them."""
+        """Return references to answers; the receiving rank waits for those that are to come."""
         if not isinstance(receiver, RayRanks):
             return None
         return [HandedOn(reply.reference) for reply in replies]
@@ -342,10 +346,10 @@ class RayRanks:
             ray.kill(actor)
 
     def _kill(self, stopped: set[int]) -> None:
-        """End processes that do not react to Ray: a process on their machine must send the signal.
+        """End processes that do not react to Ray.
 
-        A neighbor does so. Where it does not in time, a task, for which Ray starts a process, ends
-        the rank and the neighbor as well.
+        A process on their machine must send the signal. A neighbor does so. If it does not in time,
+        a task, for which Ray starts a process, ends the rank and the neighbor.
         """
         neighbors = {}
         asked = {}
@@ -389,9 +393,9 @@ class RayRanks:
             self._stop_watching()
             for actor in self.actors:
                 actor.finish.remote()
-            leaving = {
-                actor.__ray_terminate__.remote(): rank for rank, actor in enumerate(self.actors)
-            }
+            leaving: dict[Any, int] = {}
+            for rank, actor in enumerate(self.actors):
+                leaving[actor.__ray_terminate__.remote()] = rank
             _, late = ray.wait(list(leaving), num_returns=len(leaving), timeout=_LEAVE_S)
             if late:
                 self._silent = {leaving[reference] for reference in late}
@@ -420,8 +424,8 @@ def _environments(places: Sequence[Place]) -> list[dict[str, str]]:
 def _on_node(node: str, function: types.FunctionType, *args: Any) -> Any:
     """Run a function on a node; return the reference of its answer."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    # As code: a process that looked the function up by name would import torch first, which takes
-    # seconds.
+    # Send the function as code. To look it up by name, the process would first have to import
+    # torch, which takes seconds.
     by_value = types.FunctionType(function.__code__, function.__globals__, function.__name__)
     by_value.__module__ = "__main__"
     task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)  # pyright: ignore
@@ -444,14 +448,15 @@ def _answered(asked: Mapping[Key, Any], timeout_s: float) -> dict[Key, Any]:
 
 
 def _answer(reference: Any) -> Any:
-    """Return the value of a reference that has arrived, or why it holds none."""
+    """Return the value of a reference that has arrived, or the reason if it has none."""
     try:
         return ray.get(reference)
     except RayTaskError as error:  # an argument or the answer could not be pickled
         return Raised(str(error.cause), str(error), None)
     except RayError as error:
-        # Ray's guesses are a page long
-        return Lost(" ".join(str(error).split("Some common causes")[0].split()))
+        # Drop Ray's list of possible causes, which is a page long.
+        reason = str(error).split("Some common causes")[0]
+        return Lost(" ".join(reason.split()))
 
 
 def _shared(call: Call) -> Any:

@@ -1,7 +1,6 @@
-"""`python -m verl.single_controller.ray_upload FOLDER`: what Ray would send of a working directory,
-largest first.
+"""`python -m verl.single_controller.ray_upload FOLDER`: list the files that Ray would upload.
 
-`connect` says the same where Ray refuses an upload.
+The largest come first. `connect` reports the same if Ray refuses an upload.
 """
 
 import os
@@ -15,7 +14,7 @@ from ray._private.thirdparty.pathspec import PathSpec  # the patterns are Ray's 
 
 from verl.utils.errors import ConfigError
 
-# What a working directory holds that no worker reads from it.
+# Files in a working directory that no worker reads.
 EXCLUDES = [
     "checkpoints/",
     "outputs/",
@@ -35,24 +34,29 @@ _SHOWN = 5
 
 
 def uploaded_files(folder: Path, excludes: Sequence[str]) -> list[tuple[int, str]]:
-    """(bytes, path in `folder`) of what Ray packs, largest first: all but `excludes`, which are
-    patterns as of .gitignore, and what .rayignore and .gitignore files say."""
-    found = _walk(folder, [(folder, PathSpec.from_lines("gitwildmatch", excludes))])
-    return sorted(
-        ((path.stat().st_size, str(path.relative_to(folder))) for path in found), reverse=True
-    )
+    """Return (bytes, path in `folder`) of the files that Ray uploads, largest first.
+
+    These are all files except those that match `excludes`, patterns as in .gitignore, or the
+    patterns of .rayignore and .gitignore files.
+    """
+    patterns = PathSpec.from_lines("gitwildmatch", excludes)
+    files: list[tuple[int, str]] = []
+    for path in _walk(folder, [(folder, patterns)]):
+        files.append((path.stat().st_size, str(path.relative_to(folder))))
+    return sorted(files, reverse=True)
 
 
 def _walk(folder: Path, ignored: list[tuple[Path, Any]]) -> Iterator[Path]:
-    names = [
-        ".rayignore",
-        *([] if os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE") == "1" else [".gitignore"]),
-    ]
-    files = [folder / name for name in names if (folder / name).is_file()]
-    ignored = ignored + [
-        (folder, PathSpec.from_lines("gitwildmatch", file.read_text().splitlines()))
-        for file in files
-    ]
+    names = [".rayignore"]
+    if os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE") != "1":
+        names.append(".gitignore")
+
+    ignored = list(ignored)
+    for name in names:
+        file = folder / name
+        if file.is_file():
+            lines = file.read_text().splitlines()
+            ignored.append((folder, PathSpec.from_lines("gitwildmatch", lines)))
 
     for path in folder.iterdir():
         if any(patterns.match_file(str(path.relative_to(root))) for root, patterns in ignored):
@@ -64,33 +68,39 @@ def _walk(folder: Path, ignored: list[tuple[Path, Any]]) -> Iterator[Path]:
 
 
 def refused_upload(error: Exception, runtime_env: Mapping[str, Any]) -> ConfigError | None:
-    """What to tell where Ray refused to take the local folders of `runtime_env`; None for any other
-    error."""
+    """Return the error to raise if Ray refused to upload folders of `runtime_env`.
+
+    Returns None for any other error.
+    """
     if not _REFUSALS.search(str(error)):
         return None
-    folders = [
-        Path(str(given))
-        for given in (runtime_env.get("working_dir"), *runtime_env.get("py_modules", ()))
-    ]
-    folders = [folder.absolute() for folder in folders if folder.is_dir()]
+
+    folders: list[Path] = []
+    for given in (runtime_env.get("working_dir"), *runtime_env.get("py_modules", ())):
+        folder = Path(str(given))
+        if folder.is_dir():
+            folders.append(folder.absolute())
     if not folders:
         return None
+
+    excludes = runtime_env.get("excludes", ())
+    reports = "\n".join(report(folder, excludes) for folder in folders)
     return ConfigError(
         f"Ray refused to upload runtime_env's {', '.join(map(str, folders))}: "
-        f"{' '.join(str(error).split())[:300]}\n"
-        + "\n".join(report(folder, runtime_env.get("excludes", ())) for folder in folders)
+        f"{' '.join(str(error).split())[:300]}\n{reports}"
     )
 
 
 def report(folder: Path, excludes: Sequence[str]) -> str:
-    """The largest files that are uploaded, and how to leave them out."""
+    """Describe the largest uploaded files, and how to exclude files."""
     files = uploaded_files(folder, excludes)
+    total = sum(size for size, _ in files)
     largest = "\n".join(f"  {_mib(size):>11}  {name}" for size, name in files[:_SHOWN])
     return (
-        f"{len(files)} files of {folder} are uploaded, {_mib(sum(size for size, _ in files))} "
-        f"before compression. The largest:\n{largest}\nName what no worker reads in runtime_env's "
-        "`excludes` (patterns as of .gitignore), or in a file .rayignore of that folder; data and "
-        "models belong on a disk that all nodes see."
+        f"{len(files)} files of {folder} are uploaded, {_mib(total)} before compression. The "
+        f"largest:\n{largest}\nList files that no worker reads in runtime_env's `excludes` "
+        "(patterns as in .gitignore), or in a file .rayignore of that folder. Data and models "
+        "belong on a disk that all nodes can access."
     )
 
 

@@ -1,6 +1,6 @@
-"""Backend `spmd`: this process alone, or all ranks that torchrun started, of which rank 0 drives.
+"""Backend `spmd`: this process alone, or all ranks that torchrun started, driven by rank 0.
 
-`join()` gives the driver its pool; on every other rank it serves the driver's calls and never
+On the driver, `join()` returns the pool. On every other rank it serves the driver's calls and never
 returns.
 """
 
@@ -43,7 +43,7 @@ from verl.utils.logging import logger
 from verl.utils.sigterm import TERMINATED, handle_sigterm
 
 _LEAVE_S = 20.0  # for a rank to finish its current call, once the driver is done
-_NEWS_S = 2.0  # after torchrun's SIGTERM: until the death that caused it is known here too
+_NEWS_S = 2.0  # after torchrun's SIGTERM, until this process knows of the death that caused it
 
 
 class ResourcePool(Protocol):
@@ -94,18 +94,18 @@ class LocalPool:
         return [self]
 
     def shutdown(self) -> None:
-        """Do nothing: this process goes on."""
+        """Do nothing: this process continues."""
 
 
 def join(connect_timeout_s: float = 300.0, silence_s: float = 300.0) -> "LocalPool | SpmdPool":
     """Return the pool of all processes that were launched together, on the driver (RANK 0).
 
     On every other rank this call serves until the driver has finished, and then ends the process
-    (SystemExit). Raises ConfigError where torchrun's variables are incomplete, WorkerLostError
-    where ranks do not connect.
+    (SystemExit). Raises ConfigError if torchrun's variables are incomplete, and WorkerLostError if
+    ranks do not connect.
 
     Args:
-        silence_s: the other ranks end a driver without a sign of life for this long, such as a
+        silence_s: the other ranks end a driver that gives no sign of life for this long, such as a
             stopped process.
     """
     rank, world_size = launched_rank()
@@ -171,7 +171,8 @@ class SpmdPool:
     def _end_first(self) -> None:
         """Move `_at_exit` to the front of the exit handlers.
 
-        Process groups that workers made end together, so the other ranks must leave before.
+        All ranks of a process group must end it together, so the other ranks must leave before this
+        process does.
         """
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
@@ -188,7 +189,7 @@ class SpmdPool:
             os._exit(1)
 
     def _told_to_end(self, signum: int, frame: types.FrameType | None) -> None:
-        """Report the lost rank first: torchrun ends all ranks as soon as it sees one dead."""
+        """Report a lost rank before this one ends: torchrun ends all ranks when one dies."""
         if self.ranks.failing.is_set():
             return
         if self.ranks.links.news.wait(_NEWS_S):
@@ -258,14 +259,18 @@ class SpmdRanks:
         return [reply.result()() for reply in replies]
 
     def hand_on(self, replies: Sequence[Future], receiver: Ranks) -> list[Any] | None:
-        """Return the messages of other ranks, to be sent on as they are, and rank 0's value."""
+        """Return the messages of other ranks, to be forwarded as they are, and rank 0's value."""
         if receiver is not self:
             return None
-        answers = [reply.result() for reply in replies]
-        return [
-            answer.__self__ if isinstance(answer, types.MethodType) else answer()
-            for answer in answers
-        ]
+
+        values: list[Any] = []
+        for reply in replies:
+            answer = reply.result()
+            if isinstance(answer, types.MethodType):  # `value` of an Incoming
+                values.append(answer.__self__)
+            else:
+                values.append(answer())
+        return values
 
     def describe(self, rank: int) -> str:
         if rank in self.peers:
@@ -276,9 +281,9 @@ class SpmdRanks:
         if self.lost:
             self.failing.set()
         self._notes = {}
-        asked = {
-            rank: self.links.send(rank, Kind.ASK_STACKS, Outgoing(None)) for rank in self.peers
-        }
+        asked: dict[int, Future] = {}
+        for rank in self.peers:
+            asked[rank] = self.links.send(rank, Kind.ASK_STACKS, Outgoing(None))
         with self._error_to_come():
             wait(asked.values(), timeout_s)
 
@@ -304,7 +309,7 @@ class SpmdRanks:
             if rank not in self.lost:
                 self.links.send(rank, Kind.ABORT, Outgoing(None))
                 peer.leaving = True
-        # A rank that did not answer would not read this either.
+        # A rank that did not answer will not read this either.
         self._wait_until_gone(ANSWER_S, self._silent)
 
     # ---------------------------------------------------------------- the end
@@ -313,11 +318,10 @@ class SpmdRanks:
         """Ask every rank to leave, and kill those of this machine that do not in time."""
         if self._ended is None:
             self._ended = "the pool was shut down."
-            leaving = [
-                self.links.send(rank, Kind.END, Outgoing(None))
-                for rank in self.peers
-                if rank not in self.lost
-            ]
+            leaving: list[Future] = []
+            for rank in self.peers:
+                if rank not in self.lost:
+                    leaving.append(self.links.send(rank, Kind.END, Outgoing(None)))
             for peer in self.peers.values():
                 peer.leaving = True
             if wait(leaving, _LEAVE_S).not_done:

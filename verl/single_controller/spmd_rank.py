@@ -1,5 +1,4 @@
-"""A rank's side of backend `spmd`: how processes of torchrun find each other, and the loop of those
-that serve."""
+"""A rank's side of backend `spmd`: find the processes of torchrun, and serve the driver's calls."""
 
 import os
 import queue
@@ -22,13 +21,15 @@ from verl.utils.errors import ConfigError, WorkerLostError
 from verl.utils.rendezvous import env_store, loopback_settings
 from verl.utils.sigterm import handle_sigterm
 
-# after SIGTERM: for the driver to ask where this rank is, which it would not know otherwise
+# Time after SIGTERM for the driver to ask this rank for its stacks.
 _TERM_GRACE_S = 5.0
 
 
 def launched_rank() -> tuple[int, int]:
-    """(rank, world size) that the environment tells; (0, 1) of a process that was started by
-    hand."""
+    """Return (rank, world size) from the environment; (0, 1) in a process without a launcher.
+
+    Raises ConfigError if torchrun's variables are incomplete.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         return 0, 1
@@ -57,11 +58,11 @@ def _on_one_machine(world_size: int) -> bool:
 
 
 def connect_all(world_size: int, timeout_s: float) -> tuple[dict[int, Peer], Path]:
-    """Wait for all other ranks; gives them, and the folder that notes are kept in."""
+    """Wait for all other ranks; return them and the folder of the notes."""
     store = _store(world_size, timeout_s)
     door = Door(world_size, other_machines=not _on_one_machine(world_size))
     if door.port:
-        # Whoever reaches the store can read it. Ranks of this machine read a file instead.
+        # Any host that reaches the store can read it. Ranks of this machine read a file instead.
         store.set("port", str(door.port))
         store.set("token", door.token)
 
@@ -75,20 +76,20 @@ def connect_all(world_size: int, timeout_s: float) -> tuple[dict[int, Peer], Pat
             shutil.rmtree(door.folder)
             missing = sorted(set(range(1, world_size)) - set(peers))
             raise WorkerLostError(
-                f"Ranks {missing} of {world_size} did not come within {timeout_s:g} s."
+                f"Ranks {missing} of {world_size} did not connect within {timeout_s:g} s."
             )
 
     door.close()
     return peers, Path(door.folder)
 
 
-# ---------------------------------------------------------------- the side of those that serve
+# ---------------------------------------------------------------- the side of the other ranks
 
 
 def serve(rank: int, world_size: int, connect_timeout_s: float, silence_s: float) -> None:
-    """Run the driver's calls on the main thread until it says to end.
+    """Run the driver's calls on the main thread until the driver ends this rank.
 
-    `silence_s`: after so long without any sign of life the driver is ended, and this rank as well.
+    After `silence_s` seconds without a sign of life, the driver and this rank are ended.
     """
     entrance = _find_entrance(world_size, connect_timeout_s)
     folder = Path(entrance.folder)
@@ -111,7 +112,7 @@ def serve(rank: int, world_size: int, connect_timeout_s: float, silence_s: float
                 shutil.rmtree(folder, ignore_errors=True)
             return
         answer(link, host, message)
-        del message  # its memory is the batch
+        del message  # it holds the memory of the batch
 
 
 def _find_entrance(world_size: int, timeout_s: float) -> Entrance:
@@ -125,13 +126,13 @@ def _find_entrance(world_size: int, timeout_s: float) -> Entrance:
 
 
 def _watch(link: Link, calls: queue.SimpleQueue, folder: Path, rank: int, pulse: Pulse) -> None:
-    """Receives, and answers where the main thread is, whatever that is at. Ends the process with
-    the driver."""
+    """Receive messages, and report stacks while the main thread is busy. Ends with the driver."""
     while True:
         try:
             message = link.receive()
         except (OSError, EOFError):
-            exit_after_driver(rank)  # the main thread may be in a collective that no rank joins
+            # The main thread may wait in a collective that no other rank joins.
+            exit_after_driver(rank)
             return
 
         if message.kind is Kind.ABORT:
@@ -155,8 +156,11 @@ def _watch(link: Link, calls: queue.SimpleQueue, folder: Path, rank: int, pulse:
 
 
 def _leave_later(signum: int, frame: Any) -> None:
-    """torchrun ends all ranks when one dies; the driver, which tells why, asks this one first and
-    ends it itself."""
+    """Delay the end of this process after SIGTERM.
+
+    torchrun ends all ranks when one dies. The driver, which reports the reason, first asks this
+    rank for its stacks and then ends it.
+    """
     leave = threading.Timer(_TERM_GRACE_S, os._exit, (128 + signum,))
     leave.daemon = True
     leave.start()

@@ -1,10 +1,10 @@
-"""Messages between a driver and its ranks; large values go through memory that both map.
+"""Messages between a driver and its ranks; large values go through shared memory.
 
 A value is pickled once, with its tensors and arrays as separate buffers. Between processes of one
-machine the buffers lie in an anonymous file (memfd), and only its descriptor is sent: no name can
-leak, and `/dev/shm` may be small. The buffers follow on the socket between machines, where the
-system has no memfd, and where they are larger than a file may be (`ulimit -f`). The receiver of a
-value owns it: memory is mapped copy-on-write.
+machine the buffers are in an anonymous file (memfd), and only its descriptor is sent: no name can
+leak, and `/dev/shm` may be small. The buffers go through the socket between machines, if the system
+has no memfd, and if they exceed the largest size of a file (`ulimit -f`). The receiver of a value
+owns it: memory is mapped copy-on-write.
 """
 
 import io
@@ -25,8 +25,8 @@ import torch
 from verl.utils.limits import largest_file
 from verl.utils.pickling import pack_tensor, unpack_tensor
 
-_HEADER = struct.Struct("<BQIB")  # kind, number, parts, whether they lie in memory
-# Fits into a socket's buffer; for so little, mapping memory costs more than copying.
+_HEADER = struct.Struct("<BQIB")  # kind, number, parts, whether they are in shared memory
+# This fits into a socket's buffer; for so few bytes, mapping memory costs more than copying.
 _INLINE_BYTES = 32 * 1024
 _ALIGNMENT = 64  # of every buffer, as torch's own allocator aligns
 
@@ -49,9 +49,9 @@ class Kind(IntEnum):
 
 
 class Pickler(pickle.Pickler):
-    """Pickles tensors outside a DataProto as buffers too.
+    """Pickle tensors outside of a DataProto as buffers too.
 
-    A received message is passed on as the value in it, without unpickling.
+    A received message is forwarded as the value in it, without unpickling.
     """
 
     def reducer_override(self, obj: Any) -> Any:

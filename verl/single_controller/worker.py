@@ -10,7 +10,7 @@ from verl.utils.rendezvous import LOOPBACK, free_port
 
 
 class Worker:
-    """Base class of all roles. A worker does not depend on its carrier: Ray, torchrun or one process.
+    """Base class of all roles. A worker runs equally under Ray, torchrun or in one process.
 
     It may add columns to the batches it gets, but not write into their tensors: rank 0 may share
     them with the driver.

@@ -85,15 +85,18 @@ class InProcess:
         blocking: bool = True,
         on_told: OnTold = None,
     ) -> dict[int, Future]:
+        replies: dict[int, Future] = {}
         if not blocking:
-            return {
-                rank: self._background.start(self._run, rank, role, method, given, on_told)
-                for rank, given in arguments.items()
-            }
+            for rank, given in arguments.items():
+                replies[rank] = self._background.start(
+                    self._run, rank, role, method, given, on_told
+                )
+            return replies
+
         self._background.finish()
-        replies = {rank: Future() for rank in arguments}
-        for rank, reply in replies.items():
-            reply.set_result(self._run(rank, role, method, arguments[rank], on_told))
+        for rank, given in arguments.items():
+            replies[rank] = Future()
+            replies[rank].set_result(self._run(rank, role, method, given, on_told))
         return replies
 
     def _run(self, rank: int, role: str, method: str, arguments: Arguments, on_told: OnTold) -> Any:
@@ -134,21 +137,20 @@ class InProcess:
 
 
 class WorkerGroup:
-    """One role on all ranks of a pool. Every `@register`ed method of the worker can be called on
-    the group.
+    """One role on all ranks of a pool, with the worker's `@register`ed methods.
 
     `WorkerGroup(worker)` is the group of one worker in this process; `start` of a resource pool
     makes groups of several ranks. A call takes the method's arguments, which its dispatch mode
     splits, and three more:
 
-    - `deadline_s`: seconds until the call raises DeadlineError, which shows where every rank is.
-      The default is the deadline that the group was started with.
+    - `deadline_s`: seconds until the call raises DeadlineError, which shows the stacks of every
+      rank. The default is the deadline that the group was started with.
     - `blocking`: whether the call waits for the answer or returns a future with `result()`. The
       default is that of `@register`.
     - `on_told`: gets each value that the method passes to `tell` while it runs. It is called in any
-      thread, also in two at once, so it must be quick and not raise. When a call goes through Ray
-      (with rows, or not blocking), values arrive tenths of a second later, and the last ones may
-      get lost.
+      thread, also in two at once, so it must be quick and must not raise. If a call goes through
+      Ray (with rows, or not blocking), values arrive tenths of a second later, and the last ones
+      may get lost.
     """
 
     def __init__(
@@ -246,10 +248,10 @@ class WorkerGroup:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[list[Arguments], Any]:
-        """Run `mode.split`, or hand on the shares of earlier answers as they are.
+        """Run `mode.split`, or pass on the shares of earlier answers as they are.
 
-        Shares are handed on from rank to rank where all batches are answers of calls that were
-        dealt alike. Otherwise futures are read, joined and dealt again.
+        Shares go from rank to rank if all batches are answers of calls that were dealt alike.
+        Otherwise futures are read, joined and dealt again.
         """
         if not plan.materialize_futures:
             return mode.split(num_shares, args, kwargs)
@@ -286,7 +288,7 @@ class WorkerGroup:
         return shares, orders[0]
 
     def progress(self) -> list[Progress]:
-        """Return the progress of the ranks with their method, where it can be read here."""
+        """Return the progress of the ranks with their method, if it can be read here."""
         return self._ranks.progress()
 
     def recent_spans(self, since_wall_ns: int) -> list[Recorded]:
@@ -299,7 +301,7 @@ class WorkerGroup:
         return future.result()
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for unknown names: say how to register a method.
+        # This is reached only for unknown names: explain how to register a method.
         worker_class = self.__dict__.get("worker_class", type(self))
         raise AttributeError(
             f"{worker_class.__name__} has no registered method '{name}'. "

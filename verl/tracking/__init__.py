@@ -1,4 +1,4 @@
-"""Where the numbers and samples of a run go."""
+"""Record the numbers and samples of a run."""
 
 from verl.tracking.backends import TrackerBackend, TrackerSettings, tracker_backends
 from verl.tracking.samples import write_samples

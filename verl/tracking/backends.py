@@ -1,4 +1,4 @@
-"""The trackers that metrics and samples go to, by the names of `trainer.logger`."""
+"""Define the trackers that record metrics and samples, by the names of `trainer.logger`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,22 +17,21 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(kw_only=True, slots=True)
 class TrackerSettings:
-    """What a backend may want to know of the run."""
+    """The facts about a run that a backend may need."""
 
-    project_name: str  # how remote trackers call it
+    project_name: str  # remote trackers group runs by it
     experiment_name: str
-    folder: Path  # where local trackers write
-    config: Mapping[str, Any]  # the whole configuration, stored beside the run
+    folder: Path  # local trackers write here
+    config: Mapping[str, Any]  # the whole configuration, stored with the run
     total_steps: int | None = None  # for the console's "[Step 1/10]"; None: unknown
-    # the console prints every so many steps; the other trackers get all of them
-    log_interval: int = 1
+    log_interval: int = 1  # the console prints one step in so many; other trackers record all
 
 
 class TrackerBackend:
-    """Base of all trackers; what one cannot do it leaves out.
+    """Base of all trackers. A tracker leaves out the methods that its tool does not support.
 
-    Metrics come as plain Python ints and floats, not all of them finite: a tracker shows NaN as its
-    tool does.
+    Metrics come as plain Python ints and floats, which may be NaN or infinite: each tool shows
+    these in its own way.
     """
 
     def __init__(self, settings: TrackerSettings) -> None:
@@ -46,10 +45,10 @@ class TrackerBackend:
         """Record samples, one dict each ("input", "output", "score", ...)."""
 
     def rewind(self, step: int) -> None:
-        """The run goes on from `step`: forget what was recorded of later steps."""
+        """Forget all records of steps after `step`, from which the run continues."""
 
     def finish(self) -> None:
-        """The last call: everything recorded is written."""
+        """Write everything recorded. No call follows."""
 
 
 tracker_backends: Registry[Callable[[TrackerSettings], TrackerBackend]] = Registry(
@@ -59,11 +58,11 @@ tracker_backends: Registry[Callable[[TrackerSettings], TrackerBackend]] = Regist
 
 @tracker_backends.register("file")
 class FileBackend(TrackerBackend):
-    """JSON lines in `{folder}/metrics.jsonl`, {"step": 3, "actor/lr": 1e-06, ...}, and samples in
-    `generations/`.
+    """JSON lines in `{folder}/metrics.jsonl`, and samples in `{folder}/generations/`.
 
-    Valid JSON: a NaN or an infinity is null. Each line is handed to the system at once, so that a
-    killed process loses none; a line cut off by the machine's own end is removed at the next start.
+    A line is valid JSON, {"step": 3, "actor/lr": 1e-06, ...}, with null for NaN and infinities. It
+    is handed to the system at once, so a killed process loses none. A line that is incomplete
+    because the machine went down is removed at the next start.
     """
 
     def __init__(self, settings: TrackerSettings) -> None:
@@ -74,7 +73,7 @@ class FileBackend(TrackerBackend):
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, metrics: Metrics, step: int) -> None:
-        # One write for the whole line: nothing can come in between, also from another process.
+        # One write for the whole line: no other process can write in between.
         self._file.write(to_json_line({"step": step, **metrics}))
         self._file.flush()
 
@@ -82,8 +81,10 @@ class FileBackend(TrackerBackend):
         write_samples(self.settings.folder / "generations", step, rows)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of later steps; at step 0 all, for a run that starts afresh logs step 0
-        again."""
+        """Drop the lines of later steps.
+
+        At step 0 all lines go, since a run that starts over logs step 0 again.
+        """
         self._file.close()
         drop_lines_after(self.path, step if step > 0 else -1)
         self._file = self.path.open("a", encoding="utf-8")
@@ -115,7 +116,7 @@ class TensorboardBackend(TrackerBackend):
             self._writer.add_text(f"generations/{number}", text, step)
 
     def rewind(self, step: int) -> None:
-        """Events are never removed from the files: `purge_step` makes TensorBoard hide them."""
+        """Hide the events of later steps, which stay in the files, by `purge_step`."""
         self._writer.close()
         self._writer = self._open(step + 1 if step > 0 else 0)
 
@@ -133,7 +134,7 @@ class WandbBackend(TrackerBackend):
     """Weights & Biases, online or with WANDB_MODE=offline.
 
     The run's id is kept in `{folder}/wandb_run_id`, so that a resumed training continues the same
-    run; the server ignores what it is told a second time about a step.
+    run. The server ignores metrics of a step that it already has.
     """
 
     def __init__(self, settings: TrackerSettings) -> None:
@@ -149,12 +150,19 @@ class WandbBackend(TrackerBackend):
         self._run.log(dict(metrics), step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        data = [[_cell(row.get(name)) for name in columns] for row in rows]
-        self._run.log({"val/generations": self._wandb.Table(columns=columns, data=data)}, step=step)
+        names: dict[str, None] = {}  # in the order in which they appear
+        for row in rows:
+            names.update(dict.fromkeys(row))
+
+        columns = list(names)
+        cells = []
+        for row in rows:
+            cells.append([_cell(row.get(name)) for name in columns])
+        table = self._wandb.Table(columns=columns, data=cells)
+        self._run.log({"val/generations": table}, step=step)
 
     def rewind(self, step: int) -> None:
-        """A training that starts afresh in the folder of another one gets a run of its own."""
+        """Start a new run if the training starts over in the folder of an earlier one."""
         if step == 0 and self._continues:
             self._run.finish()
             self._continues = False
@@ -197,9 +205,8 @@ class MlflowBackend(TrackerBackend):
 
     def log(self, metrics: Metrics, step: int) -> None:
         # MLflow allows no "@" in names: mean@8 becomes mean_at_8.
-        self._mlflow.log_metrics(
-            {name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step
-        )
+        renamed = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+        self._mlflow.log_metrics(renamed, step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
         self._mlflow.log_dict({"rows": plain(rows)}, f"generations/{step}.json")
@@ -226,10 +233,10 @@ class SwanlabBackend(TrackerBackend):
         self._swanlab.log(dict(metrics), step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        texts = [
-            self._swanlab.Text("\n".join(f"{name}: {value}" for name, value in row.items()))
-            for row in rows
-        ]
+        texts = []
+        for row in rows:
+            lines = [f"{name}: {value}" for name, value in row.items()]
+            texts.append(self._swanlab.Text("\n".join(lines)))
         if texts:
             self._swanlab.log({"val/generations": texts}, step=step)
 
@@ -238,6 +245,11 @@ class SwanlabBackend(TrackerBackend):
 
 
 def _cell(value: Any) -> Any:
-    """wandb fixes a column's type at its first row: numbers stay, everything else is text."""
+    """Keep numbers and None, and turn everything else to text.
+
+    wandb fixes a column's type at its first row, so lists and dicts of several shapes would fail.
+    """
     value = plain(value)
-    return value if value is None or isinstance(value, (int, float)) else str(value)
+    if value is None or isinstance(value, (int, float)):
+        return value
+    return str(value)

@@ -1,10 +1,10 @@
-"""One readable line a step."""
+"""Print one readable line for each step."""
 
 from verl.tracking.backends import Metrics, Rows, TrackerBackend, tracker_backends
 
 Entry = tuple[str, str, tuple[str, ...]]
 
-# Entries of a step's line: form, digits, and metrics, of which the first that is present is shown.
+# Entries of a step's line: form, digits, and metrics, the first present of which is shown.
 _ALWAYS: tuple[Entry, ...] = (
     ("Actor loss: {}", ".4f", ("actor/loss", "actor/pg_loss")),
     ("Reward: {}", ".4f", ("critic/score/mean", "critic/rewards/mean")),
@@ -24,18 +24,17 @@ _SUPERVISED: tuple[Entry, ...] = (
     ("{} s/step", ".2f", ("timing_s/step", "perf/time_per_step")),
 )
 
-# Samples and characters of each that `log_generations` prints; the other trackers hold them all.
+# Samples, and characters of each, that `log_generations` prints; other trackers have them all.
 _FEW_ROWS = 3
 _FEW_CHARACTERS = 400
 
 
 @tracker_backends.register("console")
 class ConsoleBackend(TrackerBackend):
-    """Print `[Step 1/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.0012 | ...` every
-    `log_interval` steps.
+    """Print one line every `log_interval` steps.
 
-    The first and the last step are always printed, and so are validation scores, on a line of their
-    own.
+    Example: `[Step 1/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.0012 | ...`. The first and
+    the last step are always printed, and so are validation scores, on a separate line.
     """
 
     def log(self, metrics: Metrics, step: int) -> None:
@@ -68,7 +67,7 @@ class ConsoleBackend(TrackerBackend):
 def step_line(metrics: Metrics) -> str:
     """Format the line of a step, without its number.
 
-    A missing loss is n/a: the actor may wait for its critic.
+    A missing loss is n/a: the actor may be waiting for its critic.
     """
     if "train/loss" in metrics:
         rate = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
@@ -90,4 +89,6 @@ def _number(metrics: Metrics, names: tuple[str, ...], digits: str) -> str:
     if value is None:
         return "n/a"
     text = format(value, digits)
-    return text.removeprefix("-") if float(text) == 0 else text  # -0.0000 would look like a finding
+    if float(text) == 0:
+        return text.removeprefix("-")  # -0.0000 would look like a result
+    return text

@@ -1,4 +1,4 @@
-"""Care for a file of JSON lines whose writer may have been killed."""
+"""Repair and cut files of JSON lines whose writer may have been killed."""
 
 import os
 from pathlib import Path
@@ -8,36 +8,39 @@ from verl.utils.logging import logger
 
 
 def repair_last_line(path: Path) -> None:
-    """Cut off a last line without its end, which a crash left behind; the next line would be glued
-    to it."""
+    """Cut off an incomplete last line, which a crash left behind.
+
+    The next line would be joined to it.
+    """
     if not path.exists():
         return
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
         whole = content[: content.rfind(b"\n") + 1]
-        logger.warning(
-            "%s ended in the midst of a line (%d bytes); they are cut off.",
-            path,
-            len(content) - len(whole),
-        )
+        num_bytes = len(content) - len(whole)
+        logger.warning("%s ended in the middle of a line; cut off its %d bytes.", path, num_bytes)
         os.truncate(path, len(whole))
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines whose "step" is at most `step`, byte for byte; a line that is no JSON goes,
-    with a warning."""
+    """Keep the lines whose "step" is at most `step`, byte for byte.
+
+    Lines that are no JSON are dropped, with a warning.
+    """
     if not path.exists():
         return
+
     kept: list[bytes] = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
             row = parse_json(line)
         except ValueError:
-            logger.warning("Line %d of %s is no JSON and is dropped.", number, path)
+            logger.warning("Dropped line %d of %s, which is no JSON.", number, path)
             continue
+
         line_step = row.get("step", 0) if isinstance(row, dict) else None
         if not isinstance(line_step, (int, float)):
-            logger.warning("Line %d of %s is no line of metrics and is dropped.", number, path)
+            logger.warning("Dropped line %d of %s, which holds no metrics.", number, path)
         elif line.endswith(b"\n") and line_step <= step:
             kept.append(line)
 

@@ -1,4 +1,4 @@
-"""Samples as JSON lines, and what counts as JSON here."""
+"""Write samples as JSON lines, and convert values to the types of JSON."""
 
 import json
 import math
@@ -11,11 +11,10 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """`value` in JSON's own types. NaN and infinities, which JSON has not, become null; unknown
-    objects their str().
+    """Convert `value` to the types of JSON.
 
-    Tensors and arrays become (nested) lists; those of one element without dimensions become
-    numbers.
+    NaN and infinities, which JSON lacks, become None. Tensors and arrays become nested lists, or
+    numbers if they have no dimensions. Other objects become their str().
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -31,23 +30,25 @@ def plain(value: Any) -> Any:
 
 
 def to_json_line(row: Mapping[str, Any]) -> str:
-    """One line of valid JSON. Floats are written by repr: reading them back gives the same bits."""
+    """Format one line of valid JSON.
+
+    Floats are written by repr: reading them back gives the same bits.
+    """
     return json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_samples(folder: Path | str, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write `rows` to `folder/<step>.jsonl` and return that path.
 
-    The file appears whole or not at all, and replaces the one of an earlier attempt at the same
-    step. Each line gets "step" in front, unless the row has one.
+    The file appears whole or not at all, and replaces that of an earlier attempt at the same step.
+    Each line starts with "step", unless the row has its own.
     """
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.jsonl"
     temporary = folder / f".{step}.jsonl.tmp-{os.getpid()}"
     try:
-        # Lone surrogates come from tokens that are half a character; JSON carries them as escapes
-        # only.
+        # Lone surrogates come from tokens that are half a character; JSON has them only as escapes.
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(to_json_line({"step": step, **row}) for row in rows)
         os.replace(temporary, path)

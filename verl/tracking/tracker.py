@@ -1,4 +1,4 @@
-"""One front for all trackers of a run."""
+"""Send the records of a run to all of its trackers."""
 
 import numbers
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,14 @@ from verl.tracking.backends import TrackerBackend, TrackerSettings, tracker_back
 
 
 class Tracker:
-    """Sends what a run records to every tracker that `trainer.logger` names.
+    """Sends the records of a run to every tracker that `trainer.logger` names.
+
+    Raises ConfigError for an unknown name, and MissingDependencyError if the package of a tracker
+    is not installed.
 
     Args:
         backends: names from `tracker_backends`.
-
-    Raises:
-        ConfigError: an unknown name. MissingDependencyError: a tracker's package is not installed.
+        settings: the facts about the run.
     """
 
     def __init__(self, backends: Sequence[str], settings: TrackerSettings) -> None:
@@ -24,13 +25,11 @@ class Tracker:
         self.backends: list[TrackerBackend] = [factory(settings) for factory in factories]
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Record the metrics of a step: real numbers, also of numpy or of tensors without
-        dimensions.
+        """Record the metrics of a step.
 
-        NaN and infinities are handed on as they are; the "file" tracker writes null for them.
-
-        Raises:
-            TypeError: a metric is something else than a number.
+        They are real numbers of Python or numpy, or tensors without dimensions. NaN and infinities
+        are passed on as they are; the "file" tracker writes null for them. Raises TypeError if a
+        metric is no number.
         """
         numbers_only = {name: _number(name, value) for name, value in metrics.items()}
         for backend in self.backends:
@@ -42,8 +41,10 @@ class Tracker:
             backend.log_generations(rows, step)
 
     def rewind(self, step: int) -> None:
-        """Forget what was recorded of steps after `step`, from which the run goes on; 0 is a start
-        afresh."""
+        """Forget all records of steps after `step`, from which the run continues.
+
+        0 means that the run starts over.
+        """
         for backend in self.backends:
             backend.rewind(step)
 

@@ -1,6 +1,6 @@
-"""Small tools that know nothing of the rest of the package.
+"""Small tools that depend on no other room.
 
-A few public tools that inspect the whole package are offered here as well, and load on first use.
+Checks of the whole package (`check_env`, ...) are public here as well; they load on first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Which device this process computes on, and how much of it was used."""
+"""The device of this process, and its peak memory."""
 
 import os
 
@@ -12,8 +12,10 @@ ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def visible_device(requested: str | None = None) -> torch.device:
-    """The device asked for, or (None, "auto") the first visible one: CUDA when there is any, else
-    CPU."""
+    """Return the requested device; None and "auto" select the current CUDA device, else the CPU.
+
+    Raises ConfigError if "cuda" is requested and torch sees no GPU.
+    """
     use_expandable_segments()
     if requested in (None, "auto", "cuda"):
         if torch.cuda.is_available():
@@ -28,25 +30,28 @@ def visible_device(requested: str | None = None) -> torch.device:
 
 
 def use_expandable_segments() -> None:
-    """Let CUDA's allocator grow the pieces of memory that it has, unless the user has configured
-    it.
+    """Turn on expandable segments in CUDA's allocator, unless the user has configured it.
 
-    Batches of ever other lengths leave holes between pieces of fixed sizes, which no plan of memory
-    counts. Settled when CUDA is first used, and taken over by the processes that this one starts.
+    Batches of varying lengths fragment segments of fixed size, and no memory plan accounts for the
+    holes. CUDA reads the setting on first use; child processes inherit it.
     """
     if os.environ.keys().isdisjoint(("PYTORCH_ALLOC_CONF", ALLOCATOR_SETTINGS)):
         os.environ[ALLOCATOR_SETTINGS] = "expandable_segments:True"
 
 
 def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """`tensor` on `device`, without waiting for the copy. From memory that is not pinned CUDA
-    copies once all work queued before is done, and the host waits for that."""
-    pinned = tensor.device.type == "cpu" and torch.device(device).type == "cuda"
-    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
+    """Copy `tensor` to `device` without waiting for the copy.
+
+    A copy from pageable memory would start only after all queued work, and block the host until
+    then. Host tensors are therefore pinned first.
+    """
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def describe_device(device: torch.device) -> str:
-    """One line for the log: name and memory of the device."""
+    """Describe the device in one line for the log: its name and memory."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{device} ({properties.name}, {properties.total_memory / GIB:.0f} GiB)"
@@ -54,8 +59,10 @@ def describe_device(device: torch.device) -> str:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Peak memory of the accelerator since the last call, in GB as verl's users plot it; 0 where
-    there is none."""
+    """Return the accelerator's peak memory since the last call, in GiB; 0 on a CPU.
+
+    The metric names end in "gb" because verl's users plot them under these names.
+    """
     if device.type != "cuda":
         return {"perf/max_memory_allocated_gb": 0.0, "perf/max_memory_reserved_gb": 0.0}
     allocated, reserved = phase_peaks.take(device)

@@ -1,4 +1,4 @@
-"""How an entry point ends."""
+"""Exit codes and error messages of entry points."""
 
 import errno
 import os
@@ -12,50 +12,69 @@ from verl.utils.secrets import masked
 from verl.utils.sigterm import TERMINATED, sigterm_as_exit
 
 MAX_CHARACTERS = 8000  # of a message on stderr
-INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended
-READER_GONE = 141  # the exit code of a shell's command that SIGPIPE has ended
-# A disk that is full or may not be written, a file that grew too large: not every library names the
-# file in `filename`.
+INTERRUPTED = 130  # a shell's exit code for a command that Ctrl-C ended
+READER_GONE = 141  # a shell's exit code for a command that SIGPIPE ended
+# The disk is full or read-only, or a file grew too large. Some libraries leave `filename` unset.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def exit_code(job: Callable[[], int | None]) -> int:
-    """What `job` gives, None being 0. What a user can cause is 1 and a line on stderr;
-    VERL_TRACEBACK=1 raises it."""
+    """Run `job` and return its exit code; None counts as 0.
+
+    An error that a user can cause gives exit code 1 and one line on stderr. With VERL_TRACEBACK=1
+    it is raised instead.
+    """
     try:
         with sigterm_as_exit():
             code = job() or 0
-            sys.stdout.flush()  # here, where a reader that is gone is no error
+            # Flush inside the try block: a reader that has exited is no error.
+            sys.stdout.flush()
             return code
+
     except VerlError as error:
-        # What a rank raised comes with its place and traceback; where it is a user's to mend, the
-        # one line will do.
-        of_rank = error.__cause__ if isinstance(error, WorkerError) else None
-        return _told(_named(of_rank if isinstance(of_rank, VerlError) else error), error)
+        return _report(_named(_of_user(error)), error)
+
     except ModuleNotFoundError as error:
         missing = missing_package(error)
         if missing is None:
             raise
-        return _told(_named(MissingDependencyError(missing)), error)
+        return _report(_named(MissingDependencyError(missing)), error)
+
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return READER_GONE
         if error.filename is None and error.errno not in _NOT_WRITTEN:
             raise
         way_out = (
-            "Make room, or name another folder. VERL_TRACEBACK=1 shows what it was wanted for."
+            "Free some space, or choose another folder. VERL_TRACEBACK=1 shows where the file was "
+            "needed."
         )
-        return _told(f"{_named(error)}. {way_out}", error)
+        return _report(f"{_named(error)}. {way_out}", error)
+
     except KeyboardInterrupt as error:
-        return _told("Interrupted.", error, INTERRUPTED)
+        return _report("Interrupted.", error, INTERRUPTED)
+
     except SystemExit as error:
         if error.code != TERMINATED:
             raise
-        return _told("Ended by SIGTERM.", error, TERMINATED)
+        return _report("Ended by SIGTERM.", error, TERMINATED)
+
+
+def _of_user(error: VerlError) -> VerlError:
+    """Return the user's error behind a WorkerError, else the error itself.
+
+    A WorkerError adds the rank and its traceback. A user who has to fix an input needs neither.
+    """
+    if isinstance(error, WorkerError) and isinstance(error.__cause__, VerlError):
+        return error.__cause__
+    return error
 
 
 def _reader_is_gone() -> bool:
-    """Whether whoever read our standard output, `head` say, has ended; if so, drop the rest."""
+    """Return whether the reader of our standard output (`head`, say) has exited.
+
+    If so, discard all further output.
+    """
     try:
         sys.stdout.flush()
         poll = select.poll()
@@ -63,11 +82,11 @@ def _reader_is_gone() -> bool:
         is_gone = any(event & select.POLLERR for _, event in poll.poll(0))
     except BrokenPipeError:
         is_gone = True
-    except (OSError, ValueError):  # closed, or no file
+    except (OSError, ValueError):  # stdout is closed, or is no file
         return False
 
     if is_gone:
-        # Python flushes once more as it ends.
+        # Python flushes once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return is_gone
 
@@ -76,15 +95,15 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _told(text: str, error: BaseException, code: int = 1) -> int:
+def _report(text: str, error: BaseException, code: int = 1) -> int:
     if os.environ.get("VERL_TRACEBACK"):
-        raise error  # Python prints the traceback, whose last line is the message
+        raise error  # Python prints the traceback, which ends with the message
     print(_shortened(masked(text)), file=sys.stderr, flush=True)
     return code
 
 
 def _shortened(text: str) -> str:
-    """Cut the middle out of a long text: facts stand at its begin, the way out at its end."""
+    """Cut the middle out of a long text: it begins with the facts and ends with the way out."""
     if len(text) <= MAX_CHARACTERS:
         return text
     half = MAX_CHARACTERS // 2

@@ -1,7 +1,7 @@
-"""Errors a user can cause, each with expectation, fact and way out. `assert` is for our own
-mistakes.
+"""Errors that a user can cause. Each message states the expectation, the fact and the way out.
 
 Every class is also the builtin that a caller would catch, and pickles across process borders.
+`assert` is for our own mistakes.
 """
 
 import pickle
@@ -21,16 +21,18 @@ class VerlError(Exception):
 
 
 class ConfigError(VerlError, ValueError):
-    """A configuration value is unknown, contradicts another one, or cannot be honoured."""
+    """A configuration value is unknown, contradicts another one, or is not supported."""
 
 
 class BatchError(VerlError, ValueError, AssertionError):
-    """Columns, rows or arguments of a DataProto do not fit. Also an AssertionError, which callers
-    of verl 0.5 catch."""
+    """Columns, rows or arguments of a DataProto do not match.
+
+    It is an AssertionError as well, because callers of verl 0.5 catch that.
+    """
 
 
 class DataError(VerlError, ValueError):
-    """A data file, row or column is not what the loader expects."""
+    """A data file, row or column does not have the form that the loader expects."""
 
 
 class BoundaryError(VerlError, ValueError):
@@ -42,11 +44,11 @@ class ModelError(VerlError, ValueError):
 
 
 class MissingDependencyError(VerlError, ImportError):
-    """An optional package that was asked for is not installed."""
+    """An optional package that the configuration requires is not installed."""
 
 
 class RolloutError(VerlError, RuntimeError):
-    """Generation failed or returned something other than what was asked."""
+    """Generation failed or returned an unexpected result."""
 
 
 class EngineAsleepError(RolloutError):
@@ -54,11 +56,11 @@ class EngineAsleepError(RolloutError):
 
 
 class RewardError(VerlError, RuntimeError):
-    """A reward function raised, timed out or returned something that is not a finite score."""
+    """A reward function raised, timed out or returned no finite score."""
 
 
 class AlgorithmError(VerlError, RuntimeError):
-    """A user's advantage estimator or loss raised, or returned something else than asked."""
+    """A user's advantage estimator or loss raised, or returned a result of the wrong form."""
 
 
 class CheckpointError(VerlError, RuntimeError):
@@ -66,26 +68,27 @@ class CheckpointError(VerlError, RuntimeError):
 
 
 class OutOfMemoryError(VerlError, MemoryError):
-    """Device or host memory ran out, and smaller passes did not help or could not be made.
+    """Device or host memory ran out, and smaller passes did not help or were not possible.
 
-    `lowered` is what another start should begin with: {key of the size of passes: tokens or rows}.
+    `lowered` holds settings for another start: {configuration key: tokens or rows of a pass}.
     """
 
     lowered: Mapping[str, int] = MappingProxyType({})
 
 
 class WorkerError(VerlError, RuntimeError):
-    """A method of a worker raised on one rank or on several; the message has ranks, role, method
-    and traceback."""
+    """A method of a worker raised on one or more ranks.
+
+    The message has the ranks, the role, the method and the traceback.
+    """
 
 
 class WorkerLostError(VerlError, RuntimeError):
-    """The process of a rank ended, or was ended, while the driver needed it."""
+    """The process of a rank exited or was killed while the driver needed it."""
 
 
 class DeadlineError(VerlError, TimeoutError):
-    """A call on a group was not done in time; the message has the ranks that were not, and what
-    they were at."""
+    """A call on a group exceeded its deadline. The message lists the late ranks and their work."""
 
 
 class NonFiniteError(VerlError, ArithmeticError):
@@ -93,29 +96,27 @@ class NonFiniteError(VerlError, ArithmeticError):
 
 
 def sendable(error: BaseException) -> BaseException | None:
-    """The error, or None where it does not survive the way to another process, so that only its
-    text can go."""
+    """Return the error, or None if it cannot be pickled, so that only its text can be sent."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever a user's class holds or does
+    except Exception:  # noqa: BLE001 - a user's class may raise anything
         return None
     return error
 
 
 def line_in(error: BaseException, file: str | None) -> int | None:
-    """The line of a user's file that the error came through last; None where it did not."""
+    """Return the last line of `file` in the traceback of an error; None if it has none."""
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return lines[-1] if lines else None
 
 
 @contextmanager
-def retold(in_words_here: Callable[[str], str]) -> Iterator[None]:
-    """Our errors from within, their messages put into the words of who called: other names of keys,
-    say."""
+def retold(translate: Callable[[str], str]) -> Iterator[None]:
+    """Translate the messages of our errors for the caller, who may use other names for keys."""
     try:
         yield
     except VerlError as error:
-        for told in (error, error.__cause__):
-            if isinstance(told, VerlError):
-                told.args = (in_words_here(str(told)),)
+        for translated in (error, error.__cause__):
+            if isinstance(translated, VerlError):
+                translated.args = (translate(str(translated)),)
         raise

@@ -1,4 +1,4 @@
-"""Loading optional packages and users' own files."""
+"""Import optional packages and users' own files."""
 
 import hashlib
 import importlib
@@ -14,7 +14,10 @@ from verl.utils.registry import nearest_names
 
 
 def require(module: str, purpose: str, install: str) -> ModuleType:
-    """Import `module`, or say what needs it and the command that installs it."""
+    """Import `module`.
+
+    Raises MissingDependencyError with the purpose and the command that installs the package.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -26,7 +29,7 @@ def require(module: str, purpose: str, install: str) -> ModuleType:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is there, by the name that it is installed by; nothing is imported."""
+    """Return whether a package is installed, by its distribution name. Imports nothing."""
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -35,10 +38,9 @@ def is_installed(package: str) -> bool:
 
 
 def import_user_code(*paths_or_names: str | None) -> None:
-    """`load_module` of whatever `model.external_lib` names, whose decorators may register anything;
-    None is nothing.
+    """Load the modules that `model.external_lib` names, so that their decorators register parts.
 
-    Every process of a run says so for itself before it looks anything up by name.
+    None entries are skipped. Every process of a run must call this before it looks up a name.
     """
     for path_or_name in dict.fromkeys(paths_or_names):
         if path_or_name is not None:
@@ -46,21 +48,14 @@ def import_user_code(*paths_or_names: str | None) -> None:
 
 
 def load_module(path_or_name: str) -> ModuleType:
-    """Import a user's `.py` file (once a process) or an importable module by its dotted name."""
+    """Import a user's `.py` file (once per process), or a module by its dotted name.
+
+    Raises ConfigError if it does not exist or fails to load, and MissingDependencyError if a
+    package that it imports is not installed.
+    """
     path = Path(path_or_name).expanduser()
     if path.suffix != ".py":
-        try:
-            module = importlib.import_module(path_or_name)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"Cannot import '{path_or_name}': {error}. Give a .py file or an installed module."
-            ) from error
-        if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
-            raise ConfigError(
-                f"'{path_or_name}' is a folder without code of its own. Give a .py file in it."
-            )
-        return module
-
+        return _import_by_name(path_or_name)
     if not path.is_file():
         raise ConfigError(f"Expected a Python file at '{path_or_name}', found none.")
     # The name depends on the path, so that two users' `reward.py` never shadow each other.
@@ -75,43 +70,63 @@ def load_module(path_or_name: str) -> ModuleType:
             spec.loader.exec_module(module)
         except BaseException as error:
             del sys.modules[name]
-            if isinstance(error, SyntaxError) and error.filename == spec.origin:
-                raise ConfigError(
-                    f"'{path}', line {error.lineno}, is not Python: {error.msg}. Mend that line."
-                ) from error
-            line = line_in(error, spec.origin)
-            if (
-                isinstance(error, ModuleNotFoundError)
-                and error.name
-                and _lies_beside(path, error.name)
-            ):
-                raise ConfigError(
-                    f"'{path}', line {line}, imports '{error.name}', which lies beside it, where "
-                    "Python does not look. Make that folder known: export "
-                    f"PYTHONPATH={path.resolve().parent}"
-                ) from error
-            missing = missing_package(error) if isinstance(error, ModuleNotFoundError) else None
-            if missing is not None:
-                raise MissingDependencyError(
-                    f"'{path}', line {line}: {missing[0].lower()}{missing[1:]}"
-                ) from error
-            if isinstance(error, Exception | SystemExit) and not isinstance(error, VerlError):
-                raise ConfigError(
-                    f"'{path}', line {line}, raised {type(error).__name__}: {error}. Mend it; "
-                    "VERL_TRACEBACK=1 shows the way there."
-                ) from error
-            raise
+            explained = _explain_failure(path, spec.origin, error)
+            if explained is None:
+                raise
+            raise explained from error
 
     return sys.modules[name]
 
 
-def _lies_beside(file: Path, module: str) -> bool:
-    beside = file.parent / module.split(".")[0]
-    return beside.is_dir() or beside.with_suffix(".py").is_file()
+def _import_by_name(name: str) -> ModuleType:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"Cannot import '{name}': {error}. Give a .py file or an installed module."
+        ) from error
+
+    if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
+        raise ConfigError(f"'{name}' is a folder without code of its own. Give a .py file in it.")
+    return module
+
+
+def _explain_failure(path: Path, origin: str | None, error: BaseException) -> VerlError | None:
+    """Return the error to raise for a user's file that failed to load; None keeps `error`."""
+    if isinstance(error, SyntaxError) and error.filename == origin:
+        return ConfigError(
+            f"'{path}', line {error.lineno}, is not Python: {error.msg}. Fix that line."
+        )
+
+    line = line_in(error, origin)
+    if isinstance(error, ModuleNotFoundError):
+        if error.name and _is_neighbor(path, error.name):
+            return ConfigError(
+                f"'{path}', line {line}, imports '{error.name}', which is in the same folder. Python "
+                "does not look there. Add that folder to its search path: export "
+                f"PYTHONPATH={path.resolve().parent}"
+            )
+        missing = missing_package(error)
+        if missing is not None:
+            return MissingDependencyError(
+                f"'{path}', line {line}: {missing[0].lower()}{missing[1:]}"
+            )
+
+    if isinstance(error, Exception | SystemExit) and not isinstance(error, VerlError):
+        return ConfigError(
+            f"'{path}', line {line}, raised {type(error).__name__}: {error}. Fix the file; "
+            "VERL_TRACEBACK=1 shows the traceback."
+        )
+    return None
+
+
+def _is_neighbor(file: Path, module: str) -> bool:
+    neighbor = file.parent / module.split(".")[0]
+    return neighbor.is_dir() or neighbor.with_suffix(".py").is_file()
 
 
 def load_extern_type(file_path: str, type_name: str) -> Any:
-    """The object `type_name` from a user's file or module."""
+    """Return the object `type_name` from a user's file or module."""
     module = load_module(file_path)
     if not hasattr(module, type_name):
         public = [name for name in vars(module) if not name.startswith("_")]
@@ -122,7 +137,7 @@ def load_extern_type(file_path: str, type_name: str) -> Any:
     return getattr(module, type_name)
 
 
-# Packages that are installed under another name than they are imported by.
+# {import name: distribution name}, where the two differ.
 _INSTALLED_AS = {
     "OpenSSL": "pyOpenSSL",
     "PIL": "pillow",
@@ -152,14 +167,16 @@ _INSTALLED_AS = {
 
 
 def distribution_of(module: str) -> str:
-    """Return the name that `pip install` knows the package of a module by."""
+    """Return the distribution name of a module's package, as `pip install` takes it."""
     package = module.split(".")[0]
     return _INSTALLED_AS.get(package, package)
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """Describe an import that failed because a package is not installed (after `pip install
-    --no-deps`, say); None if the module that was not found is one of ours."""
+    """Describe an import that failed because a package is not installed.
+
+    Returns None if the missing module is one of ours.
+    """
     name = (error.name or "").split(".")[0]
     if not name or name == "verl":
         return None

@@ -5,9 +5,9 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. ValueError, with a short reason, for any other text.
+    """Return the value of a JSON text. Raises ValueError with a short reason for any other text.
 
-    `json.loads` has a RecursionError of its own for text that is nested too deeply.
+    `json.loads` raises RecursionError for text that is nested too deeply; this raises ValueError.
     """
     try:
         return json.loads(text)

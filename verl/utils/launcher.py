@@ -1,4 +1,4 @@
-"""The process that launched this one: a rank must not outlive it."""
+"""End a rank together with the process that launched it."""
 
 import atexit
 import contextlib
@@ -13,17 +13,17 @@ from pathlib import Path
 from verl.utils.sigterm import TERMINATED
 
 _POLL_S = 1.0
-_GRACE_S = 10.0  # after SIGTERM, which a thread that waits in C++ does not see
+_GRACE_S = 10.0  # after SIGTERM, which has no effect while the main thread waits in C++
 _THREAD = "verl-watch-launcher"
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
 def end_with_launcher() -> None:
-    """End this process once torchrun's agent is gone, however that ended.
+    """End this process once torchrun's agent is gone, for any reason.
 
-    A rank of torchrun otherwise waits for a rendezvous that no longer exists, for minutes. The
-    kernel sends SIGTERM when the agent dies; a thread ends the process where that has no effect.
-    Call this before heavy imports. Without torchrun, and when called again, it does nothing.
+    Otherwise a rank of torchrun waits for minutes for a rendezvous that no longer exists. The
+    kernel sends SIGTERM when the agent dies; a thread ends the process if that has no effect. Call
+    this before heavy imports. Without torchrun, and on a second call, it does nothing.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or _watched_by_this_process():
         return
@@ -32,12 +32,13 @@ def end_with_launcher() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
         if _is_orphan(launcher):
-            _say_gone()
+            _report_gone()
             os._exit(TERMINATED)
-    said = threading.Event()
-    # The signal may end the process before the thread has looked.
-    atexit.register(_say_at_exit, launcher, said)
-    threading.Thread(target=_watch, args=(launcher, said), name=_THREAD, daemon=True).start()
+
+    reported = threading.Event()
+    # The signal may end the process before the thread notices.
+    atexit.register(_report_at_exit, launcher, reported)
+    threading.Thread(target=_watch, args=(launcher, reported), name=_THREAD, daemon=True).start()
 
 
 def _watched_by_this_process() -> bool:
@@ -45,8 +46,11 @@ def _watched_by_this_process() -> bool:
 
 
 def _is_orphan(parent: int) -> bool:
-    """Whether the agent died before this process looked: process 1 has adopted it, and is no
-    Python program (in a container the agent itself may be process 1)."""
+    """Return whether the agent died before this process asked for its parent.
+
+    Process 1 adopts orphans. In a container the agent itself may be process 1, so process 1 counts
+    only if it is no Python program.
+    """
     if parent != 1:
         return False
     with contextlib.suppress(OSError):
@@ -55,27 +59,29 @@ def _is_orphan(parent: int) -> bool:
     return False
 
 
-def _watch(launcher: int, said: threading.Event) -> None:
+def _watch(launcher: int, reported: threading.Event) -> None:
     while os.getppid() == launcher:
         time.sleep(_POLL_S)
-    said.set()
-    _say_gone()
+
+    reported.set()
+    _report_gone()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_S)
     os._exit(TERMINATED)
 
 
-def _say_at_exit(launcher: int, said: threading.Event) -> None:
+def _report_at_exit(launcher: int, reported: threading.Event) -> None:
     # A forked child inherits this function, but not the thread.
-    if _watched_by_this_process() and os.getppid() != launcher and not said.is_set():
-        _say_gone()
+    if _watched_by_this_process() and os.getppid() != launcher and not reported.is_set():
+        _report_gone()
 
 
-def _say_gone() -> None:
+def _report_gone() -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(
-            "The launcher (torchrun) of these ranks is gone, so they end. If nobody stopped it, "
-            "look for the reason in the system's log (dmesg), then start the same command again.",
+            "The launcher (torchrun) of these ranks is gone, so they end. If it was not stopped on "
+            "purpose, look for the reason in the system log (dmesg), then run the same command "
+            "again.",
             file=sys.stderr,
             flush=True,
         )

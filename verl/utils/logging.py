@@ -1,4 +1,4 @@
-"""One logger for the package, and a way to say a thing once."""
+"""The logger of the package, and messages that are logged once."""
 
 import functools
 import logging
@@ -13,7 +13,7 @@ logger = logging.getLogger("verl")
 
 
 def _hide_secrets(record: logging.LogRecord) -> bool:
-    """Put the text without secrets into a record, whoever prints it."""
+    """Replace the text of a record by one without secrets, for every handler."""
     record.msg = masked(record.getMessage())
     record.args = ()
     return True
@@ -23,8 +23,10 @@ logger.addFilter(_hide_secrets)
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """Send the package's log to stdout, one line a record. Called by entry points, never on
-    import."""
+    """Send the package's log to stdout, one line per record.
+
+    Entry points call this; importing the package never does.
+    """
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
@@ -36,20 +38,21 @@ def configure_logging(level: int = logging.INFO) -> None:
 def show_log() -> None:
     """Show the package's log in a program or a notebook, as commands do.
 
-    A program that shows it already, by handlers of its own, is left alone. A level that was set
-    before stays: `logging.getLogger("verl").setLevel(logging.WARNING)` is quiet by choice. Ranks
-    other than the first show warnings only.
+    This changes nothing in a program that has handlers of its own. It keeps a level that was set
+    before, such as `logging.getLogger("verl").setLevel(logging.WARNING)`. Ranks other than the
+    first show warnings only.
     """
     shown_already = logger.hasHandlers() and logger.isEnabledFor(logging.INFO)
     if logger.handlers or shown_already:
         return
     is_first = os.environ.get("RANK", "0") == "0"
-    configure_logging(logger.level or (logging.INFO if is_first else logging.WARNING))
+    default_level = logging.INFO if is_first else logging.WARNING
+    configure_logging(logger.level or default_level)
 
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """No line of the log while it is open."""
+    """Log nothing within this context."""
     logger.disabled = True
     try:
         yield
@@ -59,5 +62,5 @@ def silenced() -> Iterator[None]:
 
 @functools.cache
 def say_once(message: str, level: int = logging.INFO) -> None:
-    """Log `message` the first time it comes, for facts that hold for a whole run."""
+    """Log `message` on the first call with it, for facts that hold for a whole run."""
     logger.log(level, message)

@@ -1,4 +1,4 @@
-"""Attention masks for trying things out."""
+"""Random attention masks, for tests and experiments."""
 
 import math
 
@@ -12,12 +12,11 @@ def create_random_mask(
     max_ratio_of_left_padding: float,
     min_ratio_of_valid_token: float = 0,
 ) -> Tensor:
-    """A mask like `input_ids` (B, T): in each row padding, then tokens (at least one), then
-    padding.
+    """Draw a mask like `input_ids` (B, T): each row is padding, at least one token, padding.
 
-    Both numbers are drawn evenly: of tokens from `min_ratio_of_valid_token` to
-    `max_ratio_of_valid_token` of T, of padding on the left from 0 to `max_ratio_of_left_padding` of
-    T as far as the row has room for it.
+    Both lengths are uniform: the tokens take `min_ratio_of_valid_token` to
+    `max_ratio_of_valid_token` of T, and the left padding 0 to `max_ratio_of_left_padding` of T,
+    limited by the remaining room. Raises ValueError for ratios that are out of range.
     """
     rows, width = input_ids.shape
     slack = 1e-9 * width  # 0.29 * 100 is less than 29
@@ -30,9 +29,9 @@ def create_random_mask(
         and 0 <= max_ratio_of_left_padding <= 1
     ):
         raise ValueError(
-            "Ratios lie between 0 and 1, and those of tokens must leave a number from 1 on: got "
-            f"tokens from {min_ratio_of_valid_token} to {max_ratio_of_valid_token} and left "
-            f"padding up to {max_ratio_of_left_padding} of {width} columns."
+            "Ratios must lie between 0 and 1 and allow at least one token a row, got tokens from "
+            f"{min_ratio_of_valid_token} to {max_ratio_of_valid_token} and left padding up to "
+            f"{max_ratio_of_left_padding} of {width} columns."
         )
 
     tokens = torch.randint(fewest, most + 1, (rows, 1))

@@ -1,5 +1,8 @@
-"""Peaks of memory by phase. torch's allocator keeps one peak, so whoever starts it again does it
-here, where the ones before are remembered."""
+"""Peak memory by phase.
+
+torch's allocator keeps a single peak. Code that resets it must do so here, where earlier peaks are
+remembered.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +13,11 @@ import torch
 
 
 class Peak(NamedTuple):
-    """The most that a phase took, in bytes."""
+    """The largest memory use of a phase, in bytes."""
 
     allocated: int = 0  # by torch's allocator
-    # of the device beside it when a phase ended: contexts, reserved memory, other processes
+    # of the device but not torch's, at the end of a phase: contexts, reserved memory, other
+    # processes
     outside: int = 0
     host: int = 0  # of this process when a phase ended
 
@@ -22,29 +26,29 @@ class Peak(NamedTuple):
 
 
 class PhasePeaks:
-    """The largest peak of every phase of this process. Phases may lie within one another; they are
-    of one device."""
+    """The largest peak of every phase of this process. Phases may be nested; all use one device."""
 
     def __init__(self) -> None:
         self.phases: dict[str, Peak] = {}
-        self._open: list[int] = []  # allocated by each open phase, as far as torch has forgotten it
-        self._untold = (0, 0)
+        self._open: list[int] = []  # peak of each open phase up to the last reset of torch's peak
+        self._since_take = (0, 0)  # allocated and reserved, up to the last reset
 
     def restart(self, device: torch.device) -> None:
-        """Let torch's peaks begin anew."""
+        """Reset torch's peaks, and remember their values."""
         if device.type != "cuda":
             return
         allocated = torch.cuda.max_memory_allocated(device)
         self._open = [max(peak, allocated) for peak in self._open]
-        self._untold = (
-            max(self._untold[0], allocated),
-            max(self._untold[1], torch.cuda.max_memory_reserved(device)),
+        reserved = torch.cuda.max_memory_reserved(device)
+        self._since_take = (
+            max(self._since_take[0], allocated),
+            max(self._since_take[1], reserved),
         )
         torch.cuda.reset_peak_memory_stats(device)
 
     @contextmanager
     def phase(self, name: str, device: torch.device) -> Iterator[None]:
-        """What is taken within counts for `name`, also where it ends in an error."""
+        """Count memory that is used within this context for `name`, also if it raises."""
         self.restart(device)
         self._open.append(0)
         try:
@@ -55,11 +59,11 @@ class PhasePeaks:
             self.phases[name] = self.phases.get(name, Peak()).most(peak)
 
     def take(self, device: torch.device) -> tuple[int, int]:
-        """Peaks of allocated and reserved bytes since the last call."""
+        """Return the peaks of allocated and reserved bytes since the last call."""
         self.restart(device)
-        told = self._untold
-        self._untold = (0, 0)
-        return told
+        peaks = self._since_take
+        self._since_take = (0, 0)
+        return peaks
 
 
 def _outside(device: torch.device) -> int:

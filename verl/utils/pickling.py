@@ -1,5 +1,4 @@
-"""Tensors in pickles: only the bytes that a view shows, and no copy where the protocol can do
-without."""
+"""Pickle only the bytes that a tensor view covers, without a copy where the protocol allows it."""
 
 from typing import Any
 
@@ -8,17 +7,17 @@ from tensordict import TensorDict
 
 
 def pack_tensor(value: Any) -> Any:
-    """What stands for a tensor in a pickle: (bytes as a numpy array, dtype, shape) for a plain
-    tensor on the CPU.
+    """Return (bytes as a numpy array, dtype, shape) for a plain CPU tensor.
 
-    numpy hands its buffer over without a copy from protocol 5 on; torch would write the whole
-    storage that a view looks into. Other tensors and other values keep their own way, a view of a
-    device tensor as a copy of its rows.
+    From protocol 5 on, numpy passes its buffer without a copy; torch would write the whole storage
+    behind a view. A view of a device tensor becomes a copy of its rows. Any other tensor or value
+    is returned as it is.
     """
     if type(value) is not torch.Tensor or value.layout != torch.strided:
         return value
     if value.device.type != "cpu":
-        return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+        is_view = value.untyped_storage().nbytes() > value.nbytes
+        return value.clone() if is_view else value
     return (
         value.detach().contiguous().reshape(-1).view(torch.uint8).numpy(),
         value.dtype,
@@ -31,13 +30,15 @@ def unpack_tensor(packed: Any) -> Any:
     if not isinstance(packed, tuple):
         return packed
     raw, dtype, shape = packed
-    # A buffer that stays the sender's (Ray's object store) is read-only: writing to it would crash,
-    # so it is copied.
-    return torch.from_numpy(raw if raw.flags.writeable else raw.copy()).view(dtype).reshape(shape)
+    # Copy a buffer that belongs to the sender (Ray's object store): it is read-only, and writing to
+    # it would crash.
+    if not raw.flags.writeable:
+        raw = raw.copy()
+    return torch.from_numpy(raw).view(dtype).reshape(shape)
 
 
 def pack_tensor_dict(batch: TensorDict | None) -> Any:
-    """`pack_tensor` of every column, with batch sizes and device."""
+    """Apply `pack_tensor` to every column; keep batch sizes and device."""
     if batch is None:
         return None
     return (

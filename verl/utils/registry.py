@@ -1,4 +1,4 @@
-"""One kind of registry for everything a user may add by a decorator."""
+"""The registry of every kind of part that a user may add by a decorator."""
 
 import difflib
 from collections.abc import Callable, Iterator, MutableMapping
@@ -11,22 +11,26 @@ T = TypeVar("T")
 
 
 def nearest_names(name: str, known: list[str], count: int = 3) -> str:
-    """The known names closest to `name`, or all of them when none is close; "none" where there are
-    none."""
+    """Return the known names closest to `name`, or all if none is close.
+
+    Returns "none" if no name is known.
+    """
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
     return ", ".join(close or sorted(known)) or "none"
 
 
 class Registry(Generic[T]):
-    """Names to objects of one kind (`kind` is how errors call them)."""
+    """Map names to objects of one kind. Errors use `kind` as the name of that kind."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: `@registry.register("rloo")`. Registering another object under a taken name is
-        an error."""
+        """Register the decorated object under a name: `@registry.register("rloo")`.
+
+        Raises ConfigError if another object has that name.
+        """
 
         def add(entry: T) -> T:
             if self._entries.get(name, entry) is not entry:
@@ -39,7 +43,7 @@ class Registry(Generic[T]):
         return add
 
     def remove(self, name: str) -> T:
-        """Take an entry out, and return it."""
+        """Remove an entry and return it."""
         self.get(name)
         return self._entries.pop(name)
 
@@ -60,9 +64,9 @@ class Registry(Generic[T]):
 class RegistryDict(MutableMapping[str, Any]):
     """A view of a registry as a dictionary, as verl 0.5 has them.
 
-    `show(name)` gives the value under a name, and `wrap(value)` is what gets registered when a
-    value is set. Names may be members of an Enum. Deleting or clearing changes the registry itself;
-    setting the value that was there before undoes that.
+    `show(name)` returns the value under a name, and `wrap(value)` returns the entry to register for
+    a value. Names may be members of an Enum. Deleting or clearing changes the registry itself;
+    setting the previous value again undoes that.
     """
 
     def __init__(
@@ -105,10 +109,10 @@ class RegistryDict(MutableMapping[str, Any]):
         return len(list(self._registry))
 
     def copy(self) -> dict[str, Any]:
-        """A plain dictionary with the same values."""
+        """Return a plain dictionary with the same values."""
         return dict(self)
 
 
 def plain(name: Any) -> Any:
-    """The value of a member of an Enum; any other name as it is."""
+    """Return the value of a member of an Enum, and any other name as it is."""
     return name.value if isinstance(name, Enum) else name

@@ -17,8 +17,8 @@ _served: dict[int, TCPStore] = {}
 def env_store(timeout_s: float) -> Store:
     """Return the store at MASTER_ADDR and MASTER_PORT.
 
-    Where rank 0 has to serve it at a loopback address, it listens there alone. PyTorch's own
-    listens on every interface, and whoever reaches it may read and write.
+    A store that rank 0 serves at a loopback address listens only there. PyTorch's own store listens
+    on every interface, and any host that reaches it may read and write.
     """
     timeout = timedelta(seconds=timeout_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -32,15 +32,17 @@ def env_store(timeout_s: float) -> Store:
 
 
 def loopback_settings() -> dict[str, str]:
-    """Variables for ranks of one machine: gloo listens on the loopback interface, instead of the
-    one that the machine's name resolves to."""
+    """Return environment variables that make gloo use the loopback interface, for one machine.
+
+    By default gloo uses the interface that the machine's name resolves to.
+    """
     names = {name for _, name in socket.if_nameindex()}
     loopback = names & {"lo", "lo0"}
     return {"GLOO_SOCKET_IFNAME": loopback.pop()} if loopback else {}
 
 
 def free_port(host: str) -> int:
-    """Return a port that nothing uses now at an address of this machine."""
+    """Return an unused port at an address of this machine."""
     with socket.socket() as free:
         free.bind((host, 0))
         return free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Device memory at addresses that outlive it."""
+"""Device memory that can be freed and mapped again at the same addresses."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,21 +13,20 @@ from verl.utils.imports import require
 
 
 class ReservedMemory:
-    """A range of device addresses; the memory behind it comes with `grow` and goes with `release`.
+    """A range of device addresses; `grow` adds the memory behind it and `release` frees it.
 
     A captured CUDA graph keeps the addresses it was captured with. Buffers that leave the device
-    between two phases are views of such a range, so that the graph is valid again as soon as the
-    memory is back. What they held is lost.
+    between two phases are views of such a range, so the graph is valid again as soon as the memory
+    is back. The contents are lost.
 
-    Between `release` and `grow` a view may be kept, reshaped and dropped, but nothing may read or
-    write it: a kernel that does is an illegal memory access, which ends the process's use of the
-    device. The memory is outside torch's
-    allocator: its statistics do not count it, and it cannot be shared with another process by CUDA
-        IPC.
+    Between `release` and `grow` a view may be kept, reshaped and dropped, but not read or written:
+    a kernel that accesses it causes an illegal memory access, after which the process cannot use
+    the device. The memory is outside torch's allocator: its statistics do not count it, and CUDA
+    IPC cannot share it with another process.
 
     Every method may raise RolloutError with the name of the driver call that failed. Call `close`
-    rather than leave it to the garbage collector: that may run while a graph is being captured,
-    when waiting for the device is an error.
+    rather than leave it to the garbage collector, which may run during the capture of a graph, when
+    waiting for the device is an error.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -35,17 +34,15 @@ class ReservedMemory:
 
         Raises MissingDependencyError without the package cuda-bindings.
         """
-        # Set before anything can fail: `close` runs on a half-made object, too.
+        # Set before anything can fail: `close` also runs on a half-made object.
         self._context: Any = None
         self._address = 0
         self._mapping_sizes: list[int] = []
         assert device.type == "cuda"
         assert num_bytes > 0
-        self.device = (
-            device
-            if device.index is not None
-            else torch.device("cuda", torch.cuda.current_device())
-        )
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
 
         self._driver = require(
             "cuda.bindings.driver", "Memory at reserved addresses", "pip install cuda-bindings"
@@ -56,8 +53,8 @@ class ReservedMemory:
         self._context = self._call("cuDevicePrimaryCtxRetain", self._driver_device)
 
         with self._primary_context():
-            # The recommended size is a multiple of the smallest one, which every size and address
-            # has to be.
+            # Every size and address must be a multiple of the smallest granularity. The recommended
+            # one is such a multiple.
             self.granularity: int = self._call(
                 "cuMemGetAllocationGranularity",
                 self._properties,
@@ -68,16 +65,15 @@ class ReservedMemory:
 
     @property
     def mapped_bytes(self) -> int:
-        """How much of the range, from its start, has memory."""
+        """Return the number of bytes, from the start of the range, that have memory."""
         return sum(self._mapping_sizes)
 
     def grow(self, num_bytes: int) -> None:
-        """Back the first `num_bytes` with memory, rounded up to `granularity`; more than that is
-        kept.
+        """Back at least the first `num_bytes` with memory, rounded up to `granularity`.
 
-        What is backed already keeps its contents, new memory has any. Where the device is short of
-        memory, torch's cached blocks are freed first; RolloutError if it still is, and then nothing
-        has changed.
+        Memory that is mapped already keeps its contents; new memory is not initialized. If the
+        device is short of memory, torch's cached blocks are freed first. Raises RolloutError,
+        without any change, if there still is too little.
         """
         assert self._address, "grow() after close()"
         assert 0 <= num_bytes <= self.num_bytes, f"{num_bytes} bytes of a range of {self.num_bytes}"
@@ -86,8 +82,7 @@ class ReservedMemory:
             return
         handle = self._create(missing)
         if handle is None:
-            # Blocks that torch's allocator keeps for its next tensors count as used to everyone
-            # else.
+            # Blocks that torch's allocator caches count as used for everyone else.
             torch.cuda.empty_cache()
             handle = self._create(missing)
         if handle is None:
@@ -95,8 +90,7 @@ class ReservedMemory:
         self._map(handle, missing)
 
     def release(self) -> None:
-        """Give all memory back to the device, once it has finished what it was asked to do; the
-        addresses stay."""
+        """Free all memory after the device has finished its queued work; keep the addresses."""
         if not self._mapping_sizes:
             return
         with self._primary_context():
@@ -111,11 +105,10 @@ class ReservedMemory:
         dtype: torch.dtype,
         strides: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """A view of the range from byte `offset` on, which must have memory at the time of this
-        call.
+        """Return a view of the range from byte `offset` on, which must have memory now.
 
-        `strides` count elements, as torch's do; None is contiguous. The view keeps the range
-        reserved: the memory of a ReservedMemory that is dropped without `close` goes with its last
+        `strides` count elements, as torch's do; None means contiguous. The view keeps the range
+        reserved: if a ReservedMemory is dropped without `close`, its memory is freed with its last
         view.
         """
         assert self._address, "tensor() after close()"
@@ -134,8 +127,7 @@ class ReservedMemory:
         return flat.view(dtype).as_strided(tuple(shape), tuple(strides))
 
     def close(self) -> None:
-        """Give back the memory and the addresses: every view is invalid from now on. A second call
-        does nothing."""
+        """Free the memory and the addresses, which invalidates every view. May be called twice."""
         self.release()
         if self._address:
             with self._primary_context():
@@ -146,13 +138,13 @@ class ReservedMemory:
             self._context = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # At the end of the process the driver frees everything, and it may be gone already, as this
-        # module's names are.
+        # At the end of the process the driver frees everything; it and the names of this module may
+        # be gone already.
         if not is_finalizing():
             self.close()
 
     def _describe_memory(self) -> tuple[Any, Any]:
-        """Memory on our device, which our device reads and writes, as the driver wants it said."""
+        """Return the driver's descriptors of memory on our device with read and write access."""
         driver = self._driver
         properties = driver.CUmemAllocationProp()
         access = driver.CUmemAccessDesc()
@@ -164,7 +156,7 @@ class ReservedMemory:
         return properties, access
 
     def _create(self, num_bytes: int) -> Any:
-        """A handle of memory that is mapped nowhere yet; None if the device has too little."""
+        """Return a handle of unmapped memory; None if the device has too little."""
         with self._primary_context():
             code, handle = self._driver.cuMemCreate(num_bytes, self._properties, 0)
             if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -173,15 +165,14 @@ class ReservedMemory:
             return handle
 
     def _map(self, handle: Any, num_bytes: int) -> None:
-        """Put the memory of `handle` behind the range's next `num_bytes`; it is freed if that
-        fails."""
+        """Map the memory of `handle` to the range's next `num_bytes`, or free it on failure."""
         address = self._address + self.mapped_bytes
         with self._primary_context():
             try:
                 self._call("cuMemMap", address, num_bytes, 0, handle, 0)
                 self._mapping_sizes.append(num_bytes)
             finally:
-                # From here on the mapping alone holds the memory, so that unmapping it frees it.
+                # From here on only the mapping holds the memory, so unmapping frees it.
                 self._call("cuMemRelease", handle)
             try:
                 self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
@@ -190,15 +181,17 @@ class ReservedMemory:
                 raise
 
     def _unmap_last(self) -> None:
-        # The driver unmaps what was mapped in one call, never a part of it.
+        # The driver can only unmap exactly the memory of one earlier map call.
         size = self._mapping_sizes[-1]
         self._call("cuMemUnmap", self._address + self.mapped_bytes - size, size)
         self._mapping_sizes.pop()
 
     @contextmanager
     def _primary_context(self) -> Iterator[None]:
-        """Make torch's context of our device current: a new thread has none, and torch may be on
-        another device."""
+        """Make torch's context of our device current.
+
+        A new thread has no context, and torch may have another device selected.
+        """
         self._call("cuCtxPushCurrent", self._context)
         try:
             yield
@@ -206,8 +199,7 @@ class ReservedMemory:
             self._call("cuCtxPopCurrent")
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """The value that a driver function returns beside its code (a list if there are
-        several)."""
+        """Call a driver function; return its value without the code, or a list of its values."""
         code, *values = getattr(self._driver, name)(*arguments)
         self._check(name, code)
         return values[0] if len(values) == 1 else values
@@ -220,10 +212,10 @@ class ReservedMemory:
         with self._primary_context():
             free, total = self._call("cuMemGetInfo")
         return RolloutError(
-            f"The rollout asked {self.device} for {num_bytes / GIB:.2f} GiB beside the "
+            f"The rollout asked {self.device} for {num_bytes / GIB:.2f} GiB in addition to the "
             f"{self.mapped_bytes / GIB:.2f} GiB that this buffer holds, and {free / GIB:.2f} of "
             f"{total / GIB:.2f} GiB are free. Lower "
-            "actor_rollout_ref.rollout.gpu_memory_utilization, or stop what else uses the device."
+            "actor_rollout_ref.rollout.gpu_memory_utilization, or stop other users of the device."
         )
 
     def _round_up(self, num_bytes: int) -> int:
@@ -231,8 +223,10 @@ class ReservedMemory:
 
 
 class _DeviceBytes:
-    """Bytes on the device as torch reads them; the tensor made of it keeps it, and so `owner`,
-    alive."""
+    """Bytes on the device in a form that torch reads.
+
+    The tensor made from it keeps it alive, and with it `owner`.
+    """
 
     def __init__(self, address: int, num_bytes: int, owner: ReservedMemory) -> None:
         self.owner = owner

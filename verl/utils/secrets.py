@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 MASK = "***"
-# User and password of an address. The second form is for passwords that should have been quoted:
-# after the colon comes no port.
+# User and password of an address. The second form is for passwords that should have been quoted: no
+# port follows the colon.
 _USERINFO = re.compile(r"(?<=://)(?:[^\s/?#'\"<>]+|[^\s/?#:'\"<>]*:(?!\d+(?:[/?#]|$))[^\s'\"<>]*)@")
 _SECRET = r"(?:api_?key|access_?key|secret|passwd|password|token|credentials?)"
 _IN_QUERY = re.compile(rf"(?i)([?&][\w.-]*{_SECRET}=)[^&\s#'\"<>]+")
 _SECRET_NAME = re.compile(rf"(?i)(?:.*_)?{_SECRET}")
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*['\"]?(\w+)")
-_SHORTEST = 6  # characters: shorter values stand in other words too
+_SHORTEST = 6  # characters; shorter values also occur within other words
 
-# Values that came from environment variables, and the text that stood for each.
+# {value of an environment variable: the reference to it in the configuration}
 _environment: dict[str, str] = {}
 
 
@@ -40,8 +40,11 @@ def remember_environment(value: Any) -> None:
 
 
 def masked(text: str) -> str:
-    """Return a message without secrets. Values of environment variables that are paths of this
-    machine stay, for a message about a file must name it."""
+    """Return a message without secrets.
+
+    Values of environment variables that are paths of this machine stay, because a message about a
+    file must name it.
+    """
     secrets = [value for value in _environment if not _is_path(value)]
     return _without_passwords(_as_written(text, secrets))
 
@@ -49,8 +52,8 @@ def masked(text: str) -> str:
 def masked_values(values: Any) -> Any:
     """Return nested values of a configuration without secrets.
 
-    A value from an environment variable becomes the text that stood for it, which means the same
-    wherever that variable is set.
+    A value from an environment variable becomes the reference to it again, which has the same
+    meaning wherever that variable is set.
     """
     if isinstance(values, Mapping):
         return {name: _masked_entry(name, entry) for name, entry in values.items()}
@@ -66,7 +69,9 @@ def masked_values(values: Any) -> Any:
 def _masked_entry(name: Any, entry: Any) -> Any:
     shown = masked_values(entry)
     is_secret = isinstance(shown, str) and _SECRET_NAME.fullmatch(str(name)) is not None
-    return MASK if is_secret and shown and "${" not in shown else shown
+    if is_secret and shown and "${" not in shown:
+        return MASK
+    return shown
 
 
 def _as_written(text: str, secrets: list[str]) -> str:

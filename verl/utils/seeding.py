@@ -1,4 +1,4 @@
-"""Seeds, and the state of every generator that a resumed run must get back."""
+"""Seed the random generators, and save and restore their states."""
 
 import random
 from typing import Any
@@ -15,7 +15,7 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """State of the global generators, for `restore_rng_state`."""
+    """Return the state of the global generators, for `restore_rng_state`."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -25,7 +25,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Undo everything drawn since `rng_state`."""
+    """Restore the state that `rng_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

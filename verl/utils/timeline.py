@@ -1,5 +1,4 @@
-"""When what ran: every process keeps its latest spans, and a driver writes those of all as a Chrome
-trace."""
+"""Record time spans in every process; a driver writes those of all processes as a Chrome trace."""
 
 import itertools
 import json
@@ -12,27 +11,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# equal in all containers of a machine, which share its clock
+# Equal in all containers of a machine, which share its clock.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_KEPT = 20_000  # spans of a process: some MB, and more than a step has
+_KEPT = 20_000  # spans of a process: a few MB, and more than one step has
 
 
 class Span(NamedTuple):
-    """From when to when something ran, in nanoseconds of this machine's monotonic clock."""
+    """A named span of time, in nanoseconds of this machine's monotonic clock."""
 
     name: str
-    row: str  # spans of a row are drawn on one line, the inner ones below those they lie in
+    row: str  # spans of a row are drawn on one line, nested ones below the enclosing span
     start_ns: int
     end_ns: int
-    overlaps: bool  # whether it may overlap others of its row without lying in them
+    overlaps: bool  # whether it may overlap other spans of its row without being nested
 
 
 class Recorded(NamedTuple):
-    """The latest spans of one process, and how its clock stands."""
+    """The latest spans of one process, and the offset of its clock."""
 
     machine: str
     pid: int
-    wall_offset_ns: int  # the wall clock less the monotonic one
+    wall_offset_ns: int  # wall clock minus monotonic clock
     spans: list[Span]
 
 
@@ -41,7 +40,7 @@ _latest: deque[Span] = deque(maxlen=_KEPT)
 
 @contextmanager
 def span(name: str, row: str) -> Iterator[None]:
-    """Note when this began and ended, also if it raised. Costs about two microseconds."""
+    """Record the start and end of this context, also if it raises. Takes about 2 us."""
     start_ns = time.monotonic_ns()
     try:
         yield
@@ -50,27 +49,25 @@ def span(name: str, row: str) -> Iterator[None]:
 
 
 def note_span(name: str, row: str, start_ns: int, *, overlaps: bool = False) -> None:
-    """Note what began at `start_ns` and ends now."""
+    """Record a span from `start_ns` until now."""
     _latest.append(Span(name, row, start_ns, time.monotonic_ns(), overlaps))
 
 
 def recorded_since(wall_ns: int) -> Recorded:
-    """What this process noted of spans that ended after a time of the wall clock, the last 20,000
-    at most."""
+    """Return the spans of this process that ended after a wall-clock time, at most 20,000."""
     offset = time.time_ns() - time.monotonic_ns()
     machine = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else socket.gethostname()
-    # A copy first: another thread may append meanwhile.
-    return Recorded(
-        machine, os.getpid(), offset, [s for s in _latest.copy() if s.end_ns + offset >= wall_ns]
-    )
+    # Copy first: another thread may append during the loop.
+    recent = [span for span in _latest.copy() if span.end_ns + offset >= wall_ns]
+    return Recorded(machine, os.getpid(), offset, recent)
 
 
 def write_trace(path: Path, processes: Sequence[tuple[str, Recorded]]) -> None:
-    """A file for chrome://tracing or ui.perfetto.dev: one block of rows for each named process, in
-    the order given.
+    """Write a file for chrome://tracing or ui.perfetto.dev, with one block of rows per process.
 
-    Times are the first process's: other processes of its machine have the same monotonic clock,
-    those of other machines are placed by their wall clocks.
+    `processes` are names and spans, in the order of the blocks. Times are those of the first
+    process: processes of its machine share its monotonic clock, and processes of other machines are
+    aligned by their wall clocks.
     """
     _, reference = processes[0]
     events: list[dict[str, Any]] = []

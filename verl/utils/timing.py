@@ -8,10 +8,9 @@ from verl.utils.timeline import note_span
 
 
 class PhaseTimer:
-    """Adds up seconds per phase name; a phase entered twice is summed. The timeline shows each in
-    its row "phases".
+    """Sum up the seconds of each phase by name. The timeline shows phases in the row "phases".
 
-    `started_at_ns` is the wall clock's time at which this was made.
+    `started_at_ns` is the wall-clock time at which the timer was created.
     """
 
     def __init__(self) -> None:
@@ -24,7 +23,6 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self.seconds[name] = (
-                self.seconds.get(name, 0.0) + (time.monotonic_ns() - start_ns) / 1e9
-            )
+            elapsed_s = (time.monotonic_ns() - start_ns) / 1e9
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed_s
             note_span(name, "phases", start_ns)

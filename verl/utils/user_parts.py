@@ -1,4 +1,4 @@
-"""Errors that name the registered part that caused them."""
+"""Errors of functions that a user registers by name."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -44,14 +44,14 @@ class NamedPart:
 
     def must_return(self, expected: str, got: Any) -> AlgorithmError:
         """Return the error for an answer of another kind or shape."""
-        return AlgorithmError(f"{self} must return {expected}, got {in_words(got)}.")
+        return AlgorithmError(f"{self} must return {expected}, got {describe_value(got)}.")
 
 
-def in_words(value: Any) -> str:
-    """Describe a value, with the shapes of tensors."""
+def describe_value(value: Any) -> str:
+    """Describe a value by its type, and tensors by their shapes as well."""
+    name = type(value).__name__
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}: {', '.join(map(in_words, value))}"
+        return f"a {name} of {len(value)}: {', '.join(map(describe_value, value))}"
+
     shape = getattr(value, "shape", None)
-    return (
-        type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
-    )
+    return name if shape is None else f"{name} of shape {tuple(shape)}"

@@ -1,4 +1,4 @@
-"""Hand weights from the trainer to the rollout: named tensors, in buckets, by the best transport."""
+"""Hand weights from the trainer to the rollout: named tensors, in buckets, the fastest way."""
 
 from verl.weight_sync.base import (
     ProofSchedule,

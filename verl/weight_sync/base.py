@@ -97,7 +97,7 @@ def receive_into(engine: WeightTaker, receiver: WeightReceiver, sharing: Axis = 
         engine.update_weights(tensors)
         check(receiver.expected(), engine, world=sharing, sharing=sharing)
     except Exception as error:
-        # Read to the end: the sender, and with it the other receivers, would wait for ever.
+        # Read to the end: the sender, and with it the other receivers, would wait forever.
         for _ in tensors:
             pass
         receiver.report(f"{type(error).__name__}: {error}")
@@ -152,9 +152,9 @@ def _describe(faults: list[list[str]], total: int) -> str:
     more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
     return (
         f"After the hand-over {len(listed)} of {total} weights of the rollout engine are not the "
-        f"trainer's, by their fingerprints: {'; '.join(listed[:5])}{more}. What it generates would "
-        "not be the policy's. Start again from the last checkpoint; if it comes back on the same "
-        "machine, have its memory and links checked."
+        f"trainer's, by their fingerprints: {'; '.join(listed[:5])}{more}. Its responses would not "
+        "be the policy's. Start again from the last checkpoint; if the error comes back on the "
+        "same machine, have its memory and links checked."
     )
 
 

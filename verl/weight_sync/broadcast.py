@@ -49,7 +49,7 @@ class BroadcastSender:
         self._dtype = dtype
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
-        """See `WeightSender.send`."""
+        """Send as `WeightSender.send` describes."""
         slots = new_slots(self._bucket_bytes, _SLOTS, self._device)
         works: deque[Any] = deque()
 
@@ -67,7 +67,7 @@ class BroadcastSender:
                 work.wait()
             end = End(None if log is None else log.read())
         except Exception as error:
-            # Without an end, the receivers would wait for ever.
+            # Without an end, the receivers would wait forever.
             self._finish(End(fault=f"{type(error).__name__}: {error}"))
             raise
 
@@ -92,7 +92,7 @@ class BroadcastReceiver:
         self._fingerprints: Mapping[str, int] | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `WeightReceiver.tensors`. While one bucket is read, the next one arrives."""
+        """Yield the tensors of each bucket while the next bucket arrives."""
         unpacker = Unpacker()
         self._fingerprints = None
         coming = self._next_bucket()
@@ -107,11 +107,11 @@ class BroadcastReceiver:
         self._fingerprints = coming.fingerprints
 
     def expected(self) -> Mapping[str, int] | None:
-        """See `WeightReceiver.expected`."""
+        """Return the sender's fingerprints, as `WeightReceiver.expected` describes."""
         return self._fingerprints
 
     def report(self, fault: str | None) -> None:
-        """See `WeightReceiver.report`. The other receivers do not raise for this one's fault."""
+        """Report to the sender. The other receivers do not raise for this one's fault."""
         self._peers.answer(fault)
 
     def _next_bucket(self) -> tuple[Tensor, list[Piece], Any] | End:

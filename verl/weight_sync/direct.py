@@ -21,7 +21,7 @@ class DirectSender:
         self._sharing = sharing
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
-        """See `WeightSender.send`."""
+        """Send as `WeightSender.send` describes."""
         self._engine.update_weights(named_tensors)
         expected = None if log is None else log.read()
         check(expected, self._engine, world=self._world, sharing=self._sharing)

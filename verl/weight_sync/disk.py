@@ -39,7 +39,7 @@ class DiskSender:
         self._number = 0 if newest is None else step_of(newest)
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
-        """See `WeightSender.send`. Returns when the folder is complete."""
+        """Send as `WeightSender.send` describes. Returns when the folder is complete."""
         self._number += 1
 
         def owned() -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,7 +64,7 @@ class DiskReceiver:
         self._proof: Path | None = None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightReceiver.tensors`. The tensors are on the host.
+        """Yield as `WeightReceiver.tensors` describes. The tensors are on the host.
 
         Raises CheckpointError if no folder is complete.
         """
@@ -84,7 +84,7 @@ class DiskReceiver:
                     yield name, tensors.get_tensor(name)
 
     def expected(self) -> Mapping[str, int] | None:
-        """See `WeightReceiver.expected`."""
+        """Return the sender's fingerprints, as `WeightReceiver.expected` describes."""
         return None if self._proof is None else json.loads(self._proof.read_text(encoding="utf-8"))
 
     def report(self, fault: str | None) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# 2654435761, near 2^32 / golden ratio, as a signed number: neighbours get hashes far apart
+# 2654435761, near 2^32 / golden ratio, as a signed number: neighbors get hashes far apart
 _MULTIPLIER = -1640531535
 _CHUNK = 1 << 14  # elements at once on a CPU: intermediate results stay in its caches
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     """The place of a part in the whole tensor.
 
     Element k of the part is number start + k // run * stride + k % run of the whole. `run` 0: the
-    part is one run of neighbours.
+    part is one run of neighbors.
     """
 
     start: int = 0

@@ -18,7 +18,7 @@ _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def sum_of_bits(bits: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
-    """See `verl.weight_sync.fingerprint.fingerprints`.
+    """Compute the sums that `verl.weight_sync.fingerprint.fingerprints` defines.
 
     Args:
         bits: flat contiguous integers on one device.

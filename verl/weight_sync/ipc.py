@@ -1,4 +1,4 @@
-"""Hand over to a process of the same machine through shared memory: a GPU's (CUDA IPC) or the host's.
+"""Hand over to a process of the same machine through memory of its GPU (CUDA IPC) or its host.
 
 One of two buckets is filled while the other is read. Their contents, and the acknowledgements, are
 messages on a connection, such as `multiprocessing.Pipe()`, or a `Listener` and a `Client` with a
@@ -57,7 +57,7 @@ class SharedMemorySender:
 
     Args:
         connections: one to each receiver.
-        device: of the memory. A GPU must be the receivers' own, under whatever number there. CPU
+        device: of the memory. A GPU must be the receivers' own; its number there may differ. CPU
             means host memory, which a sender or receiver on a GPU pins.
         bucket_bytes: size of each bucket.
         dtype: the receivers' dtype; wider tensors are cast.
@@ -96,7 +96,7 @@ class SharedMemorySender:
         self._slots = memory.split(bucket_bytes)
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
-        """See `WeightSender.send`."""
+        """Send as `WeightSender.send` describes."""
         unread: deque[int] = deque()  # slots that some receiver may still read
 
         def free_slots() -> Iterator[Tensor]:
@@ -114,7 +114,7 @@ class SharedMemorySender:
                 unread.append(slot)
             end = End(None if log is None else log.read())
         except Exception as error:
-            # Without an end, the receivers would wait for ever.
+            # Without an end, the receivers would wait forever.
             self._finish(End(fault=f"{type(error).__name__}: {error}"), len(unread))
             raise
 
@@ -169,7 +169,7 @@ class SharedMemoryReceiver:
         self._slots = memory.split(shared.bucket_bytes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `WeightReceiver.tensors`."""
+        """Yield as `WeightReceiver.tensors` describes."""
         unpacker = Unpacker()
         self._fingerprints = None
         while isinstance(message := self._connection.recv(), _Filled):
@@ -182,11 +182,11 @@ class SharedMemoryReceiver:
         self._fingerprints = message.fingerprints
 
     def expected(self) -> Mapping[str, int] | None:
-        """See `WeightReceiver.expected`."""
+        """Return the sender's fingerprints, as `WeightReceiver.expected` describes."""
         return self._fingerprints
 
     def report(self, fault: str | None) -> None:
-        """See `WeightReceiver.report`."""
+        """Report to the sender, as `WeightReceiver.report` describes."""
         self._connection.send(fault)
 
 
@@ -211,7 +211,9 @@ def _wait_of(device: torch.device, *, current: bool = False) -> Callable[[], Non
     """
     if device.type == "cuda":
         return partial(torch.cuda.synchronize, device)
-    return torch.cuda.synchronize if current else lambda: None
+    if current:
+        return torch.cuda.synchronize
+    return lambda: None
 
 
 def _new_file(num_bytes: int) -> int:

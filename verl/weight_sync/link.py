@@ -77,10 +77,12 @@ def plan_routes(
 
     for way, reason in reasons.items():
         logger.info("Weights go to the rollout by %s: %s.", way, reason)
-    return [
-        Route(way, sender, tuple(served), _host_of(senders[sender], receivers, served))
-        for (way, sender), served in routes.items()
-    ]
+
+    plan = []
+    for (way, sender), served in routes.items():
+        host = _host_of(senders[sender], receivers, served)
+        plan.append(Route(way, sender, tuple(served), host))
+    return plan
 
 
 def _nearest(senders: Sequence[Endpoint], receiver: Endpoint, turn: Iterator[int]) -> int:

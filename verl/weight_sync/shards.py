@@ -32,9 +32,9 @@ def gathered(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of tensors that may be sharded over several ranks.
 
-    All of those ranks must iterate to the end. A tensor that this rank holds whole is an alias: read
-    it, don't write. Apart from tensors that the caller keeps, at most two buckets are in memory, or
-    two tensors where those are larger.
+    All of those ranks must iterate to the end. A tensor that this rank holds whole is an alias:
+    read it, don't write. Apart from tensors that the caller keeps, at most two buckets are in
+    memory, or two tensors where those are larger.
 
     Args:
         named_tensors: parameters, sharded or whole.
@@ -153,9 +153,10 @@ class _Bucket:
 
 def _add_up(buckets: Sequence[_Bucket], values: Sequence[Tensor]) -> None:
     """Turn fingerprints of shards into those of whole tensors, in place, by a sum over ranks."""
-    groups = [
-        None if bucket.mesh is None else bucket.mesh.get_group(bucket.axis) for bucket in buckets
-    ]
+    groups = []
+    for bucket in buckets:
+        groups.append(None if bucket.mesh is None else bucket.mesh.get_group(bucket.axis))
+
     for group in dict.fromkeys(groups):
         if group is not None:
             own = [value for value, other in zip(values, groups) if other is group]
@@ -167,7 +168,7 @@ def _add_up(buckets: Sequence[_Bucket], values: Sequence[Tensor]) -> None:
 def _buckets(
     named_tensors: NamedTensors, most_bytes: int, dtype: torch.dtype | None
 ) -> Iterator[_Bucket]:
-    """Group neighbours of one dtype and sharding into buckets of at most `most_bytes`."""
+    """Group neighbors of one dtype and sharding into buckets of at most `most_bytes`."""
     bucket: _Bucket | None = None
     for name, tensor in named_tensors:
         mesh, axis = _sharding(tensor)
@@ -208,11 +209,10 @@ def _sharding(tensor: Tensor) -> tuple[DeviceMesh | None, int]:
 
 @functools.cache
 def _sharded_axis(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int | None:
-    axes = [
-        axis
-        for axis, kind in enumerate(placements)
-        if not isinstance(kind, Replicate) and mesh.size(axis) > 1
-    ]
+    axes = []
+    for axis, kind in enumerate(placements):
+        if not isinstance(kind, Replicate) and mesh.size(axis) > 1:
+            axes.append(axis)
     if not axes:
         return None
     assert len(axes) == 1, f"sharded along {len(axes)} axes of {mesh}"

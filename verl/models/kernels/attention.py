@@ -1,7 +1,7 @@
-"""Which kernel computes causal attention over packed sequences on CUDA.
+"""Choose the kernel of causal attention over packed sequences on CUDA.
 
-Three are known, all exact: flash-attn-4 where it is installed, cuDNN for long sequences on the
-cards that it is fast on, PyTorch's own for everything else. On an H200, 4 sequences of 4,096 tokens
+There are three exact ones: flash-attn-4 if it is installed, cuDNN for long sequences on devices
+where it is fast, and PyTorch's own for all other cases. On an H200, 4 sequences of 4,096 tokens
 with 12 query heads and 2 key heads of 128 took, forward and backward: flash-attn-4 0.36 + 1.07 ms,
 cuDNN 0.38 + 1.19, PyTorch's own 0.73 + 3.38.
 """
@@ -26,14 +26,14 @@ from verl.utils.logging import logger
 # (q (N, Hq, D), k (N, Hk, D), v (N, Hk, D), lengths, offsets (S+1,) int32, scale) -> (N, Hq, D)
 CausalKernel = Callable[[Tensor, Tensor, Tensor, Sequence[int], Tensor, float], Tensor]
 
-# cuDNN builds a plan of 0.1 s for every shape: lengths are rounded up, and shorter sequences are
-# left to one kernel.
+# cuDNN builds a plan for every shape, which takes 0.1 s. Therefore lengths are rounded up, and
+# shorter sequences go to another kernel.
 CUDNN_TILE = 128
 CUDNN_SHORTEST = 2048
-# From torch 2.12 on, fewer key heads than query heads must be announced; 2.11 counts them itself.
-VARLEN_GQA: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+# From torch 2.12 on, this argument is required for fewer key heads than query heads.
+VARLEN_GQA: dict[str, Any] = {}
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    VARLEN_GQA["enable_gqa"] = True
 
 
 def torch_attention(
@@ -47,9 +47,11 @@ def torch_attention(
     window: int | None = None,
     key_offsets: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch's variable-length attention; a query sees `window` keys (None: all), itself among
-    them. With offsets of their own keys may begin before the queries: the last ones of a sequence
-    are aligned."""
+    """Call PyTorch's variable-length attention.
+
+    A query sees `window` keys including its own (None: all). With `key_offsets`, keys may begin
+    before the queries; the last query and key of a sequence are aligned.
+    """
     longest = max(lengths)
     left = -1 if window is None else window - 1
     grouped: dict[str, Any] = VARLEN_GQA if q.shape[1] != k.shape[1] else {}
@@ -64,7 +66,7 @@ def torch_attention(
 def flash4_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], offsets: Tensor, scale: float
 ) -> Tensor:
-    """flash-attn-4, which compiles itself for a shape of heads at its first call: about 5 s."""
+    """Call flash-attn-4, which compiles for a shape of heads on its first call: about 5 s."""
     flash4 = require(
         "flash_attn.cute",
         "The attention kernel 'flash4'",
@@ -97,21 +99,20 @@ def cudnn_attention(
     short: CausalKernel = torch_attention,
     backend: SDPBackend = SDPBackend.CUDNN_ATTENTION,
 ) -> Tensor:
-    """Long sequences by cuDNN's dense kernel, those shorter than CUDNN_SHORTEST by `short`.
+    """Compute long sequences by cuDNN's dense kernel, those below CUDNN_SHORTEST by `short`.
 
-    A sequence whose length is no multiple of CUDNN_TILE goes on into what is packed behind it: no
-    token of its own sees that, and what comes out there is left.
+    If the length of a sequence is no multiple of CUDNN_TILE, its block includes the next packed
+    tokens. Its own tokens do not see them, and their outputs are dropped.
     """
     outputs = []
     for first, count, start, length in _runs(lengths):
         if length < CUDNN_SHORTEST:
-            stop = start + sum(lengths[first : first + count])
+            own_lengths = lengths[first : first + count]
             ends = offsets[first : first + count + 1] - offsets[first]
-            part = slice(start, stop)
-            outputs.append(
-                short(q[part], k[part], v[part], lengths[first : first + count], ends, scale)
-            )
+            part = slice(start, start + sum(own_lengths))
+            outputs.append(short(q[part], k[part], v[part], own_lengths, ends, scale))
             continue
+
         rounded = -(-length // CUDNN_TILE) * CUDNN_TILE
         q_block, k_block, v_block = (
             _block(tensor, start, count, rounded).transpose(1, 2) for tensor in (q, k, v)
@@ -131,8 +132,10 @@ def cudnn_attention(
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """(number of the first sequence, how many, first token, longest) of neighbours that one call
-    computes: short ones, or equal ones without padding."""
+    """Yield runs of sequences that one call computes: short ones, or equal ones without padding.
+
+    A run is (number of the first sequence, number of sequences, first token, longest length).
+    """
     starts = [0, *accumulate(lengths)]
     first = 0
     while first < len(lengths):
@@ -149,7 +152,7 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _block(packed: Tensor, start: int, count: int, length: int) -> Tensor:
-    """(count, length, H, D): tokens from `start` on, and zeros behind the last that there is."""
+    """Return tokens from `start` on as (count, length, H, D), with zeros after the last token."""
     part = packed[start : start + count * length]
     missing = count * length - part.shape[0]
     if missing:
@@ -168,8 +171,11 @@ _FUNCTIONS: dict[str, CausalKernel] = {
 def choose_kernel(
     asked: str, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
 ) -> CausalKernel:
-    """The kernel for one shape of heads: the one `asked` for or, if that is "auto", the fastest
-    that is there and gives what PyTorch's own gives. It is said in the log, once."""
+    """Return the kernel for one shape of heads, and log the choice once.
+
+    For "auto", this is the fastest available one that agrees with PyTorch's own. Raises ModelError
+    if the kernel `asked` for does not agree.
+    """
     shape = f"{heads} query and {key_heads} key heads of {head_dim}"
     if asked not in ("auto", "torch"):
         difference = _difference(_FUNCTIONS[asked], device, dtype, heads, key_heads, head_dim)
@@ -178,13 +184,14 @@ def choose_kernel(
                 f"The attention kernel '{asked}' differs from PyTorch's own by {difference:.1e} "
                 f"({shape}, {dtype}). Set actor_rollout_ref.model.attention_kernel=torch."
             )
-        logger.info("attention: %s for %s, as asked", asked, shape)
+        logger.info("attention: %s for %s, as configured", asked, shape)
         return _FUNCTIONS[asked]
 
-    for name in _candidates(device) if asked == "auto" else ():
+    candidates = _candidates(device) if asked == "auto" else ()
+    for name in candidates:
         try:
             difference = _difference(_FUNCTIONS[name], device, dtype, heads, key_heads, head_dim)
-        except Exception as error:  # noqa: BLE001 - a kernel that compiles itself fails in ways of its own
+        except Exception as error:  # noqa: BLE001 - the compiler of a kernel may raise anything
             logger.warning("attention: %s does not run here for %s (%s)", name, shape, error)
             continue
         if difference <= _TOLERANCE[dtype]:
@@ -200,13 +207,13 @@ def choose_kernel(
     return torch_attention
 
 
-# Norm of the difference over the norm, of outputs and of gradients: what rounding to the dtype
-# explains.
+# Largest ratio of the norm of the difference to the norm, of outputs and of gradients. Rounding to
+# the dtype explains so much.
 _TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def _candidates(device: torch.device) -> Iterator[str]:
-    """Kernels faster than PyTorch's own, the fastest first."""
+    """Yield the kernels that are faster than PyTorch's own, the fastest first."""
     if torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return
     if is_installed("flash-attn-4"):
@@ -223,8 +230,10 @@ def _difference(
     key_heads: int,
     head_dim: int,
 ) -> float:
-    """How far a kernel is from PyTorch's own: the worst of the output and the three gradients, on
-    three sequences."""
+    """Compute the difference of a kernel from PyTorch's own, on three sequences.
+
+    This is the largest relative difference of the output and the three gradients.
+    """
     lengths = (300, CUDNN_SHORTEST + 2, 45)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -243,12 +252,14 @@ def _difference(
             out = function(q, k, v, lengths, offsets, head_dim**-0.5)
             results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), grad)])
 
-    # A thread of its own: the first call may come within inference_mode, or within a checkpointed
-    # layer, which would count what is kept here for backward among its own.
+    # Use a thread of its own: the first call may come within inference_mode, or within a
+    # checkpointed layer, which would treat tensors that are saved here as its own.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(compute).result()
-    pairs = [(ours.double(), theirs.double()) for theirs, ours in zip(*results)]
-    worst = (
-        torch.stack([(ours - theirs).norm() / theirs.norm() for ours, theirs in pairs]).max().item()
-    )
-    return worst if worst == worst else float("inf")
+
+    differences: list[Tensor] = []
+    for theirs, ours in zip(*results):
+        exact = theirs.double()
+        differences.append((ours.double() - exact).norm() / exact.norm())
+    worst = torch.stack(differences).max().item()
+    return worst if worst == worst else float("inf")  # NaN counts as infinite

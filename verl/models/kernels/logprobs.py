@@ -1,5 +1,7 @@
-"""The element-wise halves of `token_log_probs` in Triton: logits (m, V) are read once forward and
-once backward."""
+"""The element-wise parts of `token_log_probs` in Triton.
+
+They read logits (m, V) once in the forward and once in the backward pass.
+"""
 
 import torch
 import triton
@@ -14,11 +16,10 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 def row_statistics(
     y: Tensor, targets: Tensor, *, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `verl.models.logprobs.row_statistics`. y has contiguous rows in fp32."""
+    """Compute `verl.models.logprobs.row_statistics`. y has contiguous rows in fp32."""
     rows, vocabulary = y.shape
-    normalizers, chosen, entropies = torch.empty(
-        3, rows, dtype=torch.float32, device=y.device
-    ).unbind()
+    results = torch.empty(3, rows, dtype=torch.float32, device=y.device)
+    normalizers, chosen, entropies = results.unbind()
     if rows:
         _row_statistics[(rows,)](
             y,
@@ -47,7 +48,7 @@ def grad_linear(
     bound: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """See `verl.models.logprobs.grad_linear`. y has contiguous rows in fp32."""
+    """Compute `verl.models.logprobs.grad_linear`. y has contiguous rows in fp32."""
     rows, vocabulary = y.shape
     grad = torch.empty(rows, vocabulary, dtype=dtype, device=y.device)
     if rows:
@@ -74,7 +75,7 @@ def grad_linear(
 def _row_statistics(
     Y, y_row, TARGETS, NORMALIZERS, CHOSEN, ENTROPIES, vocabulary, BLOCK: tl.constexpr
 ):
-    """A running log-sum-exp of one row, with the sum of exp(y) * y for its entropy."""
+    """Compute a running log-sum-exp of one row, and the sum of exp(y) * y for its entropy."""
     row = tl.program_id(0).to(tl.int64)
     source = Y + row * y_row
     columns = tl.arange(0, BLOCK)
@@ -86,7 +87,7 @@ def _row_statistics(
         inside = first + columns < vocabulary
         y = tl.load(source + first + columns, mask=inside, other=0.0)
         new_m = tl.maximum(m, tl.max(tl.where(inside, y, float("-inf")), 0))
-        # From the maximum, so that no sum is of large numbers that cancel.
+        # Measure from the maximum, so that no large numbers cancel in a sum.
         distance = y - new_m
         weight = tl.where(inside, tl.exp2(distance * _LOG2_E), 0.0)
         moved = m - new_m

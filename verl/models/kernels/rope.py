@@ -1,8 +1,8 @@
-"""Rotary embedding of packed heads in Triton, forward and backward: every number is read and
-written once.
+"""Rotary embedding of packed heads in Triton, forward and backward.
 
-What a compiler makes of transformers' formula with a symbolic number of tokens took 88 ms of a 1.49
-s update on an H200 (Qwen2.5-1.5B, 65,536 tokens), ten times the memory traffic.
+Every number is read and written once. transformers' formula, compiled for a symbolic number of
+tokens, took 88 ms of a 1.49 s update on an H200 (Qwen2.5-1.5B, 65,536 tokens), with ten times the
+memory traffic.
 """
 
 from typing import Any
@@ -15,8 +15,10 @@ from torch import Tensor
 
 @torch.library.custom_op("verl::rotate_heads", mutates_args=())
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
-    """x * cos + rotate_half(x) * sin, or the transposed of that map: x (1, H, N, D), cos and sin
-    (1, N, D) -> the shape of x, laid out as (1, N, H, D)."""
+    """Compute x * cos + rotate_half(x) * sin, or the transpose of that map.
+
+    x (1, H, N, D), cos and sin (1, N, D) -> the shape of x, stored as (1, N, H, D).
+    """
     _, heads, tokens, dim = x.shape
     assert x.stride(3) == 1, "heads must be contiguous"
     assert cos.shape == sin.shape == (1, tokens, dim), (cos.shape, sin.shape, x.shape)
@@ -81,7 +83,7 @@ def _rotate(
     BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All heads of one token."""
+    """Rotate all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head, dim = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)[None, :]
     mask = (head < heads) & (dim < HALF)

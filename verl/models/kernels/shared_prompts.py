@@ -1,7 +1,7 @@
-"""The average of two attentions in Triton: every number is read and written once.
+"""The average of two attentions in Triton. Every number is read and written once.
 
-Plain operations, by way of fp32 tensors, took 8 % of a log-prob pass on an H200 (Qwen2.5-1.5B, 16
-responses of 1,024 tokens a prompt).
+Plain operations with fp32 tensors took 8 % of a log-prob pass on an H200 (Qwen2.5-1.5B, 16
+responses of 1,024 tokens per prompt).
 """
 
 import triton
@@ -10,10 +10,13 @@ from torch import Tensor
 
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """See `verl.models.shared_prompts._merge_`. The heads of a token are contiguous in `out` and
-    `other`."""
+    """Compute `verl.models.shared_prompts._merge_`.
+
+    The heads of a token must be contiguous in `out` and `other`.
+    """
     tokens, heads, dim = out.shape
     assert out.stride()[1:] == other.stride()[1:] == (dim, 1), (out.stride(), other.stride())
+
     if tokens:
         _merge[(tokens,)](
             out,
@@ -49,7 +52,7 @@ def _merge(
     BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All heads of one token."""
+    """Merge all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK)
     lse_place = LSE + head * lse_head + token * lse_token

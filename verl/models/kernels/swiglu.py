@@ -1,11 +1,10 @@
-"""The gated MLP of Llama-like models with SwiGLU inside the product of gate and up: quack-kernels,
-on Hopper and newer.
+"""The gated MLP of Llama-like models with SwiGLU fused into the product of gate and up.
 
-On an H200, 32,768 tokens of a 1.5B model: 2.56 ms, where the two products alone take 2.85 and with
-the SwiGLU behind them 3.25. Only in passes without gradients: those of an update, where both
-products must be kept, took 1.6 % longer with it. Nothing is rounded between product and SwiGLU: a
-log-prob of such a pass differs from the update's by rounding, as those of compiled layers with and
-without gradients do anyway.
+It needs quack-kernels, on Hopper and newer. On an H200, 32,768 tokens of a 1.5B model take 2.56 ms;
+the two products alone take 2.85 ms, and 3.25 ms with a separate SwiGLU. It is used only in passes
+without gradients: an update, which must keep both products, took 1.6 % longer with it. Nothing is
+rounded between product and SwiGLU, so a log-prob of such a pass differs from the update's by
+rounding, as is the case for compiled layers with and without gradients.
 """
 
 import logging
@@ -23,28 +22,28 @@ from verl.models.copies import is_copy
 from verl.utils.imports import is_installed, require
 from verl.utils.logging import logger
 
-# Norm of the difference to float32 over the norm: what rounding to 16 bits explains.
+# Largest ratio of the norm of the difference to float32 to the norm. Rounding to 16 bits explains
+# so much.
 _TOLERANCE = 1e-2
 
 
 def is_there(device: torch.device) -> bool:
-    """Whether the kernel is installed, and the card one of its kind."""
-    if (
-        device.type != "cuda"
-        or not torch.cuda.is_available()
-        or torch.cuda.get_device_capability()[0] not in (9, 10)
-    ):
+    """Return whether the kernel is installed and supports the device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
         return False
-    return is_installed("quack-kernels")
+    is_supported = torch.cuda.get_device_capability()[0] in (9, 10)
+    return is_supported and is_installed("quack-kernels")
 
 
 def use_fused_swiglu(model: nn.Module, device: torch.device) -> int:
-    """Have the MLPs within `model` that are Llama's, on a CUDA `device`, computed by the kernel in
-    passes without gradients, where it is installed and gives what PyTorch gives, which the log
-    says. Gives how many. Twice changes nothing."""
-    mlps: list[Any] = (
-        [part for part in model.modules() if _is_known(part)] if is_there(device) else []
-    )
+    """Use the kernel in Llama's MLPs within `model`, in passes without gradients.
+
+    It must be installed and agree with PyTorch; the log has the result. Returns the number of MLPs.
+    A second call changes nothing.
+    """
+    mlps: list[Any] = []
+    if is_there(device):
+        mlps = [part for part in model.modules() if _is_known(part)]
     sizes = {(mlp.gate_proj.in_features, mlp.gate_proj.out_features) for mlp in mlps}
     if not all(_is_proved(device, *size) for size in sizes):
         return 0
@@ -54,10 +53,9 @@ def use_fused_swiglu(model: nn.Module, device: torch.device) -> int:
 
 
 def _is_known(part: Any) -> bool:
-    """Whether a module is Llama's MLP, to the letter, with plain matrices: no bias, no adapters."""
-    if "forward" in vars(part) or not all(
-        hasattr(part, name) for name in ("gate_proj", "up_proj", "act_fn")
-    ):
+    """Return whether a module has the code of Llama's MLP, without biases and adapters."""
+    parts = ("gate_proj", "up_proj", "act_fn")
+    if "forward" in vars(part) or not all(hasattr(part, name) for name in parts):
         return False
     linears = (part.gate_proj, part.up_proj)
     if any(type(linear) is not nn.Linear or linear.bias is not None for linear in linears):
@@ -75,8 +73,10 @@ def _forward(mlp: Any, original: Callable[[Tensor], Tensor], x: Tensor) -> Tenso
 
 @torch.library.custom_op("verl::swiglu", mutates_args=())
 def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(x @ gate.T) * (x @ up.T): x (..., H), gate and up (I, H) -> (..., I), without
-    gradients."""
+    """Compute silu(x @ gate.T) * (x @ up.T) without gradients.
+
+    x (..., H), gate and up (I, H) -> (..., I).
+    """
     weight = torch.cat([gate, up])
     _, out = _kernel()(
         x.flatten(0, -2),
@@ -96,9 +96,9 @@ def _(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 @cache
 def _kernel() -> Callable[..., tuple[Tensor | None, Tensor]]:
-    # Release 0.6.5 makes keys of all that a kernel's functions refer to, and knows none for the
-    # logger of the language that it is written in: what a logger does changes no number. (From
-    # release 4.8 of nvidia-cutlass-dsl on, there is more that it has no keys for.)
+    # Release 0.6.5 computes a key of every object that a kernel's functions refer to, and has none
+    # for the logger of its kernel language. A logger changes no number, so its name is enough.
+    # (With nvidia-cutlass-dsl 4.8 or later, further objects lack keys.)
     if not hasattr(logging.Logger, "__quack_semantic_key__"):
         logging.Logger.__quack_semantic_key__ = lambda self: self.name  # pyright: ignore[reportAttributeAccessIssue]
     interface = require(
@@ -109,13 +109,15 @@ def _kernel() -> Callable[..., tuple[Tensor | None, Tensor]]:
 
 @cache
 def _is_proved(device: torch.device, hidden: int, intermediate: int) -> bool:
-    """Whether the kernel runs here and gives what PyTorch gives, for one size of MLP. It is said in
-    the log, once."""
+    """Return whether the kernel runs here and agrees with PyTorch, for one size of MLP.
+
+    The result is logged once.
+    """
     try:
-        # A thread of its own, which is in no mode that the caller may be in.
+        # A new thread has none of the modes that the caller may have set.
         with ThreadPoolExecutor(1) as thread:
             difference = thread.submit(_difference, device, hidden, intermediate).result()
-    except Exception as error:  # noqa: BLE001 - a kernel that compiles itself fails in ways of its own
+    except Exception as error:  # noqa: BLE001 - the compiler of a kernel may raise anything
         logger.warning("MLP: quack-kernels do not run here (%s); PyTorch's products instead", error)
         return False
 
@@ -132,13 +134,14 @@ def _is_proved(device: torch.device, hidden: int, intermediate: int) -> bool:
 
 
 def _difference(device: torch.device, hidden: int, intermediate: int) -> float:
-    """How far the output is from that in float32: the norm of the difference over the norm."""
+    """Compute the norm of the difference to the output in float32, relative to its norm."""
     generator = torch.Generator(device).manual_seed(0)
-    shapes = ((1, 333, hidden), (intermediate, hidden), (intermediate, hidden))
-    x, gate, up = (
-        torch.randn(shape, device=device, generator=generator).bfloat16() for shape in shapes
-    )
-    gate = gate / hidden**0.5
-    up = up / hidden**0.5
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator).bfloat16()
+
+    x = draw(1, 333, hidden)
+    gate = draw(intermediate, hidden) / hidden**0.5
+    up = draw(intermediate, hidden) / hidden**0.5
     exact = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t())
     return ((swiglu(x, gate, up) - exact).norm() / exact.norm()).item()

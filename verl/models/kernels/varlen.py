@@ -1,6 +1,6 @@
-"""One call of PyTorch's variable-length flash attention, forward and backward apart from autograd.
+"""One call of PyTorch's variable-length flash attention, forward and backward, without autograd.
 
-`varlen_attn` differentiates one call. Attention that is put together from several calls needs their
+`varlen_attn` differentiates one call. Attention that combines several calls needs their
 log-sum-exp, and a backward pass with the output and the log-sum-exp of the whole.
 """
 
@@ -11,10 +11,9 @@ from torch import Tensor
 
 
 class Sequences(NamedTuple):
-    """S query sequences end to end, each with the key sequence of the same number: to itself
-    causally, or to all of it.
+    """S consecutive query sequences, each with a key sequence: causally aligned, or all of it.
 
-    The offsets are (S+1,) int32 and the lengths of the longest are host numbers.
+    The offsets are (S+1,) int32. The longest lengths are numbers on the host.
     """
 
     query_offsets: Tensor
@@ -27,8 +26,10 @@ class Sequences(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """q (Nq, Hq, D), k and v (Nk, Hk, D), bf16 or fp16 on CUDA -> output (Nq, Hq, D), log-sum-exp
-    (Hq, Nq) in fp32."""
+    """Compute the output (Nq, Hq, D), and the log-sum-exp (Hq, Nq) in fp32.
+
+    q (Nq, Hq, D), k and v (Nk, Hk, D) are bf16 or fp16 on CUDA.
+    """
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -57,17 +58,18 @@ def backward(
     sequences: Sequences,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v.
+    """Compute the gradients of q, k and v.
 
-    With P = exp(scale * q k^T - lse) and D = rowsum(grad_out * out), the kernel gives dV = P^T
-    grad_out and, through dS = P * (grad_out V^T - D), those of q and k. `out` and `lse` may
-    therefore be those of attention to more keys than
-    `k`: the gradients are then this part's share of the whole.
+    With P = exp(scale * q k^T - lse) and D = rowsum(grad_out * out), the kernel computes dV = P^T
+    grad_out and, through dS = P * (grad_out V^T - D), the gradients of q and k. Therefore `out` and
+    `lse` may be those of attention to more keys than `k`: the gradients are then this part's share
+    of the whole.
     """
     no_dropout = (
         torch.zeros(2, dtype=torch.uint64, device=q.device),
         torch.empty(0, device=q.device),
     )
+
     return torch.ops.aten._flash_attention_backward(
         grad_out.contiguous(),
         q,

@@ -1,2 +1,1 @@
-"""The rules that come with the package. One file a task; `verl/rewards/rules.py` imports them
-all."""
+"""The rules that come with the package, one file per task. `verl/rewards/rules.py` imports all."""

@@ -8,8 +8,8 @@ from verl.utils.errors import ConfigError, RewardError
 
 Method = Literal["strict", "flexible"]
 
-# Each optional part of a pattern takes the blanks that follow it, so that a run of blanks can be
-# divided in one way alone: the time of a search grows with the length of the text.
+# Each optional part of a pattern includes the blanks that follow it. A run of blanks can then match
+# in one way only, so the time of a search is linear in the length of the text.
 _LETTER = r"(?:[\(\[]\s*)?([A-Z])"
 _BOXED = re.compile(rf"\\boxed\{{\s*(?:\\text\{{\s*)?{_LETTER}")
 _TAGGED = re.compile(rf"<answer>\s*{_LETTER}(?![A-Za-z])[^<]*</answer>")
@@ -17,7 +17,7 @@ _NAMED = re.compile(
     r"\b(?:[Aa]nswer|ANSWER|[Cc]hoice|[Oo]ption)\b(?:\s+(?:is|would be))?"
     rf"\s*(?::\s*)?(?:\*+\s*)?{_LETTER}(?![A-Za-z'])"
 )
-# Where answers are marked, from the clearest mark to the weakest; the last of its kind counts.
+# Marks of an answer, from the clearest to the weakest; the last match of a pattern counts.
 _MARKED = (_BOXED, _TAGGED, _NAMED)
 _ALONE = re.compile(r"(?<![A-Za-z'])[\(\[]?([A-Z])[\)\].:,]?(?![A-Za-z'])")
 _WHOLE = re.compile(rf"\s*{_LETTER}\s*(?:[\)\]]\s*)?(?:[.:]\s*)?")
@@ -37,12 +37,12 @@ _SOURCES = (
 
 @answer_extractors.register(*_SOURCES)
 def extract_choice(text: str, method: Method = "strict") -> str | None:
-    """The letter that a response answers, or None.
+    """Return the letter that a response answers, or None.
 
     Args:
-        method: "strict" takes a marked letter (`\\boxed{B}`, `<answer>B</answer>`, "the answer is
-            (B)") or a response that is nothing but a letter; "flexible" else takes the last letter
-            that stands alone, "A" and "I" aside where they are words.
+        method: "strict" accepts a marked letter (`\\boxed{B}`, `<answer>B</answer>`, "the answer is
+            (B)") or a response that is only a letter; "flexible" also accepts the last letter that
+            stands alone, except for "A" and "I" without a mark, which may be words.
     """
     if method not in ("strict", "flexible"):
         raise ConfigError(
@@ -56,18 +56,18 @@ def extract_choice(text: str, method: Method = "strict") -> str | None:
     if whole := _WHOLE.fullmatch(text):
         return whole.group(1)
     if method == "flexible":
-        alone = [
-            match
-            for match in _ALONE.finditer(text)
-            if len(match.group()) > 1 or match.group() not in "AI"
-        ]
-        return alone[-1].group(1) if alone else None
+        letter = None
+        for match in _ALONE.finditer(text):
+            may_be_a_word = len(match.group()) == 1 and match.group() in "AI"
+            if not may_be_a_word:
+                letter = match.group(1)
+        return letter
 
     return None
 
 
 def gold_letter(ground_truth: Any) -> str:
-    """The letter of a ground truth: a letter, or the number of the option counted from 0."""
+    """Return the letter of a ground truth, which is a letter or the option's number from 0."""
     truth = str(ground_truth).strip()
     if truth.isdigit() and int(truth) < 26:
         return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[int(truth)]
@@ -84,5 +84,5 @@ def gold_letter(ground_truth: Any) -> str:
 def score(
     solution_str: str, ground_truth: Any, extra_info: Any = None, *, method: Method = "strict"
 ) -> float:
-    """1 when the response names the right option, else 0."""
+    """Return 1 if the response names the right option, else 0."""
     return float(extract_choice(solution_str, method) == gold_letter(ground_truth))

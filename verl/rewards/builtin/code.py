@@ -1,14 +1,16 @@
-"""Programs, scored by their tests in the sandbox: HumanEval, MBPP, and tasks of input and output.
+"""Score programs by their tests in the sandbox: HumanEval, MBPP, and tasks of input and output.
 
-What the ground truth may be (a mapping, or the same as JSON text):
+The ground truth is a mapping, or the same as JSON text, in one of these forms:
 
-    {"prompt": ..., "test": ..., "entry_point": ...} HumanEval (Chen et al. 2021, arXiv:2107.03374):
-                                                        `test` defines check(candidate); the
-                                                        response completes or replaces the prompt
-    {"test_list": ["assert ...", ...], "test_setup_code": ""} MBPP (Austin et al. 2021,
-    arXiv:2108.07732) {"inputs": [...], "outputs": [...]} what a script reads and must print, pair
-    by pair (APPS, TACO) {"inputs": [...], "outputs": [...], "fn_name": ...} arguments and results
-    of a function, or of a method of Solution
+    {"prompt": ..., "test": ..., "entry_point": ...}
+        HumanEval (Chen et al. 2021, arXiv:2107.03374). `test` defines check(candidate); the
+        response completes or replaces the prompt.
+    {"test_list": ["assert ...", ...], "test_setup_code": ""}
+        MBPP (Austin et al. 2021, arXiv:2108.07732).
+    {"inputs": [...], "outputs": [...]}
+        The input and the expected output of a script, pair by pair (APPS, TACO).
+    {"inputs": [...], "outputs": [...], "fn_name": ...}
+        Arguments and results of a function, or of a method of the class Solution.
 """
 
 import json
@@ -25,8 +27,7 @@ _PYTHON = ("python", "python3", "py", "")
 
 
 def extract_code(text: str) -> str:
-    """The last block fenced as Python, or by nothing, of a response; without one, the whole
-    response."""
+    """Return the last code block marked as Python or unmarked; without one, the whole response."""
     blocks = [code for language, code in _BLOCK.findall(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else text
 
@@ -58,11 +59,12 @@ def score(
     runner: CodeRunner | None = None,
     partial_credit: bool = False,
 ) -> dict[str, Any]:
-    """1 when the program passes every test, else 0; `passed` (the share of the tests) and
-    `timed_out` become metrics.
+    """Return a score of 1 if the program passes every test, else 0.
+
+    The fields `passed` (the share of the tests) and `timed_out` become metrics.
 
     Args:
-        runner: where it runs; None: the sandbox of this machine.
+        runner: the runner of programs; None selects the sandbox of this machine.
         partial_credit: score the share of tests that pass instead.
 
     Raises:
@@ -71,18 +73,20 @@ def score(
     runner = runner or default_runner()
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     code = extract_code(solution_str)
+
     match truth:
         case {"entry_point": str(name), "test": str(test)}:
-            # The prompt alone is a function without a body but its docstring: a definition that
-            # follows replaces it.
+            # The prompt alone is a function that has only a docstring; a later definition of the
+            # same name replaces it.
             prompt = str(truth.get("prompt", ""))
-            whole = re.search(rf"^def\s+{re.escape(name)}\b", code, re.MULTILINE) is not None
-            verdicts, late = _by_tests(
-                runner, f"{prompt}\n{code}" if whole else prompt + code, [f"{test}\ncheck({name})"]
-            )
+            redefines = re.search(rf"^def\s+{re.escape(name)}\b", code, re.MULTILINE) is not None
+            program = f"{prompt}\n{code}" if redefines else prompt + code
+            verdicts, late = _by_tests(runner, program, [f"{test}\ncheck({name})"])
+
         case {"test_list": tests} if _is_list(tests):
             setup = str(truth.get("test_setup_code") or "")
             verdicts, late = _by_tests(runner, f"{code}\n{setup}", list(map(str, tests)))
+
         case {"inputs": inputs, "outputs": outputs} if _is_list(inputs) and _is_list(outputs):
             if len(inputs) != len(outputs):
                 raise RewardError(
@@ -90,13 +94,13 @@ def score(
                     f"{len(outputs)} outputs."
                 )
             if truth.get("fn_name"):
-                verdicts, late = _by_tests(
-                    runner, code, _calls(str(truth["fn_name"]), inputs, outputs)
-                )
+                calls = _calls(str(truth["fn_name"]), inputs, outputs)
+                verdicts, late = _by_tests(runner, code, calls)
             else:
                 verdicts, late = _by_output(
                     runner, code, inputs, outputs, stop_early=not partial_credit
                 )
+
         case _:
             raise RewardError(
                 "The code rule expects ground_truth = {'prompt', 'test', 'entry_point'}, "
@@ -113,29 +117,28 @@ def score(
 
 
 def _is_list(value: Any) -> bool:
-    """Parquet gives arrays back for lists."""
+    """Return whether a value is a list, or the array that Parquet returns for one."""
     return not isinstance(value, (str, bytes, Mapping)) and hasattr(value, "__len__")
 
 
 def _by_tests(runner: CodeRunner, code: str, tests: list[str]) -> tuple[list[bool], bool]:
     run = runner.run(code, tests)
-    # Tests that never came to their end have failed, all of them if the program left before the
-    # last.
+    # Tests that did not end have failed. If the program exited early, all tests have failed.
     passed = run.passed if run.status != "failed" else []
     return passed + [False] * (len(tests) - len(passed)), run.status == "timeout"
 
 
 def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[str]:
-    """Tests of a function by its arguments (a list, or JSON with one argument a line) and its
-    result."""
+    """Return tests that call a function and compare its result.
+
+    Arguments are a list, or JSON text with one argument per line.
+    """
     find = f"(Solution().{name} if 'Solution' in globals() else {name})"
     tests = []
     for given, expected in zip(inputs, outputs):
-        arguments = (
-            [json.loads(line) for line in given.splitlines() if line.strip()]
-            if isinstance(given, str)
-            else given
-        )
+        arguments = given
+        if isinstance(given, str):
+            arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
         result = json.loads(expected) if isinstance(expected, str) else expected
         tests.append(f"assert {find}(*{_plain(arguments)!r}) == {_plain(result)!r}")
     return tests
@@ -167,8 +170,9 @@ def _by_output(
 
 
 def _same_output(printed: str, expected: str) -> bool:
-    """Line by line, blanks at the ends of lines and of the text aside."""
-    one, other = (
-        [line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected)
-    )
-    return one == other
+    """Compare line by line; ignore blanks at the ends of lines and around the text."""
+    return _lines(printed) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

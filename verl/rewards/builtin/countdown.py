@@ -11,7 +11,7 @@ from verl.rewards.builtin.search_qa import extract_answer
 from verl.rewards.registry import answer_extractors, reward_rules
 from verl.utils.errors import RewardError
 
-# No task has equations as long as this; the bound keeps hostile input from costing time or stack.
+# No task has equations of this length; the bound limits the time and stack that hostile input uses.
 MAX_EQUATION_CHARACTERS = 500
 
 _SOURCES = ("countdown*", "Jiayi-Pan/Countdown-Tasks-*")
@@ -20,20 +20,26 @@ _SPELLINGS = str.maketrans({"×": "*", "÷": "/", "−": "-", "·": "*"})
 
 @answer_extractors.register(*_SOURCES)
 def extract_equation(text: str) -> str | None:
-    """What stands between the last `<answer>` tags, without a right-hand side such as "= 24"; None
-    without tags."""
+    """Return the text between the last `<answer>` tags, without a right-hand side such as "= 24".
+
+    Returns None if there are no tags.
+    """
     answer = extract_answer(text)
-    return None if answer is None else answer.translate(_SPELLINGS).split("=")[0].strip()
+    if answer is None:
+        return None
+    return answer.translate(_SPELLINGS).split("=")[0].strip()
 
 
 def evaluate(equation: str) -> tuple[Fraction, list[int]] | None:
-    """Exact value of an equation of integers, + - * / and brackets, with the numbers it uses; None
-    if it is not one."""
+    """Return the exact value of an equation of integers, and the numbers that it uses.
+
+    Returns None for text other than integers, + - * / and brackets.
+    """
     if len(equation) > MAX_EQUATION_CHARACTERS:
         return None
     numbers: list[int] = []
     try:
-        # The parser alone runs on the model's text; nothing of it is ever executed.
+        # Only the parser reads the model's text; it is never executed.
         return _value(ast.parse(equation, mode="eval").body, numbers), numbers
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
@@ -44,10 +50,12 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             numbers.append(number)
             return Fraction(number)
+
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand, numbers)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand, numbers)
+
         case ast.BinOp(left=left, op=op, right=right):
             a = _value(left, numbers)
             b = _value(right, numbers)
@@ -60,11 +68,12 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
                     return a * b
                 case ast.Div():
                     return a / b
+
     raise ValueError(f"not arithmetic: {ast.dump(node)}")
 
 
 def _task(ground_truth: Any) -> tuple[Fraction, list[int]]:
-    """Target and numbers of a row: a mapping, or the same as JSON text."""
+    """Return target and numbers of a row's ground truth: a mapping, or the same as JSON text."""
     task = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     numbers = task.get("numbers", task.get("nums")) if isinstance(task, Mapping) else None
     if not isinstance(task, Mapping) or "target" not in task or not isinstance(numbers, Iterable):
@@ -84,18 +93,20 @@ def score(
     use_all: bool = True,
     format_score: float = 0.0,
 ) -> float:
-    """1 when the equation in the last `<answer>` reaches the target with the given numbers, else 0.
+    """Return 1 if the equation in the last `<answer>` reaches the target with the given numbers.
 
     Args:
         ground_truth: {"target": ..., "numbers": [...]}.
         use_all: every number exactly once (the usual task); False: every number at most once.
-        format_score: what an arithmetic equation gets that uses wrong numbers or misses the target.
+        format_score: score of an equation that uses wrong numbers or misses the target; text that
+            is no equation scores 0.
     """
     target, given = _task(ground_truth)
     equation = extract_equation(solution_str)
     result = evaluate(equation) if equation else None
     if result is None:
         return 0.0
+
     value, used = result
     allowed = Counter(used) == Counter(given) if use_all else Counter(used) <= Counter(given)
     return 1.0 if allowed and value == target else format_score

@@ -1,4 +1,4 @@
-"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): the answer is a number behind "####"."""
+"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): the answer is the number after "####"."""
 
 import re
 from decimal import Decimal, InvalidOperation
@@ -10,8 +10,8 @@ from verl.utils.errors import ConfigError
 Method = Literal["strict", "flexible"]
 
 _SOURCES = ("openai/gsm8k", "gsm8k")
-# A sign may stand before or behind the currency mark. Digits come plain or grouped by commas; a
-# comma or full stop that ends the sentence is not part of the number.
+# A sign may come before or after the currency mark, and commas may group the digits. A comma or
+# period that ends the sentence is not part of the number.
 _NUMBER = r"[-+]?\$?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _ANYWHERE = re.compile(_NUMBER)
 _AFTER_MARK = re.compile(rf"\s*({_NUMBER})")
@@ -19,28 +19,32 @@ _AFTER_MARK = re.compile(rf"\s*({_NUMBER})")
 
 @answer_extractors.register(*_SOURCES)
 def extract_answer(text: str, method: Method = "strict") -> str | None:
-    """The number a text ends in, without commas and currency marks, or None.
+    """Return the number that answers, without commas and currency marks, or None.
 
     Args:
-        method: "strict" takes the number right behind the last "####"; "flexible" takes the last
+        method: "strict" takes the number right after the last "####"; "flexible" takes the last
             number of the text.
     """
+    number = None
     if method == "strict":
         _, mark, rest = text.rpartition("####")
-        found = _AFTER_MARK.match(rest) if mark else None
-        number = found.group(1) if found else None
+        if mark and (found := _AFTER_MARK.match(rest)):
+            number = found.group(1)
     elif method == "flexible":
-        numbers = _ANYWHERE.findall(text)
-        number = numbers[-1] if numbers else None
+        if numbers := _ANYWHERE.findall(text):
+            number = numbers[-1]
     else:
         raise ConfigError(f"The gsm8k rule's method is 'strict' or 'flexible', got {method!r}.")
-    return number.replace(",", "").replace("$", "") if number is not None else None
+
+    if number is None:
+        return None
+    return number.replace(",", "").replace("$", "")
 
 
 def _same_number(one: str, other: str) -> bool:
     try:
         return Decimal(one) == Decimal(other)
-    except InvalidOperation:  # "+-3": two signs are no number
+    except InvalidOperation:  # "+-3" has two signs
         return False
 
 
@@ -53,8 +57,7 @@ def score(
     method: Method = "strict",
     format_score: float = 0.0,
 ) -> float:
-    """1 when the extracted number has the value of the ground truth, `format_score` for another
-    number, 0 for none.
+    """Return 1 for a number equal to the ground truth, `format_score` for another, 0 for none.
 
     `ground_truth` is the bare number, or a whole GSM8K answer with "####".
     """

@@ -1,5 +1,4 @@
-"""MATH (Hendrycks et al. 2021, arXiv:2103.03874): the last boxed answer, compared by
-math-verify."""
+"""MATH (Hendrycks et al. 2021, arXiv:2103.03874): math-verify compares the last boxed answer."""
 
 import logging
 import os
@@ -12,14 +11,14 @@ from verl.rewards.registry import answer_extractors, reward_rules
 from verl.utils.errors import RewardError
 
 STEP_TIMEOUT_S = 3
-ANSWER_TIMEOUT_S = 15.0  # above that of its steps: two parses, one comparison
-# Where a response boxes nothing, its answer is looked for at the end alone.
+ANSWER_TIMEOUT_S = 15.0  # more than the sum of its steps: two parses, one comparison
+# In a response without a box, the answer is searched for in this last part only.
 TAIL_CHARACTERS = 500
-# The longest answer that math-verify reads. Its time grows with the square of the length, and a
-# response that repeats itself within a box would cost the deadline of every call.
+# The longest answer that math-verify gets. Its time grows with the square of the length, and a
+# response that repeats itself within a box would use up the deadline of every call.
 MAX_ANSWER_CHARACTERS = 1000
-# A character or pair, not of digits alone, that stands there more than 30 times in a row: no answer
-# has such a run, responses that loop do, and math-verify takes up to seconds for it.
+# A character, or a pair that is not two digits, repeated more than 30 times. No answer has such a
+# run; looping responses do, and math-verify can take seconds for it.
 _RUN = re.compile(r"(\D|\d\D|\D\d|\D\D)\1{30,}")
 _SOURCES = (
     "math",
@@ -36,14 +35,16 @@ _SOURCES = (
 
 @answer_extractors.register(*_SOURCES)
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` or `\\fbox{...}`, brackets balanced; None without
-    one."""
+    """Return the content of the last `\\boxed{...}` or `\\fbox{...}`, with balanced braces."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
+
     opening = text.find("{", start)
     if opening < 0 or text[start:opening].strip() not in ("\\boxed", "\\fbox"):
-        return text[start:].partition(" ")[2].split("$")[0].strip() or None  # \boxed 2
+        after_blank = text[start:].partition(" ")[2]  # \boxed 2
+        return after_blank.split("$")[0].strip() or None
+
     depth = 0
     for position in range(opening, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
@@ -53,7 +54,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _plain(answer: str) -> str:
-    """Spelling without what never carries meaning, to recognise equal answers without sympy."""
+    """Normalize the spelling of an answer, to recognize equal answers without sympy."""
     for old, new in (
         ("\\left", ""),
         ("\\right", ""),
@@ -68,10 +69,10 @@ def _plain(answer: str) -> str:
 
 @reward_rules.register(*_SOURCES)
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """Return 1 when the answer means the same as the ground truth, else 0.
+    """Return 1 if the answer has the same meaning as the ground truth, else 0.
 
-    An answer scores 0 if it cannot be parsed, or not in time, or if it has more than
-    MAX_ANSWER_CHARACTERS and is not spelled like the ground truth.
+    An answer scores 0 if it cannot be parsed within the time limit, or if it is longer than
+    MAX_ANSWER_CHARACTERS and not spelled like the ground truth.
 
     `ground_truth` is the bare answer (LaTeX or plain), or a whole solution with a boxed answer.
     """
@@ -90,22 +91,22 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether two LaTeX or plain expressions mean the same. What cannot be parsed equals nothing.
+    """Return whether two LaTeX or plain expressions have the same meaning.
 
-    For a process of its own: math-verify limits its time by signal.alarm, which works in a main
-    thread alone, and a symbolic computation inside one long C call cannot be stopped from another
-    thread. The parent kills it.
+    An expression that cannot be parsed equals no other. This runs in a process of its own:
+    math-verify limits its time by signal.alarm, which works only in a main thread, and another
+    thread cannot stop a symbolic computation inside a long C call. The parent kills the process.
     """
-    from math_verify import parse, verify  # where it runs alone: sympy takes a second to import
+    from math_verify import parse, verify  # imported only here: sympy takes a second
 
     # Its own log alone: a caller's log must go on.
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    # math-verify returns an empty list and False for whatever it cannot read, or not in time. On
-    # Windows its limits would start a process for each expression: the parent's deadline must do
-    # there.
+    # math-verify returns an empty list and False for text that it cannot parse in time. On Windows
+    # its limits would start a process for each expression, so only the parent's deadline applies.
     limit_s = STEP_TIMEOUT_S if os.name == "posix" else 0
-    parsed_gold, parsed_answer = (parse(text, parsing_timeout=limit_s) for text in (gold, answer))
+    parsed_gold = parse(gold, parsing_timeout=limit_s)
+    parsed_answer = parse(answer, parsing_timeout=limit_s)
     return bool(verify(parsed_gold, parsed_answer, timeout_seconds=limit_s))
 
 
@@ -119,8 +120,10 @@ _compare = ProcessFunction(
 
 
 def _equal(gold: str, answer: str) -> bool:
-    """Whether the two mean the same; False when that took too long. A helper that died is replaced
-    once."""
+    """Compare two expressions in a process; False if that takes too long.
+
+    A helper process that dies is replaced once. Raises RewardError if the second one dies too.
+    """
     reason: RewardError | None = None
     for _ in range(2):
         try:

@@ -1,7 +1,6 @@
-"""Questions whose answer is looked up: exact match with one of several answers, spelt as SQuAD
-compares them.
+"""Search questions: exact match with one of several answers, after SQuAD's normalization.
 
-Normalisation of Rajpurkar et al. 2016 (arXiv:1606.05250): lower case, no punctuation, no articles,
+Normalization of Rajpurkar et al. 2016 (arXiv:1606.05250): lower case, no punctuation, no articles,
 single blanks.
 """
 
@@ -31,8 +30,9 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """SQuAD's spelling for comparison."""
-    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+    """Normalize a text for comparison, as SQuAD does."""
+    plain = text.lower().translate(_NO_PUNCTUATION)
+    return " ".join(_ARTICLE.sub(" ", plain).split())
 
 
 @answer_extractors.register(*_SOURCES)
@@ -45,7 +45,7 @@ def extract_answer(text: str) -> str | None:
         start += len(_OPENING)
         end = text.find(_CLOSING, start)
         if end < 0:
-            break  # as for every later opening tag
+            break  # no later opening tag can be closed either
         answer = text[start:end]
         start = text.find(_OPENING, end)
 
@@ -53,16 +53,13 @@ def extract_answer(text: str) -> str | None:
 
 
 def _golds(ground_truth: Any) -> list[str]:
-    """Of {"target": ...}, one answer, or a list (after Parquet: an array) of answers."""
+    """Return the answers of {"target": ...}, one answer, or a list (Parquet: array) of answers."""
     target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     if isinstance(target, str):
         return [target]
-    if (
-        target is None
-        or isinstance(target, Mapping)
-        or not hasattr(target, "__iter__")
-        or len(target) == 0
-    ):
+
+    is_list = hasattr(target, "__iter__") and not isinstance(target, Mapping)
+    if target is None or not is_list or len(target) == 0:
         raise RewardError(
             f"The search rule expects ground_truth = {{'target': ['answer', ...]}}, a list or one "
             f"answer, got {ground_truth!r}."
@@ -79,18 +76,19 @@ def score(
     method: str = "exact",
     format_score: float = 0.0,
 ) -> float:
-    """1 when the answer between the last `<answer>` tags is one of the gold answers, else 0.
+    """Return 1 if the answer between the last `<answer>` tags is one of the gold answers.
 
     Args:
-        method: "exact", or "substring" where it is enough that the answer contains a gold one.
-        format_score: what another answer in tags gets.
+        method: "exact", or "substring", which also accepts an answer that contains a gold one.
+        format_score: score of any other answer in tags; without tags the score is 0.
     """
     golds = [normalize_answer(gold) for gold in _golds(ground_truth)]
     answer = extract_answer(solution_str)
     if answer is None:
         return 0.0
+
     given = normalize_answer(answer)
-    right = given in golds or (
-        method == "substring" and any(gold and gold in given for gold in golds)
-    )
-    return 1.0 if right else format_score
+    is_right = given in golds
+    if method == "substring":
+        is_right = is_right or any(gold and gold in given for gold in golds)
+    return 1.0 if is_right else format_score

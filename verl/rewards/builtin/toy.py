@@ -1,4 +1,4 @@
-"""The packaged toy set: the response is the answer and nothing else."""
+"""The packaged toy set: the response must be exactly the answer."""
 
 from typing import Any
 
@@ -9,5 +9,5 @@ answer_extractors.register("toy")(str.strip)
 
 @reward_rules.register("toy")
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1 when the response without surrounding blanks equals the ground truth, else 0."""
+    """Return 1 if the response without surrounding blanks equals the ground truth, else 0."""
     return float(solution_str.strip() == str(ground_truth).strip())

@@ -1,6 +1,5 @@
-"""Running code that nobody has read: `runner` is what a rule calls; the rest lives in a helper
-process of its own.
+"""Run untrusted code. Rules call `runner`; all other modules run in a helper process.
 
-The server (`server`) is a small Python process that forks for every run. What a run may do is set
-by `isolation` (namespaces with a file system of its own) and `seccomp` (a filter of system calls).
+The server (`server`) is a small Python process that forks for every run. A run is restricted by
+`isolation` (namespaces with their own file system) and `seccomp` (a filter of system calls).
 """

@@ -1,8 +1,7 @@
-"""Namespaces for the server: a file system of its own, no network, no sight of other processes.
-Linux, without root.
+"""Namespaces for the server: its own file system, no network, no access to other processes.
 
-The new root holds the system's libraries and Python, read-only, and nothing of the user's home,
-data or secrets; every run gets an empty folder in memory.
+They need Linux, but not root. The new file system holds the system's libraries and Python,
+read-only, without the user's home, data and secrets. Every run gets an empty folder in memory.
 """
 
 import ctypes
@@ -31,7 +30,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _MOUNT_SETATTR = 442  # the same number on all machines
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
-# Where the new root is built: a folder that every Linux has, and from which nothing is taken over.
+# The new root is built here: a folder that every Linux has, and that the new root does not need.
 _BUILDING_SITE = "/proc"
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib32", "/lib64")
 _SYSTEM_FILES = (
@@ -51,15 +50,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter() -> str:
-    """Go on in new namespaces, as process 1 of them; the process that called stays behind and waits
-    for it.
+    """Continue in new namespaces as their process 1, while the calling process waits for it.
 
     Returns:
         The folder for `mount_scratch`.
 
     Raises:
-        OSError: the kernel, or the container that we are in, does not allow it. The process is then
-            of no further use.
+        OSError: the kernel, or the container around us, does not allow it. The process must then
+            end.
     """
     uid = os.getuid()
     gid = os.getgid()
@@ -69,19 +67,19 @@ def enter() -> str:
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     child = os.fork()
     if child:
-        os.closerange(0, 2)  # the child's alone: whoever waits for them to close waits for it
+        os.closerange(0, 2)  # they belong to the child only, so that they close when it ends
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
     die_with_parent()
     return _build_root()
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however that ends."""
+    """Ask the kernel to kill this process when its parent ends for any reason."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
 def mount_scratch(folder: str) -> None:
-    """Mount an empty file system in memory, with room for so many bytes and files."""
+    """Mount an empty file system in memory, of at most SCRATCH_BYTES and SCRATCH_FILES."""
     options = f"size={SCRATCH_BYTES},nr_inodes={SCRATCH_FILES},mode=0700"
     _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
@@ -91,15 +89,16 @@ def unmount_scratch(folder: str) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every privilege, for good: nothing is executed from here on that could bring one
-    back."""
+    """Drop every privilege for good: no program that could restore one is executed after this."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
 def forbid_dumps() -> None:
-    """Keep this process from being dumped when it crashes (a handler of the machine would run and
-    store it), and from being read by other processes of the same user."""
+    """Forbid core dumps of this process, and access by other processes of the same user.
+
+    A handler of the machine would otherwise run on a crash and store the dump.
+    """
     _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
@@ -119,7 +118,7 @@ def _build_root() -> str:
     os.makedirs(_BUILDING_SITE + scratch)
 
     os.chdir(_BUILDING_SITE)
-    # The old root ends up on top of the new one, and goes.
+    # The old root is now on top of the new one; unmount it.
     _check(_libc.syscall(_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", _MNT_DETACH), "umount2")
     os.chdir("/")
@@ -128,7 +127,7 @@ def _build_root() -> str:
 
 
 def _take_over_folders() -> list[str]:
-    """Bring the system's and Python's folders into the new root; return those brought."""
+    """Mount the system's and Python's folders in the new root, and return the mounted ones."""
     taken: list[str] = []
     for folder in (*_SYSTEM_FOLDERS, *_python_folders()):
         if not os.path.isdir(folder) or any(_lies_in(folder, one) for one in taken):
@@ -149,7 +148,7 @@ def _take_over_files() -> None:
         target.parent.mkdir(exist_ok=True)
         target.touch()
         _mount(file, str(target), None, _MS_BIND)
-        # A device can be written to all the same; its owner, root, cannot change its mode.
+        # A device can still be written to, but its owner, root, cannot change its mode.
         _set_read_only(str(target))
 
 
@@ -158,8 +157,8 @@ def _lies_in(path: str, folder: str) -> bool:
 
 
 def _python_folders() -> list[str]:
-    """Where this Python and its packages lie, as named and as they really are; short ones first."""
-    # Of the search path the packages alone: a source tree may lie beside the data.
+    """Return the folders of this Python and its packages, also with links resolved, short first."""
+    # Only folders of packages in the search path: a source tree may be in the user's data folder.
     packages = (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
     named = {sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(os.path.isabs, packages)}
     folders = named | {os.path.realpath(folder) for folder in named}
@@ -183,14 +182,12 @@ def _set_read_only(path: str, recursive: bool = True) -> None:
 def _mount(
     source: str | None, target: str, kind: str | None, flags: int, options: str | None = None
 ) -> None:
-    texts = [text.encode() if text is not None else None for text in (source, target, kind)]
-    _check(
-        _libc.mount(*texts, ctypes.c_ulong(flags), options.encode() if options else None),
-        f"mount {target}",
-    )
+    texts = [None if text is None else text.encode() for text in (source, target, kind)]
+    data = options.encode() if options else None
+    _check(_libc.mount(*texts, ctypes.c_ulong(flags), data), f"mount {target}")
 
 
-def _check(status: int, what: str) -> None:
+def _check(status: int, call: str) -> None:
     if status != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")

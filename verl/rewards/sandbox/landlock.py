@@ -1,7 +1,7 @@
 """Confine a process to some folders, without root (landlock(7), Linux 5.13 and later).
 
-Where there is no file system of its own, this is what keeps a program from reading the user's
-files, and the memory and environment of the user's processes under /proc.
+Without a file system of its own, a program could read the user's files, and the memory and the
+environment of the user's processes under /proc. Landlock prevents that.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ _GET_VERSION = 1
 _RULE_PATH_BENEATH = 1
 _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
-# Accesses to files and to the network that each version of the interface can deny, and its scopes:
-# abstract sockets, signals.
+# Numbers of the file accesses that each version of the interface can deny, and the versions that
+# added the network and the scopes (abstract sockets, signals).
 _FILE_ACCESSES = {1: 13, 2: 14, 3: 15, 5: 16}
 _NETWORK_SINCE = 4
 _BIND_AND_CONNECT = 3
@@ -31,7 +31,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def version() -> int:
-    """Return the version of Landlock that this kernel offers; 0 where it offers none."""
+    """Return the version of Landlock that this kernel offers; 0 if it has none."""
     return max(_libc.syscall(_CREATE_RULESET, None, 0, _GET_VERSION), 0)
 
 
@@ -39,10 +39,10 @@ def readable(paths: list[str]) -> int | None:
     """Prepare a confinement in which only these folders and files can be read, and none written.
 
     Returns:
-        A file descriptor for `confine`, or None where the kernel has no Landlock.
+        A file descriptor for `confine`, or None if the kernel has no Landlock.
 
     Raises:
-        OSError: the kernel has it and refuses.
+        OSError: the kernel has Landlock and refuses the rules.
     """
     kernel = version()
     if kernel == 0:
@@ -63,7 +63,7 @@ def readable(paths: list[str]) -> int | None:
 
 
 def confine(ruleset: int) -> None:
-    """Confine this process, and all that it starts, for good."""
+    """Confine this process and its children for good."""
     seccomp.forbid_new_privileges()
     _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
 
@@ -72,7 +72,7 @@ def _allow(ruleset: int, path: str) -> None:
     try:
         target = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):
-        return  # a program could not read it either
+        return  # the program could not read it either
     access = _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE
     rule = struct.pack("=Qi", access, target)
     try:
@@ -83,7 +83,7 @@ def _allow(ruleset: int, path: str) -> None:
         os.close(target)
 
 
-def _check(status: int, what: str) -> None:
+def _check(status: int, call: str) -> None:
     if status < 0:
         number = ctypes.get_errno() or errno.EINVAL
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")

@@ -1,5 +1,4 @@
-"""Where rules have code run: in the sandbox of this machine (`LocalRunner`) or by a service
-(`verl.rewards.remote`)."""
+"""Run code for rules in the sandbox of this machine. `verl.rewards.remote` has a service for it."""
 
 import functools
 import json
@@ -17,27 +16,27 @@ from verl.rewards.sandbox import seccomp
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
 
-# Beyond a run's own limit, for the fork and the cleaning up on a busy machine.
+# Time in addition to a run's own limit, for the fork and the cleanup on a busy machine.
 GRACE_S = 30.0
 _PROTECTIONS = {
     "namespaces": (
-        "no network, no new processes, no signals to others, no sight of home, data or "
-        "environment, writes to a temporary folder in memory alone"
+        "no network, no new processes, no signals to others, no access to home, data or "
+        "environment, writes only to a temporary folder in memory"
     ),
     "seccomp": (
-        "no network, no new processes, no signals to others, no writes to any file, and reads of "
-        "Python and the system's libraries alone"
+        "no network, no new processes, no signals to others, no writes to any file, and reads only "
+        "of Python and the system's libraries"
     ),
 }
 
 
 @dataclass(slots=True)
 class Run:
-    """What became of a program.
+    """The result of running a program.
 
-    `status`: "finished" (it came to its end, and so did every test), "failed" (it raised, left
-    early or was killed) or "timeout". `passed`: one entry for each test that came to its end.
-    `output`: what it printed.
+    `status` is "finished" (the program and every test ended), "failed" (it raised, exited early or
+    was killed) or "timeout". `passed` has one entry for each test that ended. `output` is the text
+    that it printed.
     """
 
     status: str
@@ -48,35 +47,33 @@ class Run:
 
 
 class CodeRunner(Protocol):
-    """Runs Python programs that nobody has read. Called from as many threads at once as
-    `max_concurrent` says."""
+    """Runs untrusted Python programs. Up to `max_concurrent` threads call it at once."""
 
     max_concurrent: int
 
     def run(self, code: str, tests: list[str], *, stdin: str | None = None) -> Run:
-        """Run `code`, then each of `tests` (statements that raise where the code is wrong) in the
-        same namespace.
+        """Run `code`, then each test in the same namespace.
 
-        With `stdin` it is a script that reads this and prints; its exit code counts.
+        A test is a statement that raises if the code is wrong. With `stdin`, the code is a script
+        that reads this text and prints; its exit code counts.
 
         Raises:
-            RewardError: the runner itself failed. Whatever the program does is a Run.
+            RewardError: the runner itself failed. A failure of the program is a Run.
         """
         ...
 
 
 class LocalRunner:
-    """The sandbox of this machine: a few helper processes that fork for every run. They start with
-    the first run.
+    """The sandbox of this machine: helper processes that fork for every run.
 
-    Raises ConfigError at the first run when this machine cannot isolate a program as `isolation`
-    asks.
+    They start with the first run, which raises ConfigError if this machine cannot isolate a program
+    as `isolation` requires.
     """
 
     def __init__(self, settings: SandboxConfig | None = None) -> None:
         self.settings = settings or SandboxConfig()
         self.max_concurrent = self.settings.max_concurrent or count_cores()
-        self._isolation: str | None = None  # what was found to work
+        self._isolation: str | None = None  # chosen before the first run
         self._probing = threading.Lock()
         self._pool = HelperPool(lambda: start_server(self.settings, str(self._isolation)))
 
@@ -93,7 +90,7 @@ class LocalRunner:
             "tests": tests,
             "input": stdin or "",
             "is_script": stdin is not None,
-            "token": secrets.token_hex(8),  # without it a run cannot claim that a test has passed
+            "token": secrets.token_hex(8),  # a run that does not know it cannot fake a passed test
         }
         reason: Exception | None = None
 
@@ -108,47 +105,49 @@ class LocalRunner:
         ) from reason
 
     def close(self) -> None:
-        """End the helpers that wait; the next run starts new ones."""
+        """End the idle helpers; the next run starts new ones."""
         self._pool.close()
 
 
 def count_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @functools.cache
 def default_runner() -> LocalRunner:
-    """The sandbox that rules use when none is given to them."""
+    """Return the sandbox that rules use by default."""
     return LocalRunner()
 
 
 def start_server(settings: SandboxConfig, isolation: str) -> Helper:
-    """One server process. It gets neither our environment, which may hold keys, nor our search
-    path."""
+    """Start a server process, without our environment, which may hold keys, and our search path."""
     start = (
         f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from verl.rewards.sandbox.server "
         "import main; main()"
     )
     limits = json.dumps({**asdict(settings), "isolation": isolation})
-    # More threads of a numeric library would only eat the limit on address space.
+    # More threads of a numeric library would only use up the limit on address space.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": "/tmp", **threads}
     return Helper([sys.executable, "-I", "-c", start, limits], environment, name="the sandbox")
 
 
 def choose_isolation(settings: SandboxConfig) -> str:
-    """The strongest isolation that works here and that the settings allow, proved by a program that
-    tries to break out.
+    """Return the strongest isolation that the settings allow and that works on this machine.
+
+    A program that tries to break out tests it.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no allowed isolation works.
     """
     if settings.isolation == "none":
         logger.warning(
-            "reward_model.sandbox.isolation=none: code of the model runs with this user's rights, "
-            "on your word that this machine is a sandbox itself. Time, memory and output are "
-            "limited, nothing else."
+            "reward_model.sandbox.isolation=none: code of the model runs with this user's rights. "
+            "Only time, memory and output are limited. Use this only on a machine that is itself a "
+            "sandbox."
         )
         return "none"
 
@@ -164,12 +163,12 @@ def choose_isolation(settings: SandboxConfig) -> str:
     raise ConfigError(
         f"Code of the model cannot be isolated on this machine: {'; '.join(problems)}. Allow "
         "unprivileged user namespaces or seccomp, name a sandbox service in "
-        "reward_model.sandbox_fusion.url, or, if this machine is a throw-away sandbox itself, set "
+        "reward_model.sandbox_fusion.url, or, if this machine is itself a disposable sandbox, set "
         "reward_model.sandbox.isolation=none."
     )
 
 
-# Each line tries to get out in one way and raises where it gets through.
+# Each line tries to break out in one way and raises if it succeeds.
 _BREAK_OUTS = {
     "network": "socket.socket(); raise SystemExit",
     "processes": "os.fork(); raise SystemExit",
@@ -181,13 +180,13 @@ _BREAK_OUTS = {
 
 
 def _report(isolation: str, problems: list[str], gaps: list[str]) -> None:
-    """Log the isolation in use, as a warning where it is weaker than it could be."""
+    """Log the isolation in use, as a warning if it is weaker than possible."""
     reason = f" ({'; '.join(problems)})" if problems else ""
     exception = f" Except: {'; '.join(gaps)}." if gaps else ""
     level = logging.WARNING if problems or gaps else logging.INFO
     logger.log(
         level,
-        "Sandbox for code: %s%s. Holds: %s.%s",
+        "Sandbox for code: %s%s. It ensures: %s.%s",
         isolation,
         reason,
         _PROTECTIONS[isolation],
@@ -196,16 +195,17 @@ def _report(isolation: str, problems: list[str], gaps: list[str]) -> None:
 
 
 def _try(settings: SandboxConfig, isolation: str) -> tuple[str | None, list[str]]:
-    """Return None if this isolation holds, else why it does not; and the gaps it has here."""
+    """Return None if this isolation works, else the reason; and the gaps it has on this machine."""
     if not seccomp.is_supported():
         return "it needs Linux on x86-64 or AArch64", []
+
     server = start_server(settings, isolation)
     try:
         if "error" in server.greeting:
             return str(server.greeting["error"]), []
-        tests = [
-            f"try:\n    {attempt}\nexcept OSError:\n    pass" for attempt in _BREAK_OUTS.values()
-        ]
+        tests: list[str] = []
+        for attempt in _BREAK_OUTS.values():
+            tests.append(f"try:\n    {attempt}\nexcept OSError:\n    pass")
         request = {
             "code": "import fcntl, os, socket",
             "tests": tests,
@@ -221,7 +221,7 @@ def _try(settings: SandboxConfig, isolation: str) -> tuple[str | None, list[str]
 
     if run.status != "finished":
         return run.error or run.status, []
-    open_doors = [name for name, held in zip(_BREAK_OUTS, run.passed) if not held]
-    if open_doors:
-        return f"it does not hold against {', '.join(open_doors)}", []
+    open_ways = [name for name, held in zip(_BREAK_OUTS, run.passed) if not held]
+    if open_ways:
+        return f"it does not prevent {', '.join(open_ways)}", []
     return None, server.greeting["gaps"]

@@ -1,8 +1,8 @@
-"""A filter of system calls for this process, for good (seccomp(2)). Works without root and inside
-most containers.
+"""Filter the system calls of this process for good (seccomp(2)).
 
-The filter is an allow-list (`syscalls`): a call that is not on it fails, so a kernel's new calls
-are denied too. Some calls are allowed for harmless arguments only; `_rules` lists them.
+This works without root and inside most containers. The filter is an allow-list (`syscalls`): any
+other call fails, so new calls of a kernel are denied too. Some calls are allowed only with harmless
+arguments; `_rules` lists them.
 """
 
 import ctypes
@@ -36,13 +36,13 @@ _NR = 0
 _ARCH = 4
 _ARGUMENTS = 16
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Newer calls than this do not exist for a program, which then falls back on older ones.
+# A program sees no newer calls than this one, and falls back to older ones.
 _LAST_KNOWN = 450
 _ALL_BITS = 0xFFFFFFFF
 
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CLONE_THREAD = 0x10000
-# How pthread_create of glibc and of musl calls clone, and nothing else: no process, no namespace.
+# The flags of clone in pthread_create of glibc and of musl: no new process, no new namespace.
 _THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
 _MAP_HUGETLB = 0x40000
 _AF_UNIX = 1
@@ -75,7 +75,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Test(NamedTuple):
-    """Whether an argument's 32 bits (`high`: its upper half), masked, are among `values`."""
+    """A test that an argument's masked lower (`high`: upper) 32 bits are among `values`."""
 
     argument: int
     values: tuple[int, ...]
@@ -84,7 +84,7 @@ class _Test(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """The action for a call with these arguments; the first rule whose tests all hold decides."""
+    """The action for a call with these arguments. The first rule with all tests true decides."""
 
     numbers: syscalls.Numbers
     tests: tuple[_Test, ...]
@@ -92,20 +92,19 @@ class _Rule(NamedTuple):
 
 
 def is_supported() -> bool:
-    """Whether this machine has a table here. Whether its kernel takes the filter, `install` finds
-    out."""
+    """Return whether the filter exists for this machine. `install` raises if the kernel refuses."""
     return platform.system() == "Linux" and platform.machine() in _AUDIT_ARCH
 
 
 def install(*, deny_writes: bool) -> None:
-    """Filter the calls of this process from now on. Only before a second thread starts.
+    """Filter the calls of this process from now on. Call this before a second thread starts.
 
     Args:
-        deny_writes: refuse to open any file for writing, to make, rename or delete one; what is
-            open stays writable.
+        deny_writes: refuse to open a file for writing, and to create, rename or delete one. Open
+            files stay writable.
 
     Raises:
-        OSError: the kernel does not take it.
+        OSError: the kernel refuses the filter.
     """
     forbid_new_privileges()
     machine = platform.machine()
@@ -115,10 +114,10 @@ def install(*, deny_writes: bool) -> None:
 
 
 def listen_for_threads() -> int:
-    """Have every start of a thread, here and in processes forked from here, wait for our consent.
+    """Make each start of a thread, here and in forks of this process, wait for permission.
 
     Returns:
-        The file descriptor that `threads` answers on.
+        The file descriptor on which `threads` answers.
 
     Raises:
         OSError: the kernel does not support it (before Linux 5.5), or another supervisor listens.
@@ -155,7 +154,7 @@ def _filter_program(code: bytes) -> ctypes.Array[ctypes.c_char]:
 
 
 def _own_process(machine: str, pid: int) -> bytes:
-    """Allow signals and limits of this process alone. First part of the filter."""
+    """Return the first part of the filter: allow signals to, and limits of, this process only."""
     rules = [
         _Rule(syscalls.PRLIMIT64, (_Test(0, (0, pid)),)),
         _Rule(syscalls.KILL, (_Test(0, (pid,)),)),
@@ -166,8 +165,10 @@ def _own_process(machine: str, pid: int) -> bytes:
 
 @functools.cache
 def prepare(machine: str, deny_writes: bool) -> bytes:
-    """Return the second part of the filter, the same for every process. It takes a millisecond the
-    first time."""
+    """Return the second part of the filter, the same for every process.
+
+    The first call takes a millisecond.
+    """
     column = _column(machine)
     allowed = {numbers[column] for numbers in syscalls.ALLOWED.values()}
     writes = {numbers[column] for numbers in syscalls.ALLOWED_WRITES.values()}
@@ -179,7 +180,7 @@ def prepare(machine: str, deny_writes: bool) -> bytes:
             actions.append(_error(errno.EACCES if number in writes else errno.EPERM))
 
     code = _steps(machine, _rules(deny_writes))
-    # Neighbors with one action share a step: a program's every call passes through here.
+    # Neighboring numbers with one action share a step, because every call passes through here.
     for number in range(1, _LAST_KNOWN + 1):
         if actions[number] != actions[number - 1]:
             code += [_step(_AT_LEAST, number, 1, 0), _step(_RETURN, actions[number - 1])]
@@ -198,23 +199,23 @@ def _rules(deny_writes: bool) -> list[_Rule]:
         _Rule(syscalls.OPENAT, (), opening_error),
         _Rule(syscalls.OPEN, opening),
         _Rule(syscalls.OPEN, (), opening_error),
-        # The arguments lie in memory, where no filter sees them; libc then takes the older call.
+        # The arguments are in memory, which a filter cannot read; libc falls back to older calls.
         _Rule(syscalls.OPENAT2, (), _error(errno.ENOSYS)),
         _Rule(syscalls.CLONE3, (), _error(errno.ENOSYS)),
         _Rule(syscalls.CLONE, (_Test(0, _THREAD_FLAGS),)),
         _Rule(syscalls.CLONE, (), _error(errno.EAGAIN)),
         # Huge pages come from a pool of the whole machine.
         _Rule(syscalls.MMAP, (_Test(3, (0,), mask=_MAP_HUGETLB),)),
-        # Owners, signals and leases of a file reach other processes.
+        # Owners, signals and leases of a file affect other processes.
         _Rule(syscalls.FCNTL, (_Test(1, _FCNTL_HARMLESS),)),
         _Rule(syscalls.FCNTL, (_Test(1, (fcntl.F_SETFL,)), _Test(2, (0,), mask=_O_ASYNC))),
-        # A lock would hold on a file of the user too. A program is alone with its own files: it
-        # gets every lock, and none is taken.
+        # A lock could block a user's file. No other process uses the program's own files, so every
+        # lock reports success, and none is taken.
         _Rule(syscalls.FCNTL, (_Test(1, _FCNTL_LOCKS),), _error(0)),
         _Rule(syscalls.FLOCK, (), _error(0)),
         _Rule(syscalls.IOCTL, (_Test(1, _IOCTL_HARMLESS),)),
         _Rule(syscalls.PRCTL, (_Test(0, _PRCTL_HARMLESS),)),
-        # A connected pair, which asyncio wakes its loop with; a datagram could go anywhere.
+        # asyncio wakes its loop by a connected pair. A datagram socket could send to any address.
         _Rule(
             syscalls.SOCKETPAIR,
             (_Test(0, (_AF_UNIX,)), _Test(1, (_SOCK_STREAM,), mask=_ALL_BITS & ~_SOCK_FLAGS)),
@@ -237,8 +238,7 @@ def _column(machine: str) -> int:
 
 
 def _machine_check(machine: str) -> list[bytes]:
-    """Deny a call by another machine's numbers (32 bit), which would mean something else; then load
-    the call's number."""
+    """Deny calls in another machine's numbering (32 bit), then load the number of the call."""
     return [
         _step(_LOAD, _ARCH),
         _step(_EQUAL, _AUDIT_ARCH[machine], 1, 0),
@@ -248,7 +248,7 @@ def _machine_check(machine: str) -> list[bytes]:
 
 
 def _rule(number: int, rule: _Rule) -> list[bytes]:
-    """Return the steps of one rule. Where it does not apply they end with the number loaded."""
+    """Return the steps of one rule. If it does not apply, they leave the call's number loaded."""
     sizes = [2 + len(test.values) for test in rule.tests]
     length = sum(sizes) + 2  # with the action, and the number loaded again
     code = [_step(_EQUAL, number, 0, length)]
@@ -258,7 +258,7 @@ def _rule(number: int, rule: _Rule) -> list[bytes]:
         code.append(_step(_LOAD, _ARGUMENTS + 8 * test.argument + half))
         code.append(_step(_AND, test.mask))
         for left, value in zip(range(len(test.values) - 1, -1, -1), test.values):
-            rest = length - len(code)  # steps after this one, to the one that loads the number
+            rest = length - len(code)  # steps from this one to the one that loads the number
             code.append(_step(_EQUAL, value, left, 0 if left else rest - 1))
 
     code.append(_step(_RETURN, rule.action))
@@ -274,7 +274,7 @@ def _error(number: int) -> int:
     return _ERRNO | number
 
 
-def _check(status: int, what: str) -> None:
+def _check(status: int, call: str) -> None:
     if status < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")

@@ -1,9 +1,8 @@
-"""The helper process that runs code: one JSON line in, one out, and a fork of its own for every
-run.
+"""The helper process that runs code: one JSON line in, one JSON line out, one fork per run.
 
-It is started clean, knows nothing of the trainer's memory, files or environment, and imports
-nothing but the standard library. A run's process ends with the run. Started by `runner`, as `python
--I -c ... <settings as JSON>`.
+`runner` starts it as `python -I -c ... <settings as JSON>`. It has no access to the trainer's
+memory, files or environment, and imports only the standard library. A run's process ends with the
+run.
 """
 
 import gc
@@ -22,11 +21,10 @@ from typing import Any, NamedTuple
 from verl.rewards.sandbox import isolation, landlock, seccomp
 from verl.rewards.sandbox.threads import MAX_THREADS, ThreadLimit
 
-# What a run may write into one file, standard output included, and how much of its errors is told.
-FILE_BYTES = 16 * 2**20
-ERROR_CHARACTERS = 2000
+FILE_BYTES = 16 * 2**20  # limit of each file that a run writes, including its standard output
+ERROR_CHARACTERS = 2000  # limit of the part of a run's errors that is reported
 OPEN_FILES = 64
-_REPORT = 3  # file descriptor that a run reports on
+_REPORT = 3  # file descriptor on which a run reports
 _REPORT_BYTES = 1 << 16
 
 
@@ -35,13 +33,15 @@ class _Confinement(NamedTuple):
 
     isolation: str
     scratch: str | None = None  # folder in which every program has a file system of its own
-    ruleset: int | None = None  # of Landlock, where a program shares the user's file system
+    ruleset: int | None = None  # of Landlock, if a program shares the user's file system
     threads: ThreadLimit | None = None
 
 
 def main() -> None:
-    """Serve until standard input closes. The first line out is "ready" with the gaps that remain,
-    or the error for which we cannot serve."""
+    """Serve until standard input closes.
+
+    The first line of output is "ready" with the remaining gaps, or the error that prevents service.
+    """
     settings = json.loads(sys.argv[1])
     sys.path = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
     requests = os.dup(0)
@@ -57,7 +57,7 @@ def main() -> None:
         return
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.freeze()  # a fork copies pages that are written to, and the collector writes
+    gc.freeze()  # the collector writes to pages, which a fork would then have to copy
     _send(answers, {"ready": True, "gaps": _gaps(confinement)})
 
     with os.fdopen(requests, encoding="utf-8") as lines:
@@ -75,7 +75,7 @@ def _prepare(isolation_name: str) -> _Confinement:
         scratch = isolation.enter()
     else:
         ruleset = landlock.readable(isolation.readable_paths())
-    seccomp.prepare(platform.machine(), scratch is None)  # forks find it ready
+    seccomp.prepare(platform.machine(), scratch is None)  # once, before all forks
     return _Confinement(isolation_name, scratch, ruleset, ThreadLimit(proc))
 
 
@@ -104,12 +104,13 @@ def _send(stream: int, message: dict[str, Any]) -> None:
 def _serve(
     request: dict[str, Any], settings: dict[str, Any], confinement: _Confinement, parent: int
 ) -> dict[str, Any]:
-    """Fork, run, wait, clean up: return the outcome of one run."""
+    """Fork, run the program, wait, clean up, and return the outcome."""
     if confinement.scratch is not None:
         isolation.mount_scratch(confinement.scratch)
     output = os.memfd_create("output")
     errors = os.memfd_create("errors")
     report = os.pipe()
+
     began = time.monotonic()
     server = os.getpid()
     child = os.fork()
@@ -117,7 +118,7 @@ def _serve(
         _become_the_run(request, settings, confinement, server, (output, errors, report[1]))
     os.close(report[1])
     deadline = began + settings["timeout_s"]
-    told, status, why = _wait(child, report[0], parent, deadline, confinement.threads)
+    reported, status, why = _wait(child, report[0], parent, deadline, confinement.threads)
     seconds = time.monotonic() - began
 
     tail = _tail(errors)
@@ -127,71 +128,76 @@ def _serve(
     if confinement.scratch is not None:
         isolation.unmount_scratch(confinement.scratch)
 
-    finished, passed = _verdicts(told, request["token"])
+    finished, passed = _verdicts(reported, request["token"])
+    outcome = "failed"
     if why == "timeout":
+        outcome = "timeout"
         tail = f"no end within {settings['timeout_s']:g} s"
     elif why:
         tail = why
-    elif not finished:
+    elif finished:
+        outcome = "finished"
+    elif not tail:
         code = os.waitstatus_to_exitcode(status)
-        tail = tail or (
-            f"killed by signal {-code}"
-            if code < 0
-            else f"left with exit code {code} before its end"
-        )
-    outcome = "timeout" if why == "timeout" else "finished" if finished and not why else "failed"
+        killed = f"killed by signal {-code}"
+        tail = killed if code < 0 else f"left with exit code {code} before its end"
     return {"status": outcome, "passed": passed, "output": text, "error": tail, "seconds": seconds}
 
 
 def _wait(
     child: int, report: int, parent: int, deadline: float, threads: ThreadLimit | None
 ) -> tuple[bytes, int, str]:
-    """Return what the run reported, its wait status, and why it was killed, if it was."""
+    """Return the run's report, its wait status, and the reason if it was killed, else ""."""
     poll = select.poll()
     poll.register(report, select.POLLIN)
-    poll.register(parent, 0)  # hang-up alone: whoever started us is gone
+    poll.register(parent, 0)  # reports only a hang-up: our parent is gone
     listener = threads.listener if threads is not None else None
     if listener is not None:
         poll.register(listener, select.POLLIN)
     must_watch = threads is not None and listener is None
-    told = b""
+    reported = b""
     is_open = True
 
     while True:
         left = deadline - time.monotonic()
-        # A run may close its report and go on; then there is nothing to wait for but its end.
+        # A run may close its report and continue; then only its end can be waited for.
         pause = min(left, 0.002) if must_watch or not is_open else left
         events = dict(poll.poll(max(pause * 1000, 0)))
         if threads is not None and listener is not None and events.get(listener):
             threads.answer(child)
         if events.get(report):
             chunk = os.read(report, 4096)
-            told += chunk
-            if not chunk or len(told) > _REPORT_BYTES:
+            reported += chunk
+            if not chunk or len(reported) > _REPORT_BYTES:
                 poll.unregister(report)
                 is_open = False
 
         ended, status = os.waitpid(child, os.WNOHANG) if not is_open else (0, 0)
         if ended:
-            return told, status, ""
+            return reported, status, ""
         too_many = must_watch and threads is not None and threads.is_exceeded(child)
         if left <= 0 or too_many or events.get(parent):
             os.kill(child, signal.SIGKILL)
             status = os.waitpid(child, 0)[1]
             if events.get(parent):
                 os._exit(0)
-            return told, status, "timeout" if left <= 0 else f"more than {MAX_THREADS} threads"
+            why = "timeout" if left <= 0 else f"more than {MAX_THREADS} threads"
+            return reported, status, why
 
 
-def _verdicts(told: bytes, token: str) -> tuple[bool, list[bool]]:
-    """Whether the run came to its end, and which tests passed. Without the token a line counts for
-    nothing."""
-    lines = [
-        line[len(token) :]
-        for line in told.decode("ascii", "replace").split("\n")
-        if line.startswith(token)
-    ]
-    return "end" in lines, [line == "passed" for line in lines if line in ("passed", "failed")]
+def _verdicts(reported: bytes, token: str) -> tuple[bool, list[bool]]:
+    """Return whether the run came to its end, and which tests passed. Ignore other lines."""
+    finished = False
+    passed: list[bool] = []
+    for line in reported.decode("ascii", "replace").split("\n"):
+        if not line.startswith(token):
+            continue
+        verdict = line[len(token) :]
+        if verdict == "end":
+            finished = True
+        elif verdict in ("passed", "failed"):
+            passed.append(verdict == "passed")
+    return finished, passed
 
 
 def _read(file: int) -> str:
@@ -200,11 +206,11 @@ def _read(file: int) -> str:
 
 
 def _tail(file: int) -> str:
+    most_bytes = 4 * ERROR_CHARACTERS  # a character of UTF-8 has up to 4 bytes
     size = os.fstat(file).st_size
-    os.lseek(file, max(size - 4 * ERROR_CHARACTERS, 0), os.SEEK_SET)
-    return (
-        os.read(file, 4 * ERROR_CHARACTERS).decode("utf-8", "replace")[-ERROR_CHARACTERS:].strip()
-    )
+    os.lseek(file, max(size - most_bytes, 0), os.SEEK_SET)
+    text = os.read(file, most_bytes).decode("utf-8", "replace")
+    return text[-ERROR_CHARACTERS:].strip()
 
 
 def _become_the_run(
@@ -214,7 +220,7 @@ def _become_the_run(
     server: int,
     files: tuple[int, int, int],
 ) -> None:
-    """In the child: lock every door, then run. Never returns."""
+    """Restrict the child process, then run the program in it. Never returns."""
     try:
         output, errors, report = files
         given = os.memfd_create("input")
@@ -232,17 +238,17 @@ def _become_the_run(
         if confinement.isolation != "none":
             seccomp.install(deny_writes=confinement.scratch is None)
         _run(request)
-    except BaseException:  # noqa: BLE001  (our own mistakes before the run; told like its own)
+    except BaseException:  # noqa: BLE001  (our own failures are reported like those of the run)
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(1)
 
 
 def _lock(confinement: _Confinement, server: int) -> None:
-    """Take away every right but the system calls."""
+    """Drop every right; `seccomp.install` then restricts the system calls."""
     isolation.die_with_parent()
     if os.getppid() != server:
-        os._exit(1)  # it died before we asked to die with it
+        os._exit(1)  # the server died before `die_with_parent`
     isolation.drop_capabilities()
     isolation.forbid_dumps()
     if confinement.scratch is None:
@@ -268,28 +274,28 @@ def _limit(settings: dict[str, Any]) -> None:
 
 
 def _run(request: dict[str, Any]) -> None:
-    """The program, then its tests one by one, each reported as it ends; whatever it did to Python's
-    own modules."""
+    """Run the program, then its tests one by one, and report each as it ends."""
+    # Keep references: a program may replace builtins and attributes of Python's modules.
     write = os.write
     leave = os._exit
-    token = request["token"].encode()
-    # a program may replace the builtins
     run = exec
     compiled = compile
-    tests: list[str] = request["tests"]
-    sys.stdin, sys.stdout, sys.stderr = (
-        os.fdopen(number, mode, encoding="utf-8", errors="replace", closefd=False)
-        for number, mode in enumerate("rww")
-    )
+    complain = traceback.print_exc
 
+    token = request["token"].encode()
+    tests: list[str] = request["tests"]
+    options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "closefd": False}
+    sys.stdin = os.fdopen(0, "r", **options)
+    sys.stdout = os.fdopen(1, "w", **options)
+    sys.stderr = os.fdopen(2, "w", **options)
     flush = (sys.stdout.flush, sys.stderr.flush)
-    # A module of its own: dataclasses and pickle look it up by name.
+
+    # The program gets a module of its own: dataclasses and pickle look it up by name.
     module = types.ModuleType("__main__" if request["is_script"] else "solution")
     for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
         del sys.modules[name]
     sys.modules[module.__name__] = module
     sys.argv = ["program.py"]
-    complain = traceback.print_exc
 
     try:
         run(compiled(request["code"], "program.py", "exec"), module.__dict__)

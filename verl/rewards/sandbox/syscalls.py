@@ -1,14 +1,14 @@
-"""System calls that a program may make, each with its number on (x86_64, aarch64); None where the
-machine has no such call.
+"""System calls that a program may make, each with its number on (x86_64, aarch64).
 
-Every other call is denied: sockets, processes and programs, signals and limits of others, objects
-that outlive the process or that no limit counts, and the parts of the kernel that a Python program
-does not need. `seccomp` adds the calls that are allowed for some arguments only.
+The number is None if the machine has no such call. Every other call is denied: sockets, processes
+and programs, signals and limits of others, objects that outlive the process or that no limit
+counts, and parts of the kernel that a Python program does not need. `seccomp` adds the calls that
+are allowed only with some arguments.
 """
 
 Numbers = tuple[int | None, int | None]
 
-# Calls that cannot reach beyond the process, whatever their arguments are.
+# Calls that cannot affect anything outside of the process, for any arguments.
 ALLOWED: dict[str, Numbers] = {
     # open files
     "read": (0, 63),
@@ -61,7 +61,7 @@ ALLOWED: dict[str, Numbers] = {
     "chdir": (80, 49),
     "fchdir": (81, 50),
     "umask": (95, 166),
-    # waiting for files; a pair of connected sockets is all that there is of the network
+    # waiting for files; a pair of connected sockets is the only network
     "poll": (7, None),
     "ppoll": (271, 73),
     "select": (23, None),
@@ -152,7 +152,7 @@ ALLOWED: dict[str, Numbers] = {
     "getrandom": (318, 278),
 }
 
-# Calls that change a file system; allowed where the program has one of its own.
+# Calls that change a file system; allowed if the program has its own.
 ALLOWED_WRITES: dict[str, Numbers] = {
     "creat": (85, None),
     "truncate": (76, 45),
@@ -183,7 +183,7 @@ ALLOWED_WRITES: dict[str, Numbers] = {
     "futimesat": (261, None),
 }
 
-# Calls whose arguments decide.
+# Calls that are allowed for some arguments only.
 OPEN: Numbers = (2, None)
 OPENAT: Numbers = (257, 56)
 OPENAT2: Numbers = (437, 437)

@@ -1,8 +1,8 @@
-"""A limit on the threads of a program that holds for every user, root included.
+"""A limit on the threads of a program, for every user including root.
 
-RLIMIT_NPROC does not bind root and counts the user's other processes, and few containers hand out
-control groups. So the kernel asks the server before it starts a thread (seccomp's user
-notification), and the server counts those that live.
+RLIMIT_NPROC does not apply to root and counts the user's other processes, and few containers allow
+control groups. Therefore the kernel asks the server before it starts a thread (seccomp's user
+notification), and the server counts the living threads.
 """
 
 import errno
@@ -24,16 +24,16 @@ class ThreadLimit:
     """Counts the threads of one process at a time, and refuses those beyond MAX_THREADS.
 
     Attributes:
-        listener: the file descriptor on which starts of threads are announced; None where the
-            kernel does not announce them. Then `is_exceeded` must be asked every few milliseconds.
-        reason: why there is no listener.
+        listener: the file descriptor on which the kernel announces starts of threads; None if it
+            does not. Then `is_exceeded` must be called every few milliseconds.
+        reason: the reason for a missing listener.
     """
 
     def __init__(self, proc: int) -> None:
-        """Listen from now on.
+        """Start to listen.
 
         Args:
-            proc: file descriptor of a /proc; it may be that of other namespaces.
+            proc: file descriptor of a /proc, which may belong to other namespaces.
         """
         self._proc = proc
         self.listener: int | None = None
@@ -44,7 +44,7 @@ class ThreadLimit:
             self.reason = str(error)
 
     def answer(self, child: int) -> None:
-        """Let the thread that waits start, or have its start fail with EAGAIN."""
+        """Let the waiting thread start, or make its start fail with EAGAIN."""
         assert self.listener is not None
         notification = bytearray(_NOTIFICATION_BYTES)
         try:
@@ -70,7 +70,7 @@ class ThreadLimit:
             return 0
 
         try:
-            # The number that the child has in this /proc, which may differ from the one we know.
+            # The child's number in this /proc, which may differ from the one in our namespace.
             with open(f"self/fdinfo/{handle}", opener=self._open) as lines:
                 fields = dict(line.split(":", 1) for line in lines)
             number = int(fields["Pid"])

@@ -1,2 +1,4 @@
-"""Triton kernels of the embedded engine. On CUDA only: whoever runs on the CPU imports none of
-them, nor Triton."""
+"""Hold the kernels of the embedded engine.
+
+Those in Triton are for CUDA alone: a process on the CPU imports neither them nor Triton.
+"""

@@ -1,4 +1,4 @@
-"""The matrix product that torch calls on a CPU, for kernels outside of torch."""
+"""Find the matrix product that torch calls on a CPU, for kernels outside of torch."""
 
 import ctypes
 from pathlib import Path

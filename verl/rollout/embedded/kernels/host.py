@@ -1,8 +1,10 @@
-"""The kernels of a CPU, compiled by numba: a decode step's way through the layers, on the rows of
-one thread, and the draw of a token in one pass over its row's logits.
+"""Generate tokens on a CPU, in kernels that numba compiles.
 
-They are in one file, because numba compiles again what it keeps on disk when the file of a function
-changes, and not when those of the functions that it calls do.
+They take the rows of one thread through all layers of a decode step, and draw a token in one pass
+over its row's logits.
+
+All kernels are in this one file. numba keeps compiled functions on disk, and compiles a function
+again when its own file changes, but not when the files of the functions that it calls change.
 """
 
 from collections.abc import Callable
@@ -24,40 +26,40 @@ class _Compilation(event.Listener):
     def on_start(self, event: event.Event) -> None:
         if event.data["dispatcher"].py_func.__module__ == __name__:
             say_once(
-                "rollout: numba compiles kernels for this CPU: some 10 s, once where a disk can "
-                "keep them"
+                "rollout: numba compiles kernels for this CPU, which takes about 10 s. It happens "
+                "once if they can be kept on disk."
             )
 
     def on_end(self, event: event.Event) -> None:
-        """A listener must have one."""
+        """Do nothing. A listener must have this method."""
 
 
 event.register("numba:compile", _Compilation())
 
-# Sums may be added up in any order. NaN and infinity stay what they are.
+# Sums may be added up in any order. NaN and infinity keep their meaning.
 _OPTIONS: dict[str, Any] = {
-    "nogil": True,  # other threads have Python meanwhile
+    "nogil": True,  # other threads can run Python meanwhile
     "error_model": "numpy",
     "fastmath": {"reassoc", "contract", "arcp", "nsz"},
 }
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """`function`, compiled at its first call and kept on disk for the next process."""
+    """Compile `function` at its first call, and keep it on disk for the next process."""
     try:
         return njit(cache=True, **_OPTIONS)(function)
-    except RuntimeError as error:  # neither our folder nor the user's own can be written to
+    except RuntimeError as error:  # neither our folder nor the user's can be written to
         logger.info(
-            f"rollout: {error}. Every process compiles it again, in seconds, unless "
-            "NUMBA_CACHE_DIR is a folder."
+            f"rollout: {error}. Every process compiles it again, in seconds. To keep it, set "
+            "NUMBA_CACHE_DIR to a folder."
         )
         return njit(**_OPTIONS)(function)
 
 
-inlined = njit(inline="always")  # into what is compiled, by whose rules it goes
+inlined = njit(inline="always")  # into compiled functions, whose options then apply
 
 
-# What is kept on disk knows it by this name, and finds it where it is in this process.
+# Kernels kept on disk refer to it by this name, which stands for its address in this process.
 llvmlite.binding.add_symbol("verl_sgemm", sgemm_address())
 _sgemm = types.ExternalFunction("verl_sgemm", types.void(*[types.voidptr] * 13))
 # a matrix as it lies in memory, and a transposed one
@@ -66,8 +68,11 @@ _FORMS = np.array([ord("N"), ord("T")], np.uint8)
 
 @inlined
 def exp(x: np.float32) -> np.float32:
-    """e^x within 3e-7 of itself; 2e-38 for all x below -87 and 2e38 for all above 88, which callers
-    do not tell from 0 and infinity. Without a branch."""
+    """Compute e^x without a branch, with a relative error below 3e-7.
+
+    It is 2e-38 for all x below -87 and 2e38 for all above 88. Callers treat these as 0 and
+    infinity.
+    """
     x = np.float32(-87) if x < np.float32(-87) else x
     x = np.float32(88) if x > np.float32(88) else x
     # e^x = 2^n e^f, |f| <= log(2) / 2. log(2) = 0.693359375 - 0.000212..., of few bits, so that n
@@ -84,7 +89,10 @@ def exp(x: np.float32) -> np.float32:
 
 @inlined
 def log1p(x: np.float32) -> np.float32:
-    """log(1 + x) for -1 <= x < 0 within 3e-7 of itself, and at least -22. Without a branch."""
+    """Compute log(1 + x) for -1 <= x < 0 without a branch.
+
+    The relative error is below 3e-7. The result is at least -22.
+    """
     # 1 + x = 2^n m with sqrt(1/2) <= m < sqrt(2), and f = m - 1: for n = 0 that is x, whose last
     # digits 1 + x has lost.
     bits = np.int32(
@@ -108,9 +116,11 @@ def log1p(x: np.float32) -> np.float32:
 
 @compiled
 def largest_of(numbers: NDArray[np.float32]) -> np.float32:
-    """The largest number, or a NaN that has no sign. As integers: those with the bits of floats are
-    in the order of the floats, the negative ones in reverse, and many integers are compared at
-    once."""
+    """Return the largest number, or a NaN without sign.
+
+    The bits are compared as integers, many at once. They are in the order of the floats, except
+    that negative ones are in reverse.
+    """
     bits = numbers.view(np.int32)
     largest = np.int32(-(2**31))
     for i in range(len(bits)):
@@ -122,8 +132,10 @@ def largest_of(numbers: NDArray[np.float32]) -> np.float32:
 
 @compiled
 def add_unit_rows(x, added, out, epsilon):
-    """x += added, both (b, H); out (b, H) = x over the root of (its sum of squares + epsilon), row
-    by row."""
+    """Add `added` to x, both (b, H), and write x scaled row by row to out (b, H).
+
+    A row is divided by the root of (its sum of squares + epsilon).
+    """
     for row in range(x.shape[0]):
         squares = np.float32(0)
         for i in range(x.shape[1]):
@@ -137,7 +149,7 @@ def add_unit_rows(x, added, out, epsilon):
 
 @compiled
 def gate(gate_up, out):
-    """out (b, I) = silu(gate) * up, of gate_up (2, b, I)."""
+    """Write silu(gate) * up to out (b, I), from gate_up (2, b, I)."""
     for row in range(out.shape[0]):
         for i in range(out.shape[1]):
             gate = gate_up[0, row, i]
@@ -145,8 +157,10 @@ def gate(gate_up, out):
 
 
 class Weights(NamedTuple):
-    """Those of n layers, as `fused.Stacks` has them. What a model has not is empty in its last
-    dimension but one."""
+    """The weights of n layers, as `fused.Stacks` has them.
+
+    A weight that the model lacks is empty in its last dimension but one.
+    """
 
     embeddings: NDArray  # (V, H)
     qkv: NDArray  # (n, H, (Hq + 2 Hk) D)
@@ -169,7 +183,7 @@ class Weights(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a step writes to."""
+    """The memory that a step writes to."""
 
     stream: NDArray  # (b, H)
     added: NDArray  # (b, H)
@@ -179,7 +193,7 @@ class Memory(NamedTuple):
     gate_up: NDArray  # (2, b, I)
     active: NDArray  # (b, I)
     scores: NDArray  # (b, Hq, C)
-    logits: NDArray  # (rows of which there are logits at once, V)
+    logits: NDArray  # (rows with logits at the same time, V)
     scratch: NDArray  # (V,)
 
 
@@ -199,10 +213,14 @@ def generate(
     tokens,
     log_probs,
 ):
-    """tokens (s, b) and log_probs (s, b) of s steps, the first of which is fed `ids` (b,); see
-    `step` and `draw`. noise (s, b, 2), or (s, 0, 2) for the largest logits."""
+    """Write tokens (s, b) and log_probs (s, b) of s steps, the first of which gets `ids` (b,).
+
+    noise (s, b, 2), or (s, 0, 2) for the largest logits. The other arguments are those of `step`
+    and `draw`.
+    """
     last = ids
     most = len(memory.logits)
+
     for number in range(len(tokens)):
         step(last, weights, keys, values, starts, first, column + number, memory)
         last = tokens[number]
@@ -223,9 +241,11 @@ def generate(
 
 @compiled
 def step(ids, weights, keys, values, starts, first, column, memory):
-    """memory.normed (b, H) = the last hidden states of one new token a row, `ids` (b,). Its keys
-    and values go to `column` of those that keys and values (n, C, R, Hk, D) and starts (R,) have
-    from row `first` on; see `attend`."""
+    """Write the last hidden states of one new token a row, `ids` (b,), to memory.normed (b, H).
+
+    Its keys and values go to `column` of the rows of keys and values (n, C, R, Hk, D) from `first`
+    on. `attend` describes starts (R,) and the rest.
+    """
     rows, hidden = memory.stream.shape
     heads = memory.heads.reshape(rows, -1)
     mixed = memory.mixed.reshape(rows, -1)
@@ -270,13 +290,15 @@ def step(ids, weights, keys, values, starts, first, column, memory):
 
 @compiled
 def multiply(x, matrix, bias, out, transposed):
-    """out (b, N) = x (b, K) times matrix (K, N), or (N, K) and transposed, and bias (1, N) if it is
-    not empty."""
+    """Write x (b, K) times matrix (K, N), plus bias (1, N) unless it is empty, to out (b, N).
+
+    If `transposed`, the matrix is (N, K).
+    """
     for row in range(len(out) if len(bias) else 0):
         for i in range(out.shape[1]):
             out[row, i] = bias[0, i]
 
-    # Fortran's order: its matrices are the transposed ones, its numbers come by their addresses.
+    # Fortran has the transposed matrices, and takes numbers by their addresses.
     sizes = np.empty(4, np.int64)
     factors = np.empty(2, np.float32)
     sizes[0], sizes[1], sizes[2], sizes[3] = out.shape[1], x.shape[0], x.shape[1], matrix.shape[1]
@@ -303,12 +325,13 @@ def multiply(x, matrix, bias, out, transposed):
 def attend(
     heads, norms, epsilon, turns, keys, values, starts, first, column, window, scale, scores, out
 ):
-    """Attention of one new token a row, which comes as the product of its projections.
+    """Compute attention of one new token a row from the product of its projections.
 
     heads (b, Hq + 2 Hk, D): queries, keys and values; overwritten. norms (Hq + Hk, D): factors of
     the norms of query and key heads, or (0, D). turns (P, D / 2): e^(i angle) at each position.
-    keys, values (C, R, Hk, D), whose rows are these from `first` on: the new token goes to
-    `column`, and a row's first one is at starts (R,). scores (b, Hq, C) is scratch. out (b, Hq, D).
+    keys and values (C, R, Hk, D), of which the rows from `first` on are used: the new token goes
+    to `column`, and the first token of a row is at starts (R,). scores (b, Hq, C) is scratch
+    memory. out (b, Hq, D) is written.
 
     All rows go through the columns together, so that keys and values are read in the order in which
     they lie in memory.
@@ -387,8 +410,11 @@ def _rotate(heads, turn):
 
 @inlined
 def _score(query, keys, start, stop, row, head, scale, scores):
-    """scores (stop - start,) = query (D,) times these columns' keys (C, R, Hk, D) in a row and
-    head. Four are taken at once, so that a number of the query is loaded once."""
+    """Write query (D,) times the keys (C, R, Hk, D) of columns [start, stop) to scores.
+
+    The keys are those of one row and head. Four are taken at once, so that a number of the query
+    is loaded once.
+    """
     if stop - start == 4:
         key_0 = keys[start, row, head]
         key_1 = keys[start + 1, row, head]
@@ -431,8 +457,11 @@ def _softmax(scores):
 
 @inlined
 def _mix(weights, values, start, stop, row, head, out):
-    """out (D,) += weights (stop - start,) times these columns' values (C, R, Hk, D) in a row and
-    head. Four are taken at once, so that a sum is loaded and stored once."""
+    """Add weights times the values (C, R, Hk, D) of columns [start, stop) to out (D,).
+
+    The values are those of one row and head. Four are taken at once, so that a sum is loaded and
+    stored once.
+    """
     if stop - start == 4:
         value_0 = values[start, row, head]
         value_1 = values[start + 1, row, head]
@@ -460,14 +489,18 @@ def _mix(weights, values, start, stop, row, head, out):
 
 @compiled
 def draw(logits, temperature, keys, columns, scratch, tokens, log_probs):
-    """`verl.rollout.sampling.sample` from whole vocabularies: tokens (b,) and log_probs (b,) from
-    logits (b, V), uint32 row keys (b, 2), or (0, 2) for the largest logit, and column hashes (V,).
-    scratch (V,). The noise is the same, but its logarithms may differ in the last place."""
+    """Draw as `verl.rollout.sampling.sample` does from whole vocabularies.
+
+    Writes tokens (b,) and log_probs (b,) from logits (b, V), uint32 row keys (b, 2), or (0, 2) for
+    the largest logit, and column hashes (V,). scratch (V,). The noise is the same, but its
+    logarithms may differ in the last place.
+    """
     factor = np.float32(1) / temperature
+
     for row in range(logits.shape[0]):
         mine = logits[row]
-        # Subtracted before they are multiplied: large products are so far apart that the difference
-        # would be lost.
+        # The largest is subtracted before the product: large products are so far apart that the
+        # difference would be lost.
         largest = largest_of(mine)
         total = np.float32(0)
 
@@ -496,7 +529,7 @@ def draw(logits, temperature, keys, columns, scratch, tokens, log_probs):
 
 @compiled
 def _first(numbers, wanted):
-    """Where `wanted` is first; 0 if it is NaN, and so is the log-prob then."""
+    """Find the first place of `wanted`; 0 if it is NaN, and then so is the log-prob."""
     for i in range(len(numbers)):
         if numbers[i] == wanted:
             return i

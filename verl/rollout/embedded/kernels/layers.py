@@ -1,8 +1,7 @@
-"""The element-wise parts of a decoder layer, each in one pass over its tensors.
+"""Compute the element-wise parts of a decoder layer, each in one pass over its tensors.
 
-Sums and products are in fp32 and rounded once, when they are written, as `torch.compile` has them
-in the trainer's
-layers: what else is rounded there is an argument.
+Sums and products are in fp32 and rounded once, when they are written, as by `torch.compile` in the
+trainer's layers. Arguments choose any further rounding.
 """
 
 from collections.abc import Sequence
@@ -24,23 +23,22 @@ def add_rms_norm(
     writes_sum: bool,
     round_normed: bool = False,
 ) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019, equation 4) of the sum of one to three `parts` (b, H): (b,
-    H), contiguous.
+    """Norm a sum of tensors by RMSNorm (Zhang and Sennrich 2019, equation 4).
 
-    All but the first may also be (S, b, H) in fp32, contiguous: S sums whose sum, rounded, is the
-    part.
-    `writes_sum`: the first part becomes the sum, and the norm is of what was written, else of what
-        was added up;
-    `round_normed`: the normed states are rounded before they meet the weight.
+    Args:
+        parts: one to three (b, H), contiguous. All but the first may also be (S, b, H) in fp32: S
+            sums whose sum, rounded, is the part.
+        weight: (H,).
+        eps: added to the mean of squares.
+        writes_sum: write the sum to the first part, and norm the written numbers rather than the
+            exact sum.
+        round_normed: round the normed states before they are multiplied by the weight.
     """
     first, *others = parts
     second, third = (*others, None, None)[:2]
     out = torch.empty_like(first)
     rows, width = first.shape
     block = triton.next_power_of_2(width)
-    second_splits, third_splits = (
-        1 if part is None or part.ndim == 2 else len(part) for part in (second, third)
-    )
 
     _add_rms_norm[(rows,)](
         first,
@@ -50,8 +48,8 @@ def add_rms_norm(
         out,
         width,
         eps,
-        SECOND_SPLITS=second_splits,
-        THIRD_SPLITS=third_splits,
+        SECOND_SPLITS=_num_splits(second),
+        THIRD_SPLITS=_num_splits(third),
         WRITES_SUM=writes_sum and bool(others),
         ROUND_NORMED=round_normed,
         BLOCK=block,
@@ -61,9 +59,15 @@ def add_rms_norm(
     return out
 
 
+def _num_splits(part: Tensor | None) -> int:
+    return 1 if part is None or part.ndim == 2 else len(part)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020, equation 6) of `gate_up` (b, 2 I), the gates in front: (b,
-    I)."""
+    """Compute silu(gate) * up (b, I) of `gate_up` (b, 2 I), the gates in front.
+
+    Shazeer 2020, equation 6.
+    """
     rows = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
@@ -85,16 +89,17 @@ def rope_store(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate queries and keys (Su et al. 2021, equation 34, halves apart) in place; keys and values
-    go to their pages.
+    """Rotate queries and keys in place, and store keys and values in their pages.
 
-    qkv (b, (Hq + 2 Hk) D); cos and sin (positions, D); positions, pages and offsets (b,) int64;
-    keys and values (num_pages, Hk, page_size, D). With `query_norm` and `key_norm` (D,), each head
-    is RMS-normed first (Qwen3).
+    The rotation is equation 34 of Su et al. 2021, with the halves apart. qkv (b, (Hq + 2 Hk) D);
+    cos and sin (positions, D); positions, pages and offsets (b,) int64; keys and values
+    (num_pages, Hk, page_size, D). With `query_norm` and `key_norm` (D,), each head is RMS-normed
+    first (Qwen3).
     """
     heads_k = keys.shape[1]
     width = keys.shape[3]
     heads_q = qkv.shape[1] // width - 2 * heads_k
+
     _rope_store[(qkv.shape[0],)](
         qkv,
         qkv.stride(0),
@@ -162,7 +167,7 @@ def _add_rms_norm(
 
 @triton.jit
 def _part(PART, at, inside, width, SPLITS: tl.constexpr, dtype: tl.constexpr):
-    """One row of a part, in fp32."""
+    """Load one row of a part, in fp32."""
     part = tl.load(PART + at, mask=inside, other=0.0)
     for number in tl.static_range(1, SPLITS):
         part += tl.load(PART + number * tl.num_programs(0) * width + at, mask=inside, other=0.0)
@@ -208,7 +213,7 @@ def _rope_store(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One row."""
+    """Rotate and store one row."""
     row = tl.program_id(0).to(tl.int64)
     page, offset = tl.load(PAGES + row), tl.load(OFFSETS + row)
     angle = tl.load(POSITIONS + row) * D + tl.arange(0, HALF)
@@ -239,7 +244,7 @@ def _rope_store(
 
 @triton.jit
 def _tile(BLOCK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr):
-    """Heads (BLOCK, 1), columns of their lower half (1, HALF), and which of them there are."""
+    """Return heads (BLOCK, 1), columns of their lower half (1, HALF), and which of them exist."""
     head = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, HALF)[None, :]
     return head, column, (head < HEADS) & (column < D // 2)
@@ -247,7 +252,7 @@ def _tile(BLOCK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, D: tl.co
 
 @triton.jit
 def _rotate(AT, mask, cos, sin, NORM, eps, D: tl.constexpr):
-    """The two halves of heads at AT, normed where there is a NORM, and rotated."""
+    """Load the two halves of heads at AT, norm them if there is a NORM, and rotate them."""
     low = tl.load(AT, mask=mask, other=0.0)
     high = tl.load(AT + D // 2, mask=mask, other=0.0)
     dtype = low.dtype

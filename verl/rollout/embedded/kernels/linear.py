@@ -1,11 +1,11 @@
-"""Matrix products and sums whose rows depend on nothing but themselves.
+"""Compute matrix products and sums with rows that do not depend on the other rows of a batch.
 
 A product over K is the sum, in a fixed order, of partial products, each of which runs through its
-part of K in one order in fp32. How K is cut is a function of (N, K) alone. What the number of rows
-M chooses is where the work runs: the size of a tile, and whether the partial products of a tile are
-computed by one program or by many. A tensor core adds the products of one output element in an
-order that no neighbour and no tile width enters, so this changes no bit; the tests on the device
-compare every choice bit for bit.
+part of K in one order in fp32. The cuts of K are a function of (N, K) alone. The number of rows M
+only chooses where the work runs: the size of a tile, and whether one program or many compute the
+partial products of a tile. A tensor core adds the products of one output element in an order that
+does not depend on neighbors or tile width, so this changes no bit; the tests on the device compare
+every choice bit for bit.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor
 # not the number of processors of the device at hand: the same bits on every device of one
 # architecture.
 WANTED_TILES = 132
-# Partial products are at least so long, or adding them up costs more than it brings.
+# Shorter partial products cost more to add up than they save.
 MIN_SPLIT_K = 384
 MAX_SPLITS = 8
 GROUP_M = 8
@@ -28,9 +28,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tile(NamedTuple):
-    """Size and launch settings of one program's tile of the output. Hopper's tensor core
-    instruction has 64 rows, so no tile has fewer: with fewer, another instruction would be used and
-    the bits could differ."""
+    """Size and launch settings of one program's tile of the output.
+
+    Hopper's tensor core instruction has 64 rows, so no tile has fewer: with fewer, another
+    instruction would be used and the bits could differ.
+    """
 
     m: int
     n: int
@@ -39,8 +41,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Few rows: the weight is read once and its bandwidth is what counts, hence narrow tiles and much in
-# flight.
+# For few rows: the weight is read once, limited by bandwidth, hence narrow tiles and many loads at
+# once.
 SMALL = Tile(64, 64, 128, num_warps=4, num_stages=4)
 LARGE = Tile(128, 128, 64, num_warps=8, num_stages=4)
 # Without a second accumulator for the sum of the splits there are registers for a wider tile.
@@ -50,7 +52,7 @@ SMALL_FP32 = Tile(64, 64, 32, num_warps=4, num_stages=3)
 
 
 class Plan(NamedTuple):
-    """How a product is laid out: `splits` and `split_k` decide its bits, the rest where it runs."""
+    """The layout of a product: `splits` and `split_k` decide its bits, the rest where it runs."""
 
     tile: Tile
     splits: int
@@ -66,11 +68,11 @@ def linear(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x W^T + b with fp32 accumulation; the bits of a row depend on that row, W and b alone.
+    """Compute x W^T + b in fp32; the bits of a row depend on that row, W and b alone.
 
     x (M, K) with contiguous rows at any distance, weight (N, K) with any strides (a transposed (K,
-    N) is fine), bias (N,), all bf16, fp16 or fp32 (without TF32) -> `out` (M, N), rows contiguous,
-    which is allocated in `out_dtype`, or the dtype of x, where not given.
+    N) is fine), bias (N,), all bf16, fp16 or fp32 (without TF32) -> `out` (M, N), rows contiguous.
+    If `out` is not given, it is allocated in `out_dtype` or the dtype of x.
     """
     assert x.ndim == weight.ndim == 2, (x.shape, weight.shape)
     assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
@@ -92,7 +94,7 @@ def linear(
 
 
 def plan(rows: int, columns: int, inner: int, dtype: torch.dtype) -> Plan:
-    """The layout of an (M, K) x (K, N) product."""
+    """Choose the layout of an (M, K) x (K, N) product."""
     small = SMALL_FP32 if dtype == torch.float32 else SMALL
     splits, split_k = _splits(columns, inner)
     if triton.cdiv(rows, small.m) * triton.cdiv(columns, small.n) < WANTED_TILES and splits > 1:
@@ -106,8 +108,7 @@ def plan(rows: int, columns: int, inner: int, dtype: torch.dtype) -> Plan:
 
 
 def _splits(columns: int, inner: int) -> tuple[int, int]:
-    """Number and length of the partial products over K: a function of (N, K) and of nothing
-    else."""
+    """Return number and length of the partial products over K, from (N, K) alone."""
     wanted = min(
         MAX_SPLITS,
         triton.cdiv(WANTED_TILES, triton.cdiv(columns, SMALL.n)),
@@ -192,8 +193,8 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    # Tiles in groups of GROUP rows of tiles, column by column: what runs at one time shares its
-    # weights in the cache.
+    # Tiles are in groups of GROUP rows of tiles, column by column: programs that run at the same
+    # time share their weights in the cache.
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     number = tl.program_id(0)
@@ -278,7 +279,7 @@ def _partial(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The product over K from `start` to `stop`, in ascending order, (BLOCK_M, BLOCK_N) in fp32."""
+    """Sum over K from `start` to `stop`, in ascending order: (BLOCK_M, BLOCK_N) in fp32."""
     result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(start, stop, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
@@ -305,8 +306,10 @@ def _add_splits_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out (rows, columns) = the sum of partials (SPLITS, rows, columns), in the order of one
-    program, + bias."""
+    """Add up partials (SPLITS, rows, columns) and the bias to out (rows, columns).
+
+    The order is that of a single program.
+    """
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = column < columns
@@ -319,7 +322,7 @@ def _add_splits_kernel(
 
 
 def row_sum(x: Tensor) -> Tensor:
-    """Sums over the last dimension, (..., K) -> (...) in fp32, each by one program in one order.
+    """Sum over the last dimension, (..., K) -> (...) in fp32, each by one program in one order.
 
     torch picks the order of such a sum on CUDA by the number of rows.
     """

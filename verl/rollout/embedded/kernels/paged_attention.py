@@ -1,21 +1,21 @@
-"""Attention of one new token a row over the paged cache, for grouped queries, with split keys.
+"""Compute attention of one new token a row over the paged cache, for grouped queries.
 
 The keys of a row are cut into splits. A program computes one of them for the query heads of one key
 head and leaves a partial result: its output, and the log2 of its softmax denominator. The last
 program of a row to end merges them, in the order of the splits. A program also rotates its query
-and new key where these come as the projections gave them, and stores the new key and value: a
-kernel of its own for that took 3 us a layer.
+and new key if these come straight from the projections, and stores the new key and value: a
+separate kernel for that took 3 us a layer.
 
-Nothing here allocates, or reads a tensor on the host, so every call may stand in a CUDA graph: what
-changes from step to step is read from tensors at fixed addresses, and the grid depends on shapes
-alone.
+Nothing here allocates, or reads a tensor on the host, so every call can be part of a CUDA graph:
+values that change from step to step are read from tensors at fixed addresses, and the grid depends
+on shapes alone.
 
-Rows of one prompt that are neighbours in the batch share its pages through the L2 cache. A pass of
-its own over shared prefixes never paid: with 16 rows a prompt on an H200, 170 us a layer at best
-against 159 without it (Qwen2.5-1.5B, 1,024 rows), 325 against 294 (7B, 1,024 rows), 61 against 56
-(1.5B, 256 rows). Nor did programs that take 2 or 4 rows and read what these share once: with 256
-tokens shared, two rows won while each had 50 of its own (106 us against 118 at 7B, 1,024 rows),
-were even at 200 (171 against 172) and lost at 300 (80 against 67 at 256 rows).
+Rows of one prompt that are neighbors in the batch share its pages through the L2 cache. A separate
+pass over shared prefixes was always slower: with 16 rows a prompt on an H200, 170 us a layer at
+best against 159 without it (Qwen2.5-1.5B, 1,024 rows), 325 against 294 (7B, 1,024 rows), 61 against
+56 (1.5B, 256 rows). Programs that take 2 or 4 rows and read their shared tokens once did not help
+either: with 256 tokens shared, two rows won while each had 50 of its own (106 us against 118 at 7B,
+1,024 rows), were even at 200 (171 against 172) and lost at 300 (80 against 67 at 256 rows).
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# More splits fill the device at small batches, but what they leave must be merged.
+# More splits fill the device at small batches, but their results must be merged.
 _PROGRAMS_PER_SM = 2
 _MAX_SPLITS = 32
 # Programs with fresh tokens that run at once in three stages: three on each multiprocessor of an
@@ -57,8 +57,11 @@ class SplitWorkspace(NamedTuple):
 
 
 class Fresh(NamedTuple):
-    """The newest token of each of b rows as the projections gave it: its key is neither rotated nor
-    in its page, nor is its query rotated. No other row of the batch may see it."""
+    """The newest token of each of b rows, straight from the projections.
+
+    Its query and key are not rotated, and its key is not in its page. No other row of the batch
+    may see it.
+    """
 
     keys: Tensor  # (b, Hk, D), with the strides of the queries
     values: Tensor  # (b, Hk, Dv), likewise
@@ -72,10 +75,10 @@ class Fresh(NamedTuple):
 def split_workspace(
     rows: int, heads: int, value_dim: int, num_splits: int, device: torch.device | str
 ) -> SplitWorkspace:
-    """Room for `num_splits` partial results of each of rows x heads queries.
+    """Allocate memory for `num_splits` partial results of each of rows x heads queries.
 
-    One workspace serves all layers in turn if it is for the widest, and every batch whose rows x
-    splits are not more.
+    A workspace for the widest layer serves all layers in turn, and every batch without more rows x
+    splits.
     """
     count = rows * heads * num_splits
     return SplitWorkspace(
@@ -88,7 +91,7 @@ def split_workspace(
 def choose_num_splits(rows: int, kv_heads: int, num_sms: int) -> int:
     """Return the number of splits of a row's keys that gives all multiprocessors a few.
 
-    A function of the batch alone, because only the device knows the lengths of the rows.
+    It depends on the batch alone, because only the device knows the lengths of the rows.
     """
     return max(1, min(_MAX_SPLITS, _PROGRAMS_PER_SM * num_sms // (rows * kv_heads)))
 
@@ -105,22 +108,23 @@ def fixed_num_splits(
 def decode_config(
     dim: int, value_dim: int, dtype: torch.dtype, *, fresh_programs: int = 0
 ) -> DecodeConfig:
-    """Blocks and warps as the layer is, never as the batch: others give other bits. Stages give the
-    same bits.
+    """Choose blocks and warps for a layer.
 
-    `fresh_programs` is how many programs there are where tokens are fresh. Three stages keep more
-    keys of the longest rows coming, which a step waits for (64 rows of 256 to 1,280 tokens, heads
-    of 128, on an H200: 25 us instead of 27, and 39 instead of 46 at 7B). But with fresh tokens and
-    heads of 128 they ask for more registers than four programs find on a multiprocessor: 512
-    programs then come in two waves, and took 39 us for 32.
+    They never depend on the batch, since others give other bits. Stages do not change the bits.
+
+    `fresh_programs` is the number of programs with fresh tokens. Three stages load more keys of
+    the longest rows ahead, which a step waits for (64 rows of 256 to 1,280 tokens, heads of 128, on
+    an H200: 25 us instead of 27, and 39 instead of 46 at 7B). But with fresh tokens and heads of
+    128 they need more registers than a multiprocessor has for four programs: 512 programs then run
+    in two waves, and took 39 us instead of 32.
     """
-    widest = max(dim, value_dim)
     if dtype == torch.float32:
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
+
+    widest = max(dim, value_dim)
     crowded = 64 < widest <= 128 and fresh_programs > _THREE_STAGES
-    return DecodeConfig(
-        block_n=64 if widest <= 128 else 32, num_warps=4, num_stages=2 if crowded else 3
-    )
+    block_n = 64 if widest <= 128 else 32
+    return DecodeConfig(block_n=block_n, num_warps=4, num_stages=2 if crowded else 3)
 
 
 def decode_attention(
@@ -170,13 +174,11 @@ def decode_attention(
         )
         num_splits = fixed_num_splits(table.shape[1], page_size, split_tokens, window)
 
-    partials = (
-        (None, None, None)
-        if num_splits == 1
-        else _room(workspace, rows, heads, kv_heads, num_splits, value_dim)
-    )
-    news = (None,) * len(Fresh._fields)
+    partials = (None, None, None)
+    if num_splits > 1:
+        partials = _room(workspace, rows, heads, kv_heads, num_splits, value_dim)
 
+    news = (None,) * len(Fresh._fields)
     if fresh is not None:
         assert fresh.keys.stride()[:2] == fresh.values.stride()[:2] == q.stride()[:2], (
             "one projection's q, k and v"
@@ -184,11 +186,14 @@ def decode_attention(
         assert dim == value_dim, f"keys of {dim} numbers, values of {value_dim}"
         news = tuple(fresh)
 
-    # Scores are in base 2, because exp2 is one instruction; with a cap, `scale` leads to multiples
-    # of it.
-    scale, cap = (
-        (scale * _LOG2_E.value, None) if cap is None else (scale / cap, cap * _LOG2_E.value)
-    )
+    # Scores are in base 2, because exp2 is one instruction. With a cap, `scale` gives multiples of
+    # the cap.
+    if cap is None:
+        scale = scale * _LOG2_E.value
+    else:
+        scale = scale / cap
+        cap = cap * _LOG2_E.value
+
     _attend[(rows, kv_heads, num_splits)](
         q,
         *news,
@@ -244,7 +249,7 @@ def _room(
 
 
 def _block(count: int) -> int:
-    """Matrix units work on 16 or more."""
+    """Round up to a power of two, at least the 16 that matrix units need."""
     return max(16, triton.next_power_of_2(count))
 
 
@@ -271,8 +276,7 @@ def _check(
 
 @triton.jit
 def _span(slot, POSITIONS, window, num_splits, SPLIT_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys [first, stop) that a row sees, and the size of its splits, which are counted from
-    `origin`.
+    """Return the keys [first, stop) that a row sees, and the origin and size of its splits.
 
     Splits and blocks begin at multiples of their size, so that the first block of a row holds a key
     that it sees.
@@ -332,9 +336,9 @@ def _attend(
     BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ):
-    """One split of one row, for the GROUP query heads of one key head, with a running softmax.
+    """Compute one split of one row, for the GROUP query heads of one key head.
 
-    OUT (b, Hq, Dv); partials, where there are any, (b, Hq, num_splits, ...).
+    The softmax is a running one. OUT (b, Hq, Dv); partials, if any, (b, Hq, num_splits, ...).
     """
     row, kv_head, split = (
         tl.program_id(0).to(tl.int64),
@@ -381,8 +385,8 @@ def _attend(
         position = stop - 1
         q = _turned(query, dims, q_mask, COS, SIN, position, QUERY_NORM, eps, DIM)
         if end == stop:
-            # The new token comes before the loop: who would read it from its page would have to
-            # wait for the write.
+            # The new token comes before the loop: a read from its page would have to wait for the
+            # write.
             last = tl.where(begin < position, position, 0)  # a block without any key would give NaN
             new = row * q_row + kv_head * q_head
             k = _turned(NEW_KEYS + new, dims, dims < DIM, COS, SIN, position, KEY_NORM, eps, DIM)
@@ -395,8 +399,8 @@ def _attend(
     for block in range(start, last, BLOCK_N):
         tokens = block + offsets
         seen = (tokens >= begin) & (tokens < last)
-        # Page ids come one block ahead: an address that waits for a load in its own block could not
-        # be pipelined.
+        # Page ids come one block ahead: an address that waits for a load in the same block could
+        # not be pipelined.
         later = tokens + BLOCK_N
         next_page = tl.load(pages + later.to(tl.uint32) // PAGE_SIZE, mask=later < last, other=0)
         within = tokens.to(tl.uint32) % PAGE_SIZE
@@ -414,7 +418,7 @@ def _attend(
         partial = at * tl.num_programs(2)
         tl.store(PARTIAL_LSE + partial + split, m + tl.log2(total), mask=real)
         _store(PARTIAL_OUT, partial + split, real, acc, total, VALUE_DIM)
-        tl.debug_barrier()  # what every thread has stored must be there before it counts
+        tl.debug_barrier()  # every thread's stores must be visible before the count
         counter = ARRIVED + row * tl.num_programs(1) + kv_head
         is_last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
         if is_last:
@@ -429,8 +433,10 @@ def _attend(
 
 @triton.jit
 def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, DIM: tl.constexpr):
-    """Heads at AT, normed where there is a NORM, and rotated: (M, BLOCK_DIM), whole as a product
-    takes them."""
+    """Load heads (M, BLOCK_DIM) at AT, norm them if there is a NORM, and rotate them.
+
+    A product needs them in one piece, not in halves.
+    """
     half: tl.constexpr = DIM // 2
     partner = tl.where(dims < half, dims + half, dims - half)
     one, other = (
@@ -455,11 +461,11 @@ def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, DIM: tl.constexpr):
 def _read(
     CACHE, page, page_stride, within, token_stride, seen, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Keys or values (N, BLOCK) of N tokens."""
+    """Load keys or values (N, BLOCK) of N tokens."""
     dims = tl.arange(0, BLOCK)[None, :]
     # 64-bit: pages of all layers interleave, so the stride of a page is large.
     at = page.to(tl.int64) * page_stride + within * token_stride
-    # Masked, not only for the traffic: memory that no token was written to may hold NaN, and 0 *
+    # The mask does not only save traffic: memory that no token was written to may hold NaN, and 0 *
     # NaN is NaN.
     mask = seen[:, None] if DIM == BLOCK else seen[:, None] & (dims < DIM)
     return tl.load(CACHE + at[:, None] + dims, mask=mask, other=0.0)
@@ -467,8 +473,10 @@ def _read(
 
 @triton.jit
 def _weigh(q, k, v, seen, m, total, acc, scale, cap):
-    """One step of the running softmax: its maximum, the sum of its weights, and that of weighted
-    values."""
+    """Take keys and values into the running softmax.
+
+    Returns its maximum, the sum of its weights, and the sum of weighted values.
+    """
     # "ieee": fp32 operands would be rounded to TF32 otherwise.
     s = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap)
     s = tl.where(seen[None, :], s, float("-inf"))
@@ -481,7 +489,7 @@ def _weigh(q, k, v, seen, m, total, acc, scale, cap):
 
 @triton.jit
 def _weigh_one(q, k, v, sink, scale, cap):
-    """The first step of the running softmax where its only key is k (1, D)."""
+    """Begin the running softmax with one key k (1, D)."""
     s = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, cap)
     m = tl.maximum(sink, s)
     total = tl.exp2(s - m)
@@ -514,8 +522,10 @@ def _merged(
     VALUE_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ):
-    """The `count` partials of each query head, the first at `partial` (M,), weighted by their
-    denominators in order."""
+    """Merge the `count` partials of each query head, weighted by their denominators, in order.
+
+    The first of them is at `partial` (M,).
+    """
     m = tl.full(partial.shape, float("-inf"), tl.float32)
     total = tl.zeros(partial.shape, tl.float32)
     acc = tl.zeros([partial.shape[0], BLOCK_VALUE], tl.float32)
@@ -525,7 +535,7 @@ def _merged(
         for number in tl.static_range(_MERGED):
             split = first + number
             written = real & (split < count)
-            # Past the L1 cache, which may hold what stood there for an earlier layer.
+            # Past the L1 cache, which may hold the numbers of an earlier layer.
             lse = tl.load(
                 PARTIAL_LSE + partial + split,
                 mask=written,
@@ -537,7 +547,7 @@ def _merged(
                 at, mask=written[:, None] & (dims < VALUE_DIM), other=0.0, cache_modifier=".cg"
             )
             new_m = tl.maximum(m, lse)
-            # A head of nobody has no partial at all: -inf less -inf would be NaN.
+            # A padding head has no partial at all: -inf minus -inf would be NaN.
             weight = tl.where(written, tl.exp2(lse - new_m), 0.0)
             alpha = tl.where(m > float("-inf"), tl.exp2(m - new_m), 0.0)
             total = total * alpha + weight

@@ -1,15 +1,16 @@
-"""The draw of `verl.rollout.sampling.sample` on CUDA, fused: no probability, no noise and no sorted
-copy is written.
+"""Draw tokens on CUDA as `verl.rollout.sampling.sample` does, in fused kernels.
 
-Without filters one pass over the logits does everything: each program keeps, of one row's chunk of
-the vocabulary, the largest logit, the sum of exponentials and the best Gumbel score, and a second
+No probability, no noise and no sorted copy is written.
+
+Without filters one pass over the logits is enough: each program keeps, of one row's chunk of the
+vocabulary, the largest logit, the sum of exponentials and the best Gumbel score, and a second
 kernel merges the chunks. With top-k, top-p or min-p the sums come first, then one program a row
 finds the smallest logit kept, then the draw passes over the logits again. Top-k and top-p are a
-search, not a sort: how many tokens, or how much weight, lies at or above a logit only falls as the
+search, not a sort: the number of tokens, or their weight, at or above a logit only falls as the
 logit rises.
 
-How a row is cut into chunks and blocks depends on the vocabulary alone, and so do the bits that a
-row gives.
+The cut of a row into chunks and blocks depends on the vocabulary alone, so the bits of a row do not
+depend on the batch.
 """
 
 from dataclasses import dataclass
@@ -27,10 +28,10 @@ _kernels: Any = sampling_kernels
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How the kernels cut a row: a program scans `chunk` columns, `block` at a time.
+    """The cut of a row by the kernels: a program scans `chunk` columns, `block` at a time.
 
     It is one warp, so that a reduction over a block needs no barrier. A chunk has many blocks, so
-    that most of them meet a good score found before (see `scan_and_draw`). Small blocks leave
+    that most of them come after a good score was found (see `scan_and_draw`). Small blocks leave
     registers for more programs.
     """
 
@@ -49,7 +50,7 @@ class DrawState:
 
     slots: torch.Tensor  # (b,) int32: the slot of each row, an index into `keys` and `drawn`
     keys: torch.Tensor  # (S,) int64: the samples' uint64 keys, reinterpreted
-    # (S,) int32: the response position of this draw, that is, how many tokens were drawn before
+    # (S,) int32: the response position of this draw, that is, the number of tokens drawn before
     drawn: torch.Tensor
     settings: torch.Tensor  # (4,) fp32: temperature, top_p, min_p, top_k (0 or less: off)
     tokens: torch.Tensor  # (b,) int64, written
@@ -57,8 +58,10 @@ class DrawState:
 
 
 class Workspace:
-    """Scratch memory for draws of up to `max_rows` rows of `vocabulary` logits, and the hash of
-    every token id."""
+    """Scratch memory for draws of up to `max_rows` rows of `vocabulary` logits.
+
+    It also holds the hash of every token id.
+    """
 
     def __init__(
         self, max_rows: int, vocabulary: int, device: torch.device, tuning: Tuning | None = None
@@ -79,24 +82,21 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory, without the table of hashes that `sampling` shares."""
-        return sum(
-            part.nbytes
-            for part in (self.largest, self.totals, self.scores, self.columns, self.rows)
-        )
+        """Count the bytes of device memory, without the hashes that `sampling` shares."""
+        parts = (self.largest, self.totals, self.scores, self.columns, self.rows)
+        return sum(part.nbytes for part in parts)
 
 
 def draw(
     logits: torch.Tensor, state: DrawState, workspace: Workspace, *, filtered: bool, greedy: bool
 ) -> None:
-    """Draw one token a row from logits (b, V), bf16, fp16 or fp32, into `state.tokens` and
-    `state.log_probs`.
+    """Draw one token a row into `state.tokens` and `state.log_probs`.
 
-    The numbers are those of `verl.rollout.sampling.sample`: the same noise, the same tokens kept,
-    and the log-prob of log_softmax(logits / temperature) over the whole vocabulary. With `greedy`
-    neither settings nor keys are read, and the log-prob is that of temperature 1. Without
-    `filtered` top_p, min_p and top_k are not read. A row with a NaN, with +inf, or with nothing but
-    -inf gets a log-prob that is not finite, and some token id below V.
+    `logits` (b, V) are bf16, fp16 or fp32. The numbers are those of `verl.rollout.sampling.sample`:
+    the same noise, the same tokens kept, and the log-prob of log_softmax(logits / temperature) over
+    the whole vocabulary. With `greedy` neither settings nor keys are read, and the log-prob is that
+    of temperature 1. Without `filtered` top_p, min_p and top_k are not read. A row with a NaN, with
+    +inf, or with nothing but -inf gets a log-prob that is not finite, and some token id below V.
 
     Nothing is allocated and nothing waits for the device, so that a call can be captured in a CUDA
     graph.

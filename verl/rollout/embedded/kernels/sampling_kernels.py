@@ -1,4 +1,4 @@
-"""Triton kernels of `verl.rollout.embedded.kernels.sampling`."""
+"""Draw tokens in Triton, for `verl.rollout.embedded.kernels.sampling`."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of SplitMix64
 _SPLITMIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _SPLITMIX_2 = tl.constexpr(0x94D049BB133111EB)
-_MURMUR_1 = tl.constexpr(0x85EBCA6B)  # of MurmurHash3's 32-bit finaliser
+_MURMUR_1 = tl.constexpr(0x85EBCA6B)  # of MurmurHash3's 32-bit finalizer
 _MURMUR_2 = tl.constexpr(0xC2B2AE35)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _2_TO_23 = tl.constexpr(8388608.0)
@@ -22,18 +22,19 @@ def _load_logits(row_ptr, columns, end):
 
 @triton.jit
 def _finite(largest):
-    """What exponents are taken against: where all logits are -inf their weights are 0, not exp(-inf
-    + inf)."""
+    """Return the number that is subtracted in exponents.
+
+    Where all logits are -inf, their weights become 0, not exp(-inf + inf).
+    """
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @triton.jit
 def _add_block(x, largest, totals, scale):
-    """Take logits x into the running maximum and the sums of exponentials, one a lane. Gives
-    weights, maximum, sums.
+    """Take logits x into the running maximum and the sums of exponentials, one for each lane.
 
-    What can wait for the chunk's end does, the sum over lanes, and what is rare has a branch: the
-    maximum rises in few blocks.
+    Returns weights, maximum and sums. The sum over lanes waits for the end of the chunk. A rise of
+    the maximum has a branch, because it happens in few blocks.
     """
     peak = tl.max(x, axis=0)
     if peak > largest:
@@ -57,8 +58,10 @@ def scan(
     BLOCK: tl.constexpr,
     GREEDY: tl.constexpr,
 ):
-    """Maximum and sum of exponentials of one row's chunk; when greedy at temperature 1, and where
-    the maximum is."""
+    """Find maximum and sum of exponentials of one row's chunk.
+
+    If greedy, they are at temperature 1, and the place of the maximum is found too.
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
     row_ptr = logits + row.to(tl.int64) * row_stride
     start = chunk * CHUNK
@@ -88,8 +91,10 @@ def scan(
 
 @triton.jit
 def _draw_key(slots, keys, drawn, row):
-    """`row_keys`, SplitMix64 of the sample's key and the position: two uint32, the first shifted as
-    hashes are."""
+    """Compute `row_keys`, SplitMix64 of the sample's key and the position.
+
+    Returns two uint32, the first shifted as hashes are.
+    """
     slot = tl.load(slots + row)
     bits = (
         tl.load(keys + slot).to(tl.uint64, bitcast=True)
@@ -105,7 +110,7 @@ def _draw_key(slots, keys, drawn, row):
 
 @triton.jit
 def _noise_integers(hashes, columns, key_low, key_high, VOCABULARY: tl.constexpr):
-    """`noise_integers` of these columns: uint32 below 2**31."""
+    """Compute `noise_integers` of these columns: uint32 below 2**31."""
     bits = tl.load(
         hashes + columns, mask=columns < VOCABULARY, other=0, eviction_policy="evict_last"
     )
@@ -116,8 +121,10 @@ def _noise_integers(hashes, columns, key_low, key_high, VOCABULARY: tl.constexpr
 
 @triton.jit
 def _gumbel(noise):
-    """Gumbel variables of noise integers: -log(E) with E = -log1p(-u) and u = (noise + 1/2) /
-    2**31."""
+    """Turn noise integers into Gumbel variables.
+
+    They are -log(E) with E = -log1p(-u) and u = (noise + 1/2) / 2**31.
+    """
     uniform = (noise.to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
     # 1 - u would round the winners' end, u near 0; there the series is exact to 1e-7.
     series = 1 / 5 + uniform * (1 / 6 + uniform * (1 / 7))
@@ -125,21 +132,23 @@ def _gumbel(noise):
         1.0 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * series)))
     )
     exponential = tl.where(uniform < 0.125, series, -tl.log(1.0 - uniform))
-    # The last 64 integers round to u = 1. Their E must be finite: a token that is the only one left
-    # by a filter wins whatever its noise is.
+    # The last 64 integers round to u = 1. Their E must be finite: the only token left by a filter
+    # wins with any noise.
     return -tl.log(tl.minimum(exponential, 22.0))
 
 
 @triton.jit
 def _leading_bits(noise):
-    """2**23 + noise // 256 in fp32, without a conversion: the bits are the mantissa of a number in
-    [2**23, 2**24)."""
+    """Return 2**23 + noise // 256 in fp32, without a conversion.
+
+    The bits are the mantissa of a number in [2**23, 2**24).
+    """
     return ((noise >> 8) | 0x4B000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _may_win(noise, weights, deficit):
-    """False only where log(weight) + Gumbel < -deficit, because E >= u > weight * exp(deficit)."""
+    """Rule out columns with log(weight) + Gumbel < -deficit, as E >= u > weight * exp(deficit)."""
     # The right side is rounded to an integer; rounding keeps the order, so that it hides no winner.
     # 1.01 is for the other rounding errors, 1e30 for 0 * inf.
     factor = tl.minimum(tl.exp2(deficit * _LOG2_E) * (1.01 * _2_TO_23), 1e30)
@@ -148,7 +157,7 @@ def _may_win(noise, weights, deficit):
 
 @triton.jit
 def _most_promising(noise, weights, columns, VOCABULARY: tl.constexpr):
-    """The column whose weight / u is largest, or nearly so, among those with weight."""
+    """Return the column with the largest, or nearly the largest, weight / u."""
     # A positive float's bits, read as an integer, are its logarithm to 0.09 of a factor of two.
     promise = weights.to(tl.int32, bitcast=True) - (_leading_bits(noise) - (_2_TO_23 - 1.0)).to(
         tl.int32, bitcast=True
@@ -176,8 +185,9 @@ def scan_and_draw(
     BLOCK: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
-    """The best of logit / temperature + Gumbel noise of one row's chunk, and where it is;
-    unfiltered, the sums too.
+    """Find the best logit / temperature + Gumbel noise of one row's chunk, and its column.
+
+    Without filters it also computes the sums.
 
     Two logarithms a token would cost more than all the rest. A token beats the best score s so far
     if exp(x / T - s) > E, and E >= u: comparing the noise integers with the weights that the sum
@@ -206,7 +216,7 @@ def scan_and_draw(
     while offset < end:
         columns = offset + tl.arange(0, BLOCK)
         x = upcoming
-        # on their way while these are weighed
+        # loaded while these are weighed
         upcoming = _load_logits(row_ptr, columns + BLOCK, end)
         if FILTERED:
             weights = tl.exp2((x - _finite(largest)) * scale)
@@ -219,8 +229,7 @@ def scan_and_draw(
             noise = _noise_integers(hashes, columns, key_low, key_high, VOCABULARY)
             hopeful = _may_win(noise, weights, _finite(largest) * inverse - best)
             if tl.max(hopeful.to(tl.int32), axis=0) > 0:
-                # The most promising token is tried alone; mostly none of the others could beat it
-                # then.
+                # The most promising token is tried alone; in most blocks no other can beat it then.
                 weights = tl.where(hopeful, weights, 0.0)
                 while tl.max((weights > 0).to(tl.int32), axis=0) > 0:
                     tried = _most_promising(noise, weights, columns, VOCABULARY)
@@ -247,7 +256,7 @@ def scan_and_draw(
 def _merge_sums(
     largest_ptr, totals_ptr, row, scale, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """Maximum and sum of exponentials of a row from those of its chunks."""
+    """Compute maximum and sum of exponentials of a row from those of its chunks."""
     chunks = tl.arange(0, CHUNKS)
     parts = tl.load(
         largest_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=float("-inf")
@@ -275,7 +284,7 @@ def merge(
     GREEDY: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
-    """The best token of a row's chunks, the first of equals, and its log-prob."""
+    """Choose the best token of a row's chunks, the first of equals, and compute its log-prob."""
     row = tl.program_id(0)
     inverse = 1.0 if GREEDY else 1.0 / tl.load(settings)
     if FILTERED:
@@ -289,7 +298,7 @@ def merge(
     inside = chunks < NUM_CHUNKS
     scores = tl.load(scores_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=float("-inf"))
     columns = tl.load(columns_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=VOCABULARY - 1)
-    # Also where a NaN equals nothing, the token must be one of the vocabulary.
+    # The token must be one of the vocabulary, even where a NaN equals no score.
     token = tl.min(tl.where(scores == tl.max(scores, axis=0), columns, VOCABULARY - 1), axis=0)
     logit = tl.load(logits + row.to(tl.int64) * row_stride + token).to(tl.float32)
     tl.store(tokens_ptr + row, token.to(tl.int64))
@@ -298,15 +307,17 @@ def merge(
 
 @triton.jit
 def _order_key(x, DROPPED_BITS: tl.constexpr):
-    """An integer that rises with the fp32 number x, by one from each number of the logits' type to
-    the next."""
+    """Return an integer that rises with the fp32 number x.
+
+    It rises by one from each number of the logits' type to the next.
+    """
     bits = x.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> DROPPED_BITS).to(tl.int64)
 
 
 @triton.jit
 def _of_order_key(key, DROPPED_BITS: tl.constexpr):
-    """The number of the logits' type whose order key this is."""
+    """Return the number of the logits' type that has this order key."""
     bits = (key << DROPPED_BITS).to(tl.int32)
     bits = tl.where(bits < 0, (bits | ((1 << DROPPED_BITS) - 1)) ^ 0x7FFFFFFF, bits)
     return bits.to(tl.float32, bitcast=True)
@@ -324,8 +335,7 @@ def _sums_above(
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """How many of a row's logits, or with WEIGHTED how much weight, lie at or above each of three
-    logits."""
+    """Count a row's logits, or with WEIGHTED add up their weight, at or above each of three."""
     one = tl.zeros([BLOCK], tl.float32)
     two = tl.zeros([BLOCK], tl.float32)
     three = tl.zeros([BLOCK], tl.float32)
@@ -351,13 +361,14 @@ def _search(
     DROPPED_BITS: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """The largest order key in [low, high) with at least `wanted` tokens, or weight, at or above
-    it; if none, `low`.
+    """Find the largest order key in [low, high) with at least `wanted` tokens at or above it.
+
+    With WEIGHTED, with at least so much weight. If there is none, return `low`.
 
     Every pass over the row compares with three keys, which cut the interval into quarters. While it
     spans many powers of two, every other pass cuts it into equal lengths instead: between -1 and 1
-    lie half of all keys, and few logits. With one token left in the interval any key up to that
-    token's does: fp32 logits lie far apart among their keys.
+    lie half of all keys, and few logits. With one token left in the interval, any key up to that
+    token's is right: fp32 logits lie far apart among their keys.
     """
     wide: tl.constexpr = 8 << (23 - DROPPED_BITS)
     turn, at_low, at_high, lightest = 0, float("inf"), 0.0, 1.0
@@ -387,7 +398,7 @@ def _search(
             BLOCK,
             WEIGHTED,
         )
-        # Every branch shrinks the interval, also where a NaN makes all comparisons false.
+        # Every branch shrinks the interval, even where a NaN makes all comparisons false.
         if one >= wanted:
             if two >= wanted:
                 if three >= wanted:
@@ -418,8 +429,10 @@ def find_threshold(
     BLOCK: tl.constexpr,
     DROPPED_BITS: tl.constexpr,
 ):
-    """The smallest logit kept by top-k, then by top-p of what top-k left, among those that can be
-    drawn at all."""
+    """Find the smallest logit kept by top-k, and then by top-p among the tokens that top-k kept.
+
+    Logits too small to be drawn at all are left out.
+    """
     row = tl.program_id(0)
     row_ptr = logits + row.to(tl.int64) * row_stride
     temperature, top_p, top_k = tl.load(settings), tl.load(settings + 1), tl.load(settings + 3)
@@ -435,7 +448,7 @@ def find_threshold(
             row_ptr, low, high, top_k, base, scale, VOCABULARY, BLOCK, DROPPED_BITS, False
         )
         if top_p < 1:
-            # The share is of k tokens exactly, whatever ties with the last of them.
+            # The share is of exactly k tokens, even if more tie with the last of them.
             last, above = _of_order_key(low, DROPPED_BITS), _of_order_key(low + 1, DROPPED_BITS)
             count, _, _ = _sums_above(
                 row_ptr, above, above, above, base, scale, VOCABULARY, BLOCK, False
@@ -445,8 +458,8 @@ def find_threshold(
             )
             held = weight + (top_k - count) * tl.exp2((last - base) * scale)
     elif top_p < 1:
-        # All tokens lighter than (1 - p) / V of the total may go at once; a factor of two is left
-        # for rounding.
+        # All tokens lighter than (1 - p) / V of the total can be dropped at once; a factor of two
+        # is left for rounding.
         bound = base + temperature * tl.log(0.5 * (1.0 - top_p) * total / VOCABULARY)
         low = tl.maximum(low, tl.minimum(_order_key(bound, DROPPED_BITS), high - 1))
 

@@ -1,4 +1,4 @@
-"""The input and output of a decode step for each slot: tokens, positions, pages."""
+"""Read and write tokens, positions and pages of a decode step for each slot."""
 
 import triton
 import triton.language as tl
@@ -26,6 +26,7 @@ def feed(
     """
     rows = slots.shape[0]
     ids, places, pages, offsets = out
+
     _feed[(triton.cdiv(rows, _ROWS),)](
         slots,
         tokens,
@@ -78,6 +79,7 @@ def store_tokens(new: Tensor, cache: Tensor, pages: Tensor, offsets: Tensor) -> 
     """
     heads, count, width = new.shape
     assert new.stride(2) == cache.stride(3) == 1, "last dimensions must be contiguous"
+
     _store_tokens[(count, heads)](
         new,
         new.stride(0),
