@@ -15,6 +15,8 @@ import pytest
 import yaml
 from transformers import Qwen2Config
 
+from tests.agents.scripted import chat_tokenizer
+from tests.tiny_models import tiny_model
 from verl.config import load_config
 from verl.diagnostics.hosts import CARDS
 from verl.diagnostics.profile import profile_memory
@@ -220,22 +222,94 @@ def test_the_script_of_several_turns_is_planned_with_a_line_for_what_is_not_buil
         line.split("=")[0].removeprefix("W actor_rollout_ref.rollout.")
         for line in remarks.splitlines()
     ]
-
-    assert keys == [
-        "name",
-        "multi_turn.enable",
-        "multi_turn.tool_config_path",
-        "multi_turn.max_assistant_turns",
-    ]
+    assert keys == ["name"]
     assert errors == ""
 
 
-def test_the_script_of_several_turns_does_not_train_in_one(tmp_path, monkeypatch):
-    with pytest.raises(
-        ConfigError,
-        match=r"(?s)3 problems.*name=sglang.*enable=True.*tool_config_path=.*Set .*=null",
-    ):
+def test_the_script_of_several_turns_names_the_engine_that_is_not_built(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"name=sglang is not available.*Set .*name=embedded"):
         load_config(users_argv(tmp_path, monkeypatch))
+
+
+def gsm8k_rows(folder: Path) -> Path:
+    """Rows of gsm8k_multiturn_w_tool.py, of questions made here."""
+    raw = folder / "raw"
+    raw.mkdir()
+    for split in ("train", "test"):
+        lines = [
+            json.dumps({"question": f"What is {n} times 72?", "answer": f"{n} * 72\n#### 72"})
+            for n in (1, 1, 1, 1)
+        ]
+        (raw / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    script = ROOT / "examples" / "data_preprocess" / "gsm8k_multiturn_w_tool.py"
+    out = folder / "data"
+    subprocess.run(
+        [sys.executable, script, "--local_dataset_path", raw, "--local_save_dir", out],
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    return out
+
+
+def chat_model(folder: Path) -> Path:
+    """A tiny model with a tokenizer whose chat template has tools."""
+    tokenizer = chat_tokenizer()
+    model = tiny_model("qwen2", vocab_size=len(tokenizer), max_position_embeddings=8192)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+SMALL = [
+    "actor_rollout_ref.rollout.name=scripted",
+    f"actor_rollout_ref.model.external_lib={ROOT / 'tests' / 'agents' / 'scripted_engine.py'}",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.n=2",
+    "data.train_batch_size=2",
+    "data.max_prompt_length=3000",
+    "data.max_response_length=2000",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "trainer.n_gpus_per_node=1",
+    "trainer.device=cpu",
+    "trainer.total_epochs=1",
+    "trainer.logger=[file]",
+]
+
+
+@pytest.mark.parametrize("kind", ["a tool", "a simulated user"])
+def test_the_script_of_several_turns_trains(tmp_path, monkeypatch, kind):
+    """With the engine of a user's file, which calls the tool: sizes and paths aside, as typed."""
+    data = gsm8k_rows(tmp_path)
+    model = chat_model(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    [(_, argv)] = typed(
+        USERS_SCRIPT, CONFIG_PATH=MULTI_TURN / "config", PROJECT_DIR=MULTI_TURN, MODEL_PATH=model
+    )
+    more = [
+        f"data.train_files={data / 'train.parquet'}",
+        f"data.val_files={data / 'test.parquet'}",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+    ]
+    if kind == "a simulated user":
+        argv = [word for word in argv if "tool_config_path" not in word]
+        config = MULTI_TURN / "config" / "interaction_config" / "gsm8k_interaction_config.yaml"
+        more.append(f"actor_rollout_ref.rollout.multi_turn.interaction_config_path={config}")
+    assert main([*argv, *SMALL, *more]) == 0
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if line["step"] > 0]
+    assert len(steps) == 2
+    samples = (tmp_path / "samples" / "1.jsonl").read_text()
+    if kind == "a tool":
+        assert steps[0]["tools/calc_gsm8k_reward/ok"] == 8
+        assert steps[0]["critic/score/mean"] == 1.0
+        assert "Current parsed answer=" in samples
+    else:
+        assert steps[0]["num_turns/max"] == 4
+        assert steps[0]["agent_loop/ended_by/user"] == 4
+        assert "Your response is incorrect!" in samples
 
 
 def test_the_tool_is_the_one_that_the_rows_name():
@@ -253,6 +327,7 @@ def test_a_configuration_of_several_turns_loads_by_its_name(name: str, caplog):
         f"--config-name={name}",
         "actor_rollout_ref.model.path=a/model",
         "data.train_files=train.parquet",
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml",
     ]
     config = load_config(argv, only_to_plan=True)
     assert config.actor_rollout_ref.rollout.multi_turn.enable

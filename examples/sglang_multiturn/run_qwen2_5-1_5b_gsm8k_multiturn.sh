@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K in several turns with a tool. Needs 8 GPUs of 22 GiB. Data: data_preprocess/gsm8k_multiturn_w_tool.py
-# This version plans it, by --dry-run --device-gib L4; a run ends at once, for its rollouts have one turn.
+# --dry-run --device-gib L4 plans it. ENGINE names the rollout engine; the embedded one is the default.
 set -euo pipefail
 PROJECT_DIR=${PROJECT_DIR:-$(cd "$(dirname "$0")/../.." && pwd)}
 CONFIG_PATH=${CONFIG_PATH:-$PROJECT_DIR/examples/sglang_multiturn/config}
@@ -31,7 +31,7 @@ python3 -m verl.trainer.main_ppo \
   actor_rollout_ref.actor.fsdp_config.optimizer_offload=False \
   actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 \
   actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-  actor_rollout_ref.rollout.name=sglang \
+  actor_rollout_ref.rollout.name="${ENGINE:-embedded}" \
   actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
   actor_rollout_ref.rollout.n=16 \
   actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32 \

@@ -1,6 +1,7 @@
 """Plays the episodes of a batch: many coroutines in one asyncio loop, next to the engine."""
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -58,6 +59,8 @@ class AgentRunner:
         )
         logger.info("agents: %s", boundary.report())
         self._loops: dict[str, AgentLoop] = {}
+        self._is_closed = False
+        atexit.register(self.close)  # a run that fails ends without closing its tools
 
     def play(
         self, episodes: Sequence[Episode], client: EngineClient, on_end: OnEnd | None = None
@@ -68,6 +71,8 @@ class AgentRunner:
             client: of an idle engine.
             on_end: called whenever an episode has ended.
         """
+        if self._is_closed:
+            self._open_again()
         self.context.client = client
         self.context.tally = Tally()
         for name in {self.loop_name(episode) for episode in episodes}:
@@ -97,13 +102,23 @@ class AgentRunner:
         check_rows(self.config, self.context.tools, self.context.interactions, column)
 
     def close(self) -> None:
-        """End the processes and connections of tools and interactions."""
+        """End the processes and connections of tools and interactions. `play` makes them anew."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
         if self.context.tools is not None:
             self.context.tools.close()
         if self.context.interactions is not None:
             self.context.interactions.close()
 
     # ---------------------------------------------------------------- inner parts
+
+    def _open_again(self) -> None:
+        self.context.tools = build_tools(self.config)
+        self.context.interactions = build_interactions(self.config)
+        self._is_closed = False
+        atexit.register(self.close)
 
     def _loop(self, name: str) -> AgentLoop:
         if name not in self._loops:

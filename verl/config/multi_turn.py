@@ -70,6 +70,7 @@ class EnvironmentConfig:
         None, "registered environment, package.module.Class or file.py:Class; null: none"
     )
     kwargs: dict[str, Any] = setting({}, "arguments of the environment")
+    timeout_s: float = setting(120.0, "seconds that one call of the environment may take", above=0)
 
 
 @dataclass(kw_only=True, slots=True)

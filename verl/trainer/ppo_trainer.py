@@ -251,8 +251,14 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
         `trainer.val_only` validates and stops.
         """
-        if not self.config.trainer.val_only:
-            return super().fit()
+        if self.config.trainer.val_only:
+            self._validate_only()
+        else:
+            super().fit()
+        if self.config.actor_rollout_ref.rollout.uses_agents:
+            self.rollout_wg.close_agents()
+
+    def _validate_only(self) -> None:
         try:
             self.load_checkpoint()
             with self.reports.phase("testing"):

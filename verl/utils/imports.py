@@ -86,7 +86,7 @@ def _import_by_name(name: str) -> ModuleType:
             f"Cannot import '{name}': {error}. Give a .py file or an installed module."
         ) from error
 
-    if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
+    if getattr(module, "__file__", None) is None and list(getattr(module, "__path__", ())):
         raise ConfigError(f"'{name}' is a folder without code of its own. Give a .py file in it.")
     return module
 

@@ -208,6 +208,12 @@ class RolloutWorker(Worker):
             meta_info={"metrics": metrics},
         )
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_agents(self) -> None:
+        """End the processes of tools. Later episodes start them again."""
+        if self.agents is not None:
+            self.agents.close()
+
     def _lead(
         self, episodes: list[Any], steps: EngineSteps, longest: int
     ) -> tuple[list[Trajectory], dict[str, float]]:

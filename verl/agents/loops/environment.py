@@ -1,9 +1,10 @@
 """Turns of the model in an environment that observes, rewards and ends the episode."""
 
 import time
+import zlib
 from typing import Any
 
-from verl.agents.environments import EnvironmentSession, make_environment
+from verl.agents.environments import EnvironmentSession, open_environment
 from verl.agents.loops.base import AgentContext, Episode, agent_loops
 from verl.rollout.trajectory import Trajectory
 
@@ -11,7 +12,7 @@ from verl.rollout.trajectory import Trajectory
 class EnvironmentLoop:
     """Play an environment: drawn turns are actions, its observations are the messages after them.
 
-    Its opening messages follow the prompt of the row. An episode in which the environment fails is
+    Its opening messages follow the prompt of the row, or replace it. An episode in which the environment fails is
     dropped. The score of the episode is the sum of the rewards; each also counts for its turn.
     """
 
@@ -22,20 +23,22 @@ class EnvironmentLoop:
         """See `AgentLoop.play`."""
         started = time.perf_counter()
         asked = self.context.config.agent.environment
-        assert asked.name is not None, "the loop is played with an environment alone"
-        environment = make_environment(asked.name, **asked.kwargs)
-        session = EnvironmentSession(environment)
+        session = open_environment(
+            {"name": asked.name, "config": asked.kwargs, "timeout_s": asked.timeout_s}
+        )
         try:
             return await self._play(episode, session)
         finally:
             await session.close()
-            self.context.tally.note("generate_sequences", time.perf_counter() - started)
+            self.context.tally.note("environment", time.perf_counter() - started)
 
     async def _play(self, episode: Episode, session: EnvironmentSession) -> list[Trajectory]:
         context = self.context
         limits = context.config.multi_turn
-        first = await session.reset(**{"seed": episode.row, **episode.fields})
-        opening = [*episode.messages, *first.messages] if first.messages else None
+        first = await session.reset(**{"seed": seed_of(episode), **episode.fields})
+        if first.done:
+            return []  # failed, or over before the model's first turn
+        opening = [*([] if first.replaces_prompt else episode.messages), *first.messages]
         conversation = context.conversation(episode, opening)
         rewards: dict[int, float] = {}
         ended_by = ""
@@ -73,6 +76,12 @@ class EnvironmentLoop:
             trajectory.is_dropped = session.failure is not None
             trajectory.extra = extra
         return trajectories
+
+
+def seed_of(episode: Episode) -> int:
+    """Return the seed of a world: the samples of a prompt are compared, so they share it."""
+    prompt_row = int(episode.fields.get("prompt_row", episode.row))
+    return zlib.crc32(f"{episode.record_step}-{prompt_row}".encode())
 
 
 agent_loops.register("environment_agent")(EnvironmentLoop)
