@@ -226,6 +226,31 @@ def test_a_simulated_user_answers_until_it_is_satisfied(quiz: str, tmp_path: Pat
     assert (tmp_path / "finalized").read_text().split() == ["0-0"]
 
 
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_template_that_drops_reasoning_begins_a_sample_of_its_own(quiz: str, follow: bool):
+    """Where the run follows the template; otherwise the prompt extends the drawn reasoning."""
+    tokenizer = chat_tokenizer("qwen3")
+    config = rollout_config(
+        multi_turn__interaction_config_path=quiz, multi_turn__use_inference_chat_template=follow
+    )
+    kwargs = {"interaction_kwargs": {"name": "quiz", "answer": "4"}}
+    trajectories, _, engine = play(
+        config,
+        tokenizer,
+        lambda row, turn, prompt: f"<think>\nhm {turn}\n</think>\n\nIs it {turn + 3}?",
+        [episode(tokenizer, extra_info=kwargs)],
+    )
+    assert len(trajectories) == 1 + follow
+    for prompt, trajectory in zip(engine.prompts[-len(trajectories) :], trajectories):
+        before_last_turn = trajectory.response_ids[: -len(trajectory.segments[-1].token_ids)]
+        assert tuple([*trajectory.prompt_ids, *before_last_turn]) == prompt
+        assert trajectory.segments[-1].is_model
+
+    last_prompt = tokenizer.decode(list(engine.prompts[-1]))
+    assert ("hm 0" in last_prompt) != follow
+    assert "Try again." in last_prompt
+
+
 class Table:
     """Columns of a data set, as the check reads them."""
 

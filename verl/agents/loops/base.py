@@ -9,6 +9,8 @@ from verl.agents.boundary import ChatBoundary
 from verl.agents.conversation import Conversation, Message
 from verl.agents.engine_client import EngineClient, Generated
 from verl.agents.formats import ParsedReply, ToolFormat, parse_reply
+from verl.agents.formats.base import without_end
+from verl.agents.formats.tool_parser import decoded
 from verl.agents.interactions import InteractionSet
 from verl.agents.tools import ToolSet
 from verl.config.rollout import RolloutConfig
@@ -131,16 +133,17 @@ class AgentContext:
         conversation.add_drawn(drawn)
         return drawn
 
-    def plain_text_of(self, token_ids: Sequence[int]) -> str:
-        """Decode drawn tokens without special tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Decode a drawn turn without its end. Other special tokens stay, such as <think>."""
+        ends = [token for token in (self.tokenizer.eos_token, self.tokenizer.pad_token) if token]
+        return without_end(decoded(self.tokenizer, token_ids), ends)
 
     async def parse(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> ParsedReply:
         """Read the tool calls of a drawn turn."""
         if self.format is None or not tools:
-            return ParsedReply(content=self.plain_text_of(token_ids), calls=())
+            return ParsedReply(content=self.text_of(token_ids), calls=())
         return await parse_reply(self.format, self.tokenizer, token_ids, tools)
 
 

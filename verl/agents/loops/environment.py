@@ -46,7 +46,7 @@ class EnvironmentLoop:
         while not ended_by:
             drawn = await context.draw(conversation)
             turn = conversation.turns - 1
-            action = context.plain_text_of(drawn.token_ids)
+            action = context.text_of(drawn.token_ids)
             reply = {"role": "assistant", "content": action}
             observation = await session.step(action)
             rewards[turn] = float(observation.reward)

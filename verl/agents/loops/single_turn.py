@@ -14,7 +14,7 @@ class SingleTurnLoop:
         """See `AgentLoop.play`."""
         conversation = self.context.conversation(episode)
         drawn = await self.context.draw(conversation)
-        reply = {"role": "assistant", "content": self.context.plain_text_of(drawn.token_ids)}
+        reply = {"role": "assistant", "content": self.context.text_of(drawn.token_ids)}
         conversation.add_reply(reply)
 
         (trajectory,) = conversation.trajectories()
