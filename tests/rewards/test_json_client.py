@@ -138,12 +138,18 @@ def test_no_thread_survives_the_deadline_of_its_call(server, policy):
             time.sleep(0.05)
 
     server.respond = respond
+    before = set(threading.enumerate())  # other tests leave calls behind that only wait
     requests = RequestsConfig(timeout_s=600.0, max_retries=5, backoff_s=0.01)
     judge = Judge(JudgeConfig(url=server.url, model="m", max_concurrent=4), requests)
     manager = NaiveRewardManager(CharTokenizer(), 0, judge, timeout_s=0.5, on_error=policy)
     result = manager(make_batch(["a"] * 4), return_dict=True)
     assert sum(result["metrics"].values()) == 4
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "verl-reward"])
+
+    def left() -> list[threading.Thread]:
+        new = set(threading.enumerate()) - before
+        return [thread for thread in new if thread.name == "verl-reward"]
+
+    wait_until(lambda: not left())
     wait_until(lambda: server.num_open == 0)
 
 

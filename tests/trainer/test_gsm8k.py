@@ -109,7 +109,7 @@ def test_the_files_have_all_rows(parquet):
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [
-        (["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"], ALWAYS),
+        (["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"], ALWAYS),
         (["algorithm.adv_estimator=gae", "critic.optim.lr=1e-4"], [*ALWAYS, *OF_A_CRITIC]),
     ],
     ids=["grpo", "ppo"],
@@ -122,7 +122,7 @@ def test_two_steps_report_every_metric(tmp_path, parquet, model, algorithm, expe
     command = [
         f"data.train_files={few['train']}",
         f"data.val_files={few['test']}",
-        "data.train_batch_size=4",
+        "data.train_batch_size=2",
         "data.max_prompt_length=256",
         "data.max_response_length=16",
         "data.filter_overlong_prompts=True",
