@@ -243,7 +243,7 @@ def test_a_template_that_drops_reasoning_begins_a_sample_of_its_own(quiz: str, f
     assert len(trajectories) == 1 + follow
     for prompt, trajectory in zip(engine.prompts[-len(trajectories) :], trajectories):
         before_last_turn = trajectory.response_ids[: -len(trajectory.segments[-1].token_ids)]
-        assert tuple([*trajectory.prompt_ids, *before_last_turn]) == prompt
+        assert [*trajectory.prompt_ids, *before_last_turn] == list(prompt)
         assert trajectory.segments[-1].is_model
 
     last_prompt = tokenizer.decode(list(engine.prompts[-1]))
