@@ -11,12 +11,21 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # cannot use.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
+import importlib
+
 import pytest
 import torch
+from jaxtyping import install_import_hook
 
+from tests.algorithms import typecheck
 from verl.utils.logging import logger, say_once
 
 torch.set_num_threads(1)
+
+# Shapes in signatures of algorithms are checked while tests run, and only then. Here, before any
+# other module imports them.
+with install_import_hook("verl.algorithms", f"{typecheck.__name__}.checked"):
+    importlib.import_module("verl.algorithms.padded")
 
 
 @pytest.fixture(autouse=True)

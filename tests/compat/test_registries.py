@@ -190,6 +190,7 @@ def test_a_cleared_registry_is_empty_until_its_values_are_put_back(registry):
 
 def test_another_function_takes_a_name_that_was_cleared():
     before = ADV_ESTIMATOR_REGISTRY.copy()
+    estimator = advantage_estimators.get("gae")
     ADV_ESTIMATOR_REGISTRY.clear()
     try:
 
@@ -208,6 +209,7 @@ def test_another_function_takes_a_name_that_was_cleared():
         ADV_ESTIMATOR_REGISTRY.clear()
         ADV_ESTIMATOR_REGISTRY.update(before)
     assert get_adv_estimator_fn("gae").__name__ == "compute_gae_advantage_return"
+    assert advantage_estimators.get("gae") is estimator
 
 
 @register_policy_loss("test_padded_reinforce")

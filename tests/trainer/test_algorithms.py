@@ -26,7 +26,10 @@ ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 FILTER = "algorithm.filter_groups"
 LOSSES = sorted(name for name in policy_losses if not name.startswith("test_"))
-ESTIMATORS = sorted(name for name in advantage_estimators if not name.startswith("test_"))
+# turn_rloo reads the turns of agent loops, which this trainer does not play.
+ESTIMATORS = sorted(
+    name for name in advantage_estimators if not name.startswith("test_") and name != "turn_rloo"
+)
 
 
 def varied_reward(data: DataProto, return_dict: bool = False) -> Any:

@@ -75,7 +75,8 @@ class RegistryDict(MutableMapping[str, Any]):
         self._registry = registry
         self._wrap = wrap
         self._show = show
-        self._removed: dict[str, tuple[Any, Any]] = {}  # name -> (shown value, registered entry)
+        # name -> (shown value, registered entry) of everything that was removed under it
+        self._removed: dict[str, list[tuple[Any, Any]]] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self:
@@ -87,17 +88,19 @@ class RegistryDict(MutableMapping[str, Any]):
         if name in self and self._show(name) is entry:
             return
 
-        shown, registered = self._removed.get(name, (None, None))
-        if registered is None or shown is not entry:
-            registered = self._wrap(entry)
-        self._registry.register(name)(registered)
+        for shown, registered in self._removed.get(name, ()):
+            if shown is entry:
+                self._registry.register(name)(registered)
+                return
+        self._registry.register(name)(self._wrap(entry))
 
     def __delitem__(self, name: str) -> None:
         if name not in self:
             raise KeyError(name)
         name = plain(name)
         shown = self._show(name)
-        self._removed[name] = (shown, self._registry.remove(name))
+        registered = self._registry.remove(name)
+        self._removed.setdefault(name, []).append((shown, registered))
 
     def __contains__(self, name: object) -> bool:
         return plain(name) in self._registry
