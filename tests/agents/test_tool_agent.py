@@ -8,7 +8,7 @@ import pytest
 from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config, text_of
 from verl.agents.checks import check_rows
 from verl.agents.runner import AgentRunner
-from verl.utils.errors import ConfigError, DataError
+from verl.utils.errors import ConfigError, DataError, VerlError
 
 TOOLS = '''
 from verl.agents.tools import function_tool
@@ -224,6 +224,26 @@ def test_a_simulated_user_answers_until_it_is_satisfied(quiz: str, tmp_path: Pat
     assert trajectory.turn_rewards == {0: 0.0, 1: 1.0}
     assert metrics["agent_loop/ended_by/user"] == 1
     assert (tmp_path / "finalized").read_text().split() == ["0-0"]
+
+
+def test_a_recorded_run_is_repeated_without_its_tools(tools: str, tmp_path: Path):
+    tokenizer = chat_tokenizer()
+    record = str(tmp_path / "calls.jsonl")
+    episodes = [episode(tokenizer, row) for row in range(3)]
+    recorded = rollout_config(multi_turn__function_tool_path=tools, agent__record_path=record)
+    first, _, _ = play(recorded, tokenizer, adds_once, episodes)
+
+    Path(tools).unlink()
+    replayed = rollout_config(agent__replay_path=record)
+    assert replayed.agent_loop == "tool_agent"
+    again, _, _ = play(replayed, tokenizer, adds_once, episodes)
+    assert again == first
+
+    def calls_another(row: int, turn: int, prompt: str) -> str:
+        return call("add", f'{{"a": {row}, "b": 3}}')
+
+    with pytest.raises(VerlError, match="add"):
+        play(replayed, tokenizer, calls_another, episodes)
 
 
 @pytest.mark.parametrize("follow", [False, True])

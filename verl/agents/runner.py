@@ -18,7 +18,7 @@ from verl.agents.tools import ToolSet
 from verl.config.rollout import RolloutConfig
 from verl.rollout.trajectory import Trajectory
 from verl.utils.errors import ConfigError, RolloutError, VerlError
-from verl.utils.logging import logger
+from verl.utils.logging import logger, say_once
 
 _SECTION = "actor_rollout_ref.rollout"
 
@@ -57,7 +57,7 @@ class AgentRunner:
             tools=tools,
             interactions=build_interactions(config),
         )
-        logger.info("agents: %s", boundary.report())
+        say_once(f"agents: {boundary.report()}")
         self._loops: dict[str, AgentLoop] = {}
         self._is_closed = False
         atexit.register(self.close)  # a run that fails ends without closing its tools
@@ -191,7 +191,8 @@ def build_tools(config: RolloutConfig) -> ToolSet | None:
     """Make the tools that the configuration names; None without any."""
     turns = config.multi_turn
     agent = config.agent
-    if turns.tool_config_path is None and turns.function_tool_path is None:
+    sources = (turns.tool_config_path, turns.function_tool_path, agent.replay_path)
+    if not any(sources):
         return None
     return ToolSet.from_config(
         tool_config_path=turns.tool_config_path,

@@ -186,6 +186,7 @@ class RolloutConfig:
             turns.tool_config_path,
             turns.function_tool_path,
             turns.interaction_config_path,
+            agent.replay_path,
             agent.default_agent_loop,
             agent.agent_loop_config_path,
             agent.environment.name,
@@ -208,6 +209,7 @@ class RolloutConfig:
             turns.tool_config_path,
             turns.function_tool_path,
             turns.interaction_config_path,
+            self.agent.replay_path,
         )
         return "tool_agent" if any(answering) else "single_turn_agent"
 
