@@ -18,6 +18,7 @@ def turns_have_an_answer(config: TrainConfig) -> Iterator[str]:
         agent.agent_loop_config_path,
         agent.default_agent_loop,
         agent.environment.name,
+        agent.replay_path,
         gateway.path,
         gateway.command,
     )
