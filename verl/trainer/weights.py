@@ -1,5 +1,6 @@
 """The driver's side of a hand-over: the actor's weights to the rollout, wherever that lives."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +22,10 @@ class WeightLink(Protocol):
 
 
 class ColocatedLink:
-    """The rollout lives in the actor's processes and takes the weights itself: also before it
-    generates, where it has none or has given its memory back."""
+    """The rollout lives in the actor's processes and takes the weights itself.
+
+    It also takes them before it generates, if it has none or has given its memory back.
+    """
 
     def __init__(self, rollout: GroupOf[RolloutWorker]) -> None:
         self._rollout = rollout
@@ -77,7 +80,7 @@ class RemoteLink:
 
     def _connect(self, routes: list[Route], dtype: Any, folder: Path) -> None:
         offers = of_all_ranks(self._actor.offer_weights, routes, dtype, folder)
-        meetings = [meeting for of_rank in offers for meeting in of_rank]
+        meetings = list(chain.from_iterable(offers))
         accepted = start(self._actor.accept_receivers)
         joined = start(self._rollout.join_meetings, meetings)
         accepted.result()
@@ -92,4 +95,5 @@ class ActorRolloutGroups:
 
     def __getattr__(self, name: str) -> Any:
         actor, rollout = self._groups
-        return getattr(actor if hasattr(actor, name) else rollout, name)
+        group = actor if hasattr(actor, name) else rollout
+        return getattr(group, name)

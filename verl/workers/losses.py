@@ -211,7 +211,7 @@ class PolicyObjective(Objective):
             loss = loss + self.distillation.coef * distance
             sums["actor/distillation_loss"] = distance.detach()
         for part, coef in self.extra_terms:
-            with part.told(passes=_is_shortage):
+            with part.naming_errors(passes=_is_shortage):
                 term = part.function(inputs, columns)
             if isinstance(term, torch.Tensor) and term.numel() != 1:
                 raise part.must_return("a scalar", term)
@@ -220,7 +220,7 @@ class PolicyObjective(Objective):
 
     def _policy_loss(self, inputs: PolicyLossInputs) -> PolicyLossOutput:
         """Compute the policy loss. Raises AlgorithmError where a user's returns something else."""
-        with self.part.told(passes=_is_shortage):
+        with self.part.naming_errors(passes=_is_shortage):
             policy = self.policy_loss(inputs, **self.settings)
         loss = getattr(policy, "loss", None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
