@@ -17,16 +17,16 @@ from verl.trainer.frozen_models import distillation_term
 from verl.trainer.setup import group_numbers
 from verl.utils.errors import AlgorithmError, ConfigError, RewardError
 from verl.utils.user_parts import NamedPart
-from verl.workers.losses import RolloutReinforce, loss_in_words
+from verl.workers.losses import RolloutReinforce, describe_loss
 
 
-def algorithm_in_words(config: TrainConfig) -> list[str]:
+def describe_algorithm(config: TrainConfig) -> list[str]:
     """Return the advantage and the loss as formulas, a line each."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
     formula = getattr(advantage_estimators.get(name), "formula", "an estimator of your own")
     by_std = ", divided by the group's std + 1e-6" if algorithm.norm_adv_by_std_in_grpo else ""
-    loss = loss_in_words(
+    loss = describe_loss(
         config.actor_rollout_ref.actor, distillation_term(config), rollout_reinforce(config)
     )
     lines = [

@@ -21,9 +21,9 @@ from verl.tracking.samples import write_samples
 from verl.trainer import setup
 from verl.trainer.algorithm import (
     advantage_inputs,
-    algorithm_in_words,
     chosen_samples,
     corrected_rollout,
+    describe_algorithm,
     distilled,
     entropy_controller,
     estimated_by_episode,
@@ -159,7 +159,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         Actor and rollout engine always; critic, reference, reward model and teacher if needed.
         """
         watch(self.config)  # for profile_memory()
-        for line in algorithm_in_words(self.config):
+        for line in describe_algorithm(self.config):
             logger.info("%s", line)
         self.start_tracker()
         roles = self.config.actor_rollout_ref
