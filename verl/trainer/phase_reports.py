@@ -72,4 +72,5 @@ class PhaseReports:
         by_rank = [progress for progress in self._read() if progress.total > 0]
         if by_rank:
             parts.append(str(sum(by_rank[1:], start=by_rank[0])))
-        return ", ".join([f"Phase {phases[-1].name}: {seconds:.0f} s so far", *parts])
+        details = "".join(f", {part}" for part in parts)
+        return f"Phase {phases[-1].name}: {seconds:.0f} s so far{details}"

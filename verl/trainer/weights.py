@@ -31,11 +31,11 @@ class ColocatedLink:
         self._rollout = rollout
 
     def sync(self) -> None:
-        """See `WeightLink.sync`."""
+        """Implement `WeightLink.sync`."""
         self._rollout.take_weights()
 
     def provide(self) -> None:
-        """See `WeightLink.provide`."""
+        """Implement `WeightLink.provide`."""
 
 
 class RemoteLink:
@@ -64,7 +64,7 @@ class RemoteLink:
         self._connect(routes, receivers[0].dtype, folder)
 
     def sync(self) -> None:
-        """See `WeightLink.sync`."""
+        """Implement `WeightLink.sync`."""
         sent = start(self._actor.send_weights)
         if self._through_files:
             sent.result()  # files are read once they are complete
@@ -74,7 +74,7 @@ class RemoteLink:
         self._has_weights = True
 
     def provide(self) -> None:
-        """See `WeightLink.provide`."""
+        """Implement `WeightLink.provide`."""
         if not self._has_weights:
             self.sync()
 
