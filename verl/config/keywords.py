@@ -294,9 +294,7 @@ def _compute_dtypes(config: TrainConfig, amp: bool) -> dict[str, Any]:
         "actor_rollout_ref.ref.fsdp_config.compute_dtype": "bfloat16" if amp else own,
         "critic.model.fsdp_config.compute_dtype": "bfloat16" if amp else critics,
     }
-    # Of frozen weights too, which would be bfloat16 on CUDA.
-    return (
-        values
-        if amp
-        else {**values, "actor_rollout_ref.model.dtype": own, "critic.model.dtype": critics}
-    )
+    if amp:
+        return values
+    # Frozen weights too: they would be bfloat16 on CUDA.
+    return {**values, "actor_rollout_ref.model.dtype": own, "critic.model.dtype": critics}

@@ -29,7 +29,7 @@ class DAPOTrainer(PPOTrainer):
 
     @phase(writes=GENERATED + " token_level_scores rm_scores", chooses_rows=True)
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
-        """Collect prompts whose responses differ, in the order in which they were drawn.
+        """Collect prompts with responses that differ, in the order in which they were drawn.
 
         See `PPOTrainer.collect`.
         """

@@ -25,7 +25,8 @@ def main(argv: list[str] | None = None, job: Callable[[list[str]], None] | None 
     limit_spinning()
     given = sys.argv[1:] if argv is None else argv
     if job is None and DRY_RUN in given:
-        return exit_code(lambda: _plan([argument for argument in given if argument != DRY_RUN]))
+        given = [argument for argument in given if argument != DRY_RUN]
+        return exit_code(lambda: _plan(given))
     return exit_code(lambda: (job or train)(given))
 
 

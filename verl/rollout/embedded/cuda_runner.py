@@ -139,7 +139,7 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def allocate(self, num_pages: int) -> None:
-        """Implement `ModelRunner.allocate`. Adds a page for the rows that pad a batch to write to."""
+        """Implement `ModelRunner.allocate`. Adds a page for the writes of rows that pad a batch."""
         page = self.page_bytes
         total = torch.cuda.get_device_properties(self.device).total_memory
         if (num_pages + 1) * page > total:

@@ -230,7 +230,10 @@ class StackedDecoder(FusedDecoder):
         self.last_factors = self.norm.weight * self.norm.weight.shape[0] ** 0.5
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
-        """Implement `FusedDecoder.add_norm`; the next matrix has the norm's factors, except the last."""
+        """Implement `FusedDecoder.add_norm` without factors, which the next matrix has.
+
+        The last norm applies its own.
+        """
         residual = _added_up(parts)
         unit = _unit_rows(residual, norm.variance_epsilon)
         if norm is self.norm:

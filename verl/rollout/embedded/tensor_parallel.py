@@ -138,7 +138,7 @@ class TensorParallel:
         They are equal already: rings and trees compute an element of a sum in one place and hand it
         on, and equal states go through equal kernels. But where one rank's library chose another
         kernel (for an address that is aligned better, say), a token that differs would let the
-        ranks wait for each other for ever. The price is one message of 8 bytes a row in
+        ranks wait for each other forever. The price is one message of 8 bytes a row in
         addition to two sums in every layer.
         """
         dist.broadcast(tokens, group=self.axis.group, group_src=0)
