@@ -247,7 +247,7 @@ def test_without_numba_the_log_says_what_is_missing(monkeypatch, caplog):
     monkeypatch.setattr(host_lanes.importlib, "import_module", breaks)
     with caplog.at_level(logging.INFO):
         broken = run(make_engine(model), PROMPTS)
-    assert "Got NumPy 9.0. Mend it: pip install -U numba" in caplog.text
+    assert "Got NumPy 9.0. Fix it: pip install -U numba" in caplog.text
     host_lanes.load_kernels.cache_clear()
     monkeypatch.setattr(blas.torch.backends.mkl, "is_available", lambda: False)
     with caplog.at_level(logging.INFO):

@@ -187,7 +187,12 @@ def test_neighbours_share_an_engine(two: Ranks):
     ("family", "changes", "size", "message"),
     [
         ("gpt2", {}, 2, "no plan for cutting the model family 'gpt2'. Set .*=1"),
-        ("phi3", {}, 2, "'phi3', whose 'layers.*qkv_proj' is 'colwise_gather_output' .* Set .*=1"),
+        (
+            "phi3",
+            {},
+            2,
+            "'phi3', because 'layers.*qkv_proj' is 'colwise_gather_output' .* Set .*=1",
+        ),
         (
             "qwen2",
             {},

@@ -15,7 +15,7 @@ from tests.trainer.test_algorithms import trainer_of
 from tests.trainer.test_ranks import assert_same, train
 from verl.config import load_config
 from verl.models.load import resolve_path
-from verl.trainer.algorithm import algorithm_in_words
+from verl.trainer.algorithm import describe_algorithm
 from verl.utils.errors import ModelError
 from verl.workers.teacher import check_same_vocabulary
 
@@ -135,7 +135,7 @@ def test_another_vocabulary_is_an_error_that_names_both(tmp_path, teacher):
 def test_the_log_states_the_loss(teacher):
     base = ["data.dataset_name=toy"]
     alone = load_config([*base, *distilling(teacher, "jsd", WITHOUT_REWARD)])
-    first = algorithm_in_words(alone)[0]
+    first = describe_algorithm(alone)[0]
     assert first.startswith("Loss of a token, r = pi / pi_old = 1 jsd(pi, teacher)")
     both = load_config([*base, *distilling(teacher, "k3")])
-    assert "+ 1 k3(pi, teacher)" in " ".join(algorithm_in_words(both))
+    assert "+ 1 k3(pi, teacher)" in " ".join(describe_algorithm(both))

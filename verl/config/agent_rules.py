@@ -46,14 +46,15 @@ def turns_have_an_answer(config: TrainConfig) -> Iterator[str]:
         )
     if agent.replay_path is not None and agent.record_path is not None:
         yield (
-            f"{_ROLLOUT}.agent.replay_path and record_path are both set. Replay what was recorded, "
-            "or record anew."
+            f"{_ROLLOUT}.agent.replay_path and record_path are both set. Replay the recording, or "
+            "record anew."
         )
 
 
 def turn_rewards_have_turns(config: TrainConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     algorithm = config.algorithm
+
     if algorithm.adv_estimator == "turn_rloo" and not rollout.uses_agents:
         yield (
             "algorithm.adv_estimator=turn_rloo needs agent loops, got a rollout of one turn. "

@@ -68,8 +68,8 @@ class RolloutCorrectionConfig:
     bypass_mode: bool = setting(
         False,
         (
-            "old log-probs are the rollout's own: the policy loss corrects (loss_type), and no pass "
-            "recomputes them"
+            "old log-probs are the rollout's own: the policy loss corrects (loss_type), and no "
+            "pass recomputes them"
         ),
     )
     loss_type: str = setting(

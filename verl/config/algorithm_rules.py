@@ -31,7 +31,7 @@ def groups_can_be_compared(config: TrainConfig) -> Iterator[str]:
 
     if algorithm.filter_groups.enable and n < 2:
         yield (
-            "algorithm.filter_groups.enable=True keeps the prompts whose responses differ and "
+            "algorithm.filter_groups.enable=True keeps the prompts with responses that differ and "
             f"needs actor_rollout_ref.rollout.n of at least 2, got {n}. Set it to 16, say."
         )
 
@@ -206,8 +206,8 @@ def _thresholds_that_leave_nothing(config: TrainConfig) -> Iterator[str]:
     veto = correction.rollout_token_veto_threshold
     if veto is not None and veto >= 1:
         yield (
-            f"{prefix}.rollout_token_veto_threshold={veto} rejects every response with a token that "
-            "the trainer finds less likely than the rollout did, which is nearly every one: "
+            f"{prefix}.rollout_token_veto_threshold={veto} rejects every response with a token "
+            "that the trainer finds less likely than the rollout did, which is nearly every one: "
             "nothing is learned. 1e-4 is usual."
         )
     for name, asked, upper, lower in (

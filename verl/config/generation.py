@@ -166,7 +166,7 @@ class GenerationConfig:
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
 
-# What changes where and how fast responses are generated, but not from what and how they are drawn.
+# Keys that change where and how fast responses are generated, but not their distribution.
 PLACE_AND_SPEED = (
     "actor.",
     "ray_init.",

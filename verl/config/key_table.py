@@ -16,10 +16,11 @@ The last column says how a changed key is treated:
 - *implemented*: it has the effect that the third column describes.
 - *another name of* a key: either may be written.
 - *no effect*: accepted, and one line of the log says why it changes nothing.
-- *refused*: an error before a weight is loaded, unless it has its default. Leave it there, or remove it.
+- *refused*: an error before a weight is loaded, unless it has its default. Leave it there, or
+  remove it.
 
-Defaults of the form *as `key`* follow that key until they are set. A key that is not here is an error that names the
-nearest ones. The values of one run: add `--cfg job` to its command.
+Defaults of the form *as `key`* follow that key until they are set. A key that is not here is an
+error that names the nearest ones. The values of one run: add `--cfg job` to its command.
 """
 
 
@@ -30,12 +31,10 @@ def page() -> str:
         counts = Counter(
             _status(key).partition(":")[0].partition(" of ")[0] for key in keys_of(root).values()
         )
-        told = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-        parts.append(f"\n## {module}\n\n{sum(counts.values())} keys: {told}.\n")
-        parts += [
-            f"\n### {module.rpartition('.')[2]}: {name}\n\n{table}"
-            for name, table in key_tables(root).items()
-        ]
+        summary = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        parts.append(f"\n## {module}\n\n{sum(counts.values())} keys: {summary}.\n")
+        for name, table in key_tables(root).items():
+            parts.append(f"\n### {module.rpartition('.')[2]}: {name}\n\n{table}")
     return "".join(parts)
 
 
@@ -47,9 +46,8 @@ def key_tables(root: type) -> dict[str, str]:
     tables: dict[str, str] = {}
     for key in keys_of(root).values():
         section = _section(key)
-        tables[section] = tables.get(
-            section, "| key | default | meaning | status |\n|---|---|---|---|\n"
-        ) + _line(key)
+        tables.setdefault(section, "| key | default | meaning | status |\n|---|---|---|---|\n")
+        tables[section] += _line(key)
     return tables
 
 
@@ -79,13 +77,13 @@ def _status(key: Key) -> str:
     if setting.alias_of is not None:
         return f"another name of `{setting.alias_of}`"
     if setting.planned is not None:
-        values = ", ".join(setting.planned_values)
-        return (
-            f"implemented; {values} refused: {setting.planned}"
-            if values
-            else f"refused: {setting.planned}"
-        )
-    return f"no effect: {setting.no_effect}" if setting.no_effect is not None else "implemented"
+        refused = f"refused: {setting.planned}"
+        if setting.planned_values:
+            return f"implemented; {', '.join(setting.planned_values)} {refused}"
+        return refused
+    if setting.no_effect is not None:
+        return f"no effect: {setting.no_effect}"
+    return "implemented"
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Key:
 
     @property
     def interpolation(self) -> str | None:
-        """OmegaConf's text for the key when unset."""
+        """Return OmegaConf's text for the key when unset."""
         if self.followed is not None:
             return f"${{{self.followed}}}"
         return self.setting.follows
@@ -81,12 +81,11 @@ def flatten(values: Mapping[str, Any], root: type) -> dict[str, Any]:
     Raises ConfigError with the names of all unknown keys.
     """
     known = keys_of(root)
-    sections = {
-        key.path[:index]
-        for key in known.values()
-        for index, char in enumerate(key.path)
-        if char == "."
-    }
+    sections = set()
+    for key in known:
+        while key := key.rpartition(".")[0]:
+            sections.add(key)
+
     flat: dict[str, Any] = {}
     unknown: list[str] = []
 
@@ -95,6 +94,7 @@ def flatten(values: Mapping[str, Any], root: type) -> dict[str, Any]:
             path = f"{prefix}{name}"
             if name == IGNORED_NAME or value == _MISSING:
                 continue
+
             if path in known:
                 flat[path] = value
             elif path not in sections:
@@ -154,7 +154,8 @@ def rename_aliases(
                 )
             if other in on_line:
                 continue
-        renamed[main], written_as[main] = value, path
+        renamed[main] = value
+        written_as[main] = path
 
     return renamed, written_as
 
@@ -201,10 +202,8 @@ def nearest_keys(path: str, known: list[str]) -> str:
     ending = [key for key in known if key.endswith(f".{path}")]
     section, _, name = path.rpartition(".")
     siblings = {_name(key): key for key in known if key.rpartition(".")[0] == section}
-    similar = [
-        siblings[close]
-        for close in difflib.get_close_matches(name, list(siblings), n=3, cutoff=0.6)
-    ]
+    close_names = difflib.get_close_matches(name, list(siblings), n=3, cutoff=0.6)
+    similar = [siblings[close] for close in close_names]
     same_name = [key for key in known if _name(key) == name]
     best = ending or similar or same_name or difflib.get_close_matches(path, known, n=4, cutoff=0.5)
     return ", ".join(best[:4]) if best else "none; --cfg job prints all keys"

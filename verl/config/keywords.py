@@ -142,10 +142,12 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield (keyword, path of a key or a section, value)."""
     known = keys_of(TrainConfig)
     tops = [section.name for section in fields(TrainConfig)]
+
     for name, value in values.items():
         if name in KEYWORDS:
             for path in KEYWORDS[name]:
                 yield name, path, value
+
         elif name in SECTIONS:
             if not isinstance(value, Mapping):
                 raise ConfigError(
@@ -154,11 +156,10 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
                 )
             for inner, setting in value.items():
                 path = f"{SECTIONS[name]}.{_SHORT.get(inner, inner)}"
-                yield (
-                    f"{name}: {inner}",
-                    path if path in known else f"{SECTIONS[name]}.{inner}",
-                    setting,
-                )
+                if path not in known:
+                    path = f"{SECTIONS[name]}.{inner}"
+                yield f"{name}: {inner}", path, setting
+
         elif name.partition(".")[0] in tops or "." in name:
             yield name, name, value
         elif (way := absent_key(name)) is not None:
@@ -190,19 +191,17 @@ def _check_hybrid_engine(config: TrainConfig, enabled: bool) -> None:
 
     if enabled:
         return
-    beside = [role for role, numbers in ranks.items() if numbers == actor]
-    is_apart = rollout != actor
 
-    if beside or not (ranks or is_apart):
+    colocated = [role for role, numbers in ranks.items() if numbers == actor]
+    is_apart = rollout != actor
+    if colocated or not (ranks or is_apart):
+        fact = "the actor is alone with its rollout"
+        if colocated:
+            fact = f"{' and '.join(colocated)} would be on the actor's ranks {actor}"
         raise ConfigError(
-            "enable_hybrid_engine=False asks for models on ranks of their own, but "
-            + (
-                f"{' and '.join(beside)} would be on the actor's ranks {actor}"
-                if beside
-                else "the actor is alone with its rollout"
-            )
-            + ". Set rollout_placement, critic_placement, reference_placement or "
-            "reward_model_placement to other ranks, or leave enable_hybrid_engine out."
+            f"enable_hybrid_engine=False asks for models on ranks of their own, but {fact}. Set "
+            "rollout_placement, critic_placement, reference_placement or reward_model_placement "
+            "to other ranks, or leave enable_hybrid_engine out."
         )
 
     logger.info(
@@ -295,9 +294,7 @@ def _compute_dtypes(config: TrainConfig, amp: bool) -> dict[str, Any]:
         "actor_rollout_ref.ref.fsdp_config.compute_dtype": "bfloat16" if amp else own,
         "critic.model.fsdp_config.compute_dtype": "bfloat16" if amp else critics,
     }
-    # Of frozen weights too, which would be bfloat16 on CUDA.
-    return (
-        values
-        if amp
-        else {**values, "actor_rollout_ref.model.dtype": own, "critic.model.dtype": critics}
-    )
+    if amp:
+        return values
+    # Frozen weights too: they would be bfloat16 on CUDA.
+    return {**values, "actor_rollout_ref.model.dtype": own, "critic.model.dtype": critics}

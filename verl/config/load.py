@@ -131,8 +131,8 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
         print(text, end="")
         if MASK in text:
             print(
-                f"Secrets are shown as {MASK}. Before you use this as a configuration, put them in, "
-                "best as ${oc.env:NAME}.",
+                f"Secrets are shown as {MASK}. Before you use this as a configuration, put them "
+                "in, best as ${oc.env:NAME}.",
                 file=sys.stderr,
             )
         sys.exit(0)
@@ -341,7 +341,7 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
         )
 
     if "Could not delete" in text:
-        return f"{text} A deletion takes back what a YAML file sets; for no value write key=null."
+        return f"{text} A deletion undoes a setting of a YAML file; for no value write key=null."
     if "Cannot find primary config" in text:
         found = sorted(path.stem for path in folder.glob("[!.]*.y*ml"))
         return (

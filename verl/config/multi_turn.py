@@ -18,7 +18,7 @@ class MultiTurnConfig:
         None, "most answers of tools and of the user together", above=0
     )
     max_tokens_per_turn: int | None = setting(
-        None, "most tokens of one turn of the model; null: what the response has left", above=0
+        None, "most tokens of one turn of the model; null: all that the response has left", above=0
     )
     tool_config_path: str | None = setting(None, "YAML file of tools", is_path=True)
     function_tool_path: str | None = setting(
@@ -93,7 +93,7 @@ class AgentConfig:
     )
     on_error: str = setting(
         "stop",
-        "an episode whose agent loop or environment raises: stop the run, or drop the episode",
+        "after an error in an agent loop or environment: stop the run, or drop the episode",
         choices=("stop", "drop"),
     )
     gives_reward: bool = setting(

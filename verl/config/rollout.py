@@ -179,7 +179,7 @@ class RolloutConfig:
 
     @property
     def uses_agents(self) -> bool:
-        """Whether rows are played by agent loops."""
+        """Return whether rows are played by agent loops."""
         turns = self.multi_turn
         agent = self.agent
         asked = (
@@ -215,5 +215,5 @@ class RolloutConfig:
 
     @property
     def scores_itself(self) -> bool:
-        """Whether agent loops give the scores, so that no reward function is needed."""
+        """Return whether agent loops give the scores, so that no reward function is needed."""
         return self.agent.gives_reward or self.agent.environment.name is not None

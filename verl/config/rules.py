@@ -39,7 +39,9 @@ TOKEN_BUDGETS = (
 
 def training_data_is_named(config: TrainConfig) -> Iterator[str]:
     if not config.data.train_files and config.data.dataset_name is None:
-        yield "No training data. Set data.train_files (Parquet, JSON lines) or data.dataset_name=toy."
+        yield (
+            "No training data. Set data.train_files (Parquet, JSON lines) or data.dataset_name=toy."
+        )
 
 
 def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
@@ -77,9 +79,8 @@ def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
 
 def batch_divides_into_mini_batches(config: TrainConfig) -> Iterator[str]:
     batch = config.data.train_batch_size
-    minis = {
-        "actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size
-    }
+    actor = config.actor_rollout_ref.actor
+    minis = {"actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size}
     if config.needs_critic and config.critic.ppo_mini_batch_size not in minis.values():
         minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
 
@@ -149,8 +150,10 @@ def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch, int]]
         value_micro_batch(config.critic),
         log_prob_micro_batch(config.distillation),
     )
-    of_roles = (roles.actor, roles.ref, config.critic, config.distillation)
-    actor, ref, critic, teacher = (role.ulysses_sequence_parallel_size for role in of_roles)
+    actor = roles.actor.ulysses_sequence_parallel_size
+    ref = roles.ref.ulysses_sequence_parallel_size
+    critic = config.critic.ulysses_sequence_parallel_size
+    teacher = config.distillation.ulysses_sequence_parallel_size
     yield from zip(TOKEN_BUDGETS, chosen, (actor, ref, actor, critic, critic, teacher))
 
 
@@ -158,7 +161,7 @@ def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
     """Check that the size of each group of ranks divides the number of ranks of its role."""
     roles = config.actor_rollout_ref
     counts = {role: len(ranks) for role, ranks in ranks_of_roles(config).items()}
-    of_actor = counts["actor"]
+    actor_ranks = counts["actor"]
 
     for section, role, ulysses, fsdp_key, fsdp in (
         (
@@ -193,8 +196,9 @@ def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
     ):
         if f"{section}.".startswith(inactive_sections(config)):
             continue
-        ranks = counts.get(role, of_actor)
-        is_actors = ulysses == roles.actor.ulysses_sequence_parallel_size and ranks == of_actor
+
+        ranks = counts.get(role, actor_ranks)
+        is_actors = ulysses == roles.actor.ulysses_sequence_parallel_size and ranks == actor_ranks
         inherits = role in ("reference", "teacher") and is_actors
         if ranks % ulysses and not inherits:
             yield (
@@ -209,12 +213,12 @@ def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
             )
 
     shared_by = roles.rollout.tensor_model_parallel_size
-    of_rollout = counts["rollout"]
-    if of_rollout % shared_by:
+    rollout_ranks = counts["rollout"]
+    if rollout_ranks % shared_by:
         yield (
             "actor_rollout_ref.rollout.tensor_model_parallel_size must divide the number of ranks, "
-            f"got {shared_by} and {of_rollout}. Set it to "
-            f"{_nearest_divisor(of_rollout, shared_by)}."
+            f"got {shared_by} and {rollout_ranks}. Set it to "
+            f"{_nearest_divisor(rollout_ranks, shared_by)}."
         )
 
 

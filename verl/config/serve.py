@@ -78,8 +78,8 @@ class ServerConfig:
     )
     on_unsupported: str = setting(
         "error",
-        "a request for a feature that the engine lacks (tool_choice=required, penalties); error: it "
-        "is refused; ignore: it is answered without",
+        "a request for a feature that the engine lacks (tool_choice=required, penalties); error: "
+        "it is refused; ignore: it is answered without",
         choices=("error", "ignore"),
     )
     timeout_s: float = as_in(GatewayConfig, "request_timeout_s")

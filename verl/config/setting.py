@@ -25,14 +25,14 @@ class Setting:
     planned: str | None = None  # refused unless it has its default; the work it would take
     # the values that `planned` is said of; empty: all but the default
     planned_values: tuple[Any, ...] = ()
-    also: tuple[
-        Any, ...
-    ] = ()  # values other than the default that pass without a warning or an error
+    # values other than the default that pass without a warning or an error
+    also: tuple[Any, ...] = ()
     choices: tuple[str, ...] | None = None
     above: float | None = None  # exclusive lower bound
     at_least: float | None = None
     at_most: float | None = None
-    # the key that gives the value when this one is unset (".x": in the same section), or an interpolation
+    # the key that gives the value when this one is unset (".x": in the same section), or an
+    # interpolation
     follows: str | None = None
     alias_of: str | None = None  # full key of which this one is another name
     # an explicit null is accepted, though the type has none, and leaves the default

@@ -246,8 +246,8 @@ RULES = (
         ),
     ),
 )
-# What a command line must name, and a program may give as objects: the training set and the
-# validation set.
+# A command line must name the training set and the validation set; a program may give them as
+# objects.
 RULES_OF_FILES = (training_data_is_named, SHARED.rule_here(rules.validation_has_data))
 
 

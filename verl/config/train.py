@@ -48,7 +48,7 @@ class TrainConfig:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether a pass computes the log-probs before the update.
+        """Return whether a pass computes the log-probs before the update.
 
         False where the rollout's log-probs serve, and where the whole batch is one update: the old
         policy is then the current one, and the update computes its log-probs anyway.

@@ -130,7 +130,7 @@ class TrainerConfig:
     profile_steps: list[int] | None = setting(
         None,
         (
-            "steps whose timeline is written, a Chrome trace for each: "
+            "steps of which a timeline is written, a Chrome trace for each: "
             "default_local_dir/timeline/global_step_N.json"
         ),
     )

@@ -3,7 +3,7 @@
 import sys
 
 from verl.trainer.main_ppo import main as run_job
-from verl.utils.errors import retold
+from verl.utils.errors import restated
 from verl.utils.garbage import loading_packages
 
 
@@ -26,7 +26,7 @@ def job(argv: list[str]) -> None:
     with loading_packages():
         from verl.jobs.serve import serve
 
-    with retold(SHARED.names_here):
+    with restated(SHARED.names_here):
         serve(config)
 
 

@@ -3,7 +3,7 @@
 import sys
 
 from verl.trainer.main_ppo import main as run_job
-from verl.utils.errors import retold
+from verl.utils.errors import restated
 from verl.utils.garbage import loading_packages
 
 
@@ -24,7 +24,7 @@ def job(argv: list[str]) -> None:
     with loading_packages():
         from verl.jobs.sft_trainer import SFTTrainer
 
-    with retold(SHARED.names_here):
+    with restated(SHARED.names_here):
         trainer = SFTTrainer(config)
         trainer.init_workers()
         trainer.fit()

@@ -25,8 +25,8 @@ def assemble(
 
     The columns are prompts (B, P), responses (B, R), input_ids, attention_mask, position_ids
     (B, T), response_mask (B, R), which is 1 for the model's own tokens alone, and rollout_log_probs
-    (B, R) fp32, which is 0 for others. `with_turns` adds `turn_of_token` (B, R): the number of the model's
-    turn that drew a token, or -1.
+    (B, R) fp32, which is 0 for others. `with_turns` adds `turn_of_token` (B, R): the number of the
+    model's turn that drew a token, or -1.
 
     Raises RolloutError naming the sample that is empty or longer than its columns, or that does
     not have one finite log-prob for each token of the model.
@@ -108,7 +108,9 @@ def _by_sample(completions: Iterable[Completion], rows: int) -> dict[int, Comple
 
     missing = [row for row in range(rows) if row not in by_sample]
     if missing:
-        shown = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
+        shown = ", ".join(map(str, missing[:5]))
+        if len(missing) > 5:
+            shown += " ..."
         raise RolloutError(
             f"Expected {rows} samples from the engine, {len(missing)} are missing: {shown}."
         )
@@ -143,7 +145,9 @@ def _check_log_probs(segment: Segment, name: str) -> None:
     expected = len(segment.token_ids)
     log_probs = segment.log_probs or ()
     if len(log_probs) != expected or not all(map(math.isfinite, log_probs)):
-        not_finite = "" if len(log_probs) != expected else ", some of them not finite"
+        not_finite = ""
+        if len(log_probs) == expected:
+            not_finite = ", some of them not finite"
         raise RolloutError(
             f"Expected {expected} finite log-probs for {name}, got {len(log_probs)}{not_finite}."
         )

@@ -26,7 +26,7 @@ class RolloutEngine(WeightTaker, Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether some submitted sample has not been returned yet."""
+        """Return whether some submitted sample has not been returned yet."""
         ...
 
     def reserve(self, room: Room) -> None:
@@ -98,7 +98,7 @@ class Capabilities:
 
 
 class EngineClass:
-    """Base of engine classes: what a class declares about the engines it makes, with defaults."""
+    """Base of engine classes: the facts that a class declares about its engines, with defaults."""
 
     capabilities: ClassVar[Capabilities] = Capabilities()
 
@@ -234,7 +234,9 @@ def generate(
             "A generate() of this engine is not finished; exhaust or close its iterator first."
         )
     engine.submit(requests, params, seed=seed, step=step)
-    sample_ids = [sample_id for request in requests for sample_id in request.sample_ids]
+    sample_ids: list[int] = []
+    for request in requests:
+        sample_ids += request.sample_ids
     return Completions(engine, sample_ids)
 
 
@@ -258,19 +260,19 @@ class GenerateOnly:
         return bool(self._calls)
 
     def reserve(self, room: Room) -> None:
-        """See `RolloutEngine.reserve`. The engine has no way to hear of it."""
+        """Implement `RolloutEngine.reserve` by doing nothing: the engine has no such call."""
 
     def submit(
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
     ) -> None:
-        """See `RolloutEngine.submit`."""
+        """Implement `RolloutEngine.submit`."""
         call = self._engine.generate(requests, params, seed=seed, step=step)
         self._calls.append(iter(call))
         for request in requests:
             self._unfinished.update(request.sample_ids)
 
     def step(self) -> list[Completion]:
-        """See `RolloutEngine.step`."""
+        """Implement `RolloutEngine.step`."""
         while self._calls:
             completion = next(self._calls[0], None)
             if completion is None:
@@ -281,8 +283,10 @@ class GenerateOnly:
         return []
 
     def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:
-        """See `RolloutEngine.abort`."""
-        wanted = self._unfinished if sample_ids is None else self._unfinished & set(sample_ids)
+        """Implement `RolloutEngine.abort`."""
+        wanted = self._unfinished
+        if sample_ids is not None:
+            wanted = self._unfinished & set(sample_ids)
         aborted = []
         for sample_id in sorted(wanted):
             aborted.append(

@@ -59,7 +59,7 @@ class HFEngine(LocalEngine):
 
     @classmethod
     def plan(cls, config: RolloutConfig, load: EngineLoad) -> EngineMemory:
-        """See `EngineClass.plan`."""
+        """Implement `EngineClass.plan`."""
         return padded_memory(config, load)
 
     def __init__(
@@ -76,7 +76,7 @@ class HFEngine(LocalEngine):
 
     @property
     def has_work(self) -> bool:
-        """See `RolloutEngine.has_work`."""
+        """Implement `RolloutEngine.has_work`."""
         return bool(self._batches)
 
     def submit(
@@ -84,7 +84,9 @@ class HFEngine(LocalEngine):
     ) -> None:
         """Add requests; see `RolloutEngine.submit`. Those of one call are padded together."""
         rule = self.check_call(requests, params)
-        ids = [sample_id for request in requests for sample_id in request.sample_ids]
+        ids: list[int] = []
+        for request in requests:
+            ids += request.sample_ids
         keys = iter(sample_keys(seed, step, np.array(ids, np.int64)))
         rows = []
         for request in requests:
@@ -114,7 +116,8 @@ class HFEngine(LocalEngine):
             raise
 
         self._counts["decode_steps"] += len(recorder.token_ids)
-        self._counts["generated_tokens"] += sum(len(each.token_ids) for each in completions)
+        for each in completions:
+            self._counts["generated_tokens"] += len(each.token_ids)
         del batch.rows[: len(chunk)]
         if not batch.rows:
             self._batches.popleft()
@@ -153,9 +156,11 @@ class HFEngine(LocalEngine):
         }
 
     def _next_chunk(self, rows: list[_Row]) -> list[_Row]:
-        """Take up to max_num_seqs rows from the front. All of them go on until the last has ended:
-        none may come to positions that the model does not have, or at which it computes all of them
-        differently (dynamic rotary embeddings)."""
+        """Take up to max_num_seqs rows from the front.
+
+        All of them go on until the last has ended. None may come to positions that the model does
+        not have, or at which it computes all rows differently (dynamic rotary embeddings).
+        """
         chunk: list[_Row] = []
         for row in rows:
             together = [*chunk, row]
@@ -195,8 +200,7 @@ class HFEngine(LocalEngine):
 
 
 class _Recorder:
-    """What the rows of one `generate` call of transformers have drawn, and where each of them
-    ended."""
+    """The draws of one `generate` call of transformers, and the end of each row."""
 
     def __init__(self, params: SamplingParams, rule: StopRule, rows: list[_Row]) -> None:
         self.params = params
@@ -209,7 +213,7 @@ class _Recorder:
         self.log_probs: list[NDArray[np.float32]] = []
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """(b, V) -> (b,) tokens, noted with their log-probs."""
+        """Draw tokens (b,) from logits (b, V), and note them with their log-probs."""
         position = np.full(len(self.keys), len(self.token_ids), np.int64)
         keys = torch.from_numpy(row_keys(self.keys, position)).to(logits.device)
         tokens, log_probs = sample(logits, self.params, keys)
@@ -218,13 +222,14 @@ class _Recorder:
         return tokens
 
     def ended(self) -> NDArray[np.bool_]:
-        """(b,) bool: which rows have ended, the last tokens included."""
+        """Return which rows have ended, (b,) bool, the last tokens included."""
         count = len(self.token_ids)
         stops = self.rule.ends(self.token_ids[-1])
         if self.rule.strings:
             so_far = np.stack(self.token_ids, axis=1)
             for row in np.flatnonzero(~stops & (self.lengths == 0)).tolist():
                 stops[row] = self.rule.completes_string(so_far[row])
+
         ends_now = (self.lengths == 0) & (stops | (count >= self.limits))
         self.stopped |= ends_now & stops
         self.lengths[ends_now] = count

@@ -71,23 +71,23 @@ class LocalEngine(EngineClass):
 
     @property
     def has_work(self) -> bool:
-        """See `RolloutEngine.has_work`."""
+        """Implement `RolloutEngine.has_work`."""
         raise NotImplementedError
 
     def reserve(self, room: Room) -> None:
-        """See `RolloutEngine.reserve`. Without tables of a fixed size this does nothing."""
+        """Implement `RolloutEngine.reserve`. Without tables of a fixed size this does nothing."""
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """See `WeightTaker.weight_dtype`."""
+        """Implement `WeightTaker.weight_dtype`."""
         return self.twin.dtype
 
     def weight_place(self, name: str) -> torch.Tensor | None:
-        """See `WeightTaker.weight_place`."""
+        """Implement `WeightTaker.weight_place`."""
         return self.twin.place(name)
 
     def weight_fingerprints(self) -> dict[str, Fingerprint]:
-        """See `WeightTaker.weight_fingerprints`."""
+        """Implement `WeightTaker.weight_fingerprints`."""
         return self.twin.fingerprints()
 
     def sleep(self) -> None:
@@ -106,7 +106,7 @@ class LocalEngine(EngineClass):
         self._asleep = False
 
     def forget_prefixes(self) -> None:
-        """See `RolloutEngine.forget_prefixes`. Without a cache of prefixes this does nothing."""
+        """Implement `RolloutEngine.forget_prefixes`: nothing to do without a cache of prefixes."""
 
     def statistics(self) -> dict[str, float]:
         """Return the counters of the last `generate`, which the engine's class lists.

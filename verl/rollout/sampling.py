@@ -45,7 +45,7 @@ def row_keys(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 def noise_integers(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Return uniform integers in [0, 2**31), (b, V) int32, from row keys (b, 2) int32."""
     # Two finaliser rounds over column hash ^ key; the second half of the key enters between them,
-    # so that rows whose first halves collide still differ. A shift spreads over an exclusive or, so
+    # so that rows with equal first halves still differ. A shift spreads over an exclusive or, so
     # the first one of the (b, V) integers is done for each column and each row.
     first = keys[:, :1].clone()
     second = keys[:, 1:]
@@ -92,28 +92,27 @@ def sample(
     that of temperature 1.
     """
     chunk = max(1, CHUNK_LOGITS // logits.shape[1])
-    parts = [
-        _sample_chunk(
-            logits[start : start + chunk],
-            params,
-            None if keys is None else keys[start : start + chunk],
-        )
-        for start in range(0, logits.shape[0], chunk)
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([tokens for tokens, _ in parts]), torch.cat(
-        [log_probs for _, log_probs in parts]
-    )
+    if logits.shape[0] <= chunk:
+        return _sample_chunk(logits, params, keys)
+
+    tokens = []
+    log_probs = []
+    for start in range(0, logits.shape[0], chunk):
+        mine = slice(start, start + chunk)
+        part = _sample_chunk(logits[mine], params, None if keys is None else keys[mine])
+        tokens.append(part[0])
+        log_probs.append(part[1])
+    return torch.cat(tokens), torch.cat(log_probs)
 
 
 def _sample_chunk(
     logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Every pass over (b, V) counts: at a small model they are a quarter of a decode step on CPU.
-    weights = (
-        logits.float() if params.temperature in (0, 1) else logits.float() / params.temperature
-    ).softmax(-1)
+    scaled = logits.float()
+    if params.temperature not in (0, 1):
+        scaled = scaled / params.temperature
+    weights = scaled.softmax(-1)
     if params.temperature == 0:
         tokens = _argmin(logits.float().neg())
     else:
@@ -185,7 +184,7 @@ def _heaviest(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The mixing function of SplitMix64 (Steele, Lea and Flood 2014); arithmetic modulo 2**64."""
+    """Mix bits as SplitMix64 (Steele, Lea and Flood 2014); arithmetic modulo 2**64."""
     state = state + _GOLDEN
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

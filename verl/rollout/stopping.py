@@ -17,8 +17,11 @@ def end_of_sequence_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """
     ids: set[int] = set()
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):
-        value = None if source is None else getattr(source, "eos_token_id", None)
-        ids.update([value] if isinstance(value, int) else value or [])
+        value = getattr(source, "eos_token_id", None)
+        if isinstance(value, int):
+            ids.add(value)
+        else:
+            ids.update(value or ())
     return tuple(sorted(ids))
 
 
@@ -55,7 +58,7 @@ class StopRule:
         return np.isin(drawn, self.token_ids)
 
     def completes_string(self, token_ids: NDArray[np.int64]) -> bool:
-        """Whether the response `token_ids` (n,) contains a stop string.
+        """Return whether the response `token_ids` (n,) contains a stop string.
 
         Called after every token, so it decodes only the end of the response.
         """

@@ -30,7 +30,7 @@ class Segment:
 
     @property
     def is_model(self) -> bool:
-        """Whether the engine drew these tokens."""
+        """Return whether the engine drew these tokens."""
         return self.source == MODEL
 
 
@@ -51,7 +51,7 @@ class Trajectory:
         turn_rewards: reward of single turns, by the number of the turn.
         num_turns: messages of the conversation, the prompt counted as one.
         is_dropped: whether the episode failed, so that nothing is learned from it.
-        extra: what the reward function gets in `extra_info` in addition to the row's own.
+        extra: further fields of `extra_info` for the reward function, in addition to the row's own.
     """
 
     row: int
@@ -67,7 +67,7 @@ class Trajectory:
 
     @property
     def response_ids(self) -> list[int]:
-        """All tokens after the prompt."""
+        """Return all tokens after the prompt."""
         ids: list[int] = []
         for segment in self.segments:
             ids += segment.token_ids

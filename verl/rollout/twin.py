@@ -46,17 +46,17 @@ def engine_dtype(name: str | None, model: PreTrainedModel, device: torch.device)
 
 
 class ModelTwin:
-    """`module` computes what the trainer's model computes, with its own attention, in eval mode.
+    """`module` computes the same as the trainer's model, with its own attention, in eval mode.
 
     It is built on meta, so nothing that the trainer hangs on its module (adapters, checkpointing,
-    compile, hooks, train mode) reaches it. On CPU a parameter whose dtype agrees is the trainer's
+    compile, hooks, train mode) reaches it. On CPU a parameter of the same dtype is the trainer's
     own: an optimizer step is seen at once and nothing is copied. Every other parameter, a weight
     that LoRA has adapters for among them, is a copy at an address of its own, which on CUDA
     outlives `release` and `restore`; there the weights that several linear layers apply to one
     input lie behind one another (see `stacked`).
 
-    Of a parameter named in `cuts` the twin has what that function makes of the whole, always as a
-    copy.
+    `cuts` maps names of parameters to functions of the whole parameter. The twin has the results of
+    these functions, always as copies.
     """
 
     def __init__(
@@ -106,13 +106,15 @@ class ModelTwin:
 
     @property
     def version(self) -> object:
-        """Differs whenever the weights do: the number of updates, and what autograd counts of
-        changes in place."""
+        """Return a value that differs whenever the weights do.
+
+        It holds the number of updates, and autograd's counts of changes in place.
+        """
         return self._num_updates, sum(self._parameters[name]._version for name in self._aliased)
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the parameters that are not the trainer's own."""
+        """Return the bytes of the parameters that are not the trainer's own."""
         return sum(self._num_bytes(name) for name in self._parameters if name not in self._aliased)
 
     @torch.no_grad()
@@ -193,7 +195,7 @@ class ModelTwin:
             self.ready = False
 
     def restore(self) -> None:
-        """Memory for what `release` gave back. `update` has to fill it."""
+        """Allocate again the memory that `release` gave back. `update` has to fill it."""
         if self._memory is not None:
             self._memory.grow(self._memory.num_bytes)
 

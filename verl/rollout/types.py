@@ -22,7 +22,7 @@ class SamplingParams:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-k, top-p or min-p excludes tokens from the draw."""
+        """Return whether top-k, top-p or min-p excludes tokens from the draw."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 

@@ -17,16 +17,16 @@ from verl.trainer.frozen_models import distillation_term
 from verl.trainer.setup import group_numbers
 from verl.utils.errors import AlgorithmError, ConfigError, RewardError
 from verl.utils.user_parts import NamedPart
-from verl.workers.losses import RolloutReinforce, loss_in_words
+from verl.workers.losses import RolloutReinforce, describe_loss
 
 
-def algorithm_in_words(config: TrainConfig) -> list[str]:
+def describe_algorithm(config: TrainConfig) -> list[str]:
     """Return the advantage and the loss as formulas, a line each."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
     formula = getattr(advantage_estimators.get(name), "formula", "an estimator of your own")
     by_std = ", divided by the group's std + 1e-6" if algorithm.norm_adv_by_std_in_grpo else ""
-    loss = loss_in_words(
+    loss = describe_loss(
         config.actor_rollout_ref.actor, distillation_term(config), rollout_reinforce(config)
     )
     lines = [
@@ -41,9 +41,9 @@ def algorithm_in_words(config: TrainConfig) -> list[str]:
 
     if config.distillation.is_reward:
         asked = config.distillation.distillation_loss
-        of_rewards = "0" if config.distillation.is_whole_loss else "A"
+        from_rewards = "0" if config.distillation.is_whole_loss else "A"
         lines.append(
-            f"Advantage of a token = {of_rewards} - {asked.distillation_loss_coef:g} "
+            f"Advantage of a token = {from_rewards} - {asked.distillation_loss_coef:g} "
             f"{asked.loss_mode}(pi_old, teacher)"
         )
 
@@ -60,7 +60,7 @@ def algorithm_in_words(config: TrainConfig) -> list[str]:
 
 
 def rollout_reinforce(config: TrainConfig) -> RolloutReinforce | None:
-    """Return the policy loss of `algorithm.rollout_correction.loss_type=reinforce`, if asked for."""
+    """Return the policy loss of `algorithm.rollout_correction.loss_type=reinforce`, or None."""
     correction = config.algorithm.rollout_correction
     if correction.loss_type != "reinforce":
         return None
@@ -74,10 +74,9 @@ def rollout_reinforce(config: TrainConfig) -> RolloutReinforce | None:
 def penalised_scores(
     batch: DataProto, config: TrainConfig, controller: FixedKLController | AdaptiveKLController
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Subtract the KL penalty from the scores (B, R) if `algorithm.use_kl_in_reward` asks for it;
-    gives them with metrics.
+    """Subtract the KL penalty from the scores (B, R) if `algorithm.use_kl_in_reward` asks for it.
 
-    The controller sees the KL of the batch.
+    Returns the scores and metrics. Updates the controller with the KL of the batch.
     """
     columns = batch.batch
     algorithm = config.algorithm
@@ -85,10 +84,12 @@ def penalised_scores(
     mask = columns["response_mask"]
     if not algorithm.use_kl_in_reward:
         return scores, {}
+
     kl = kl_penalty(columns["old_log_probs"], columns["ref_log_prob"], algorithm.kl_penalty)
     coefficient = controller.value
     mean_kl = ((kl * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean().item()
     controller.update(current_kl=mean_kl, n_steps=len(batch))
+
     metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coefficient}
     return apply_kl_penalty(scores, kl, mask, coefficient), metrics
 
@@ -97,6 +98,14 @@ def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
     """Collect the inputs of an estimator from a batch with `token_level_rewards`."""
     columns = batch.batch
     algorithm = config.algorithm
+
+    components = None
+    if algorithm.gdpo_reward_keys:
+        components = _reward_components(batch, algorithm.gdpo_reward_keys)
+    component_weights = None
+    if algorithm.gdpo_reward_weights:
+        component_weights = torch.tensor(algorithm.gdpo_reward_weights)
+
     return AdvantageInputs(
         token_level_rewards=columns["token_level_rewards"],
         response_mask=columns["response_mask"],
@@ -105,12 +114,8 @@ def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-        components=_reward_components(batch, algorithm.gdpo_reward_keys)
-        if algorithm.gdpo_reward_keys
-        else None,
-        component_weights=torch.tensor(algorithm.gdpo_reward_weights)
-        if algorithm.gdpo_reward_weights
-        else None,
+        components=components,
+        component_weights=component_weights,
         columns=dict(columns.items()),
         config=algorithm,
     )
@@ -130,14 +135,12 @@ def estimated(
 
     part = NamedPart("advantage estimator", config.algorithm.adv_estimator, estimator)
     rewards = inputs.token_level_rewards
-    with part.told():
+    with part.naming_errors():
         answer = estimator(inputs)
-    shapes = (
-        [getattr(column, "shape", None) for column in answer]
-        if isinstance(answer, (tuple, list))
-        else []
-    )
 
+    shapes = []
+    if isinstance(answer, (tuple, list)):
+        shapes = [getattr(column, "shape", None) for column in answer]
     if shapes != [rewards.shape, rewards.shape]:
         expected = (
             f"a pair (advantages, returns), both of shape {tuple(rewards.shape)} (rows, response "
@@ -147,9 +150,8 @@ def estimated(
 
     advantages, returns = map(torch.as_tensor, answer)
     own = inputs.response_mask.bool()
-    wrong = (
-        (~(advantages.isfinite() & returns.isfinite()) & own).any(-1).nonzero().flatten().tolist()
-    )
+    is_finite = advantages.isfinite() & returns.isfinite()
+    wrong = (~is_finite & own).any(-1).nonzero().flatten().tolist()
 
     # A critic that diverged is for the engine, which skips the update.
     if wrong and all(
@@ -157,7 +159,7 @@ def estimated(
     ):
         raise AlgorithmError(
             f"{part} gave NaN or infinity for finite rewards in {len(wrong)} of {len(own)} rows, "
-            f"the first of which is row {wrong[0]}. Add a small number to what it divides by, say."
+            f"the first of which is row {wrong[0]}. Add a small number to its divisor, for example."
         )
 
     return advantages, returns
@@ -182,14 +184,15 @@ def estimated_by_episode(
         return estimated(estimator, config, inputs)
 
     last = rows.last
-    of_episodes = inputs._replace(
+    last_rows = inputs._replace(
         token_level_rewards=inputs.token_level_rewards[last],
         response_mask=inputs.response_mask[last],
         group=None if inputs.group is None else inputs.group[last],
         components=None if inputs.components is None else inputs.components[last],
         columns={name: column[last] for name, column in inputs.columns.items()},
     )
-    advantages, returns = estimated(estimator, config, of_episodes)
+    advantages, returns = estimated(estimator, config, last_rows)
+
     own = inputs.response_mask.bool()
     return spread(advantages, own, rows), spread(returns, own, rows)
 
@@ -206,9 +209,10 @@ def spread(column: torch.Tensor, own: torch.Tensor, rows: EpisodeRows) -> torch.
 def distilled(
     advantages: torch.Tensor, batch: DataProto, config: TrainConfig
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Subtract the estimated reverse KL to the teacher from the advantages (B, R), where
-    distillation is a reward; gives them with a metric. Lu and Thinking Machines Lab 2025
-    ("On-Policy Distillation").
+    """Subtract the estimated reverse KL to the teacher from the advantages (B, R).
+
+    Does so where distillation is a reward, and returns the advantages and a metric. Lu and
+    Thinking Machines Lab 2025 ("On-Policy Distillation").
 
         A_t - coef * k_t,    k1: k_t = log pi_old(token) - log teacher(token)
 
@@ -226,36 +230,41 @@ def distilled(
 
 
 def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:
-    """Stack (B, K) numeric fields of the reward, `score` among them; 0 for samples whose reward was
-    dropped."""
+    """Stack (B, K) numeric fields of the reward, `score` among them; 0 for dropped samples."""
     counted = batch.batch["response_mask"].bool().any(-1).tolist()
     components = []
     for name in names:
         if name == "score":
             components.append(batch.batch["token_level_rewards"].sum(-1))
             continue
-        numbers: list[Any] = list(batch.non_tensor_batch.get(name, [None] * len(batch)))
-        for row, value in enumerate(numbers):
-            if counted[row] and not isinstance(value, (int, float)):
-                told = ", ".join(["score", *batch.meta_info.get("reward_fields", ())])
+
+        values: list[Any] = list(batch.non_tensor_batch.get(name, [None] * len(batch)))
+        numbers = []
+        for row, value in enumerate(values):
+            if not counted[row]:
+                numbers.append(0.0)
+            elif isinstance(value, (int, float)):
+                numbers.append(float(value))
+            else:
+                returned = ", ".join(["score", *batch.meta_info.get("reward_fields", ())])
                 raise RewardError(
                     "algorithm.gdpo_reward_keys: every sample's reward needs a number as field "
-                    f"'{name}', got "
-                    f'{value!r} for row {row}. Return it beside "score"; fields told in this step: '
-                    f"{told}."
+                    f"'{name}', got {value!r} for row {row}. Return it in addition to \"score\"; "
+                    f"fields returned in this step: {returned}."
                 )
-        components.append(
-            torch.tensor([float(value) if keep else 0.0 for value, keep in zip(numbers, counted)])
-        )
+        components.append(torch.tensor(numbers))
 
     return torch.stack(components, dim=-1)
 
 
 def chosen_samples(batch: DataProto, config: TrainConfig, step: int) -> DataProto:
-    """Select the samples that critic and actor learn from: all, or under PF-PPO as many drawn by
-    score."""
+    """Select the samples that critic and actor learn from.
+
+    These are all samples, or under PF-PPO as many, drawn by score.
+    """
     if not config.algorithm.use_pf_ppo:
         return batch
+
     scores = batch.batch["token_level_scores"].sum(-1)
     options = config.algorithm.pf_ppo
     weights = pf_ppo_weights(scores, options.reweight_method, options.weight_pow)
@@ -268,10 +277,9 @@ def _seed(config: TrainConfig, step: int) -> int:
 
 
 def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto, dict[str, float]]:
-    """Apply rollout correction: add `rollout_is_weights`, mask rejected tokens; gives the batch and
-    metrics.
+    """Add `rollout_is_weights` and mask rejected tokens; return the batch and metrics.
 
-    The batch itself comes back where no correction is configured.
+    Returns the same batch where no correction is configured.
     """
     options = config.algorithm.rollout_correction
     if not options.changes_update:
@@ -296,7 +304,7 @@ def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto,
 
 
 def entropy_controller(config: TrainConfig) -> FixedEntropyController | AdaptiveEntropyController:
-    """Build the controller that `algorithm.entropy_ctrl` names, starting at `actor.entropy_coeff`."""
+    """Build the controller of `algorithm.entropy_ctrl`, starting at `actor.entropy_coeff`."""
     options = config.algorithm.entropy_ctrl
     start = config.actor_rollout_ref.actor.entropy_coeff
     if options.type == "fixed":

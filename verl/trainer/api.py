@@ -94,7 +94,9 @@ class RLTrainer:
     ) -> None:
         show_log()
         self.config: TrainConfig = config_from_keywords(config, keywords)
-        self.missing = list(training_data_is_named(self.config)) if train_dataset is None else []
+        self.missing: list[str] = []
+        if train_dataset is None:
+            self.missing = list(training_data_is_named(self.config))
         self.has_own_reward = reward_fn is not None
 
         if self.missing:
@@ -113,26 +115,26 @@ class RLTrainer:
         )
         self.has_models = self.has_trained = False
 
-    # ---------------------------------------------------------------- what can be read
+    # ---------------------------------------------------------------- properties
 
     @property
     def tokenizer(self) -> Any:
-        """The actor's tokenizer."""
+        """Return the actor's tokenizer."""
         return self.ppo.tokenizer
 
     @property
     def rollout_config(self) -> RolloutConfig:
-        """The section that says how responses are drawn, in training and by `rollout`."""
+        """Return the section that says how responses are drawn, in training and by `rollout`."""
         return self.config.actor_rollout_ref.rollout
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the latest training step; empty before the first."""
+        """Return the metrics of the latest training step; empty before the first."""
         return self.ppo.metrics
 
     @property
     def critic(self) -> "LiveRole":
-        """The critic; its `model` is the module that is trained.
+        """Return the critic; its `model` is the module that is trained.
 
         Raises:
             ConfigError: this run has no critic.
@@ -146,7 +148,7 @@ class RLTrainer:
         self._load_models()
         return LiveRole("critic", self.ppo.critic_wg, ranks_of_roles(self.config)["critic"])
 
-    # ---------------------------------------------------------------- what it does
+    # ---------------------------------------------------------------- actions
 
     def train(
         self,
@@ -223,20 +225,23 @@ class RLTrainer:
             raise ConfigError(f"rollout(n=...) must be a whole number, at least 1, got {n!r}.")
         batch = self._prompts(prompts)
         self._load_models()
+
         params = setup.sampling_params(self.rollout_config)
-        params = replace(params, temperature=0.0) if greedy else params
-        # training has the first, validation the second
-        seed = self.rollout_config.seed + 2 if seed is None else seed
+        if greedy:
+            params = replace(params, temperature=0.0)
+        if seed is None:
+            seed = self.rollout_config.seed + 2  # training has the first, validation the second
         batch = self.ppo._generate(batch, n, params, seed, step=0)
         if as_batch:
             return batch
 
-        ids = [
-            row[mask].tolist()
-            for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"].bool())
-        ]
+        ids = []
+        for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"].bool()):
+            ids.append(row[mask].tolist())
         texts: list[str] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return texts if n == 1 else [texts[start : start + n] for start in range(0, len(texts), n)]
+        if n == 1:
+            return texts
+        return [texts[start : start + n] for start in range(0, len(texts), n)]
 
     def compute_reward(
         self,
@@ -276,14 +281,12 @@ class RLTrainer:
         given = [name for name, value in columns.items() if value is not None]
 
         if given and (by_model or in_batch):
+            reason = "here the reward model scores"
+            if in_batch:
+                reason = "the responses are a batch with columns of its own"
             raise ConfigError(
                 f"compute_reward reads {' and '.join(given)} for texts and a reward function, but "
-                + (
-                    "the responses are a batch with columns of its own."
-                    if in_batch
-                    else "here the reward model scores."
-                )
-                + " Leave them out."
+                f"{reason}. Leave them out."
             )
 
         if by_model:
@@ -323,12 +326,12 @@ class RLTrainer:
         if changed is self.config:
             return
         if self.has_models:
-            keys = [
-                key
-                for key in keys_of(TrainConfig)
-                if value_at(changed, key) != value_at(self.config, key)
-            ]
-            if dtypes := [key for key in keys if key.endswith("dtype")]:
+            dtypes = []
+            for key in keys_of(TrainConfig):
+                is_changed = value_at(changed, key) != value_at(self.config, key)
+                if is_changed and key.endswith("dtype"):
+                    dtypes.append(key)
+            if dtypes:
                 raise ConfigError(
                     f"amp={options['amp']} changes {dtypes[0]}, but the models are loaded already. "
                     f"Give it to RLTrainer(amp={options['amp']}), or train before anything else."
@@ -349,13 +352,13 @@ class RLTrainer:
                     f"ids), got {list(prompts.non_tensor_batch)}. Give the prompts as texts or "
                     "chats."
                 )
+
             batch = prompts.select()
-            ids = [
-                self._fitted(number, ids)
-                for number, ids in enumerate(batch.non_tensor_batch["raw_prompt_ids"])
-            ]
+            fitted = []
+            for number, ids in enumerate(batch.non_tensor_batch["raw_prompt_ids"]):
+                fitted.append(self._fitted(number, ids))
             batch.non_tensor_batch["raw_prompt_ids"] = DataProto.from_dict(
-                non_tensors={"": ids}
+                non_tensors={"": fitted}
             ).non_tensor_batch[""]
             return batch
 
@@ -407,7 +410,7 @@ class LiveRole:
 
     @property
     def model(self) -> Any:
-        """The module itself. WorkerError where it is not in this process alone."""
+        """Return the module itself. Raises WorkerError where it is not in this process alone."""
         if "worker" not in vars(self.group):
             raise WorkerError(
                 f"The {self.name} is no module of this process: its weights lie on the ranks "
@@ -418,20 +421,18 @@ class LiveRole:
         return self.group.worker.engine.hf_model
 
 
-def _listed(call: str, what: str, given: Any) -> list[Any]:
+def _listed(call: str, contents: str, given: Any) -> list[Any]:
     """Return the entries of a list or another iterable; raise DataError for one text or mapping."""
-    entries = (
-        list(given)
-        if isinstance(given, Iterable) and not isinstance(given, (str, Mapping, DataProto))
-        else []
-    )
+    entries = []
+    if isinstance(given, Iterable) and not isinstance(given, (str, Mapping, DataProto)):
+        entries = list(given)
     if not entries:
-        raise DataError(f"{call} needs a list of {what}, at least one, got {given!r:.80}.")
+        raise DataError(f"{call} needs a list of {contents}, at least one, got {given!r:.80}.")
     return entries
 
 
 class _NoRows:
-    """In the place of training data, where there is none: `train` says so."""
+    """Stands in for missing training data, which `train` refuses."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows

@@ -19,17 +19,17 @@ from verl.utils.phases import phase
 
 
 class DAPOTrainer(PPOTrainer):
-    """Draws prompts until `data.train_batch_size` of them have responses that differ in
-    `algorithm.filter_groups.metric`: the others have no advantage and thin the batch out.
+    """Draws prompts until `data.train_batch_size` of them have responses that differ.
 
-    Every round takes the next batch of the loader, whose cursor is all that a resumed run needs:
-    nothing is kept from one step for the next. A run by epochs has as many steps as if no prompt
-    were left out, and reads further epochs.
+    They must differ in `algorithm.filter_groups.metric`: the other prompts have no advantage and
+    thin the batch out. Every round takes the next batch of the loader. No prompt is kept for the
+    next step, so a resumed run needs only the loader's cursor. A run by epochs has as many steps as
+    if no prompt were left out, and reads further epochs.
     """
 
     @phase(writes=GENERATED + " token_level_scores rm_scores", chooses_rows=True)
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
-        """Collect prompts whose responses differ, in the order in which they were drawn.
+        """Collect prompts with responses that differ, in the order in which they were drawn.
 
         See `PPOTrainer.collect`.
         """
@@ -45,14 +45,14 @@ class DAPOTrainer(PPOTrainer):
             differ = rows_that_differ(batch, options.metric)
             kept.append(batch.select_idxs(differ))
             alike.append(batch.select_idxs(~differ))
-            num_kept = sum(num_prompts(part) for part in kept)
+            num_kept = sum(map(num_prompts, kept))
             if num_kept >= wanted or number == options.max_num_gen_batches:
                 break
             first_row += len(prompts)
             prompts = next(iter(self.train_loader))
 
         if num_kept < wanted:
-            self._tell_exhausted(num_kept, wanted)
+            self._report_exhausted(num_kept, wanted)
             kept += alike
 
         self.metrics |= {
@@ -62,11 +62,11 @@ class DAPOTrainer(PPOTrainer):
         }
         return first_prompts(joined([part for part in kept if len(part)]), wanted)
 
-    def _tell_exhausted(self, num_kept: int, wanted: int) -> None:
+    def _report_exhausted(self, num_kept: int, wanted: int) -> None:
         options = self.config.algorithm.filter_groups
         fact = (
             f"Step {self.global_step}: {options.max_num_gen_batches} batches of prompts gave "
-            f"{num_kept} whose responses differ in '{options.metric}'; {wanted} are wanted"
+            f"{num_kept} with responses that differ in '{options.metric}'; {wanted} are wanted"
         )
         if options.on_exhausted == "error":
             raise DataError(
@@ -74,29 +74,31 @@ class DAPOTrainer(PPOTrainer):
                 "algorithm.filter_groups.max_num_gen_batches (0: no bound) or rollout.n, lower "
                 "data.train_batch_size, or set algorithm.filter_groups.on_exhausted=fill."
             )
-        logger.warning("%s. The batch is filled with prompts whose responses are alike.", fact)
+        logger.warning("%s. The batch is filled with prompts that have equal responses.", fact)
 
 
 def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
-    """Mark (B,) rows whose prompt has two samples of different `metric`; samples whose reward was
-    dropped do not count."""
+    """Mark (B,) rows of prompts that have two samples of different `metric`.
+
+    Samples without a reward (dropped ones) do not count.
+    """
     if metric in ("score", "seq_reward"):
         values = batch.batch["token_level_scores"].sum(-1).tolist()
     elif metric in batch.non_tensor_batch:
         values = batch.non_tensor_batch[metric].tolist()
     else:
-        told = ", ".join(["score", *batch.meta_info.get("reward_fields", ())])
+        returned = ", ".join(["score", *batch.meta_info.get("reward_fields", ())])
         raise ConfigError(
-            f"algorithm.filter_groups.metric='{metric}' is no field of the reward, which tells: "
-            f"{told}. Return it "
-            'beside "score", or set algorithm.filter_groups.metric=score.'
+            f"algorithm.filter_groups.metric='{metric}' is no field of the reward, which returns: "
+            f'{returned}. Return it in addition to "score", or set '
+            "algorithm.filter_groups.metric=score."
         )
 
     values_of: dict[int, set] = {}
     groups = group_numbers(batch).tolist()
     for group, value in zip(groups, values):
-        # tensors differ even where they are equal
-        value = value.tolist() if hasattr(value, "tolist") else value
+        if hasattr(value, "tolist"):
+            value = value.tolist()  # a set keeps equal tensors apart
         try:
             values_of.setdefault(group, set()).add(value)
         except TypeError as error:  # has no hash
@@ -106,12 +108,11 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
                 "field, or set algorithm.filter_groups.metric=score."
             ) from error
 
-    uids_that_differ = {
-        uid
-        for uid, group in zip(batch.non_tensor_batch["uid"], groups)
-        if len(values_of[group]) > 1
-    }
-    return np.array([uid in uids_that_differ for uid in batch.non_tensor_batch["uid"]], dtype=bool)
+    uids_that_differ = set()
+    for uid, group in zip(batch.non_tensor_batch["uid"], groups):
+        if len(values_of[group]) > 1:
+            uids_that_differ.add(uid)
+    return _rows_of_prompts(batch, uids_that_differ)
 
 
 def num_prompts(batch: DataProto) -> int:
@@ -120,21 +121,26 @@ def num_prompts(batch: DataProto) -> int:
 
 def first_prompts(batch: DataProto, wanted: int) -> DataProto:
     """Select all rows of the first `wanted` prompts."""
-    chosen = set(list(dict.fromkeys(batch.non_tensor_batch["uid"].tolist()))[:wanted])
-    return batch.select_idxs(
-        np.array([uid in chosen for uid in batch.non_tensor_batch["uid"]], dtype=bool)
-    )
+    uids = list(dict.fromkeys(batch.non_tensor_batch["uid"].tolist()))
+    return batch.select_idxs(_rows_of_prompts(batch, set(uids[:wanted])))
+
+
+def _rows_of_prompts(batch: DataProto, uids: set[str]) -> np.ndarray:
+    """Mark (B,) the rows that answer one of these prompts."""
+    return np.array([uid in uids for uid in batch.non_tensor_batch["uid"]], dtype=bool)
 
 
 def joined(parts: list[DataProto]) -> DataProto:
-    """Concatenate batches whose rewards gave different fields, with None where one is missing."""
-    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
+    """Concatenate batches with different fields of the reward, with None where one is missing."""
+    names: dict[str, None] = {}  # in the order of their first batch
+    fields: dict[str, None] = {}
+    for part in parts:
+        names |= dict.fromkeys(part.non_tensor_batch)
+        fields |= dict.fromkeys(part.meta_info.get("reward_fields", ()))
+
     for part in parts:
         for name in names:
             part.non_tensor_batch.setdefault(name, np.full(len(part), None, dtype=object))
-    fields = dict.fromkeys(
-        name for part in parts for name in part.meta_info.get("reward_fields", ())
-    )
     whole = DataProto.concat(parts)
     whole.meta_info["reward_fields"] = list(fields)
     return whole

@@ -36,8 +36,11 @@ def with_episodes(prompts: DataProto, played: DataProto, n: int) -> DataProto:
         order.setdefault(keys[place], place)
 
     place_of_row = {int(row): i for i, row in enumerate(prompts.non_tensor_batch["prompt_row"])}
-    prompt_of = [place_of_row[sample // n] for sample, _ in order]
-    episodes = {sample for sample, _ in order}
+    prompt_of = []
+    episodes = set()
+    for sample, _ in order:
+        prompt_of.append(place_of_row[sample // n])
+        episodes.add(sample)
     if len(episodes) != len(prompts) * n:
         raise RolloutError(
             f"Expected {len(prompts) * n} episodes from the agent loops, got {len(episodes)}."
@@ -71,6 +74,7 @@ def with_given_scores(batch: DataProto) -> DataProto:
     for reward, counts in zip(rewards, is_learned):
         if counts:
             given.append(reward is not None)
+
     if not any(given):
         return batch
     if not all(given):
@@ -79,7 +83,10 @@ def with_given_scores(batch: DataProto) -> DataProto:
             "none. Return reward_score from every episode, or from none, so that the reward "
             "function scores all of them."
         )
-    scores = [0.0 if reward is None else float(reward) for reward in rewards]
+
+    scores = []
+    for reward in rewards:
+        scores.append(0.0 if reward is None else float(reward))
     batch.batch["rm_scores"] = at_last_token(batch, scores)
     return batch
 
@@ -107,7 +114,7 @@ def add_turn_rewards(batch: DataProto) -> None:
     """Place the reward of every turn on its last token, in addition to the score of the episode.
 
     A score that the agent loop gave is the sum of its turns' rewards already: the last token keeps
-    what they leave of it.
+    the score minus the rewards of the turns.
     """
     if episode_rows(batch) is not None:
         raise RolloutError(
@@ -168,7 +175,9 @@ def _episodes_of_rows(batch: DataProto) -> list[tuple[Any, Any]] | None:
 def whole_episodes(batch: DataProto) -> DataProto:
     """Keep the last part of each episode, which has the answer."""
     rows = episode_rows(batch)
-    return batch if rows is None else batch.select_idxs(rows.last.sort().values)
+    if rows is None:
+        return batch
+    return batch.select_idxs(rows.last.sort().values)
 
 
 def mini_batch_rows(batch: DataProto, mini_prompts: int | None, n: int, group: Any) -> int | None:

@@ -19,12 +19,14 @@ def main(argv: list[str] | None = None, job: Callable[[list[str]], None] | None 
     """Run `job` (by default `train`) and return the exit code; user errors print one line, without
     a traceback."""
     end_with_launcher()
-    # What all ranks would say is said once.
-    configure_logging(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    # One rank logs for all.
+    is_first = os.environ.get("RANK", "0") == "0"
+    configure_logging(logging.INFO if is_first else logging.WARNING)
     limit_spinning()
     given = sys.argv[1:] if argv is None else argv
     if job is None and DRY_RUN in given:
-        return exit_code(lambda: _plan([argument for argument in given if argument != DRY_RUN]))
+        given = [argument for argument in given if argument != DRY_RUN]
+        return exit_code(lambda: _plan(given))
     return exit_code(lambda: (job or train)(given))
 
 

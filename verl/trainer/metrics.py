@@ -27,7 +27,7 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     trajectories."""
     columns = batch.batch
     mask = columns["response_mask"].bool()
-    counted = mask.any(-1)  # a sample whose reward was dropped has no token left and no score
+    counted = mask.any(-1)  # a sample without a reward (a dropped one) has no token left
     prompt_width = columns["prompts"].shape[1]
     prompt_length = columns["attention_mask"][:, :prompt_width].sum(-1)
     response_attention = columns["attention_mask"][:, prompt_width:]
@@ -66,9 +66,9 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
     return (1.0 - (returns - values).var(unbiased=False) / variance).item()
 
 
-# Phases whose cost scales with the response tokens; all others work on prompts and responses.
+# Phases that scale with the response tokens; all others work on prompts and responses.
 _RESPONSE_PHASES = ("gen",)
-# What the tokens of the batch are no measure of.
+# Phases that also work on other tokens than those of the batch.
 _NOT_PER_TOKEN = ("step", "testing")
 
 
@@ -80,8 +80,9 @@ def timing_metrics(
         batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :].sum()
     )
     num_total_tokens = int(batch.batch["attention_mask"].sum())
-    metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
+    metrics = {}
     for name, value in seconds.items():
+        metrics[f"timing_s/{name}"] = value
         tokens = num_response_tokens if name in _RESPONSE_PHASES else num_total_tokens
         if name not in _NOT_PER_TOKEN and tokens > 0:
             metrics[f"timing_per_token_ms/{name}"] = 1000 * value / tokens
@@ -102,7 +103,8 @@ def write_timeline(path: Path, groups: Iterable[Any], since_wall_ns: int) -> Non
             key = (recorded.machine, recorded.pid)
             names.setdefault(key, []).append(f"{group.role} {rank}")
             found.setdefault(key, recorded)
-    write_trace(
-        path,
-        [(f"{', '.join(names[key])} (pid {key[1]})", recorded) for key, recorded in found.items()],
-    )
+
+    processes = []
+    for key, recorded in found.items():
+        processes.append((f"{', '.join(names[key])} (pid {key[1]})", recorded))
+    write_trace(path, processes)

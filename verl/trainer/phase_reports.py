@@ -37,7 +37,7 @@ class PhaseReports:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of the driver. Of phases within each other the innermost is reported."""
+        """Watch a phase of the driver. The innermost of nested phases is reported."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._report_forever, name="verl-watch-phases", daemon=True
@@ -69,8 +69,8 @@ class PhaseReports:
     def _line(self, phases: Sequence[_Phase]) -> str:
         seconds = time.monotonic() - phases[-1].started
         parts = [f"{phase.own}" for phase in phases if phase.own is not None]
-        of_ranks = [progress for progress in self._read() if progress.total > 0]
-        if of_ranks:
-            parts.append(str(sum(of_ranks[1:], start=of_ranks[0])))
-        parts = [f", {part}" for part in parts]
-        return f"Phase {phases[-1].name}: {seconds:.0f} s so far{''.join(parts)}"
+        by_rank = [progress for progress in self._read() if progress.total > 0]
+        if by_rank:
+            parts.append(str(sum(by_rank[1:], start=by_rank[0])))
+        details = "".join(f", {part}" for part in parts)
+        return f"Phase {phases[-1].name}: {seconds:.0f} s so far{details}"

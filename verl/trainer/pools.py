@@ -29,9 +29,8 @@ class PlacedPools:
 
     def __init__(self, pools: Mapping[str, ResourcePool]) -> None:
         self.pools = pools
-        self.world_size = sum(
-            pool.world_size for pool in {id(pool): pool for pool in pools.values()}.values()
-        )
+        each_once = {id(pool): pool for pool in pools.values()}
+        self.world_size = sum(pool.world_size for pool in each_once.values())
 
     def start(
         self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any
@@ -63,7 +62,7 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
             "n_gpus_per_node unset, or launch as many."
         )
 
-    placed = {role: tuple(of_role) for role, of_role in ranks_of_roles(config).items()}
+    placed = {role: tuple(own) for role, own in ranks_of_roles(config).items()}
     parts = list(dict.fromkeys(placed.values()))
     pools: Sequence[ResourcePool]
 
@@ -89,17 +88,23 @@ def _ray_pools(
     backend: Any = importlib.import_module("verl.single_controller.ray")
     backend.connect(**_asked_of_ray(config))
     per_node = config.trainer.n_gpus_per_node or ranks
-    on_nodes = [list(Counter(rank // per_node for rank in part).values()) for part in parts]
-    return [backend.RayResourcePool(counts, use_gpu=device.type == "cuda") for counts in on_nodes]
+
+    pools = []
+    for part in parts:
+        ranks_on_node = Counter(rank // per_node for rank in part)
+        counts = list(ranks_on_node.values())
+        pools.append(backend.RayResourcePool(counts, use_gpu=device.type == "cuda"))
+    return pools
 
 
 def _asked_of_ray(config: TrainConfig) -> dict[str, Any]:
     """Return the user's settings of `ray_init`."""
-    asked = {
-        name: getattr(config.ray_init, name)
-        for name in ("address", "namespace", "num_cpus", "runtime_env")
-    }
-    return {name: value for name, value in asked.items() if value is not None}
+    asked = {}
+    for name in ("address", "namespace", "num_cpus", "runtime_env"):
+        value = getattr(config.ray_init, name)
+        if value is not None:
+            asked[name] = value
+    return asked
 
 
 def dealt_by_prompts(batch: DataProto, group: Any, samples: int) -> Any:
@@ -111,6 +116,6 @@ def dealt_by_prompts(batch: DataProto, group: Any, samples: int) -> Any:
     if shares == 1 or len(batch) % (shares * samples):
         return batch
     lengths = token_counts(batch)
-    return (
-        batch if lengths is None else Dealt(batch, in_windows(lengths, shares, unit_rows=samples))
-    )
+    if lengths is None:
+        return batch
+    return Dealt(batch, in_windows(lengths, shares, unit_rows=samples))

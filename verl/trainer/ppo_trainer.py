@@ -21,9 +21,9 @@ from verl.tracking.samples import write_samples
 from verl.trainer import setup
 from verl.trainer.algorithm import (
     advantage_inputs,
-    algorithm_in_words,
     chosen_samples,
     corrected_rollout,
+    describe_algorithm,
     distilled,
     entropy_controller,
     estimated_by_episode,
@@ -159,7 +159,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         Actor and rollout engine always; critic, reference, reward model and teacher if needed.
         """
         watch(self.config)  # for profile_memory()
-        for line in algorithm_in_words(self.config):
+        for line in describe_algorithm(self.config):
             logger.info("%s", line)
         self.start_tracker()
         roles = self.config.actor_rollout_ref
@@ -228,7 +228,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
 
     def link_weights(self) -> WeightLink:
-        """Connect the rollout with the actor, whose weights it generates with."""
+        """Connect the rollout with the actor, because it generates with the actor's weights."""
         if not rollout_is_apart(self.config):
             return ColocatedLink(self.rollout_wg)
         return RemoteLink(
@@ -335,7 +335,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         """
         names = ("collect", "generate", "_generate", "score", "add_rm_scores")
         are_declared = declared_phases(type(self), *names) is not None
-        # The reward of an episode also reads what its agent loop gives at the end.
+        # The reward of an episode also reads results that its agent loop gives at the end.
         plays = self.config.actor_rollout_ref.rollout.uses_agents
         is_free = are_declared and not plays
         if is_free and setup.scores_row_by_row(self.config.reward_model, reward_fn):
@@ -344,7 +344,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     @phase(writes=GENERATED)
     def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
-        """Turn (B,) prompts into (B * n,) trajectories, or more where episodes of agents have parts.
+        """Turn (B,) prompts into (B * n,) trajectories, or more if episodes of agents have parts.
 
         The rows of a prompt are adjacent and share its `uid`.
 
@@ -374,17 +374,20 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         **call: Any,
     ) -> DataProto:
         numbers = range(first_row, first_row + len(prompts))
-        prompts.non_tensor_batch["uid"] = np.array(
-            [f"{step}-{row}" for row in numbers], dtype=object
-        )
+        uids = [f"{step}-{row}" for row in numbers]
+        prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
         prompts.non_tensor_batch["prompt_row"] = np.array(numbers, dtype=object)
+
         self.weights.provide()
         call |= {"n": n, "params": params, "seed": seed, "step": step}
         if self.config.actor_rollout_ref.rollout.uses_agents:
+            record_step = step
             is_validation = seed != self.config.actor_rollout_ref.rollout.seed
-            record_step = validation_record_step(self.global_step, step) if is_validation else step
+            if is_validation:
+                record_step = validation_record_step(self.global_step, step)
             played = self.rollout_wg.play_episodes(prompts, record_step=record_step, **call)
             return with_episodes(prompts, played, n)
+
         generated = self.rollout_wg.generate_sequences(prompts, **call)
         return prompts.repeat(n, interleave=True).union(generated)
 
@@ -423,10 +426,12 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         """
         if self.config.algorithm.rollout_correction.bypass_mode:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+
         begun_for, passes = self.begun
         if begun_for is not batch:
             passes = self._start_passes(batch)
         self.begun = None, {}
+
         for name, answer in passes.items():
             columns = self.timed(name, answer.result)
             self.metrics.update(columns.meta_info.pop("metrics", {}))
@@ -460,6 +465,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             passes["teacher"] = self.teacher_wg.compute_teacher_log_prob
         if self.critic_wg is not None:
             passes["values"] = self.critic_wg.compute_values
+
         return {name: start(compute, batch) for name, compute in passes.items()}
 
     def needs_old_log_probs(self) -> bool:
@@ -514,12 +520,14 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         """
         samples = self.config.actor_rollout_ref.rollout.n
         batch = chosen_samples(batch, self.config, self.global_step)
+
         if self.critic_wg is not None:
             rows = dealt_by_prompts(batch, self.critic_wg, samples)
             update = self.critic_wg.update_critic
             mini_prompts = self.config.critic.ppo_mini_batch_size
             mini = mini_batch_rows(batch, mini_prompts, samples, self.critic_wg)
             self.metrics.update(self.timed("update_critic", update, rows, mini))
+
         if self.global_step > self.config.trainer.critic_warmup:
             batch = self.correct_rollout(batch)
             rows = dealt_by_prompts(batch, self.actor_wg, samples)
@@ -531,7 +539,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             self.entropy_controller.update(self.metrics["actor/entropy"])
 
     def correct_rollout(self, batch: DataProto) -> DataProto:
-        """Weigh or reject rows as `algorithm.rollout_correction` says, before the actor's update."""
+        """Weigh or reject rows as `algorithm.rollout_correction` says, before the update."""
         batch, metrics = corrected_rollout(batch, self.config)
         self.metrics.update(metrics)
         return batch
@@ -587,10 +595,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def write_rollouts(self, batch: DataProto) -> None:
         """Write the batch as JSON lines if `trainer.rollout_data_dir` is set."""
         if self.config.trainer.rollout_data_dir:
-            extra = {
-                name: batch.non_tensor_batch[name]
-                for name in batch.meta_info.get("reward_fields", ())
-            }
+            extra = {}
+            for name in batch.meta_info.get("reward_fields", ()):
+                extra[name] = batch.non_tensor_batch[name]
             rows = setup.sample_rows(batch, self.tokenizer, extra, self.config)
             write_samples(Path(self.config.trainer.rollout_data_dir), self.global_step, rows)
 

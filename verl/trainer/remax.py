@@ -21,7 +21,7 @@ class ReMaxTrainer(PPOTrainer):
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
         """Score a greedy response to each prompt, then collect as `PPOTrainer` does.
 
-        A prompt whose greedy response has no score has no baseline: its samples are dropped.
+        A prompt without a score for its greedy response has no baseline: its samples are dropped.
         """
         greedy = self.timed("gen_max", self.generate_greedy, prompts)
         result = self.timed("reward_max", self.score_greedy, greedy)
@@ -60,7 +60,7 @@ class ReMaxTrainer(PPOTrainer):
 def _require_any(counted: torch.Tensor) -> None:
     if not counted.any():
         raise RewardError(
-            "All samples of this step were dropped: for none could both its own reward be had and "
-            "that of its prompt's greedy response. Mend the reward function (the warning above "
+            "All samples of this step were dropped: the reward function failed for each of them or "
+            "for the greedy response to its prompt. Fix the reward function (the warning above "
             "names the first failure), or set reward_model.on_error=zero or stop."
         )

@@ -16,7 +16,7 @@ from verl.protocol import DataProto
 from verl.rewards.build import build_reward
 from verl.rewards.manager import RewardManager, check_result
 from verl.rewards.text_tokenizer import TextTokenizer
-from verl.utils.errors import ConfigError, DataError, RewardError, retold
+from verl.utils.errors import ConfigError, DataError, RewardError, restated
 
 
 class RewardModelScorer:
@@ -67,10 +67,10 @@ class FunctionScorer:
                 )
 
         count = len(responses)
-        sources, truths, extras = (
-            _one_each(name, columns[name], count)
-            for name in ("data_source", "ground_truth", "extra_info")
-        )
+        sources = _one_each("data_source", columns["data_source"], count)
+        truths = _one_each("ground_truth", columns["ground_truth"], count)
+        extras = _one_each("extra_info", columns["extra_info"], count)
+
         batch = self._batch(responses, _one_each("prompts", prompts, count))
         batch.non_tensor_batch |= DataProto.from_dict(
             non_tensors={
@@ -79,11 +79,11 @@ class FunctionScorer:
                 "extra_info": extras,
             }
         ).non_tensor_batch
-        with retold(lambda message: re.sub(r"\brow (\d+)", r"response \1", message, count=1)):
+        with restated(lambda message: re.sub(r"\brow (\d+)", r"response \1", message, count=1)):
             return scores_of(self.manager, batch)
 
     def _batch(self, responses: Sequence[str], prompts: Sequence[Any]) -> DataProto:
-        """Rows of one token that is the whole text, and of empty ones up to its length in the
+        """Build rows of one token that is the whole text, then empty ones up to its length in the
         actor's tokens."""
         asked = ["" if prompt is None else plain_text(as_messages(prompt)) for prompt in prompts]
         self.texts.texts = ["", *responses, *asked]
@@ -115,8 +115,8 @@ def scores_of(manager: Any, batch: DataProto) -> Tensor:
 
 def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
     """Return B entries: those of a list, array or column, or B times a single value."""
-    # Python's own values, as rows of a file have them
-    value = value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        value = value.tolist()  # Python's own values, as rows of a file have them
     if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Collection):
         return [value] * count
     entries = list(value)

@@ -17,12 +17,12 @@ from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
 
 CONFIG_FILE = "config.json"  # next to the driver's own state
-# The end of keys whose change makes the resumed run neither the old one nor the new one. Models and
-# tokenizers may have moved: the same last part of a path is the same one.
+# A key with one of these endings must not change: the resumed run would be neither the old one nor
+# the new one. Models and tokenizers may have moved: the same last part of a path is the same one.
 _FIXED = ("algorithm.adv_estimator", "optim.optimizer", "data.dataset_name")
 _FIXED_PATHS = ("actor_rollout_ref.model.path", "model.path", "critic.model.path", "data.tokenizer")
 # Keys that may change without a word: they say where and how fast a run computes, how long it is,
-# and what is recorded of it. A key is meant by any part of its name.
+# and which records it keeps. Each entry stands for all keys that contain it.
 _FREE = (
     *("ray_init.", "trainer.", ".checkpoint.", "fsdp_config.", "parallel_size", "strategy"),
     *("micro_batch_size", "max_token_len", "use_dynamic_bsz", "gradient_checkpointing"),
@@ -97,6 +97,7 @@ def _changes(then: dict[str, Any], config: Any) -> list[Change]:
     now = _values(config)
     unread = inactive_sections(config) if isinstance(config, TrainConfig) else ()
     changed = {key: then[key] for key in now if key in then and then[key] != now[key]}
+
     changes = []
     for key, value in changed.items():
         if _is_free(key) or key.startswith(unread):
@@ -140,13 +141,15 @@ def _last_part(path: Any) -> str:
 
 
 def _listed(changes: Iterable[Change]) -> str:
-    texts = [str(change) for change in changes]
-    more = [f"and {len(texts) - _MAX_LISTED} more"] if len(texts) > _MAX_LISTED else []
-    return "; ".join([*texts[:_MAX_LISTED], *more])
+    texts = list(map(str, changes))
+    shown = texts[:_MAX_LISTED]
+    if len(texts) > _MAX_LISTED:
+        shown.append(f"and {len(texts) - _MAX_LISTED} more")
+    return "; ".join(shown)
 
 
 def _read_config(file: Path) -> dict[str, Any] | None:
-    """Return what `save_config` wrote; None where an earlier version saved the checkpoint."""
+    """Read the file of `save_config`; None where an earlier version saved the checkpoint."""
     if not file.is_file():
         return None
     try:

@@ -93,12 +93,16 @@ class TrainingRun(ABC, Generic[Config]):
         """Return the groups of all roles, each once."""
         # A list first: the thread of the reports asks while others may set attributes.
         parts = list(vars(self).values())
-        return list(dict.fromkeys(part for part in parts if isinstance(part, WorkerGroup)))
+        groups = [part for part in parts if isinstance(part, WorkerGroup)]
+        return list(dict.fromkeys(groups))
 
     def progress(self) -> list[Progress]:
-        """How far the ranks are with the methods that they run."""
+        """Return how far the ranks are with the methods that they run."""
         groups = {id(group._ranks): group for group in self.worker_groups()}
-        return [progress for group in groups.values() for progress in group.progress()]
+        reports: list[Progress] = []
+        for group in groups.values():
+            reports += group.progress()
+        return reports
 
     def start_tracker(self) -> None:
         """Start the trackers. Runs before models load, so a missing package or an unwritable folder
@@ -127,7 +131,7 @@ class TrainingRun(ABC, Generic[Config]):
         )
         self.tracker = Tracker(trainer.logger, settings)
 
-    # ---------------------------------------------------------------- what a trainer says
+    # ---------------------------------------------------------------- defined by a trainer
 
     @abstractmethod
     def step(self, prompts: DataProto) -> DataProto:
@@ -239,7 +243,8 @@ class TrainingRun(ABC, Generic[Config]):
         """Run one step with everything around it: timing, validation, checkpoint and log."""
         trainer = self.config.trainer
         self.global_step += 1
-        self.metrics, self.timer = {}, PhaseTimer()
+        self.metrics = {}
+        self.timer = PhaseTimer()
         batch = self.timed("step", self.step, prompts)
         self.guard_against_skipped_steps()
         self.after_step(batch)
@@ -265,11 +270,13 @@ class TrainingRun(ABC, Generic[Config]):
         return result
 
     def guard_against_skipped_steps(self) -> None:
-        """Stop after `trainer.max_nonfinite_steps` steps in a row whose update was skipped."""
-        skipped = any(
+        """Stop after `trainer.max_nonfinite_steps` steps in a row with a skipped update."""
+        self.skipped_in_a_row += 1
+        if not any(
             value for name, value in self.metrics.items() if name.endswith("/skipped_updates")
-        )
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        ):
+            self.skipped_in_a_row = 0
+
         limit = self.config.trainer.max_nonfinite_steps
         if self.skipped_in_a_row >= limit:
             raise NonFiniteError(
@@ -284,15 +291,18 @@ class TrainingRun(ABC, Generic[Config]):
     # ---------------------------------------------------------------- out of memory
 
     def note_shortage(self, error: BaseException) -> None:
-        """Several ranks cannot begin a pass again where one ran out of memory: leave the smaller
-        size for a restart."""
-        shortage = error if isinstance(error, OutOfMemoryError) else error.__cause__
+        """Leave a smaller size for a restart where a rank ran out of memory.
+
+        Several ranks cannot begin such a pass again.
+        """
+        shortage = error
+        if not isinstance(error, OutOfMemoryError):
+            shortage = error.__cause__
         if isinstance(shortage, OutOfMemoryError) and shortage.lowered:
             file = self._lowered_budgets_file
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(
-                json.dumps({**self._noted_budgets(), **shortage.lowered}), encoding="utf-8"
-            )
+            sizes = {**self._noted_budgets(), **shortage.lowered}
+            file.write_text(json.dumps(sizes), encoding="utf-8")
             logger.error(
                 "The same command again begins with %s, which %s says.",
                 dict(shortage.lowered),
@@ -341,13 +351,12 @@ class TrainingRun(ABC, Generic[Config]):
 
     def save_checkpoint(self) -> None:
         """Save everything that a resumed run needs to end with the same bits."""
-        # The last one in no background: there is no step beside which it could be written.
+        # The last one is not in the background, because no step runs during which to write it.
         in_background = self.config.trainer.async_save and self.global_step < self.total_steps
         groups = self.checkpointed_groups()
-        writers: dict[str, Callable[[Path], Any]] = {
-            role: partial(group.save_checkpoint, in_background=in_background)
-            for role, group in groups.items()
-        }
+        writers: dict[str, Callable[[Path], Any]] = {}
+        for role, group in groups.items():
+            writers[role] = partial(group.save_checkpoint, in_background=in_background)
         writers["trainer"] = self._save_driver
 
         def is_written(wait: bool) -> bool:
@@ -377,13 +386,17 @@ class TrainingRun(ABC, Generic[Config]):
             raise CheckpointError(
                 f"{folder / 'trainer' / STATE_FILE} does not fit this run "
                 f"({type(error).__name__}: {error}). Use another checkpoint, or start from the "
-                "beginning with trainer.resume_mode=disable. VERL_TRACEBACK=1 shows where it failed."
+                "beginning with trainer.resume_mode=disable. VERL_TRACEBACK=1 shows where it "
+                "failed."
             ) from error
 
         # A program without log hears of a resume that nothing in its arguments asked for.
         in_default_folder = trainer.default_local_dir == default_folder(trainer)
+        level = logging.INFO
+        if in_default_folder and not is_named:
+            level = logging.WARNING
         logger.log(
-            logging.WARNING if in_default_folder and not is_named else logging.INFO,
+            level,
             "Resumed from %s: step %d of %d, written %s. To start from the beginning: "
             "trainer.resume_mode=disable, or another trainer.experiment_name.",
             folder,

@@ -32,9 +32,13 @@ from verl.utils.phases import declared_phase, declared_phases, phase
 from verl.workers.actor import model_source
 
 ALL_DROPPED = (
-    "All samples of {} were dropped: no reward could be had for any. Mend the reward function (the "
-    "warning above names the first failure), or set reward_model.on_error=zero or stop."
+    "All samples of {} were dropped: the reward function failed for each of them. Fix the reward "
+    "function (the warning above names the first failure), or set reward_model.on_error=zero or "
+    "stop."
 )
+
+
+_NUMBERS = (int, float, np.integer, np.floating, np.bool_)
 
 
 def load_user_code(config: TrainConfig) -> None:
@@ -117,7 +121,9 @@ class NoReward:
     def __call__(self, batch: DataProto, return_dict: bool = False) -> Any:
         """Return zeros (B, R)."""
         scores = torch.zeros(batch.batch["responses"].shape)
-        return {"reward_tensor": scores, "reward_extra_info": {}} if return_dict else scores
+        if return_dict:
+            return {"reward_tensor": scores, "reward_extra_info": {}}
+        return scores
 
 
 def training_reward(config: TrainConfig, tokenizer: Any) -> Any:
@@ -138,27 +144,27 @@ def has_rule(batch: DataProto) -> bool:
 def build_loaders(
     config: TrainConfig, tokenizer: Any, train_dataset: Any = None, val_dataset: Any = None
 ) -> tuple[RLDataLoader, RLDataLoader | None]:
-    """Build the loaders of training batches, reshuffled every epoch, and of validation batches, if
-    any."""
+    """Build the loaders of training batches, reshuffled every epoch, and of validation batches.
+
+    The second is None where there is no validation set.
+    """
     data = config.data
-    train = (
-        train_dataset
-        if train_dataset is not None
-        else build_dataset(config, tokenizer, split="train")
-    )
-    assert train is not None, "without training data build_dataset raises"
-    val = val_dataset if val_dataset is not None else build_dataset(config, tokenizer, split="val")
+    if train_dataset is None:
+        train_dataset = build_dataset(config, tokenizer, split="train")
+        assert train_dataset is not None, "without training data build_dataset raises"
+    if val_dataset is None:
+        val_dataset = build_dataset(config, tokenizer, split="val")
 
     train_loader = RLDataLoader(
-        train,
+        train_dataset,
         data.train_batch_size,
         shuffle=data.shuffle,
         seed=data.seed,
         drop_last=True,
-        sampler=build_sampler(data, train),
+        sampler=build_sampler(data, train_dataset),
     )
 
-    if val is None:
+    if val_dataset is None:
         if config.trainer.val_only or config.trainer.test_freq > 0:
             raise ConfigError(
                 f"trainer.val_only={config.trainer.val_only} and "
@@ -168,16 +174,21 @@ def build_loaders(
             )
         return train_loader, None
 
-    val_batch_size = min(data.val_batch_size or len(val), len(val))
-    return train_loader, RLDataLoader(
-        val, val_batch_size, shuffle=data.validation_shuffle, seed=data.seed, drop_last=False
+    val_batch_size = min(data.val_batch_size or len(val_dataset), len(val_dataset))
+    val_loader = RLDataLoader(
+        val_dataset,
+        val_batch_size,
+        shuffle=data.validation_shuffle,
+        seed=data.seed,
+        drop_last=False,
     )
+    return train_loader, val_loader
 
 
 def leaves_batch_alone(config: RewardModelConfig, reward_fn: Any) -> bool:
     """Check whether log-probs and values can be computed during the reward.
 
-    The reward must declare that it does not write into the batch, and must not drop samples from it.
+    The reward must declare that it does not write into the batch, and must not drop samples.
     """
     if config.on_error in ("drop", "retry"):
         return False
@@ -300,10 +311,13 @@ def count_steps(config: TrainConfig, steps_an_epoch: int) -> int:
 def checkpoints_to_keep(config: TrainConfig) -> int | None:
     """Return the larger limit of actor and critic: a checkpoint without one of its parts cannot
     resume."""
-    limits = (config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep)
+    actor_limit = config.trainer.max_actor_ckpt_to_keep
+    critic_limit = config.trainer.max_critic_ckpt_to_keep
     if not config.needs_critic:
-        return limits[0]
-    return None if None in limits else max(limit for limit in limits if limit is not None)
+        return actor_limit
+    if actor_limit is None or critic_limit is None:
+        return None
+    return max(actor_limit, critic_limit)
 
 
 def sampling_params(rollout: RolloutConfig) -> SamplingParams:
@@ -360,9 +374,7 @@ def reward_metrics(result: dict[str, Any]) -> dict[str, float]:
     """Count failed rewards and average every numeric extra field over the samples that have it."""
     metrics: dict[str, float] = dict(result.get("metrics", {}))
     for name, values in result["reward_extra_info"].items():
-        if all(
-            isinstance(value, (int, float, np.integer, np.floating, np.bool_)) for value in values
-        ):
+        if all(isinstance(value, _NUMBERS) for value in values):
             numbers = [float(value) for value in values if not math.isnan(value)]
             if numbers:
                 metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)
@@ -375,12 +387,16 @@ def vote(answer: Any) -> str | None:
     Anything may be an answer, also a list; None and NaN are none.
     """
     is_nan = isinstance(answer, float) and math.isnan(answer)
-    return None if answer is None or is_nan else str(answer)
+    if answer is None or is_nan:
+        return None
+    return str(answer)
 
 
 def group_numbers(batch: DataProto) -> torch.Tensor:
-    """Number (B,) int64 the prompts that rows answer. A dropped row stands alone, so it shifts no
-    other row's baseline."""
+    """Return (B,) int64 numbers of the prompts that rows answer.
+
+    A dropped row stands alone, so it shifts no other row's baseline.
+    """
     group = group_ids(batch.non_tensor_batch["uid"])
     dropped = ~batch.batch["response_mask"].bool().any(-1)
     return torch.where(dropped, len(group) + torch.arange(len(group)), group)
@@ -389,7 +405,7 @@ def group_numbers(batch: DataProto) -> torch.Tensor:
 def scored_rows(
     batch: DataProto, tokenizer: Any, result: Mapping[str, Any], config: TrainConfig
 ) -> list[dict]:
-    """Return `sample_rows` of the trajectories whose reward was not dropped."""
+    """Return `sample_rows` of the trajectories that have a reward."""
     rows = sample_rows(batch, tokenizer, result["reward_extra_info"], config)
     dropped = set(result.get("dropped", ()))
     return [row for number, row in enumerate(rows) if number not in dropped]
@@ -406,18 +422,18 @@ def sample_rows(
     scores = columns["token_level_scores"].sum(-1).tolist()
     unknown = np.full(len(batch), "unknown", dtype=object)
     sources = batch.non_tensor_batch.get(source_key, unknown)
-    rows = []
 
+    rows = []
     for i in range(len(batch)):
-        rows.append(
-            {
-                "uid": batch.non_tensor_batch["uid"][i],
-                "data_source": sources[i],
-                "input": tokenizer.decode(columns["prompts"][i][mask[i, :width]]),
-                "output": tokenizer.decode(columns["responses"][i][mask[i, width:]]),
-                "score": scores[i],
-            }
-        )
-        rows[-1].update({name: values[i] for name, values in extra.items() if name not in rows[-1]})
+        row = {
+            "uid": batch.non_tensor_batch["uid"][i],
+            "data_source": sources[i],
+            "input": tokenizer.decode(columns["prompts"][i][mask[i, :width]]),
+            "output": tokenizer.decode(columns["responses"][i][mask[i, width:]]),
+            "score": scores[i],
+        }
+        for name, values in extra.items():
+            row.setdefault(name, values[i])
+        rows.append(row)
 
     return rows

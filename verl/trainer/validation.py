@@ -28,24 +28,25 @@ def validation_metrics(
     metrics: dict[str, float] = {}
 
     for source, by_prompt in groups.items():
-        members = list(by_prompt.values())
-        n = max(len(rows) for rows in members)
+        means = []
+        bests = []
+        majorities = []
+        has_answers = False
+        for rows in by_prompt.values():
+            group_scores = [scores[i] for i in rows]
+            means.append(np.mean(group_scores))
+            bests.append(max(group_scores))
+            if answers is not None:
+                majorities.append(_majority_score(rows, scores, answers))
+                has_answers |= any(answers[i] is not None for i in rows)
+
+        n = max(map(len, by_prompt.values()))
         prefix = f"val-core/{source}/reward"
-        metrics[f"{prefix}/mean@{n}"] = float(
-            np.mean([np.mean([scores[i] for i in rows]) for rows in members])
-        )
+        metrics[f"{prefix}/mean@{n}"] = float(np.mean(means))
         if n > 1:
-            metrics[f"{prefix}/best@{n}"] = float(
-                np.mean([max(scores[i] for i in rows) for rows in members])
-            )
-        if (
-            n > 1
-            and answers is not None
-            and any(answers[i] is not None for rows in members for i in rows)
-        ):
-            metrics[f"{prefix}/maj@{n}"] = float(
-                np.mean([_majority_score(rows, scores, answers) for rows in members])
-            )
+            metrics[f"{prefix}/best@{n}"] = float(np.mean(bests))
+        if n > 1 and has_answers:
+            metrics[f"{prefix}/maj@{n}"] = float(np.mean(majorities))
 
     return metrics
 
@@ -54,5 +55,7 @@ def _majority_score(
     rows: list[int], scores: Sequence[float], answers: Sequence[Hashable | None]
 ) -> float:
     votes = Counter(answers[i] for i in rows if answers[i] is not None)
-    winner = votes.most_common(1)[0][0] if votes else None
+    winner = None
+    if votes:
+        winner = votes.most_common(1)[0][0]
     return float(np.mean([scores[i] for i in rows if answers[i] == winner]))

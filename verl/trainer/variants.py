@@ -7,7 +7,7 @@ from verl.trainer.remax import ReMaxTrainer
 
 
 def trainer_class(config: TrainConfig) -> type[PPOTrainer]:
-    """Return the trainer class whose step the configuration asks for."""
+    """Return the trainer class that the configuration asks for."""
     if config.algorithm.filter_groups.enable:
         return DAPOTrainer
     if config.algorithm.adv_estimator == "remax":

@@ -1,5 +1,6 @@
 """The driver's side of a hand-over: the actor's weights to the rollout, wherever that lives."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,18 +22,20 @@ class WeightLink(Protocol):
 
 
 class ColocatedLink:
-    """The rollout lives in the actor's processes and takes the weights itself: also before it
-    generates, where it has none or has given its memory back."""
+    """The rollout lives in the actor's processes and takes the weights itself.
+
+    It also takes them before it generates, if it has none or has given its memory back.
+    """
 
     def __init__(self, rollout: GroupOf[RolloutWorker]) -> None:
         self._rollout = rollout
 
     def sync(self) -> None:
-        """See `WeightLink.sync`."""
+        """Implement `WeightLink.sync`."""
         self._rollout.take_weights()
 
     def provide(self) -> None:
-        """See `WeightLink.provide`."""
+        """Implement `WeightLink.provide`."""
 
 
 class RemoteLink:
@@ -61,7 +64,7 @@ class RemoteLink:
         self._connect(routes, receivers[0].dtype, folder)
 
     def sync(self) -> None:
-        """See `WeightLink.sync`."""
+        """Implement `WeightLink.sync`."""
         sent = start(self._actor.send_weights)
         if self._through_files:
             sent.result()  # files are read once they are complete
@@ -71,13 +74,13 @@ class RemoteLink:
         self._has_weights = True
 
     def provide(self) -> None:
-        """See `WeightLink.provide`."""
+        """Implement `WeightLink.provide`."""
         if not self._has_weights:
             self.sync()
 
     def _connect(self, routes: list[Route], dtype: Any, folder: Path) -> None:
         offers = of_all_ranks(self._actor.offer_weights, routes, dtype, folder)
-        meetings = [meeting for of_rank in offers for meeting in of_rank]
+        meetings = list(chain.from_iterable(offers))
         accepted = start(self._actor.accept_receivers)
         joined = start(self._rollout.join_meetings, meetings)
         accepted.result()
@@ -92,4 +95,5 @@ class ActorRolloutGroups:
 
     def __getattr__(self, name: str) -> Any:
         actor, rollout = self._groups
-        return getattr(actor if hasattr(actor, name) else rollout, name)
+        group = actor if hasattr(actor, name) else rollout
+        return getattr(group, name)

@@ -111,7 +111,7 @@ def line_in(error: BaseException, file: str | None) -> int | None:
 
 
 @contextmanager
-def retold(translate: Callable[[str], str]) -> Iterator[None]:
+def restated(translate: Callable[[str], str]) -> Iterator[None]:
     """Translate the messages of our errors for the caller, who may use other names for keys."""
     try:
         yield

@@ -25,7 +25,9 @@ class NamedPart:
         return getattr(sys.modules.get(self.function.__module__), "__file__", None)
 
     @contextmanager
-    def told(self, passes: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
+    def naming_errors(
+        self, passes: Callable[[Exception], bool] = lambda error: False
+    ) -> Iterator[None]:
         """Raise errors of the function as AlgorithmError, with its name, file and line.
 
         A VerlError, and an error that `passes` accepts, stays as it is.

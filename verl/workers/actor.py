@@ -183,6 +183,7 @@ class ActorWorker(TrainedWorker):
         # The average rank's; those along the sequence axis share the work on their rows.
         total = all_reduce_sum(torch.tensor(flops), self.engine.mesh.data).item()
         flops = total / self.engine.mesh.world.size
+
         share = model_flops_utilization(flops, time.perf_counter() - started, self.engine.device)
         if share is not None:
             metrics["perf/mfu/actor"] = share
@@ -220,17 +221,17 @@ class ActorWorker(TrainedWorker):
         routes_of_sender = Counter(route.sender for route in routes)
         self._rounds = max(routes_of_sender.values())
         self._receivers_dtype = dtype
-        self._offers = [
-            Offer(
-                route,
-                device=self.engine.device,
-                bucket_bytes=megabytes << 20,
-                dtype=dtype,
-                folder=folder,
-            )
-            for route in routes
-            if route.sender == rank
-        ]
+        self._offers = []
+        for route in routes:
+            if route.sender == rank:
+                offer = Offer(
+                    route,
+                    device=self.engine.device,
+                    bucket_bytes=megabytes << 20,
+                    dtype=dtype,
+                    folder=folder,
+                )
+                self._offers.append(offer)
 
         return [offer.meeting for offer in self._offers]
 
@@ -243,11 +244,12 @@ class ActorWorker(TrainedWorker):
     def send_weights(self) -> None:
         """Send the weights to rollouts on ranks of their own, which `receive_weights` meanwhile.
 
-        Every rank gathers; a rank without a route of its own reads what is gathered and drops it.
+        Every rank gathers; a rank without a route of its own reads the gathered weights and drops
+        them.
         """
-        log_of_all = self.proofs.next()
+        is_proved = self.proofs.next() is not None
         for number in range(self._rounds):
-            log = None if log_of_all is None else FingerprintLog()
+            log = FingerprintLog() if is_proved else None
             named_tensors = self.named_weights(self._receivers_dtype, log)
             if number < len(self._senders):
                 self._senders[number].send(named_tensors, log)

@@ -97,6 +97,7 @@ class CriticWorker(TrainedWorker):
         config = self.config
         if mini_batch_rows is None and config.ppo_mini_batch_size is not None:
             mini_batch_rows = config.ppo_mini_batch_size * config.rollout_n
+
         return run_updates(
             self.engine,
             batch,

@@ -37,7 +37,9 @@ Columns = dict[str, torch.Tensor]
 AGGREGATION_FORMULAS = {
     "token-mean": "sum over all response tokens of the mini-batch / their number",
     "seq-mean-token-sum": "sum over a response's tokens, mean over the responses of the mini-batch",
-    "seq-mean-token-mean": "mean over a response's tokens, mean over the responses of the mini-batch",
+    "seq-mean-token-mean": (
+        "mean over a response's tokens, mean over the responses of the mini-batch"
+    ),
     "seq-mean-token-sum-norm": (
         "sum over a response's tokens / data.max_response_length, mean over the responses of the "
         "mini-batch"
@@ -81,10 +83,10 @@ class DistillationTerm:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the divergence is over the whole vocabulary."""
+        """Return whether the divergence is over the whole vocabulary."""
         return self.kind in DIVERGENCES
 
-    def of_tokens(self, outputs: Columns, columns: Columns) -> torch.Tensor:
+    def per_token(self, outputs: Columns, columns: Columns) -> torch.Tensor:
         """Return the divergence of each token (M,)."""
         if self.is_exact:
             return outputs["teacher_divergence"]
@@ -154,8 +156,10 @@ class PolicyObjective(Objective):
         elif self.config.use_kl_loss:
             wanted.append("ref_log_prob")
 
-        if self.distillation is not None:
-            wanted.append("teacher_states" if self.distillation.is_exact else "teacher_log_prob")
+        if self.distillation is not None and self.distillation.is_exact:
+            wanted.append("teacher_states")
+        elif self.distillation is not None:
+            wanted.append("teacher_log_prob")
         if self.extra_terms:  # a user's term may read anything
             unpacked = {"input_ids", "attention_mask", "position_ids", "prompts"}
             wanted += sorted(available - unpacked.union(wanted))
@@ -186,7 +190,9 @@ class PolicyObjective(Objective):
         # Only the policy loss is corrected: KL and entropy belong to the current policy, whichever
         # policy drew the token.
         correction = columns.get("rollout_is_weights")
-        corrected = inputs if correction is None else inputs._replace(weights=weights * correction)
+        corrected = inputs
+        if correction is not None:
+            corrected = inputs._replace(weights=weights * correction)
         if self.distillation is not None and self.distillation.is_whole_loss:
             policy = PolicyLossOutput(log_probs.new_zeros(()), means_of(inputs))
         elif self.reinforce is not None:
@@ -207,21 +213,24 @@ class PolicyObjective(Objective):
             loss = loss + self.config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
         if self.distillation is not None:
-            distance = (self.distillation.of_tokens(outputs, columns) * weights).sum()
+            distance = (self.distillation.per_token(outputs, columns) * weights).sum()
             loss = loss + self.distillation.coef * distance
             sums["actor/distillation_loss"] = distance.detach()
+
         for part, coef in self.extra_terms:
-            with part.told(passes=_is_shortage):
+            with part.naming_errors(passes=_is_shortage):
                 term = part.function(inputs, columns)
             if isinstance(term, torch.Tensor) and term.numel() != 1:
                 raise part.must_return("a scalar", term)
             loss = loss + coef * term
+
         return LossOutput(loss=loss, means=means, sums=sums)
 
     def _policy_loss(self, inputs: PolicyLossInputs) -> PolicyLossOutput:
         """Compute the policy loss. Raises AlgorithmError where a user's returns something else."""
-        with self.part.told(passes=_is_shortage):
+        with self.part.naming_errors(passes=_is_shortage):
             policy = self.policy_loss(inputs, **self.settings)
+
         loss = getattr(policy, "loss", None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             expected = "a PolicyLossOutput with a scalar tensor as loss"
@@ -252,7 +261,7 @@ class PolicyObjective(Objective):
             )
 
     def begin(self, mini_batch: DataProto, infer: Callable[[], Columns], data: Axis) -> None:
-        """See `Objective.begin`: write `selected` for a loss that has a selection."""
+        """Write `selected` for a loss that has a selection. See `Objective.begin`."""
         self._is_looking_for_offenders = False
         is_read = self.distillation is None or not self.distillation.is_whole_loss
         if self.selection is None or not is_read:
@@ -264,21 +273,21 @@ class PolicyObjective(Objective):
         old = columns["old_log_probs"] if "old_log_probs" in columns.keys() else log_probs
         read = (log_probs, old, columns["advantages"], token_noise(mini_batch))
         mine = [column[mask].cpu() for column in read]
-        of_all = gather_objects(mine, data)
-        whole = SelectionInputs(*(torch.cat(parts) for parts in zip(*of_all)))
+        by_rank = gather_objects(mine, data)
+        whole = SelectionInputs(*map(torch.cat, zip(*by_rank)))
         chosen = self.selection(whole, **self.settings)
 
-        first = sum(len(pieces[0]) for pieces in of_all[: data.rank])
+        first = sum(len(pieces[0]) for pieces in by_rank[: data.rank])
         selected = torch.zeros(mask.shape)
         selected[mask] = chosen[first : first + len(mine[0])].float()
         columns["selected"] = selected
 
     def restart(self) -> None:
-        """See `Objective.restart`."""
+        """Forget the rows of this mini-batch. See `Objective.restart`."""
         self._seen = []
 
     def end(self) -> None:
-        """See `Objective.end`: rows that run again do not count again in the mismatch."""
+        """End the passes: rows that run again do not count again in the mismatch."""
         self._is_looking_for_offenders = True
 
     def take_mismatch(self, data: Axis = ALONE) -> dict[str, float]:
@@ -291,7 +300,7 @@ class PolicyObjective(Objective):
         self._seen = []
         if not seen:
             return {}
-        trainer, rollout, mask = (torch.cat(pieces) for pieces in zip(*seen))
+        trainer, rollout, mask = map(torch.cat, zip(*seen))
         return mismatch_of_all(rollout, trainer, mask, data)
 
 
@@ -300,7 +309,7 @@ def _is_shortage(error: Exception) -> bool:
     return shortage_of(error, torch.device("cpu")) is not None
 
 
-def loss_in_words(
+def describe_loss(
     config: ActorConfig,
     distillation: DistillationTerm | None = None,
     reinforce: RolloutReinforce | None = None,
@@ -314,12 +323,16 @@ def loss_in_words(
         terms = [reinforce.describe()]
     if distillation is not None:
         divergence = f"{distillation.coef:g} {distillation.kind}(pi, teacher)"
-        terms = [divergence] if distillation.is_whole_loss else [*terms, f"+ {divergence}"]
+        if distillation.is_whole_loss:
+            terms = [divergence]
+        else:
+            terms.append(f"+ {divergence}")
     if config.entropy_coeff != 0:
         terms.append(f"- {config.entropy_coeff:g} entropy")
     if config.use_kl_loss:
         terms.append(f"+ {config.kl_loss_coef:g} KL(pi, reference) by {config.kl_loss_type}")
-    terms += [f"+ {term.coef:g} {term.name}" for term in config.loss_extra]
+    for term in config.loss_extra:
+        terms.append(f"+ {term.coef:g} {term.name}")
 
     mode = config.loss_agg_mode
     return f"{' '.join(terms)}. {mode}: {AGGREGATION_FORMULAS[mode]}."
@@ -348,7 +361,7 @@ def mismatch_of_all(
     if data.size > 1:
         keep = mask.bool()
         pieces = gather_objects((rollout[keep].cpu(), trainer[keep].cpu()), data)
-        rollout, trainer = (torch.cat(parts) for parts in zip(*pieces))
+        rollout, trainer = map(torch.cat, zip(*pieces))
         mask = torch.ones_like(rollout)
     return mismatch_metrics(rollout, trainer, mask)
 

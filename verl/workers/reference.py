@@ -66,5 +66,5 @@ class ReferenceWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """See `reference_columns`."""
+        """Compute `reference_columns`."""
         return reference_columns(self.engine, batch, self.config)

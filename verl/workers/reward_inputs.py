@@ -36,11 +36,14 @@ class RewardReader:
 
     def fit(self, sequences: Sequence[Sequence[int]], describe: Describe) -> list[list[int]]:
         """Cut rows to `max_length`. Raises RewardError for a longer one, where none may be cut."""
-        rows = [list(ids) for ids in sequences]
+        rows = list(map(list, sequences))
         limit = self.max_length
-        too_long = [row for row, ids in enumerate(rows) if limit is not None and len(ids) > limit]
+        if limit is None:
+            return rows
+
+        too_long = [row for row, ids in enumerate(rows) if len(ids) > limit]
         if too_long and self.truncation in ("error", None):
-            longest = max(len(rows[row]) for row in too_long)
+            longest = max(map(len, rows))
             cut = ""
             if self.truncation:
                 cut = ", or set reward_model.truncation=left or right to have inputs cut"
@@ -52,7 +55,6 @@ class RewardReader:
             )
 
         for row in too_long:
-            assert limit is not None
             assert self.truncation is not None
             rows[row] = truncate(rows[row], limit, self.truncation)
         return rows
@@ -97,7 +99,7 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
 
     Args:
         responses: texts; or token ids of the reward model's own tokenizer, as B tensors (or lists),
-            or as one (B, T) tensor, at whose rows' ends pad tokens do not count.
+            or as one (B, T) tensor, where pad tokens at either end of a row do not count.
         prompts: B texts or lists of messages, after which a response is the assistant's turn under
             the reward model's chat template (ids are decoded for it); or B prompts in ids, before
             responses in ids. None: a text is an assistant's turn without a question, and ids are
@@ -110,11 +112,12 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
             conversation.
     """
     is_list = isinstance(responses, Sized) and not isinstance(responses, (str, Mapping))
-    if not is_list or (isinstance(responses, Tensor) and responses.ndim != 2) or not len(responses):
+    is_tensor = isinstance(responses, Tensor)
+    if not is_list or (is_tensor and responses.ndim != 2) or not len(responses):
+        got = f"{tuple(responses.shape) if is_tensor else responses!r:.80}"
         raise DataError(
             "compute_reward needs a list of responses (texts or token ids) or a (B, T) tensor of "
-            "ids, got "
-            f"{tuple(responses.shape) if isinstance(responses, Tensor) else responses!r:.80}."
+            f"ids, got {got}."
         )
 
     answers = _texts_or_ids(responses, "response", model.tokenizer)
@@ -169,17 +172,22 @@ def _is_ids(value: Any) -> bool:
     )
 
 
-def _texts_or_ids(values: Any, what: str, tokenizer: Any) -> list[str | list[int]]:
+def _texts_or_ids(values: Any, kind: str, tokenizer: Any) -> list[str | list[int]]:
     """Check texts and token ids; give texts as they are, token ids as lists."""
     checked: list[str | list[int]] = []
     for number, value in enumerate(values):
-        name = f"{what} {number}".capitalize()
-        ids = value.tolist() if isinstance(value, Tensor) else value
-        if ids is None or (isinstance(ids, (str, list, tuple)) and not ids):
-            raise RewardError(f"{name} is {'missing' if ids is None else 'empty'}.")
+        name = f"{kind} {number}".capitalize()
+        ids = value
+        if isinstance(value, Tensor):
+            ids = value.tolist()
+        if ids is None:
+            raise RewardError(f"{name} is missing.")
+        if isinstance(ids, (str, list, tuple)) and not ids:
+            raise RewardError(f"{name} is empty.")
         if isinstance(ids, str):
             checked.append(ids)
             continue
+
         if not isinstance(ids, (list, tuple)) or not all(isinstance(token, int) for token in ids):
             raise RewardError(f"{name} must be a text or token ids (T,), got {value!r:.80}.")
 
@@ -195,4 +203,5 @@ def _texts_or_ids(values: Any, what: str, tokenizer: Any) -> list[str | list[int
                 "give texts."
             )
         checked.append(list(ids))
+
     return checked

@@ -1,4 +1,4 @@
-"""The reward model: scores what the actor has said, in tokens and a chat template of its own."""
+"""The reward model: scores responses of the actor, in tokens and a chat template of its own."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ class RewardModelWorker(EngineWorker):
 
     Args:
         config: the `reward_model` section.
-        input_tokenizer: the actor's, in whose tokens the batches come.
+        input_tokenizer: the actor's tokenizer, which made the tokens of the batches.
     """
 
     def __init__(
@@ -102,12 +102,13 @@ class RewardModelWorker(EngineWorker):
         """
         sequences = list(inputs.non_tensor_batch["token_ids"])
         numbers = list(inputs.non_tensor_batch["response"])
-        short = [number for number, ids in zip(numbers, sequences) if len(ids) < 2]
-        if short:  # a packed row has a token before the one that is scored
-            raise RewardError(
-                f"The input of response {short[0]} has one token, and two at least are scored. "
-                "Give it as a text, which comes under the reward model's chat template."
-            )
+        for number, ids in zip(numbers, sequences):
+            if len(ids) < 2:  # a packed row has a token before the one that is scored
+                raise RewardError(
+                    f"The input of response {number} has one token, and two at least are scored. "
+                    "Give it as a text, which comes under the reward model's chat template."
+                )
+
         scores = self._score(sequences, lambda row: f"response {numbers[row]}")
         return DataProto.from_dict(tensors={"scores": scores})
 
@@ -115,7 +116,7 @@ class RewardModelWorker(EngineWorker):
         """Compute the scores (B,) of rows of token ids."""
         # Padded on the left, so that the last column is a response of one token: the last one of
         # every row.
-        width = max(len(ids) for ids in sequences)
+        width = max(map(len, sequences))
         rows = torch.zeros(len(sequences), width, dtype=torch.int64)
         mask = torch.zeros_like(rows)
         for row, ids in enumerate(sequences):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,10 @@ _WAY_OUT_NEXT_TO_THE_ACTOR = (
     "max_num_batched_tokens, or keep the trainer's weights and moments on the host meanwhile: "
     "actor_rollout_ref.actor.fsdp_config.param_offload=True, optimizer_offload=True."
 )
+_EPISODE_COLUMNS = (
+    *("episode", "episode_part", "agent_role", "num_turns"),
+    *("agent_info", "agent_reward", "turn_rewards"),
+)
 # Counters that are added up over all engines; for the others the largest counts.
 _ADDED_UP = ("_tokens", "_steps", "_pages", "preemptions", "_per_s")
 
@@ -75,11 +80,13 @@ class RolloutWorker(Worker):
         self._receiver: WeightReceiver | None = None
         import_user_code(config.model.external_lib)
 
-        mesh = init_mesh(device, shard=False) if actor is None else actor.engine.mesh
+        if actor is None:
+            self.mesh = init_mesh(device, shard=False)
+        else:
+            self.mesh = actor.engine.mesh
+        self.device = self.mesh.device
         size = config.rollout.tensor_model_parallel_size
-        self.mesh = mesh
-        self.device = mesh.device
-        self.rollout_mesh = init_rollout_mesh(mesh, size)
+        self.rollout_mesh = init_rollout_mesh(self.mesh, size)
         model_config = load_model_config(**model_source(config.model))
         check_engine_model(config.rollout, model_config, on_cuda=self.device.type == "cuda")
 
@@ -92,7 +99,9 @@ class RolloutWorker(Worker):
                 device=self.device,
                 ranks=self.rollout_mesh.tensor,
             )
-        self._direct = DirectSender(self.engine, world=mesh.world, sharing=self.rollout_mesh.tensor)
+        self._direct = DirectSender(
+            self.engine, world=self.mesh.world, sharing=self.rollout_mesh.tensor
+        )
         self._weights_version = 0
         self.agents: AgentRunner | None = None
         if config.rollout.uses_agents:
@@ -101,12 +110,12 @@ class RolloutWorker(Worker):
 
     @property
     def data_rank(self) -> int:
-        """See `Worker.data_rank`. Ranks that share an engine (tensor parallel) have the same."""
+        """Return `Worker.data_rank`: ranks that share an engine (tensor parallel) have the same."""
         return self.rollout_mesh.data.rank
 
     @property
     def data_size(self) -> int:
-        """See `Worker.data_size`."""
+        """Return `Worker.data_size`."""
         return self.rollout_mesh.data.size
 
     # ---------------------------------------------------------------- generation
@@ -124,10 +133,10 @@ class RolloutWorker(Worker):
         Reports (sample id, token ids) of every response when it is finished.
         """
         prompt_ids = [tuple(map(int, ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
-        rows = [int(row) for row in prompts.non_tensor_batch["prompt_row"]]
-
+        rows = list(map(int, prompts.non_tensor_batch["prompt_row"]))
         if not self.has_weights:
             self.take_weights()
+
         completions = []
         total = len(rows) * n
         speaks = self.rollout_mesh.tensor.rank == 0  # for the ranks that share an engine
@@ -139,10 +148,11 @@ class RolloutWorker(Worker):
         self._make_room()
 
         local_id = {}  # sample id in the whole batch -> row of this rank's share
+        prompt_of_row = []
         for place, row in enumerate(rows):
+            prompt_of_row += [prompt_ids[place]] * n
             for sample in range(n):
                 local_id[row * n + sample] = place * n + sample
-        prompt_of_row = [ids for ids in prompt_ids for _ in range(n)]
         local = [replace(each, sample_id=local_id[each.sample_id]) for each in completions]
         columns = self._columns(trajectories_of(prompt_of_row, local))
         return DataProto.from_dict(
@@ -192,19 +202,10 @@ class RolloutWorker(Worker):
                 trajectories, counters = self._follow(steps)
         self._make_room()
 
-        columns: dict[str, list[Any]] = {
-            "episode": [each.row for each in trajectories],
-            "episode_part": [each.part for each in trajectories],
-            "agent_role": [each.role for each in trajectories],
-            "num_turns": [each.num_turns for each in trajectories],
-            "agent_info": [{"num_turns": each.num_turns, **each.extra} for each in trajectories],
-            "agent_reward": [each.reward for each in trajectories],
-            "turn_rewards": [each.turn_rewards for each in trajectories],
-        }
         metrics = {**self._metrics(counters), **self._agent_metrics()}
         return DataProto.from_dict(
             tensors=self._columns(trajectories, with_turns=True),
-            non_tensors={name: _objects(values) for name, values in columns.items()},
+            non_tensors=_episode_columns(trajectories),
             meta_info={"metrics": metrics},
         )
 
@@ -220,12 +221,16 @@ class RolloutWorker(Worker):
         """Play episodes, and give the engine's work to the ranks that share it."""
         assert self.agents is not None
         sharing = self.rollout_mesh.tensor
+        announce = None
+        if sharing.size > 1:
+            announce = partial(gather_objects, axis=sharing)
         client = EngineClient(
             steps,
             max_model_len=longest,
             version=self._weights_version,
-            announce=None if sharing.size == 1 else lambda work: gather_objects(work, sharing),
+            announce=announce,
         )
+
         ended = 0
 
         def note(trajectories: Sequence[Trajectory]) -> None:
@@ -269,9 +274,8 @@ class RolloutWorker(Worker):
     def _agent_metrics(self) -> dict[str, float]:
         """Combine the counts of the agent loops of all engines."""
         assert self.agents is not None
-        of_engines = gather_objects(self.agents.metrics(), self.rollout_mesh.data)
         combined: dict[str, list[float]] = {}
-        for metrics in of_engines:
+        for metrics in gather_objects(self.agents.metrics(), self.rollout_mesh.data):
             for name, value in metrics.items():
                 combined.setdefault(name, []).append(value)
 
@@ -297,8 +301,8 @@ class RolloutWorker(Worker):
         columns `responses` (lists of n texts without special tokens), and of all n together
         `num_tokens` and `num_cut` (responses that the limit ended).
         """
-        prompt_ids = [tuple(ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
-        rows = [int(row) for row in prompts.non_tensor_batch["prompt_row"]]
+        prompt_ids = list(map(tuple, prompts.non_tensor_batch["raw_prompt_ids"]))
+        rows = list(map(int, prompts.non_tensor_batch["prompt_row"]))
 
         finished = {}
         for completion in self._generate(prompt_ids, rows, n, params, seed, step=0):
@@ -306,6 +310,7 @@ class RolloutWorker(Worker):
         wanted: list[int] = []
         for row in rows:
             wanted += range(row * n, (row + 1) * n)
+
         if finished.keys() != set(wanted):
             raise RolloutError(
                 f"Expected {len(wanted)} samples from the engine, got {len(finished)}, or others."
@@ -314,13 +319,17 @@ class RolloutWorker(Worker):
         token_ids = [finished[number].token_ids for number in wanted]
         is_cut = [finished[number].finish_reason == "length" for number in wanted]
         texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        groups = [slice(start, start + n) for start in range(0, len(wanted), n)]
+
+        responses = []
+        num_tokens = []
+        num_cut = []
+        for start in range(0, len(wanted), n):
+            group = slice(start, start + n)
+            responses.append(texts[group])
+            num_tokens.append(sum(map(len, token_ids[group])))
+            num_cut.append(sum(is_cut[group]))
         return DataProto.from_dict(
-            non_tensors={
-                "responses": [texts[group] for group in groups],
-                "num_tokens": [sum(map(len, token_ids[group])) for group in groups],
-                "num_cut": [sum(is_cut[group]) for group in groups],
-            }
+            non_tensors={"responses": responses, "num_tokens": num_tokens, "num_cut": num_cut}
         )
 
     def _generate(
@@ -400,7 +409,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self) -> None:
-        """Take what the actor's ranks send; see `ActorWorker.send_weights`."""
+        """Take the weights that the actor's ranks send; see `ActorWorker.send_weights`."""
         assert self._receiver is not None, "join_meetings comes first"
         with self._names_out_of_memory("the hand-over of weights to the rollout"):
             self.has_weights = False
@@ -428,6 +437,20 @@ class RolloutWorker(Worker):
         way_out = _WAY_OUT if self.actor is None else _WAY_OUT_NEXT_TO_THE_ACTOR
         rank = "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}"
         return reports_out_of_memory(phase, self.device, way_out, rank=rank)
+
+
+def _episode_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    """Return the object columns of `RolloutWorker.play_episodes`."""
+    columns: dict[str, list[Any]] = {name: [] for name in _EPISODE_COLUMNS}
+    for each in trajectories:
+        columns["episode"].append(each.row)
+        columns["episode_part"].append(each.part)
+        columns["agent_role"].append(each.role)
+        columns["num_turns"].append(each.num_turns)
+        columns["agent_info"].append({"num_turns": each.num_turns, **each.extra})
+        columns["agent_reward"].append(each.reward)
+        columns["turn_rewards"].append(each.turn_rewards)
+    return {name: _objects(values) for name, values in columns.items()}
 
 
 def _objects(values: Sequence[Any]) -> np.ndarray:

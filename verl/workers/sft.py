@@ -78,7 +78,7 @@ class SFTWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def sum_loss(self, batch: DataProto) -> tuple[float, float]:
-        """Sum the cross-entropy of tokens with a `response_mask` of 1; return it and their number."""
+        """Sum the cross-entropy of tokens with a `response_mask` of 1; count them as well."""
         mask = batch.batch["response_mask"].double()
         log_probs = self.engine.infer(batch, self._budget("validation"))["log_probs"]
         sums = torch.stack([-(log_probs * mask).sum(), mask.sum()])

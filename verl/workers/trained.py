@@ -22,17 +22,17 @@ class EngineWorker(Worker):
 
     @property
     def reads_weights(self) -> bool:
-        """Whether this rank reads its model's files; others get the weights (`apply_fsdp`)."""
+        """Return whether this rank reads its model's files; others get the weights from it."""
         return self.rank == 0 or self.world_size == 1
 
     @property
     def data_rank(self) -> int:
-        """See `Worker.data_rank`."""
+        """Return `Worker.data_rank`."""
         return self.engine.mesh.data.rank
 
     @property
     def data_size(self) -> int:
-        """See `Worker.data_size`."""
+        """Return `Worker.data_size`."""
         return self.engine.mesh.data.size
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

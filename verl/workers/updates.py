@@ -64,7 +64,7 @@ def rows_of_a_rank(engine: TrainEngine, batch: DataProto, mini_batch_rows: int |
     if most != fewest:
         raise DataError(
             f"Every data-parallel rank needs as many rows of a batch as the others, got {fewest} "
-            f"to {most}. Pad the batch with rows whose response_mask is 0, or choose a "
+            f"to {most}. Pad the batch with rows that have response_mask 0, or choose a "
             "train_batch_size that the ranks divide."
         )
     if mini_batch_rows is None:

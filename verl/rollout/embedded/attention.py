@@ -90,7 +90,7 @@ class PrefillStep:
 
 
 class RowChunk(NamedTuple):
-    """Rows of a decode step whose keys are gathered together, and their pages (rows, width)."""
+    """Rows of a decode step with keys that are gathered together, and their pages (rows, width)."""
 
     rows: slice
     table: Tensor
@@ -118,12 +118,11 @@ class DecodeStep:
     def attend(
         self, paging: "Paging", pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
     ) -> Tensor:
-        """See `Step.attend`."""
+        """Implement `Step.attend`."""
         self.store(pages, k, v)
-        parts = [
-            _attend(q[chunk.rows], pages, paging, self, number, facts)
-            for number, chunk in enumerate(self.chunks)
-        ]
+        parts = []
+        for number, chunk in enumerate(self.chunks):
+            parts.append(_attend(q[chunk.rows], pages, paging, self, number, facts))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def gather_index(self, number: int, heads: int) -> Tensor:
@@ -139,7 +138,7 @@ class DecodeStep:
         return self._kept[key]
 
     def visible(self, number: int, window: int | None) -> Tensor:
-        """Return (rows, L) bool: the gathered positions of chunk `number` that the new token sees."""
+        """Return (rows, L) bool: the gathered positions of chunk `number` that its tokens see."""
         if window is not None and window >= self.longest:
             window = None
         key = ("visible", number, window)
@@ -148,7 +147,9 @@ class DecodeStep:
             last = self.positions[rows, None]
             position = torch.arange(table.shape[1] * self.page_size, device=table.device)
             visible = position <= last
-            self._kept[key] = visible if window is None else visible & (position > last - window)
+            if window is not None:
+                visible = visible & (position > last - window)
+            self._kept[key] = visible
         return self._kept[key]
 
     def score_offset(self, number: int, facts: Facts, heads: int, dtype: torch.dtype) -> Tensor:
@@ -243,7 +244,9 @@ class Paging:
         refuse_unsupported(module, mask, dropout, asked)
         layout = self.packing.layout
         assert layout is not None
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        q = query[0].transpose(0, 1)
+        k = key[0].transpose(0, 1)
+        v = value[0].transpose(0, 1)
         facts = layer_facts(module, query.shape[-1], scaling, asked)
         return invariant.prefill_attention(q, k, v, layout, facts)[None], None
 
@@ -256,8 +259,9 @@ class Paging:
     def computing(self, step: PrefillStep | Step) -> Iterator[None]:
         """Let the model's layers compute `step` inside the context."""
         self.step = step
+        layout = step.layout if isinstance(step, PrefillStep) else None
         try:
-            with self.packing.holding(step.layout if isinstance(step, PrefillStep) else None):
+            with self.packing.holding(layout):
                 yield
         finally:
             self.step = None
@@ -285,8 +289,8 @@ def paged_attention(
     """Write this step's keys and values into their pages, then attend to all keys of the rows.
 
     query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv) -> (1, N, Hq, Dv). In a prefill the
-    rows' keys are those of this step, and packed attention computes it. It also refuses arguments that
-    packed attention does not support.
+    rows' keys are those of this step, and packed attention computes it. It also refuses arguments
+    that packed attention does not support.
     """
     paging: Paging = getattr(module, _PAGING)
     step = paging.step

@@ -15,8 +15,8 @@ from verl.rollout.embedded.kernels.slots import store_tokens
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.twin import ModelTwin
 
-# A product is cut along K where its output has fewer tiles (of _TILE rows and columns) than a device
-# has processors. The parts have at least _SHORTEST numbers.
+# A product is cut along K where its output has fewer tiles (of _TILE rows and columns) than a
+# device has processors. The parts have at least _SHORTEST numbers.
 _TILE = 128
 _TILES = 132
 _MOST_SPLITS = 4
@@ -60,7 +60,7 @@ class DeviceStep(NamedTuple):
     def attend(
         self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
     ) -> Tensor:
-        """See `Step.attend`."""
+        """Implement `Step.attend`."""
         store_tokens(k, pages.keys, self.pages, self.offsets)
         store_tokens(v, pages.values, self.pages, self.offsets)
         return self.attend_stored(pages, q, facts)
@@ -97,7 +97,7 @@ class DevicePrefillStep(PrefillStep):
     """A prefill into pages in which layers interleave."""
 
     def store(self, pages: LayerPages, k: Tensor, v: Tensor) -> None:
-        """See `PrefillStep.store`."""
+        """Implement `PrefillStep.store`."""
         store_tokens(k, pages.keys, self.pages, self.offsets)
         store_tokens(v, pages.values, self.pages, self.offsets)
 
@@ -117,20 +117,18 @@ class TritonDecoder(FusedDecoder):
         self._may_split = (
             parallel is None and not self.paging.invariant and twin.dtype != torch.float32
         )
-        self._projections = {
-            id(layer): (
-                twin.stacked(
-                    [layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj]
-                ),
-                twin.stacked([layer.mlp.gate_proj, layer.mlp.up_proj]),
-            )
-            for layer in self.layers
-        }
+        # by id of the layer: query, key and value in one, and gate and up in one
+        self._projections = {}
+        for layer in self.layers:
+            attention = layer.attention
+            qkv = twin.stacked([attention.q_proj, attention.k_proj, attention.v_proj])
+            gate_up = twin.stacked([layer.mlp.gate_proj, layer.mlp.up_proj])
+            self._projections[id(layer)] = (qkv, gate_up)
 
         self._inner_norms = {layer.post_norm for layer in self.layers}
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
-        """See `FusedDecoder.add_norm`.
+        """Implement `FusedDecoder.add_norm`.
 
         Rounding follows the trainer, which compiles each layer by itself: a layer ends with a sum
         of three that is rounded once, and the last norm, outside of the layers, rounds as
@@ -144,23 +142,26 @@ class TritonDecoder(FusedDecoder):
             writes_sum=writes,
             round_normed=norm is self.norm,
         )
-        return normed, parts[:1] if writes else parts
+        if writes:
+            parts = parts[:1]
+        return normed, parts
 
     def places(self, positions: Tensor) -> Tensor:
         """Return the positions themselves."""
         return positions
 
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: Any) -> Tensor:
-        """See `FusedDecoder.attend`."""
+        """Implement `FusedDecoder.attend`."""
         pages = self.paging.layers[layer.attention]
         qkv = F.linear(normed, *self._projections[id(layer)][0])
         query_norm = layer.query_norm
         key_norm = layer.key_norm
-        norms: dict[str, Any] = {
-            "query_norm": None if query_norm is None else query_norm.weight,
-            "key_norm": None if key_norm is None else key_norm.weight,
-            "eps": 0.0 if query_norm is None else query_norm.variance_epsilon,
-        }
+        norms: dict[str, Any] = {"query_norm": None, "key_norm": None, "eps": 0.0}
+        if query_norm is not None:
+            norms["query_norm"] = query_norm.weight
+            norms["eps"] = query_norm.variance_epsilon
+        if key_norm is not None:
+            norms["key_norm"] = key_norm.weight
         num_keys = pages.keys.shape[1]
         dim = pages.keys.shape[3]
         q, k, v = qkv.unflatten(1, (-1, dim)).tensor_split((-2 * num_keys, -num_keys), dim=1)
@@ -178,15 +179,16 @@ class TritonDecoder(FusedDecoder):
         return self._output_projection(attended.flatten(1), layer.attention.o_proj)
 
     def _prefill_attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
+        q = q.transpose(0, 1)[None]
+        k = k.transpose(0, 1)[None]
+        v = v.transpose(0, 1)[None]
         facts = layer.facts
         attend = self.paging.prefill_attention
-        return attend(layer.attention, q, k, v, None, facts.scale, sliding_window=facts.window)[0][
-            0
-        ]
+        out, _ = attend(layer.attention, q, k, v, None, facts.scale, sliding_window=facts.window)
+        return out[0]
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
-        """See `FusedDecoder.feed_forward`."""
+        """Implement `FusedDecoder.feed_forward`."""
         gate_up = F.linear(normed, *self._projections[id(layer)][1])
         return self._output_projection(swiglu(gate_up), layer.mlp.down_proj)
 
@@ -198,7 +200,8 @@ class TritonDecoder(FusedDecoder):
         product of a layer took 10.4 us at 0.5B, 19.2 at 1.5B and 58.4 at 7B with cuBLAS. It takes
         7.3, 14.0 and 53.7 here, and the norm takes 0.6 to 1 us more.
         """
-        (rows, inner), columns = x.shape, linear.weight.shape[0]
+        rows, inner = x.shape
+        columns = linear.weight.shape[0]
         splits = _MOST_SPLITS if self._may_split and linear.bias is None else 1
         tiles = -(-rows // _TILE) * -(-columns // _TILE)
         # Rows of 16-bit numbers must begin at multiples of 16 bytes.
@@ -209,7 +212,6 @@ class TritonDecoder(FusedDecoder):
 
         if splits == 1:
             return F.linear(x, linear.weight, linear.bias)
-        parts, weights = (
-            matrix.unflatten(1, (splits, -1)).transpose(0, 1) for matrix in (x, linear.weight)
-        )
+        parts = x.unflatten(1, (splits, -1)).transpose(0, 1)
+        weights = linear.weight.unflatten(1, (splits, -1)).transpose(0, 1)
         return torch.bmm(parts, weights.transpose(1, 2), out_dtype=torch.float32)

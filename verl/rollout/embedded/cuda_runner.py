@@ -134,12 +134,12 @@ class CudaRunner(ModelRunner):
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of logits in fp32: a first draw, a step outside of a graph, the pool of graphs."""
+        """Return the bytes of fp32 logits: first draw, step outside of a graph, pool of graphs."""
         return 3 * self._workspace.max_rows * self._workspace.vocabulary * 4
 
     @torch.inference_mode()
     def allocate(self, num_pages: int) -> None:
-        """See `ModelRunner.allocate`. Adds one page for the rows that pad a batch to write to."""
+        """Implement `ModelRunner.allocate`. Adds a page for the writes of rows that pad a batch."""
         page = self.page_bytes
         total = torch.cuda.get_device_properties(self.device).total_memory
         if (num_pages + 1) * page > total:
@@ -168,26 +168,27 @@ class CudaRunner(ModelRunner):
         self.num_pages = num_pages
 
     def release(self) -> None:
-        """See `ModelRunner.release`. The addresses stay, and with them the graphs."""
+        """Implement `ModelRunner.release`. The addresses stay, and with them the graphs."""
         self.num_pages = 0
         if self._memory is not None:
             self._memory.release()
 
     def kept_asleep(self) -> dict[str, int]:
-        """See `ModelRunner.kept_asleep`.
+        """Implement `ModelRunner.kept_asleep`.
 
         Does not count kernels and workspaces of libraries, which the trainer uses as well.
         """
-        here = torch.cuda.memory_snapshot()
-        pool = [
-            segment["total_size"]
-            for segment in here
-            if tuple(segment["segment_pool_id"]) == tuple(self._pool)
-        ]
-        tables = [self._body.cos, self._body.sin] if isinstance(self._body, TritonDecoder) else []
+        pool_bytes = 0
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) == tuple(self._pool):
+                pool_bytes += segment["total_size"]
+
+        tables = []
+        if isinstance(self._body, TritonDecoder):
+            tables = [self._body.cos, self._body.sin]
         rows = [*self.state, *self._fed, self._slots, self._draw.tokens, self._draw.log_probs]
         return {
-            "graphs": sum(pool),
+            "graphs": pool_bytes,
             "scratch of the draw": self._workspace.num_bytes,
             "tables of slots": sum(tensor.nbytes for tensor in rows),
             "rotary tables": sum(tensor.nbytes for tensor in tables),
@@ -195,7 +196,7 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def begin(self, params: SamplingParams, most_tokens: int) -> None:
-        """See `ModelRunner.begin`."""
+        """Implement `ModelRunner.begin`."""
         values = [params.temperature, params.top_p, params.min_p, float(max(params.top_k, 0))]
         self._settings.copy_(torch.tensor(values))
         self._shown = np.empty(0, np.int64)
@@ -206,7 +207,7 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: Tensor) -> Draws:
-        """See `ModelRunner.start`."""
+        """Implement `ModelRunner.start`."""
         state = self.state
         self._show(slots, scheduler)
         index = self.to_device(slots)
@@ -220,7 +221,7 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
-        """See `ModelRunner.decode`."""
+        """Implement `ModelRunner.decode`."""
         # Samples of a prompt are adjacent, so that its pages are read from memory once and then
         # from the L2 cache.
         slots = slots[np.argsort(scheduler.table[slots, 0], kind="stable")]
@@ -274,12 +275,15 @@ class CudaRunner(ModelRunner):
             parts += [(targets, changed), (news, scheduler.table[changed])]
         if not parts:
             return
+
         # One copy for all, because the cost of a copy is its launch.
-        arrived = self.to_device(
-            np.concatenate([array.ravel() for _, array in parts]).astype(np.int32)
-        )
-        for (target, _), part in zip(parts, arrived.split([array.size for _, array in parts])):
+        flat = np.concatenate([array.ravel() for _, array in parts])
+        arrived = self.to_device(flat.astype(np.int32))
+        start = 0
+        for target, array in parts:
+            part = arrived[start : start + array.size]
             target.copy_(part.view(target.shape))
+            start += array.size
         if changed.size:
             self.state.table[:, :width].index_copy_(0, targets.long(), news)
 

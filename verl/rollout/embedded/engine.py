@@ -1,6 +1,7 @@
 """The embedded engine: continuous batching over a paged cache, with the Hugging Face module."""
 
 import importlib
+import itertools
 import os
 import time
 from collections import Counter, deque
@@ -54,7 +55,7 @@ class EmbeddedEngine(LocalEngine):
 
     @classmethod
     def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
-        """See `EngineClass.check_model`."""
+        """Implement `EngineClass.check_model`."""
         check_attention(config, model, on_cuda=on_cuda)
         if config.tensor_model_parallel_size > 1:
             check_tensor_parallel(model, config.tensor_model_parallel_size)
@@ -68,9 +69,9 @@ class EmbeddedEngine(LocalEngine):
         device: torch.device,
         ranks: Axis = ALONE,
     ) -> None:
-        self.parallel = (
-            TensorParallel(model, ranks, in_order=config.deterministic) if ranks.size > 1 else None
-        )
+        self.parallel: TensorParallel | None = None
+        if ranks.size > 1:
+            self.parallel = TensorParallel(model, ranks, in_order=config.deterministic)
         super().__init__(
             model=model,
             tokenizer=tokenizer,
@@ -90,7 +91,7 @@ class EmbeddedEngine(LocalEngine):
 
     @property
     def has_work(self) -> bool:
-        """See `RolloutEngine.has_work`."""
+        """Implement `RolloutEngine.has_work`."""
         return self._run is not None
 
     def reserve(self, room: Room) -> None:
@@ -171,7 +172,9 @@ class EmbeddedEngine(LocalEngine):
 
         `known` has, by sample id, the number of tokens that the caller has already.
         """
-        return {} if self._run is None else self._run.scheduler.drawn_since(known)
+        if self._run is None:
+            return {}
+        return self._run.scheduler.drawn_since(known)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights; see `RolloutEngine.update_weights`.
@@ -202,7 +205,7 @@ class EmbeddedEngine(LocalEngine):
         return self.runner.kept_asleep()
 
     def forget_prefixes(self) -> None:
-        """See `RolloutEngine.forget_prefixes`."""
+        """Implement `RolloutEngine.forget_prefixes`."""
         self._refuse_while_busy()
         self._begin_books()
 
@@ -248,23 +251,24 @@ class EmbeddedEngine(LocalEngine):
     def _samples(
         self, requests: Sequence[Request], params: SamplingParams, seed: int, step: int
     ) -> list[Sample]:
-        ids = [sample_id for request in requests for sample_id in request.sample_ids]
+        ids: list[int] = []
+        for request in requests:
+            ids += request.sample_ids
         keys = iter(sample_keys(seed, step, np.array(ids, np.int64)))
-        groups = []
 
+        groups = []
         for request in requests:
             group = Group(prompt=tuple(request.prompt_ids), unstarted=len(request.sample_ids))
             limits = response_limits(request, params, self.max_model_len)
-            groups.append(
-                [
-                    Sample(sample_id=sample_id, group=group, limit=limit, key=next(keys))
-                    for sample_id, limit in zip(request.sample_ids, limits)
-                ]
-            )
+            samples = []
+            for sample_id, limit in zip(request.sample_ids, limits):
+                sample = Sample(sample_id=sample_id, group=group, limit=limit, key=next(keys))
+                samples.append(sample)
+            groups.append(samples)
 
         # Longest first: otherwise the last to start could run longest, alone, on an idle device.
         groups.sort(key=lambda samples: -max((sample.limit for sample in samples), default=0))
-        return [sample for samples in groups for sample in samples]
+        return list(itertools.chain.from_iterable(groups))
 
     def _provide_pages(self, samples: Sequence[Sample]) -> None:
         """Allocate the cache, or a larger one where this call can use it."""
@@ -294,14 +298,16 @@ class EmbeddedEngine(LocalEngine):
             return "Raise actor_rollout_ref.rollout.num_pages"
         return (
             "Raise actor_rollout_ref.rollout.gpu_memory_utilization, or lower "
-            "actor_rollout_ref.rollout.max_num_seqs, whose logits take "
+            "actor_rollout_ref.rollout.max_num_seqs: its logits take "
             f"{self.runner.other_bytes / GIB:.2f} GiB"
         )
 
     def _most_bytes(self) -> int:
         """Return the most bytes that the cache may take, on every rank that shares the engine."""
         most = self._most_bytes_here()
-        return most if self.parallel is None else -max_of(-most, self.parallel.axis)
+        if self.parallel is None:
+            return most
+        return -max_of(-most, self.parallel.axis)
 
     def _most_bytes_here(self) -> int:
         if self.device.type == "cpu":
@@ -331,6 +337,9 @@ class EmbeddedEngine(LocalEngine):
         self, samples: Sequence[Sample], params: SamplingParams, rule: StopRule, slots: int = 0
     ) -> "_Run":
         """Make the tables for `samples`, for at least `slots` samples at once."""
+        reserved = self._reserved.sequences * self._reserved.tokens
+        most_tokens = max(reserved, sum(sample.limit for sample in samples))
+
         scheduler = Scheduler(
             samples,
             self._fresh_pages(),
@@ -344,8 +353,7 @@ class EmbeddedEngine(LocalEngine):
             least_slots=max(slots, self._reserved.sequences),
             least_tokens=self._reserved.tokens,
         )
-        reserved = self._reserved.sequences * self._reserved.tokens
-        self.runner.begin(params, max(reserved, sum(sample.limit for sample in samples)))
+        self.runner.begin(params, most_tokens)
         return _Run(params, rule, scheduler, _Progress(len(samples)))
 
     def _begin_again(self, run: "_Run", samples: Sequence[Sample]) -> None:
@@ -374,11 +382,11 @@ class EmbeddedEngine(LocalEngine):
         if self._run is None:
             return
         if isinstance(error, RolloutError):
-            # Keys may be NaN. For the next sample in the page a masked key has weight 0, and 0 * NaN
-            # is NaN.
+            # Keys may be NaN. For the next sample in the page a masked key has weight 0, and 0
+            # times NaN is NaN.
             self.runner.release()
-        # Not freed one by one: pages are registered before their keys are computed, and an interrupt
-        # may have come between the allocation of a page and its record.
+        # Not freed one by one: pages are registered before their keys are computed, and an
+        # interrupt may have come between the allocation of a page and its record.
         self._begin_books()
         self._end_run()
 
@@ -390,6 +398,7 @@ class EmbeddedEngine(LocalEngine):
         counts = run.counts
         counts["generated_tokens"] -= scheduler.discarded
         seconds = run.progress.seconds
+
         self._statistics = {
             **{name: float(counts[name]) for name in _COUNTS},
             "preemptions": float(scheduler.preemptions),
@@ -442,16 +451,21 @@ class EmbeddedEngine(LocalEngine):
         """
         states: dict[int, torch.Tensor] = {}  # by number of the prefill
         for cached in (False, True):
-            numbers = [
-                n for n, prefill in enumerate(admission.prefills) if (prefill.cached > 0) == cached
-            ]
+            numbers = []
+            sequences = []
+            pages = []
+            cached_tokens = []
+            for number, prefill in enumerate(admission.prefills):
+                if (prefill.cached > 0) == cached:
+                    numbers.append(number)
+                    sequences.append(prefill.token_ids)
+                    pages.append(prefill.pages)
+                    cached_tokens.append(prefill.cached)
+
             if not numbers:
                 continue
-            prefills = [admission.prefills[n] for n in numbers]
-            sequences = [p.token_ids for p in prefills]
-            pages = [p.pages for p in prefills]
             if cached:
-                hidden = self.runner.extend(sequences, pages, [p.cached for p in prefills])
+                hidden = self.runner.extend(sequences, pages, cached_tokens)
             else:
                 hidden = self.runner.prefill(sequences, pages)
             states.update(zip(numbers, hidden))

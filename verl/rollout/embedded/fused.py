@@ -1,7 +1,7 @@
 """The decode step of Llama-like models with fewer, larger operations than the module's own forward.
 
-The weights are the module's own and are read at every step. Families whose decoder layer is exactly
-the one below are listed; all others decode through their module.
+The weights are the module's own and are read at every step. Families with exactly the decoder layer
+below are listed; all others decode through their module.
 """
 
 import functools
@@ -63,8 +63,8 @@ def can_fuse(module: PreTrainedModel) -> bool:
     return all(type(part).__module__ == home for part in parts)
 
 
-# Tensors (b, H) whose sum is the residual stream; some decoders leave (S, b, H), to be added up
-# first.
+# The residual stream is the sum of these tensors (b, H); some decoders leave (S, b, H), to be added
+# up first.
 Parts = tuple[Tensor, ...]
 
 
@@ -159,16 +159,16 @@ class TorchDecoder(FusedDecoder):
     """
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
-        """See `FusedDecoder.add_norm`."""
+        """Implement `FusedDecoder.add_norm`."""
         residual = _added_up(parts)
         return self._norm(residual, norm), (residual,)
 
     def places(self, positions: Tensor) -> Any:
-        """cos and sin (b, 1, D)."""
+        """Return cos and sin (b, 1, D)."""
         return self.cos[positions][:, None], self.sin[positions][:, None]
 
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: Step) -> Tensor:
-        """See `FusedDecoder.attend`."""
+        """Implement `FusedDecoder.attend`."""
         attention = layer.attention
         size = (normed.shape[0], -1, self.cos.shape[1])
         q, k, v = (
@@ -185,7 +185,7 @@ class TorchDecoder(FusedDecoder):
         return F.linear(out.flatten(1), attention.o_proj.weight, attention.o_proj.bias)
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
-        """See `FusedDecoder.feed_forward`."""
+        """Implement `FusedDecoder.feed_forward`."""
         gate = layer.mlp.gate_proj
         up = layer.mlp.up_proj
         down = layer.mlp.down_proj
@@ -215,33 +215,37 @@ class StackedDecoder(FusedDecoder):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the copies."""
+        """Return the bytes of the copies."""
         return _num_bytes(self.stacks)
 
     @torch.inference_mode()
     def refresh(self) -> None:
         """Copy the current weights."""
-        # whose memory the new ones may take
+        # The old copies go first: the new ones may take their memory.
         self.stacks = None
         self._layer_stacks = {}
         self.stacks = _stacked([Stacks.of(layer) for layer in self.layers])
-        self._layer_stacks = {
-            id(layer): _part(self.stacks, number) for number, layer in enumerate(self.layers)
-        }
+        for number, layer in enumerate(self.layers):
+            self._layer_stacks[id(layer)] = _part(self.stacks, number)
         self.last_factors = self.norm.weight * self.norm.weight.shape[0] ** 0.5
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
-        """See `FusedDecoder.add_norm`. The next matrix has the factors of all but the last norm."""
+        """Implement `FusedDecoder.add_norm` without factors, which the next matrix has.
+
+        The last norm applies its own.
+        """
         residual = _added_up(parts)
         unit = _unit_rows(residual, norm.variance_epsilon)
-        return unit.mul_(self.last_factors) if norm is self.norm else unit, (residual,)
+        if norm is self.norm:
+            unit = unit.mul_(self.last_factors)
+        return unit, (residual,)
 
     def places(self, positions: Tensor) -> Any:
         """Return rotary factors (b, 1, D / 2), complex."""
         return self.turns.index_select(0, positions)
 
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: PrefillStep | Step) -> Tensor:
-        """See `FusedDecoder.attend`."""
+        """Implement `FusedDecoder.attend`."""
         stacks = self._layer_stacks[id(layer)]
         dim = self.cos.shape[1]
         heads = _product(normed, stacks.qkv).view(normed.shape[0], -1, dim)
@@ -269,7 +273,7 @@ class StackedDecoder(FusedDecoder):
         return _product(out.flatten(1), stacks.output)
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
-        """See `FusedDecoder.feed_forward`."""
+        """Implement `FusedDecoder.feed_forward`."""
         stacks = self._layer_stacks[id(layer)]
         gate, up = _products(normed, stacks.gate_up)
         return _product(F.silu(gate, inplace=True).mul_(up), stacks.down)
@@ -295,9 +299,8 @@ class Stacks(NamedTuple):
         attention = layer.attention
         mlp = layer.mlp
         dim = attention.head_dim
-        num_query_heads, num_key_heads = (
-            part.weight.shape[0] // dim for part in (attention.q_proj, attention.k_proj)
-        )
+        num_query_heads = attention.q_proj.weight.shape[0] // dim
+        num_key_heads = attention.k_proj.weight.shape[0] // dim
         qkv = _stack([attention.q_proj, attention.k_proj, attention.v_proj], layer.input_norm)
         rotated = slice((num_query_heads + num_key_heads) * dim)
 
@@ -311,18 +314,17 @@ class Stacks(NamedTuple):
         if layer.query_norm is not None:
             query = layer.query_norm.weight
             key = layer.key_norm.weight
-            factors = (
-                torch.cat([query.expand(num_query_heads, dim), key.expand(num_key_heads, dim)])
-                * dim**0.5
+            factors = torch.cat(
+                [query.expand(num_query_heads, dim), key.expand(num_key_heads, dim)]
             )
-            head_norm = _paired(factors)
+            head_norm = _paired(factors * dim**0.5)
 
+        gate = _stack([mlp.gate_proj], layer.post_norm)
+        up = _stack([mlp.up_proj], layer.post_norm)
         return cls(
             qkv=qkv,
             output=_stack([attention.o_proj]),
-            gate_up=_stacked(
-                [_stack([part], layer.post_norm) for part in (mlp.gate_proj, mlp.up_proj)]
-            ),
+            gate_up=_stacked([gate, up]),
             down=_stack([mlp.down_proj]),
             head_norm=head_norm,
             num_key_heads=num_key_heads,
@@ -344,31 +346,39 @@ def _stacked(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if isinstance(first, tuple):
         return type(first)(*map(_stacked, zip(*parts)))
-    return torch.stack(tuple(parts)) if isinstance(first, Tensor) else first
+    if isinstance(first, Tensor):
+        return torch.stack(tuple(parts))
+    return first
 
 
 def _part(stacked: Any, number: int) -> Any:
     """Return one input of `_stacked`, without a copy."""
     if isinstance(stacked, tuple):
         return type(stacked)(*(_part(field, number) for field in stacked))
-    return stacked[number] if isinstance(stacked, Tensor) else stacked
+    if isinstance(stacked, Tensor):
+        return stacked[number]
+    return stacked
 
 
 def _num_bytes(stacked: Any) -> int:
     if isinstance(stacked, tuple):
         return sum(map(_num_bytes, stacked))
-    return stacked.nbytes if isinstance(stacked, Tensor) else 0
+    if isinstance(stacked, Tensor):
+        return stacked.nbytes
+    return 0
 
 
 def _paired(heads: Tensor) -> Tensor:
-    """heads (..., D), the numbers of each beside those half of D behind them."""
+    """Interleave the halves of heads (..., D): each number precedes that half of D behind it."""
     return torch.stack(heads.chunk(2, dim=-1), dim=-1).flatten(-2)
 
 
 def _product(x: Tensor, matrix: Matrix) -> Tensor:
     """Return x (b, K) times a matrix, (b, N)."""
     weight, bias = matrix
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+    if bias is None:
+        return torch.mm(x, weight)
+    return torch.addmm(bias, x, weight)
 
 
 def _products(x: Tensor, matrices: Matrix) -> Tensor:
@@ -378,7 +388,9 @@ def _products(x: Tensor, matrices: Matrix) -> Tensor:
     """
     weight, bias = matrices
     each = x.expand(weight.shape[0], -1, -1)
-    return torch.bmm(each, weight) if bias is None else torch.baddbmm(bias, each, weight)
+    if bias is None:
+        return torch.bmm(each, weight)
+    return torch.baddbmm(bias, each, weight)
 
 
 def _unit_rows(x: Tensor, epsilon: float) -> Tensor:

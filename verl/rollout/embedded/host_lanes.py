@@ -5,7 +5,6 @@ Every thread computes whole steps for a share of the rows, from their last token
 
 import functools
 import importlib
-import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Barrier
@@ -30,7 +29,7 @@ ROWS_PER_LANE = 32
 # may be fewer of them than threads.
 CACHED_BYTES = 1 << 24
 ROWS_PER_CACHED_LANE = 16
-# Calls that cannot generate so many tokens do not gain what a process needs to load numba: 0.6 s.
+# Calls that cannot generate so many tokens gain less than the 0.6 s in which a process loads numba.
 TOKENS_THAT_PAY = 4096
 # A lane keeps the memory of so many logits, (row, token) pairs: 64 MiB.
 LANE_LOGITS = 1 << 24
@@ -41,7 +40,7 @@ Answer = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens (b,) and their 
 
 
 def pay(decoder: Any, most_tokens: int) -> TypeGuard[StackedDecoder]:
-    """Whether lanes are faster for calls of up to `most_tokens` tokens.
+    """Return whether lanes are faster for calls of up to `most_tokens` tokens.
 
     The answer is the same in every process that makes the same call.
     """
@@ -83,7 +82,7 @@ def load_kernels() -> ModuleType | None:
         return importlib.import_module("verl.rollout.embedded.kernels.host")
     except ImportError as error:  # numba's own, of a numpy that is too new for it
         logger.warning(
-            f"rollout: decodes without numba, which raised: {error} Mend it: pip install -U numba"
+            f"rollout: decodes without numba, which raised: {error} Fix it: pip install -U numba"
         )
         return None
 
@@ -119,30 +118,34 @@ class Lanes:
             parts = [lane.result() for lane in running]
         finally:
             wait(running)  # none goes on when another has failed
-        return [
-            (np.concatenate(tokens), np.concatenate(log_probs))
-            for tokens, log_probs in map(zip, *parts)
-        ]
+
+        answers = []
+        for tokens, log_probs in map(zip, *parts):
+            answers.append((np.concatenate(tokens), np.concatenate(log_probs)))
+        return answers
 
     def weights(self) -> Any:
-        """`kernels.host.Weights`: the model's own memory and the decoder's."""
+        """Return `kernels.host.Weights`: the model's own memory and the decoder's."""
         decoder = self.decoder
         stacks = self.decoder.stacks
         layers = decoder.layers
         norm = decoder.norm
         heads_norm = decoder.layers[0].query_norm
 
+        head_epsilon = 0.0
+        if heads_norm is not None:
+            head_epsilon = heads_norm.variance_epsilon * decoder.cos.shape[1]
+        head_norms = stacks.head_norm
+        if head_norms is None:
+            head_norms = stacks.qkv.weight[:, :0]
+        head_bias = self._head.bias
+        if head_bias is not None:
+            head_bias = head_bias[None]
+
         return self.kernels.Weights(
             embeddings=decoder.embeddings.weight.detach().numpy(),
-            **_arrays(
-                "head",
-                Matrix(
-                    self._head.weight, None if self._head.bias is None else self._head.bias[None]
-                ),
-            ),
-            head_norms=(
-                stacks.qkv.weight[:, :0] if stacks.head_norm is None else stacks.head_norm
-            ).numpy(),
+            **_arrays("head", Matrix(self._head.weight, head_bias)),
+            head_norms=head_norms.numpy(),
             **_arrays("qkv", stacks.qkv),
             **_arrays("output", stacks.output),
             **_arrays("gate_up", stacks.gate_up),
@@ -152,9 +155,7 @@ class Lanes:
             windows=np.array([layer.facts.window or NO_WINDOW for layer in layers]),
             scale=np.float32(layers[0].facts.scale),
             epsilon=np.float32(norm.variance_epsilon * norm.weight.shape[0]),
-            head_epsilon=np.float32(
-                0 if heads_norm is None else heads_norm.variance_epsilon * decoder.cos.shape[1]
-            ),
+            head_epsilon=np.float32(head_epsilon),
         )
 
     def memory_of_logits(self, lane: int, rows: int, vocabulary: int) -> torch.Tensor:
@@ -174,11 +175,10 @@ class Lanes:
 
     def _lanes_of(self, weights: Any, rows: int, count: int) -> list["Lane"]:
         if len(self._lanes) != count or self._lanes[-1].rows.stop != rows:
-            bounds = [rows * i // count for i in range(count + 1)]
-            shares = itertools.starmap(slice, itertools.pairwise(bounds))
-            self._lanes = [
-                Lane(self, weights, number, share) for number, share in enumerate(shares)
-            ]
+            self._lanes = []
+            for number in range(count):
+                share = slice(rows * number // count, rows * (number + 1) // count)
+                self._lanes.append(Lane(self, weights, number, share))
         return self._lanes
 
 
@@ -188,7 +188,7 @@ def _single_threads(count: int) -> ThreadPoolExecutor:
 
     def begin() -> None:
         torch.set_num_threads(1)
-        torch.get_num_threads()  # a thread's first look takes over what any thread has set last
+        torch.get_num_threads()  # a thread's first look takes over the last setting of any thread
 
     pool = ThreadPoolExecutor(count, "verl-lane", initializer=begin)
     all_there = Barrier(count)
@@ -232,8 +232,10 @@ class Lane:
         arrays: RowArrays,
         temperature: float,
     ) -> list[Answer]:
-        """Feed `ids` (b,) of these rows and draw as many tokens as `noise` (s, b, 2) has keys for,
-        each from the one before; without any keys (s, 0, 2) the likeliest."""
+        """Feed `ids` (b,) of these rows and draw a token for each step of `noise` (s, b, 2).
+
+        Each is drawn from the one before; without any keys (s, 0, 2) it is the likeliest.
+        """
         tokens = np.empty((len(noise), len(ids)), np.int64)
         log_probs = np.empty((len(noise), len(ids)), np.float32)
         columns = column_hashes(len(weights.head), torch.device("cpu"))[0].numpy().view(np.uint32)

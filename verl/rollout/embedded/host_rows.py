@@ -13,7 +13,7 @@ from verl.models.attention import Facts
 from verl.rollout.embedded.attention import LayerPages, Paging, add_bias, attend_keys
 from verl.rollout.embedded.scheduler import Scheduler
 
-# Columns for tokens to come when rows get memory: so many, or half of what the longest row has,
+# Columns for tokens to come when rows get memory: so many, or half the length of the longest row,
 # where any sample may come to need them.
 SPARE_COLUMNS = 128
 # A softmax over fewer numbers than a CPU computes at once takes ten times as long as one over
@@ -67,7 +67,7 @@ class KeyRows:
 
     def __init__(self, paging: Paging) -> None:
         self.paging = paging
-        self._slots: NDArray[np.int64] = np.empty(0, np.int64)  # whose rows they are, (b,)
+        self._slots: NDArray[np.int64] = np.empty(0, np.int64)  # slot of each row, (b,)
         self._epochs: NDArray[np.int64] = np.empty(0, np.int64)
         self._starts: NDArray[np.int64] = np.empty(0, np.int64)  # column of each row's first token
         self._first = 0  # column of the longest row's first token
@@ -80,7 +80,7 @@ class KeyRows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows."""
+        """Return the bytes of all rows."""
         return sum(stack.keys.nbytes + stack.values.nbytes for stack in self._stacks)
 
     def clear(self) -> None:
@@ -108,9 +108,8 @@ class KeyRows:
         if by_column != self._by_column:
             self._by_column = by_column
             for number, stack in enumerate(self._stacks):
-                keys, values = (
-                    self._zeros(cache.shape, cache.dtype).copy_(cache) for cache in stack[:2]
-                )
+                keys = self._zeros(stack.keys.shape, stack.keys.dtype).copy_(stack.keys)
+                values = self._zeros(stack.values.shape, stack.values.dtype).copy_(stack.values)
                 self._stacks[number] = _Stack(keys, values, stack.pages)
         stays = scheduler.epoch[self._slots] == self._epochs
         if len(stays) == len(slots) and stays.all():
@@ -134,13 +133,14 @@ class KeyRows:
     def arrays(self) -> RowArrays:
         """Return the rows for steps by column, which replace `lay_out` and `attend`."""
         (stack,) = self._stacks
-        keys, values = (cache.permute(_BY_COLUMN).numpy() for cache in (stack.keys, stack.values))
+        keys = stack.keys.permute(_BY_COLUMN).numpy()
+        values = stack.values.permute(_BY_COLUMN).numpy()
         return RowArrays(keys, values, self._starts, self._end)
 
     def attend(
         self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
     ) -> Tensor:
-        """See `Step.attend`."""
+        """Implement `Step.attend`."""
         new_keys, new_values, keys, values = self._layers[id(pages)]
         new_keys.copy_(k.transpose(0, 1))
         new_values.copy_(v.transpose(0, 1))
@@ -216,7 +216,9 @@ class KeyRows:
             (order, self._slots, new),
             (starts, self._starts, self._end - lengths),
         ):
-            array[stays], array[targets], array[rest] = old[stays], old[moves], fresh
+            array[stays] = old[stays]
+            array[targets] = old[moves]
+            array[rest] = fresh
 
         self._slots = order
         self._starts = starts
@@ -225,14 +227,16 @@ class KeyRows:
         self._masks.clear()
 
     def _reserve(self, scheduler: Scheduler, rows: int, length: int, steps: int) -> None:
-        """Have `rows` rows, and columns for the next `steps` tokens and `length` before them. What
-        is there keeps as many."""
+        """Provide `rows` rows, and columns for the next `steps` tokens and `length` before them.
+
+        Rows keep up to `length` of their columns.
+        """
         length = max(length, FEWEST_COLUMNS - 1)
         if not self._end and rows <= self._num_rows and length + steps <= self._num_columns:
             self._end = length  # nothing is there
         if rows <= self._num_rows and length <= self._end <= self._num_columns - steps:
             return
-        # More rows than these are never needed once nobody waits.
+        # More rows than these are never needed once no sample waits.
         self._num_rows = len(scheduler.epoch) if scheduler.waiting else rows
         longest = scheduler.table.shape[1] * scheduler.page_size
         self._num_columns = max(length + steps, min(length + _spare_columns(length), longest))
@@ -258,22 +262,21 @@ class KeyRows:
             groups.setdefault((pages.keys.shape, pages.values.shape), []).append(pages)
         stacks = []
         for alike in groups.values():
-            keys, values = (
-                self._zeros(
-                    (len(alike), self._num_rows, cache.shape[1], self._num_columns, cache.shape[3]),
-                    cache.dtype,
-                )
-                for cache in alike[0]
-            )
+            empty = []
+            for cache in alike[0]:
+                heads = cache.shape[1]
+                dim = cache.shape[3]
+                shape = (len(alike), self._num_rows, heads, self._num_columns, dim)
+                empty.append(self._zeros(shape, cache.dtype))
+            keys, values = empty
             stacks.append(_Stack(keys, values, alike))
         return stacks
 
     def _zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         # Not empty: a masked position has weight 0, and 0 times the NaN of fresh memory would be
         # NaN.
-        return torch.empty_permuted(
-            shape, _BY_COLUMN if self._by_column else _BY_ROW, dtype=dtype
-        ).zero_()
+        order = _BY_COLUMN if self._by_column else _BY_ROW
+        return torch.empty_permuted(shape, order, dtype=dtype).zero_()
 
     def _move(self, rows: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         for _, mine in self._caches():
@@ -286,7 +289,7 @@ class KeyRows:
         lengths: NDArray[np.int64],
         size: int,
     ) -> None:
-        """Read sequences of `lengths` (n,), whose pages `table` (n, W) lists, into `rows` (n,)."""
+        """Read sequences of `lengths` (n,), with the pages `table` (n, W), into `rows` (n,)."""
         longest = int(lengths.max())
         # Before a sequence its first token is repeated: these columns are masked, but have to be
         # finite.

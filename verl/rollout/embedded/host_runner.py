@@ -36,7 +36,7 @@ class InvariantDecodeStep(DecodeStep):
     def attend(
         self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
     ) -> Tensor:
-        """See `Step.attend`."""
+        """Implement `Step.attend`."""
         self.store(pages, k, v)
         parts = []
         for rows, table in self.chunks:
@@ -63,31 +63,31 @@ class HostRunner(ModelRunner):
 
     @property
     def kept_bytes(self) -> int:
-        """See `ModelRunner.kept_bytes`."""
+        """Implement `ModelRunner.kept_bytes`."""
         stacks = self._body.num_bytes if isinstance(self._body, StackedDecoder) else 0
         return super().kept_bytes + self._key_rows.num_bytes + stacks
 
     def allocate(self, num_pages: int) -> None:
-        """See `ModelRunner.allocate`."""
+        """Implement `ModelRunner.allocate`."""
         self._key_rows.release()
         super().allocate(num_pages)
 
     def release(self) -> None:
-        """See `ModelRunner.release`. Copies of weights go as well."""
+        """Implement `ModelRunner.release`. Copies of weights go as well."""
         self._key_rows.release()
         if isinstance(self._body, StackedDecoder):
             self._body = self._lanes = self._made_lanes = None
         super().release()
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See `ModelRunner.copy_pages`."""
+        """Implement `ModelRunner.copy_pages`."""
         sources, targets = np.array(pairs, np.int64).T
         for layer in self.paging.layers.values():
             for cache in map(words, layer):
                 cache[targets] = cache[sources]
 
     def begin(self, params: SamplingParams, most_tokens: int) -> None:
-        """See `ModelRunner.begin`."""
+        """Implement `ModelRunner.begin`."""
         self.params = params
         if self._body is None:
             self._body = self.make_body(StackedDecoder if self._is_small() else TorchDecoder)
@@ -103,17 +103,17 @@ class HostRunner(ModelRunner):
             )
 
     def steps_at_once(self, scheduler: Scheduler) -> int:
-        """See `ModelRunner.steps_at_once`."""
+        """Implement `ModelRunner.steps_at_once`."""
         return STEPS_AT_ONCE if self._count_lanes(scheduler) else 1
 
     @torch.inference_mode()
     def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: torch.Tensor) -> Draws:
-        """See `ModelRunner.start`."""
+        """Implement `ModelRunner.start`."""
         return self._draws(scheduler, slots, self._draw(hidden, self._noise_keys(scheduler, slots)))
 
     @torch.inference_mode()
     def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
-        """See `ModelRunner.decode`."""
+        """Implement `ModelRunner.decode`."""
         assert self._body is not None
         keeps_rows = self._keeps_rows(scheduler)
         lanes = self._count_lanes(scheduler)
@@ -167,10 +167,8 @@ class HostRunner(ModelRunner):
             fill_pages(mine)
             return answers
 
-        return [
-            self._draws(scheduler, slots, answer)
-            for answer in self._lanes.run(weights, len(slots), lanes, run)
-        ]
+        answers = self._lanes.run(weights, len(slots), lanes, run)
+        return [self._draws(scheduler, slots, answer) for answer in answers]
 
     def _keeps_rows(self, scheduler: Scheduler) -> bool:
         return not self.deterministic and most_bytes(scheduler, self.page_bytes) <= ROWS_BYTES
@@ -192,7 +190,7 @@ class HostRunner(ModelRunner):
         return Draws(slots, scheduler.epoch[slots], lambda: answer)
 
     def _is_small(self) -> bool:
-        """Whether copies of the weights are cheap, and change no more than their last bits."""
+        """Return whether copies of the weights are cheap and change no more than the last bits."""
         is_exact = self.dtype in (torch.float32, torch.float64)
         return self._weight_bytes <= STACKED_BYTES and is_exact and not self.deterministic
 
@@ -237,14 +235,14 @@ class HostRunner(ModelRunner):
 
         parts = []
         for first in range(0, hidden.shape[0], rows):
-            states = hidden[first : first + rows]
+            mine = slice(first, first + rows)
+            states = hidden[mine]
             logits = self.logits(states, None if memory is None else memory[: len(states)])
-            parts.append(
-                draw(logits, self.params, None if noise is None else noise[first : first + rows])
-            )
-        tokens, log_probs = (
-            torch.cat(columns) if len(parts) > 1 else columns[0] for columns in zip(*parts)
-        )
+            parts.append(draw(logits, self.params, None if noise is None else noise[mine]))
+
+        tokens, log_probs = parts[0]
+        if len(parts) > 1:
+            tokens, log_probs = map(torch.cat, zip(*parts))
         if self.parallel is not None:
             self.parallel.agree(tokens)
         return tokens.numpy(), log_probs.numpy()

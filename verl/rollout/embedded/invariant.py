@@ -3,8 +3,8 @@
 On CPU a BLAS chooses its kernel, and with it the order of its sums, by the shape of a product. So
 every product here is cut into blocks of one shape, the last one padded, and every element-wise
 function runs on whole vectors, never on the scalar loop that ends an array. On CUDA products and
-sums go through our own kernels, whose order does not know how many rows there are. Results may
-still differ between devices, numbers of threads and versions of torch.
+sums go through our own kernels, with an order that does not depend on the number of rows. Results
+may still differ between devices, numbers of threads and versions of torch.
 """
 
 import functools
@@ -39,10 +39,10 @@ BLOCK_ROWS = 32
 BLOCK_ROWS_SMALL = 64
 SMALL_WEIGHT = 1 << 16
 BLOCK_PRODUCTS = 32  # of one batched product on CPU: the BLAS spreads threads by their number
-BLOCK_KEYS = 64  # whose scores are summed together; the sums are added up in the order of the keys
+BLOCK_KEYS = 64  # keys of one partial sum; these are added up in the order of the keys
 # Elements of one call of an element-wise function on CPU: fewer than torch divides among threads
-# (2**15), because a thread's share may end within a vector. _VECTOR is a multiple of what any CPU
-# computes at once.
+# (2**15), because a thread's share may end within a vector. _VECTOR is a multiple of the
+# numbers that any CPU computes at once.
 PIECE = 1 << 14
 _VECTOR = 64
 _ALIGNMENT = 64  # bytes; a BLAS may treat the ends of unaligned rows in another way
@@ -51,7 +51,7 @@ _INNER = (
     # a row's place)
     16
 )
-# From torch 2.12 on, keys are divided by the longest sequence of the batch unless told not to be.
+# From torch 2.12 on, keys are divided by the longest sequence of the batch by default.
 _ONE_SPLIT: dict[str, Any] = (
     {"num_splits": 1} if "num_splits" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -76,7 +76,7 @@ def _trusted(function: Callable[P, R]) -> Callable[P, R]:
 
 @functools.cache
 def _kernels() -> Any:
-    # Triton is there beside CUDA only
+    # Triton is available with CUDA only
     return importlib.import_module("verl.rollout.embedded.kernels.linear")
 
 
@@ -144,7 +144,8 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
     """Return logits (m, V) of states (m, H), as `verl.models.logprobs.head_logits` does."""
     logits = linear(hidden, weight, out_dtype=torch.promote_types(hidden.dtype, torch.float32))
-    logits = logits if bias is None else logits.add_(bias)
+    if bias is not None:
+        logits = logits.add_(bias)
     if head.cap is None:
         return logits if head.scale == 1.0 else logits.mul_(head.scale)
     return elementwise(torch.tanh, logits.mul_(head.scale / head.cap)).mul_(head.cap)
@@ -234,7 +235,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: 
     if extra := -length % BLOCK_KEYS:
         k = F.pad(k, (0, 0, 0, extra))
         v = F.pad(v, (0, 0, 0, extra))
-    k, v = (tensor.to(precise).reshape(-1, BLOCK_KEYS, tensor.shape[-1]) for tensor in (k, v))
+    k = k.to(precise).reshape(-1, BLOCK_KEYS, k.shape[-1])
+    v = v.to(precise).reshape(-1, BLOCK_KEYS, v.shape[-1])
     query = q.to(precise).view(rows, heads, 1, groups, -1).expand(*shape, groups, q.shape[-1])
     scores = _products(query.reshape(-1, groups, q.shape[-1]), k, transpose=True).mul_(facts.scale)
     if facts.cap is not None:
@@ -242,7 +244,9 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: 
 
     key = torch.arange(blocks * BLOCK_KEYS, device=q.device)
     last = positions[:, None]
-    seen = (key <= last) if facts.window is None else (key <= last) & (key > last - facts.window)
+    seen = key <= last
+    if facts.window is not None:
+        seen = seen & (key > last - facts.window)
     scores = scores.view(*shape, groups, BLOCK_KEYS)
     scores.masked_fill_(~seen.view(rows, 1, blocks, 1, BLOCK_KEYS), float("-inf"))
     largest = scores.amax((2, 4), keepdim=True)  # (b, Hk, 1, G, 1)
@@ -264,10 +268,9 @@ def _products(a: Tensor, b: Tensor, *, transpose: bool) -> Tensor:
     count = a.shape[0]
     columns = b.shape[1] if transpose else b.shape[2]
     out = a.new_empty(-(-count // BLOCK_PRODUCTS) * BLOCK_PRODUCTS, a.shape[1], columns)
-    blocks = zip(
-        *(_blocks_of(factor, BLOCK_PRODUCTS) for factor in (a, b)), out.split(BLOCK_PRODUCTS)
-    )
-    for one, other, target in blocks:
+    left = _blocks_of(a, BLOCK_PRODUCTS)
+    right = _blocks_of(b, BLOCK_PRODUCTS)
+    for one, other, target in zip(left, right, out.split(BLOCK_PRODUCTS)):
         torch.bmm(one, other.transpose(1, 2) if transpose else other, out=target)
     return out[:count]
 
@@ -328,8 +331,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _is_activation(module: nn.Module) -> bool:
     known = type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations")
-    of_rows = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.GLU)
-    return known and not isinstance(module, of_rows) and not list(module.parameters())
+    row_wise = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.GLU)
+    return known and not isinstance(module, row_wise) and not list(module.parameters())
 
 
 def _linear_forward(module: Any, x: Tensor) -> Tensor:
@@ -344,16 +347,23 @@ def _forward_under_mode(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 def _matmul(x: Tensor, other: Tensor) -> Tensor:
     # Products of more than one matrix belong to attention, or are left to the audit.
-    return linear(x, other.t()) if other.ndim == 2 and x.ndim > 1 else torch.matmul(x, other)
+    if other.ndim == 2 and x.ndim > 1:
+        return linear(x, other.t())
+    return torch.matmul(x, other)
 
 
 def _row_reduction(
     function: Callable[..., Tensor], x: Tensor, dim: Any = None, keepdim: bool = False, **more: Any
 ):
     if not (x.is_cuda and _is_last(dim, x) and x.dtype.is_floating_point and not more):
-        return function(x, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **more)
+        if dim is None:
+            return function(x, **more)
+        return function(x, dim=dim, keepdim=keepdim, **more)
+
     total = _kernels().row_sum(x)
-    total = (total.div_(x.shape[-1]) if function is torch.mean else total).to(x.dtype)
+    if function is torch.mean:
+        total = total.div_(x.shape[-1])
+    total = total.to(x.dtype)
     return total.unsqueeze(-1) if keepdim else total
 
 
@@ -386,12 +396,12 @@ class InvariantOperations(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # what has an `out` was called by ours
+        # Our own functions call with `out`: those calls stay.
         ours = None if "out" in kwargs else _REPLACED.get(func)
         return func(*args, **kwargs) if ours is None else ours(*args, **kwargs)
 
 
-# What moves rows, or computes each of them by itself, on any device.
+# Operations that move rows, or compute each of them by itself, on any device.
 _ROW_WISE = {
     "_fused_rms_norm",
     "_log_softmax",
@@ -535,7 +545,7 @@ def refuse_variant_operations(family: str) -> Iterator[None]:
     if audit.found:
         found = ", ".join(sorted(audit.found))
         raise ConfigError(
-            f"{SETTING} is not possible for the model family '{family}': what {found} gives for "
-            "one sample may depend on the rest of the batch. Turn it off, or use a family such as "
-            "Llama, Qwen, Mistral, Gemma or Phi."
+            f"{SETTING} is not possible for the model family '{family}': the result of "
+            f"{found} for one sample may depend on the rest of the batch. Turn it off, or use a "
+            "family such as Llama, Qwen, Mistral, Gemma or Phi."
         )

@@ -1,13 +1,13 @@
 """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) over paged latents.
 
 These layers compute one latent and one rotary key for each token. All heads share them, and
-`expand_kv` makes the keys and values of every head from them just before attention. The engine keeps
-the shared numbers alone: the rotary key takes the place of the keys in a page, and the latent takes
-the place of the values.
+`expand_kv` makes the keys and values of every head from them just before attention. The engine
+keeps the shared numbers alone: the rotary key takes the place of the keys in a page, and the latent
+takes the place of the values.
 
 A decode step never expands them. The part of `kv_b_proj` that makes keys (W_UK) is applied to the
-query, and the part that makes values (W_UV) to the result. Both are views of the parameter itself, so
-new weights hold from the next step on.
+query, and the part that makes values (W_UV) to the result. Both are views of the parameter itself,
+so new weights hold from the next step on.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from verl.utils.errors import ModelError
 class LatentLayer:
     """The latents that one attention module computes, and its products with W_UK and W_UV.
 
-    `expands` says whether the module's attention gets keys and values of every head (in a prefill) or
-    the rotary keys and latents themselves (in a decode step).
+    `expands` says whether the module's attention gets keys and values of every head (in a prefill)
+    or the rotary keys and latents themselves (in a decode step).
     """
 
     def __init__(self, module: Any, expands: Callable[[], bool]) -> None:
@@ -64,7 +64,7 @@ class LatentLayer:
         return self._expand_kv(latents, rotary_keys)
 
     def _weights(self) -> tuple[Tensor, Tensor]:
-        """W_UK (Hq, D - Dr, R) and W_UV (Hq, Dv, R)."""
+        """Return W_UK (Hq, D - Dr, R) and W_UV (Hq, Dv, R)."""
         sizes = [self._module.qk_nope_head_dim, self._module.v_head_dim]
         heads = self._module.kv_b_proj.weight.unflatten(0, (-1, sum(sizes)))
         key_weight, value_weight = heads.split(sizes, dim=1)
@@ -72,5 +72,5 @@ class LatentLayer:
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Whether `module` is an attention that expands latents."""
+    """Return whether `module` is an attention that expands latents."""
     return hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")

@@ -50,7 +50,9 @@ class PageAllocator:
     def allocate(self, count: int) -> list[int]:
         """Return `count` pages, each held once. Call `can_allocate` first."""
         assert self.can_allocate(count), f"asked for {count} pages with {self.num_free} free"
-        pages = [self._free.pop() if self._free else self._take_oldest() for _ in range(count)]
+        pages = []
+        for _ in range(count):
+            pages.append(self._free.pop() if self._free else self._take_oldest())
         self.references[pages] = 1
         self._note_peak()
         return pages
@@ -59,7 +61,7 @@ class PageAllocator:
         """Add one hold to each of `pages`, which are in use or registered."""
         for page in pages:
             if self.references[page] == 0:
-                assert page in self._idle, "shared a page that nobody holds"
+                assert page in self._idle, "shared a page without a holder"
                 del self._idle[page]
         self.references[list(pages)] += 1
         self._note_peak()
@@ -82,7 +84,7 @@ class PageAllocator:
         return bool(self.references[page] > 1)
 
     def register(self, token_ids: Sequence[int], pages: Sequence[int], page_size: int) -> None:
-        """Make the full pages among `pages`, which hold the keys of `token_ids`, known to `find`."""
+        """Let `find` return the full pages among `pages`, which hold the keys of `token_ids`."""
         key = 0
         for number, page in enumerate(pages[: len(token_ids) // page_size]):
             name = (key, tuple(token_ids[number * page_size : (number + 1) * page_size]))

@@ -1,7 +1,7 @@
 """Run the engine's module: packed prefill, batched decode, logits, and the draw."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,11 +39,10 @@ Body = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
 class ModelRunner:
-    """A model with paged attention, and the pages of its layers. A subclass for each kind of
-    device.
+    """A model with paged attention, and the pages of its layers.
 
-    Everything that comes in is host memory (lists and numpy arrays); what is drawn comes back as
-    `Draws`, of which `lag` may be on their way while the next step is launched.
+    Each kind of device has a subclass. All inputs are host memory (lists and numpy arrays). Drawn
+    tokens come back as `Draws`, of which `lag` may be on their way while the next step is launched.
     """
 
     lag = 0
@@ -83,21 +82,20 @@ class ModelRunner:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers. Needs the model's weights the first time."""
-        numbers = sum(
-            shape.heads * (shape.key_dim + shape.value_dim)
-            for shape in self.layer_shapes().values()
-        )
+        """Return the bytes of a page over all layers. Needs the model's weights the first time."""
+        numbers = 0
+        for shape in self.layer_shapes().values():
+            numbers += shape.heads * (shape.key_dim + shape.value_dim)
         return numbers * self.page_size * self.dtype.itemsize
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes kept from step to step: pages, and copies of keys or weights."""
+        """Return the bytes kept from step to step: pages, and copies of keys or weights."""
         return self.num_pages * self.page_bytes
 
     @property
     def other_bytes(self) -> int:
-        """Bytes that steps will allocate on the device in addition to weights and pages."""
+        """Return the bytes that steps will allocate in addition to weights and pages."""
         return 0
 
     def layer_shapes(self) -> dict[nn.Module, LayerShape]:
@@ -106,11 +104,9 @@ class ModelRunner:
         A prefill of one token shows it, because configurations name head sizes in many ways.
         """
         if not self._shapes:
-            audit = (
-                refuse_variant_operations(self.module.config.model_type)
-                if self.deterministic
-                else nullcontext()
-            )
+            audit: AbstractContextManager[None] = nullcontext()
+            if self.deterministic:
+                audit = refuse_variant_operations(self.module.config.model_type)
             with self.paging.counting() as seen, audit:
                 self.prefill([[0]], [[0]])
             self._shapes = dict(seen)
@@ -122,17 +118,9 @@ class ModelRunner:
         for module, shape in self.layer_shapes().items():
             # Zeros: a masked position has weight 0, and 0 times the NaN of fresh memory would be
             # NaN.
-            keys, values = (
-                torch.zeros(
-                    num_pages,
-                    shape.heads,
-                    self.page_size,
-                    dim,
-                    dtype=self.dtype,
-                    device=self.device,
-                )
-                for dim in (shape.key_dim, shape.value_dim)
-            )
+            size = (num_pages, shape.heads, self.page_size)
+            keys = torch.zeros(*size, shape.key_dim, dtype=self.dtype, device=self.device)
+            values = torch.zeros(*size, shape.value_dim, dtype=self.dtype, device=self.device)
 
             if module in self.paging.layers:
                 for new, old in zip((keys, values), self.paging.layers[module]):
@@ -162,12 +150,10 @@ class ModelRunner:
         lengths = [len(sequence) for sequence in sequences]
         positions = np.concatenate([np.arange(length) for length in lengths])
         ids = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
-        owners = np.concatenate(
-            [
-                np.repeat(np.asarray(mine, np.int64), size)[:length]
-                for mine, length in zip(pages, lengths)
-            ]
-        )
+        owners_of_each = []
+        for mine, length in zip(pages, lengths):
+            owners_of_each.append(np.repeat(np.asarray(mine, np.int64), size)[:length])
+        owners = np.concatenate(owners_of_each)
 
         ends = np.cumsum([0, *lengths])
         layout = Layout(tuple(lengths), self.to_device(ends.astype(np.int32)))
@@ -187,13 +173,16 @@ class ModelRunner:
         Each other token is a row of one decode step. Returns the same states as `prefill`.
         """
         size = self.page_size
-        counts = [len(sequence) - start for sequence, start in zip(sequences, cached)]
-        ids = np.concatenate(
-            [np.asarray(sequence[start:], np.int64) for sequence, start in zip(sequences, cached)]
-        )
-        positions = np.concatenate(
-            [np.arange(start, start + count) for start, count in zip(cached, counts)]
-        )
+        counts = []
+        new_ids = []
+        new_positions = []
+        for sequence, start in zip(sequences, cached):
+            counts.append(len(sequence) - start)
+            new_ids.append(np.asarray(sequence[start:], np.int64))
+            new_positions.append(np.arange(start, len(sequence)))
+        ids = np.concatenate(new_ids)
+        positions = np.concatenate(new_positions)
+
         table = np.zeros((len(sequences), max(map(len, pages))), np.int64)
         for row, mine in enumerate(pages):
             table[row, : len(mine)] = mine
@@ -267,7 +256,7 @@ class ModelRunner:
         return output.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return logits (b, V) of states (b, H), fp32 or float64; see `models.logprobs.head_logits`."""
+        """Return logits (b, V) of states (b, H), fp32 or float64; see `head_logits`."""
         linear: Any = self.module.get_output_embeddings()
         if self.deterministic:
             return invariant_head_logits(hidden, linear.weight, linear.bias, self.head)

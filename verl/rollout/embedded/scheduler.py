@@ -75,8 +75,8 @@ class Scheduler:
     admission.
 
     The device may be some draws ahead of this book-keeping: `launched` counts the launched draws,
-    `drawn` those whose tokens have come back. A slot's `epoch` changes when its sample leaves, so
-    that tokens which come back late are ignored.
+    `drawn` those with tokens that have come back. A slot's `epoch` changes when its sample leaves,
+    so that tokens which come back late are ignored.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Scheduler:
         longest_sequence = max(longest_sequence, least_tokens)
         self.running: NDArray[np.int64] = np.empty(0, np.int64)
         self.table = np.zeros((slots, -(-longest_sequence // page_size)), np.int64)
-        # tokens whose keys are in the pages, or will be by what is launched
+        # tokens with keys in the pages, now or after the launched steps
         self.cached = np.zeros(slots, np.int64)
 
         self.launched = np.zeros(slots, np.int64)
@@ -121,13 +121,13 @@ class Scheduler:
         self.keys = np.zeros(slots, np.uint64)
         self.token_ids = np.zeros((slots, longest), np.int64)
         self.log_probs = np.zeros((slots, longest), np.float32)
-        # slots whose row of `table` is not what `take_changed` last gave
+        # slots with a row of `table` that changed since the last `take_changed`
         self._changed: set[int] = set()
 
         self._samples: list[Sample | None] = [None] * slots
         self._held: list[list[int]] = [[] for _ in range(slots)]
         self._free_slots = list(range(slots))
-        # groups whose prompt pages are held for samples yet to come
+        # groups with prompt pages that are held for samples yet to come
         self._prompts: list[Group] = []
         self.preemptions = 0
         self.discarded = 0  # tokens that pre-empted samples draw again
@@ -157,7 +157,7 @@ class Scheduler:
             )
 
     def has_room_for(self, samples: Sequence[Sample]) -> bool:
-        """Whether `add` can take these samples: enough slots, and tables that are wide enough."""
+        """Return whether `add` can take these samples: enough slots, and wide enough tables."""
         longest = max((sample.limit for sample in samples), default=0)
         sequence = max((len(each.group.prompt) + each.limit for each in samples), default=0)
         pages = -(-sequence // self.page_size)
@@ -254,7 +254,7 @@ class Scheduler:
 
     @property
     def unfinished(self) -> NDArray[np.int64]:
-        """Running slots with draws left to launch."""
+        """Return the running slots with draws left to launch."""
         return self.running[self.launched[self.running] < self.limits[self.running]]
 
     def steps_ahead(self, most: int) -> int:
@@ -266,9 +266,9 @@ class Scheduler:
         steps = int(
             (self.limits[rows] - self.launched[rows]).min(initial=min(most, self.page_size))
         )
-        return (
-            steps if steps == 1 or self.pages.can_allocate(len(self._lacking_pages(steps))) else 1
-        )
+        if steps == 1 or self.pages.can_allocate(len(self._lacking_pages(steps))):
+            return steps
+        return 1
 
     def prepare_decode(
         self, steps: int, *, may_preempt: bool = True
@@ -310,7 +310,7 @@ class Scheduler:
         return copies, True
 
     def take_changed(self) -> NDArray[np.int64]:
-        """Return the slots whose row of `table` has changed since the last call."""
+        """Return the slots with a row of `table` that has changed since the last call."""
         changed = np.fromiter(self._changed, np.int64, len(self._changed))
         self._changed.clear()
         return changed
@@ -392,7 +392,11 @@ class Scheduler:
 
         lacking = np.flatnonzero(begin < end)
         bounds = zip(rows[lacking].tolist(), begin[lacking].tolist(), end[lacking].tolist())
-        return [(slot, index) for slot, first, stop in bounds for index in range(first, stop)]
+        places = []
+        for slot, first, stop in bounds:
+            for index in range(first, stop):
+                places.append((slot, index))
+        return places
 
     def _start(self, sample: Sample, admission: Admission) -> None:
         slot = heapq.heappop(self._free_slots)
@@ -435,8 +439,11 @@ class Scheduler:
         The last token is always left to compute. Below half, computing the whole sequence is
         faster, because a token costs more where a part of its sequence is cached.
         """
-        found = self.pages.find(token_ids[:-1], self.page_size) if self.prefix_caching else []
-        return found if 2 * len(found) * self.page_size >= len(token_ids) else []
+        if not self.prefix_caching:
+            return []
+        found = self.pages.find(token_ids[:-1], self.page_size)
+        covers_half = 2 * len(found) * self.page_size >= len(token_ids)
+        return found if covers_half else []
 
     def _make_room(self, needed: int, spare: int, *, idle: bool) -> bool:
         if idle:

@@ -10,6 +10,7 @@ are tied (2.2 GB of the 15.2 GB of Qwen2.5-7B in bf16, 0.5 of the 3.1 GB of Qwen
 rank has all logits then, and none of them travel.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,7 +38,7 @@ _ROWWISE = "rowwise"
 _EXPERTS = "moe_tp_experts"
 _WHOLE = "replicated_with_grad_allreduce"
 _STYLES = (_COLWISE, _PACKED, _ROWWISE, _EXPERTS, _WHOLE)
-_SUMMED = (_ROWWISE, _EXPERTS)  # modules whose outputs are a rank's share of a sum
+_SUMMED = (_ROWWISE, _EXPERTS)  # modules with outputs that are a rank's share of a sum
 # Numbers of a configuration that the ranks have equal parts of.
 _DIVIDED = (
     "num_attention_heads",
@@ -71,22 +72,22 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
     if strange:
         place, style = next(iter(strange.items()))
         raise ConfigError(
-            f"{SETTING}={size}: the engine cannot cut the model family '{family}', whose '{place}' "
-            f"is '{style}' in the plan of transformers. Set {SETTING}=1."
+            f"{SETTING}={size}: the engine cannot cut the model family '{family}', because "
+            f"'{place}' is '{style}' in the plan of transformers. Set {SETTING}=1."
         )
 
-    counts = {name: getattr(text, name, None) for name in _DIVIDED}
-    counts = {name: count for name, count in counts.items() if isinstance(count, int)}
+    counts: dict[str, int] = {}
+    for name in _DIVIDED:
+        count = getattr(text, name, None)
+        if isinstance(count, int):
+            counts[name] = count
     if any(count % size for count in counts.values()):
         facts = ", ".join(f"{name}={count}" for name, count in counts.items())
         # A divisor of the size: it divides the number of ranks as well.
-        fitting = (part for part in range(size - 1, 0, -1) if not size % part)
-        largest = next(
-            part for part in fitting if not any(count % part for count in counts.values())
-        )
+        largest = math.gcd(size, *counts.values())
         raise ConfigError(
-            f"{SETTING} must divide what the family '{family}' has of heads and feed-forward "
-            f"units, got {size} and {facts}. Set it to {largest}."
+            f"{SETTING} must divide the numbers of the family '{family}' for heads and "
+            f"feed-forward units, got {size} and {facts}. Set it to {largest}."
         )
 
 
@@ -137,8 +138,8 @@ class TensorParallel:
         They are equal already: rings and trees compute an element of a sum in one place and hand it
         on, and equal states go through equal kernels. But where one rank's library chose another
         kernel (for an address that is aligned better, say), a token that differs would let the
-        ranks wait for each other for ever. The price is one message of 8 bytes a row beside two
-        sums in every layer.
+        ranks wait for each other forever. The price is one message of 8 bytes a row in
+        addition to two sums in every layer.
         """
         dist.broadcast(tokens, group=self.axis.group, group_src=0)
 
