@@ -1,4 +1,4 @@
-"""Messages, and the boundaries of the families, for the tests of chat templates."""
+"""Messages, tokenizers and boundaries of model families, for tests of chat templates."""
 
 import functools
 
@@ -39,7 +39,7 @@ def boundary_of(name, real=False):
 
 
 def rendered(tokenizer, messages, tools=None, generate=True):
-    """The template's own text, arguments of calls as the template takes them."""
+    """Render messages with the template, with the arguments of calls in its format."""
     return tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=generate
     )

@@ -1,4 +1,4 @@
-"""Replies with tool calls, as the models of each format write them."""
+"""Replies with tool calls in each format."""
 
 import json
 from typing import Any
@@ -37,7 +37,7 @@ WEATHER = {
 
 
 def write(name: str, format_name: str, arguments: dict[str, Any], *, number: int = 0) -> str:
-    """One call without the text around it; its closing tag included."""
+    """Write one call with its closing tag, without the text around it."""
     as_json = json.dumps(arguments, ensure_ascii=False)
     if format_name == "hermes":
         return f'<tool_call>\n{{"name": "{name}", "arguments": {as_json}}}\n</tool_call>'
@@ -68,6 +68,7 @@ def write(name: str, format_name: str, arguments: dict[str, Any], *, number: int
             f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{as_json}"
             "<|tool_call_end|>"
         )
+
     assert format_name == "deepseek"
     return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{as_json}<｜tool▁call▁end｜>"
 

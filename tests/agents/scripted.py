@@ -1,4 +1,4 @@
-"""An engine that says what a test wants, and a run of agent loops on it."""
+"""An engine with scripted replies, and a run of agent loops on it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -47,6 +47,7 @@ class ScriptedEngine:
                 ids = self.tokenizer.encode(reply, add_special_tokens=False)
                 whole = [*ids, self.tokenizer.eos_token_id]
                 drawn = whole[:limit]
+
                 self._finished.append(
                     Completion(
                         sample_id=sample_id,
@@ -70,7 +71,7 @@ class ScriptedEngine:
 
 
 def chat_tokenizer(family: str = "qwen2.5") -> Any:
-    """A small tokenizer with the chat template of a family."""
+    """Build a small tokenizer with the chat template of a family."""
     traits = FAMILIES[family]
     tokenizer = word_tokenizer(traits.specials, eos=traits.end, template=traits.template)
     tokenizer.pad_token = tokenizer.eos_token
@@ -78,7 +79,7 @@ def chat_tokenizer(family: str = "qwen2.5") -> Any:
 
 
 def rollout_config(**settings: Any) -> RolloutConfig:
-    """A rollout section; `multi_turn__x` and `agent__x` set keys of its sections."""
+    """Build a rollout section; `multi_turn__x` and `agent__x` set keys of its subsections."""
     config = RolloutConfig(prompt_length=2000, response_length=2000, mode="async")
     for name, value in settings.items():
         section: Any = config
@@ -90,7 +91,7 @@ def rollout_config(**settings: Any) -> RolloutConfig:
 
 
 def episode(tokenizer: Any, row: int = 0, **fields: Any) -> Episode:
-    """An episode with a short question."""
+    """Make an episode with a short question."""
     messages = [{"role": "user", "content": f"Question {row}?"}]
     ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return Episode(
@@ -119,7 +120,7 @@ def play(
 
 
 def text_of(tokenizer: Any, trajectory: Trajectory, source: str) -> list[str]:
-    """The texts of all segments of a source."""
+    """Decode all segments of a source."""
     texts = []
     for segment in trajectory.segments:
         if segment.source == source:

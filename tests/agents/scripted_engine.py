@@ -1,7 +1,7 @@
-"""A rollout engine of a user's file that calls a tool in its first turn, and then answers.
+"""A rollout engine from a user's file that calls a tool in its first turn, and then answers.
 
-Loaded by `actor_rollout_ref.model.external_lib`. It takes weights as every local engine does, and
-ignores them.
+It is loaded by `actor_rollout_ref.model.external_lib`. It accepts weights like every local engine,
+and ignores them.
 """
 
 import re
@@ -48,7 +48,7 @@ class ScriptedLocalEngine(LocalEngine):
                 )
 
     def reply(self, prompt: str, turn: int, row: int) -> str:
-        """Every second sample is right at once; the others correct themselves."""
+        """Answer every second sample correctly at once, and the others after a correction."""
         name = re.search(r'"name": "(\w+)"', prompt)
         answer = "72" if row % 2 == 0 or turn > 0 else "71"
         if name is not None and turn < 2:

@@ -53,7 +53,7 @@ def conversations(draw, family: Family):
 
 
 def as_template_takes(family, messages):
-    """DeepSeek's template joins arguments as text, so the oracle has to write them."""
+    """Write arguments as text where the template requires it, as DeepSeek's does."""
     if family is not FAMILIES["deepseek"]:
         return messages
     converted = []
@@ -67,7 +67,7 @@ def as_template_takes(family, messages):
 
 
 def drawn_ids(tokenizer, text, end):
-    """Ids of a reply, as a model may draw them: word by word, unlike `encode` of the whole."""
+    """Return ids of a reply drawn word by word, unlike `encode` of the whole text."""
     ids = []
     for piece in re.split(r"(\s+)", text):
         ids.extend(tokenizer.encode(piece, add_special_tokens=False))
@@ -75,7 +75,7 @@ def drawn_ids(tokenizer, text, end):
 
 
 def written_text(tokenizer, family, history, reply, tools):
-    """The text that a model writes for a reply: its content, or the template's text of its calls."""
+    """Return the text of a reply: its content, or the template's text of its calls."""
     if not reply.get("tool_calls"):
         return family.header + reply["content"]
     prompt = rendered(tokenizer, history, tools)
@@ -107,7 +107,7 @@ def check_conversation(boundary, tokenizer, family, conversation):
         prompt = rendered(tokenizer, history, tools)
         whole = rendered(tokenizer, [*history, reply, *new], tools)
 
-        # The end of the turn stands there once: drawn, or appended.
+        # The end of the turn appears once: drawn or appended.
         closes = family.call_closes if calls else family.closes
         behind = boundary.extension(history, reply, new, tools, drawn=[])
         (own_id,) = tokenizer.encode(own_end, add_special_tokens=False)
@@ -168,7 +168,7 @@ CALLING = (
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_family_rewrites_a_plain_conversation(name):
-    """The property holds for some conversations without any exception."""
+    """Check that plain conversations need no exception from the property."""
     family = FAMILIES[name]
     arguments = (boundary_of(name), tokenizer_of(name), family)
     assert check_conversation(*arguments, PLAIN)
@@ -197,7 +197,7 @@ class _EndsTwice(ChatBoundary):
     [(_WithoutNewline, name) for name in ("qwen2.5", "qwen3", "gemma", "gemma4", "glm")]
     + [(_EndsTwice, name) for name in FAMILIES],
 )
-def test_the_property_fails_for_a_wrong_boundary(mutation, name):
+def test_property_fails_for_a_wrong_boundary(mutation, name):
     boundary = mutation(tokenizer_of(name))
     with pytest.raises(AssertionError):
         check_conversation(boundary, tokenizer_of(name), FAMILIES[name], PLAIN)

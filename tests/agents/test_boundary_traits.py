@@ -78,7 +78,7 @@ def test_a_template_that_opens_reasoning_rewrites_it():
     assert not boundary_of("qwen3").rewrites([USER], saying("Hi."), [NEXT], drawn=drawn)
 
 
-def test_llama_takes_either_end_of_a_turn_and_a_date():
+def test_llama_accepts_both_ends_of_a_turn_and_a_date():
     expected = (
         '<|start_header_id|>ipython<|end_header_id|>\n\n"a"<|eot_id|>'
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -181,7 +181,7 @@ def test_a_call_renders_once(monkeypatch):
     )
     boundary.extension([USER] * 500, reply, new, TOOLS * 50, drawn=[1])
     assert len(renders) == 1
-    assert len(renders[0][0]) == 3  # neither the history nor the tools are rendered
+    assert len(renders[0][0]) == 3  # history and tools are not rendered
 
 
 # ---------------------------------------------------------------- templates of a user's own
@@ -193,7 +193,7 @@ def own(template, **keywords):
     return tokenizer, ChatBoundary(tokenizer, **keywords)
 
 
-def test_a_text_that_depends_on_the_history_is_taken_from_it():
+def test_text_may_depend_on_the_history():
     tokenizer, boundary = own(
         "{% for m in messages %}{% if m.role == 'user' %}[Round {{ loop.index }}]{% endif %}"
         "{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}assistant: "
@@ -248,8 +248,8 @@ def test_a_newline_of_the_reply_is_not_the_templates():
         assert tokenizer.decode(ids) == rest + "user: And next?\n<|im_end|>assistant: "
 
 
-def test_results_that_read_otherwise_after_earlier_ones():
-    """The first result of DeepSeek-R1's template opens a block that later ones go on with."""
+def test_later_results_have_another_format():
+    """Continue the block that the first result opens in DeepSeek-R1's template."""
     tokenizer, boundary = own(
         "{% set ns = namespace(first=true) %}{% for m in messages %}{% if m.role == 'tool' %}"
         "{{ '<results>' if ns.first else '' }}{{ m.content }}{% set ns.first = false %}"
@@ -289,15 +289,15 @@ def test_a_boundary_without_special_tokens():
         ("{{ raise_exception('one question alone') if messages | length > 1 }}", "one question"),
     ],
 )
-def test_a_template_without_exact_extension_is_named(template, trait):
+def test_template_without_exact_extension_is_named(template, trait):
     with pytest.raises(BoundaryError, match=trait) as raised:
         own(template)
     assert isinstance(raised.value, VerlError)
     assert isinstance(raised.value, ValueError)
 
 
-def test_a_new_message_that_the_template_moves_is_refused():
-    """A system message at the beginning would never be seen by the model."""
+def test_message_moved_by_the_template_is_rejected():
+    """Reject a system message that the template would move to the beginning."""
     tokenizer, boundary = own(
         "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
         "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"

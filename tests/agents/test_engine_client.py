@@ -1,4 +1,4 @@
-"""Many agents on one engine: their tokens, and what happens to those that fail."""
+"""Many agents on one engine: their tokens, and their failures."""
 
 import asyncio
 import random
@@ -34,7 +34,7 @@ def test_first_turns_are_the_tokens_of_a_plain_rollout(name: str):
 
 
 @pytest.mark.parametrize("reserved", [False, True])
-def test_the_order_in_which_agents_come_back_changes_no_token(reserved: bool):
+def test_tokens_do_not_depend_on_the_order_of_agents(reserved: bool):
     engine = make_engine(talkative_model("qwen2"), deterministic=True, max_model_len=128)
     if reserved:
         engine.reserve(Room(sequences=8, tokens=128))
@@ -56,12 +56,13 @@ def test_the_order_in_which_agents_come_back_changes_no_token(reserved: bool):
 
     first = play(1)
     assert play(2) == first
+
     turns = [tuple(tokens) for episode in first for tokens in episode]
     assert len(set(turns)) > 12, "turns and rows have noise of their own"
     engine.check_integrity()
 
 
-def test_a_cancelled_agent_leaves_nothing_in_the_engine():
+def test_cancelled_agent_leaves_nothing_in_the_engine():
     engine = make_engine(talkative_model("qwen2"))
     client = client_of(engine)
 
@@ -82,7 +83,7 @@ def test_a_cancelled_agent_leaves_nothing_in_the_engine():
     engine.check_integrity()
 
 
-def test_a_prompt_that_cannot_be_continued_is_an_error_of_its_agent_alone():
+def test_too_long_prompt_fails_only_its_agent():
     client = client_of(make_engine(talkative_model("qwen2")))
 
     async def work() -> int:
@@ -97,7 +98,7 @@ def test_a_prompt_that_cannot_be_continued_is_an_error_of_its_agent_alone():
     assert asyncio.run(client.serve(work())) > 0
 
 
-def test_an_error_of_the_engine_ends_the_work(monkeypatch):
+def test_engine_error_stops_all_agents(monkeypatch):
     engine = make_engine(talkative_model("qwen2"))
     client = client_of(engine)
 
@@ -109,7 +110,7 @@ def test_an_error_of_the_engine_ends_the_work(monkeypatch):
         asyncio.run(client.serve(client.generate(prompt_ids=PROMPTS[0], row=0)))
 
 
-def test_samples_of_one_prompt_compute_it_once():
+def test_samples_of_one_prompt_share_its_prefill():
     engine = make_engine(talkative_model("qwen2"), deterministic=True)
     client = client_of(engine)
     calls = [client.generate(prompt_ids=PROMPTS[1], row=row) for row in range(4)]

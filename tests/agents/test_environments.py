@@ -1,4 +1,4 @@
-"""Environments: the built-in ones, adapters of other libraries' shapes, and sessions."""
+"""Environments: built-in ones, adapters for other libraries, and sessions."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ def texts(observations: list[Observation]) -> list[str]:
 # ---- built in ------------------------------------------------------------------------------------
 
 
-def test_bisection_finds_the_number_and_earlier_guesses_earn_more():
+def test_fewer_guesses_earn_a_higher_reward():
     rewards = {}
     for seed in range(40):
         game = make_environment("number_guessing", largest=64)
@@ -61,6 +61,7 @@ def test_bisection_finds_the_number_and_earlier_guesses_earn_more():
         rewards[turns] = seen.reward
         assert seen.info == {"turns": turns, "solved": 1.0}
     ordered = [rewards[turns] for turns in sorted(rewards)]
+
     assert len(ordered) > 2
     assert ordered == sorted(ordered, reverse=True)
 
@@ -121,7 +122,7 @@ def test_a_bad_call_is_answered_with_its_error(action):
     assert seen[-1].done
 
 
-def test_a_question_that_the_prompt_asks_is_not_asked_again():
+def test_question_in_the_prompt_is_not_repeated():
     asked = [{"role": "user", "content": "What is 12 * 34?"}]
     row = {"raw_prompt": asked, "reward_model": {"ground_truth": "408"}}
     _, seen = play(make_environment("calculator"), [call("12 * 34"), "#### 408"], **row)
@@ -167,7 +168,7 @@ class Plain:
         self.closed += 1
 
 
-def test_plain_functions_get_the_fields_they_name_and_share_a_thread():
+def test_plain_functions_get_named_fields_and_share_a_thread():
     world = Plain()
     session, seen = play(world, ["go"], question="Where?", other="field")
     assert texts(seen) == ["Where?"]
@@ -180,7 +181,7 @@ def test_plain_functions_get_the_fields_they_name_and_share_a_thread():
 
 @pytest.mark.parametrize("method", ["reset", "step"])
 @pytest.mark.parametrize(("how", "outcome"), [("raise", "crashed"), ("hang", "timeout")])
-def test_a_failure_ends_the_episode_is_counted_and_still_closes(method, how, outcome, caplog):
+def test_failure_ends_closes_and_counts_the_episode(method, how, outcome, caplog):
     world = Plain(method, how)
     with caplog.at_level(logging.WARNING, logger="verl"):
         session, seen = play(world, ["go"], timeout_s=0.2, question="Where?")
@@ -219,7 +220,7 @@ def test_a_cancelled_episode_still_closes():
         (Observation([], math.nan), "must return a finite reward, got nan"),
     ],
 )
-def test_another_result_is_an_error_that_shows_it(value, fact):
+def test_invalid_result_is_shown_in_the_error(value, fact):
     class Odd(Plain):
         def step(self, action):
             return value
@@ -265,7 +266,7 @@ class Sky:
 """
 
 
-def test_a_users_class_in_gyms_shape_from_a_file(tmp_path):
+def test_user_class_with_the_gym_interface(tmp_path):
     (tmp_path / "worlds.py").write_text(GYM_FILE)
     chosen = {"name": "worlds.py:Counter", "config": {"target": 3}, "timeout_s": 20}
     assert open_environment(chosen, folder=tmp_path).timeout_s == 20.0
@@ -277,7 +278,7 @@ def test_a_users_class_in_gyms_shape_from_a_file(tmp_path):
     assert seen[0].info == {"fresh": 1}
 
 
-def test_a_users_class_in_skyrls_shape_from_a_file(tmp_path):
+def test_user_class_with_the_skyrl_interface(tmp_path):
     (tmp_path / "worlds.py").write_text(GYM_FILE)
     world = make_environment(str(tmp_path / "worlds.py") + ":Sky")
     _, seen = play(world, ["hello"], raw_prompt=[{"role": "system", "content": "Be brief."}])
@@ -297,7 +298,7 @@ def test_an_opening_that_rewrites_the_prompt_replaces_it():
     assert seen[0].replaces_prompt
 
 
-def test_an_environment_is_made_in_the_thread_of_its_episode_with_a_deadline(tmp_path):
+def test_environment_is_created_in_its_thread_with_a_deadline(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import threading, time\n"
         "from verl.agents.environments import Observation\n"
@@ -319,6 +320,7 @@ def test_an_environment_is_made_in_the_thread_of_its_episode_with_a_deadline(tmp
 
     quick, _ = asyncio.run(main(0))
     assert texts([quick]) == ["True"]
+
     late, session = asyncio.run(main(30))
     assert (late.done, late.info["outcome"]) == (True, "timeout")
     assert session.outcomes == {"timeout": 1}
@@ -334,7 +336,7 @@ def test_an_environment_is_made_in_the_thread_of_its_episode_with_a_deadline(tmp
         ({"name": "calculator", "timeout_s": -1}, "timeout_s of an environment must be above 0"),
     ],
 )
-def test_a_wrong_choice_says_what_is_known(chosen, fact):
+def test_unknown_environment_error_lists_the_known_ones(chosen, fact):
     with pytest.raises(ConfigError, match=fact):
         open_environment(chosen)
 
@@ -426,7 +428,7 @@ class EchoClient:
         self.log.append("close")
 
 
-def test_openenv_fills_a_field_of_the_action_and_reads_one_of_the_observation():
+def test_openenv_action_and_observation_fields():
     client = EchoClient()
     world = OpenEnvEnvironment(
         client, observation_field="text", action_field="message", action_fields={"loud": True}
@@ -437,7 +439,7 @@ def test_openenv_fills_a_field_of_the_action_and_reads_one_of_the_observation():
     assert client.log == ["connect", "reset 3", {"loud": True, "message": "hello"}, "close"]
 
 
-def test_openenv_names_the_fields_that_there_are():
+def test_openenv_error_lists_the_fields():
     world = OpenEnvEnvironment(EchoClient(), observation_field="message", action_field="message")
     session, _ = play(world, [])
     assert session.failure is not None

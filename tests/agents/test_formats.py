@@ -1,4 +1,4 @@
-"""Every format reads the calls that its models write, and never fails at a text."""
+"""Every format reads the calls of its models, and no text raises an exception."""
 
 import time
 
@@ -26,7 +26,7 @@ ARGUMENTS = {
     "places": ["x", 2.5, False],
     "ratio": None,
 }
-# JSON in one piece: a text around the call is content, so this format has none.
+# In this format the whole reply is JSON, so text around a call makes it content.
 BARE = "llama3_json"
 
 
@@ -94,7 +94,7 @@ def test_llama_separates_calls_by_semicolons_and_takes_a_tag():
 
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("text", ["", " Hi {there}: 2 < 3.\n", "a</tool_call>b", '{"answer": 5}'])
-def test_a_text_without_calls_is_content_as_it_is(format_name, text):
+def test_text_without_calls_is_unchanged(format_name, text):
     reply = parse(format_name, text + END[format_name])
     assert reply.calls == ()
     assert reply.content == text
@@ -116,7 +116,7 @@ def test_reasoning_is_not_searched_for_calls(format_name):
     assert parse(format_name, f"{opening}\n{thought}").calls == ()
 
 
-def test_reasoning_that_mentions_a_tag_hides_no_call():
+def test_tag_in_reasoning_does_not_hide_a_call():
     written = write("weather", "hermes", {"days": 2})
     reply = parse("hermes", f"I might write <tool_call> now.</think>{written}")
     assert only(reply).arguments == {"days": 2}
@@ -192,8 +192,8 @@ def test_harmony_separates_reasoning_from_content():
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_a_cut_reply_is_never_read_as_a_whole_call(format_name):
-    """Only the formats that close no call may take one without the last characters."""
+def test_truncated_call_is_malformed(format_name):
+    """Allow a missing end only in formats without a closing tag."""
     whole = write("weather", format_name, {"city": "Bern", "days": 3})
     closing = {"gpt-oss": "<|call|>", BARE: "", "mistral": ""}.get(format_name)
     needed = len(whole) if closing is None else len(whole.removesuffix(closing))
@@ -272,7 +272,7 @@ def test_an_error_stays_short():
 
 
 @pytest.mark.parametrize("deep", ['{"a":' * 50_000, "[" * 100_000])
-def test_json_without_end_is_an_error_not_a_crash(deep):
+def test_unterminated_json_is_an_error(deep):
     assert_malformed(only(parse("hermes", f"<tool_call>{deep}</tool_call>")))
 
 
@@ -304,7 +304,7 @@ TAGS = [
 @pytest.mark.parametrize("format_name", FORMATS)
 @given(pieces=st.lists(st.sampled_from(TAGS) | st.text(max_size=5), max_size=25))
 @settings(max_examples=60, deadline=None)
-def test_no_text_raises(format_name, pieces):
+def test_no_text_raises_an_exception(format_name, pieces):
     text = "".join(pieces)
     reply = parse(format_name, text)
     assert len(reply.content) <= len(text)
@@ -312,7 +312,7 @@ def test_no_text_raises(format_name, pieces):
         assert (call.arguments is None) == (call.error is not None)
 
 
-# Openings and halves of calls that a search without care would read again from each of them.
+# Openings and partial calls on which a naive search takes quadratic time.
 HALVES = [
     *("<tool_call>{", '<tool_call>{"', '<tool_call>{"a":', '<tool_call>{"a":"</tool_call>'),
     *('<tool_call>{"x</tool_call>', '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
@@ -429,5 +429,5 @@ def test_names():
         (None, None),
     ],
 )
-def test_a_format_is_recognised_by_the_template(template, name):
+def test_format_is_recognized_by_the_template(template, name):
     assert recognise_format(template) == name

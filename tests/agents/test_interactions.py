@@ -1,4 +1,4 @@
-"""Simulated users: their YAML file, the choice of a row, and sessions that always end."""
+"""Simulated users: their YAML file, selection by rows, and sessions that always end."""
 
 import asyncio
 import logging
@@ -156,6 +156,7 @@ def test_gsm8k_answers_until_the_number_is_right():
 
     replies = asyncio.run(main())
     rows.close()
+
     assert [tuple(reply) for reply in replies] == [
         (False, WRONG, 0.0, {}),
         (False, WRONG, 0.0, {}),
@@ -197,7 +198,7 @@ async def converse(session: InteractionSession, messages=QUESTION):
         return await session.generate_response(messages)
 
 
-def test_the_interaction_gets_the_rows_keywords_and_a_copy_of_the_messages():
+def test_interaction_gets_row_keywords_and_copied_messages():
     interaction = Recorder({})
     messages = answer("hi")
     reply = asyncio.run(converse(InteractionSession(interaction, {"topic": "cats"}), messages))
@@ -207,7 +208,7 @@ def test_the_interaction_gets_the_rows_keywords_and_a_copy_of_the_messages():
 
 
 @pytest.mark.parametrize("method", ["start", "answer"])
-def test_an_error_ends_the_conversation_is_counted_and_still_finalizes(method, caplog):
+def test_error_ends_counts_and_finalizes_the_conversation(method, caplog):
     interaction = Recorder({"raise_in": method})
     session = InteractionSession(interaction)
     with caplog.at_level(logging.WARNING, logger="verl"):
@@ -255,7 +256,7 @@ def test_a_cancelled_episode_still_finalizes():
 @pytest.mark.parametrize(
     "value", [None, (True, "x"), (True, 5, 0.0, {}), (True, "x", float("nan"), {}), "abcd"]
 )
-def test_another_return_value_is_an_error_that_shows_it(value):
+def test_invalid_return_value_is_shown_in_the_error(value):
     class Odd(Recorder):
         async def generate_response(self, instance_id, messages, **kwargs):
             return value
@@ -266,7 +267,7 @@ def test_another_return_value_is_an_error_that_shows_it(value):
     assert interaction.calls == ["start", "finalize"]
 
 
-def test_many_blocking_users_answer_side_by_side():
+def test_blocking_users_answer_concurrently():
     class Slow(BaseInteraction):
         def generate_response(self, instance_id, messages, **kwargs):
             time.sleep(0.3)

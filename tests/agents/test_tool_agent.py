@@ -1,4 +1,4 @@
-"""Turns between model, tools and a simulated user: what is drawn, masked, counted and ended."""
+"""Turns between model, tools and a simulated user: tokens, masks, counts and limits."""
 
 import textwrap
 from pathlib import Path
@@ -55,7 +55,7 @@ def adds_once(row: int, turn: int, prompt: str) -> str:
     return f"The sum is {result}."
 
 
-def test_a_tool_answers_and_only_drawn_tokens_are_the_models(tools: str):
+def test_only_drawn_tokens_are_trained(tools: str):
     tokenizer = chat_tokenizer()
     config = rollout_config(multi_turn__function_tool_path=tools)
     episodes = [episode(tokenizer, row) for row in range(3)]
@@ -101,7 +101,7 @@ def test_the_model_sees_exactly_the_tokens_that_are_trained_on(tools: str):
     ]
 
 
-def test_wrong_calls_are_answered_in_words_and_counted(tools: str):
+def test_invalid_calls_are_answered_and_counted(tools: str):
     tokenizer = chat_tokenizer()
     wrong = [
         '<tool_call>\n{"name": "add", "arguments": {"a": 1,\n</tool_call>',
@@ -114,6 +114,7 @@ def test_wrong_calls_are_answered_in_words_and_counted(tools: str):
         config, tokenizer, lambda row, turn, prompt: wrong[turn], [episode(tokenizer)]
     )
     answers = text_of(tokenizer, trajectory, "tool")
+
     assert len(answers) == 3
     assert "add" in answers[1], "an unknown tool is answered with the known ones"
     assert "no way" in answers[2]
@@ -150,7 +151,7 @@ def test_an_episode_ends_at_its_limits(
 
 
 @pytest.mark.parametrize(("policy", "masks"), [("text", [True, True]), ("mask", [False, True])])
-def test_a_turn_that_calls_a_failing_tool(tools: str, policy: str, masks: list[bool]):
+def test_call_of_a_failing_tool(tools: str, policy: str, masks: list[bool]):
     tokenizer = chat_tokenizer()
     replies = [call("fail", '{"reason": "no"}'), "Done."]
     config = rollout_config(multi_turn__function_tool_path=tools, agent__tool_error=policy)
@@ -208,7 +209,7 @@ def quiz(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_simulated_user_answers_until_it_is_satisfied(quiz: str, tmp_path: Path):
+def test_simulated_user_answers_until_satisfied(quiz: str, tmp_path: Path):
     tokenizer = chat_tokenizer()
     config = rollout_config(multi_turn__interaction_config_path=quiz)
     kwargs = {"interaction_kwargs": {"name": "quiz", "answer": "4"}}
@@ -218,6 +219,7 @@ def test_a_simulated_user_answers_until_it_is_satisfied(quiz: str, tmp_path: Pat
         lambda row, turn, prompt: f"Is it {turn + 3}?",
         [episode(tokenizer, extra_info=kwargs)],
     )
+
     assert [segment.source for segment in trajectory.segments] == ["model", "user", "model"]
     assert "Try again." in text_of(tokenizer, trajectory, "user")[0]
     assert trajectory.extra["turn_scores"] == [0.0, 1.0]
@@ -247,8 +249,8 @@ def test_a_recorded_run_is_repeated_without_its_tools(tools: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_a_template_that_drops_reasoning_begins_a_sample_of_its_own(quiz: str, follow: bool):
-    """Where the run follows the template; otherwise the prompt extends the drawn reasoning."""
+def test_template_that_drops_reasoning_begins_a_new_sample(quiz: str, follow: bool):
+    """Begin a new sample if the run follows the template; otherwise keep the drawn reasoning."""
     tokenizer = chat_tokenizer("qwen3")
     config = rollout_config(
         multi_turn__interaction_config_path=quiz, multi_turn__use_inference_chat_template=follow
@@ -291,7 +293,7 @@ def checked(tokenizer, table: Table, **settings) -> None:
         runner.close()
 
 
-def test_tools_that_no_row_reaches_are_an_error(tools: str):
+def test_unreachable_tools_are_an_error(tools: str):
     table = Table(agent_name=["single_turn_agent"] * 2)
     with pytest.raises(ConfigError, match="which never calls them"):
         checked(chat_tokenizer(), table, multi_turn__function_tool_path=tools)
@@ -306,7 +308,7 @@ def test_a_row_that_names_an_unknown_tool_or_loop_is_named(tools: str):
         checked(tokenizer, Table(agent_name=["tool_agnt"]))
 
 
-def test_interactions_that_no_row_asks_for_are_an_error(quiz: str):
+def test_unused_interactions_are_an_error(quiz: str):
     with pytest.raises(ConfigError, match="no row has interaction_kwargs"):
         checked(
             chat_tokenizer(), Table(extra_info=[{}, {}]), multi_turn__interaction_config_path=quiz

@@ -1,4 +1,4 @@
-"""A user's parser class is a format, and our formats are reachable as such classes."""
+"""User parser classes are formats, and built-in formats have the interface of such classes."""
 
 import asyncio
 import textwrap
@@ -78,7 +78,7 @@ def test_a_class_may_take_the_tools(tokenizer):
         ToolParser._parsers.remove("first-tool")
 
 
-def test_built_in_formats_speak_the_api(tokenizer):
+def test_built_in_formats_have_the_parser_interface(tokenizer):
     parser = ToolParser.get_tool_parser("hermes", tokenizer)
     good = write("weather", "hermes", {"city": "Zürich"})
     ids = tokenizer.encode("Hi." + good + "<tool_call>{</tool_call>" + "<|im_end|>")

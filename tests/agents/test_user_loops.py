@@ -1,4 +1,4 @@
-"""Agent loops in verl's two forms, from a user's file: their tokens are proved."""
+"""Agent loops in verl's two forms, from a user's file: their tokens are checked."""
 
 import textwrap
 from pathlib import Path
@@ -118,7 +118,7 @@ def run(loops: str, name: str, episodes: int = 1, fields: dict | None = None, **
     return tokenizer, trajectories, metrics
 
 
-def test_a_loop_of_verl_05_gets_its_log_probs_back(loops: str):
+def test_verl_05_loop_keeps_its_log_probs(loops: str):
     tokenizer, trajectories, metrics = run(loops, "old", episodes=3)
     for row, trajectory in enumerate(trajectories):
         first, more, second = trajectory.segments
@@ -138,7 +138,7 @@ def test_an_output_may_end_within_a_turn(loops: str):
     assert trajectory.segments[0].log_probs == [-1.0 - place for place in range(7)]
 
 
-def test_a_loop_of_later_versions_gives_score_and_fields(loops: str):
+def test_loop_of_later_versions_returns_score_and_fields(loops: str):
     _, (trajectory,), _ = run(loops, "new")
     assert trajectory.reward == 0.0
     assert trajectory.extra == {"turn_scores": [1.0]}
@@ -158,7 +158,7 @@ def test_an_episode_may_give_several_trajectories(loops: str):
         ("raises", r"The agent loop 'raises' raised KeyError: 'nothing here' in sample 0"),
     ],
 )
-def test_a_loop_that_would_train_on_other_tokens_is_an_error(loops: str, name: str, message: str):
+def test_loop_that_changes_tokens_is_an_error(loops: str, name: str, message: str):
     with pytest.raises(RolloutError, match=message):
         run(loops, name)
 
@@ -179,7 +179,7 @@ def test_an_episode_whose_loop_raises_can_be_dropped(loops: str):
         ("- {name: a, _target_: verl.agents.nothing.Here}", "entry 0: _target_: "),
     ],
 )
-def test_a_file_of_loops_that_cannot_work(tmp_path: Path, text: str, message: str):
+def test_invalid_loop_files_are_errors(tmp_path: Path, text: str, message: str):
     path = tmp_path / "loops.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):

@@ -22,7 +22,7 @@ def sleep_blocking(seconds: float) -> str:
 
 
 async def sleep_in_coroutine(seconds: float) -> str:
-    time.sleep(seconds)  # a user's mistake, which must not reach the caller
+    time.sleep(seconds)  # blocks the loop by mistake, which must not affect the caller
     return "slept"
 
 
@@ -100,7 +100,7 @@ def test_a_cancelled_caller_cancels_the_call(thread):
 
 
 def test_coroutines_of_several_callers_share_one_loop(thread):
-    lock = asyncio.Lock()  # belongs to the first loop that contends for it
+    lock = asyncio.Lock()  # an asyncio.Lock belongs to the first loop that waits for it
 
     async def hold():
         async with lock:
@@ -114,7 +114,7 @@ def test_coroutines_of_several_callers_share_one_loop(thread):
     assert len(loops) == 1
 
 
-def test_plain_calls_run_side_by_side_unless_serial():
+def test_plain_calls_run_concurrently_unless_serial():
     async def main(thread):
         calls = [thread.call(threading.get_ident, timeout_s=30) for _ in range(3)]
         return {call.value for call in await asyncio.gather(*calls)}
@@ -152,7 +152,7 @@ async def cancel_itself():
         (cancel_itself, "cancel_itself was cancelled by its own code"),
     ],
 )
-def test_a_crash_is_an_outcome_with_its_place(thread, function, fact):
+def test_crash_is_an_outcome_with_its_location(thread, function, fact):
     async def main():
         crashed = await thread.call(function, timeout_s=30)
         return crashed, await thread.call(sleep_blocking, 0, timeout_s=30)

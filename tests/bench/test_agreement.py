@@ -1,5 +1,4 @@
-"""The agreement benchmark: its numbers against a mismatch that is put in, and the copy with larger
-heads."""
+"""The agreement benchmark: its numbers for a known mismatch, and the copy with larger heads."""
 
 import importlib
 import sys
@@ -18,7 +17,7 @@ from widen_heads import widen_heads
 agreement = importlib.import_module("agreement")
 
 
-def test_the_table_tells_a_mismatch_that_was_put_in():
+def test_table_shows_a_known_mismatch():
     rollout = -torch.rand(8, 500, dtype=torch.float64)
     trainer = rollout + 0.1
     trainer[0, :2] -= 0.3
@@ -30,7 +29,7 @@ def test_the_table_tells_a_mismatch_that_was_put_in():
     assert float(log_prob) == pytest.approx(rollout.mean().item(), abs=1e-3)
 
 
-def test_the_embedded_engine_agrees_with_the_trainer_in_fp32(capsys, monkeypatch, tmp_path):
+def test_embedded_engine_agrees_with_the_trainer_in_fp32(capsys, monkeypatch, tmp_path):
     words = (
         "--device cpu --dtype float32 --engines ours --gain 10 --prompts 3 --samples 2 "
         "--new-tokens 12 --out"
@@ -40,10 +39,10 @@ def test_the_embedded_engine_agrees_with_the_trainer_in_fp32(capsys, monkeypatch
     cells = capsys.readouterr().out.splitlines()[-1].split(" | ")
     assert cells[0] == "| ours"
     assert 0 < float(cells[3]) < 1e-4
-    assert -5 < float(cells[6].rstrip(" |")) < -0.5, "a flat model agrees with anything"
+    assert -5 < float(cells[6].rstrip(" |")) < -0.5, "uniform probabilities would always agree"
 
 
-def test_larger_heads_compute_the_same():
+def test_larger_heads_compute_the_same_function():
     torch.manual_seed(0)
     model: Any = tiny_model("llama")
     wide = widen_heads(model, wide=4 * model.config.head_dim)

@@ -1,4 +1,4 @@
-"""The memory benchmark's path on CPU, where it measures nothing, and its table."""
+"""The memory benchmark on CPU, without measurements, and its table."""
 
 import sys
 from pathlib import Path
@@ -12,22 +12,22 @@ import memory
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-lora"])
-def test_a_case_has_a_prediction_for_every_phase_it_runs(tmp_path: Path, name: str):
+def test_case_has_a_prediction_for_every_phase(tmp_path: Path, name: str):
     results = memory.run_case(memory.TINY[name], tmp_path / name, torch.device("cpu"))
     assert [result["phase"] for result in results] == list(memory.PHASES)
     assert all(result["predicted"] == sum(result["parts"].values()) > 0 for result in results)
     assert {result["tokens"] for result in results} == {None, 128}
 
 
-def test_the_whole_script_runs_one_case_in_a_process(tmp_path: Path, capsys):
+def test_script_runs_one_case_in_a_process(tmp_path: Path, capsys):
     assert memory.main(["--tiny", "--cases", "tiny-vocabulary", "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "| tiny-vocabulary | load |" in said
-    assert "| tiny-vocabulary | old log-probs | 128 |" in said
+    output = capsys.readouterr().out
+    assert "| tiny-vocabulary | load |" in output
+    assert "| tiny-vocabulary | old log-probs | 128 |" in output
     assert (tmp_path / "tiny-vocabulary.json").is_file()
 
 
-def test_the_error_is_of_what_was_measured():
+def test_error_is_relative_to_the_measurement():
     result = {
         "phase": "rollout",
         "tokens": None,
@@ -42,7 +42,7 @@ def test_the_error_is_of_what_was_measured():
     )
 
 
-def test_an_unknown_case_is_refused(capsys):
+def test_unknown_case_is_rejected(capsys):
     with pytest.raises(SystemExit):
         memory.main(["--cases", "9b"])
     assert "got '9b'" in capsys.readouterr().err

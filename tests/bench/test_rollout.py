@@ -1,5 +1,4 @@
-"""The rollout benchmark: its bound against a step-by-step count, its lengths, its checks, and two
-sides on CPU."""
+"""The rollout benchmark: its bound against a step-by-step count, lengths, checks, two CPU sides."""
 
 import importlib
 import importlib.util
@@ -31,22 +30,25 @@ from rollout_work import (
 )
 from roofline import decode_schedule, rollout_roofline
 
-rollout = importlib.import_module("rollout")  # by name: type checkers find tests/rollout first
+rollout = importlib.import_module(
+    "rollout"
+)  # imported by name, because type checkers would find tests/rollout first
 H200 = Machine(gflops=790e3, gb_per_s=4300.0)
 
 
 def counted_schedule(
     limits: list[int], prompt_tokens: int, slots: int
 ) -> tuple[list[int], list[int]]:
-    """`decode_schedule`, one step at a time."""
+    """Compute `decode_schedule` one step at a time."""
     waiting = sorted(limits, reverse=True)
     running = []
     rows = []
     context = []
+
     while waiting or running:
         while waiting and len(running) < slots:
             limit = waiting.pop(0)
-            if limit > 1:  # else its only token comes from the prefill
+            if limit > 1:  # otherwise the prefill gives its only token
                 running.append([1, limit])
         if running:
             rows.append(len(running))
@@ -60,15 +62,18 @@ def counted_schedule(
     prompt=integers(1, 9),
     slots=integers(1, 24),
 )
-def test_the_schedule_equals_a_count_of_every_step(limits, prompt, slots):
+def test_schedule_matches_a_count_of_every_step(limits, prompt, slots):
     rows, context = decode_schedule(np.array(limits), prompt, slots)
     assert (rows.tolist(), context.tolist()) == counted_schedule(limits, prompt, slots)
     assert rows.sum() == sum(limits) - len(limits)
 
 
-def test_the_bound_of_a_1_5b_model_at_256_rows():
-    """Matrix products 2 x 1.54e9 x 256 at 790 TFLOP/s, and 28,672 bytes of cache for each of 256 x
-    384 tokens at 4.3 TB/s."""
+def test_bound_of_a_1_5b_model_at_256_rows():
+    """Compare with a calculation by hand.
+
+    Matrix products take 2 x 1.54e9 x 256 operations at 790 TFLOP/s. The cache has 28,672 bytes for
+    each of 256 x 384 tokens, read at 4.3 TB/s.
+    """
     shape = Shape(
         body=1_310_000_000,
         head=233_000_000,
@@ -85,7 +90,7 @@ def test_the_bound_of_a_1_5b_model_at_256_rows():
         (2 * 1.31e9 * 65536 + 2 * 0.233e9 * 256 + 1.446e12) / 790e12, rel=0.01
     )
     alone = rollout_roofline(H200, shape, np.array([256]), **{**sizes, "prompts": 1})
-    # reading them takes longer
+    # here reading the weights takes longer than the products
     assert alone.weights_s / 255 == pytest.approx(2 * 1.543e9 / 4.3e12, rel=0.01)
 
 
@@ -97,7 +102,7 @@ def test_untied_embeddings_are_not_read(tmp_path):
     assert shape.cache_bytes == 2 * 4 * 4 * 128 * 28
 
 
-def test_the_long_tail_is_as_documented():
+def test_long_tail_is_as_documented():
     limits = draw_limits("tail:1024", 100_000, seed=1)
     assert limits.min() == 16
     assert limits.max() == 1024
@@ -110,7 +115,7 @@ def test_the_long_tail_is_as_documented():
 
 
 @pytest.mark.parametrize("text", ["tail", "tail:0", "normal:8", "fixed:-3", "fixed:x"])
-def test_other_lengths_are_refused(text):
+def test_invalid_lengths_are_rejected(text):
     with pytest.raises(ValueError, match="fixed:L"):
         parse_lengths(text)
 
@@ -128,14 +133,14 @@ def test_no_two_draws_share_a_prompt():
         ([Answer(3, True), Answer(5, False)], "not finite"),
     ],
 )
-def test_what_an_engine_gives_is_checked(answers, message):
+def test_answers_of_an_engine_are_checked(answers, message):
     with pytest.raises(RuntimeError, match=message):
         check(answers, [Ask((1, 2), (3, 5))])
     assert check([Answer(3, True), Answer(5, None)], [Ask((1, 2), (3, 5))]) == 8
 
 
 @pytest.mark.parametrize("side", [Ours, HF])
-def test_a_side_gives_every_sample_its_length(side, tmp_path):
+def test_side_gives_every_sample_its_length(side, tmp_path):
     write_config(tmp_path, "tiny", "cpu")
     workloads = [
         Workload(prompts=3, samples=samples, prompt_tokens=16, lengths="tail:24")
@@ -161,17 +166,17 @@ def test_a_side_gives_every_sample_its_length(side, tmp_path):
         assert len(measured["seconds"]) == 2
         assert min(measured["seconds"]) > 0
 
-    json.dumps(result)  # it is handed over as JSON
+    json.dumps(result)  # the process returns it as JSON
 
 
-def test_a_missing_engine_is_told_before_anything_runs(monkeypatch):
+def test_missing_engine_is_reported_at_the_start(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="package vLLM is not installed.*pip install vllm==0.24.0"):
         rollout.refuse_what_cannot_run(rollout.parse_plan([]))
 
 
-def test_what_the_command_line_may_not_say(capsys):
-    for words, told in (
+def test_invalid_command_lines_are_rejected(capsys):
+    for words, message in (
         (["--engines", "ours,xyz"], "got 'xyz'"),
         (["--models", "3b"], "got '3b'"),
         (["--samples", "16,n"], "must be at least 1"),
@@ -182,11 +187,11 @@ def test_what_the_command_line_may_not_say(capsys):
     ):
         with pytest.raises(SystemExit):
             rollout.parse_plan(words)
-        assert told in capsys.readouterr().err.rpartition("error: ")[2]
+        assert message in capsys.readouterr().err.rpartition("error: ")[2]
 
 
-def test_the_table_has_the_ratio_to_vllm_and_the_share_of_the_roofline(capsys, tmp_path):
-    """Made-up seconds: ours 2, vLLM 3, so the ratio is 1.5."""
+def test_table_has_the_ratio_to_vllm_and_the_share_of_the_roofline(capsys, tmp_path):
+    """Use assumed times: ours 2 s, vLLM 3 s, so the ratio is 1.5."""
     plan = rollout.parse_plan(["--models", "tiny", "--lengths", "fixed:32", "--out", str(tmp_path)])
     write_config(tmp_path / "tiny" / "model", "tiny", "cpu")
     results = {}
@@ -208,7 +213,7 @@ def test_the_table_has_the_ratio_to_vllm_and_the_share_of_the_roofline(capsys, t
     assert "| ours | 16,384 | 2.000 | 1.50 |" in capsys.readouterr().out
 
 
-def test_a_failing_process_shows_the_end_of_its_log(capsys, tmp_path):
+def test_failing_process_shows_the_end_of_its_log(capsys, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit('the reason')", encoding="utf-8")
     assert not rollout.run_process([str(script)], tmp_path / "log")

@@ -1,5 +1,4 @@
-"""The training and step benchmarks: equal work for all sides, their FLOPs, limits and errors, on
-CPU."""
+"""The training and step benchmarks on CPU: equal work on all sides, FLOPs, limits and errors."""
 
 import json
 import sys
@@ -71,14 +70,14 @@ def test_all_sides_compute_the_same(tmp_path, settings):
     }
 
 
-def test_sharing_prompts_changes_nothing_but_the_work(tmp_path):
+def test_shared_prompts_change_only_the_work(tmp_path):
     settings = {"lengths": "fixed:40", "prompt_tokens": 30, "samples": 4, "tokens": 320}
     jobs = [make_job(tmp_path, share_prompts=share, **settings) for share in (False, True)]
     plain, shared = [results(job, Ours)[0] for job in jobs]
     assert shared["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
 
 
-def test_rows_are_whole_prompts_within_the_tokens(tmp_path):
+def test_rows_are_whole_prompts_within_the_token_limit(tmp_path):
     job = make_job(tmp_path, samples=3, tokens=400)
     rows, again = (
         [(tuple(row.prompt.tolist()), tuple(row.response.tolist())) for row in draw_rows(job)]
@@ -92,7 +91,7 @@ def test_rows_are_whole_prompts_within_the_tokens(tmp_path):
 
 
 def test_flops_of_a_pass(tmp_path):
-    """Counted by hand: the head at 35 of 40 tokens, 2 layers, 4 heads of 16."""
+    """Compare with a count by hand: the head at 35 of 40 tokens, 2 layers, 4 heads of 16."""
     job = make_job(tmp_path, lengths="fixed:40", samples=1, tokens=40)
     body = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128)
     matrices = 2 * body * 40 + 2 * 64 * 2048 * 35
@@ -115,7 +114,7 @@ def test_flops_of_a_pass(tmp_path):
         ("pass", 60, None),
     ],
 )
-def test_a_side_that_fails_gives_one_line(tmp_path, source, limit_s, message):
+def test_failing_side_gives_one_line(tmp_path, source, limit_s, message):
     script = tmp_path / "side.py"
     script.write_text(source, encoding="utf-8")
     problem = run_limited([str(script)], tmp_path / "logs" / "log", limit_s=limit_s)
@@ -127,7 +126,7 @@ def test_a_side_that_fails_gives_one_line(tmp_path, source, limit_s, message):
         assert "\n" not in problem
 
 
-def test_the_7b_shape_is_trained_without_optimizer_unless_asked():
+def test_7b_shape_is_trained_without_optimizer_by_default():
     def optimizer(*words: str) -> bool:
         arguments = training.parse_arguments(["--models", "7b", *words])
         return training.make_job(arguments, "7b", "fixed:4096", "on", "ours").optimizer
@@ -150,14 +149,14 @@ def test_the_7b_shape_is_trained_without_optimizer_unless_asked():
         (step.parse_arguments, ["--micro-tokens", "100"], "row of 1280"),
     ],
 )
-def test_what_the_command_lines_may_not_say(capsys, parse, words, message):
+def test_invalid_command_lines_are_rejected(capsys, parse, words, message):
     with pytest.raises(SystemExit):
         parse(words)
     assert message in capsys.readouterr().err
 
 
-def test_fewer_prompts_are_scaled_and_said_so(capsys):
-    """Made-up seconds of TRL for a quarter of the prompts."""
+def test_fewer_prompts_are_scaled_and_reported(capsys):
+    """Use assumed times of TRL for a quarter of the prompts."""
     arguments = step.parse_arguments(
         ["--engines", "ours,trl", "--trl-prompts", "16", "--trl-steps", "1"]
     )
@@ -171,7 +170,7 @@ def test_fewer_prompts_are_scaled_and_said_so(capsys):
 
 
 class FakeLLM:
-    """vLLM's documented calls: it notes them, and answers with as many tokens as were asked for."""
+    """Records vLLM's documented calls, and answers with the requested number of tokens."""
 
     def __init__(self, model: str, **settings) -> None:
         assert settings["enable_sleep_mode"]
@@ -192,6 +191,7 @@ class FakeLLM:
             [token_id % 9 for token_id in range(row, row + each["max_tokens"])]
             for row, each in enumerate(params)
         ]
+
         return [
             types.SimpleNamespace(
                 outputs=[
@@ -216,7 +216,7 @@ class FakeLLM:
         self.calls.append("reset")
 
 
-def test_the_assembled_step_hands_its_weights_over(tmp_path, monkeypatch):
+def test_assembled_step_transfers_its_weights(tmp_path, monkeypatch):
     fake = types.SimpleNamespace(LLM=FakeLLM, SamplingParams=dict, __version__="0")
     monkeypatch.setitem(sys.modules, "vllm", fake)
     for name in ("rollout_vllm", "step_assembled"):
@@ -227,7 +227,7 @@ def test_the_assembled_step_hands_its_weights_over(tmp_path, monkeypatch):
     arguments = step.parse_arguments(
         ["--tiny", "--lengths", "tail:12", "--old-log-probs", "--out", str(tmp_path)]
     )
-    job = step.make_job(arguments, "trl")  # as the others, but not compiled
+    job = step.make_job(arguments, "trl")  # like the others, but not compiled
     made: list = []
     monkeypatch.setattr(step_assembled, "BUCKET_BYTES", 10_000)
     monkeypatch.setattr(step_assembled, "SleepingVLLM", keeping(step_assembled.SleepingVLLM, made))

@@ -1,4 +1,4 @@
-"""Checkpoints survive kills, full disks and damaged files; old ones go, never the last good one."""
+"""Checkpoints survive kills, full disks and damaged files; pruning keeps the last good one."""
 
 import errno
 import os
@@ -46,14 +46,14 @@ def test_layout_and_content(tmp_path):
     assert step_of(folder) == 20
 
 
-def test_nothing_is_there_before_the_first_save(tmp_path):
+def test_nothing_exists_before_the_first_save(tmp_path):
     manager = CheckpointManager(tmp_path / "none")
     assert manager.latest() is None
     assert manager.resolve("auto") is None
     assert not (tmp_path / "none").exists()
 
 
-def test_files_in_subfolders_are_summed_too(tmp_path):
+def test_files_in_subfolders_have_checksums(tmp_path):
     def writer(folder):
         (folder / "shards" / "deep").mkdir(parents=True)
         (folder / "shards" / "deep" / "x.bin").write_bytes(b"123")
@@ -87,7 +87,7 @@ KINDS = ["truncated", "missing", "checksum", "too long", "damaged", "no manifest
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_checkpoint_is_noticed_and_the_previous_one_used(tmp_path, kind, caplog):
+def test_damaged_checkpoint_is_skipped_for_the_previous_one(tmp_path, kind, caplog):
     manager = CheckpointManager(tmp_path)
     good = save(manager, 2)
     bad = save(manager, 4)
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_previous_one_used(tmp_path, kin
     assert manager.resolve("resume_path", good) == good
 
 
-def test_no_sound_checkpoint_is_an_error_and_no_fresh_start(tmp_path):
+def test_no_valid_checkpoint_is_an_error(tmp_path):
     manager = CheckpointManager(tmp_path)
     damage(save(manager, 2), "truncated")
     with pytest.raises(CheckpointError, match="disable"):
@@ -114,7 +114,7 @@ def test_no_sound_checkpoint_is_an_error_and_no_fresh_start(tmp_path):
 
 @given(flip=st.integers(0, 10**6), part=st.sampled_from(["actor", "trainer"]))
 @settings(max_examples=30, deadline=None)
-def test_any_flipped_bit_is_noticed(tmp_path_factory, flip, part):
+def test_any_flipped_bit_is_detected(tmp_path_factory, flip, part):
     manager = CheckpointManager(tmp_path_factory.mktemp("flip"))
     folder = save(manager, 1)
     file = folder / part / "weights.bin"
@@ -138,7 +138,7 @@ HOLDER = """
 """
 
 
-def test_a_folder_is_one_runs_alone_until_it_ends_or_is_killed(tmp_path):
+def test_folder_belongs_to_one_run_until_it_ends_or_is_killed(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
@@ -172,7 +172,7 @@ def test_resume_modes(tmp_path):
         step_of(tmp_path)
 
 
-def test_old_checkpoints_go_and_the_newest_stay(tmp_path):
+def test_old_checkpoints_are_deleted(tmp_path):
     manager = CheckpointManager(tmp_path, max_to_keep=2)
     for step in (1, 2, 3, 10):
         save(manager, step)
@@ -183,7 +183,7 @@ def test_old_checkpoints_go_and_the_newest_stay(tmp_path):
     }
 
 
-def test_a_run_started_again_in_the_folder_keeps_its_own_checkpoints_and_resumes_from_them(
+def test_fresh_run_in_a_used_folder_resumes_from_its_own_checkpoints(
     tmp_path,
 ):
     old = CheckpointManager(tmp_path)
@@ -196,7 +196,7 @@ def test_a_run_started_again_in_the_folder_keeps_its_own_checkpoints_and_resumes
     assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
 
 
-def test_a_step_saved_twice_is_replaced(tmp_path):
+def test_step_saved_twice_is_replaced(tmp_path):
     manager = CheckpointManager(tmp_path)
     manager.save(2, {"actor": write(b"one"), "critic": write(b"c")})
     folder = manager.save(2, {"actor": write(b"two")})
@@ -206,7 +206,7 @@ def test_a_step_saved_twice_is_replaced(tmp_path):
     assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
 
 
-def test_a_failing_writer_leaves_no_trace_and_prunes_nothing(tmp_path):
+def test_failing_writer_leaves_no_files_and_deletes_nothing(tmp_path):
     manager = CheckpointManager(tmp_path, max_to_keep=1)
     good = save(manager, 2)
 
@@ -222,7 +222,7 @@ def test_a_failing_writer_leaves_no_trace_and_prunes_nothing(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
-def test_a_full_disk_is_told_and_the_earlier_checkpoint_is_intact(tmp_path):
+def test_full_disk_is_reported_and_the_earlier_checkpoint_is_intact(tmp_path):
     def fill(folder):
         (folder / "weights.bin").write_bytes(b"x" * 100)
         with open("/dev/full", "wb") as file:
@@ -239,8 +239,8 @@ def test_a_full_disk_is_told_and_the_earlier_checkpoint_is_intact(tmp_path):
     assert manager.latest() == good
 
 
-def test_a_full_disk_is_recognised_behind_errors_that_do_not_say_so(tmp_path, monkeypatch):
-    """What torch.save raises on a full disk is a RuntimeError about positions in a file."""
+def test_full_disk_is_recognized_behind_other_errors(tmp_path, monkeypatch):
+    """Recognize the RuntimeError about file positions that torch.save raises on a full disk."""
 
     def fail(folder):
         raise RuntimeError("unexpected pos 576 vs 534")
@@ -255,7 +255,7 @@ def test_a_full_disk_is_recognised_behind_errors_that_do_not_say_so(tmp_path, mo
         manager.save(4, {"actor": fail})
 
 
-def test_a_limit_on_the_size_of_files_is_told(tmp_path):
+def test_file_size_limit_is_reported(tmp_path):
     def fail(folder):
         (folder / "weights.bin").write_bytes(b"x" * 3000)
 
@@ -272,11 +272,12 @@ def test_a_limit_on_the_size_of_files_is_told(tmp_path):
             manager.save(4, {"actor": lambda folder: {}["a bug of the writer"]})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
     assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
     assert manager.latest() == good
 
 
-def test_other_trouble_with_the_disk_is_told_with_its_path(tmp_path):
+def test_other_disk_errors_name_the_path(tmp_path):
     def fail(folder):
         raise OSError(errno.EIO, "Input/output error", str(folder / "x"))
 
@@ -289,20 +290,22 @@ def test_other_trouble_with_the_disk_is_told_with_its_path(tmp_path):
 
 
 def begin(manager: CheckpointManager, step: int) -> list[bool]:
-    """Begin a checkpoint beside the run; gives the list whose last entry says whether it is written
-    by now."""
+    """Start a background checkpoint.
+
+    The last entry of the returned list says whether its files are written.
+    """
     written = [False]
     manager.save(step, {"actor": write(b"a")}, is_written=lambda wait: wait or written[-1])
     return written
 
 
-def test_what_is_written_beside_the_run_gets_its_name_when_it_is_whole(tmp_path):
+def test_background_checkpoint_is_renamed_when_complete(tmp_path):
     manager = CheckpointManager(tmp_path, max_to_keep=1)
     former = save(manager, 2)
     written = begin(manager, 4)
     manager.advance()
     assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"], (
-        "summed up too early"
+        "checksums were computed too early"
     )
     assert manager.latest() == former
     written.append(True)
@@ -310,10 +313,10 @@ def test_what_is_written_beside_the_run_gets_its_name_when_it_is_whole(tmp_path)
     manager.finish()
     assert names(tmp_path) == {"global_step_4", "latest_checkpointed_iteration.txt"}
     manager.verify(tmp_path / "global_step_4")
-    manager.advance()  # nothing is left to do
+    manager.advance()  # does nothing
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path):
+def test_next_save_waits_for_the_previous_one(tmp_path):
     manager = CheckpointManager(tmp_path)
     begin(manager, 2)
     begin(manager, 4)
@@ -322,7 +325,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path):
     assert manager.latest() == tmp_path / "global_step_4"
 
 
-def test_ctrl_c_while_the_run_waits_for_a_checkpoint_does_not_lose_it(tmp_path):
+def test_ctrl_c_during_a_wait_does_not_lose_the_checkpoint(tmp_path):
     interrupts = iter([KeyboardInterrupt()])
 
     def is_written(wait):
@@ -338,7 +341,7 @@ def test_ctrl_c_while_the_run_waits_for_a_checkpoint_does_not_lose_it(tmp_path):
     assert manager.latest() == tmp_path / "global_step_2"
 
 
-def test_what_fails_beside_the_run_is_raised_once_and_leaves_no_trace(tmp_path, caplog):
+def test_background_failure_is_raised_once_and_leaves_no_files(tmp_path, caplog):
     def fails(wait):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -347,6 +350,7 @@ def test_what_fails_beside_the_run_is_raised_once_and_leaves_no_trace(tmp_path, 
     manager.save(4, {"actor": write(b"a")}, is_written=fails)
     with pytest.raises(CheckpointError, match=r"global_step_4.*no space left"):
         manager.advance()
+
     manager.finish()
     manager.save(6, {"actor": write(b"a")}, is_written=fails)
     with caplog.at_level("WARNING", logger="verl"):
@@ -356,7 +360,7 @@ def test_what_fails_beside_the_run_is_raised_once_and_leaves_no_trace(tmp_path, 
     assert manager.latest() == good
 
 
-def test_an_error_while_it_is_summed_up_beside_the_run_is_raised(tmp_path, monkeypatch):
+def test_background_checksum_error_is_raised(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path)
     begin(manager, 2)
     monkeypatch.setattr(module, "write_manifest", lambda *_: 1 / 0)
@@ -365,7 +369,7 @@ def test_an_error_while_it_is_summed_up_beside_the_run_is_raised(tmp_path, monke
     assert names(tmp_path) == set()
 
 
-def test_files_that_lie_on_another_host_are_told(tmp_path):
+def test_files_on_another_host_are_reported(tmp_path):
     def elsewhere(folder):
         sharded.write_sharded(folder / "sharded", {"model.weight": torch.ones(3)})
         (folder / "sharded" / "__0_0.distcp").unlink()
@@ -383,7 +387,7 @@ def test_files_that_lie_on_another_host_are_told(tmp_path):
     assert names(tmp_path) == set()
 
 
-def test_the_folder_of_a_run_is_no_checkpoint(tmp_path):
+def test_run_folder_is_not_a_checkpoint(tmp_path):
     manager = CheckpointManager(tmp_path)
     for step in (2, 10):
         save(manager, step)
@@ -394,7 +398,7 @@ def test_the_folder_of_a_run_is_no_checkpoint(tmp_path):
 
 
 def killed_save(root: Path, where: str) -> None:
-    """A process saves step 2 whole and is killed by SIGKILL at `where` while it saves step 4."""
+    """Run a process that saves step 2 and is killed at `where` while it saves step 4."""
     code = textwrap.dedent(
         f"""
         import os, signal, shutil
@@ -435,7 +439,7 @@ def killed_save(root: Path, where: str) -> None:
     ("where", "newest"),
     [("writer", 2), ("manifest", 2), ("after rename", 4), ("replacing", 2), ("pruning", 4)],
 )
-def test_kill_9_at_any_moment_leaves_a_sound_newest_checkpoint(tmp_path, where, newest):
+def test_sigkill_leaves_a_valid_newest_checkpoint(tmp_path, where, newest):
     killed_save(tmp_path, where)
     manager = CheckpointManager(tmp_path, max_to_keep=1)
     found = manager.resolve("auto")
@@ -456,7 +460,7 @@ def test_kill_9_at_any_moment_leaves_a_sound_newest_checkpoint(tmp_path, where, 
     }
 
 
-def test_looking_for_a_checkpoint_does_not_disturb_one_that_is_being_written(tmp_path):
+def test_reader_does_not_disturb_a_checkpoint_being_written(tmp_path):
     manager = CheckpointManager(tmp_path)
     save(manager, 2)
     reader = CheckpointManager(tmp_path)

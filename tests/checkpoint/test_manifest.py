@@ -1,4 +1,4 @@
-"""The order of checkpoints, and manifests that are not as they were written."""
+"""The order of checkpoints, and damaged or edited manifests."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.utils.errors import CheckpointError
 
 
-def test_a_clock_that_is_set_back_changes_no_order(tmp_path, monkeypatch):
+def test_clock_set_back_does_not_change_the_order(tmp_path, monkeypatch):
     clock = iter(range(10**18, 0, -(10**15)))
     monkeypatch.setattr(time, "time_ns", clock.__next__)
     for step in (2, 4, 6):
-        manager = CheckpointManager(tmp_path, max_to_keep=2)  # each in a process of its own
+        manager = CheckpointManager(tmp_path, max_to_keep=2)  # as in a new process
         folder = save(manager, step)
         os.utime(folder, ns=(10**18 - step, 10**18 - step))
         assert manager.latest() == folder
@@ -31,7 +31,7 @@ def test_a_clock_that_is_set_back_changes_no_order(tmp_path, monkeypatch):
     }
 
 
-def test_checkpoints_of_a_version_without_a_count_come_before_new_ones(tmp_path):
+def test_checkpoints_without_a_sequence_number_come_first(tmp_path):
     manager = CheckpointManager(tmp_path)
     for step in (50, 100, 2):
         save(manager, step)
@@ -59,7 +59,7 @@ ODD_JSON = st.recursive(
 
 @pytest.fixture(scope="module")
 def two_checkpoints(tmp_path_factory) -> Path:
-    """A folder with steps 2 and 4, to be copied: a save waits for the disk."""
+    """Save steps 2 and 4 once; tests copy the folder, because a save waits for the disk."""
     folder = tmp_path_factory.mktemp("whole")
     manager = CheckpointManager(folder)
     for step in (2, 4):
@@ -72,9 +72,7 @@ def two_checkpoints(tmp_path_factory) -> Path:
     place=st.sampled_from(["", "step", "sequence", "saved_at_ns", "format", "files", "entry"]),
 )
 @settings(max_examples=50, deadline=None)
-def test_an_odd_manifest_is_passed_over_or_sound_and_never_a_traceback(
-    tmp_path_factory, two_checkpoints, value, place
-):
+def test_odd_manifest_is_valid_or_skipped(tmp_path_factory, two_checkpoints, value, place):
     folder = tmp_path_factory.mktemp("odd")
     shutil.copytree(two_checkpoints, folder, dirs_exist_ok=True)
     manager = CheckpointManager(folder)
@@ -91,8 +89,8 @@ def test_an_odd_manifest_is_passed_over_or_sound_and_never_a_traceback(
     if not place:
         (odd / "manifest.json").write_text(json.dumps(value))
     found = manager.resolve("auto")
-    still_sound = place in ("step", "saved_at_ns", "sequence") and type(value) is int
-    assert found in ({good, odd} if still_sound else {good})
+    still_valid = place in ("step", "saved_at_ns", "sequence") and type(value) is int
+    assert found in ({good, odd} if still_valid else {good})
     save(manager, 6)
 
 
@@ -109,7 +107,7 @@ ODD_MANIFESTS = {
 
 
 @pytest.mark.parametrize("kind", ODD_MANIFESTS)
-def test_a_manifest_that_is_none_is_named_and_the_older_checkpoint_used(tmp_path, kind, caplog):
+def test_invalid_manifest_is_named_and_skipped(tmp_path, kind, caplog):
     manager = CheckpointManager(tmp_path)
     good = save(manager, 2)
     odd = save(manager, 4)
@@ -126,7 +124,7 @@ def test_a_manifest_that_is_none_is_named_and_the_older_checkpoint_used(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_stray_file_with_the_name_of_a_leftover_stops_nothing(tmp_path, kind):
+def test_stray_file_with_a_temporary_name_does_no_harm(tmp_path, kind):
     stray = tmp_path / ".tmp-global_step_4-1"
     folder = tmp_path / "elsewhere"
     folder.mkdir()

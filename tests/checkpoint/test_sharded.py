@@ -1,4 +1,4 @@
-"""Tensors in shards come back bit for bit, and what is missing is named."""
+"""Sharded tensors are restored bit for bit, and missing parts are named."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from verl.checkpoint.sharded import SavedTensors, host_copy, write_sharded
 from verl.utils.errors import CheckpointError
 
 
-def test_tensors_come_back_bit_for_bit_and_in_place(tmp_path):
+def test_tensors_are_restored_bit_for_bit_and_in_place(tmp_path):
     tensors = {
         "half": torch.randn(5, 3).to(torch.bfloat16),
         "codes": torch.arange(7, dtype=torch.uint8),
         "step": torch.tensor(3.0),
-        "row": torch.randn(4, 3)[1],  # of a larger storage
+        "row": torch.randn(4, 3)[1],  # a view of a larger storage
     }
     write_sharded(tmp_path, tensors)
     saved = SavedTensors(tmp_path)
@@ -32,7 +32,7 @@ def test_tensors_come_back_bit_for_bit_and_in_place(tmp_path):
     assert not place[1].any()
 
 
-def test_what_does_not_fit_is_named(tmp_path):
+def test_mismatches_are_named(tmp_path):
     write_sharded(tmp_path, {"weight": torch.ones(3)})
     saved = SavedTensors(tmp_path)
     with pytest.raises(CheckpointError, match=r"'bias' of shape \(3,\).*has none of that name"):
@@ -49,14 +49,14 @@ def test_what_does_not_fit_is_named(tmp_path):
         SavedTensors(tmp_path / "none")
 
 
-def test_a_host_copy_has_memory_of_its_own():
+def test_host_copy_has_its_own_memory():
     tensor = torch.ones(3)
     copy = host_copy(tensor)
     tensor.zero_()
     assert copy.all()
 
 
-def test_ctrl_c_while_it_writes_is_no_fault_of_the_disk(tmp_path, monkeypatch):
+def test_ctrl_c_during_a_write_is_not_a_disk_error(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 

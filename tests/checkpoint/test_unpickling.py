@@ -1,4 +1,4 @@
-"""Pickles of a checkpoint hold data alone: a name that would run code is refused, never called."""
+"""Pickles of a checkpoint hold only data; names that would run code are rejected."""
 
 import os
 import pickle
@@ -17,7 +17,7 @@ from verl.utils.seeding import rng_state
 
 
 class Malicious:
-    """Creates a file where it is unpickled."""
+    """Create a file when unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -26,7 +26,7 @@ class Malicious:
         return os.mkdir, (str(self.canary),)
 
 
-def test_states_of_generators_and_samplers_come_back(tmp_path):
+def test_generator_and_sampler_states_are_restored(tmp_path):
     state = {
         "rng": rng_state(),
         "generator": np.random.default_rng(3).bit_generator.state,
@@ -46,7 +46,7 @@ def test_states_of_generators_and_samplers_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "plain pickle"])
-def test_a_state_that_would_run_code_is_refused(tmp_path, kind):
+def test_state_that_runs_code_is_rejected(tmp_path, kind):
     file = tmp_path / "state.pt"
     content = {"sampler": Malicious(tmp_path / "canary")}
     if kind == "plain pickle":
@@ -60,14 +60,14 @@ def test_a_state_that_would_run_code_is_refused(tmp_path, kind):
     assert not (tmp_path / "canary").exists()
 
 
-def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path):
+def test_unreadable_state_is_rejected_on_save(tmp_path):
     state = {"sampler": Malicious(tmp_path / "canary")}
     with pytest.raises(CheckpointError, match=r"posix\.mkdir.*state_dict of your sampler"):
         save_state(tmp_path / "state.pt", state)
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_metadata_that_would_run_code_is_refused(tmp_path, protocol):
+def test_metadata_that_runs_code_is_rejected(tmp_path, protocol):
     write_sharded(tmp_path, {"model.weight": torch.ones(3)})
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.planner_data = Malicious(tmp_path / "canary")
@@ -78,7 +78,7 @@ def test_metadata_that_would_run_code_is_refused(tmp_path, protocol):
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/hostname", "a/b"])
-def test_metadata_that_names_files_elsewhere_is_refused(tmp_path, name):
+def test_metadata_with_outside_paths_is_rejected(tmp_path, name):
     write_sharded(tmp_path, {"model.weight": torch.ones(3)})
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     for place in metadata.storage_data.values():
@@ -88,7 +88,7 @@ def test_metadata_that_names_files_elsewhere_is_refused(tmp_path, name):
         SavedTensors(tmp_path)
 
 
-def test_shards_that_would_run_code_are_refused(tmp_path):
+def test_shards_that_run_code_are_rejected(tmp_path):
     write_sharded(tmp_path, {"model.weight": torch.ones(3)})
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     (place,) = metadata.storage_data.values()

@@ -1,5 +1,4 @@
-"""The command `verl`: what it says, how fast, and that each command is the module that it stands
-for."""
+"""The command `verl`: its output, its speed, and the module behind each command."""
 
 import importlib.util
 import json
@@ -19,7 +18,7 @@ HEAVY = ("torch", "transformers", "numpy", "hydra", "omegaconf", "ray", "psutil"
 
 @pytest.fixture
 def called(monkeypatch):
-    """What would have run: (module, argv)."""
+    """Record (module, argv) of each command instead of running it."""
     calls = []
 
     def fake(name: str) -> SimpleNamespace:
@@ -29,23 +28,23 @@ def called(monkeypatch):
     return calls
 
 
-def test_help_is_instant_and_loads_nothing():
+def test_help_is_fast_and_imports_no_heavy_package():
     code = (
         "import sys, time; start = time.process_time(); from verl.cli.main import main; "
         f"main(['--help']); print(time.process_time() - start, [name for name in {HEAVY} if name "
         "in sys.modules])"
     )
-    told = []
+    outputs = []
     for _ in range(3):
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         )
-        told.append(done.stdout.splitlines()[-1].split(maxsplit=1))
-    assert min(float(seconds) for seconds, _ in told) < 0.5
-    assert told[0][1] == "[]"
+        outputs.append(done.stdout.splitlines()[-1].split(maxsplit=1))
+    assert min(float(seconds) for seconds, _ in outputs) < 0.5
+    assert outputs[0][1] == "[]"
 
 
-def test_help_has_every_command_with_an_example(capsys):
+def test_help_lists_every_command_with_an_example(capsys):
     assert cli.main([]) == 0
     text = capsys.readouterr().out
     for command in COMMANDS.values():
@@ -60,7 +59,7 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_a_command_has_its_module(command):
+def test_command_module_exists(command):
     assert importlib.util.find_spec(command.module) is not None
 
 
@@ -73,13 +72,13 @@ def test_a_command_has_its_module(command):
         (["reward"], "No command 'reward'. Nearest: reward check."),
     ],
 )
-def test_an_unknown_command_names_the_nearest(capsys, called, argv, near):
+def test_unknown_command_suggests_the_nearest(capsys, called, argv, near):
     assert cli.main(argv) == 2
     assert near in capsys.readouterr().err
     assert called == []
 
 
-def test_the_rest_of_the_line_is_passed_on_as_it_is(called):
+def test_remaining_arguments_are_passed_unchanged(called):
     cli.main(
         [
             "train",
@@ -98,12 +97,12 @@ def test_the_rest_of_the_line_is_passed_on_as_it_is(called):
 @pytest.mark.parametrize(
     "argv", [["train", "--dry-run", "a=1"], ["train", "a=1", "--dry-run"], ["plan", "a=1"]]
 )
-def test_a_dry_run_is_the_plan(called, argv):
+def test_dry_run_calls_the_plan(called, argv):
     cli.main(argv)
     assert called == [("verl.diagnostics.plan", ["a=1"])]
 
 
-def test_a_yaml_file_is_hydras_two_options(called):
+def test_yaml_file_becomes_hydra_options(called):
     cli.main(["plan", "--json", "runs/small.yaml", "a=1"])
     assert called == [
         (
@@ -113,7 +112,7 @@ def test_a_yaml_file_is_hydras_two_options(called):
     ]
 
 
-def test_a_second_yaml_file_is_refused(capsys, called):
+def test_second_yaml_file_is_rejected(capsys, called):
     assert cli.main(["train", "one.yaml", "other.yaml"]) == 1
     assert "got a second one: other.yaml" in capsys.readouterr().err
     assert called == []
@@ -124,14 +123,14 @@ def test_merge_needs_no_backend(called):
     assert called == [("verl.jobs.main_merge", ["merge", "--local_dir", "actor"])]
 
 
-def test_help_of_a_command_begins_with_its_example(capsys, called):
+def test_command_help_begins_with_its_example(capsys, called):
     cli.main(["eval", "--help"])
     assert COMMANDS["eval"].example in capsys.readouterr().out
     assert called == [("verl.jobs.main_eval", ["--help"])]
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_help_names_the_command_as_it_is_typed(command, capsys):
+def test_usage_shows_the_command_as_typed(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([*command.words.split(), "--help"])
     assert ended.value.code == 0
@@ -140,7 +139,7 @@ def test_help_names_the_command_as_it_is_typed(command, capsys):
     assert ("[key=value ...]" in usage) == command.takes_keys
 
 
-def test_a_missing_package_is_one_line(capsys, monkeypatch):
+def test_missing_package_error_names_the_install_command(capsys, monkeypatch):
     def missing(name: str):
         raise ModuleNotFoundError("No module named 'hydra'", name="hydra")
 
@@ -149,7 +148,7 @@ def test_a_missing_package_is_one_line(capsys, monkeypatch):
     assert "pip install hydra-core" in capsys.readouterr().err
 
 
-def test_a_plan_of_a_yaml_file(tmp_path: Path, capsys):
+def test_plan_of_a_yaml_file(tmp_path: Path, capsys):
     text = (
         "data: {dataset_name: toy, train_batch_size: 4}\n"
         "actor_rollout_ref: {model: {path: toy}}\ntrainer: {device: cpu}\n"
@@ -167,14 +166,14 @@ def test_a_plan_of_a_yaml_file(tmp_path: Path, capsys):
 TOY = ["data.dataset_name=toy", "data.train_batch_size=4", "actor_rollout_ref.model.path=toy"]
 
 
-def test_a_reward_that_holds(capsys):
+def test_reward_check_passes(capsys):
     assert cli.main(["reward", "check", "--rows", "2", *TOY]) == 0
     text = capsys.readouterr().out
     assert len([line for line in text.splitlines() if line.startswith("row ")]) == 2 * 5 + 1
     assert text.endswith("Gold answers score above wrong ones.\n")
 
 
-def test_a_reward_that_fails(tmp_path: Path, capsys):
+def test_reward_check_reports_a_failing_function(tmp_path: Path, capsys):
     path = tmp_path / "reward.py"
     path.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
@@ -186,7 +185,7 @@ def test_a_reward_that_fails(tmp_path: Path, capsys):
     assert "Gold answers score" not in text
 
 
-def test_a_reward_is_checked_without_a_model_and_whatever_the_length_of_prompts(tmp_path, capsys):
+def test_reward_check_needs_no_model_and_accepts_long_prompts(tmp_path, capsys):
     files = []
     for number in range(2):
         row = {
@@ -205,6 +204,6 @@ def test_a_reward_is_checked_without_a_model_and_whatever_the_length_of_prompts(
     assert text.endswith("Gold answers score above wrong ones.\n")
 
 
-def test_what_a_user_can_cause_is_one_line(capsys):
+def test_user_errors_are_one_line(capsys):
     assert cli.main(["reward", "check", "no.such.key=1"]) == 1
     assert capsys.readouterr().err.startswith("ConfigError: ")

@@ -1,4 +1,4 @@
-"""Shapes in signatures are checked while tests run, as in tests/algorithms."""
+"""Check shapes in signatures while tests run, as in tests/algorithms."""
 
 import importlib
 

@@ -35,7 +35,7 @@ def batch_of(rows: int, auto_padding: bool = False) -> DataProto:
 
 
 def halve(worker_group, *args, **kwargs):
-    """A dispatch function: every rank gets half of each number."""
+    """Dispatch half of each number to every rank."""
     size = worker_group.world_size
     columns = tuple([value / 2] * size for value in args)
     return columns, {name: [value / 2] * size for name, value in kwargs.items()}
@@ -62,11 +62,11 @@ class Adder(Worker):
 # ---- register ------------------------------------------------------------------------------------
 
 
-def test_a_pair_of_functions_is_a_dispatch_mode():
+def test_pair_of_functions_is_a_dispatch_mode():
     assert WorkerGroup(Adder()).add(6, y=10) == 3 + 5 + 100
 
 
-def test_a_pair_of_functions_splits_for_every_rank():
+def test_pair_of_functions_splits_for_every_rank():
     mode = plans_of(Adder)["add"].dispatch_mode
     assert isinstance(mode, dict)
     per_rank, group = mode_of_functions(**mode).split(2, (8,), {"y": 4})
@@ -74,7 +74,7 @@ def test_a_pair_of_functions_splits_for_every_rank():
     assert mode["collect_fn"](group, [1, 2]) == 203
 
 
-def test_half_a_pair_is_refused_when_the_group_is_made():
+def test_incomplete_pair_is_rejected():
     class Half(Worker):
         @register(dispatch_mode={"dispatch_fn": halve})
         def method(self):
@@ -84,7 +84,7 @@ def test_half_a_pair_is_refused_when_the_group_is_made():
         WorkerGroup(Half())
 
 
-def test_the_arguments_of_register_stand_on_the_method_as_a_dictionary():
+def test_register_stores_its_arguments_on_the_method():
     assert getattr(Adder.later, decorator.MAGIC_ATTR) == {
         "dispatch_mode": Dispatch.DP_COMPUTE_PROTO,
         "execute_mode": Execute.ALL,
@@ -93,7 +93,7 @@ def test_the_arguments_of_register_stand_on_the_method_as_a_dictionary():
     assert not hasattr(Adder.__init__, decorator.MAGIC_ATTR)
 
 
-def test_a_wrapper_that_takes_the_attribute_over_is_registered():
+def test_wrapper_with_the_attribute_is_registered():
     def wrapped(self, x, y):
         return Adder.add(self, x, y) * 1000
 
@@ -110,7 +110,7 @@ def test_materialize_futures_is_kept():
     assert WorkerGroup(Adder()).kind_of(future) != ["DataProto"]
 
 
-def test_a_predefined_pair_is_a_dispatch_mode_too():
+def test_predefined_pair_is_a_dispatch_mode():
     pair = decorator.get_predefined_dispatch_fn(Dispatch.DP_COMPUTE_PROTO)
     assert functions_of(mode_of_functions(**pair)) == (pair["dispatch_fn"], pair["collect_fn"])
 
@@ -118,7 +118,7 @@ def test_a_predefined_pair_is_a_dispatch_mode_too():
 # ---- splitting arguments -------------------------------------------------------------------------
 
 
-def test_batches_are_cut_into_chunks():
+def test_batches_are_split_into_chunks():
     args, kwargs = decorator._split_args_kwargs_data_proto(2, batch_of(4), other=batch_of(2))
     assert [part.batch["a"].tolist() for part in args[0]] == [[0, 1], [2, 3]]
     assert [part.non_tensor_batch["name"].tolist() for part in kwargs["other"]] == [
@@ -127,7 +127,7 @@ def test_batches_are_cut_into_chunks():
     ]
 
 
-def test_only_batches_are_cut():
+def test_only_batches_are_split():
     with pytest.raises(AssertionError, match="got int"):
         decorator._split_args_kwargs_data_proto(2, batch_of(4), 3)
     with pytest.raises(AssertionError, match="5 rows and 2 chunks"):
@@ -142,7 +142,7 @@ def test_chunks_of_a_future_are_futures():
 
 
 @pytest.mark.parametrize(("rows", "added"), [(1, 2), (3, 0), (4, 2), (7, 2)])
-def test_padding_makes_equal_chunks_and_says_how_many_rows_it_added(rows, added):
+def test_padding_makes_equal_chunks_and_reports_added_rows(rows, added):
     split = decorator._split_args_kwargs_data_proto_with_auto_padding
     args, kwargs = split(3, batch_of(rows, True), data=batch_of(rows, True))
     assert kwargs.pop(decorator._padding_size_key) == added
@@ -155,7 +155,7 @@ def test_padding_makes_equal_chunks_and_says_how_many_rows_it_added(rows, added)
         ]
 
 
-def test_batches_without_padding_are_cut_as_they_are():
+def test_batches_without_padding_are_split_unchanged():
     split = decorator._split_args_kwargs_data_proto_with_auto_padding
     args, kwargs = split(2, batch_of(4))
     assert [len(part) for part in args[0]] == [2, 2]
@@ -194,14 +194,14 @@ def test_a_worker_reads_its_environment(monkeypatch):
     assert worker.get_cuda_visible_devices() == "not set"
 
 
-def test_a_server_can_listen_at_the_address_that_a_worker_offers():
+def test_server_can_listen_at_the_worker_address():
     address, port = Worker().get_availale_master_addr_port()
     with socket.create_server((address, int(port))) as server:
         assert server.getsockname() == (address, int(port))
     assert 0 < Worker()._get_free_port() < 65536
 
 
-def test_a_machine_without_a_network_has_the_loopback_address(monkeypatch):
+def test_address_without_a_network_is_loopback(monkeypatch):
     def refuse(self, address):
         raise OSError("Network is unreachable")
 

@@ -1,4 +1,4 @@
-"""Steps of a recipe's own driver by verl 0.5's names: masks, penalties, advantages, rewards."""
+"""Steps of a recipe's driver under verl 0.5's names: masks, penalties, advantages, rewards."""
 
 import warnings
 from types import SimpleNamespace
@@ -35,12 +35,12 @@ def batch() -> DataProto:
     return DataProto.from_dict(tensors, {"uid": np.array(["a", "a", "b", "b"], dtype=object)})
 
 
-def test_the_mask_of_responses():
+def test_response_mask():
     mask = ray_trainer.compute_response_mask(batch())
     assert mask.tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 0]]
 
 
-def test_a_kl_penalty_in_the_reward():
+def test_kl_penalty_in_the_reward():
     data, metrics = ray_trainer.apply_kl_penalty(batch(), FixedKLController(0.1))
     expected = data.batch["token_level_scores"] - 0.05 * data.batch["response_mask"]
     torch.testing.assert_close(data.batch["token_level_rewards"], expected)
@@ -78,7 +78,7 @@ def test_advantages_of_a_critic():
     assert torch.equal(data.batch["returns"], expected[1])
 
 
-def test_pf_ppo_draws_rows_that_have_a_score():
+def test_pf_ppo_resamples_rows_by_score():
     torch.manual_seed(0)
     drawn = core_algos.compute_pf_ppo_reweight_data(batch(), "pow", 2.0)
     assert len(drawn) == 4
@@ -91,7 +91,7 @@ def test_pf_ppo_draws_rows_that_have_a_score():
 @pytest.mark.parametrize(
     ("section", "pf_ppo"), [(AlgoConfig, OldPFPPOConfig), (AlgorithmConfig, PFPPOConfig)]
 )
-def test_advantages_with_pf_ppo_draw_the_rows_anew(section, pf_ppo):
+def test_advantages_with_pf_ppo_resample_the_rows(section, pf_ppo):
     data = batch()
     data.batch["token_level_rewards"] = data.batch["token_level_scores"]
     config = section(use_pf_ppo=True, pf_ppo=pf_ppo(reweight_method="max_min"))
@@ -101,7 +101,7 @@ def test_advantages_with_pf_ppo_draw_the_rows_anew(section, pf_ppo):
     assert set(drawn.batch["token_level_scores"].sum(-1).tolist()) <= {0.0, 3.0}
 
 
-def test_gspo_by_the_old_signature():
+def test_gspo_with_the_old_signature():
     old = torch.full((2, 2), -1.0)
     new = torch.full((2, 2), -0.8)
     gains = torch.ones(2, 2)
@@ -129,7 +129,7 @@ def test_rules():
     assert not math.is_equiv(None, "1")
 
 
-def test_the_reward_manager_of_a_configuration(tmp_path):
+def test_reward_manager_of_a_configuration(tmp_path):
     own = tmp_path / "own.py"
     own.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

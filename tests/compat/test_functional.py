@@ -1,4 +1,4 @@
-"""Small tools of verl 0.5: dictionaries, enumerations, limits of time, imports."""
+"""Small tools of verl 0.5: dictionaries, enumerations, time limits, imports."""
 
 import os
 import pickle
@@ -51,11 +51,11 @@ def test_dictionaries():
 
 
 class Colors(DynamicEnum):
-    _registry: ClassVar[dict] = {}  # as verl's own enumerations write it
+    _registry: ClassVar[dict] = {}  # as in verl's own enumerations
     _next_value: ClassVar[int] = 0
 
 
-def test_an_enumeration_takes_members():
+def test_enumeration_accepts_new_members():
     red = Colors.register("red")
     blue = Colors.register("BLUE")
     try:
@@ -78,7 +78,7 @@ def test_an_enumeration_takes_members():
     assert Colors.from_name("red") is None
 
 
-def test_a_variable_is_as_before_also_after_an_error(monkeypatch):
+def test_variable_is_restored_after_an_error(monkeypatch):
     monkeypatch.setenv("VERL_TEST_OLD", "old")
     monkeypatch.delenv("VERL_TEST_NEW", raising=False)
     with temp_env_var("VERL_TEST_OLD", "new"), temp_env_var("VERL_TEST_NEW", "1"):
@@ -91,7 +91,7 @@ def test_a_variable_is_as_before_also_after_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize("use_signals", [False, True])
-def test_a_limit_of_time(use_signals):
+def test_time_limit(use_signals):
     @timeout_limit(seconds=0.2, use_signals=use_signals)
     def slow():
         time.sleep(600)
@@ -110,7 +110,7 @@ def test_a_limit_of_time(use_signals):
     assert quick.__name__ == "quick"
 
 
-def test_a_limit_of_time_in_a_thread():
+def test_time_limit_in_a_thread():
     @timeout_limit(seconds=60)
     def quick():
         return "done"
@@ -125,7 +125,7 @@ def test_a_limit_of_time_in_a_thread():
             thread.submit(by_signal).result()
 
 
-def test_a_process_that_ends_without_an_answer_is_no_timeout():
+def test_dead_process_is_not_a_timeout():
     @timeout_limit(seconds=60)
     def dies():
         os._exit(7)
@@ -134,7 +134,7 @@ def test_a_process_that_ends_without_an_answer_is_no_timeout():
         dies()
 
 
-def test_a_users_file_raises_what_verls_callers_catch(tmp_path: Path):
+def test_user_file_errors_have_the_types_of_verl(tmp_path: Path):
     file = tmp_path / "own.py"
     file.write_text("ANSWER = 42\nclass Own:\n    pass\n")
     broken = tmp_path / "broken.py"
@@ -150,7 +150,7 @@ def test_a_users_file_raises_what_verls_callers_catch(tmp_path: Path):
         load_extern_type(str(broken), "Own")
 
 
-def test_what_is_deprecated_says_so():
+def test_deprecated_names_warn():
     @deprecated("new_name")
     def old_name(x):
         return x + 1

@@ -1,4 +1,4 @@
-"""Metrics with the keys of verl 0.5, on batches whose numbers can be counted by hand."""
+"""Metrics with the keys of verl 0.5, on small batches counted by hand."""
 
 import warnings
 from types import SimpleNamespace
@@ -22,11 +22,11 @@ with warnings.catch_warnings():
 
 
 def batch() -> SimpleNamespace:
-    """Two rows: prompts of 2 and 1 tokens in a width of 2, responses of 3 and 1 in a width of 3."""
+    """Make two rows: prompts of 2 and 1 tokens, padded to 2; responses of 3 and 1, padded to 3."""
     columns = {
         "responses": torch.zeros(2, 3),
         "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0]]),
-        "response_mask": torch.tensor([[1, 0, 1], [1, 0, 0]]),  # a tool's token in the middle
+        "response_mask": torch.tensor([[1, 0, 1], [1, 0, 0]]),  # the middle token comes from a tool
         "token_level_scores": torch.tensor([[0.0, 0.0, 2.0], [4.0, 0.0, 0.0]]),
         "token_level_rewards": torch.tensor([[0.0, 0.0, 1.0], [2.0, 0.0, 0.0]]),
         "advantages": torch.tensor([[1.0, 99.0, 2.0], [6.0, 99.0, 99.0]]),
@@ -71,7 +71,7 @@ NAMES = (
 )
 
 
-def test_turns_are_counted_and_a_critic_may_be_missing():
+def test_turns_are_counted_without_a_critic():
     data = batch()
     data.non_tensor_batch["__num_turns__"] = np.array([2, 4])
     metrics = compute_data_metrics(data, use_critic=False)
@@ -80,7 +80,7 @@ def test_turns_are_counted_and_a_critic_may_be_missing():
     assert turns == [2, 4, 3]
 
 
-def test_generation_is_timed_by_response_tokens_and_passes_by_all_tokens():
+def test_generation_time_counts_response_tokens_only():
     metrics = compute_timing_metrics(batch(), {"gen": 0.4, "ref": 0.7, "testing": 3.0})
     assert metrics == pytest.approx(
         {
@@ -93,7 +93,7 @@ def test_generation_is_timed_by_response_tokens_and_passes_by_all_tokens():
     )
 
 
-def test_a_patch_of_the_old_name_has_its_effect():
+def test_patch_of_the_old_name_takes_effect():
     info = {"prompt_length": torch.tensor([6.0]), "response_length": torch.tensor([4.0])}
     with patch("verl.trainer.ppo.metric_utils._compute_response_info", return_value=info):
         patched = compute_timing_metrics(batch(), {"gen": 0.4, "ref": 0.7})
@@ -110,12 +110,12 @@ def test_throughput():
     }
 
 
-def test_lists_are_reduced_by_their_names():
+def test_lists_are_reduced_by_name():
     metrics = {"loss": [1.0, 2.0, 6.0], "max_reward": [1, 5], "error/min": [3, 2], "one": 4.0}
     assert reduce_metrics(metrics) == {"loss": 3.0, "max_reward": 5, "error/min": 2, "one": 4.0}
 
 
-def test_bootstrap_draws_with_replacement_and_repeats():
+def test_bootstrap_draws_with_replacement_reproducibly():
     data = [1.0, 2.0, 3.0, 4.0, 5.0]
     (mean, spread), (largest, _) = bootstrap_metric(data, 3, [np.mean, np.max], n_bootstrap=400)
     assert mean == pytest.approx(3.0, abs=0.2)
@@ -128,7 +128,7 @@ def test_bootstrap_draws_with_replacement_and_repeats():
         bootstrap_metric([], 3, [np.mean])
 
 
-def test_the_majority_answer_has_the_value_of_its_first_vote():
+def test_majority_answer_has_the_value_of_its_first_vote():
     votes = [("B", 0.2), ("A", 0.9), ("A", 0.1), ("B", 0.3), ("A", 0.5)]
     data = [{"pred": pred, "val": value} for pred, value in votes]
     assert calc_maj_val(data, vote_key="pred", val_key="val") == 0.9

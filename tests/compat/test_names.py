@@ -1,5 +1,4 @@
-"""Partitions, files, trackers, tokenizers, timers, sections and dispatch modes by verl 0.5's
-names."""
+"""Partitions, files, trackers, tokenizers, timers and sections under verl 0.5's names."""
 
 import dataclasses
 import importlib
@@ -33,7 +32,7 @@ LENGTHS = [9, 1, 8, 2, 7, 3, 6, 4, 5, 5, 10, 12]
 
 @pytest.mark.parametrize("equal_size", [True, False])
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 6])
-def test_partitions_hold_every_index_once_and_are_even(k, equal_size):
+def test_partitions_are_complete_and_balanced(k, equal_size):
     parts = seqlen_balancing.get_seqlen_balanced_partitions(LENGTHS, k, equal_size)
     assert len(parts) == k
     assert sorted(index for part in parts for index in part) == list(range(len(LENGTHS)))
@@ -46,14 +45,14 @@ def test_partitions_hold_every_index_once_and_are_even(k, equal_size):
     assert sorted(index for part in greedy for index in part) == list(range(len(LENGTHS)))
 
 
-def test_partitions_that_cannot_be_are_assertion_errors():
+def test_impossible_partitions_are_assertion_errors():
     with pytest.raises(AssertionError, match="at least as many"):
         seqlen_balancing.get_seqlen_balanced_partitions([1, 2], 3, equal_size=False)
     with pytest.raises(AssertionError, match="divisible by 2"):
         seqlen_balancing.get_seqlen_balanced_partitions([1, 2, 3], 2, equal_size=True)
 
 
-def test_numbers_of_a_partition():
+def test_partition_statistics():
     logged = seqlen_balancing.log_seqlen_unbalance([1, 2, 3, 8], [[0, 3], [1, 2]], "tokens")
     assert logged == {
         "tokens/min": 3,
@@ -80,7 +79,7 @@ def test_files(tmp_path: Path):
     assert not hdfs_io.exists(str(tmp_path / "d"))
 
 
-def test_the_newest_checkpoint(tmp_path: Path):
+def test_newest_checkpoint(tmp_path: Path):
     find = checkpoint_manager.find_latest_ckpt_path
     assert find(None) is None
     assert find(str(tmp_path)) is None
@@ -90,7 +89,7 @@ def test_the_newest_checkpoint(tmp_path: Path):
     assert find(str(tmp_path)) == str(tmp_path / "global_step_7")
 
 
-def test_tracking_writes_what_is_logged(tmp_path: Path, monkeypatch):
+def test_tracking_writes_logged_values(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tracker = tracking.Tracking("project", "run", ["file"], {"seed": 1})
     tracker.log({"loss": 0.5}, step=3)
@@ -102,7 +101,7 @@ def test_tracking_writes_what_is_logged(tmp_path: Path, monkeypatch):
     assert '"loss": 0.5' in lines[0]
 
 
-def test_samples_go_to_the_tracker_of_the_run(tmp_path: Path, monkeypatch):
+def test_samples_use_the_tracker_of_the_run(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tracker = tracking.Tracking("project", "run", ["file"])
     generations = tracking.ValidationGenerationsLogger()
@@ -117,7 +116,7 @@ def test_samples_go_to_the_tracker_of_the_run(tmp_path: Path, monkeypatch):
         generations.log(["file"], [["only a prompt"]], step=8)
 
 
-def test_samples_open_a_tracker_where_none_is(tmp_path: Path, monkeypatch):
+def test_samples_open_a_tracker_without_a_run(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     generations = tracking.ValidationGenerationsLogger("project", "other")
     generations.log("file", [("in", "out", 0.5)], 1)
@@ -127,7 +126,7 @@ def test_samples_open_a_tracker_where_none_is(tmp_path: Path, monkeypatch):
     assert sorted(path.name for path in folder.iterdir()) == ["1.jsonl", "2.jsonl"]
 
 
-def test_checkpoint_managers_name_the_way():
+def test_checkpoint_managers_name_the_replacement():
     with pytest.raises(ModuleNotFoundError, match="trainer.save_checkpoint"):
         importlib.import_module("verl.utils.checkpoint.fsdp_checkpoint_manager")
     with pytest.raises(ImportError, match="BaseCheckpointManager.*trainer.save_checkpoint"):
@@ -136,13 +135,13 @@ def test_checkpoint_managers_name_the_way():
         )
 
 
-def test_a_tokenizer_pads_on_the_left():
+def test_tokenizer_pads_on_the_left():
     tokenizer = hf_tokenizer("toy")
     assert tokenizer.padding_side == "left"
     assert tokenizer.pad_token_id is not None
 
 
-def test_a_folder_without_a_processor_gives_none_and_says_so(tmp_path: Path, caplog, monkeypatch):
+def test_folder_without_a_processor_gives_none(tmp_path: Path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
     assert hf_processor(str(tmp_path)) is None
     assert "No processor for" in caplog.text
@@ -167,7 +166,7 @@ class Model(BaseConfig):
     _mutable_fields: ClassVar[set[str]] = {"act"}
 
 
-def test_a_section_is_an_object_and_a_mapping():
+def test_section_is_an_object_and_a_mapping():
     model = omega_conf_to_dataclass(OmegaConf.create({"hidden_size": 16}), Model)
     assert isinstance(model, Model)
     assert model["hidden_size"] == model.hidden_size == model.get("hidden_size") == 16
@@ -186,7 +185,7 @@ def test_a_section_is_an_object_and_a_mapping():
     assert omega_conf_to_dataclass(model) is model
 
 
-def test_the_section_of_the_algorithm():
+def test_algorithm_section():
     section = AlgoConfig(adv_estimator="grpo", filter_groups=FilterGroupsConfig(enable=True))
     assert section.get("gamma") == 1.0
     assert section["kl_ctrl"]["kl_coef"] == 0.001
@@ -223,7 +222,7 @@ def test_dispatch_modes_are_a_dictionary(dispatch_registry):
     assert changed == expected
 
 
-def test_a_cleared_dispatch_mode_is_put_back_as_it_was():
+def test_cleared_dispatch_mode_is_restored():
     from verl.single_controller.dispatch import find_dispatch_mode
 
     before = find_dispatch_mode("dp_compute_proto")

@@ -1,6 +1,6 @@
-"""Names of verl 0.5 that users' recipes use: they exist, with these parameters, and tell new paths.
+"""Names of verl 0.5 in users' recipes: they exist with these parameters and name new paths.
 
-What the names mean is tested in the rooms that have them.
+Their behavior is tested with the packages that define them.
 """
 
 import ast
@@ -21,7 +21,7 @@ _INDEXED = "token_level_rewards, response_mask, index, epsilon=1e-6"
 _LOSS = "old_log_prob, log_prob, advantages, response_mask"
 
 # Module -> names, functions and classes with their parameters in order. Defaults are as published;
-# `...` is any. A line without parentheses is an attribute or a property.
+# `...` matches any default. A line without parentheses is an attribute or a property.
 PUBLISHED = {
     "verl.tools.base_tool": """
         BaseTool(config, tool_schema)
@@ -205,7 +205,7 @@ same_micro_num_in_dp=True, min_num_micro_batch=None, use_dynamic_bsz_balance=Tru
 
 
 def names_of(module: str) -> Iterator[tuple[str, inspect.Signature | None]]:
-    """Dotted name and parameters (None: an attribute) of every line of `PUBLISHED`."""
+    """Yield dotted name and parameters (None: an attribute) of each published line of a module."""
     for line in filter(None, map(str.strip, PUBLISHED[module].splitlines())):
         name, _, parameters = line.partition("(")
         yield (
@@ -218,11 +218,11 @@ ALL = [(module, name, signature) for module in PUBLISHED for name, signature in 
 
 
 def look_up(module: str, name: str) -> Any:
-    """The object at an old path. A name that has moved says where to, any other says nothing."""
+    """Return the object at an old path; a moved name must warn once with its new path."""
     first, *members = name.split(".")
     if ".ray" in module and "ray_trainer" not in module:
         pytest.importorskip("ray", reason="the optional backend is not installed")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = getattr(importlib.import_module(module), first)
 
@@ -232,13 +232,14 @@ def look_up(module: str, name: str) -> Any:
         if entry is None
         else [f"{module}.{first} is now {entry if isinstance(entry, str) else entry[0]}."]
     )
-    messages = [str(warning.message) for warning in told if "is now" in str(warning.message)]
+    messages = [str(warning.message) for warning in caught if "is now" in str(warning.message)]
     assert [
         message.startswith(start) for message, start in zip(messages, expected, strict=True)
-    ] == [True] * len(told)
+    ] == [True] * len(caught)
 
     assert all(
-        warning.category is DeprecationWarning and warning.filename == __file__ for warning in told
+        warning.category is DeprecationWarning and warning.filename == __file__
+        for warning in caught
     )
     for member in members:
         found = getattr(found, member)
@@ -248,7 +249,7 @@ def look_up(module: str, name: str) -> Any:
 @pytest.mark.parametrize(
     ("module", "name", "published"), ALL, ids=[f"{module}.{name}" for module, name, _ in ALL]
 )
-def test_a_name_takes_the_published_parameters(module, name, published):
+def test_name_accepts_the_published_parameters(module, name, published):
     found = look_up(module, name)
     if published is None:
         return
@@ -271,7 +272,7 @@ def test_a_name_takes_the_published_parameters(module, name, published):
                 parameter.default, Enum
             ), parameter
 
-    for parameter in ours[len(theirs) :]:  # added: whoever does not know it can call
+    for parameter in ours[len(theirs) :]:  # added parameters must have defaults
         assert parameter.default is not parameter.empty or parameter.kind in (
             parameter.VAR_KEYWORD,
             parameter.VAR_POSITIONAL,
@@ -310,15 +311,18 @@ def sections() -> dict[str, list[str]]:
 
 
 def is_exempt(module: str) -> bool:
-    """Agent loops run in the engine's process, so the workers of this section have no part here."""
+    """Skip agent loops: they run in the engine's process, without the workers of this section."""
     return module == "verl.experimental.agent_loop"
 
 
 def listed_definitions(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """(dotted name, parameters) of the lines `def f(...)`, `class C (...)` with its fields, and `.
-    method(...)`."""
+    """Yield (dotted name, parameters) of functions, classes and methods in the list.
+
+    Their lines have the forms `def f(...)`, `class C (...)` and `. method(...)`.
+    """
     owner = ""
     waiting = []
+
     for line in lines:
         if match := re.match(r"\s*class (\w+)", line):
             owner = match[1]
@@ -328,7 +332,7 @@ def listed_definitions(lines: list[str]) -> Iterator[tuple[str, str]]:
         elif match := re.match(r"\s*def (\w+)\((.*?)\)( ->.*)?$", line):
             yield match[1], match[2]
         elif match := re.match(r"\s*\. +(@\w+)?\s*(\w+)\((.*?)\)( ->.*)?$", line):
-            if match[1] == "@property":  # stands before its class
+            if match[1] == "@property":  # precedes its class
                 waiting.append(match[2])
             else:
                 parameters = re.sub(r"^cls, ", "", match[3])
@@ -340,7 +344,7 @@ def listed_definitions(lines: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def arguments(parameters: str) -> list[tuple[str, Any]]:
-    """Names and defaults (`...` without one) of a parameter list with annotations."""
+    """Return names and defaults (`...` without one) of an annotated parameter list."""
     (function,) = ast.parse(f"def f({parameters}): ...").body
     assert isinstance(function, ast.FunctionDef)
     names = [argument.arg for argument in function.args.args]
@@ -360,7 +364,7 @@ def as_arguments(signature: inspect.Signature) -> list[tuple[str, Any]]:
 
 @needs_shared(LIST)
 @pytest.mark.parametrize("module", ["verl.protocol", "verl.trainer.ppo.core_algos", "verl.tools"])
-def test_every_listed_definition_is_walked(module):
+def test_every_listed_definition_is_checked(module):
     listed = {heading: lines for heading, lines in sections().items() if heading.startswith(module)}
     assert listed
     for heading, lines in listed.items():
@@ -376,7 +380,7 @@ def test_every_listed_definition_is_walked(module):
 
 
 @needs_shared(LIST)
-def test_every_listed_path_is_walked():
+def test_every_listed_path_is_checked():
     lines = [line for heading in ("verl.utils", "rewards") for line in sections()[heading]]
     found = filter(
         None,
@@ -392,8 +396,8 @@ def test_every_listed_path_is_walked():
 
 
 @needs_shared(LIST)
-def test_every_name_of_the_listed_sentences_is_walked():
-    """Sections that are written as prose: each word that looks like a name stands in the table."""
+def test_every_name_in_listed_prose_is_checked():
+    """Find each word that looks like a name, in sections of prose, in the table."""
     table = " ".join([*PUBLISHED, *PUBLISHED.values()])
     known = set(re.findall(r"\w+", table))
     prose = sections()
@@ -418,7 +422,7 @@ def test_every_name_of_the_listed_sentences_is_walked():
     }
 
 
-# What the sentences say of users' own functions and of types.
+# Words for functions of users, and types.
 NOT_NAMES = {
     "compute_score",
     "worker_group",
@@ -433,7 +437,7 @@ NOT_NAMES = {
 
 
 @pytest.mark.parametrize("old", OLD_PATHS)
-def test_every_old_name_is_the_new_object_and_says_so(old):
+def test_old_names_are_the_new_objects_and_warn(old):
     module = importlib.import_module(old)
     for name, entry in OLD_PATHS[old].items():
         new_module, new_name = entry if isinstance(entry, tuple) else (entry, name)
@@ -442,7 +446,7 @@ def test_every_old_name_is_the_new_object_and_says_so(old):
         assert found is getattr(importlib.import_module(new_module), new_name)
 
 
-def test_a_name_that_is_gone_is_told():
+def test_removed_name_is_an_error():
     import verl.trainer.ppo.core_algos as core_algos  # pyright: ignore[reportMissingImports]
 
     import verl.protocol
@@ -453,6 +457,6 @@ def test_a_name_that_is_gone_is_told():
         _ = verl.protocol.DataBatch
 
 
-def test_an_unknown_module_is_still_unknown():
+def test_unknown_module_is_an_error():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("verl.no_such_room")

@@ -1,4 +1,4 @@
-"""`RayPPOTrainer(...)` as recipes of verl 0.5 call it."""
+"""`RayPPOTrainer(...)` as called by recipes of verl 0.5."""
 
 import warnings
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ class OwnActor(ActorRolloutRefWorker):
 
 
 class OwnGenerator(ActorRolloutRefWorker):
-    """A recipe's worker that changes how responses are drawn."""
+    """A recipe's worker with its own sampling of responses."""
 
     def generate_sequences(self, prompts):
         return prompts
@@ -50,7 +50,7 @@ def one_score(data, return_dict=False):
     return {"reward_tensor": scores, "reward_extra_info": {}} if return_dict else scores
 
 
-def test_a_recipes_call_trains(tmp_path):
+def test_recipe_trains(tmp_path):
     config = load_config(command_line(tmp_path, "trainer.max_steps=1"))
     manager = ResourcePoolManager(
         resource_pool_spec={"global_pool": [1]},
@@ -106,7 +106,7 @@ def test_a_recipes_call_trains(tmp_path):
         ),
     ],
 )
-def test_what_has_no_meaning_here_names_the_way(tmp_path, given, way):
+def test_unsupported_arguments_name_the_replacement(tmp_path, given, way):
     config = load_config(command_line(tmp_path, "trainer.device=cpu"))
     with pytest.raises(ConfigError, match=way):
         RayPPOTrainer(config, reward_fn=one_score, **given)

@@ -1,5 +1,4 @@
-"""Groups of Ray actors as recipes of verl 0.5 make them: decorated classes, fused workers, calls by
-name, padding."""
+"""Groups of Ray actors in recipes of verl 0.5: decorated and fused workers, calls, padding."""
 
 import asyncio
 import os
@@ -111,7 +110,7 @@ def test_methods_are_called_by_name(actors):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 7])
-def test_a_batch_of_any_size_comes_back_whole(actors, rows):
+def test_batch_of_any_size_is_returned_complete(actors, rows):
     names = np.array([f"row {row}" for row in range(rows)], dtype=object)
     data = DataProto.from_dict({"a": torch.zeros(rows)}, {"na": names}, auto_padding=True)
     output = actors.add_rank(data)
@@ -120,7 +119,7 @@ def test_a_batch_of_any_size_comes_back_whole(actors, rows):
     assert output.batch["a"].tolist() == expected.tolist()
 
 
-def test_an_async_method_gives_a_future_of_a_batch(actors):
+def test_async_method_returns_a_future_of_a_batch(actors):
     future = actors.add_rank_later(DataProto.from_dict({"a": torch.zeros(4)}))
     assert isinstance(future, DataProtoFuture)
     assert future.get().batch["a"].tolist() == [0, 0, 1, 1]
@@ -134,7 +133,7 @@ def test_fused_workers(pool):
     assert fused.add_and_sub(0.1) == [0.1 - 10, 0.1 + 1 - 10]
 
 
-def test_fused_classes_of_their_own(pool):
+def test_separately_fused_classes(pool):
     fused = RayWorkerGroup(pool, create_colocated_worker_cls_fused(CLASSES))
     fused.fuse(["actor"])
     assert fused.actor.add(1) == [1, 2]

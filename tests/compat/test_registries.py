@@ -1,5 +1,4 @@
-"""The dictionaries of verl 0.5's core_algos: ours by its signatures, and users' functions of them
-in our training."""
+"""The registries of verl 0.5's core_algos: our functions with its signatures, users' functions."""
 
 import warnings
 from types import SimpleNamespace
@@ -53,7 +52,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", sorted(name for name in LOSSES if not name.endswith("_cov")))
-def test_a_loss_by_verls_signature_is_the_papers(name, mode):
+def test_loss_with_verl_signature_matches_the_paper(name, mode):
     leaf = NEW.clone().requires_grad_()
     other = NEW.clone().requires_grad_()
     rows = [
@@ -78,8 +77,8 @@ def test_a_loss_by_verls_signature_is_the_papers(name, mode):
         )
 
 
-def test_covariance_losses_by_verls_signature():
-    """Their picks are those of the batch as a whole; clip_cov draws from torch's generator."""
+def test_covariance_losses_with_verl_signature():
+    """Select tokens over the whole batch; clip_cov draws from torch's generator."""
     for name in ("clip_cov", "kl_cov"):
         torch.manual_seed(0)
         first = get_policy_loss_fn(name)(OLD, NEW, GAINS, MASK, "token-mean", CONFIGS["dict"])
@@ -91,7 +90,7 @@ def test_covariance_losses_by_verls_signature():
         assert first[0] == again[0] != plain[0]
 
 
-def test_defaults_of_the_sequence_losses_and_of_no_config():
+def test_defaults_of_sequence_losses_without_a_config():
     mean = get_policy_loss_fn("gspo")(OLD, NEW, GAINS, MASK)
     assert (
         mean[0]
@@ -107,7 +106,7 @@ def test_defaults_of_the_sequence_losses_and_of_no_config():
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_an_estimator_by_verls_signature_is_the_papers(name):
+def test_estimator_with_verl_signature_matches_the_paper(name):
     rewards = random_columns(9, 6, 7, 1)[0]
     groups = [0, 1, 0, 1, 1, 0]
     expected = ADVANTAGES[name](rewards.sum(-1).tolist(), groups, MASK.sum(-1).tolist())
@@ -120,7 +119,7 @@ def test_an_estimator_by_verls_signature_is_the_papers(name):
     assert torch.equal(advantages, returns)
 
 
-def test_other_estimators_by_verls_signature():
+def test_other_estimators_with_verl_signature():
     rewards = random_columns(9, 6, 7, 1)[0]
     baselines = torch.arange(6.0).double()
     inputs = AdvantageInputs(rewards, MASK, gamma=0.5, group=torch.tensor([0, 1, 0, 1, 1, 0]))
@@ -144,7 +143,7 @@ def test_other_estimators_by_verls_signature():
 
 
 @pytest.mark.parametrize("section", [dict, SimpleNamespace])
-def test_the_section_says_whether_passk_divides_by_std(section):
+def test_section_controls_the_std_division_of_passk(section):
     rewards = random_columns(9, 6, 7, 1)[0]
     estimator = get_adv_estimator_fn("grpo_passk")
     plain, _ = estimator(rewards, MASK, index=UIDS, norm_adv_by_std_in_grpo=False)
@@ -155,7 +154,7 @@ def test_the_section_says_whether_passk_divides_by_std(section):
         assert torch.equal(estimator(rewards, MASK, index=UIDS, config=config)[0], expected)
 
 
-def test_the_registries_are_dictionaries():
+def test_registries_are_dictionaries():
     assert set(LOSSES) <= set(POLICY_LOSS_REGISTRY)
     assert set(ADVANTAGES) | {"gae", "remax"} <= set(ADV_ESTIMATOR_REGISTRY)
     assert "vanilla" in POLICY_LOSS_REGISTRY
@@ -171,7 +170,7 @@ def test_the_registries_are_dictionaries():
 
 
 @pytest.mark.parametrize("registry", [POLICY_LOSS_REGISTRY, ADV_ESTIMATOR_REGISTRY])
-def test_a_cleared_registry_is_empty_until_its_values_are_put_back(registry):
+def test_cleared_registry_is_empty_until_restored(registry):
     before = registry.copy()
     policy_loss = policy_losses.get("vanilla")
     estimator = advantage_estimators.get("gae")
@@ -188,7 +187,7 @@ def test_a_cleared_registry_is_empty_until_its_values_are_put_back(registry):
     assert advantage_estimators.get("gae") is estimator
 
 
-def test_another_function_takes_a_name_that_was_cleared():
+def test_cleared_name_can_be_reused():
     before = ADV_ESTIMATOR_REGISTRY.copy()
     estimator = advantage_estimators.get("gae")
     ADV_ESTIMATOR_REGISTRY.clear()
@@ -226,7 +225,7 @@ def _padded_reinforce(
     )
 
 
-def test_a_users_padded_loss_in_packed_micro_batches():
+def test_user_padded_loss_in_packed_micro_batches():
     loss = policy_losses.get("test_padded_reinforce")
     assert get_policy_loss_fn("test_padded_reinforce") is _padded_reinforce
     actor = ActorConfig(clip_ratio_c=2.0)
@@ -237,7 +236,7 @@ def test_a_users_padded_loss_in_packed_micro_batches():
         leaf = NEW.clone().requires_grad_()
         total = 0.0
         for rows in (torch.tensor([4, 0]), torch.tensor([1, 2, 3, 5])):
-            # tool tokens among them
+            # some are tool tokens
             columns = [column[rows].flatten() for column in (leaf, OLD, GAINS, weights)]
             number = rows.repeat_interleave(MASK.shape[1])
             inputs = PolicyLossInputs(*columns, number, mask=MASK[rows].flatten())
@@ -249,7 +248,7 @@ def test_a_users_padded_loss_in_packed_micro_batches():
         torch.testing.assert_close(leaf.grad, 2.0 * -GAINS * weights, rtol=1e-6, atol=1e-12)
 
 
-def test_a_padded_loss_cannot_weigh_tokens():
+def test_padded_loss_cannot_weight_tokens():
     config = config_from_dict(
         {
             "data": {"dataset_name": "toy"},
@@ -261,7 +260,7 @@ def test_a_padded_loss_cannot_weigh_tokens():
         check_names(config)
 
 
-def test_a_users_padded_estimator_in_our_training():
+def test_user_padded_estimator_in_training():
     @register_adv_est("test_padded_mean")
     def centred(token_level_rewards, response_mask, index, config=None, epsilon=1e-6):
         scores = token_level_rewards.sum(-1) * config.gamma
@@ -280,13 +279,14 @@ def test_a_users_padded_estimator_in_our_training():
         AdvantageInputs(rewards, MASK, group=group, norm_by_std=False)
     )
     torch.testing.assert_close(got, 0.5 * plain)
+
     assert ADV_ESTIMATOR_REGISTRY["test_padded_mean"] is centred
     assert advantage_estimators.get("test_padded_mean").__module__ == __name__, (
         "a user's, who may read old_log_probs"
     )
 
 
-def test_a_users_estimator_reads_the_runs_section():
+def test_user_estimator_reads_the_section_of_the_run():
     seen = {}
 
     def own(token_level_rewards, response_mask, config=None, **_):
@@ -303,7 +303,7 @@ def test_a_users_estimator_reads_the_runs_section():
     assert seen == {"gamma": 0.9, "name": "own", "coef": 0.05, "missing": 7, "has": True}
 
 
-def test_without_a_section_an_estimator_reads_the_inputs_settings():
+def test_estimator_without_a_section_reads_the_inputs():
     seen = []
 
     def own(token_level_rewards, response_mask, config=None):
@@ -316,7 +316,7 @@ def test_without_a_section_an_estimator_reads_the_inputs_settings():
     assert seen == [(0.9, 0.8, True), (0.9, 0.8, False)]
 
 
-def test_numbers_of_prompts_may_be_a_tensor_for_every_estimator():
+def test_prompt_numbers_may_be_a_tensor():
     rewards = torch.rand(4, 3)
     mask = torch.ones(4, 3)
     for name in ("grpo", "gdpo"):

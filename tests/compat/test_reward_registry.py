@@ -1,4 +1,4 @@
-"""The registry of reward managers as verl 0.5's recipes fill, clear and search it."""
+"""The registry of reward managers, as used by recipes of verl 0.5."""
 
 import warnings
 
@@ -24,7 +24,7 @@ def only_two():
     assert dict(REWARD_MANAGER_REGISTRY) == before
 
 
-def test_names_are_found_as_they_are_written():
+def test_names_are_case_sensitive():
     assert get_reward_manager_cls("one") == "First"
     assert REWARD_MANAGER_REGISTRY == {"one": "First", "two": "Second"}
     for unknown in ("ONE", "three"):
@@ -35,7 +35,7 @@ def test_names_are_found_as_they_are_written():
         get_reward_manager_cls("one")
 
 
-def test_a_class_is_registered_once():
+def test_class_is_registered_once():
     @register("own")
     class Own:
         pass

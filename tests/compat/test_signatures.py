@@ -1,4 +1,4 @@
-"""The functions of verl 0.5: order of the returns, and the same numbers as the room behind them."""
+"""The functions of verl 0.5: the order of their results, and the values of our functions."""
 
 import numpy as np
 import pytest

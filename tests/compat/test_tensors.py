@@ -1,4 +1,4 @@
-"""Functions of padded tensors by verl 0.5's names, against torch's own and by hand."""
+"""Functions of padded tensors under verl 0.5's names, against torch and values by hand."""
 
 import math
 import warnings
@@ -57,7 +57,7 @@ def test_masks_and_positions():
     assert compute_position_id_with_mask(attention).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
 
 
-def test_padding_and_cutting():
+def test_padding_and_truncation():
     assert F.pad_2d_list_to_length([[1], [2, 3]], 0, 3).tolist() == [[1, 0, 0], [2, 3, 0]]
     assert F.pad_2d_list_to_length([[1], [2, 3]], 0).tolist() == [[1, 0], [2, 3]]
     row = torch.tensor([[1, 2, 3, 4, 5]])
@@ -81,7 +81,7 @@ def test_padding_and_cutting():
     assert F.remove_pad_token(left, torch.tensor([[0, 0, 1], [1, 1, 1]])) == [[7], [5, 6, 7]]
 
 
-def test_parts_of_a_tensordict():
+def test_tensordict_slices():
     whole = TensorDict({"x": torch.arange(6)}, batch_size=[6])
     parts = F.split_dict_tensor_into_batches(whole, 2)
     assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]

@@ -1,4 +1,4 @@
-"""A configuration that is right, for tests that break one thing in it."""
+"""A valid configuration, for tests that break one setting."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ Load = Callable[..., TrainConfig]
 
 @pytest.fixture
 def build() -> Load:
-    """As `load`, without the command line's grammar, which takes half of the time."""
+    """Build a configuration as `load` does, but skip the slow parser of the command line."""
 
     def build_on_base(*overrides: str) -> TrainConfig:
         return config_from_dict(OmegaConf.to_container(OmegaConf.from_dotlist([*BASE, *overrides])))  # pyright: ignore[reportArgumentType]
@@ -28,7 +28,7 @@ def build() -> Load:
 
 @pytest.fixture
 def load() -> Load:
-    """`load("a.b=c", ...)` on top of the least that a run needs."""
+    """Load overrides on top of the smallest valid configuration."""
 
     def load_on_base(*overrides: str) -> TrainConfig:
         return load_config([*BASE, *overrides])
@@ -38,6 +38,6 @@ def load() -> Load:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Records of the package's logger."""
+    """Capture the records of the package's logger."""
     caplog.set_level("INFO", logger="verl")
     return caplog

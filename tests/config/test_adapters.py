@@ -1,4 +1,4 @@
-"""Keys of LoRA and of optimizers: how they are written, and what contradicts them."""
+"""Keys of LoRA and optimizers: their forms and their contradictions."""
 
 import pytest
 
@@ -9,7 +9,7 @@ MODEL = "actor_rollout_ref.model"
 OPTIM = "actor_rollout_ref.actor.optim"
 
 
-def test_targets_are_a_list_or_a_text(build: Load):
+def test_target_modules_are_a_list_or_a_string(build: Load):
     model = build(
         f"{MODEL}.lora_rank=32", f'{MODEL}.target_modules=["q_proj","v_proj"]'
     ).actor_rollout_ref.model
@@ -45,12 +45,12 @@ def test_targets_are_a_list_or_a_text(build: Load):
         ([f"{OPTIM}.optimizer=AdamW4bit"], "unknown value 'AdamW4bit'. Nearest known: AdamW8bit"),
     ],
 )
-def test_contradictions_are_told_with_the_way_out(build: Load, overrides: list[str], message: str):
+def test_contradictions_name_the_way_out(build: Load, overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         build(*overrides)
 
 
-def test_a_critic_that_nobody_trains_contradicts_nothing(build: Load):
+def test_unused_critic_settings_are_accepted(build: Load):
     build(
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=2",
@@ -60,7 +60,7 @@ def test_a_critic_that_nobody_trains_contradicts_nothing(build: Load):
     )
 
 
-def test_keys_of_lora_without_a_rank_are_one_line(build: Load, log: pytest.LogCaptureFixture):
+def test_lora_keys_without_a_rank_give_one_warning(build: Load, log: pytest.LogCaptureFixture):
     build(f"{MODEL}.lora_alpha=64")
     assert [record.message for record in log.records if "has no effect" in record.message] == [
         f"{MODEL}.lora_alpha=64 has no effect: it is read with {MODEL}.lora_rank > 0 only."

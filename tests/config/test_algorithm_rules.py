@@ -11,7 +11,7 @@ LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=1"],
@@ -50,17 +50,17 @@ LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
         ([f"{CORRECTION}.rollout_rs_threshold=0.5"], "rollout_rs_threshold_lower must not exceed"),
     ],
 )
-def test_contradictions_are_told(build: Load, overrides: list[str], told: str):
+def test_contradictions_are_errors(build: Load, overrides: list[str], message: str):
     n = (
         []
         if any("rollout.n=" in override for override in overrides)
         else ["actor_rollout_ref.rollout.n=4"]
     )
-    with pytest.raises(ConfigError, match=f"(?s){told}"):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         build(*overrides, *n)
 
 
-def test_a_loss_of_sequences_under_another_mean_is_doubtful(
+def test_sequence_loss_with_another_mean_gives_a_warning(
     build: Load, caplog: pytest.LogCaptureFixture
 ):
     build("actor_rollout_ref.actor.policy_loss.loss_mode=gspo")
@@ -73,7 +73,7 @@ def test_a_loss_of_sequences_under_another_mean_is_doubtful(
     assert "one ratio a response" not in caplog.text
 
 
-def test_sapo_by_tokens_is_doubtful(build: Load, caplog: pytest.LogCaptureFixture):
+def test_sapo_with_a_token_mean_gives_a_warning(build: Load, caplog: pytest.LogCaptureFixture):
     sapo = "actor_rollout_ref.actor.policy_loss.loss_mode=sapo"
     build(sapo)
     assert "loss_mode=sapo is defined with the mean over the tokens of each" in caplog.text
@@ -82,7 +82,9 @@ def test_sapo_by_tokens_is_doubtful(build: Load, caplog: pytest.LogCaptureFixtur
     assert "loss_mode=sapo is defined" not in caplog.text
 
 
-def test_reinforce_takes_weights_and_several_epochs(build: Load, caplog: pytest.LogCaptureFixture):
+def test_reinforce_accepts_weights_and_several_epochs(
+    build: Load, caplog: pytest.LogCaptureFixture
+):
     given = [REINFORCE, f"{CORRECTION}.bypass_mode=True", "actor_rollout_ref.rollout.n=4"]
     build(*given, "actor_rollout_ref.actor.ppo_epochs=3", f"{CORRECTION}.rollout_is=sequence")
     assert "does not correct" not in caplog.text
@@ -103,7 +105,9 @@ TEACHER = "distillation.teacher_models.teacher_model.model_path=teacher"
         ([TEACHER, "loss_mode=forward_kl_topk"], "unknown value 'forward_kl_topk'.*forward_kl"),
     ],
 )
-def test_distillation_has_what_it_needs(build: Load, overrides: list[str], message: str):
+def test_incomplete_distillation_settings_are_errors(
+    build: Load, overrides: list[str], message: str
+):
     section = "distillation.distillation_loss."
     whole = (TEACHER, REINFORCE)
     full = [each if each in whole else section + each for each in overrides]
@@ -111,7 +115,7 @@ def test_distillation_has_what_it_needs(build: Load, overrides: list[str], messa
         build("distillation.enabled=True", "actor_rollout_ref.rollout.n=4", *full)
 
 
-def test_a_loss_without_expected_gradient_is_doubtful(
+def test_loss_without_expected_gradient_gives_a_warning(
     build: Load, caplog: pytest.LogCaptureFixture
 ):
     loss = "distillation.distillation_loss"

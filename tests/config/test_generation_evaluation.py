@@ -1,5 +1,4 @@
-"""The configurations of generation and evaluation: names of verl 0.5, defaults of training, and
-what is refused."""
+"""Generation and evaluation: names of verl 0.5, training defaults, and refused settings."""
 
 import pytest
 
@@ -16,7 +15,7 @@ def load(*overrides: str) -> GenerationConfig:
     return load_config([*NAMED, *overrides], root="generation")
 
 
-def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
+def test_verl_0_5_script_is_read_unchanged(caplog):
     config = load(
         "data.prompt_key=prompt",
         "data.batch_size=1024",
@@ -35,7 +34,7 @@ def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
         "actor.fsdp_config.fsdp_size=-1",
         "ray_init.num_cpus=null",
     )
-    assert not caplog.records, "nothing is without effect"
+    assert not caplog.records, "every key has an effect"
 
     train = SHARED.as_train_config(config)
     rollout = train.actor_rollout_ref.rollout
@@ -50,7 +49,7 @@ def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
     )
 
 
-def test_keys_that_training_has_too_mean_the_same():
+def test_shared_keys_have_the_defaults_of_training():
     training = keys_of(TrainConfig)
     differ = {"rollout.gpu_memory_utilization", "rollout.n"}
     for path, key in keys_of(GenerationConfig).items():
@@ -59,18 +58,18 @@ def test_keys_that_training_has_too_mean_the_same():
             assert key.default == twin.default, path
 
 
-def test_the_seed_follows_the_trainers():
+def test_rollout_seed_follows_the_trainer():
     assert load("trainer.seed=5").rollout.seed == 5
     assert load("trainer.seed=5", "rollout.seed=6").rollout.seed == 6
 
 
-def test_what_is_named_as_place_or_speed_exists():
+def test_place_and_speed_prefixes_match_keys():
     for prefix in PLACE_AND_SPEED:
         assert any(path.startswith(prefix) for path in keys_of(GenerationConfig)), prefix
 
 
 @pytest.mark.parametrize("root", ["generation", "evaluation"])
-def test_a_configuration_survives_its_dictionary(root):
+def test_configuration_survives_its_dictionary(root):
     given = {
         "path": "in.parquet",
         **({"output_path": "out.parquet"} if root == "generation" else {}),
@@ -81,7 +80,7 @@ def test_a_configuration_survives_its_dictionary(root):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ["rollout.temprature=1"],
@@ -100,14 +99,14 @@ def test_a_configuration_survives_its_dictionary(root):
         (["rollout.n=3", "data.n_samples=4"], "two names of one setting"),
     ],
 )
-def test_what_cannot_be_honoured_is_told_by_the_names_of_keys_here(overrides, told):
+def test_errors_use_the_key_names_of_generation(overrides, message):
     with pytest.raises(ConfigError) as error:
         load(*overrides)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "actor_rollout_ref" not in str(error.value)
 
 
-def test_evaluation_tells_what_is_wrong():
+def test_evaluation_errors_name_the_problem():
     with pytest.raises(ConfigError, match="data.path is not set"):
         load_config([*NAMED, "data.path=null"], root="generation")
     with pytest.raises(ConfigError, match="data.path is not set"):
@@ -123,7 +122,7 @@ def test_evaluation_tells_what_is_wrong():
 @pytest.mark.parametrize(
     ("root", "module"), [("generation", "main_generation"), ("evaluation", "main_eval")]
 )
-def test_help_and_the_configuration_are_printed(root, module, capsys):
+def test_help_and_configuration_are_printed(root, module, capsys):
     with pytest.raises(SystemExit):
         load_config(["--help"], root=root)
     assert f"python -m verl.jobs.{module}" in capsys.readouterr().out

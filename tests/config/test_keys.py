@@ -1,4 +1,4 @@
-"""The tree of keys: what users of verl 0.5 write exists, and the package stays quick to import."""
+"""The tree of keys: it has the keys of verl 0.5, and the package is fast to import."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ def _verl_lines() -> list[tuple[str, str]]:
 
 
 @needs_shared("verl05_keys.txt")
-def test_every_key_of_verl_exists():
+def test_every_verl_key_exists():
     paths = [path for path, _ in _verl_lines()]
     assert len(paths) > 250
     for path in paths:
@@ -32,7 +32,7 @@ def test_every_key_of_verl_exists():
 
 
 @needs_shared("verl05_keys.txt")
-def test_keys_follow_the_keys_they_follow_in_verl():
+def test_keys_follow_the_same_keys_as_in_verl():
     for path, text in _verl_lines():
         followed = re.search(r"# \$\{(?:oc\.select:)?([\w.]+)[,}]", text)
         if followed is None or path.endswith(("_micro_batch_size", "_micro_batch_size_per_gpu")):
@@ -43,7 +43,7 @@ def test_keys_follow_the_keys_they_follow_in_verl():
         assert KEYS[path].followed == source, path
 
 
-def test_target_lines_are_read_over():
+def test_target_lines_are_ignored():
     assert flatten({"critic": {"_target_": "some.Class", "grad_clip": 2}}, TrainConfig) == {
         "critic.grad_clip": 2
     }
@@ -68,7 +68,7 @@ def test_every_key_has_help_and_at_most_one_status():
         ("actor_rolout_ref.rollout.temperature", "actor_rollout_ref.rollout.temperature"),
     ],
 )
-def test_unknown_keys_name_the_nearest(written: str, nearest: str):
+def test_unknown_key_suggests_the_nearest(written: str, nearest: str):
     assert nearest in nearest_keys(written, list(KEYS)).split(", ")
     with pytest.raises(
         ConfigError, match=rf"Unknown key '{re.escape(written)}'.*{re.escape(nearest)}"
@@ -85,18 +85,18 @@ def test_unknown_keys_name_the_nearest(written: str, nearest: str):
         ("actor_rollout_ref.actor.megatron.param_offload", "FSDP2"),
     ],
 )
-def test_a_key_of_what_is_not_here_names_the_way_and_no_other_key(written: str, way: str):
+def test_keys_of_missing_features_name_an_alternative(written: str, way: str):
     with pytest.raises(ConfigError, match=way) as raised:
         flatten(nest({written: 1}), TrainConfig)
     assert "Nearest" not in str(raised.value)
 
 
-def test_all_unknown_keys_are_named_at_once():
+def test_all_unknown_keys_are_reported_together():
     with pytest.raises(ConfigError, match="(?s)'data.a'.*'trainer.b.c'"):
         flatten({"data": {"a": 1}, "trainer": {"b": {"c": 1}}}, TrainConfig)
 
 
-def test_a_section_is_no_value():
+def test_section_cannot_be_set_to_a_value():
     with pytest.raises(ConfigError, match="'critic.model' is a section"):
         flatten({"critic": {"model": "gpt2"}}, TrainConfig)
 
@@ -122,20 +122,20 @@ def test_key_tables_have_a_line_for_each_key(root: type):
 
 
 @needs_shared("verl05_keys.txt")
-def test_the_page_of_keys_has_every_key_of_verl():
+def test_key_reference_lists_every_verl_key():
     named = set(re.findall(r"^\| `([^`]+)` \|", page(), re.MULTILINE))
     wanted = [path for path, _ in _verl_lines() if not path.endswith(IGNORED_NAME)]
-    # engine_kwargs.vllm.swap_space: a mapping, whose entries are the engine's own.
+    # engine_kwargs.vllm.swap_space: a mapping with entries of the engine.
     missing = [path for path in wanted if named.isdisjoint((path, path.rpartition(".")[0]))]
     assert missing == []
 
 
-def test_the_page_of_keys_is_up_to_date():
-    """Where not: python -m verl.config.key_table > docs/reference/keys.md"""
+def test_key_reference_is_up_to_date():
+    """Update with: python -m verl.config.key_table > docs/reference/keys.md"""
     assert (Path(__file__).parents[2] / "docs/reference/keys.md").read_text() == page()
 
 
-def test_importing_the_configuration_brings_neither_torch_nor_hydra():
+def test_import_loads_neither_torch_nor_hydra():
     code = (
         "import sys, verl.config; print([name for name in ('torch', 'hydra', 'omegaconf') if name "
         "in sys.modules])"
@@ -144,7 +144,7 @@ def test_importing_the_configuration_brings_neither_torch_nor_hydra():
     assert done.stdout.strip() == "[]"
 
 
-def test_loading_a_configuration_brings_no_torch():
+def test_load_config_does_not_import_torch():
     code = (
         "import sys; from verl.config import load_config; load_config(['data.dataset_name=toy']); "
     )

@@ -1,4 +1,4 @@
-"""Keywords of the Python interface: which keys they set, from wherever they come."""
+"""Keywords of the Python interface and the keys that they set."""
 
 import re
 from pathlib import Path
@@ -112,12 +112,12 @@ def made(config=BASE, **keywords) -> TrainConfig:
         ({"amp": None, "enable_hybrid_engine": None}, {f"{ACTOR}.fsdp_config.compute_dtype": None}),
     ],
 )
-def test_what_a_keyword_sets(keywords, expected):
+def test_keyword_sets_its_keys(keywords, expected):
     config = made(**keywords)
     assert {path: value_at(config, path) for path in expected} == expected
 
 
-def test_a_config_may_be_a_tree_a_hydra_tree_or_a_file(tmp_path: Path):
+def test_config_is_a_tree_a_hydra_tree_or_a_file(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text(
         "defaults: [ppo_trainer, _self_]\n"
@@ -139,14 +139,14 @@ def test_a_config_may_be_a_tree_a_hydra_tree_or_a_file(tmp_path: Path):
     assert made(OmegaConf.create({**TREE, "lr": 1e-3})) == made(lr=1e-3)
 
 
-def test_keywords_replace_what_the_config_says_and_what_follows_it():
+def test_keywords_replace_values_and_their_followers():
     start = made(rollout_config={"n": 4}, max_new_tokens=5)
     config = made(start, rollout_config={"n": 8, "response_length": 6})
     assert (config.critic.rollout_n, config.data.max_response_length) == (8, 6)
     assert (start.critic.rollout_n, start.data.max_response_length) == (4, 5)
 
 
-def test_assigned_values_reach_those_who_hold_a_section():
+def test_assign_updates_sections_in_place():
     config = made()
     section = config.actor_rollout_ref.actor.optim
     assign(config, made(lr=1e-3))
@@ -154,7 +154,7 @@ def test_assigned_values_reach_those_who_hold_a_section():
     assert config == made(lr=1e-3)
 
 
-def test_without_options_a_configuration_stays_what_it_is():
+def test_empty_options_return_the_same_configuration():
     config = made()
     assert with_options(config, {"amp": None}) is config
 
@@ -164,7 +164,7 @@ APART = HYBRID | {"critic_placement": [2, 3]}
 
 
 @pytest.mark.parametrize(
-    ("keywords", "told"),
+    ("keywords", "message"),
     [
         (
             {"actor_placment": [0]},
@@ -226,12 +226,12 @@ APART = HYBRID | {"critic_placement": [2, 3]}
         ),
     ],
 )
-def test_what_cannot_be_is_told(keywords, told):
-    with pytest.raises(ConfigError, match=f"(?s){told}"):
+def test_invalid_keywords_are_errors(keywords, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         made(**keywords)
 
 
-def test_a_hybrid_engine_of_one_copy_and_models_apart_are_fine(log):
+def test_hybrid_engine_and_separate_models_are_accepted(log):
     made(
         **HYBRID
         | {
@@ -246,7 +246,7 @@ def test_a_hybrid_engine_of_one_copy_and_models_apart_are_fine(log):
     )
 
 
-def test_a_config_of_another_kind_or_a_missing_file_is_told(tmp_path: Path):
+def test_wrong_config_type_or_missing_file_is_an_error(tmp_path: Path):
     with pytest.raises(ConfigError, match="a mapping or the path of a YAML file, got list"):
         made([1])
     with pytest.raises(ConfigError, match=r"No 'nothing.yaml' in .*Found there: no YAML file"):

@@ -1,4 +1,4 @@
-"""Command line and YAML: what a user may type, and what an error says."""
+"""Command line and YAML: accepted forms and error messages."""
 
 import json
 import pickle
@@ -28,7 +28,7 @@ from verl.utils.logging import configure_logging, logger
 
 
 @pytest.mark.parametrize("form", ["{}", "+{}", "++{}", "--{}", "-{}"])
-def test_every_form_of_an_override_sets_the_value(load: Load, form: str):
+def test_every_override_form_sets_the_value(load: Load, form: str):
     assert (
         load(form.format("actor_rollout_ref.actor.optim.lr=3e-5")).actor_rollout_ref.actor.optim.lr
         == 3e-5
@@ -63,13 +63,13 @@ def test_values_keep_their_types(load: Load):
     assert config.actor_rollout_ref.actor.loss_extra == [ExtraLossConfig(name="sft", coef=0.1)]
 
 
-def test_one_file_becomes_a_list_and_tilde_the_home_folder(load: Load):
+def test_one_file_becomes_a_list_and_tilde_is_expanded(load: Load):
     config = load("data.train_files=~/data/train.parquet", "trainer.default_local_dir=~/out")
     assert config.data.train_files == [str(Path.home() / "data/train.parquet")]
     assert config.trainer.default_local_dir == str(Path.home() / "out")
 
 
-def test_a_list_that_is_null_is_empty(load: Load):
+def test_null_list_is_empty(load: Load):
     config = load(
         "trainer.logger=null", "actor_rollout_ref.rollout.stop=null", "data.val_files=null"
     )
@@ -80,7 +80,7 @@ def test_a_list_that_is_null_is_empty(load: Load):
     ) == ([], [], None)
 
 
-def test_keys_follow_each_other_as_in_verl(load: Load):
+def test_keys_follow_others_as_in_verl(load: Load):
     config = load(
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=5000",
@@ -102,7 +102,7 @@ def test_keys_follow_each_other_as_in_verl(load: Load):
     assert config.trainer.default_local_dir == "checkpoints/p/gsm8k"
 
 
-def test_a_following_key_can_be_set_apart(load: Load):
+def test_following_key_can_be_set_separately(load: Load):
     config = load("actor_rollout_ref.actor.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=8")
     assert (
         config.actor_rollout_ref.actor.ppo_mini_batch_size,
@@ -110,7 +110,7 @@ def test_a_following_key_can_be_set_apart(load: Load):
     ) == (4, 8)
 
 
-def test_null_leaves_a_following_key_following(load: Load):
+def test_null_keeps_a_key_following(load: Load):
     actor = load(
         "actor_rollout_ref.actor.clip_ratio=0.3", "actor_rollout_ref.actor.clip_ratio_low=null"
     )
@@ -118,7 +118,7 @@ def test_null_leaves_a_following_key_following(load: Load):
     assert load("critic.optim.min_lr_ratio=null").critic.optim.min_lr_ratio == 0.0
 
 
-def test_interpolations_of_the_user_are_resolved(load: Load):
+def test_user_interpolations_are_resolved(load: Load):
     config = load(
         "trainer.experiment_name='${data.train_batch_size}-${actor_rollout_ref.rollout.n}'"
     )
@@ -140,7 +140,7 @@ def test_interpolations_of_the_user_are_resolved(load: Load):
         ),
     ],
 )
-def test_another_name_sets_the_main_one(load: Load, alias: str, main: str):
+def test_alias_sets_the_main_key(load: Load, alias: str, main: str):
     config = load(f"{alias}=6")
     assert OmegaConf.select(OmegaConf.create(config_to_dict(config)), main) == 6
     assert load(f"{alias}=6", f"{main}=6") == config
@@ -152,7 +152,7 @@ def test_another_name_sets_the_main_one(load: Load, alias: str, main: str):
     ("in_file", "on_line"),
     [("max_steps", "total_training_steps"), ("total_training_steps", "max_steps")],
 )
-def test_a_name_on_the_line_overrules_the_other_one_in_a_file(
+def test_alias_on_the_command_line_overrides_the_file(
     load: Load, tmp_path: Path, capsys, in_file: str, on_line: str
 ):
     (tmp_path / "mine.yaml").write_text(f"trainer: {{{in_file}: 7}}\n", encoding="utf-8")
@@ -164,7 +164,7 @@ def test_a_name_on_the_line_overrules_the_other_one_in_a_file(
     assert "total_training_steps: 3\n" in capsys.readouterr().out
 
 
-def test_paper_names_that_disagree_are_an_error(load: Load):
+def test_conflicting_aliases_are_an_error(load: Load):
     with pytest.raises(ConfigError, match="two names of one setting"):
         load(
             "actor_rollout_ref.rollout.max_new_tokens=5",
@@ -220,7 +220,7 @@ def test_paper_names_that_disagree_are_an_error(load: Load):
         ),
     ],
 )
-def test_what_cannot_be_read_says_why(load: Load, override: str, message: str):
+def test_unreadable_overrides_are_explained(load: Load, override: str, message: str):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         load(override)
 
@@ -253,7 +253,7 @@ actor_rollout_ref:
     "form",
     ["--config-path={folder} --config-name={name}", "--config-path {folder} -cn {name}.yaml"],
 )
-def test_a_users_yaml_is_between_defaults_and_overrides(tmp_path: Path, form: str, search: str):
+def test_user_yaml_ranks_between_defaults_and_overrides(tmp_path: Path, form: str, search: str):
     folder = _write(tmp_path / "config", "mine", USERS_YAML.replace("SEARCHPATH", search))
     argv = form.format(folder=folder, name="mine").split()
     with warnings.catch_warnings():
@@ -273,7 +273,7 @@ def test_a_users_yaml_is_between_defaults_and_overrides(tmp_path: Path, form: st
     assert config.actor_rollout_ref.rollout.max_model_len is None
 
 
-def test_a_yaml_composes_other_files(tmp_path: Path):
+def test_yaml_composes_other_files(tmp_path: Path):
     _write(
         tmp_path / "more" / "experiment",
         "small",
@@ -294,7 +294,7 @@ def test_a_yaml_composes_other_files(tmp_path: Path):
     assert config.data.train_batch_size == 2
 
 
-def test_a_config_group_is_picked_from_a_folder(tmp_path: Path):
+def test_config_group_is_read_from_a_folder(tmp_path: Path):
     _write(tmp_path / "experiment", "small", "# @package _global_\ndata: {train_batch_size: 2}\n")
     assert (
         load_config(
@@ -304,7 +304,7 @@ def test_a_config_group_is_picked_from_a_folder(tmp_path: Path):
     )
 
 
-def test_errors_in_yaml_are_ours(tmp_path: Path):
+def test_yaml_errors_are_config_errors(tmp_path: Path):
     folder = _write(
         tmp_path, "typo", "defaults: [ppo_trainer, _self_]\ndata: {train_batchsize: 3}\n"
     )
@@ -333,14 +333,14 @@ def test_errors_in_yaml_are_ours(tmp_path: Path):
         load_config([f"--config-path={folder}", "--config-name=missing", *BASE])
 
 
-def test_values_still_to_be_given_count_as_unset(tmp_path: Path):
+def test_missing_value_marker_counts_as_unset(tmp_path: Path):
     folder = _write(tmp_path, "mine", "actor_rollout_ref: {model: {path: '???'}}\n")
     with pytest.raises(ConfigError, match="actor_rollout_ref.model.path is not set"):
         load_config([f"--config-path={folder}", "--config-name=mine", "data.train_files=a"])
 
 
-def test_a_users_own_hydra_program_finds_the_schema(tmp_path: Path, load: Load):
-    load()  # leaves the schema registered
+def test_user_hydra_program_finds_the_schema(tmp_path: Path, load: Load):
+    load()  # registers the schema
     folder = _write(tmp_path, "mine", "defaults: [ppo_trainer, _self_]\ntrainer: {save_freq: 5}\n")
     with initialize_config_dir(str(folder), version_base="1.3"):
         composed = compose("mine", [*BASE, "actor_rollout_ref.rollout.n=4"])
@@ -348,7 +348,7 @@ def test_a_users_own_hydra_program_finds_the_schema(tmp_path: Path, load: Load):
     assert (config.trainer.save_freq, config.critic.rollout_n) == (5, 4)
 
 
-def test_hydra_leaves_no_trace(
+def test_hydra_writes_no_files(
     load: Load, log: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -357,7 +357,7 @@ def test_hydra_leaves_no_trace(
     assert "hydra.run.dir has no effect" in log.text
 
 
-def test_cfg_job_prints_everything_even_when_contradictory(capsys: pytest.CaptureFixture):
+def test_cfg_job_prints_a_contradictory_configuration(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit) as exit_info:
         load_config(["--cfg", "job", "--resolve", "data.train_batch_size=3"])
     assert exit_info.value.code == 0
@@ -366,7 +366,7 @@ def test_cfg_job_prints_everything_even_when_contradictory(capsys: pytest.Captur
     assert printed.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
 
 
-def test_cfg_job_prints_a_yaml_file_and_no_line_of_the_log(
+def test_cfg_job_prints_yaml_without_log_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
 ):
     monkeypatch.setattr(logger, "handlers", [])
@@ -403,7 +403,7 @@ VALUES = {
 
 @settings(max_examples=15, deadline=None)
 @given(flat=st.fixed_dictionaries({}, optional=VALUES))
-def test_a_configuration_survives_a_dictionary(flat: dict):
+def test_configuration_survives_a_dictionary(flat: dict):
     if "data.dataset_name" not in flat:
         flat = {
             **flat,
@@ -417,12 +417,12 @@ def test_a_configuration_survives_a_dictionary(flat: dict):
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_a_misspelt_attribute_is_an_error(load: Load):
+def test_misspelled_attribute_is_an_error(load: Load):
     with pytest.raises(AttributeError):
         load().trainer.total_epoch = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_no_micro_batch_size_means_a_token_budget(load: Load):
+def test_unset_micro_batch_size_gives_a_token_budget(load: Load):
     config = load()
     roles = config.actor_rollout_ref
     by_measurement = (None, None)
@@ -433,7 +433,7 @@ def test_no_micro_batch_size_means_a_token_budget(load: Load):
     assert update_micro_batch(off.actor_rollout_ref.actor) == by_measurement
 
 
-def test_a_micro_batch_size_means_rows_unless_tokens_are_asked_for(load: Load):
+def test_micro_batch_size_gives_rows_unless_dynamic(load: Load):
     rows = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"
     assert update_micro_batch(load(rows).actor_rollout_ref.actor) == (None, 2)
     dynamic = load(rows, "actor_rollout_ref.actor.use_dynamic_bsz=True")

@@ -1,4 +1,4 @@
-"""`data.dataset_name=toy` alone is a run, and gives way to whatever the user says."""
+"""`data.dataset_name=toy` alone is a complete run, and the user's settings override it."""
 
 import pytest
 
@@ -14,17 +14,17 @@ TOY_DEFAULTS = {**TOY_DATA_DEFAULTS, **TOY_MODEL_DEFAULTS}
 CALCULATOR_DEFAULTS = {**CALCULATOR_DATA_DEFAULTS, **TOY_MODEL_DEFAULTS}
 
 
-def test_the_toy_set_needs_nothing_else(log: pytest.LogCaptureFixture):
+def test_toy_dataset_is_a_complete_configuration(log: pytest.LogCaptureFixture):
     config = load_config(["data.dataset_name=toy"])
     assert {path: value_at(config, path) for path in TOY_DEFAULTS} == TOY_DEFAULTS
     line = next(
         record.message for record in log.records if "dataset_name=toy sets" in record.message
     )
     assert f"sets {len(TOY_DEFAULTS)} keys that you left unset (--cfg job prints them)" in line
-    assert len(line) < 100, "it stands before every error"
+    assert len(line) < 100, "the line precedes every error"
 
 
-def test_what_the_user_sets_stays_even_at_its_default(log: pytest.LogCaptureFixture):
+def test_user_settings_override_toy_defaults(log: pytest.LogCaptureFixture):
     config = load_config(
         ["data.dataset_name=toy", "algorithm.adv_estimator=gae", "data.train_batch_size=4"]
     )
@@ -34,7 +34,7 @@ def test_what_the_user_sets_stays_even_at_its_default(log: pytest.LogCaptureFixt
     assert f"sets {len(TOY_DEFAULTS) - 2} keys" in log.text
 
 
-def test_another_name_counts_as_set():
+def test_alias_counts_as_set():
     config = load_config(
         [
             "data.dataset_name=toy",
@@ -46,7 +46,7 @@ def test_another_name_counts_as_set():
     assert config.data.max_response_length == 9
 
 
-def test_epochs_replace_the_toy_number_of_steps():
+def test_epochs_replace_the_toy_step_count():
     assert (
         load_config(
             ["data.dataset_name=toy", "trainer.num_train_epochs=2"]
@@ -55,7 +55,7 @@ def test_epochs_replace_the_toy_number_of_steps():
     )
 
 
-def test_another_model_keeps_its_own_learning_rate():
+def test_other_model_keeps_the_usual_learning_rate():
     config = load_config(
         ["data.dataset_name=toy", "actor_rollout_ref.model.path=facebook/opt-125m"]
     )
@@ -63,12 +63,12 @@ def test_another_model_keeps_its_own_learning_rate():
     assert config.actor_rollout_ref.model.path == "facebook/opt-125m"
 
 
-def test_the_tables_name_keys_that_exist():
+def test_default_tables_name_existing_keys():
     assert set(TOY_DEFAULTS) <= set(keys_of(TrainConfig))
     assert set(CALCULATOR_DEFAULTS) <= set(keys_of(TrainConfig))
 
 
-def test_the_calculator_set_has_defaults_of_its_own():
+def test_calculator_dataset_has_its_own_defaults():
     config = load_config(["data.dataset_name=calculator", "data.train_batch_size=4"])
     expected = {**CALCULATOR_DEFAULTS, "data.train_batch_size": 4}
     assert {path: value_at(config, path) for path in expected} == expected

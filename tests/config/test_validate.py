@@ -1,4 +1,4 @@
-"""Contradictions fail before a weight is loaded; keys without meaning here say so once."""
+"""Contradictions fail before weights are loaded; keys without effect give one log line."""
 
 from pathlib import Path
 
@@ -149,9 +149,7 @@ CORRECTION = "algorithm.rollout_correction"
         ("critic.strategy=megatron", "critic.strategy=megatron: there is no Megatron backend"),
     ],
 )
-def test_contradictions_name_expectation_fact_and_way_out(
-    build: Load, overrides: str, message: str
-):
+def test_contradictions_are_explained(build: Load, overrides: str, message: str):
     with pytest.raises(ConfigError, match=f"(?s){message}") as error:
         build(*overrides.split())
     assert "problems in the configuration" not in str(error.value), "one mistake, one message"
@@ -169,7 +167,7 @@ def test_contradictions_name_expectation_fact_and_way_out(
         "trainer.default_hdfs_dir=hdfs://x",
     ],
 )
-def test_what_is_not_built_yet_is_refused_with_what_to_set_instead(build: Load, override: str):
+def test_unavailable_features_are_refused_with_an_alternative(build: Load, override: str):
     key = override.partition("=")[0]
     with pytest.raises(
         ConfigError, match=f"(?s){key}.*not available in this version.*Set {key}="
@@ -178,7 +176,7 @@ def test_what_is_not_built_yet_is_refused_with_what_to_set_instead(build: Load, 
     assert "problems in the configuration" not in str(error.value)
 
 
-def test_several_problems_come_in_one_error(load: Load):
+def test_several_problems_give_one_error(load: Load):
     with pytest.raises(
         ConfigError, match="(?s)3 problems.*- .*hdfs.*- .*name=vllm|3 problems.*name=vllm.*hdfs"
     ):
@@ -188,7 +186,7 @@ def test_several_problems_come_in_one_error(load: Load):
 def test_model_and_data_must_be_named():
     with pytest.raises(ConfigError, match="(?s)model.path is not set.*'toy'.*No training data"):
         load_config([])
-    with pytest.raises(ConfigError, match="model.path is not set"):  # of $MODEL that is not set
+    with pytest.raises(ConfigError, match="model.path is not set"):  # as from an unset $MODEL
         load_config(["actor_rollout_ref.model.path=", "data.train_files=a"])
 
 
@@ -207,22 +205,18 @@ def test_model_and_data_must_be_named():
         ("agent.replay_path=a agent.record_path=b", "or record anew"),
     ],
 )
-def test_turns_that_nothing_answers_are_an_error(build: Load, overrides: str, message: str):
+def test_unanswered_turns_are_an_error(build: Load, overrides: str, message: str):
     with pytest.raises(ConfigError, match=message):
         build(*(f"{ROLLOUT}.{override}" for override in overrides.split()))
 
 
-def test_settings_of_turns_without_agents_have_no_effect(
-    build: Load, log: pytest.LogCaptureFixture
-):
+def test_turn_settings_without_agents_have_no_effect(build: Load, log: pytest.LogCaptureFixture):
     build(f"{ROLLOUT}.multi_turn.max_assistant_turns=5")
     assert "multi_turn.max_assistant_turns=5 has no effect" in log.text
 
 
 @pytest.mark.parametrize("asked", ["trainer.val_only=True", "trainer.test_freq=5"])
-def test_a_command_line_names_validation_data_and_a_program_may_give_objects(
-    asked: str, load: Load, build: Load
-):
+def test_command_line_validation_needs_files(asked: str, load: Load, build: Load):
     with pytest.raises(
         ConfigError, match=f"{asked} asks for validation, but data.val_files is not set"
     ):
@@ -247,7 +241,7 @@ def test_a_command_line_names_validation_data_and_a_program_may_give_objects(
         ("ray_init.num_cpus=8", False),
     ],
 )
-def test_a_key_without_effect_is_one_line_when_changed(
+def test_changed_key_without_effect_gives_one_line(
     build: Load, log: pytest.LogCaptureFixture, override: str, warned: bool
 ):
     build(override)
@@ -310,7 +304,7 @@ def test_a_key_without_effect_is_one_line_when_changed(
         (["trainer.profile_steps=[3]", "trainer.max_steps=2"], "profile_steps=[3] are no steps"),
     ],
 )
-def test_doubtful_combinations_run_with_a_warning(
+def test_doubtful_combinations_give_a_warning(
     build: Load, log: pytest.LogCaptureFixture, overrides: list[str], line: str
 ):
     build(*overrides)
@@ -320,9 +314,7 @@ def test_doubtful_combinations_run_with_a_warning(
     assert not log.records
 
 
-def test_thresholds_at_their_usual_places_raise_no_doubt(
-    build: Load, log: pytest.LogCaptureFixture
-):
+def test_usual_thresholds_give_no_warning(build: Load, log: pytest.LogCaptureFixture):
     build(
         *(f"{CORRECTION}.rollout_token_veto_threshold=1e-4", f"{CORRECTION}.rollout_is=token"),
         *("trainer.max_steps=5", "trainer.critic_warmup=4", "trainer.profile_steps=[1,5]"),
@@ -332,12 +324,12 @@ def test_thresholds_at_their_usual_places_raise_no_doubt(
 
 
 @pytest.mark.parametrize("section", [MODEL, "critic.model"])
-def test_a_rank_wider_than_any_layer_is_refused(build: Load, section: str):
+def test_oversized_lora_rank_is_rejected(build: Load, section: str):
     with pytest.raises(ConfigError, match=r"lora_rank must be at least 0 and at most 65536"):
         build(f"{section}.lora_rank=999999999999")
 
 
-def test_sections_that_nothing_reads_may_ask_for_anything(build: Load):
+def test_unused_sections_are_not_validated(build: Load):
     grpo = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
     config = build(
         *grpo, "critic.ulysses_sequence_parallel_size=2", "critic.ppo_max_token_len_per_gpu=1"
@@ -348,16 +340,14 @@ def test_sections_that_nothing_reads_may_ask_for_anything(build: Load):
         build("actor_rollout_ref.ref.ulysses_sequence_parallel_size=2", f"{ACTOR}.use_kl_loss=True")
 
 
-def test_sizes_of_groups_divide_the_ranks_that_were_launched(
-    build: Load, monkeypatch: pytest.MonkeyPatch
-):
+def test_group_sizes_divide_the_launched_ranks(build: Load, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     ulysses = f"{ACTOR}.ulysses_sequence_parallel_size"
     # Two ranks share a micro-batch, so a budget of half a sequence each is enough.
     build(
         f"{ulysses}=2", f"{ACTOR}.fsdp_config.fsdp_size=2", f"{ACTOR}.ppo_max_token_len_per_gpu=512"
     )
-    build(f"{ACTOR}.fsdp_config.fsdp_size=8")  # as many as there are
+    build(f"{ACTOR}.fsdp_config.fsdp_size=8")  # capped at the number of ranks
     with pytest.raises(
         ConfigError, match="(?s)got 3 and 4.*Set it to 2.*fsdp_size must divide.*got 3 and 4"
     ):
@@ -366,18 +356,18 @@ def test_sizes_of_groups_divide_the_ranks_that_were_launched(
         build(f"{ulysses}=2", f"{ACTOR}.ppo_max_token_len_per_gpu=511")
 
 
-def test_a_budget_is_not_asked_for_where_rows_are_given(build: Load):
+def test_row_micro_batches_need_no_token_budget(build: Load):
     rows = ("ppo_micro_batch_size_per_gpu=2", "ppo_max_token_len_per_gpu=100")
     with pytest.raises(ConfigError, match="rollout.log_prob_max_token_len_per_gpu must hold"):
         build(*(f"{ACTOR}.{row}" for row in rows))
     build(*(f"{ACTOR}.{row}" for row in rows), f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=2")
 
 
-def test_greedy_is_fine_where_nothing_is_trained(build: Load):
+def test_greedy_sampling_is_accepted_without_training(build: Load):
     build("trainer.val_only=True", "data.val_files=val.parquet", f"{ROLLOUT}.temperature=0")
 
 
-def test_users_own_trackers_and_reward_files(build: Load, tmp_path: Path):
+def test_user_trackers_and_reward_files(build: Load, tmp_path: Path):
     build("trainer.logger=[mine]", f"{MODEL}.external_lib=my_trackers")
     reward = tmp_path / "reward.py"
     reward.write_text(
@@ -391,7 +381,7 @@ def test_resume_from_a_folder(build: Load, tmp_path: Path):
     assert config.trainer.resume_from_path == str(tmp_path)
 
 
-def test_a_configuration_made_by_hand_is_checked_alike():
+def test_configuration_built_in_code_is_validated():
     config = TrainConfig()
     config.actor_rollout_ref.model.path = "toy"
     config.data.train_files = ["a"]
@@ -401,7 +391,7 @@ def test_a_configuration_made_by_hand_is_checked_alike():
         validate(config)
 
 
-def test_all_defaults_are_within_their_own_bounds(build: Load, log: pytest.LogCaptureFixture):
+def test_defaults_are_within_their_bounds(build: Load, log: pytest.LogCaptureFixture):
     assert build() == load_config(list(BASE))
     assert not log.records
     assert len(keys_of(TrainConfig)) > 270
@@ -422,14 +412,14 @@ trainer.n_gpus_per_node=8 trainer.nnodes=1
 trainer.save_freq=-1 trainer.test_freq=20 data.val_files=test.parquet trainer.total_epochs=15
 actor_rollout_ref.rollout.update_weights_bucket_megabytes=512
 """
-NOT_BUILT = (
+UNAVAILABLE = (
     "actor_rollout_ref.rollout.multi_turn.completion_callback=mine.Callback",
     "actor_rollout_ref.hybrid_engine=False",
     "actor_rollout_ref.rollout.name=sglang",
 )
 
 
-def test_a_long_script_runs_without_a_remark_or_names_all_that_is_not_built(
+def test_long_script_gives_no_warning_or_names_unavailable_features(
     log: pytest.LogCaptureFixture,
 ):
     script = [*BASE, *(word for word in LONG_SCRIPT.replace("'[", "[").replace("]'", "]").split())]
@@ -437,24 +427,29 @@ def test_a_long_script_runs_without_a_remark_or_names_all_that_is_not_built(
     assert config.data.truncation == "error"
     assert not log.records
     with pytest.raises(ConfigError, match="3 problems") as error:
-        load_config([*script, *NOT_BUILT])
-    assert all(override in str(error.value) for override in NOT_BUILT)
+        load_config([*script, *UNAVAILABLE])
+    assert all(override in str(error.value) for override in UNAVAILABLE)
 
 
-def test_what_is_not_built_is_one_line_each_where_nothing_runs(log: pytest.LogCaptureFixture):
+def test_unavailable_features_give_one_line_each_in_plans(log: pytest.LogCaptureFixture):
     config = load_config(
-        [*BASE, *NOT_BUILT, "trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"],
+        [
+            *BASE,
+            *UNAVAILABLE,
+            "trainer.n_gpus_per_node=2",
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+        ],
         only_to_plan=True,
     )
     assert config.actor_rollout_ref.rollout.name == "sglang"
-    told = [
+    lines = [
         record.getMessage()
         for record in log.records
         if "not available in this version" in record.getMessage()
     ]
 
-    assert {line.split(" is not ")[0] for line in told} == set(NOT_BUILT)
-    assert len(told) == len(NOT_BUILT)
-    assert not any("\n" in line for line in told)
+    assert {line.split(" is not ")[0] for line in lines} == set(UNAVAILABLE)
+    assert len(lines) == len(UNAVAILABLE)
+    assert not any("\n" in line for line in lines)
     with pytest.raises(ConfigError, match="divisible"):
-        load_config([*BASE, *NOT_BUILT, f"{ACTOR}.ppo_mini_batch_size=3"], only_to_plan=True)
+        load_config([*BASE, *UNAVAILABLE, f"{ACTOR}.ppo_mini_batch_size=3"], only_to_plan=True)

@@ -1,4 +1,4 @@
-"""A small tokenizer, and a cache folder that no other run knows."""
+"""A small tokenizer, and a cache folder for one test."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The configuration picks files, dataset class and sampler."""
+"""The configuration selects files, dataset class and sampler."""
 
 import subprocess
 import sys
@@ -73,7 +73,7 @@ def make_config(**settings) -> TrainConfig:
     return config
 
 
-def test_the_toy_set_trains_and_validates_on_itself(tokenizer):
+def test_toy_dataset_is_its_own_validation_set(tokenizer):
     config = make_config(dataset_name="toy")
     for split in ("train", "val"):
         dataset = build_dataset(config, tokenizer, split=split)
@@ -85,7 +85,7 @@ def test_the_toy_set_trains_and_validates_on_itself(tokenizer):
     assert data_files(config.data, "val") == toy_files()
 
 
-def test_a_saved_folder_is_train_and_validation(tokenizer, tmp_path):
+def test_saved_folder_has_train_and_validation_splits(tokenizer, tmp_path):
     rows = make_rows(5)
     DatasetDict(
         {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:2])}
@@ -100,7 +100,7 @@ def test_a_saved_folder_is_train_and_validation(tokenizer, tmp_path):
     assert (len(train), val) == (5, None)
 
 
-def test_files_and_no_files(tokenizer, parquet):
+def test_training_files_are_required(tokenizer, parquet):
     config = make_config(train_files=[parquet(make_rows(3))])
     train = build_dataset(config, tokenizer, split="train")
     assert train is not None
@@ -116,7 +116,7 @@ def test_files_and_no_files(tokenizer, parquet):
             build_dataset(make_config(dataset_name=name), tokenizer, split="train")
 
 
-def test_as_many_rows_as_asked(tokenizer, parquet, own):
+def test_max_samples_limits_the_rows(tokenizer, parquet, own):
     rows = {
         "train_files": [parquet(make_rows(9))],
         "val_files": [parquet(make_rows(9), "v.parquet")],
@@ -136,7 +136,7 @@ def test_as_many_rows_as_asked(tokenizer, parquet, own):
         build_dataset(config, tokenizer, split="train")
 
 
-def test_a_users_dataset_is_loaded_and_its_padded_items_are_read(tokenizer, own):
+def test_user_dataset_with_padded_items(tokenizer, own):
     config = make_config(train_files=["x.parquet"])
     config.data.custom_cls.path = own
     config.data.custom_cls.name = "Padded"
@@ -150,7 +150,7 @@ def test_a_users_dataset_is_loaded_and_its_padded_items_are_read(tokenizer, own)
     assert loader.state_dict()["fingerprint"] is None
 
 
-def test_a_users_dataset_may_be_a_subclass_of_ours(tokenizer, parquet, tmp_path):
+def test_user_dataset_may_subclass_rl_dataset(tokenizer, parquet, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from verl.data.rl_dataset import RLDataset\n\n\nclass Mine(RLDataset):\n    pass\n"
@@ -171,7 +171,7 @@ def test_a_users_dataset_may_be_a_subclass_of_ours(tokenizer, parquet, tmp_path)
         ("Paded", ConfigError, "Nearest names in it: Padded"),
     ],
 )
-def test_a_users_dataset_that_cannot_serve_is_an_error(tokenizer, own, name, error, message):
+def test_unsuitable_user_dataset_is_an_error(tokenizer, own, name, error, message):
     config = make_config(train_files=["x.parquet"])
     config.data.custom_cls.path = own
     config.data.custom_cls.name = name
@@ -179,7 +179,7 @@ def test_a_users_dataset_that_cannot_serve_is_an_error(tokenizer, own, name, err
         build_dataset(config, tokenizer, split="train")
 
 
-def test_a_users_sampler_orders_the_rows(tokenizer, own, parquet):
+def test_user_sampler_orders_the_rows(tokenizer, own, parquet):
     dataset = RLDataset(parquet(make_rows(3)), tokenizer, DataConfig(max_prompt_length=64))
     data = DataConfig()
     assert build_sampler(data, dataset) is None
@@ -192,6 +192,6 @@ def test_a_users_sampler_orders_the_rows(tokenizer, own, parquet):
         build_sampler(data, dataset)
 
 
-def test_importing_the_room_loads_no_torch():
+def test_import_does_not_load_torch():
     code = "import sys, verl.data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

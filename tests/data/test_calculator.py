@@ -1,4 +1,4 @@
-"""The packaged calculator task: rows, demos, and a small base model that knows nothing of it."""
+"""The packaged calculator task: rows, demos, and a base model that was not trained on it."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def lines(path: str | Path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def test_rows_offer_the_tool_and_none_is_in_two_sets(tokenizer):
+def test_rows_offer_the_tool_and_the_sets_are_disjoint(tokenizer):
     questions = []
     for split, count in (("train", 128), ("val", 64)):
         files = packaged_files(CALCULATOR, split)
@@ -59,14 +59,15 @@ def test_rows_offer_the_tool_and_none_is_in_two_sets(tokenizer):
         ("", 0.0),
     ],
 )
-def test_the_rule_reads_the_number_behind_the_mark_or_the_last_one(response, score):
+def test_rule_reads_the_marked_or_last_number(response, score):
     assert default_compute_score("calculator", response, "408") == score
 
 
-def test_demos_are_learnt_turn_by_turn_with_the_tool_in_the_prompt(tokenizer):
+def test_demos_train_each_turn_with_the_tool_in_the_prompt(tokenizer):
     config = SFTDataConfig(max_length=128, multiturn=SFTMultiTurnConfig(enable=True))
     dataset = SFTDataset(calculator_demos(), tokenizer, config)
     assert len(dataset) == 5
+
     for number, demo in enumerate(lines(calculator_demos())):
         item = dataset[number]
         prompt = tokenizer.decode(item["raw_prompt_ids"])
@@ -84,7 +85,7 @@ def test_demos_are_learnt_turn_by_turn_with_the_tool_in_the_prompt(tokenizer):
         assert answer.strip() == f"#### {demo['messages'][2]['content']}"
 
 
-def test_the_template_writes_tool_calls_as_the_demos_do(tokenizer):
+def test_template_writes_tool_calls_like_the_demos(tokenizer):
     demo = lines(calculator_demos())[0]
     call = json.loads(demo["messages"][1]["content"].removeprefix("<tool_call>\n")[:-13])
     structured = [dict(message) for message in demo["messages"]]
@@ -100,7 +101,7 @@ def test_the_template_writes_tool_calls_as_the_demos_do(tokenizer):
     assert texts[0] == texts[1]
 
 
-def test_any_text_survives_the_tokenizer_and_digits_stand_alone(tokenizer):
+def test_tokenizer_round_trips_text_and_splits_digits(tokenizer):
     text = "Zwölf + 3 = 15?\n\t你好 🙂  \\boxed{7} <tool_call>{}</tool_call>"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
@@ -111,7 +112,7 @@ def test_any_text_survives_the_tokenizer_and_digits_stand_alone(tokenizer):
 
 
 @torch.no_grad()
-def test_the_base_model_repeats_texts_and_never_calls_a_tool(tokenizer):
+def test_base_model_repeats_text_without_tool_calls(tokenizer):
     path = resolve_path("calculator")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     script = load_script("toy/make_calculator.py")
@@ -139,7 +140,7 @@ def test_the_base_model_repeats_texts_and_never_calls_a_tool(tokenizer):
     assert default_compute_score("calculator", answers["What is 186 * 236?"], str(186 * 236)) == 0
 
 
-def test_the_package_stays_small_and_the_script_writes_it(tmp_path):
+def test_packaged_files_are_small_and_reproducible(tmp_path):
     folder = CALCULATOR_MODEL.parent
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 1e6
     script = load_script("toy/make_calculator.py")

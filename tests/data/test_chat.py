@@ -1,5 +1,4 @@
-"""Messages become the ids that transformers itself would make; a tokenizer without template gets
-plain text."""
+"""Messages become the token ids that transformers makes; without a template, plain text."""
 
 import copy
 import logging
@@ -22,7 +21,7 @@ THREE = [
 
 
 @needs_shared("models/qwen2-tokenizer")
-def test_ids_are_those_of_transformers():
+def test_ids_match_transformers():
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "qwen2-tokenizer")
     for messages in (ONE, THREE):
         expected = tokenizer.apply_chat_template(
@@ -39,17 +38,17 @@ def test_ids_are_those_of_transformers():
         )
 
 
-def test_the_toy_template_opens_the_answer(tokenizer):
+def test_toy_template_adds_the_generation_prompt(tokenizer):
     assert tokenizer.decode(apply_chat_template(tokenizer, ONE)) == "<|user|>Hi<|end|><|assistant|>"
 
 
-def test_a_custom_template_is_used(tokenizer):
+def test_custom_template_is_used(tokenizer):
     custom = copy.deepcopy(tokenizer)
     custom.chat_template = "Q: {{ messages[0]['content'] }} A:"
     assert custom.decode(apply_chat_template(custom, ONE)) == "Q: Hi A:"
 
 
-def test_without_template_the_text_is_plain_and_this_is_said_once(tokenizer, caplog):
+def test_missing_template_gives_plain_text_and_one_log_line(tokenizer, caplog):
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
     say_once.cache_clear()
@@ -64,7 +63,7 @@ def test_without_template_the_text_is_plain_and_this_is_said_once(tokenizer, cap
 
 
 @needs_shared("models/stories260K")
-def test_plain_text_begins_as_the_tokenizer_begins_a_text():
+def test_plain_text_begins_with_the_bos_token():
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "stories260K")
     assert tokenizer.chat_template is None
     ids = apply_chat_template(tokenizer, ONE)
@@ -72,7 +71,7 @@ def test_plain_text_begins_as_the_tokenizer_begins_a_text():
     assert ids[-1] != tokenizer.eos_token_id
 
 
-def test_a_tokenizer_that_ends_texts_leaves_a_prompt_open(tokenizer):
+def test_prompt_has_no_eos_token(tokenizer):
     ending = copy.deepcopy(tokenizer)
     ending.chat_template = None
     ending.backend_tokenizer.post_processor = TemplateProcessing(
@@ -82,14 +81,14 @@ def test_a_tokenizer_that_ends_texts_leaves_a_prompt_open(tokenizer):
     assert ending.decode(apply_chat_template(ending, ONE)) == "Hi"
 
 
-def test_a_template_that_refuses_is_a_data_error(tokenizer):
+def test_template_exception_is_a_data_error(tokenizer):
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="roles must alternate"):
         apply_chat_template(strict, ONE)
 
 
-def test_parts_that_a_template_cannot_write_are_a_data_error(tokenizer):
+def test_unsupported_content_parts_are_a_data_error(tokenizer):
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     with pytest.raises(
         DataError, match=r"refuses these messages \(can only concatenate str.*accept only texts"
@@ -118,7 +117,7 @@ def test_parts_that_a_template_cannot_write_are_a_data_error(tokenizer):
         ),
     ],
 )
-def test_what_is_no_conversation_is_an_error(prompt, message):
+def test_invalid_conversation_is_an_error(prompt, message):
     with pytest.raises(DataError, match=message):
         as_messages(prompt)
 
@@ -130,13 +129,13 @@ TEXT = {"type": "text", "text": "What is this?", "image": None}
 @pytest.mark.parametrize(
     "part", [IMAGE, {"type": "image_url", "image_url": {"url": "x"}}, {"video": "a.mp4"}]
 )
-def test_a_part_that_is_no_text_is_an_error(part):
+def test_non_text_part_is_an_error(part):
     with pytest.raises(DataError, match=r"message 1 has a part of type '(image|image_url|video)'"):
         as_messages([*ONE, {"role": "user", "content": [TEXT, part]}])
 
 
 def test_text_parts_are_joined(tokenizer):
-    """Also where the template would print the Python list."""
+    """Join text parts even for a template that would print the Python list."""
     lenient = copy.deepcopy(tokenizer)
     lenient.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     parts = [{"role": "user", "content": [TEXT, " Be brief."], "name": "me"}]
@@ -156,10 +155,10 @@ SELECTIVE = (
 
 
 @pytest.mark.parametrize(("role", "is_written"), [("developer", True), ("human", False)])
-def test_a_role_that_the_template_leaves_out_is_an_error(tokenizer, role: str, is_written: bool):
+def test_role_omitted_by_the_template_is_an_error(tokenizer, role: str, is_written: bool):
     selective = copy.deepcopy(tokenizer)
     selective.chat_template = SELECTIVE
-    # The same text in a message that is written does not hide the one that is not.
+    # The same text in another message must not hide the omitted one.
     messages = [{"role": role, "content": "Hi"}, *ONE]
     if is_written:
         assert selective.decode(apply_chat_template(selective, messages)) == "HiHi"
@@ -170,12 +169,12 @@ def test_a_role_that_the_template_leaves_out_is_an_error(tokenizer, role: str, i
             apply_chat_template(selective, messages)
 
 
-def test_a_string_is_one_message_of_the_user(caplog):
+def test_string_becomes_one_user_message(caplog):
     say_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="verl"):
         assert as_messages("Hi") == ONE == as_messages("Hi")
     assert caplog.text.count("plain string") == 1
 
 
-def test_no_conversations_are_no_ids(tokenizer):
+def test_no_conversations_give_no_ids(tokenizer):
     assert encode_conversations(tokenizer, []) == []

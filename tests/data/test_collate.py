@@ -8,7 +8,7 @@ from verl.data.collate import collate
 from verl.utils.errors import DataError
 
 
-def test_padded_prompts_become_lists_and_leave():
+def test_padded_prompts_are_replaced_by_lists():
     item = {
         "input_ids": torch.tensor([0, 0, 5, 6]),
         "attention_mask": torch.tensor([0, 0, 1, 1]),
@@ -21,7 +21,7 @@ def test_padded_prompts_become_lists_and_leave():
     assert set(batch.non_tensor_batch) == {"raw_prompt_ids", "level"}
 
 
-def test_unpadded_ids_may_come_as_array_or_tensor_and_win_over_padded_ones():
+def test_unpadded_ids_take_precedence_over_padded_ones():
     for ids in ([5, 6], np.array([5, 6]), torch.tensor([5, 6])):
         batch = collate([{"raw_prompt_ids": ids, "input_ids": torch.tensor([0, 5, 6])}])
         assert batch.non_tensor_batch["raw_prompt_ids"].tolist() == [[5, 6]]
@@ -39,7 +39,7 @@ def test_tensors_of_equal_shape_are_stacked():
     assert [tensor.shape[0] for tensor in batch.non_tensor_batch["other"]] == [1, 2]
 
 
-def test_lists_of_equal_length_stay_one_object_a_row():
+def test_lists_of_equal_length_stay_objects():
     batch = collate([{"raw_prompt_ids": [1, 2]}, {"raw_prompt_ids": [3, 4]}])
     assert batch.non_tensor_batch["raw_prompt_ids"].shape == (2,)
 
@@ -55,6 +55,6 @@ def test_lists_of_equal_length_stay_one_object_a_row():
         ([{"raw_prompt_ids": [1], "a": 1}, {"raw_prompt_ids": [1]}], "not in all: {'a'}"),
     ],
 )
-def test_what_is_no_prompt_is_an_error(items, message):
+def test_invalid_prompt_is_an_error(items, message):
     with pytest.raises(DataError, match=message):
         collate(items)

@@ -1,4 +1,4 @@
-"""Every format gives the same plain rows; what cannot be read is named."""
+"""Every format gives the same rows, and unreadable files are named."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ def write_all_formats(folder: Path, parquet) -> list[str]:
     ]
 
 
-def test_every_format_gives_the_same_plain_rows(tmp_path: Path, parquet):
+def test_every_format_gives_the_same_rows(tmp_path: Path, parquet):
     for file in write_all_formats(tmp_path, parquet):
         rows = open_rows(file)
         assert [rows.row(number) for number in range(len(rows))] == ROWS, file
@@ -46,17 +46,17 @@ def test_home_folder_is_expanded(tmp_path: Path, parquet, monkeypatch: pytest.Mo
     assert content_fingerprint("~/rows.parquet") == content_fingerprint(tmp_path / "rows.parquet")
 
 
-def test_a_line_separator_inside_a_string_is_no_end_of_line(tmp_path: Path):
+def test_line_separator_inside_a_string_does_not_end_the_line(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "one\u2028two\u0085three"}\n', encoding="utf-8")
     assert open_rows(tmp_path / "a.jsonl").row(0) == {"prompt": "one\u2028two\u0085three"}
 
 
-def test_a_column_that_some_lines_lack_is_none_there(tmp_path: Path):
+def test_missing_column_is_none(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "level": 2}\n')
     assert [open_rows(tmp_path / "a.jsonl").row(i)["level"] for i in range(2)] == [None, 2]
 
 
-def test_a_folder_of_several_splits_gives_the_one_asked_for(tmp_path: Path):
+def test_requested_split_of_a_folder_is_read(tmp_path: Path):
     splits: Any = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}
     DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
     DatasetDict({"train": splits["train"]}).save_to_disk(str(tmp_path / "train_only"))
@@ -110,9 +110,7 @@ def test_a_folder_of_several_splits_gives_the_one_asked_for(tmp_path: Path):
         ("long.jsonl", b"9" * 5000, r"long\.jsonl', line 1, .*4300 digits"),
     ],
 )
-def test_what_cannot_be_read_is_named(
-    tmp_path: Path, name: str, content: bytes | None, message: str
-):
+def test_unreadable_file_is_named(tmp_path: Path, name: str, content: bytes | None, message: str):
     (tmp_path / "beside.jsonl").write_text("{}")
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -120,13 +118,13 @@ def test_what_cannot_be_read_is_named(
         open_rows(tmp_path / name)
 
 
-def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path):
+def test_empty_parquet_file_is_an_error(tmp_path: Path):
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
     with pytest.raises(DataError, match="has no rows"):
         open_rows(tmp_path / "none.parquet")
 
 
-def test_any_other_folder_is_an_error(tmp_path: Path):
+def test_unknown_folder_is_an_error(tmp_path: Path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(
         DataError, match=r"not written by datasets' save_to_disk \(it holds notes.txt\)"
@@ -139,7 +137,7 @@ ODD_JSON = ["[]", "null", "3", '"text"', "[null]", "[" * 10**5, "9" * 5000, "{",
 
 @pytest.mark.parametrize("content", [*ODD_JSON, '{"features": 3}', '{"features": {"prompt": []}}'])
 @pytest.mark.parametrize("name", ["dataset_info.json", "state.json"])
-def test_a_saved_set_with_odd_json_is_an_error(tmp_path: Path, name: str, content: str):
+def test_saved_dataset_with_invalid_json_is_an_error(tmp_path: Path, name: str, content: str):
     Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "saved" / name).write_text(content)
     with pytest.raises(DataError, match=r"must be complete, as datasets' save_to_disk"):
@@ -147,7 +145,7 @@ def test_a_saved_set_with_odd_json_is_an_error(tmp_path: Path, name: str, conten
 
 
 @pytest.mark.parametrize("marker", [*ODD_JSON, '{"splits": 3}'])
-def test_a_damaged_folder_is_an_error(tmp_path: Path, marker: str):
+def test_damaged_folder_is_an_error(tmp_path: Path, marker: str):
     (tmp_path / "dataset_dict.json").write_text(marker)
     for read in (has_split, open_rows):
         with pytest.raises(
@@ -156,7 +154,7 @@ def test_a_damaged_folder_is_an_error(tmp_path: Path, marker: str):
             read(tmp_path, "val")
 
 
-def test_a_fingerprint_is_of_the_content(tmp_path: Path):
+def test_fingerprint_depends_on_the_content(tmp_path: Path):
     for name, text in (("a", "x"), ("b", "x"), ("c", "y")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "part").write_text(text)

@@ -1,5 +1,4 @@
-"""Lengths are measured once, and again when something they depend on changes or the cache is
-damaged."""
+"""Lengths are measured once, and again after a change or with a damaged cache."""
 
 import copy
 from pathlib import Path
@@ -29,14 +28,14 @@ def load(caplog):
     return make
 
 
-def test_a_second_run_measures_nothing(parquet, tokenizer, load):
+def test_second_run_uses_the_cache(parquet, tokenizer, load):
     file = parquet(make_rows(5))
     assert load(file, tokenizer) == 1
     assert load(file, tokenizer) == 0
     assert load(file, tokenizer, max_prompt_length=50, filter_overlong_prompts=True) == 0
 
 
-def test_content_tokenizer_and_template_each_matter(parquet, tokenizer, load):
+def test_content_tokenizer_and_template_change_the_cache_key(parquet, tokenizer, load):
     file = parquet(make_rows(5))
     assert load(file, tokenizer) == 1
     assert load(parquet([*make_rows(4), make_row(7)]), tokenizer) == 1
@@ -49,7 +48,7 @@ def test_content_tokenizer_and_template_each_matter(parquet, tokenizer, load):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
-def test_a_damaged_cache_is_measured_again_with_a_message(
+def test_damaged_cache_is_measured_again_with_a_message(
     parquet, tokenizer, load, cache: Path, caplog, damage
 ):
     file = parquet([make_row(0), make_row(1, "x" * 300)])
@@ -67,21 +66,19 @@ def test_a_damaged_cache_is_measured_again_with_a_message(
     assert kept.read_bytes() == whole
 
 
-def test_a_cache_that_cannot_be_written_costs_a_message_only(
-    parquet, tokenizer, load, cache, caplog
-):
+def test_unwritable_cache_gives_only_a_message(parquet, tokenizer, load, cache, caplog):
     (cache / "prompt_lengths").write_text("a file where the folder should be")
     RLDataset(parquet(make_rows(2)), tokenizer, DataConfig(max_prompt_length=64))
     assert "Cannot store prompt lengths" in caplog.text
 
 
-def test_the_cache_lies_in_the_home_folder_unless_named(monkeypatch, tmp_path):
+def test_cache_is_in_the_home_folder_by_default(monkeypatch, tmp_path):
     monkeypatch.delenv("VERL_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert module.cache_folder() == tmp_path / ".cache" / "verl"
 
 
-def test_lengths_do_not_depend_on_the_chunk(tokenizer, monkeypatch):
+def test_lengths_do_not_depend_on_the_chunk_size(tokenizer, monkeypatch):
     conversations = [make_row(0, "x" * n)["prompt"] for n in (5, 1, 9, 0, 3)]
     expected = [n + 3 for n in (5, 1, 9, 0, 3)]
     for chunk in (1, 2, 5):

@@ -1,5 +1,4 @@
-"""Batches cover an epoch once, in an order that depends on seed and epoch; a resumed loader goes on
-with the same."""
+"""Batches cover each epoch once, ordered by seed and epoch; a resumed loader continues them."""
 
 import json
 import random
@@ -16,7 +15,7 @@ from verl.utils.errors import DataError
 
 
 class Numbers:
-    """A dataset whose item tells its row."""
+    """A dataset with items that contain their row number."""
 
     def __init__(self, count: int, fingerprint: str = "numbers") -> None:
         self.count = count
@@ -47,14 +46,14 @@ class EasyFirst:
 
 
 class Drawn(EasyFirst):
-    """A sampler whose order is another one each time it is asked."""
+    """A sampler with a new order at each iteration."""
 
     def __iter__(self):
         return iter(random.sample(range(self.count), self.count))
 
 
 class Stateful(Drawn):
-    """The same with a state."""
+    """A random sampler with a saved state."""
 
     def __init__(self, data_source, data_config=None) -> None:
         super().__init__(data_source)
@@ -76,7 +75,7 @@ class Stateful(Drawn):
 
 
 def stream(loader, batches: int) -> list[list[int]]:
-    """Rows of the next batches, over as many epochs as it takes."""
+    """Return the rows of the next batches, over as many epochs as needed."""
     endless = (batch for _ in range(10**6) for batch in loader)
     return [batch.non_tensor_batch["index"].tolist() for batch in islice(endless, batches)]
 
@@ -101,13 +100,13 @@ loaders = st.builds(
 
 @given(make=loaders, before=st.integers(0, 12))
 @settings(deadline=None)
-def test_a_resumed_loader_gives_the_batches_that_were_left(make, before):
+def test_resumed_loader_gives_the_remaining_batches(make, before):
     undisturbed = stream(make(), before + 12)
     killed = make()
     assert stream(killed, before) == undisturbed[:before]
     state = json.loads(json.dumps(killed.state_dict()))
     resumed = make()
-    stream(resumed, 1)  # what it did before loading must not matter
+    stream(resumed, 1)  # earlier batches must not matter
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     assert stream(resumed, 12) == undisturbed[before:]
@@ -116,7 +115,7 @@ def test_a_resumed_loader_gives_the_batches_that_were_left(make, before):
 
 @given(make=loaders)
 @settings(deadline=None)
-def test_an_epoch_covers_every_row_once(make):
+def test_epoch_covers_every_row_once(make):
     loader = make()
     for _ in range(3):
         epoch = [batch.non_tensor_batch["index"].tolist() for batch in loader]
@@ -129,7 +128,7 @@ def test_an_epoch_covers_every_row_once(make):
             assert sorted(rows) == list(range(len(loader.dataset)))
 
 
-def test_a_state_taken_inside_the_loop_counts_the_batch_in_hand():
+def test_state_inside_the_loop_counts_the_current_batch():
     expected = stream(RLDataLoader(Numbers(6), 2, shuffle=True, seed=1), 6)
     for stop in range(1, 4):
         loader = RLDataLoader(Numbers(6), 2, shuffle=True, seed=1)
@@ -143,7 +142,7 @@ def test_a_state_taken_inside_the_loop_counts_the_batch_in_hand():
 
 
 @pytest.mark.parametrize("sampler", [None, Stateful])
-def test_a_resumed_run_may_change_the_batch_size(sampler):
+def test_resumed_run_may_change_the_batch_size(sampler):
     def make(batch_size: int) -> RLDataLoader:
         own = sampler(Numbers(10)) if sampler else None
         return RLDataLoader(Numbers(10), batch_size, shuffle=True, seed=1, sampler=own)
@@ -154,7 +153,7 @@ def test_a_resumed_run_may_change_the_batch_size(sampler):
     resumed.load_state_dict(loader.state_dict())
     assert sorted(row for batch in done + stream(resumed, 2) for row in batch) == list(range(10))
     resumed = make(5)
-    resumed.load_state_dict(loader.state_dict())  # 4 rows are left, no batch of 5
+    resumed.load_state_dict(loader.state_dict())  # 4 rows are left, too few for a batch
     assert len(stream(resumed, 1)[0]) == 5
     assert resumed.state_dict()["epoch"] == 1
 
@@ -169,7 +168,7 @@ def test_order_depends_on_seed_and_epoch():
     assert epochs(1, shuffle=False) == [list(range(20))] * 2
 
 
-def test_the_state_is_small_whatever_the_dataset():
+def test_state_is_small_for_a_large_dataset():
     loader = RLDataLoader(Numbers(10_000), 6_000, shuffle=True, seed=1)
     stream(loader, 1)
     assert len(json.dumps(loader.state_dict())) < 300
@@ -196,14 +195,14 @@ def test_the_state_is_small_whatever_the_dataset():
         ),
     ],
 )
-def test_another_dataset_or_order_is_an_error(other, message):
+def test_different_dataset_or_order_is_an_error(other, message):
     loader = RLDataLoader(Numbers(8), 2, shuffle=True, seed=1)
     stream(loader, 2)
     with pytest.raises(DataError, match=message):
         other().load_state_dict(loader.state_dict())
 
 
-def test_a_batch_larger_than_the_dataset_is_an_error():
+def test_batch_larger_than_the_dataset_is_an_error():
     with pytest.raises(
         DataError, match=r"A batch of 16 prompts does not fit a dataset of 10\. Lower .* at most 10"
     ):
@@ -219,11 +218,11 @@ def test_a_batch_larger_than_the_dataset_is_an_error():
 
 @pytest.mark.parametrize("kind", [EasyFirst, Stateful])
 @pytest.mark.parametrize("before", [1, 3, 4])
-def test_a_users_sampler_resumes(kind, before):
+def test_user_sampler_resumes(kind, before):
     loader = RLDataLoader(Numbers(7), 2, shuffle=True, seed=1, sampler=kind(Numbers(7)))
     stream(loader, before)
     state = loader.state_dict()
-    random.seed(before)  # a resumed run gets the global generators back, too
+    random.seed(before)  # a resumed run restores the global generators
     rest = stream(loader, 5)
     resumed = RLDataLoader(Numbers(7), 2, shuffle=True, seed=1, sampler=kind(Numbers(7)))
     resumed.load_state_dict(state)
@@ -231,7 +230,7 @@ def test_a_users_sampler_resumes(kind, before):
     assert stream(resumed, 5) == rest
 
 
-def test_a_sampler_that_cannot_repeat_itself_is_told_so():
+def test_unrepeatable_sampler_is_an_error():
     random.seed(0)
     loader = RLDataLoader(Numbers(20), 10, shuffle=True, seed=1, sampler=Drawn(Numbers(20)))
     stream(loader, 1)
@@ -240,7 +239,7 @@ def test_a_sampler_that_cannot_repeat_itself_is_told_so():
         resumed.load_state_dict(loader.state_dict())
 
 
-def test_a_sampler_may_look_at_what_training_did():
+def test_sampler_may_adapt_during_training():
     class Adaptive(EasyFirst):
         hint = 0
 
@@ -264,7 +263,7 @@ def test_a_sampler_may_look_at_what_training_did():
         (2, [0, 0.5], "the row 0.5, which is not an integer"),
     ],
 )
-def test_a_sampler_that_lies_is_an_error(count, rows, message):
+def test_inconsistent_sampler_is_an_error(count, rows, message):
     class Lying(EasyFirst):
         def __len__(self) -> int:
             return count
@@ -276,7 +275,7 @@ def test_a_sampler_that_lies_is_an_error(count, rows, message):
         stream(RLDataLoader(Numbers(5), count, shuffle=True, seed=1, sampler=Lying(Numbers(5))), 1)
 
 
-def test_a_batch_of_the_real_dataset(parquet, tokenizer):
+def test_batch_of_the_real_dataset(parquet, tokenizer):
     dataset = RLDataset(parquet(make_rows(4)), tokenizer, DataConfig(max_prompt_length=64))
     (batch,) = RLDataLoader(dataset, 4, shuffle=False, seed=1)
     assert batch.batch is None
@@ -288,7 +287,7 @@ def test_a_batch_of_the_real_dataset(parquet, tokenizer):
     )
 
 
-def test_a_curriculum_sampler_is_shown_what_was_trained():
+def test_curriculum_sampler_receives_trained_batches():
     class Curriculum:
         def __init__(self) -> None:
             self.seen: list = []
@@ -308,7 +307,7 @@ def test_a_curriculum_sampler_is_shown_what_was_trained():
         loader.tell_sampler(batch)
     assert len(sampler.seen) == 2
     assert next(iter(loader)).non_tensor_batch["index"].tolist() == [3, 2], (
-        "the next epoch knows of the first"
+        "the second epoch depends on the first"
     )
-    # one that does not want to know
+    # A loader without such a sampler ignores the call.
     RLDataLoader(Numbers(4), 2, shuffle=False, seed=1).tell_sampler(batch)

@@ -49,7 +49,7 @@ def test_gsm8k_has_all_rows(tmp_path):
         ("code_problems", ["--dataset", "mbpp"]),
     ],
 )
-def test_a_hub_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch, script, arguments):
+def test_unreachable_hub_gives_a_short_error(tmp_path, monkeypatch, script, arguments):
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach it on the Hub")
 
@@ -62,7 +62,7 @@ def test_a_hub_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch, scrip
         )
 
 
-def test_a_target_that_is_no_folder_is_one_sentence(tmp_path):
+def test_invalid_target_folder_gives_a_short_error(tmp_path):
     (tmp_path / "file").touch()
     command = [
         sys.executable,
@@ -96,7 +96,7 @@ def test_gsm8k_rows(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     "script", ["gsm8k", "gsm8k_multiturn_w_tool", "gsm8k_multiturn_w_interaction"]
 )
-def test_a_folder_without_raw_gsm8k_is_told(tmp_path, script):
+def test_missing_raw_gsm8k_files_are_reported(tmp_path, script):
     main = load_script(f"data_preprocess/{script}.py").main
     with pytest.raises(
         SystemExit, match=r"none' must hold train\.jsonl for the split train, found none"
@@ -104,7 +104,7 @@ def test_a_folder_without_raw_gsm8k_is_told(tmp_path, script):
         main(["--local_dataset_path", str(tmp_path / "none"), "--local_save_dir", str(tmp_path)])
 
 
-def test_a_gsm8k_answer_without_number_is_named():
+def test_gsm8k_answer_without_a_number_is_named():
     with pytest.raises(DataError, match="train row 4: the answer must end in '#### number'"):
         load_script("data_preprocess/gsm8k.py").make_row(
             {"question": "?", "answer": "none"}, "train", 4
@@ -118,7 +118,7 @@ def test_a_gsm8k_answer_without_number_is_named():
         ('{"question": "?"}', "train row 1: the column 'answer' must be a text, got None"),
     ],
 )
-def test_a_raw_gsm8k_line_that_is_not_whole_is_named(tmp_path, line, message):
+def test_incomplete_raw_gsm8k_line_is_named(tmp_path, line, message):
     (tmp_path / "train.jsonl").write_text(
         json.dumps({"question": "?", "answer": "#### 1"}) + "\n" + line
     )
@@ -135,7 +135,7 @@ def test_a_raw_gsm8k_line_that_is_not_whole_is_named(tmp_path, line, message):
         ("code_problems", "mbpp.jsonl.gz", ["--dataset", "mbpp"]),
     ],
 )
-def test_raw_lines_that_are_not_whole_are_named(tmp_path, script, name, arguments):
+def test_incomplete_raw_lines_are_named(tmp_path, script, name, arguments):
     main = load_script(f"data_preprocess/{script}.py").main
     command = [
         *arguments,
@@ -157,7 +157,7 @@ def test_raw_lines_that_are_not_whole_are_named(tmp_path, script, name, argument
 
 
 @needs_shared("data/math")
-def test_math_has_all_rows_that_can_be_scored(tmp_path, capsys):
+def test_math_has_all_scorable_rows(tmp_path, capsys):
     main = load_script("data_preprocess/math_dataset.py").main
     main(["--local_dataset_path", str(SHARED / "data" / "math"), "--local_save_dir", str(tmp_path)])
     assert pq.read_table(tmp_path / "train.parquet").num_rows == 7470
@@ -213,7 +213,7 @@ def test_countdown_is_solvable_seeded_and_split(tmp_path, tokenizer):
         assert eval(compile(tree, "solution", "eval")) == pytest.approx(truth["target"])
 
 
-def test_countdown_says_when_there_are_not_so_many(tmp_path, capsys):
+def test_countdown_reports_too_few_problems(tmp_path, capsys):
     limits = ["--num_numbers", "2", "--max_number", "2", "--test_size", "1", "--train_size", "99"]
     with pytest.raises(SystemExit):
         load_script("data_preprocess/countdown.py").main(

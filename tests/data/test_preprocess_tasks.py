@@ -1,4 +1,4 @@
-"""Code, preferences and tool use: the scripts' files load, and gold answers score as gold."""
+"""Code, preferences and tool use: the scripts' files load, and gold answers get full scores."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 
 
 @needs_shared("data/humaneval")
-def test_humaneval_rows_and_their_solutions(tmp_path, tokenizer):
+def test_humaneval_rows_and_solutions(tmp_path, tokenizer):
     main = load_script("data_preprocess/code_problems.py").main
     raw = str(SHARED / "data" / "humaneval")
     main(["--dataset", "humaneval", "--local_dataset_path", raw, "--local_save_dir", str(tmp_path)])
@@ -41,7 +41,7 @@ def test_humaneval_rows_and_their_solutions(tmp_path, tokenizer):
 
 
 @needs_shared("data/mbpp")
-def test_mbpp_rows_have_the_papers_split(tmp_path, tokenizer):
+def test_mbpp_rows_use_the_split_of_the_paper(tmp_path, tokenizer):
     main = load_script("data_preprocess/code_problems.py").main
     raw = str(SHARED / "data" / "mbpp")
     main(["--dataset", "mbpp", "--local_dataset_path", raw, "--local_save_dir", str(tmp_path)])
@@ -177,7 +177,7 @@ def test_hh_rlhf_pairs(tmp_path, tokenizer, capsys):
 
 
 @needs_shared("data/gsm8k")
-def test_gold_answers_of_plain_gsm8k_and_countdown_score_as_gold(tmp_path, tokenizer):
+def test_gold_answers_of_gsm8k_and_countdown_get_full_scores(tmp_path, tokenizer):
     load_script("data_preprocess/gsm8k.py").main(
         [
             "--local_dataset_path",

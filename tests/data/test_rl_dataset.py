@@ -24,7 +24,7 @@ def write_lines(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def test_an_item_has_ids_messages_and_every_other_column(parquet, tokenizer):
+def test_item_has_ids_messages_and_all_columns(parquet, tokenizer):
     dataset = RLDataset(
         parquet([{**row, "level": 3} for row in make_rows(3)]), tokenizer, make_config()
     )
@@ -41,7 +41,7 @@ def test_an_item_has_ids_messages_and_every_other_column(parquet, tokenizer):
     }
 
 
-def test_several_files_follow_each_other_and_count_their_own_rows(parquet, tokenizer, tmp_path):
+def test_several_files_are_concatenated(parquet, tokenizer, tmp_path):
     lines = write_lines(tmp_path / "b.jsonl", [{"prompt": "Hi", "source_file": "b"}])
     dataset = RLDataset([parquet(make_rows(2)), lines], tokenizer, make_config())
     assert [dataset[i]["index"] for i in range(len(dataset))] == [0, 1, 0]
@@ -50,14 +50,14 @@ def test_several_files_follow_each_other_and_count_their_own_rows(parquet, token
     assert dataset[0].keys() == dataset[2].keys()
 
 
-def test_only_a_prompt_is_enough(parquet, tokenizer):
+def test_prompt_column_alone_is_enough(parquet, tokenizer):
     item = RLDataset(parquet([{"question": "Hi"}]), tokenizer, make_config(prompt_key="question"))[
         0
     ]
     assert item.keys() == {"raw_prompt_ids", "raw_prompt", "index"}
 
 
-def test_a_column_that_training_writes_is_left_out(parquet, tokenizer):
+def test_reserved_column_is_dropped(parquet, tokenizer):
     item = RLDataset(
         parquet([{"prompt": "Hi", "responses": ["x"], "uid": 1}]), tokenizer, make_config()
     )[0]
@@ -101,14 +101,14 @@ def test_a_column_that_training_writes_is_left_out(parquet, tokenizer):
         ),
     ],
 )
-def test_a_bad_row_is_named_with_file_row_and_column(tmp_path, tokenizer, change, message):
+def test_bad_row_is_named_with_file_row_and_column(tmp_path, tokenizer, change, message):
     rows = make_rows(3)
     rows[1] |= change
     with pytest.raises(DataError, match=message):
         RLDataset(write_lines(tmp_path / "rows.jsonl", rows), tokenizer, make_config())
 
 
-def test_empty_columns_of_pictures_are_no_pictures(tmp_path, tokenizer):
+def test_empty_image_columns_are_accepted(tmp_path, tokenizer):
     rows = [{**make_row(0), "images": [], "videos": None}]
     assert len(RLDataset(write_lines(tmp_path / "rows.jsonl", rows), tokenizer, make_config())) == 1
     rows = [{**make_row(0), "pictures": ["cat.png"]}]
@@ -117,7 +117,7 @@ def test_empty_columns_of_pictures_are_no_pictures(tmp_path, tokenizer):
         RLDataset(file, tokenizer, make_config(image_key="pictures"))
 
 
-def test_a_subset_of_the_rows(parquet, tokenizer):
+def test_subset_of_the_rows(parquet, tokenizer):
     file = parquet(make_rows(20))
 
     def kept(num_rows: int, **order) -> list[int]:
@@ -134,7 +134,7 @@ def test_a_subset_of_the_rows(parquet, tokenizer):
     assert drawn != list(range(5))
 
 
-def test_a_row_that_the_chat_template_refuses_is_named(parquet, tokenizer):
+def test_row_rejected_by_the_chat_template_is_named(parquet, tokenizer):
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = (
         "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}Hi"
@@ -166,7 +166,7 @@ def test_a_row_that_the_chat_template_refuses_is_named(parquet, tokenizer):
         ),
     ],
 )
-def test_a_missing_or_misspelt_column_is_named(parquet, tokenizer, renamed, to, message):
+def test_missing_or_misspelled_column_is_named(parquet, tokenizer, renamed, to, message):
     rows = [
         {to if name == renamed else name: value for name, value in row.items()}
         for row in make_rows(2)
@@ -175,7 +175,7 @@ def test_a_missing_or_misspelt_column_is_named(parquet, tokenizer, renamed, to, 
         RLDataset(parquet(rows), tokenizer, make_config())
 
 
-def test_a_column_like_a_known_one_may_stand_beside_it(parquet, tokenizer):
+def test_similar_column_names_are_accepted(parquet, tokenizer):
     dataset = RLDataset(
         parquet([{**make_row(0), "prompts": "x", "extra_infos": 1}]), tokenizer, make_config()
     )
@@ -185,7 +185,7 @@ def test_a_column_like_a_known_one_may_stand_beside_it(parquet, tokenizer):
 LONG = [make_row(0), make_row(1, "x" * 100), make_row(2), make_row(3, "y" * 200)]
 
 
-def test_a_long_prompt_is_an_error_with_the_way_out(parquet, tokenizer):
+def test_long_prompt_is_an_error_with_a_way_out(parquet, tokenizer):
     message = (
         r"rows\.parquet, row 1: the prompt has 103 tokens, data\.max_prompt_length allows 64 "
         r"\(2 rows .*filter_overlong_prompts=true.*truncation=left"
@@ -194,14 +194,14 @@ def test_a_long_prompt_is_an_error_with_the_way_out(parquet, tokenizer):
         RLDataset(parquet(LONG), tokenizer, make_config())
 
 
-def test_long_prompts_are_dropped_when_asked(parquet, tokenizer, caplog):
+def test_long_prompts_are_dropped_on_request(parquet, tokenizer, caplog):
     with caplog.at_level("INFO", logger="verl"):
         dataset = RLDataset(parquet(LONG), tokenizer, make_config(filter_overlong_prompts=True))
     assert [dataset[i]["index"] for i in range(len(dataset))] == [0, 2]
     assert "Kept 2 of 4 rows" in caplog.text
 
 
-def test_nothing_left_is_an_error(parquet, tokenizer):
+def test_dropping_every_row_is_an_error(parquet, tokenizer):
     with pytest.raises(DataError, match=r"All prompts of .*rows\.parquet are longer than .*=5"):
         RLDataset(
             parquet(LONG), tokenizer, make_config(filter_overlong_prompts=True, max_prompt_length=5)
@@ -209,7 +209,7 @@ def test_nothing_left_is_an_error(parquet, tokenizer):
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
-def test_long_prompts_are_cut_when_asked(parquet, tokenizer, side):
+def test_long_prompts_are_truncated_on_request(parquet, tokenizer, side):
     whole = RLDataset(parquet(LONG), tokenizer, make_config(max_prompt_length=999))
     cut = RLDataset(parquet(LONG), tokenizer, make_config(truncation=side, max_prompt_length=21))
     assert len(cut) == 4
@@ -223,7 +223,7 @@ def test_long_prompts_are_cut_when_asked(parquet, tokenizer, side):
 
 
 @given(ids=st.lists(st.integers(0, 9), max_size=30), limit=st.integers(1, 20))
-def test_a_cut_keeps_as_much_as_allowed_and_the_right_ends(ids, limit):
+def test_truncation_keeps_the_correct_ends(ids, limit):
     kept = min(len(ids), limit)
     left, right, middle = (truncate(ids, limit, side) for side in ("left", "right", "middle"))
     assert [len(left), len(right), len(middle)] == [kept] * 3
@@ -234,7 +234,7 @@ def test_a_cut_keeps_as_much_as_allowed_and_the_right_ends(ids, limit):
         assert middle[limit // 2 :] == ids[len(ids) - (limit - limit // 2) :]
 
 
-def test_the_fingerprint_tells_rows_and_places_apart(parquet, tokenizer):
+def test_fingerprint_depends_on_rows_and_order(parquet, tokenizer):
     first = parquet(LONG, "a.parquet")
     same = parquet(LONG, "b.parquet")
     other = parquet(LONG[::-1], "c.parquet")

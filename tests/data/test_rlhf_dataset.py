@@ -24,7 +24,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["dict", "omegaconf", "ours"])
-def test_prompts_stand_at_the_right_end(parquet, tokenizer, config):
+def test_prompts_are_padded_on_the_left(parquet, tokenizer, config):
     files = parquet(make_rows(12))
     plain = RLDataset(files, tokenizer, DataConfig(max_prompt_length=16))
     dataset = RLHFDataset(files, tokenizer, config)
@@ -40,7 +40,7 @@ def test_prompts_stand_at_the_right_end(parquet, tokenizer, config):
     assert short["input_ids"].tolist() == plain[0]["raw_prompt_ids"][-3:]
 
 
-def test_a_data_loader_makes_columns_of_the_items(parquet, tokenizer):
+def test_data_loader_collates_columns(parquet, tokenizer):
     dataset = RLHFDataset(parquet(make_rows(4)), tokenizer, SETTINGS)
     (columns,) = DataLoader(dataset, batch_size=4, collate_fn=columns_of)  # pyright: ignore[reportArgumentType]
     assert columns["input_ids"].shape == columns["attention_mask"].shape == (4, 16)
@@ -53,7 +53,7 @@ def test_a_data_loader_makes_columns_of_the_items(parquet, tokenizer):
     ]
 
 
-def test_a_users_subclass_is_what_training_reads(parquet, tokenizer, tmp_path):
+def test_training_reads_a_user_subclass(parquet, tokenizer, tmp_path):
     (tmp_path / "own.py").write_text(
         "from verl.utils.dataset.rl_dataset import RLHFDataset\n"
         "class Own(RLHFDataset):\n"
@@ -75,7 +75,7 @@ def test_a_users_subclass_is_what_training_reads(parquet, tokenizer, tmp_path):
     assert collate([dataset[0], dataset[1]]).non_tensor_batch["half"].tolist() == [8, 8]
 
 
-def test_what_it_does_not_take_is_told(parquet, tokenizer):
+def test_unsupported_settings_are_errors(parquet, tokenizer):
     files = parquet(make_rows(1))
     with pytest.raises(
         ConfigError, match="Unknown key 'max_prompt_lenght'. Nearest known: max_prompt_length"

@@ -1,5 +1,4 @@
-"""What is learnt of a conversation is what the assistant says, whatever the template; every bad row
-is named."""
+"""Only the assistant's text is trained on, with any template; bad rows are named."""
 
 import copy
 import functools
@@ -41,7 +40,7 @@ MARKED = (
     "%}{{ message['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}{% if "
     "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Shows a thought in the last turn alone, as Qwen3 does.
+# Shows a thought only in the last turn, as Qwen3 does.
 FORGETFUL = (
     "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}{% if loop.last and "
     "message['role'] == 'assistant' %}<thought>{% endif %}{{ message['content'] }}<|im_end|>\n{% "
@@ -65,7 +64,7 @@ def with_template(template: str | None) -> Any:
 
 
 def learnt_texts(tokenizer: Any, example: Example) -> list[str]:
-    """The runs of learnt tokens, as text."""
+    """Return each run of trained tokens as text."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], example.learnt, [0]])))
     return [tokenizer.decode(example.ids[start:end]) for start, end in zip(edges[::2], edges[1::2])]
 
@@ -79,7 +78,7 @@ def encode_one(
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Callable[..., SFTDataset]:
-    """A dataset of such rows by the made-up tokenizer, and such keys of `data`."""
+    """Return a function that makes a dataset from rows, a tokenizer and keys of `data`."""
 
     def make(rows: list[dict[str, Any]], tokenizer: Any = None, **keys: Any) -> SFTDataset:
         file = tmp_path / "rows.jsonl"
@@ -90,29 +89,29 @@ def dataset(tmp_path: Path) -> Callable[..., SFTDataset]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_all_turns_of_the_assistant_are_learnt_and_nothing_else(name):
+def test_only_assistant_turns_are_trained(name):
     tokenizer = load(name)
     example = encode_one(tokenizer, DIALOGUE)
     whole = tokenizer.apply_chat_template(DIALOGUE, return_dict=False)
-    assert example.ids.tolist() == whole, "the tokens of transformers itself"
+    assert example.ids.tolist() == whole, "the tokens of transformers"
     assert learnt_texts(tokenizer, example) == ["Hello there<|im_end|>", "Yes.\nIndeed<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_of_a_prompt_with_its_answer_the_answer_is_learnt(name):
+def test_only_the_answer_to_a_prompt_is_trained(name):
     tokenizer = load(name)
     example = encode_one(tokenizer, DIALOGUE, first_learnt=4)
     assert learnt_texts(tokenizer, example) == ["Yes.\nIndeed<|im_end|>"]
     opened = tokenizer.apply_chat_template(
         DIALOGUE[:4], add_generation_prompt=True, return_dict=False
     )
-    assert example.ids[: len(opened)].tolist() == opened, "what a rollout would be given"
+    assert example.ids[: len(opened)].tolist() == opened, "the prompt of a rollout"
     assert example.learnt.argmax() == len(opened)
 
 
 @needs_shared("models/minimind-tokenizer")
-def test_an_answer_that_parts_from_its_opening_is_learnt_from_there():
-    tokenizer = load("minimind-tokenizer")  # opens answers with an empty chain of thought
+def test_answer_is_trained_from_its_first_difference():
+    tokenizer = load("minimind-tokenizer")  # begins answers with empty reasoning
     thinking = [
         DIALOGUE[1],
         {"role": "assistant", "content": "Hello", "reasoning_content": "A greeting."},
@@ -123,13 +122,13 @@ def test_an_answer_that_parts_from_its_opening_is_learnt_from_there():
 
 
 @needs_shared("models/qwen2-tokenizer")
-def test_a_token_on_both_sides_of_the_beginning_is_learnt():
+def test_token_across_the_boundary_is_trained():
     tokenizer = load("qwen2-tokenizer")
     example = encode_one(tokenizer, [DIALOGUE[1], {"role": "assistant", "content": "\nHello"}])
     assert learnt_texts(tokenizer, example) == ["\n\nHello<|im_end|>"]
 
 
-def test_a_templates_own_marks_are_taken():
+def test_generation_marks_of_a_template_are_used():
     plain = tiny_tokenizer()
     marked = with_template(MARKED)
     for first in (0, 4):
@@ -139,7 +138,7 @@ def test_a_templates_own_marks_are_taken():
         assert found.learnt.tolist() == expected.learnt.tolist()
 
 
-def test_a_template_that_rewrites_history_is_an_error_unless_it_is_the_last_answer():
+def test_rewritten_history_is_an_error_except_for_the_last_answer():
     tokenizer = with_template(FORGETFUL)
     with pytest.raises(DataError, match="rewrites history: message 2 alone ends in '<thought>"):
         encode_one(tokenizer, DIALOGUE)
@@ -148,7 +147,7 @@ def test_a_template_that_rewrites_history_is_an_error_unless_it_is_the_last_answ
     ]
 
 
-def test_what_a_template_refuses_is_told():
+def test_template_exception_is_a_data_error():
     refusing = with_template("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match="roles must alternate"):
         encode_one(refusing, DIALOGUE)
@@ -156,7 +155,7 @@ def test_what_a_template_refuses_is_told():
         encode_one(tiny_tokenizer(), DIALOGUE[2:])
 
 
-def test_a_template_whose_turns_end_in_white_space_alone_has_it_learnt():
+def test_whitespace_at_the_end_of_a_turn_is_trained():
     tokenizer = with_template(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -167,7 +166,7 @@ def test_a_template_whose_turns_end_in_white_space_alone_has_it_learnt():
     ]
 
 
-def test_without_template_an_answer_follows_its_prompt_and_ends():
+def test_answer_without_a_template_ends_with_eos():
     tokenizer = with_template(None)
     example = encode_one(tokenizer, [DIALOGUE[1], DIALOGUE[2]], first_learnt=1)
     assert tokenizer.decode(example.ids) == "Hi  Hello there<eos>"
@@ -176,7 +175,7 @@ def test_without_template_an_answer_follows_its_prompt_and_ends():
         encode_one(tokenizer, DIALOGUE)
 
 
-def test_what_a_row_brings_for_the_template_reaches_it(dataset):
+def test_template_receives_the_extra_columns_of_a_row(dataset):
     template = (
         "{% if tools %}{{ tools[0]['name'] }}{% endif %}{% if enable_thinking %}!{% endif %}"
         + str(tiny_tokenizer().chat_template)
@@ -191,7 +190,7 @@ def test_what_a_row_brings_for_the_template_reaches_it(dataset):
     assert texts[0] == "add!" + texts[1]
 
 
-def test_an_item_parts_where_learning_begins(dataset):
+def test_item_is_split_at_the_first_trained_token(dataset):
     made = dataset([{"question": "2+2?", "answer": "4"}, {"question": "Sky?", "answer": "blue"}])
     tokenizer = made.tokenizer
     assert len(made) == 2
@@ -205,7 +204,7 @@ def test_an_item_parts_where_learning_begins(dataset):
     assert item["uid"].endswith("rows.jsonl, row 1")
 
 
-def test_prompts_and_answers_may_lie_deep_in_their_columns():
+def test_nested_prompts_and_answers_are_found():
     keys: dict[str, Any] = {"prompt_key": "extra_info", "response_key": "extra_info"}
     config = SFTDataConfig(**keys, prompt_dict_keys=["question"], response_dict_keys=["answer"])
     item = SFTDataset(toy_files(), tiny_tokenizer(), config)[0]
@@ -213,7 +212,7 @@ def test_prompts_and_answers_may_lie_deep_in_their_columns():
     assert tiny_tokenizer().decode(item["response_ids"]) == "14<|im_end|>\n"
 
 
-def test_fingerprints_tell_datasets_apart(dataset):
+def test_fingerprints_distinguish_datasets(dataset):
     rows = [{"question": "2+2?", "answer": "4"}, {"question": "Sky?", "answer": "blue"}]
     fingerprint = dataset(rows).fingerprint
     assert fingerprint == dataset(rows).fingerprint
@@ -221,7 +220,7 @@ def test_fingerprints_tell_datasets_apart(dataset):
     assert fingerprint != dataset(rows, with_template(MARKED.replace("<|im_end|>", ""))).fingerprint
 
 
-def test_a_longer_row_is_cut_where_that_is_asked_for(dataset):
+def test_long_row_is_truncated_on_request(dataset):
     rows = [{"question": "2+2?", "answer": "fourteen"}]
     whole = dataset(rows)[0]
     answer = "fourteen<|im_end|>\n"
@@ -234,7 +233,7 @@ def test_a_longer_row_is_cut_where_that_is_asked_for(dataset):
     assert tiny_tokenizer().decode(right["response_ids"]) == "fou"
     inside = dataset(rows, max_length=6, truncation="left")[0]
     assert tiny_tokenizer().decode(inside["raw_prompt_ids"]) == "t", (
-        "what has nothing before it is not learnt"
+        "the first token has no prediction"
     )
 
 
@@ -304,12 +303,12 @@ TURNS: dict[str, Any] = {"multiturn": SFTMultiTurnConfig(enable=True)}
         ),
     ],
 )
-def test_what_cannot_be_learnt_is_told_with_its_row(dataset, rows, keys, message):
+def test_untrainable_row_is_named(dataset, rows, keys, message):
     with pytest.raises(DataError, match=message):
         dataset(rows, **keys)
 
 
-def test_pictures_and_roles_that_would_be_left_out_are_errors(dataset):
+def test_omitted_images_and_roles_are_errors(dataset):
     row = {"question": "<image>Hi", "answer": "Hello", "images": ["cat.png"]}
     with pytest.raises(DataError, match=r"row 0, column 'images': must be empty"):
         dataset([row])

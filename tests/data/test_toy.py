@@ -1,4 +1,4 @@
-"""The packaged toy is small, evenly a third right, and answers shortly."""
+"""The packaged toy model is small, a third of its answers are correct, and they are short."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def model():
     return AutoModelForCausalLM.from_pretrained(TOY_MODEL, dtype=torch.float32).eval()
 
 
-def test_ten_prompts_in_the_format_of_every_data_set(tokenizer):
+def test_ten_prompts_in_the_usual_format(tokenizer):
     dataset = RLDataset(toy_files(), tokenizer, DataConfig(max_prompt_length=64))
     items = [dataset[i] for i in range(len(dataset))]
     assert len({item["extra_info"]["question"] for item in items}) == 10
@@ -28,7 +28,7 @@ def test_ten_prompts_in_the_format_of_every_data_set(tokenizer):
         assert item["data_source"] == "toy"
 
 
-def test_the_package_stays_small():
+def test_packaged_files_are_small():
     assert (
         sum(path.stat().st_size for path in [*TOY_MODEL.iterdir(), *map(Path, toy_files())]) < 4e6
     )
@@ -36,14 +36,14 @@ def test_the_package_stays_small():
 
 @torch.no_grad()
 def probability(model, prompt: list[int], answer: list[int]) -> float:
-    """That a sample at temperature 1 is exactly this answer."""
+    """Return the probability of exactly this answer at temperature 1."""
     log_probs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
     return (
         log_probs[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None]).sum().exp().item()
     )
 
 
-def test_a_third_of_the_samples_is_right_on_every_prompt(tokenizer, model):
+def test_a_third_of_the_samples_is_correct_for_every_prompt(tokenizer, model):
     dataset = RLDataset(toy_files(), tokenizer, DataConfig(max_prompt_length=64))
     shares = []
     for number in range(len(dataset)):
@@ -69,7 +69,7 @@ def test_samples_are_short_and_end(tokenizer, model):
     assert 0.2 < sum(text == item["reward_model"]["ground_truth"] for text in texts) / 200 < 0.5
 
 
-def test_any_text_survives_the_tokenizer(tokenizer):
+def test_tokenizer_round_trips_any_text(tokenizer):
     text = "Zwölf + 3 = 15?\n\t你好 🙂  \\boxed{7}"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert (
@@ -78,7 +78,7 @@ def test_any_text_survives_the_tokenizer(tokenizer):
     )
 
 
-def test_the_script_makes_the_packaged_tokenizer_and_rows(tokenizer):
+def test_script_reproduces_the_packaged_tokenizer_and_rows(tokenizer):
     script = load_script("toy/make_toy_model.py")
     made = script.make_tokenizer()
     assert made.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()

@@ -1,5 +1,4 @@
-"""Configurations of models that users plan for, written as transformers' config objects; no weight,
-no hub."""
+"""Configurations of common models as transformers' config objects; no weights, no downloads."""
 
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,10 @@ BASE = (
 
 
 def make_config(folder: Path, model: PreTrainedConfig, *overrides: str) -> TrainConfig:
-    """A GRPO run of `model`, whose config.json alone is written to `folder`; later overrides
-    win."""
+    """Return a GRPO run of `model`; later overrides win.
+
+    Only the model's config.json is written to `folder`.
+    """
     model.save_pretrained(folder)
     values: Any = OmegaConf.to_container(
         OmegaConf.from_dotlist([*BASE, f"actor_rollout_ref.model.path={folder}", *overrides])

@@ -1,4 +1,4 @@
-"""Bytes of all tensors that live at a time: what a device's allocator would tell, on a CPU."""
+"""Bytes of all live tensors on a CPU, as the allocator of a device reports them."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A `Meter` of what is made within, beside the tensors it is given."""
+    """A `Meter` of the tensors made in its context, plus the tensors in `there`."""
 
     def __init__(self, there: Iterable[torch.Tensor] = (), room: int = 0) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def taken_by(work: Callable[[], object], there: Iterable[torch.Tensor] = ()) -> int:
-    """The most bytes beyond those of before, while `work` is done."""
+    """Return the peak bytes that `work` adds."""
     meter = LiveBytes(there)
     meter.start()
     with meter:

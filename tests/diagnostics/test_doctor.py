@@ -1,4 +1,4 @@
-"""The doctor on worlds that are broken, one fact at a time: verdict, evidence and one command."""
+"""The doctor on broken systems, one fault at a time: verdict, evidence and one command."""
 
 import json
 import shlex
@@ -76,7 +76,7 @@ HEALTHY = World(
 
 
 def installed(**changes: str | None) -> dict[str, Any]:
-    """`packages` with other versions; None: not installed."""
+    """Return `packages` with other versions; None means not installed."""
     packages = {
         **VERSIONS,
         **{name.replace("_", "-"): version for name, version in changes.items()},
@@ -116,7 +116,7 @@ V100 = Gpu(name="V100", capability=(7, 0), total=32 * GIB, free=31 * GIB)
 NO_PEERMEM = {"network": replace(HEALTHY.network, has_peermem=False)}
 NO_RDMA = {"network": replace(HEALTHY.network, rdma_devices=(), has_peermem=False)}
 
-# (what is wrong, finding, verdict, in its evidence, in its fix)
+# fault: (changes, finding, verdict, text in its evidence, text in its fix)
 BROKEN_WORLDS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "old Python": ({"python": (3, 9)}, "Python", "broken", "3.9", "python=3.12"),
     "new Python": ({"python": (3, 15)}, "Python", "warn", "tested up to 3.13", "python=3.12"),
@@ -533,7 +533,7 @@ def findings_of(changes: dict[str, Any]) -> list[Finding]:
     return list(check_env(replace(HEALTHY, **changes)).findings)
 
 
-def test_a_healthy_world():
+def test_healthy_system():
     report = check_env(HEALTHY)
     assert {finding.verdict for finding in report.findings} == {"ok"}
     assert report.exit_code == 0
@@ -549,12 +549,12 @@ def test_a_healthy_world():
         "ray",
     } <= set(names)
 
-    assert "pytest" not in str(report), "what developers need is nothing to users"
+    assert "pytest" not in str(report), "users need no development package"
     assert repr(report) == str(report), "a table, also as the value of a notebook's cell"
 
 
 @pytest.mark.parametrize("world", BROKEN_WORLDS)
-def test_a_broken_world(world: str):
+def test_broken_system(world: str):
     changes, name, verdict, evidence, fix = BROKEN_WORLDS[world]
     found = [finding for finding in findings_of(changes) if finding.name == name]
     assert [finding.verdict for finding in found] == [verdict]
@@ -562,13 +562,12 @@ def test_a_broken_world(world: str):
     assert found[0].fix is not None
     assert fix in found[0].fix
     assert "\n" not in found[0].evidence + found[0].fix
-    shlex.split(found[0].fix, comments=True)  # a shell can read it
+    shlex.split(found[0].fix, comments=True)  # raises if a shell could not parse it
 
 
 @pytest.mark.parametrize("world", BROKEN_WORLDS)
-def test_one_trouble_is_told_once(world: str):
-    """What is sound stays sound: beside the finding in question there are those of the same facts
-    alone."""
+def test_one_fault_gives_one_finding(world: str):
+    """Leave the other findings at ok, except those that depend on the same facts."""
     changes, name, *_ = BROKEN_WORLDS[world]
     others = {finding.name for finding in findings_of(changes) if finding.verdict != "ok"} - {name}
     follow = {
@@ -581,7 +580,7 @@ def test_one_trouble_is_told_once(world: str):
     assert others <= follow
 
 
-def test_the_fix_of_what_is_first_stands_first():
+def test_root_causes_come_first():
     report = check_env(replace(HEALTHY, python=(3, 9), **FLASH2, **host(open_files=10)))
     assert [finding.name for finding in report.broken] == [
         "Python",
@@ -613,15 +612,15 @@ def test_the_fix_of_what_is_first_stands_first():
     ],
     ids=["RDMA", "Ethernet", "no peermem", "as given"],
 )
-def test_the_variables_for_several_nodes(changes, line, why):
+def test_nccl_variables_for_several_nodes(changes, line, why):
     (found,) = (finding for finding in findings_of(changes) if finding.name == "several nodes")
     assert found.fix is not None
     assert found.fix.startswith(f"export {line}")
     assert why in found.evidence
 
 
-def test_a_laptop():
-    """No card, no driver, a CPU build: nothing is broken, nothing of NCCL is said."""
+def test_laptop():
+    """Find nothing broken, and nothing about NCCL, without a GPU, a driver or a CUDA build."""
     laptop = replace(
         HEALTHY,
         num_nvidia_cards=0,
@@ -633,7 +632,7 @@ def test_a_laptop():
 
     assert {finding.verdict for finding in report.findings} == {"ok"}
     with_library = check_env(replace(laptop, probed=replace(laptop.probed, driver_cuda=(13, 0))))
-    assert with_library.findings == report.findings, "it comes with an image"
+    assert with_library.findings == report.findings, "a container image may include the library"
     assert not [
         finding
         for finding in report.findings
@@ -645,13 +644,13 @@ def no_ray() -> Any:
     raise MissingDependencyError("test_ray_connectivity() needs the package 'ray'.")
 
 
-def test_the_command_gives_json_and_exit_status(monkeypatch, capsys):
+def test_command_gives_json_and_exit_status(monkeypatch, capsys):
     world = replace(HEALTHY, **FLASH2)
     monkeypatch.setattr(doctor, "read_world", lambda: world)
     assert doctor.main(["--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["broken"] == 1
-    (broken,) = (finding for finding in told["findings"] if finding["verdict"] == "broken")
+    report = json.loads(capsys.readouterr().out)
+    assert report["broken"] == 1
+    (broken,) = (finding for finding in report["findings"] if finding["verdict"] == "broken")
     assert set(broken) == {"name", "verdict", "evidence", "fix"}
     monkeypatch.setattr(doctor, "read_world", lambda: HEALTHY)
     monkeypatch.setattr(doctor, "test_ray_connectivity", no_ray)

@@ -1,4 +1,4 @@
-"""Links between the nodes of a Ray cluster: measured on two nodes of this machine, and judged."""
+"""Links between Ray nodes: measured between two nodes on this machine, and judged."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_two_nodes():
         found = verl.utils.test_ray_connectivity(
             megabytes=8, rounds=5, address=cluster.address, log_to_driver=False
         )
-        assert not ray.is_initialized(), "as it was before"
+        assert not ray.is_initialized(), "as before the call"
     finally:
         cluster.shutdown()
 
@@ -42,7 +42,7 @@ def test_two_nodes():
     assert str(found).count("GB/s") >= 2
 
 
-def test_good_links_are_one_finding():
+def test_good_links_give_one_finding():
     (finding,) = judge(GOOD)
     assert finding.verdict == "ok"
     assert finding.evidence == "3 node(s): at most 1.00 ms, at least 1.00 GB/s"
@@ -73,7 +73,7 @@ def test_good_links_are_one_finding():
     ],
     ids=["no answer", "late", "unlike the others", "slow"],
 )
-def test_a_bad_link(link: Link, verdict: str, evidence: str, fix: str):
+def test_bad_link(link: Link, verdict: str, evidence: str, fix: str):
     (finding,) = judge([*GOOD, link])
     assert finding.verdict == verdict
     assert evidence in finding.evidence
@@ -81,5 +81,5 @@ def test_a_bad_link(link: Link, verdict: str, evidence: str, fix: str):
     assert fix in finding.fix
 
 
-def test_no_link_at_all():
+def test_all_links_dead():
     assert [finding.verdict for finding in judge([Link("a", "b", error="dead")])] == ["broken"]

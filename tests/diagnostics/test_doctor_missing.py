@@ -1,4 +1,4 @@
-"""The doctor runs whatever is missing, and gives one command that installs all of it."""
+"""The doctor runs without any of the packages, and gives one command that installs them."""
 
 import importlib.metadata
 import json
@@ -14,7 +14,7 @@ from verl.diagnostics.world import CORE_MODULES, canonical
 from verl.utils.imports import distribution_of, missing_package
 
 ROOT = Path(__file__).parents[2]
-# Loaded by Python itself at its start, in the probe's process too.
+# Python loads this file at startup, also in the process of the probe.
 BLOCKER = """
 import importlib.abc, os, sys
 
@@ -25,7 +25,7 @@ class Blocker(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Blocker())
 """
-# The probe loads torch in seconds, and is tried for real where torch is among the missing.
+# Importing torch takes seconds, so the real probe runs only where torch is missing.
 DOCTOR = """
 import os, sys
 from verl.cli.main import main
@@ -51,7 +51,7 @@ INSTALLED_BY = {
 @pytest.mark.parametrize(
     "modules", [*([module] for module in INSTALLED_BY), [*INSTALLED_BY]], ids=",".join
 )
-def test_the_doctor_survives_every_absence(modules: list[str], tmp_path: Path):
+def test_doctor_runs_without_each_package(modules: list[str], tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
     done = subprocess.run(
         [sys.executable, "-c", DOCTOR],
@@ -66,7 +66,7 @@ def test_the_doctor_survives_every_absence(modules: list[str], tmp_path: Path):
     assert broken[0]["name"] == "missing packages"
     command = broken[0]["fix"].split()
     assert command[:2] == ["pip", "install"]
-    # Without installed metadata of verl there are names and no ranges.
+    # Without installed metadata of verl the version ranges are unknown.
     names = {INSTALLED_BY[module] for module in modules}
     if not is_installed():
         names = {distribution_of(module) for module in modules}
@@ -80,7 +80,7 @@ def is_installed() -> bool:
 
 
 @pytest.mark.skipif(not is_installed(), reason="verl has no metadata here")
-def test_the_core_modules_are_those_of_the_requirements():
+def test_core_modules_cover_the_requirements():
     core = {canonical(distribution_of(module)) for module in CORE_MODULES}
     required = [read_requirement(text) for text in importlib.metadata.requires("verl") or ()]
     assert {needed.name for needed in required if needed and needed.extra is None} <= core
@@ -90,7 +90,7 @@ def test_the_core_modules_are_those_of_the_requirements():
     ("module", "distribution"),
     [("yaml", "PyYAML"), ("hydra", "hydra-core"), ("PIL.Image", "pillow"), ("numpy", "numpy")],
 )
-def test_a_missing_module_is_installed_by_its_own_name(module: str, distribution: str):
+def test_install_command_uses_the_distribution_name(module: str, distribution: str):
     text = missing_package(ModuleNotFoundError(f"No module named '{module}'", name=module))
     assert text is not None
     assert f"pip install {distribution} (" in text

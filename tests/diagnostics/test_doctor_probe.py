@@ -1,4 +1,4 @@
-"""Reading the world: broken libraries in a folder of their own, and this machine as it is."""
+"""Reading the system: broken libraries in a temporary folder, and this machine."""
 
 import json
 import subprocess
@@ -22,13 +22,13 @@ print("a library that talks")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch):
-    """Python looks here first, as it does in a folder from which `python -m` is run."""
+    """Make a folder that Python searches first, like the current folder of `python -m`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "torch.py").write_text(SOUND_TORCH)
     return tmp_path
 
 
-def test_packages_that_do_not_import(folder: Path):
+def test_packages_with_import_errors(folder: Path):
     (folder / "flash_attn.py").write_text(
         "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')"
     )
@@ -42,7 +42,7 @@ def test_packages_that_do_not_import(folder: Path):
     assert found.torch.version == "2.99"
     assert found.died_at is None
     assert found.imports == {
-        "apex": None,  # its part amp_C is not there and need not be
+        "apex": None,  # works without its extension amp_C
         "flash-attn": "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c10",
         "sglang": "SystemExit: no CUDA toolkit",
         "torchao": "ModuleNotFoundError: No module named 'a_part_that_is_missing'",
@@ -50,7 +50,7 @@ def test_packages_that_do_not_import(folder: Path):
     }
 
 
-def test_a_torch_that_does_not_import(folder: Path):
+def test_torch_with_an_import_error(folder: Path):
     (folder / "torch.py").write_text(
         "raise ImportError('libcudart.so.13: cannot open shared object file')"
     )
@@ -60,12 +60,12 @@ def test_a_torch_that_does_not_import(folder: Path):
     assert found.imports == {}, "they need torch"
 
 
-def test_a_torch_that_kills_its_process(folder: Path):
+def test_torch_that_aborts(folder: Path):
     (folder / "torch.py").write_text("import os; os.abort()")
     assert probe([]).died_at == ("torch_error", "exit status -6")
 
 
-def test_a_torch_that_hangs(folder: Path, monkeypatch):
+def test_torch_that_hangs(folder: Path, monkeypatch):
     (folder / "torch.py").write_text("import time; time.sleep(600)")
     monkeypatch.setattr(probing, "DEADLINE_S", 3.0)
     found = probe([])
@@ -73,7 +73,7 @@ def test_a_torch_that_hangs(folder: Path, monkeypatch):
     assert found.torch is None
 
 
-def test_another_verl_in_this_folder_does_not_stop_the_probe(folder: Path):
+def test_other_verl_package_does_not_stop_the_probe(folder: Path):
     (folder / "verl").mkdir()
     (folder / "verl" / "__init__.py").write_text("raise ImportError('the wrong one')")
     found = probe([])
@@ -81,17 +81,17 @@ def test_another_verl_in_this_folder_does_not_stop_the_probe(folder: Path):
     assert found.torch is not None
 
 
-def test_a_line_cut_off_by_the_end_is_left():
+def test_truncated_output_line_is_ignored():
     output = b'["begin", "gpus"]\n["gpus", [{"name": "H10'
     assert understand(output, "killed").died_at == ("gpus", "killed")
 
 
-def test_copies_in_the_order_of_the_path(tmp_path: Path):
+def test_copies_are_listed_in_path_order(tmp_path: Path):
     for name in ("b", "a"):
         (tmp_path / name / "verl").mkdir(parents=True)
         (tmp_path / name / "verl" / "__init__.py").touch()
     (tmp_path / "link").symlink_to(tmp_path / "b")
-    (tmp_path / "c" / "verl").mkdir(parents=True)  # a folder of data
+    (tmp_path / "c" / "verl").mkdir(parents=True)  # a folder without __init__.py
     found = find_copies([str(tmp_path / name) for name in ("b", "c", "link", "a", "none")])
     assert found == [str(tmp_path / name / "verl") for name in ("b", "a")]
 
@@ -105,7 +105,7 @@ def test_this_host():
     assert "lo" not in read_network().interfaces
 
 
-def test_this_machine_is_judged_without_torch_in_this_process():
+def test_check_env_does_not_import_torch():
     code = (
         "import sys; from verl.utils import check_env; report = check_env(); "
         "print(report.to_json()); print('torch' in sys.modules, file=sys.stderr)"

@@ -1,5 +1,4 @@
-"""What an engine is said to hold beside what a real one holds, counted tensor by tensor on a
-CPU."""
+"""Predicted memory of an engine against a real one, counted tensor by tensor on a CPU."""
 
 from dataclasses import replace
 
@@ -84,7 +83,7 @@ def moments(engine: TrainEngine) -> list[torch.Tensor]:
     ],
     ids=["whole", "tied", "experts", "LoRA", "Muon", "sharded"],
 )
-def test_what_stays_is_predicted_to_the_byte(settings):
+def test_resident_memory_is_predicted_exactly(settings):
     engine = make_engine(**settings)
     footprint = engine.footprint
     assert num_bytes(engine.module.parameters()) == footprint.parameters
@@ -107,8 +106,8 @@ def test_what_stays_is_predicted_to_the_byte(settings):
     ],
     ids=["all kept", "recomputed", "gathered once"],
 )
-def test_passes_take_what_is_predicted(settings):
-    """In bf16 through FSDP2, layers not compiled."""
+def test_peak_memory_of_passes_is_predicted(settings):
+    """Compare passes in bf16 with FSDP2 and uncompiled layers."""
     engine = make_engine(**settings)
     update(engine)
     engine.step()
@@ -128,7 +127,7 @@ def test_passes_take_what_is_predicted(settings):
     )
 
 
-def test_the_meter_counts_what_lives():
+def test_meter_counts_live_tensors():
     meter = LiveBytes()
     meter.start()
     with meter:
@@ -142,7 +141,7 @@ def test_the_meter_counts_what_lives():
     assert len(view) == len(kept) == 10
 
 
-def test_more_of_anything_takes_more():
+def test_memory_grows_with_each_size():
     footprint = make_engine().footprint
     shape = footprint.shape
     setup = replace(footprint.setup, on_cuda=True, shards=True, compute_itemsize=2)
@@ -179,7 +178,7 @@ def test_more_of_anything_takes_more():
     )
 
 
-def test_logits_do_not_grow_with_the_vocabulary():
+def test_logit_memory_is_independent_of_the_vocabulary():
     footprint = make_engine().footprint
     setup = replace(footprint.setup, on_cuda=True, shards=True, compute_itemsize=2)
     small, large = (
@@ -191,7 +190,7 @@ def test_logits_do_not_grow_with_the_vocabulary():
     assert sum(small.values()) == pytest.approx(sum(large.values()), rel=0.1)
 
 
-def test_weights_stay_gathered_where_the_device_has_room():
+def test_weights_stay_gathered_on_a_large_device():
     footprint = make_engine().footprint
     setup = replace(footprint.setup, on_cuda=True, shards=True, compute_itemsize=2)
     needed = footprint.shape.numel * (2 + 4 * 4)
@@ -204,7 +203,7 @@ def test_weights_stay_gathered_where_the_device_has_room():
     assert not gathers_once(footprint.shape, ranks, FSDPConfig(), 2 * needed).keeps_gathered
 
 
-def test_a_critic_has_no_vocabulary_to_predict():
+def test_critic_has_no_vocabulary():
     from verl.models.critic import CriticModel
 
     shape = ModelShape.from_module(CriticModel.from_causal_lm(tiny_model("llama")))

@@ -1,5 +1,4 @@
-"""Plans of runs that users make: plausible for known models, quick, without a weight, and with
-advice that is true."""
+"""Plans of user runs: plausible for known models, fast, without weights, and with valid advice."""
 
 import copy
 import json
@@ -127,13 +126,13 @@ def test_advice_makes_it_fit(
         assert " ".join(advice.changes) in str(profile)
 
 
-def test_where_no_change_helps_it_says_so(tmp_path: Path):
+def test_plan_reports_that_no_change_helps(tmp_path: Path):
     profile = profile_memory(make_config(tmp_path, LLAMA_70B, *ONE), device_gib=10)
     assert (profile.fits, profile.advice) == (False, [])
     assert "No three changes of keys make it fit" in str(profile)
 
 
-def test_what_saves_memory_is_seen_to_save_it(tmp_path: Path):
+def test_plan_shows_the_effect_of_memory_settings(tmp_path: Path):
     config = make_config(tmp_path, QWEN_7B, *ONE, TOKENS)
     shapes = ModelShapes()
 
@@ -145,6 +144,7 @@ def test_what_saves_memory_is_seen_to_save_it(tmp_path: Path):
 
     full = plan()
     assert update_gib(plan(LORA)) < 0.5 * update_gib(full)
+
     offloaded = plan(OFFLOADED)
     moments = full.roles["actor"].footprint.moments
     for phase, less in (("rollout", moments), ("old log-probs", moments), ("actor update", 0)):
@@ -155,12 +155,13 @@ def test_what_saves_memory_is_seen_to_save_it(tmp_path: Path):
             )
         else:
             one, other = (phase_of(each, "actor", phase) for each in (full, offloaded))
-        if phase == "rollout":  # pages fill a share of what is free
+        if phase == "rollout":  # pages fill a share of the free memory
             assert other.device["pages"] > one.device["pages"]
             assert "actor moments" not in other.device
         else:
             assert one.device_bytes - other.device_bytes == less
     assert 0 <= offloaded.roles["actor"].footprint.on_host - moments < 2**28
+
     for switch in (
         "actor_rollout_ref.actor.optim.optimizer=AdamW8bit",
         "actor_rollout_ref.actor.optim.optimizer=Muon",
@@ -178,7 +179,7 @@ def test_what_saves_memory_is_seen_to_save_it(tmp_path: Path):
         assert update_gib(plan(switch)) > update_gib(full), switch
 
 
-def test_ranks_that_hold_copies_and_ranks_that_share_tokens(tmp_path: Path):
+def test_hybrid_sharding_and_sequence_parallelism(tmp_path: Path):
     hybrid = plan_memory(
         make_config(tmp_path, QWEN_7B, "actor_rollout_ref.actor.fsdp_config.fsdp_size=4"), 80
     )
@@ -209,7 +210,7 @@ def test_ranks_that_hold_copies_and_ranks_that_share_tokens(tmp_path: Path):
         )
 
 
-def test_the_cache_is_what_the_engine_would_take(tmp_path: Path):
+def test_planned_cache_matches_the_engine(tmp_path: Path):
     plan = plan_memory(
         make_config(tmp_path, QWEN_7B, "actor_rollout_ref.rollout.num_pages=1280"), 80
     )
@@ -229,7 +230,7 @@ def test_the_cache_is_what_the_engine_would_take(tmp_path: Path):
     assert half.rollout.pages == pytest.approx(most.rollout.pages / 2, rel=0.01)
 
 
-def test_a_small_model_on_a_cpu(tmp_path: Path):
+def test_small_model_on_a_cpu(tmp_path: Path):
     save_tiny(tmp_path, "llama")
     config = config_from_dict(
         {
@@ -242,7 +243,7 @@ def test_a_small_model_on_a_cpu(tmp_path: Path):
     profile = profile_memory(config)
     assert profile.fits is None
     assert set(profile.plan.roles) == {"actor", "critic"}
-    assert profile.plan.rollout.weights == 0, "the trainer's own"
+    assert profile.plan.rollout.weights == 0, "the engine uses the trainer's weights"
     values = phase_of(profile.plan, "critic", "values")
     assert values.host == values.device_bytes > 0
     assert "Device: at most" in str(profile)
@@ -257,14 +258,14 @@ def test_a_small_model_on_a_cpu(tmp_path: Path):
         (("actor_rollout_ref.actor.ppo_mini_batch_size=64",), True),
     ],
 )
-def test_old_log_probs_are_planned_where_they_are_computed(tmp_path: Path, overrides, expected):
+def test_old_log_probs_are_planned_when_computed(tmp_path: Path, overrides, expected):
     config = make_config(tmp_path, QWEN_7B, *overrides)
     assert config.needs_old_log_probs is expected
     phases = {phase.phase for phase in plan_memory(config, 80).phases}
     assert ("old log-probs" in phases) is expected
 
 
-def test_a_family_apart_is_said_to_be_one(tmp_path: Path):
+def test_unknown_family_gives_a_bound_by_analogy(tmp_path: Path):
     save_tiny(tmp_path, "gpt2")
     config = config_from_dict(
         {
@@ -281,7 +282,7 @@ def test_a_family_apart_is_said_to_be_one(tmp_path: Path):
     assert "a bound by analogy with Llama's layer" in str(profile_memory(config, device_gib=80))
 
 
-def test_the_running_trainer_has_its_measurements_beside(
+def test_plan_of_a_running_trainer_shows_its_measurements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("verl.diagnostics.profile._running", [])
@@ -300,8 +301,8 @@ def test_the_running_trainer_has_its_measurements_beside(
     assert "+0%" in row
 
 
-def test_phases_are_told_under_the_names_that_engines_use():
-    """The names stand in the workers; what is misspelt here would never be measured."""
+def test_measured_phases_have_the_names_of_the_engines():
+    """Check that the workers use these names; a misspelled one would never be measured."""
     room = Path(command.__file__).parents[1]
     source = "".join(
         path.read_text()
@@ -312,7 +313,7 @@ def test_phases_are_told_under_the_names_that_engines_use():
         assert f'"{name}"' in source, name
 
 
-def test_verl_utils_offers_it_and_the_command_prints_it(tmp_path: Path, capsys):
+def test_plan_is_available_in_verl_utils_and_as_a_command(tmp_path: Path, capsys):
     assert verl.utils.profile_memory is profile_memory
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         verl.utils.nothing  # noqa: B018
@@ -330,18 +331,18 @@ def test_verl_utils_offers_it_and_the_command_prints_it(tmp_path: Path, capsys):
     assert command.main(["--device-gib", "H100", *words, model]) == 0
     assert "It fits" in capsys.readouterr().out
     assert command.main(["--device-gib", "12", "--json", *words, model]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert not told["fits"]
-    assert told["device_size"] == 12 * GIB
+    report = json.loads(capsys.readouterr().out)
+    assert not report["fits"]
+    assert report["device_size"] == 12 * GIB
     assert (
-        told["device"]
-        == max(phase["device"] for phase in told["phases"])
-        == max(sum(phase["parts"].values()) for phase in told["phases"])
+        report["device"]
+        == max(phase["device"] for phase in report["phases"])
+        == max(sum(phase["parts"].values()) for phase in report["phases"])
     )
 
-    assert told["ranks"] == {"actor": [*range(8)], "rollout": [*range(8)]}
-    assert told["advice"][0]["device"] <= 12 * GIB
-    assert command.main(["--device-gib", "12", *words, model, *told["advice"][0]["changes"]]) == 0
+    assert report["ranks"] == {"actor": [*range(8)], "rollout": [*range(8)]}
+    assert report["advice"][0]["device"] <= 12 * GIB
+    assert command.main(["--device-gib", "12", *words, model, *report["advice"][0]["changes"]]) == 0
     assert command.main(["--device-gib", "H1000", *words, model]) == 1
     assert "Nearest known: H100" in capsys.readouterr().err
     asked = {

@@ -1,5 +1,4 @@
-"""What a plan says of every role: the numbers of the workers' own engines, on the ranks that the
-role has."""
+"""Plans of every role: they match the engines of the workers, on the role's ranks."""
 
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def process_group():
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
-def test_a_plan_is_made_of_the_engines_that_the_workers_make(tmp_path: Path, adapted: bool):
+def test_plan_matches_the_engines_of_the_workers(tmp_path: Path, adapted: bool):
     save_tiny(tmp_path / "actor", "llama")
     save_reward_model(tmp_path / "scorer", "qwen2")
     lora = ("actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4") if adapted else ()
@@ -74,7 +73,7 @@ def test_a_plan_is_made_of_the_engines_that_the_workers_make(tmp_path: Path, ada
         "data.max_prompt_length=20",
         "data.max_response_length=20",
         "critic.model.fsdp_config.param_offload=True",
-        # one process then shards, on a CPU as well
+        # makes a single process shard, even on a CPU
         "critic.model.fsdp_config.compute_dtype=bfloat16",
     )
 
@@ -101,9 +100,11 @@ def test_a_plan_is_made_of_the_engines_that_the_workers_make(tmp_path: Path, ada
         assert role.full_bytes == sum(weight.nbytes for weight in engine.module.parameters()), name
 
 
-def test_scores_take_what_is_predicted():
-    """In bf16 through FSDP2: the gathered layers and their states, no logits, one row of a head for
-    each response."""
+def test_peak_memory_of_scores_is_predicted():
+    """Count gathered layers and their states in bf16 with FSDP2.
+
+    There are no logits, and one row of a head for each response.
+    """
     model = tiny_classifier(
         hidden_size=64, intermediate_size=256, num_hidden_layers=3, vocab_size=512
     )
@@ -126,11 +127,11 @@ def test_scores_take_what_is_predicted():
     assert engine.footprint.moments == engine.footprint.gradients == 0
 
 
-def test_the_reward_model_is_on_the_devices(tmp_path: Path):
+def test_reward_model_memory(tmp_path: Path):
     config = make_config(tmp_path, QWEN_7B, *scored_by(tmp_path / "scorer"))
     plan = plan_memory(config, 80)
     scorer = plan.roles["reward_model"].footprint
-    # without the head over the vocabulary, and with one for a score
+    # a head for one score replaces the head over the vocabulary
     body = QWEN_7B.vocab_size * QWEN_7B.hidden_size
     policy = plan.roles["actor"].footprint.shape.numel
     assert scorer.shape.numel == policy - body + QWEN_7B.hidden_size
@@ -151,7 +152,7 @@ def test_the_reward_model_is_on_the_devices(tmp_path: Path):
     assert scores.device_bytes == predicted + resident
 
 
-def test_passes_of_the_reward_model_are_as_its_own_keys_say(tmp_path: Path):
+def test_reward_model_passes_follow_its_own_keys(tmp_path: Path):
     scorer = scored_by(tmp_path / "scorer")
 
     def tokens(*overrides: str) -> int:
@@ -168,6 +169,7 @@ def test_passes_of_the_reward_model_are_as_its_own_keys_say(tmp_path: Path):
         tokens("reward_model.micro_batch_size_per_gpu=3", "reward_model.max_length=512") == 3 * 512
     )
     assert tokens("reward_model.forward_max_token_len_per_gpu=10000") == 10_000
+
     off = "reward_model.model.fsdp_config.param_offload=True"
     plan = plan_memory(make_config(tmp_path, QWEN_7B, *scorer, off), 80)
     assert "reward_model parameters" not in phase_of(plan, "actor", "actor update").device
@@ -177,7 +179,7 @@ def test_passes_of_the_reward_model_are_as_its_own_keys_say(tmp_path: Path):
     )
 
 
-def test_a_reward_model_that_is_none_is_told_before_the_run(tmp_path: Path):
+def test_language_model_as_reward_model_is_an_error(tmp_path: Path):
     with pytest.raises(ModelError, match="a language model"):
         QWEN_7B.architectures = ["Qwen2ForCausalLM"]
         try:
@@ -188,9 +190,8 @@ def test_a_reward_model_that_is_none_is_told_before_the_run(tmp_path: Path):
             QWEN_7B.architectures = None
 
 
-def test_roles_on_ranks_of_their_own_share_no_device(tmp_path: Path):
-    """6 ranks of the actor and 2 of the critic: shards of sixths and of halves, and neither sees
-    the other's."""
+def test_separate_placements_share_no_device(tmp_path: Path):
+    """Place the actor on 6 ranks and the critic on 2: separate shards of sixths and halves."""
     placed = (*PPO, "trainer.placement.critic=[6,7]", "data.train_batch_size=240")
     together = plan_memory(make_config(tmp_path, QWEN_7B, *PPO, "data.train_batch_size=240"), 141)
     apart = plan_memory(make_config(tmp_path, QWEN_7B, *placed), 141)
@@ -214,8 +215,8 @@ def test_roles_on_ranks_of_their_own_share_no_device(tmp_path: Path):
     assert "(6, 7)" in text
 
 
-def test_a_host_is_counted_by_the_processes_on_it(tmp_path: Path):
-    """Two hosts of four: the critic's two ranks lie on the second one."""
+def test_host_memory_counts_the_processes_on_each_host(tmp_path: Path):
+    """Use two hosts with four ranks each; the critic's two ranks are on the second one."""
     off = "critic.model.fsdp_config.optimizer_offload=True"
     four = ("trainer.n_gpus_per_node=4", "trainer.nnodes=2", "data.train_batch_size=240")
     plan = plan_memory(
@@ -229,7 +230,7 @@ def test_a_host_is_counted_by_the_processes_on_it(tmp_path: Path):
     )
 
 
-def test_the_hand_over_gathers_two_buckets(tmp_path: Path):
+def test_weight_transfer_gathers_two_buckets(tmp_path: Path):
     def gathered(*overrides: str) -> int:
         plan = plan_memory(make_config(tmp_path, QWEN_7B, *overrides), 141)
         return phase_of(plan, "actor", "weights to the rollout").device.get("gathered", 0)
@@ -240,17 +241,17 @@ def test_the_hand_over_gathers_two_buckets(tmp_path: Path):
         gathered("actor_rollout_ref.rollout.update_weights_bucket_megabytes=2048")
         == 2 * 2048 * 2**20
     )
+
     alone = ("trainer.n_gpus_per_node=1", "data.train_batch_size=64")
-    assert gathered(*alone) == 0, "this rank has all of every tensor"
+    assert gathered(*alone) == 0, "one rank holds every tensor whole"
     largest_of_a_layer = 3584 * 18_944
     assert gathered(*alone, "actor_rollout_ref.model.lora_rank=8") == 4 * largest_of_a_layer, (
         "sums are fp32"
     )
 
 
-def test_a_checkpoint_holds_what_it_writes(tmp_path: Path):
-    """The rollout engine has its weights again by then; copies on the host are for async_save
-    alone."""
+def test_checkpoint_memory(tmp_path: Path):
+    """Count the weights of the rollout engine, and host copies only for async_save."""
     numel = plan_memory(make_config(tmp_path, LLAMA_8B), 80).roles["actor"].footprint.shape.numel
 
     def checkpoint(*overrides: str):
@@ -261,21 +262,25 @@ def test_a_checkpoint_holds_what_it_writes(tmp_path: Path):
     assert plain.device["rollout weights"] == 2 * numel
     assert "one parameter" not in plain.device
     assert plain.host < 3 * GIB
+
     (copied,) = checkpoint("trainer.async_save=True")
     assert copied.host == pytest.approx((4 + 8) * numel, rel=0.001)
     (weights,) = checkpoint(
         "trainer.async_save=True", "actor_rollout_ref.actor.checkpoint.save_contents=[model]"
     )
     assert weights.host == pytest.approx(4 * numel, rel=0.001)
+
     (merged,) = checkpoint(
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
     )
     assert merged.device["one parameter"] == 4 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
     assert merged.host - plain.host == 2 * 5 * 10**9, "a file and its copy"
+
     actor, critic = checkpoint("trainer.async_save=True", "algorithm.adv_estimator=gae")
     assert critic.host == pytest.approx(actor.host * 2, rel=0.1), (
         "the actor's are still being written"
     )
+
     (adapters,) = checkpoint("trainer.async_save=True", "actor_rollout_ref.model.lora_rank=8")
     assert (
         adapters.host
@@ -286,7 +291,7 @@ def test_a_checkpoint_holds_what_it_writes(tmp_path: Path):
     )
 
 
-def test_ranks_that_share_an_engine_have_their_part_of_pages_and_weights(tmp_path: Path):
+def test_tensor_parallel_ranks_split_pages_and_weights(tmp_path: Path):
     plans = {
         parts: plan_memory(
             make_config(
@@ -313,7 +318,7 @@ def test_ranks_that_share_an_engine_have_their_part_of_pages_and_weights(tmp_pat
         )
 
 
-def test_a_plan_refuses_settings_and_models_that_the_engine_does_not_support(tmp_path: Path):
+def test_plan_rejects_unsupported_settings_and_models(tmp_path: Path):
     engine = "actor_rollout_ref.rollout.name"
     shared = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
     with pytest.raises(ConfigError, match="name=hf. Set name=embedded"):
@@ -325,7 +330,7 @@ def test_a_plan_refuses_settings_and_models_that_the_engine_does_not_support(tmp
     plan_memory(make_config(tmp_path, latent, f"{engine}=hf"), 80)
 
 
-def test_tied_embeddings_are_there_once(tmp_path: Path):
+def test_tied_embeddings_count_once(tmp_path: Path):
     tied = Qwen2Config(**{**QWEN_7B.to_dict(), "tie_word_embeddings": True})
     one, two = (
         plan_memory(make_config(tmp_path / name, model), 80)
@@ -339,11 +344,11 @@ def test_tied_embeddings_are_there_once(tmp_path: Path):
     assert two.rollout.weights - one.rollout.weights == 2 * embedding
     assert (
         two.roles["actor"].footprint.moments - one.roles["actor"].footprint.moments == embedding + 4
-    )  # and its count of steps
+    )  # the 4 bytes are its step count
 
 
-def test_a_critic_of_its_own(tmp_path: Path):
-    """Its model, optimizer, mini-batch and passes are not the actor's."""
+def test_critic_with_its_own_settings(tmp_path: Path):
+    """Give the critic its own model, optimizer, mini-batch and passes."""
     LLAMA_8B.save_pretrained(tmp_path / "critic")
     own = (
         f"critic.model.path={tmp_path / 'critic'}",
@@ -363,11 +368,11 @@ def test_a_critic_of_its_own(tmp_path: Path):
     assert update is not None
 
     assert values is not None
-    assert update.tokens == 16 * 8 // 8 * 2048, "a mini-batch has no more"
+    assert update.tokens == 16 * 8 // 8 * 2048, "limited by the mini-batch"
     assert values.tokens == 65_536
 
 
-def test_a_reference_that_is_off_loaded_comes_for_its_own_pass(tmp_path: Path):
+def test_offloaded_reference_is_loaded_for_its_pass(tmp_path: Path):
     off = "actor_rollout_ref.ref.fsdp_config.param_offload=True"
     plan = plan_memory(make_config(tmp_path, QWEN_7B, *PPO, off), 80)
     holding = {
@@ -415,8 +420,8 @@ def test_old_log_probs_with_rollout_correction(tmp_path: Path):
     )
 
 
-def test_the_teacher_has_its_own_passes_and_its_head_is_with_the_actor(tmp_path: Path):
-    """A 7B student and an 8B teacher of exact divergence, on all ranks and on two of its own."""
+def test_teacher_passes_and_its_head_on_the_actor(tmp_path: Path):
+    """Plan a 7B student and an 8B teacher with exact divergence, on shared and separate ranks."""
     LLAMA_8B.save_pretrained(tmp_path / "teacher")
     distilling = [
         "distillation.enabled=True",
@@ -454,7 +459,7 @@ def test_the_teacher_has_its_own_passes_and_its_head_is_with_the_actor(tmp_path:
     assert "head of the teacher" not in phase_of(estimated, "actor", "actor update").device
 
 
-def test_the_planned_teacher_is_the_workers(tmp_path: Path):
+def test_planned_teacher_matches_the_worker(tmp_path: Path):
     save_tiny(tmp_path / "actor", "llama")
     save_tiny(tmp_path / "teacher", "qwen2", hidden_size=48)
     config = make_config(

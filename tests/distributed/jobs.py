@@ -1,5 +1,7 @@
-"""What the ranks of a test do: train a tiny model on their rows of a mini-batch. One process alone
-does the same."""
+"""Jobs for the ranks of a test: train a tiny model on their rows of a mini-batch.
+
+A single process can run the same jobs.
+"""
 
 import functools
 import os
@@ -36,7 +38,7 @@ Deal = tuple[tuple[int, ...], ...]  # the rows of each data-parallel rank
 
 @dataclass(frozen=True)
 class Setup:
-    """What distinguishes two engines over the same model."""
+    """Settings of an engine for a test."""
 
     family: str = "qwen2"
     double: bool = True
@@ -55,8 +57,11 @@ class Setup:
 
 
 def new_engine(setup: Setup) -> TrainEngine:
-    """On CUDA the model is larger, so that kernels of bf16 can compute it, and tamer, so that
-    rounding stays small."""
+    """Make an engine over a tiny model.
+
+    On CUDA the model is larger, as bf16 kernels require, and has smaller weights, so that rounding
+    errors stay small.
+    """
     on_cuda = setup.device == "cuda"
     size = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96} if on_cuda else {}
     model = tiny_model(setup.family, dtype=torch.float64 if setup.double else torch.float32, **size)
@@ -95,7 +100,7 @@ def new_engine(setup: Setup) -> TrainEngine:
     return TrainEngine(PackedCausalLM(model), options, total_steps=5)
 
 
-# Engines whose weights never change are made once.
+# Engines with constant weights are made once.
 fixed_engine = functools.cache(new_engine)
 
 
@@ -110,8 +115,7 @@ def gradient(
     budget: TokenBudget,
     same_prompt: bool = False,
 ) -> dict[str, Any]:
-    """Of one mini-batch: the whole gradient, its norm, the metrics, and the log-probs of this
-    rank's rows."""
+    """Return gradient, norm, metrics and this rank's log-probs of one mini-batch."""
     engine = fixed_engine(setup)
     batch = make_batch(shapes)
     if same_prompt:
@@ -121,7 +125,7 @@ def gradient(
     batch = own_rows(engine, batch, deal)
     log_probs = engine.infer(batch, budget, entropy=True)
     metrics = engine.forward_backward(batch, budget, smooth_loss, COLUMNS, entropy=True)
-    # numbers of rows are a rank's own
+    # row numbers differ between ranks
     metrics = {name: value for name, value in metrics.items() if name != "row"}
 
     return {
@@ -136,7 +140,7 @@ def gradient(
 def train(
     setup: Setup, shapes: Sequence[Shape], deal: Deal, budget: TokenBudget, steps: int
 ) -> dict[str, Any]:
-    """Metrics of some steps, and the parameters and moments after them."""
+    """Return the metrics of some steps, and the parameters and moments after them."""
     engine = new_engine(setup)
     log = _steps(engine, shapes, deal, budget, range(steps))
     return {"log": log, **state_of(engine)}
@@ -168,7 +172,7 @@ def state_of(engine: TrainEngine) -> dict[str, Any]:
 
 
 def save(setup: Setup, folder: Path, shapes: Sequence[Shape], deal: Deal) -> dict[str, Any]:
-    """Two steps, a checkpoint, and two more."""
+    """Take two steps, save a checkpoint, and take two more steps."""
     engine = new_engine(setup)
     _steps(engine, shapes, deal, WHOLE, range(2))
     saved = state_of(engine)
@@ -177,7 +181,7 @@ def save(setup: Setup, folder: Path, shapes: Sequence[Shape], deal: Deal) -> dic
 
 
 def load(setup: Setup, folder: Path, shapes: Sequence[Shape], deal: Deal) -> dict[str, Any]:
-    """What `save` has saved, and two steps from there."""
+    """Load the checkpoint of `save`, and take two steps from it."""
     engine = new_engine(setup)
     engine.load(folder)
     loaded = state_of(engine)
@@ -185,7 +189,7 @@ def load(setup: Setup, folder: Path, shapes: Sequence[Shape], deal: Deal) -> dic
 
 
 def spoilt_step(setup: Setup, shapes: Sequence[Shape], deal: Deal, row: int) -> dict[str, Any]:
-    """One step, one with a NaN in `row`, and one more."""
+    """Take one step, one with a NaN in `row`, and one more."""
     engine = new_engine(setup)
     budget = TokenBudget(rows=2)
     engine.forward_backward(
@@ -227,7 +231,7 @@ class Smooth(Objective):
 def update(
     setup: Setup, shapes: Sequence[Shape], deal: Deal, mode: str, rows: int | None
 ) -> dict[str, Any]:
-    """`run_updates` over the rows, weighted by `loss_agg_mode` = `mode`."""
+    """Run `run_updates` over the rows with `loss_agg_mode` = `mode`."""
     engine = new_engine(setup)
     metrics = run_updates(
         engine,
@@ -244,7 +248,7 @@ def update(
 
 
 def values_gradient(sequence: int, shapes: Sequence[Shape], deal: Deal) -> dict[str, torch.Tensor]:
-    """The critic's gradient of one mini-batch."""
+    """Return the critic's gradient of one mini-batch."""
     critic = CriticModel.from_causal_lm(tiny_model("llama", dtype=torch.float64))
     options = EngineOptions(
         device=torch.device("cpu"), optim=OptimConfig(), ulysses_sequence_parallel_size=sequence
@@ -279,8 +283,8 @@ def _error(function: Any) -> str:
 def weights_that_were_read(
     folder: Path, dtype: str, lora_rank: int = 0, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """All parameters and buffers of an engine whose model the first rank has read."""
-    # adapters are drawn
+    """Return all parameters and buffers of an engine after the first rank has read the model."""
+    # adapters are initialized at random
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
     model = load_causal_lm(folder, dtype=dtype, weights=os.environ["RANK"] == "0")
     if lora_rank:
@@ -292,7 +296,7 @@ def weights_that_were_read(
 
 
 def mismatch_of_folders(folders: list[Path]) -> str:
-    """What a rank hears whose folder is another than the first rank's."""
+    """Return the error of a rank with a different model folder than the first rank."""
     rank = int(os.environ["RANK"])
     model = load_causal_lm(folders[rank], dtype="float32", weights=rank == 0)
     mesh = init_mesh(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Some ranks that wait for functions to run together, as torchrun would have started them."""
+"""Processes that run functions together, as ranks started by torchrun."""
 
 import multiprocessing
 import os
@@ -11,17 +11,16 @@ import torch
 
 from tests.launches import fork_server, free_port
 
-# Of one call on all ranks. A rank that waits for a collective which the others never make would
-# wait for 30 minutes.
+# For one call on all ranks. A rank in a collective that the others never join would otherwise wait
+# for 30 minutes.
 TIMEOUT_S = 90
 
 
 class Ranks:
-    """`size` processes; `call` runs a module-level function on each of them and gives the list of
-    what they return."""
+    """`size` processes; `call` runs a module-level function on each and returns their results."""
 
     def __init__(self, size: int) -> None:
-        # which no fork may use after one of the imports has looked for it
+        # A forked process cannot use CUDA after an import has queried the device.
         if torch.cuda.is_available():
             context = multiprocessing.get_context("spawn")
         else:
@@ -81,5 +80,5 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
             return
         try:
             connection.send((False, function(*args)))
-        except Exception:  # noqa: BLE001 - a process border: the test shows where it happened
+        except Exception:  # noqa: BLE001 - the test process reports the traceback
             connection.send((True, traceback.format_exc()))

@@ -1,4 +1,4 @@
-"""Ranks that are about to make different passes say so, instead of waiting for each other."""
+"""Ranks with different passes raise an error instead of waiting for each other."""
 
 import pytest
 
@@ -16,14 +16,14 @@ def infer(
     sequence: int,
     shapes: tuple,
     budgets: tuple[TokenBudget, TokenBudget],
-    one_sees_it_reversed: bool,
+    reverse_on_one_rank: bool,
 ) -> str:
-    """The error of a pass whose budgets, or plans, differ between the ranks."""
+    """Return the error of a pass with budgets or plans that may differ between the ranks."""
     engine = new_engine(Setup(sequence=sequence))
     rank = engine.mesh.world.rank
     deal = ((0, 1, 2, 3),) if sequence == 2 else ((0, 1, 2), (3,))
     with pytest.MonkeyPatch.context() as patch:
-        if one_sees_it_reversed and rank == 1:
+        if reverse_on_one_rank and rank == 1:
             patch.setattr(
                 agreement, "plan_micro_batches", lambda *args: plan_micro_batches(*args)[::-1]
             )
@@ -34,17 +34,17 @@ def infer(
     return "none"
 
 
-def test_ranks_of_the_same_rows_must_plan_the_same_passes(two_ranks: Ranks):
+def test_ranks_with_the_same_rows_must_plan_the_same_passes(two_ranks: Ranks):
     assert two_ranks.call(infer, 2, SHAPES, (BY_ROWS, BY_ROWS), False) == ["none"] * 2
     errors = two_ranks.call(infer, 2, SHAPES, (BY_ROWS, BY_ROWS), True)
     assert errors[0] == errors[1]
     assert "Ranks 0 and 1 must make the same passes" in errors[0]
-    told = "the pass for values: 2 passes of at most 2 rows over 4 rows with 59 tokens, plan "
-    assert errors[0].count(told) == 2, errors[0]
+    message = "the pass for values: 2 passes of at most 2 rows over 4 rows with 59 tokens, plan "
+    assert errors[0].count(message) == 2, errors[0]
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (
             TokenBudget(rows=1, phase="the pass for values"),
@@ -57,12 +57,12 @@ def test_ranks_of_the_same_rows_must_plan_the_same_passes(two_ranks: Ranks):
     ],
     ids=["size", "phase"],
 )
-def test_ranks_with_rows_of_their_own_must_be_at_the_same_phase(
-    two_ranks: Ranks, other: TokenBudget, told: str
+def test_ranks_with_different_rows_must_be_in_the_same_phase(
+    two_ranks: Ranks, other: TokenBudget, message: str
 ):
-    # two passes and one
+    # two passes on one rank, one on the other
     assert two_ranks.call(infer, 1, SHAPES, (BY_ROWS, BY_ROWS), False) == ["none"] * 2
     errors = two_ranks.call(infer, 1, SHAPES, (BY_ROWS, other), False)
     assert errors[0] == errors[1]
     assert "Rank 0, the pass for values: 2 passes of at most 2 rows over 3 rows" in errors[0]
-    assert f"Rank 1, {told}" in errors[0]
+    assert f"Rank 1, {message}" in errors[0]

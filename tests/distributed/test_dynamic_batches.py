@@ -1,4 +1,4 @@
-"""Ranks that make as many micro-batches each."""
+"""Ranks agree on the number of micro-batches."""
 
 import torch
 import torch.distributed as dist
@@ -10,8 +10,10 @@ from verl.protocol import DataProto
 
 
 def cut() -> tuple[int, int, list[int]]:
-    """How many micro-batches of rows of 60 tokens on one rank and 10 on the other: agreed on, and
-    not."""
+    """Count the micro-batches, with and without agreement between the ranks.
+
+    Rows have 60 tokens on one rank and 10 on the other.
+    """
     rank = new_engine(Setup()).mesh.world.rank
     mask = (torch.arange(60) < (60 if rank else 10)).long().repeat(4, 1)
     batch = DataProto.from_dict({"attention_mask": mask, "row": torch.arange(4)}).batch

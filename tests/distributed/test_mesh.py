@@ -1,4 +1,4 @@
-"""Which ranks work together, and what is told where they cannot."""
+"""Groups of ranks, and errors for sizes that do not fit."""
 
 import pytest
 import torch
@@ -12,18 +12,18 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def process_group():
-    close_process_group()  # another file may have left one
+    close_process_group()  # a group from another test file
     yield
     close_process_group()
 
 
-def test_one_process_that_does_not_shard_starts_no_process_group():
+def test_unsharded_process_starts_no_process_group():
     mesh = init_mesh(CPU, shard=False)
     assert (mesh.weights, mesh.world, mesh.data, mesh.sequence) == (None, ALONE, ALONE, ALONE)
     assert not torch.distributed.is_initialized()
 
 
-def test_a_mesh_of_one_needs_no_environment():
+def test_mesh_of_one_needs_no_environment_variables():
     mesh = init_mesh(CPU)
     assert mesh.weights is not None
     assert mesh.weights.shape == (1,)
@@ -41,13 +41,13 @@ def test_a_mesh_of_one_needs_no_environment():
         ({}, "WORLD_SIZE=6 .*RANK and MASTER_ADDR and MASTER_PORT.*torchrun"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named(monkeypatch, sizes, message):
+def test_mismatched_sizes_are_errors(monkeypatch, sizes, message):
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(ConfigError, match=message):
         init_mesh(CPU, **sizes)
 
 
-def test_collectives_of_a_rank_alone_give_back_what_they_got():
+def test_collectives_of_a_single_rank_return_their_input():
     values = torch.tensor([1.0, 2.0])
     assert all_reduce_sum(values, ALONE) is values
     assert (sum_of(3, ALONE), max_of(-3, ALONE), gather_objects("a", ALONE)) == (3, -3, ["a"])

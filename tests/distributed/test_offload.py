@@ -1,5 +1,4 @@
-"""What lies on the host between phases and passes comes back as it was, and is really away in
-between."""
+"""Offloaded tensors leave the device between phases and passes, and are restored unchanged."""
 
 from pathlib import Path
 
@@ -28,8 +27,8 @@ def process_group():
 
 
 @pytest.mark.parametrize("chunk", [2**28, 1024])
-def test_tensors_come_back_as_they_were(monkeypatch, chunk):
-    # the small one cuts tensors in several places
+def test_tensors_are_restored_unchanged(monkeypatch, chunk):
+    # the small one splits tensors
     monkeypatch.setattr(offload, "CHUNK_BYTES", chunk)
     tied = torch.randn(40, 7)
     tensors = [
@@ -68,7 +67,7 @@ def step(engine: TrainEngine, seed: int) -> float:
     return engine.step().grad_norm
 
 
-def test_an_engine_is_on_the_host_between_phases(tmp_path: Path):
+def test_engine_is_on_the_host_between_phases(tmp_path: Path):
     engine = jobs.new_engine(OFFLOADED)
     plain = jobs.new_engine(Setup(shard=True))
     assert local_bytes(engine.module.parameters()) == 0
@@ -79,11 +78,13 @@ def test_an_engine_is_on_the_host_between_phases(tmp_path: Path):
         assert local_bytes(engine.module.parameters()) > 0
         assert local_bytes(moments_of(engine)) == 0
         inferred = engine.infer(make_batch(SHAPES), WHOLE)["log_probs"]
-        assert local_bytes(engine.module.parameters()) > 0, "the outermost one moves"
+        assert local_bytes(engine.module.parameters()) > 0, (
+            "only the outermost context moves weights"
+        )
 
     assert torch.equal(inferred, plain.infer(make_batch(SHAPES), WHOLE)["log_probs"])
     engine.save(tmp_path)
-    handed_over = dict(engine.parameters_for_rollout())  # read after the last of them has come
+    handed_over = dict(engine.parameters_for_rollout())  # read after the iterator has ended
     assert all(
         torch.equal(value, handed_over[name]) for name, value in plain.parameters_for_rollout()
     )
@@ -94,7 +95,7 @@ def test_an_engine_is_on_the_host_between_phases(tmp_path: Path):
     assert step(other, 2) == step(plain, 2)
 
 
-def test_a_failed_pass_leaves_nothing_on_the_device():
+def test_failed_pass_leaves_nothing_on_the_device():
     engine = jobs.new_engine(OFFLOADED)
 
     def fails(*_):
@@ -121,9 +122,8 @@ def test_activations_of_checkpointed_layers_are_on_the_host(monkeypatch):
         engine.forward_backward(make_batch(SHAPES), WHOLE, smooth_loss, COLUMNS)
         gradients.append(flat_gradient(engine))
     tokens = sum(prompt + response for prompt, response in SHAPES)
-    assert packed == [(1, tokens, 32)] * 2, (
-        "the input of each of two layers, and nothing within them"
-    )
+
+    assert packed == [(1, tokens, 32)] * 2, "only the input of each of two layers"
     assert torch.equal(*gradients)
 
 
@@ -132,8 +132,8 @@ def test_activations_without_checkpointing_are_refused():
         jobs.new_engine(Setup(activation_offload=True))
 
 
-def test_a_plain_module_on_the_cpu_stays_where_it_is():
-    """Rollout engines alias its weights, and it lies on the host anyway."""
+def test_unsharded_module_on_the_cpu_is_not_moved():
+    """Keep the weights in place: rollout engines alias them, and they are on the host already."""
     engine = jobs.new_engine(Setup(param_offload=True))
     addresses = [parameter.data_ptr() for parameter in engine.module.parameters()]
     step(engine, 0)

@@ -1,4 +1,4 @@
-"""The first rank reads a model's files; the others get their shards from it."""
+"""The first rank reads the files of a model and sends the others their shards."""
 
 import shutil
 from pathlib import Path
@@ -19,12 +19,12 @@ from verl.models.load import load_causal_lm
     ("family", "settings"),
     [
         ("qwen2", {"tie_word_embeddings": True}),
-        ("gpt_oss", {}),  # parameters that no linear module holds
-        ("gemma2", {}),  # buffers that are computed
+        ("gpt_oss", {}),  # parameters outside linear modules
+        ("gemma2", {}),  # computed buffers
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_ranks_have_the_weights_that_the_first_one_read(
+def test_all_ranks_get_the_weights_of_the_first_rank(
     two_ranks: Ranks, tmp_path: Path, family: str, settings: dict[str, Any], dtype: str
 ):
     save_tiny(tmp_path, family, **settings)
@@ -36,7 +36,7 @@ def test_all_ranks_have_the_weights_that_the_first_one_read(
             torch.testing.assert_close(value, expected[name].detach(), rtol=0, atol=0)
 
 
-def test_adapters_are_those_of_the_first_rank(two_ranks: Ranks, tmp_path: Path):
+def test_adapters_come_from_the_first_rank(two_ranks: Ranks, tmp_path: Path):
     save_tiny(tmp_path)
     first, second = two_ranks.call(jobs.weights_that_were_read, tmp_path, "float32", 4)
     assert any("lora_A" in name and value.abs().max() > 0 for name, value in first.items())
@@ -45,7 +45,7 @@ def test_adapters_are_those_of_the_first_rank(two_ranks: Ranks, tmp_path: Path):
         torch.testing.assert_close(second[name], value, rtol=0, atol=0)
 
 
-def test_folders_that_differ_between_machines_are_told(two_ranks: Ranks, tmp_path: Path):
+def test_different_model_folders_are_an_error(two_ranks: Ranks, tmp_path: Path):
     save_tiny(tmp_path / "first")
     save_tiny(tmp_path / "second", intermediate_size=64)
     for rank, text in enumerate(
@@ -56,7 +56,7 @@ def test_folders_that_differ_between_machines_are_told(two_ranks: Ranks, tmp_pat
             assert "same model folder" in text
 
 
-def test_a_critic_without_weights_has_all_their_names(tmp_path: Path):
+def test_critic_without_weights_has_all_parameter_names(tmp_path: Path):
     save_tiny(tmp_path / "model")
     critic = CriticModel.from_pretrained(tmp_path / "model")
     critic.save_pretrained(tmp_path / "critic")
@@ -67,8 +67,8 @@ def test_a_critic_without_weights_has_all_their_names(tmp_path: Path):
         assert all(value.is_meta for value in empty.parameters())
 
 
-def test_a_file_that_lacks_a_tensor_is_told_by_the_rank_that_reads(tmp_path: Path):
-    """And loading without weights cannot know: it reads no file of them."""
+def test_missing_tensor_is_reported_by_the_reading_rank(tmp_path: Path):
+    """Report a missing tensor only with weights: loading without them reads no weight file."""
     folder = save_tiny(tmp_path / "model")
     shutil.copytree(folder, tmp_path / "lacks")
     tensors = load_file(folder / "model.safetensors")

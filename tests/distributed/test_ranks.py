@@ -1,5 +1,4 @@
-"""Several gloo ranks compute what one process computes: gradients, norms, metrics, log-probs,
-updates, checkpoints."""
+"""Several gloo ranks match one process: gradients, norms, metrics, log-probs and checkpoints."""
 
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from verl.engine.microbatch import TokenBudget
 
 ALONE = Setup()
 SHAPES = [(5, 9), (2, 3), (12, 20), (7, 1), (3, 14)]
-UNEVEN = ((0, 1, 2, 4), (3,))  # with one row a micro-batch, four micro-batches against one
+UNEVEN = ((0, 1, 2, 4), (3,))  # with one row per micro-batch: four micro-batches and one
 ALL_ROWS = ((0, 1, 2, 3, 4),)
 OFFLOAD = {"checkpointing": True, "activation_offload": True, "param_offload": True}
 
@@ -30,9 +29,9 @@ def worst_relative_l2(one: dict, other: dict) -> float:
 
 def assert_same(found: list[dict], expected: dict, deal: jobs.Deal, tolerance: float) -> None:
     data, sequence = found[0]["mesh"]
-    # Row by row and all at once a BLAS sums in other orders; the entropy of scaled-up weights shows
-    # it most.
-    of_a_token = 1e-5 if tolerance < 1e-6 else 5e-5
+    # The summation order of BLAS depends on the batch, which shows most in the entropy of
+    # scaled-up weights.
+    token_tolerance = 1e-5 if tolerance < 1e-6 else 5e-5
     for rank, answer in enumerate(found):
         assert worst_relative_l2(answer["gradient"], expected["gradient"]) <= tolerance
         assert answer["norm"] == pytest.approx(expected["norm"], rel=tolerance)
@@ -41,7 +40,7 @@ def assert_same(found: list[dict], expected: dict, deal: jobs.Deal, tolerance: f
         )
         rows = list(deal[rank // sequence])
         torch.testing.assert_close(
-            answer["log_probs"], expected["log_probs"][:, rows], rtol=0, atol=of_a_token
+            answer["log_probs"], expected["log_probs"][:, rows], rtol=0, atol=token_tolerance
         )
 
     assert data * sequence == len(found)
@@ -60,7 +59,7 @@ def assert_same(found: list[dict], expected: dict, deal: jobs.Deal, tolerance: f
     ],
     ids=["fsdp", "hsdp", "ulysses", "offload", "ulysses, offload", "offload policy"],
 )
-def test_two_ranks_give_the_gradient_of_one(two_ranks: Ranks, settings: dict, double: bool):
+def test_two_ranks_match_the_gradient_of_one(two_ranks: Ranks, settings: dict, double: bool):
     expected = jobs.gradient(Setup(double=double), SHAPES, ALL_ROWS, WHOLE)
     deal = ALL_ROWS if "sequence" in settings else UNEVEN
     found = two_ranks.call(
@@ -74,7 +73,7 @@ def test_two_ranks_give_the_gradient_of_one(two_ranks: Ranks, settings: dict, do
     [{"fsdp_size": 2}, {"sequence": 2, "fsdp_size": 2, **OFFLOAD}, {"sequence": 4}],
     ids=["hsdp", "hsdp x ulysses", "fewer key heads than ranks"],
 )
-def test_four_ranks_give_the_gradient_of_one(four_ranks: Ranks, settings: dict):
+def test_four_ranks_match_the_gradient_of_one(four_ranks: Ranks, settings: dict):
     deal = {1: ((0, 2), (1,), (3,), (4,)), 2: UNEVEN, 4: ALL_ROWS}[settings.get("sequence", 1)]
     found = four_ranks.call(
         jobs.gradient, Setup(**settings), SHAPES, deal, TokenBudget(max_tokens=40)
@@ -83,14 +82,14 @@ def test_four_ranks_give_the_gradient_of_one(four_ranks: Ranks, settings: dict):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2", "mistral"])
-def test_ulysses_keeps_windows_caps_and_sinks(two_ranks: Ranks, family: str):
+def test_ulysses_supports_windows_caps_and_sinks(two_ranks: Ranks, family: str):
     shapes = [(20, 25), (3, 9), (11, 30)]  # longer than the window
     deal = ((0, 1, 2),)
     expected = jobs.gradient(Setup(family), shapes, deal, WHOLE)
     found = two_ranks.call(
         jobs.gradient, Setup(family, sequence=2, checkpointing=True), shapes, deal, WHOLE
     )
-    # norms and rotations of transformers round to fp32 on the way
+    # norms and rotations of transformers round to fp32
     assert_same(found, expected, deal, 1e-7)
 
 
@@ -98,7 +97,7 @@ def test_ulysses_keeps_windows_caps_and_sinks(two_ranks: Ranks, family: str):
     "settings", [{}, {"sequence": 2}, OFFLOAD], ids=["fsdp", "ulysses", "offload"]
 )
 @pytest.mark.parametrize("family", ["deepseek_v3", "bloom", "mpt"])
-def test_two_ranks_train_latents_and_biases(two_ranks: Ranks, family: str, settings: dict):
+def test_two_ranks_train_latent_attention_and_biases(two_ranks: Ranks, family: str, settings: dict):
     expected = jobs.gradient(Setup(family), SHAPES, ALL_ROWS, WHOLE)
     deal = ALL_ROWS if "sequence" in settings else UNEVEN
     found = two_ranks.call(
@@ -107,7 +106,7 @@ def test_two_ranks_train_latents_and_biases(two_ranks: Ranks, family: str, setti
     assert_same(found, expected, deal, 1e-6)
 
 
-def test_ulysses_gives_the_critics_gradient(two_ranks: Ranks):
+def test_ulysses_matches_the_gradient_of_the_critic(two_ranks: Ranks):
     expected = jobs.values_gradient(1, SHAPES, ALL_ROWS)
     for found in two_ranks.call(jobs.values_gradient, 2, SHAPES, ALL_ROWS):
         assert worst_relative_l2(found, expected) <= 1e-9
@@ -117,7 +116,7 @@ def test_ulysses_gives_the_critics_gradient(two_ranks: Ranks):
 @pytest.mark.parametrize(
     "settings", [{"lora": True}, {"family": "qwen3_moe"}], ids=["LoRA", "experts"]
 )
-def test_what_is_applied_before_sharding_composes_with_it(
+def test_adapters_and_experts_compose_with_sharding(
     two_ranks: Ranks, settings: dict, sequence: int
 ):
     deal = ALL_ROWS if sequence > 1 else UNEVEN
@@ -127,16 +126,15 @@ def test_what_is_applied_before_sharding_composes_with_it(
     assert_same(found, expected, deal, 1e-7)
 
 
-def test_ulysses_over_prompts_that_are_computed_once(two_ranks: Ranks):
-    """An odd number of tokens: the added segment must not come between prompts and responses."""
+def test_ulysses_with_shared_prompts(two_ranks: Ranks):
+    """Use an odd number of tokens: padding must not separate prompts from their responses."""
     shapes = [(21, 7), (21, 12), (21, 4), (21, 5)]
     deal = ((0, 1, 2, 3),)
     found = two_ranks.call(
         jobs.gradient, Setup(sequence=2, checkpointing=True), shapes, deal, WHOLE, True
     )
     assert_same(found, jobs.gradient(ALONE, shapes, deal, WHOLE, True), deal, 1e-9)
-    # Norms of transformers round the gradient of a prompt to fp32 after, not before, it is added
-    # up.
+    # With shared prompts, norms of transformers round the gradient to fp32 after the sum.
     assert_same(
         found, jobs.gradient(Setup(share_prompts=False), shapes, deal, WHOLE, True), deal, 1e-6
     )
@@ -153,7 +151,7 @@ SETUPS = [
 
 @st.composite
 def dealt_rows(draw: st.DrawFn) -> tuple[list[tuple[int, int]], jobs.Deal, jobs.Deal]:
-    """Row lengths, all rows in some order, and the same dealt to two ranks."""
+    """Draw row lengths, an order of all rows, and a split of that order over two ranks."""
     shapes = draw(
         st.lists(st.tuples(st.integers(2, 20), st.integers(1, 20)), min_size=2, max_size=7)
     )
@@ -171,11 +169,10 @@ def dealt_rows(draw: st.DrawFn) -> tuple[list[tuple[int, int]], jobs.Deal, jobs.
     max_tokens=st.integers(40, 150),
     by_rows=st.integers(0, 3),
 )
-def test_gradient_depends_on_nothing_but_the_mini_batch(
+def test_gradient_depends_only_on_the_mini_batch(
     two_ranks: Ranks, rows, setup: Setup, max_tokens, by_rows
 ):
-    """Micro-batches, packing order, rank count, sequence-parallel size, checkpointing and
-    off-load."""
+    """Vary micro-batches, packing order, rank count, sequence parallelism and offload."""
     shapes, in_order, dealt = rows
     budget = TokenBudget(rows=by_rows) if by_rows else TokenBudget(max_tokens=max_tokens)
     expected = jobs.gradient(ALONE, shapes, (tuple(range(len(shapes))),), WHOLE)
@@ -189,7 +186,7 @@ def test_gradient_depends_on_nothing_but_the_mini_batch(
 
 
 @pytest.mark.parametrize("settings", [{}, {"sequence": 2, **OFFLOAD}, {"offload_policy": True}])
-def test_two_ranks_train_like_one(two_ranks: Ranks, settings: dict):
+def test_two_ranks_train_like_one_rank(two_ranks: Ranks, settings: dict):
     expected = jobs.train(ALONE, SHAPES, ALL_ROWS, WHOLE, 3)
     deal = ALL_ROWS if "sequence" in settings else UNEVEN
     for found in two_ranks.call(
@@ -202,7 +199,7 @@ def test_two_ranks_train_like_one(two_ranks: Ranks, settings: dict):
 @pytest.mark.parametrize(
     ("settings", "row", "where"), [({}, 4, (1, 1)), ({}, 0, (0, 0)), ({"sequence": 2}, 4, (0, 4))]
 )
-def test_all_ranks_skip_a_step_alike_and_name_its_row(
+def test_all_ranks_skip_a_bad_step_and_name_its_row(
     two_ranks: Ranks, settings: dict, row: int, where
 ):
     deal = ALL_ROWS if "sequence" in settings else ((0, 1, 2), (3, 4))
@@ -227,7 +224,7 @@ def test_all_ranks_skip_a_step_alike_and_name_its_row(
     ],
     ids=["2 to 1", "1 to 2", "ulysses with off-load to hsdp", "off-load policy"],
 )
-def test_a_checkpoint_does_not_know_how_many_ranks_there_were(
+def test_checkpoint_loads_on_another_number_of_ranks(
     two_ranks: Ranks, tmp_path: Path, saver, loader
 ):
     def on(settings: dict | None, job) -> dict:
@@ -252,7 +249,7 @@ def test_a_checkpoint_does_not_know_how_many_ranks_there_were(
 @pytest.mark.parametrize(
     "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
-def test_an_update_is_normalised_over_all_ranks(two_ranks: Ranks, mode: str):
+def test_update_is_normalized_over_all_ranks(two_ranks: Ranks, mode: str):
     shapes = [*SHAPES, (4, 6)]
     expected = jobs.update(ALONE, shapes, ((0, 1, 2, 3, 4, 5),), mode, 6)
     for found in two_ranks.call(jobs.update, Setup(), shapes, ((0, 2, 4), (1, 3, 5)), mode, 6):
@@ -261,7 +258,7 @@ def test_an_update_is_normalised_over_all_ranks(two_ranks: Ranks, mode: str):
         assert worst_relative_l2(found["parameters"], expected["parameters"]) <= 1e-6
 
 
-def test_mini_batches_that_ranks_cannot_share_are_told_on_all_of_them(two_ranks: Ranks):
+def test_indivisible_mini_batches_are_errors_on_all_ranks(two_ranks: Ranks):
     assert (
         two_ranks.call(jobs.error_of_update, SHAPES, UNEVEN, None) == ["DataError: got 1 to 4"] * 2
     )

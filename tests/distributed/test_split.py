@@ -1,4 +1,4 @@
-"""A packed batch split over the ranks that share its tokens."""
+"""A packed batch split over sequence-parallel ranks."""
 
 import torch
 from hypothesis import given
@@ -12,7 +12,7 @@ from verl.models.packed import PackedBatch
     parts=st.integers(2, 5),
     share=st.booleans(),
 )
-def test_every_token_and_prediction_is_in_one_part(lengths, parts, share):
+def test_each_token_and_prediction_is_in_one_part(lengths, parts, share):
     sequences = [
         [7, 7, 7, *range(10 * i + 1, 10 * i + 1 + length)] for i, length in enumerate(lengths)
     ]
@@ -29,7 +29,7 @@ def test_every_token_and_prediction_is_in_one_part(lengths, parts, share):
     seen = torch.zeros_like(whole.targets)
 
     for part in split:
-        # The layout is that of all tokens, the added ones first.
+        # The layout covers all tokens, with the padding first.
         assert part.lengths[bool(added) :] == whole.lengths
         assert part.cu_seqlens.tolist()[-1] == len(whole.input_ids) + added
         assert (part.shared, part.num_predictions) == (whole.shared, len(whole.targets))
@@ -51,6 +51,6 @@ def _padded(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, int
     return ids, mask, width - 3
 
 
-def test_one_part_is_the_batch_itself():
+def test_split_into_one_part_returns_the_batch():
     batch = PackedBatch.from_sequences([[1, 2, 3]])
     assert batch.split(1, 0) is batch

@@ -1,4 +1,4 @@
-"""Random batches of trajectories, and a loss whose gradient reaches every token."""
+"""Random batches of trajectories, and a loss with a gradient for every token."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,10 @@ Shape = tuple[int, int]  # prompt tokens, response tokens
 
 
 def make_batch(shapes: Sequence[Shape], *, extra_padding: int = 0, seed: int = 0) -> DataProto:
-    """Rows of these lengths. Equal seeds give equal tokens and columns in equal rows, whatever the
-    padding.
+    """Make random rows with these lengths; equal seeds give equal rows for any padding.
 
-    `extra_padding` more columns of padding on either side. One response token in five is masked (as
-    if a tool said it).
+    `extra_padding` columns of padding are added on each side. One response token in five is masked,
+    like a token of a tool.
     """
     width_p = max(prompt for prompt, _ in shapes) + extra_padding
     width_r = max(response for _, response in shapes) + extra_padding
@@ -27,7 +26,7 @@ def make_batch(shapes: Sequence[Shape], *, extra_padding: int = 0, seed: int = 0
         "input_ids": torch.zeros(len(shapes), width_p + width_r, dtype=torch.int64),
         "attention_mask": torch.zeros(len(shapes), width_p + width_r, dtype=torch.int64),
         "response_mask": torch.zeros(len(shapes), width_r, dtype=torch.int64),
-        # Padding is filled with something that spoils any result it gets into.
+        # NaN as padding makes its use in any result visible.
         "advantages": torch.full((len(shapes), width_r), float("nan"), dtype=torch.float64),
         "old_log_probs": torch.full((len(shapes), width_r), float("nan"), dtype=torch.float64),
     }
@@ -63,7 +62,7 @@ COLUMNS = ("advantages", "old_log_probs")
 def smooth_loss(
     outputs: dict[str, torch.Tensor], columns: dict[str, torch.Tensor], sequence: torch.Tensor
 ) -> LossOutput:
-    """Nonlinear in the log-probs, never flat, and smooth, so that rounding cannot flip a clip."""
+    """Compute a smooth nonlinear loss of the log-probs, without clips that rounding could flip."""
     ratio = torch.sin(outputs["log_probs"] - columns["old_log_probs"])
     loss = -(
         columns["advantages"] * (outputs["log_probs"] + 0.5 * ratio) * columns["weights"]
@@ -76,7 +75,7 @@ def smooth_loss(
 
 
 def gradients_of(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """Copies of the accumulated gradients, whole and on the CPU, by parameter name."""
+    """Return full copies of the accumulated gradients on the CPU, by parameter name."""
     found = {}
     for name, parameter in engine.module.named_parameters():
         gradient = parameter.grad
@@ -90,11 +89,11 @@ def gradients_of(engine: TrainEngine) -> dict[str, torch.Tensor]:
 
 
 def flat_gradient(engine: TrainEngine) -> torch.Tensor:
-    """All accumulated gradients in one CPU vector."""
+    """Concatenate all accumulated gradients into one CPU vector."""
     return torch.cat([gradient.flatten() for gradient in gradients_of(engine).values()])
 
 
 def moments_of(engine: TrainEngine) -> list[torch.Tensor]:
-    """Every tensor of the optimizer's state."""
+    """Return every tensor of the optimizer's state."""
     assert engine.optimizer is not None
     return [value for state in engine.optimizer.state.values() for value in state.values()]

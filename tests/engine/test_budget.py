@@ -1,5 +1,4 @@
-"""The size of passes where the user gives none: begun by prediction, settled by a meter, the same
-on all ranks."""
+"""The automatic size of passes: predicted, then measured, and equal on all ranks."""
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ AUTOMATIC = TokenBudget(key=KEY)
 
 
 class FakeMeter:
-    """A device on which a pass takes a constant and so many bytes a token."""
+    """A device with memory use linear in the tokens of a pass."""
 
     def __init__(self, room: int, constant: int, a_token: int) -> None:
         self.left = room
@@ -47,7 +46,7 @@ class FakeMeter:
 
 
 def run(budgets: AutomaticBudgets, meter: FakeMeter, predict, calls: int) -> list[int]:
-    """Calls whose largest pass is as large as the budget."""
+    """Run calls with passes that fill the budget."""
     sizes = []
     for _ in range(calls):
         size = budgets.begin(AUTOMATIC, [10, 700], predict).max_tokens
@@ -59,7 +58,7 @@ def run(budgets: AutomaticBudgets, meter: FakeMeter, predict, calls: int) -> lis
 
 
 @pytest.mark.parametrize("mistake", [0.4, 1.0, 3.0])
-def test_measurements_mend_a_wrong_prediction_and_never_run_over(mistake: float):
+def test_measurements_correct_a_wrong_prediction(mistake: float):
     meter = FakeMeter(room=40_000_000, constant=5_000_000, a_token=1000)
     budgets = AutomaticBudgets(meter, ALONE)
     sizes = run(budgets, meter, lambda tokens: int(mistake * (5_000_000 + 1000 * tokens)), 8)
@@ -71,7 +70,7 @@ def test_measurements_mend_a_wrong_prediction_and_never_run_over(mistake: float)
         assert all(meter.constant + 1000 * size <= meter.left for size in sizes)
 
 
-def test_a_small_batch_says_what_a_large_one_would_take():
+def test_budget_is_extrapolated_from_a_small_batch():
     meter = FakeMeter(room=50_000_000, constant=0, a_token=1000)
     budgets = AutomaticBudgets(meter, ALONE)
     budgets.begin(AUTOMATIC, [500], lambda tokens: 10_000 * tokens)
@@ -86,7 +85,7 @@ def test_sizes_have_bounds():
     tight = AutomaticBudgets(FakeMeter(1, 0, 1), ALONE)
     assert tight.begin(AUTOMATIC, [5], lambda tokens: tokens).max_tokens == TOKEN_STEP
     assert tight.begin(AUTOMATIC, [5000], lambda tokens: tokens).max_tokens == 5000, (
-        "a row is never cut"
+        "a row is never split"
     )
     assert (
         AutomaticBudgets(None, ALONE).begin(AUTOMATIC, [5], lambda tokens: tokens).max_tokens
@@ -94,7 +93,7 @@ def test_sizes_have_bounds():
     )
 
 
-def test_what_the_user_gives_is_left_alone():
+def test_explicit_budgets_are_unchanged():
     meter = FakeMeter(10**9, 0, 1)
     budgets = AutomaticBudgets(meter, ALONE)
     for given in (TokenBudget(max_tokens=77, key=KEY), TokenBudget(rows=3, key=KEY)):
@@ -103,8 +102,8 @@ def test_what_the_user_gives_is_left_alone():
     assert budgets.tokens == {}
 
 
-def test_all_ranks_get_the_least(monkeypatch: pytest.MonkeyPatch):
-    """Another rank has half the room."""
+def test_all_ranks_get_the_smallest_budget(monkeypatch: pytest.MonkeyPatch):
+    """Simulate another rank with half the free memory."""
     monkeypatch.setattr(
         budget_module, "max_of", lambda number, world: number // 2 if number < 0 else number
     )
@@ -113,7 +112,7 @@ def test_all_ranks_get_the_least(monkeypatch: pytest.MonkeyPatch):
     assert run(budgets, meter, lambda tokens: 1000 * tokens, 1) == [11_776]
 
 
-def test_a_resumed_run_goes_on_with_what_was_settled():
+def test_resumed_run_keeps_the_measured_budget():
     meter = FakeMeter(room=40_000_000, constant=5_000_000, a_token=1000)
     first, second, other = (AutomaticBudgets(meter, ALONE) for _ in range(3))
     sizes = run(first, meter, lambda tokens: 1000 * tokens, 5)
@@ -121,7 +120,7 @@ def test_a_resumed_run_goes_on_with_what_was_settled():
     meter.left //= 2
     assert run(second, meter, lambda tokens: 1000 * tokens, 2) == sizes[-1:] * 2
     other.load_state_dict({**first.state_dict(), "ranks": 8})
-    assert other.tokens == {}, "of other ranks"
+    assert other.tokens == {}, "another number of ranks"
     fresh = AutomaticBudgets(meter, ALONE)
     run(fresh, meter, lambda tokens: 1000 * tokens, 1)
     assert fresh.state_dict() == {"ranks": 1}, "not settled yet"
@@ -135,7 +134,7 @@ def make_engine() -> TrainEngine:
     )
 
 
-def test_an_engine_fills_the_room_that_it_measures(monkeypatch: pytest.MonkeyPatch, tmp_path):
+def test_engine_fills_the_measured_memory(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr(budget_module, "TOKEN_STEP", 8)
     expected = make_engine()
     batch = make_batch([(5, 9), (1, 3), (12, 20), (7, 1), (3, 14), (6, 6), (9, 2), (4, 4)])
@@ -153,7 +152,7 @@ def test_an_engine_fills_the_room_that_it_measures(monkeypatch: pytest.MonkeyPat
             engine.forward_backward(batch, AUTOMATIC, smooth_loss, COLUMNS)
         assert meter.taken() < 900_000
 
-    assert 32 <= max(sizes) < 106, "several passes, of several rows"
+    assert 32 <= max(sizes) < 106, "several passes with several rows each"
     for name, gradient in gradients_of(engine).items():
         torch.testing.assert_close(gradient, gradients_of(expected)[name], rtol=1e-4, atol=1e-6)
     engine.step()

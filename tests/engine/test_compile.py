@@ -1,5 +1,4 @@
-"""Compiled decoder layers: the gradients of uncompiled ones, few graphs, and none more for other
-lengths."""
+"""Compiled decoder layers: same gradients as uncompiled ones, and few graphs for all lengths."""
 
 import logging
 
@@ -21,19 +20,18 @@ from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
-# Not 32 tokens first: at a count equal to the hidden size both are one symbol of the graph, which
-# is compiled again.
+# The first row must not have 32 tokens: a count equal to the hidden size becomes the same symbol of
+# the graph, which is then compiled again.
 SHAPES = [(20, 11), (5, 9), (1, 3), (30, 20), (7, 1), (3, 14)]
 ONE_ROW = TokenBudget(rows=1)
 
 
 @pytest.fixture(autouse=True)
 def clean_start(monkeypatch):
-    """Counters and caches of one test, and no process group after it."""
+    """Reset counters and caches before each test, and close the process group after it."""
     torch._dynamo.reset()
     counters.clear()
-    # pytest would catch every line that torch writes of a graph, which takes longer than compiling
-    # it.
+    # Capturing torch's log lines of a graph in pytest takes longer than the compilation.
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
     yield
     close_process_group()
@@ -72,7 +70,7 @@ def test_compiled_layers_give_the_same_log_probs_and_gradients(family, how):
     plain = make_engine(None, family, **how)
     compiled = make_engine("aot_eager", family, **how)
     batch = make_batch(SHAPES)
-    for _ in range(2):  # again after a step: the graphs must read the new weights
+    for _ in range(2):  # the second round must read the new weights
         expected = plain.infer(batch, ONE_ROW)["log_probs"]
         torch.testing.assert_close(
             compiled.infer(batch, ONE_ROW)["log_probs"], expected, rtol=1e-4, atol=2e-4
@@ -85,12 +83,12 @@ def test_compiled_layers_give_the_same_log_probs_and_gradients(family, how):
         plain.step(), compiled.step()
 
 
-def test_all_layers_and_all_lengths_share_four_graphs():
+def test_all_layers_and_lengths_share_four_graphs():
     engine = make_engine("aot_eager", enable_gradient_checkpointing=True)
     counters.clear()
     gradient(engine, SHAPES[:1], ONE_ROW)
     assert counters["stats"]["unique_graphs"] == 4
-    # one place, counted in each frame that it cuts
+    # one break, counted in each frame around it
     assert sum(counters["graph_break"].values()) <= 3
 
     for shapes in (SHAPES, [(3, 3)], [(17, 80), (2, 2)]):
@@ -98,7 +96,7 @@ def test_all_layers_and_all_lengths_share_four_graphs():
             gradient(engine, shapes, budget)
 
     assert counters["stats"]["unique_graphs"] == 4
-    # without gradient; the embeddings' output differs in that from a layer's
+    # The first layer has its own graph without gradients: its input does not require one.
     engine.infer(make_batch(SHAPES), ONE_ROW)
     assert counters["stats"]["unique_graphs"] in (8, 10)
     known = counters["stats"]["unique_graphs"]
@@ -111,7 +109,7 @@ def test_all_layers_and_all_lengths_share_four_graphs():
     rows=integers(1, 6),
 )
 @settings(max_examples=15, deadline=None)
-def test_gradients_do_not_depend_on_compile(shapes, rows, engines):
+def test_gradients_do_not_depend_on_compilation(shapes, rows, engines):
     plain, compiled = engines
     budget = TokenBudget(rows=rows)
     assert relative_l2(gradient(compiled, shapes, budget), gradient(plain, shapes, budget)) <= 2e-5
@@ -123,8 +121,8 @@ def engines():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_checkpointing_stays_around_the_compiled_layer(checkpointing):
-    """What the layers keep for backward: their inputs alone where they are recomputed."""
+def test_checkpointing_wraps_the_compiled_layer(checkpointing):
+    """Check that checkpointed layers keep only their inputs for the backward pass."""
     engine = make_engine("aot_eager", enable_gradient_checkpointing=checkpointing)
     kept: list[int] = []
     packed = PackedBatch.from_sequences([list(range(3, 40)), list(range(60, 100))])
@@ -132,12 +130,12 @@ def test_checkpointing_stays_around_the_compiled_layer(checkpointing):
         lambda t: kept.append(t.numel()) or t, lambda t: t
     ):
         log_probs = engine.module(packed)["log_probs"]
-    wide = [numel for numel in kept if numel == 77 * 48]  # of the MLP's inner width
+    wide = [numel for numel in kept if numel == 77 * 48]  # of the MLP's intermediate width
     assert bool(wide) != checkpointing
     log_probs.sum().backward()
 
 
-def test_the_log_says_once_what_is_compiled(caplog):
+def test_compiled_layers_are_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="verl"):
         engine = make_engine("aot_eager")
         for _ in range(2):
@@ -148,7 +146,7 @@ def test_the_log_says_once_what_is_compiled(caplog):
     assert line.startswith("2 decoder layers are compiled (aot_eager); the first took ")
 
 
-def test_without_a_compiler_the_error_names_the_key():
+def test_missing_compiler_error_names_the_key():
     with (
         torch._inductor.config.patch(
             {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}

@@ -1,5 +1,4 @@
-"""Micro-batches in verl 0.5's form: no part is too large, and what was rearranged can be put
-back."""
+"""Micro-batches in verl 0.5's form: no part is too large, and the row order can be restored."""
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ LENGTHS = lists(integers(1, 60), min_size=1, max_size=40)
 
 
 def batch_of(lengths: list[int]) -> DataProto:
-    """Row i holds i."""
+    """Make a batch with the value i in row i."""
     rows = torch.arange(len(lengths))
     mask = (torch.arange(60) < torch.tensor(lengths)[:, None]).long()
     return DataProto.from_dict(
@@ -31,9 +30,7 @@ def batch_of(lengths: list[int]) -> DataProto:
 
 
 @given(LENGTHS, integers(60, 300), booleans(), integers(1, 6), integers(1, 4))
-def test_parts_hold_every_row_once_and_no_more_than_they_may(
-    lengths, max_tokens, even, fewest, divisor
-):
+def test_parts_hold_every_row_once_within_the_budget(lengths, max_tokens, even, fewest, divisor):
     batch = batch_of(lengths).batch
     given_numbers = {"min_num_micro_batch": fewest, "num_batches_divided_by": divisor}
     plain, rows_of_plain = rearrange_micro_batches(batch, max_tokens, use_dynamic_bsz_balance=even)
@@ -62,7 +59,7 @@ def test_parts_hold_every_row_once_and_no_more_than_they_may(
 
 
 @given(LENGTHS, integers(60, 300))
-def test_a_batch_comes_back_with_its_objects(lengths, max_tokens):
+def test_batch_is_restored_with_its_objects(lengths, max_tokens):
     data = batch_of(lengths)
     parts, rows = prepare_dynamic_batch(data, max_tokens)
     assert all(
@@ -79,14 +76,14 @@ def test_a_batch_comes_back_with_its_objects(lengths, max_tokens):
     ]
 
 
-def test_there_are_no_more_parts_than_the_tokens_need():
-    """Dealing longest first, or to the first part with room, makes three parts of these."""
+def test_number_of_parts_is_minimal():
+    """Use lengths that simple greedy packing would put into three parts."""
     lengths = [28, 23, 13, 17, 26, 5]
     parts, _ = rearrange_micro_batches(batch_of(lengths).batch, 57)
     assert len(parts) == ceildiv(sum(lengths), 57) == 2
 
 
-def test_even_parts_are_more_even_than_parts_in_order():
+def test_balanced_parts_are_more_even():
     lengths = [10, 1, 1, 1, 1, 1, 1, 10, 10, 10]
     fullest = {}
     for even in (True, False):
@@ -111,7 +108,7 @@ def test_ceildiv(a, b):
     assert (ceildiv(a, b) - 1) * b < a <= ceildiv(a, b) * b
 
 
-def test_a_row_that_fits_nowhere_is_named():
+def test_too_long_row_is_named():
     with pytest.raises(
         ConfigError, match="at most 20 tokens, but row 1 has 30. Raise max_token_len to at least 30"
     ):

@@ -68,7 +68,7 @@ shapes_strategy = lists(tuples(integers(3, 20), integers(1, 20)), min_size=1, ma
     rows=integers(1, 4),
     padding=integers(0, 9),
 )
-def test_gradient_depends_neither_on_micro_batches_nor_on_padding(
+def test_gradient_is_independent_of_micro_batches_and_padding(
     engine64, engine32, shapes, max_tokens, rows, padding
 ):
     for engine, tolerance in ((engine64, 1e-9), (engine32, 1e-5)):
@@ -81,8 +81,8 @@ def test_gradient_depends_neither_on_micro_batches_nor_on_padding(
             assert other_means == pytest.approx(means, rel=1e-4, abs=1e-6)
 
 
-def test_gradient_is_that_of_rows_one_by_one_without_the_engine(engine64):
-    """The definition, written out with transformers' own forward."""
+def test_gradient_matches_separate_rows_without_the_engine(engine64):
+    """Compare with the definition, computed row by row with the forward pass of transformers."""
     batch = make_batch(SHAPES)
     packed, metrics = gradients(engine64, batch, TokenBudget(rows=2))
     model = tiny_model("qwen2", dtype=torch.float64)
@@ -112,15 +112,14 @@ def test_gradient_is_that_of_rows_one_by_one_without_the_engine(engine64):
 
     loss.backward()
     expected = {f"model.{name}": p.grad for name, p in model.named_parameters()}
-    # Not 1e-9: norms, rotations and eager softmax of transformers run in fp32 also in a float64
-    # model.
+    # Not 1e-9: norms, rotations and softmax of transformers run in fp32 even in a float64 model.
     assert worst_relative_l2(packed, expected) <= 1e-5
     assert metrics["ratio"] == pytest.approx(torch.cat(ratios).mean().item(), rel=1e-5)
     assert metrics["row"] == pytest.approx(sum(rows) / len(rows), rel=1e-9)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_gradient_checkpointing_changes_no_gradient():
+def test_gradient_checkpointing_keeps_the_gradient():
     plain, _ = gradients(make_engine(), make_batch(SHAPES), TokenBudget(rows=2))
     recomputed, _ = gradients(
         make_engine(enable_gradient_checkpointing=True), make_batch(SHAPES), TokenBudget(rows=2)
@@ -128,7 +127,7 @@ def test_gradient_checkpointing_changes_no_gradient():
     assert worst_relative_l2(recomputed, plain) <= 1e-6
 
 
-def test_infer_gives_padded_columns_and_leaves_no_graph(engine64):
+def test_infer_returns_padded_columns_without_a_graph(engine64):
     batch = make_batch(SHAPES)
     whole = engine64.infer(batch, WHOLE, temperature=0.7, entropy=True)
     parts = engine64.infer(batch, TokenBudget(max_tokens=33), temperature=0.7, entropy=True)
@@ -143,7 +142,7 @@ def test_infer_gives_padded_columns_and_leaves_no_graph(engine64):
         torch.testing.assert_close(parts[name], values, rtol=0, atol=1e-6)
 
 
-def test_infer_gives_the_log_probs_that_training_sees(engine32):
+def test_infer_matches_the_log_probs_of_training(engine32):
     batch = make_batch(SHAPES)
     inferred = engine32.infer(batch, TokenBudget(rows=2))["log_probs"]
     batch.batch["inferred"] = inferred
@@ -157,7 +156,7 @@ def test_infer_gives_the_log_probs_that_training_sees(engine32):
     assert differences == [0.0, 0.0, 0.0]
 
 
-def test_a_step_is_adamw_on_the_clipped_gradient():
+def test_step_is_adamw_on_the_clipped_gradient():
     engine = make_engine(
         torch.float64, grad_clip=0.01, optim=OptimConfig(lr=0.1, weight_decay=0.02)
     )
@@ -181,7 +180,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient():
     assert all(parameter.grad is None for parameter in engine.module.parameters())
 
 
-def test_without_grad_clip_the_gradient_stays_whole():
+def test_no_grad_clip_keeps_the_gradient():
     clipped = make_engine(grad_clip=1e9)
     whole = make_engine(grad_clip=None)
     for engine in (clipped, whole):
@@ -200,7 +199,7 @@ def test_forward_backward_starts_from_zero(engine32):
     assert worst_relative_l2(again, once) == 0.0
 
 
-def test_the_schedule_moves_once_per_training_step():
+def test_schedule_advances_once_per_training_step():
     engine = make_engine(optim=OptimConfig(lr=1e-3, lr_warmup_steps=4))
     rates = []
     for _ in range(3):
@@ -216,7 +215,7 @@ def spoil_loss(batch: DataProto, row: int) -> None:
 
 
 def overflow_gradient(outputs, columns, sequence):
-    """A finite loss whose gradient is not, on the third row alone."""
+    """Return a finite loss with an infinite gradient in the third row."""
     log_probs = torch.where(
         sequence == 2, outputs["log_probs"] - outputs["log_probs"].detach(), outputs["log_probs"]
     )
@@ -225,7 +224,7 @@ def overflow_gradient(outputs, columns, sequence):
 
 
 @pytest.mark.parametrize("budget", [WHOLE, TokenBudget(rows=1), TokenBudget(max_tokens=40)])
-def test_a_non_finite_loss_or_gradient_skips_the_step_and_names_the_row(budget):
+def test_non_finite_values_skip_the_step_and_name_the_row(budget):
     engine = make_engine(optim=OptimConfig(lr=1e-2, lr_warmup_steps=2))
     engine.forward_backward(make_batch(SHAPES), budget, smooth_loss, COLUMNS)
     engine.step()
@@ -255,7 +254,7 @@ def test_a_non_finite_loss_or_gradient_skips_the_step_and_names_the_row(budget):
     assert not engine.step().skipped
 
 
-def test_a_missing_column_and_a_long_row_are_named(engine32):
+def test_missing_column_and_long_row_are_named(engine32):
     batch = make_batch(SHAPES)
     with pytest.raises(DataError, match="returns"):
         engine32.forward_backward(batch, WHOLE, smooth_loss, ["returns"])
@@ -263,7 +262,7 @@ def test_a_missing_column_and_a_long_row_are_named(engine32):
         engine32.forward_backward(batch, TokenBudget(max_tokens=31), smooth_loss, COLUMNS)
 
 
-def test_rollout_weights_alias_the_parameters_and_tied_ones_come_once():
+def test_rollout_weights_alias_the_parameters():
     engine = make_engine(family="qwen2", optim=OptimConfig())
     named = dict(engine.parameters_for_rollout())
     assert list(named) == [name for name, _ in engine.hf_model.named_parameters()]

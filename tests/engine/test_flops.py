@@ -9,7 +9,7 @@ from verl.engine.flops import FlopsModel, causal_pairs, model_flops_utilization
 from verl.models.lora import apply_lora
 
 
-def test_causal_pairs_counts_what_a_mask_shows():
+def test_causal_pairs_match_a_mask():
     for length, window in ((1, None), (7, None), (7, 3), (7, 7), (7, 20)):
         position = torch.arange(length)
         distance = position[:, None] - position[None, :]
@@ -19,8 +19,7 @@ def test_causal_pairs_counts_what_a_mask_shows():
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "qwen3", "minicpm3", "bloom", "mpt"])
 def test_forward_flops_equal_torchs_count(family):
-    """torch counts the whole square of queries and keys, we the causal half: the rest must
-    agree."""
+    """Compare with torch's count, which includes the masked half of the attention matrix."""
     model = tiny_model(family)
     length = 24
     flops = FlopsModel.from_model(model)
@@ -28,7 +27,7 @@ def test_forward_flops_equal_torchs_count(family):
         model(torch.arange(3, 3 + length)[None], use_cache=False)
     unseen = sum(length * length - causal_pairs(length, window) for window in flops.windows)
     counted = flops.forward([length]) + 4 * flops.attention_width * unseen
-    # Some versions of transformers make their rotation angles by a small matrix product.
+    # Some versions of transformers compute rotation angles with a small matrix product.
     assert counted == pytest.approx(counter.get_total_flops(), rel=5e-4)
     assert flops.train([length]) == 3 * flops.forward([length])
 
@@ -43,9 +42,12 @@ def test_tied_heads_count_once_and_idle_experts_do_not():
     assert four.matrix_parameters - two.matrix_parameters == 2 * 2 * 3 * 32 * 16
 
 
-def test_frozen_matrices_get_no_gradient_of_their_own():
-    """Adapters against torch's count of a forward and backward pass; the embeddings' output needs
-    no gradient, so the first layer's base matrices give none to it."""
+def test_frozen_matrices_have_no_weight_gradient():
+    """Compare adapters with torch's count of a forward and backward pass.
+
+    The output of the embeddings needs no gradient, so the base matrices of the first layer compute
+    none for it.
+    """
     model = tiny_model("qwen2", num_hidden_layers=16)
     length = 24
     apply_lora(model, rank=4, alpha=8)

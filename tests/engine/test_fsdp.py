@@ -1,4 +1,4 @@
-"""FSDP2 over a mesh of one on CPU gives what the plain module gives."""
+"""FSDP2 over a mesh of one CPU process matches the plain module."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,7 @@ def train(engine: TrainEngine, steps: int) -> list[dict[str, float]]:
     log = []
     for seed in range(steps):
         batch = make_batch(SHAPES, seed=seed)
-        # Evaluated between steps, so that weights left gathered from an older step would show.
+        # An evaluation between steps detects gathered weights of an older step.
         before = engine.infer(batch, BUDGET)["log_probs"].double().sum().item()
         metrics = engine.forward_backward(batch, BUDGET, smooth_loss, COLUMNS)
         log.append({**metrics, "grad_norm": engine.step().grad_norm, "before": before})
@@ -78,7 +78,7 @@ def train(engine: TrainEngine, steps: int) -> list[dict[str, float]]:
     ],
     ids=["plain", "tied", "checkpointing", "gathered", "gathered, checkpointing, tied"],
 )
-def test_a_mesh_of_one_trains_like_no_mesh(settings):
+def test_mesh_of_one_trains_like_no_mesh(settings):
     plain = make_engine(shard=False, **settings)
     sharded = make_engine(shard=True, **settings)
     assert train(sharded, 3) == [
@@ -102,8 +102,8 @@ def count_gathers(group, gathered: list[bool]) -> None:
     group.unshard = counted
 
 
-def test_weights_stay_gathered_for_one_mini_batch_and_gradients_add_up_in_fp32():
-    """Also when a mini-batch is broken off, and when one is skipped."""
+def test_weights_stay_gathered_for_one_mini_batch():
+    """Include a mini-batch that fails and one that is skipped."""
     once, always = (
         make_engine(shard=True, fsdp_config=replace(BF16, reshard_after_forward=reshards))
         for reshards in (False, None)
@@ -122,12 +122,14 @@ def test_weights_stay_gathered_for_one_mini_batch_and_gradients_add_up_in_fp32()
     batch = make_batch(SHAPES)
     with pytest.raises(RuntimeError, match="broken off"):
         once.forward_backward(batch, TokenBudget(rows=1), broken, COLUMNS)
+
     recover(once.module)
     gathered.clear()
     for engine in (once, always):
         engine.forward_backward(batch, TokenBudget(rows=1), smooth_loss, COLUMNS)
     assert sum(gathered) == len(once.hf_model.model.layers)
     assert torch.equal(flat_gradient(once), flat_gradient(always))
+
     nan = make_batch(SHAPES)
     nan.batch["advantages"][1] = float("nan")
     once.step(), always.step()
@@ -156,13 +158,12 @@ def test_bf16_compute_is_near_fp32():
     rounded = make_engine(shard=True, fsdp_config=BF16)
     batch = make_batch(SHAPES)
     difference = exact.infer(batch, BUDGET)["log_probs"] - rounded.infer(batch, BUDGET)["log_probs"]
-    # Different, or nothing ran in bf16 at all; logits of this model deviate by 3 and more.
+    # A difference proves that bf16 was used; logits of this model deviate by 3 and more.
     assert 1e-4 < difference.abs().mean() < 0.2
 
 
 def test_accumulated_gradients_keep_small_micro_batches():
-    """Gradients of micro-batches are added in fp32: what one large one dwarfs in bf16 must
-    survive."""
+    """Add gradients in fp32: bf16 sums would lose small micro-batches next to a large one."""
     engine = make_engine(shard=True, fsdp_config=BF16)
     batch = make_batch(SHAPES)
     batch.batch["weights"][0] *= 4096
@@ -179,7 +180,7 @@ def test_accumulated_gradients_keep_small_micro_batches():
     assert ((collected[0] - single).norm() / single.norm()).item() < 1e-2
 
 
-def test_the_guard_works_on_shards():
+def test_guard_works_on_shards():
     engine = make_engine(shard=True)
     train(engine, 1)
     before = {name: tensor.clone() for name, tensor in engine.parameters_for_rollout()}
@@ -194,7 +195,7 @@ def test_the_guard_works_on_shards():
 
 
 @pytest.mark.parametrize(("saver", "loader"), [(True, False), (False, True), (True, True)])
-def test_a_checkpoint_does_not_know_the_mesh(tmp_path: Path, saver: bool, loader: bool):
+def test_checkpoint_is_independent_of_the_mesh(tmp_path: Path, saver: bool, loader: bool):
     first = make_engine(shard=saver)
     second = make_engine(shard=loader)
     train(first, 2)
@@ -208,8 +209,7 @@ def test_a_checkpoint_does_not_know_the_mesh(tmp_path: Path, saver: bool, loader
 
 
 def test_evaluation_sees_new_weights_at_once(tmp_path: Path):
-    """Weights gathered for one evaluation must not serve the next one, when a step or a load came
-    in between."""
+    """Gather weights again after a step or a load between two evaluations."""
     engine = make_engine(shard=True, fsdp_config=BF16)
     engine.save(tmp_path)
     batch = make_batch(SHAPES)
@@ -230,7 +230,7 @@ def test_evaluation_sees_new_weights_at_once(tmp_path: Path):
     assert torch.equal(engine.infer(batch, BUDGET)["log_probs"], old)
 
 
-def test_layers_are_found_whatever_the_family():
+def test_layers_are_found_in_every_family():
     assert [len(decoder_layers(tiny_model(family))) for family in ("gpt2", "opt", "qwen3_moe")] == [
         2,
         2,

@@ -1,4 +1,4 @@
-"""Finding the rows that spoilt an update."""
+"""The search for the rows with a non-finite loss or gradient."""
 
 from hypothesis import given
 from hypothesis.strategies import integers, sets
@@ -7,7 +7,7 @@ from verl.engine.guard import find_offenders
 
 
 @given(bad=sets(integers(0, 29), max_size=6), size=integers(1, 30))
-def test_every_bad_row_is_found_and_no_other(bad, size):
+def test_exactly_the_bad_rows_are_found(bad, size):
     groups = [list(range(start, min(start + size, 30))) for start in range(0, 30, size)]
     passes = []
 
@@ -19,7 +19,7 @@ def test_every_bad_row_is_found_and_no_other(bad, size):
     assert len(passes) <= len(groups) + 10 * len(bad)
 
 
-def test_a_group_that_only_fails_together_is_returned_whole():
+def test_rows_that_fail_only_together_are_returned_together():
     assert find_offenders([[0, 1], [2, 3]], lambda rows: rows != [2, 3]) == [2, 3]
 
 

@@ -1,4 +1,4 @@
-"""The shape of models with multi-head latent attention, as plans read it; FSDP; checkpoints."""
+"""Models with multi-head latent attention: planned shapes, FSDP and checkpoints."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from verl.engine.model_shape import ModelShape
 from verl.models.load import load_causal_lm
 
 
-def test_a_plan_counts_one_latent_and_one_rotary_key():
+def test_plan_counts_one_latent_and_one_rotary_key():
     for family, cached in (("deepseek_v3", 12 + 4), ("qwen3", 2 * 2 * 12), ("bloom", 2 * 36)):
         model = talkative_model(family)
         shape = ModelShape.from_module(model)
@@ -22,13 +22,13 @@ def test_a_plan_counts_one_latent_and_one_rotary_key():
         assert engine.runner.page_bytes == shape.layers * shape.cached * 8 * 4
 
 
-def test_widths_are_those_of_expanded_heads_and_visited_experts():
+def test_widths_count_expanded_heads_and_active_experts():
     shape = ModelShape.from_module(tiny_model("deepseek_v3"))
     assert shape.query == shape.key == 4 * (6 + 4)
     assert shape.intermediate == max(48, 2 * 16 + 16)
 
 
-def test_a_sharded_model_trains_like_a_plain_one():
+def test_sharded_model_trains_like_a_plain_one():
     plain = make_engine(shard=False, family="deepseek_v3")
     sharded = make_engine(shard=True, family="deepseek_v3")
     for one, other in zip(train(plain, 2), train(sharded, 2)):
@@ -36,8 +36,8 @@ def test_a_sharded_model_trains_like_a_plain_one():
             assert abs(value - other[name]) <= 1e-4 * max(1.0, abs(value)), name
 
 
-def test_a_saved_model_keeps_the_routers_buffer(tmp_path: Path):
-    """`e_score_correction_bias` is no parameter, and it chooses experts."""
+def test_saved_model_has_the_router_buffer(tmp_path: Path):
+    """Save `e_score_correction_bias`, a buffer that affects the choice of experts."""
     model = tiny_model("deepseek_v3")
     gate = model.get_submodule("model.layers.1.mlp.gate")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The engine with adapters: sharded or not, saved for peft, resumed with the same bits."""
+"""The engine with adapters: sharded and plain, saved for peft, resumed bit for bit."""
 
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def trained_tensors(engine: TrainEngine) -> dict[str, torch.Tensor]:
     ],
     ids=["qwen2", "gpt2", "qwen3_moe", "critic", "sharded"],
 )
-def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, settings):
+def test_reload_after_three_steps_continues_exactly(tmp_path: Path, settings):
     whole, first, second = (make_engine(**settings) for _ in range(3))
     undisturbed = train(whole, 0, 5)
     before = train(first, 0, 3)
@@ -108,12 +108,12 @@ def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, setti
 @pytest.mark.parametrize(
     "settings", [{}, {"enable_gradient_checkpointing": True}], ids=["plain", "checkpointing"]
 )
-def test_a_mesh_of_one_trains_like_no_mesh(settings):
+def test_mesh_of_one_trains_like_no_mesh(settings):
     plain = make_engine(**settings)
     sharded = make_engine(shard=True, **settings)
     batch = make_batch(SHAPES)
 
-    # Evaluated without adapters first: that must not keep FSDP2 from training them.
+    # A first evaluation without adapters must not stop FSDP2 from training them.
     for engine in (plain, sharded):
         with adapters_off(engine.hf_model):
             engine.infer(batch, BUDGET)
@@ -132,7 +132,7 @@ def test_a_mesh_of_one_trains_like_no_mesh(settings):
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4)
 
 
-def test_frozen_bf16_weights_beside_fp32_adapters_on_a_mesh():
+def test_frozen_bf16_weights_with_fp32_adapters_on_a_mesh():
     engine = make_engine(
         dtype=torch.bfloat16,
         shard=True,
@@ -157,7 +157,7 @@ def test_frozen_bf16_weights_beside_fp32_adapters_on_a_mesh():
             assert parameter.dtype == torch.float32
 
 
-def test_peft_alone_loads_the_adapters(tmp_path: Path):
+def test_peft_loads_the_adapters(tmp_path: Path):
     engine = make_engine()
     train(engine, 0, 4)
     engine.save(tmp_path, tokenizer=tiny_tokenizer())
@@ -190,7 +190,7 @@ def test_peft_alone_loads_the_adapters(tmp_path: Path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_merged_weights_are_saved_when_asked_for(tmp_path: Path, tied: bool):
+def test_merged_weights_are_saved_on_request(tmp_path: Path, tied: bool):
     engine = make_engine(model_settings={"tie_word_embeddings": tied})
     train(engine, 0, 3)
     engine.save(tmp_path, merged=True)
@@ -202,7 +202,7 @@ def test_merged_weights_are_saved_when_asked_for(tmp_path: Path, tied: bool):
     assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_checkpoint_of_another_kind_is_named(tmp_path: Path):
+def test_checkpoint_with_other_adapters_is_an_error(tmp_path: Path):
     make_engine().save(tmp_path / "lora")
     make_engine(rank=0).save(tmp_path / "full")
     make_engine(critic=True, family="llama").save(tmp_path / "critic")
@@ -218,9 +218,8 @@ def test_a_checkpoint_of_another_kind_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("proved", [False, True])
-def test_a_hand_over_merges_one_weight_after_the_other(proved: bool):
-    """Of 5,898,240 adapted weights no more than the largest matrix is there in fp32, and again
-    where it is proved."""
+def test_weight_transfer_merges_one_weight_at_a_time(proved: bool):
+    """Hold no more than the largest of the adapted matrices in fp32, and its copy for the check."""
     size = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
     engine = make_engine(dtype=torch.bfloat16, model_settings=size)
     model: Any = engine.hf_model

@@ -1,4 +1,4 @@
-"""Out of memory: told with its keys, and survived by smaller passes with the same gradients."""
+"""Out of memory: errors name the keys, and smaller passes give the same gradients."""
 
 import errno
 import logging
@@ -48,8 +48,10 @@ def process_group():
 
 
 class NarrowLM(PackedCausalLM):
-    """Runs out of memory on more than `room` tokens behind its first layer: in the forward or the
-    backward pass."""
+    """A model that runs out of memory after its first layer with more than `room` tokens.
+
+    The error comes in the forward or the backward pass.
+    """
 
     room = 100_000
     in_backward = False
@@ -96,9 +98,7 @@ def update(engine: TrainEngine, budget: TokenBudget = TOKENS, **arguments):
 
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-def test_a_mini_batch_restarts_with_half_the_tokens_and_gives_the_same(
-    shard: bool, in_backward: bool, caplog
-):
+def test_mini_batch_restarts_with_half_the_tokens(shard: bool, in_backward: bool, caplog):
     expected_metrics, expected = update(make_engine(shard=shard))
     engine = make_engine(shard=shard)
     engine.module.room = 50
@@ -119,7 +119,7 @@ def test_a_mini_batch_restarts_with_half_the_tokens_and_gives_the_same(
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
 
-    # It stays so, and the step is made.
+    # The lower budget is kept, and the step succeeds.
     assert not engine.step().skipped
     engine.module.sizes.clear()
     update(engine)
@@ -132,7 +132,7 @@ def test_a_mini_batch_restarts_with_half_the_tokens_and_gives_the_same(
     "sharding",
     [{}, {"shard": True}, {"shard": True, "fsdp": FSDPConfig(reshard_after_forward=False)}],
 )
-def test_passes_that_went_well_do_not_count_twice(sharding, in_backward: bool):
+def test_successful_passes_do_not_count_twice(sharding, in_backward: bool):
     _, expected = update(make_engine(**sharding))
     engine = make_engine(**sharding)
     engine.module.room = 35
@@ -143,7 +143,7 @@ def test_passes_that_went_well_do_not_count_twice(sharding, in_backward: bool):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
 
 
-def test_evaluation_restarts_too_and_rows_are_halved():
+def test_evaluation_restarts_with_half_the_rows():
     engine = make_engine()
     batch = make_batch(SHAPES)
     expected = engine.infer(batch, TOKENS)["log_probs"]
@@ -160,7 +160,7 @@ def test_evaluation_restarts_too_and_rows_are_halved():
         engine.infer(batch, rows)
 
 
-def test_a_longer_row_than_before_is_tried_before_it_is_an_error():
+def test_longer_row_is_tried_before_an_error():
     engine = make_engine()
     engine.module.room = 20
     engine.infer(make_batch([(5, 9), (1, 3), (3, 14)]), TOKENS)
@@ -168,7 +168,7 @@ def test_a_longer_row_than_before_is_tried_before_it_is_an_error():
     assert engine.infer(make_batch(SHAPES), TOKENS)["log_probs"].shape == (8, 20)
 
 
-def test_a_single_row_that_does_not_fit_is_told_with_the_keys():
+def test_error_for_a_single_row_names_the_keys():
     engine = make_engine()
     engine.module.room = 31
     with pytest.raises(OutOfMemoryError) as raised:
@@ -188,7 +188,7 @@ def test_a_single_row_that_does_not_fit_is_told_with_the_keys():
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 
-def test_another_error_is_nobodys_shortage():
+def test_other_errors_are_raised_unchanged():
     engine = make_engine()
     engine.module.room, engine.module.error = 50, RuntimeError("size mismatch")
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -196,7 +196,7 @@ def test_another_error_is_nobodys_shortage():
     assert engine.module.sizes == [106]
 
 
-def test_a_loss_that_remembers_its_calls_is_told():
+def test_restart_callback_is_called():
     engine = make_engine()
     engine.module.room = 60
     restarts = []
@@ -204,7 +204,7 @@ def test_a_loss_that_remembers_its_calls_is_told():
     assert restarts == [1]
 
 
-def test_a_resumed_run_keeps_the_lower_budget(tmp_path):
+def test_resumed_run_keeps_the_lower_budget(tmp_path):
     engine = make_engine()
     other = make_engine()
     engine.module.room = 60
@@ -216,7 +216,7 @@ def test_a_resumed_run_keeps_the_lower_budget(tmp_path):
     assert max(other.module.sizes) <= 53
 
 
-def test_several_ranks_stop_and_name_the_one():
+def test_several_ranks_stop_and_name_the_rank():
     guard = PassGuard(CPU, Axis(size=4, rank=2), ["key=value"])
     attempts = []
 
@@ -239,7 +239,7 @@ def test_several_ranks_stop_and_name_the_one():
     assert len(attempts) == 2
 
 
-def test_what_several_ranks_should_begin_with_reaches_the_driver_and_the_next_start():
+def test_lowered_budget_reaches_the_next_start():
     guard = PassGuard(CPU, Axis(size=4, rank=2), [])
 
     def attempt(plan):
@@ -247,6 +247,7 @@ def test_what_several_ranks_should_begin_with_reaches_the_driver_and_the_next_st
 
     with pytest.raises(OutOfMemoryError) as found:
         guard.run(TOKENS, [20, 20, 5], lambda budget: [[0, 1], [2]], attempt, lambda: None)
+
     lowered = pickle.loads(pickle.dumps(found.value)).lowered
     assert lowered == {KEY: 20}
     sizes = []
@@ -276,26 +277,26 @@ def test_what_several_ranks_should_begin_with_reaches_the_driver_and_the_next_st
         (OSError(errno.ENOMEM, "Cannot allocate memory"), None),
     ],
 )
-def test_shortages_are_recognised(error: BaseException, asked: int | None):
+def test_memory_errors_are_recognized(error: BaseException, asked: int | None):
     shortage = shortage_of(error, CPU)
     assert shortage is not None
     assert shortage.asked == asked
     assert shortage.on_device == ("CUDA" in str(error))
-    told = pytest.raises(OutOfMemoryError, match="Out of .* memory in generation.*Lower it")
-    with told, reports_out_of_memory("generation", CPU, "Lower it."):
+    expected = pytest.raises(OutOfMemoryError, match="Out of .* memory in generation.*Lower it")
+    with expected, reports_out_of_memory("generation", CPU, "Lower it."):
         raise error
 
 
-def test_other_errors_are_not_shortages():
+def test_other_errors_are_not_memory_errors():
     for error in (
         RuntimeError("no"),
         OSError(errno.ENOSPC, "No space left"),
-        OutOfMemoryError("told already"),
+        OutOfMemoryError("reported already"),
     ):
         assert shortage_of(error, CPU) is None
 
 
-def test_hints_are_keys_that_are_not_set_yet():
+def test_hints_name_unset_keys():
     plain = EngineOptions(device=CPU, optim=OptimConfig())
     full = replace(
         plain,
@@ -307,22 +308,23 @@ def test_hints_are_keys_that_are_not_set_yet():
     assert len(memory_hints(replace(plain, optim=None))) == 2, "there is no backward pass"
 
 
-def test_host_memory_that_really_runs_out(tmp_path, monkeypatch):
-    """In a process whose address space one large pass exceeds and smaller ones do not."""
+def test_real_host_memory_limit(tmp_path, monkeypatch):
+    """Limit the address space of a process so that only smaller passes fit."""
     monkeypatch.setattr(agreement, "CPU_PASS_TOKENS", 10**6)
     engine = make_engine()
     batch = make_batch([(8, 56)] * 1024)
     budget = replace(TOKENS, max_tokens=2**16)
-    update(engine)  # kernels and their threads are there
+    update(engine)  # load kernels and start their threads
     log = tmp_path / "log"
 
-    def train_in_little_room() -> int:
+    def train_with_little_memory() -> int:
         logger.addHandler(logging.FileHandler(log))
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 60 * 2**20, resource.RLIM_INFINITY))
         engine.forward_backward(batch, budget, smooth_loss, COLUMNS)
         return 0 if engine.module.sizes[-1] < 2**16 and engine.step().grad_norm > 0 else 3
 
-    assert run_in_child(train_in_little_room) == 0
-    told = r"Out of host memory in the actor's update: .* asked, .* RAM and .* of swap free, in a .*\(ulimit -v\)"
-    assert re.search(told, log.read_text())
+    assert run_in_child(train_with_little_memory) == 0
+
+    expected = r"Out of host memory in the actor's update: .* asked, .* RAM and .* of swap free, in a .*\(ulimit -v\)"
+    assert re.search(expected, log.read_text())

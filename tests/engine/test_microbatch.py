@@ -22,17 +22,15 @@ def test_token_plan_places_every_row_once_within_the_budget(lengths, max_tokens)
 
 
 @given(lengths=LENGTHS, max_tokens=integers(60, 400))
-def test_token_plan_uses_few_bins(lengths, max_tokens):
+def test_token_plan_needs_few_bins(lengths, max_tokens):
     plan = plan_micro_batches(lengths, TokenBudget(max_tokens=max_tokens))
-    # Any two bins of first-fit hold more than one budget together, and the plan never needs more
-    # bins than first-fit.
+    # Any two bins of first-fit together exceed one budget, and the plan needs no more bins than it.
     assert len(plan) <= 1 or len(plan) * max_tokens < 2 * sum(lengths) + max_tokens
 
 
 @given(lengths=LENGTHS, max_tokens=integers(60, 400))
 def test_token_plan_is_balanced_or_nearly_full(lengths, max_tokens):
-    """Longest-first bins differ by at most the longest row; where they overflow, little room was
-    left at all."""
+    """Allow a difference of at most the longest row, unless the bins are nearly full."""
     filled = [
         sum(lengths[row] for row in rows)
         for rows in plan_micro_batches(lengths, TokenBudget(max_tokens=max_tokens))
@@ -46,8 +44,7 @@ def test_token_plan_balances_and_fills():
         [0, 2, 4],
         [1, 3, 5],
     ]
-    # Even filling fails here (7+5+3, 6+5+4 would need 15), first-fit decreasing finds 7+3, 6+4,
-    # 5+5.
+    # Even filling fails here (7+5+3 and 6+5+4 need 15); first-fit decreasing finds 7+3, 6+4, 5+5.
     assert plan_micro_batches([7, 6, 5, 5, 4, 3], TokenBudget(max_tokens=10)) == [
         [0, 5],
         [1, 4],
@@ -56,8 +53,10 @@ def test_token_plan_balances_and_fills():
 
 
 def shared(groups: list[tuple[int, list[int]]]) -> tuple[list[int], SharedPrompts]:
-    """Lengths and prompts of rows, group by group; a group is the tokens of a prompt and of each of
-    its responses."""
+    """Return lengths and prompts of the rows of all groups.
+
+    A group has the number of tokens of a prompt and of each of its responses.
+    """
     prompts = [
         (number, prompt) for number, (prompt, responses) in enumerate(groups) for _ in responses
     ]
@@ -79,7 +78,7 @@ GROUPS = lists(
 @settings(deadline=None)
 @given(groups=GROUPS, max_tokens=integers(80, 600))
 @example(groups=[(60, [0, 0, 0]), (60, [20] * 9)], max_tokens=80)
-def test_shared_prompts_count_once_and_keep_their_rows_together(groups, max_tokens):
+def test_shared_prompts_count_once_and_rows_stay_together(groups, max_tokens):
     lengths, prompts = shared(groups)
     plan = plan_micro_batches(lengths, TokenBudget(max_tokens=max_tokens), prompts)
     assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
@@ -91,12 +90,12 @@ def test_shared_prompts_count_once_and_keep_their_rows_together(groups, max_toke
     for number, (prompt, responses) in enumerate(groups):
         if prompt + sum(responses) <= max_tokens:
             assert parts[number] == 1
-        else:  # no more parts than two halves of the room for responses need
+        else:  # no more parts than with half of the space for responses
             assert parts[number] <= 2 * sum(responses) / (max_tokens - prompt) + 1
     assert len(plan) <= 1 or len(plan) * max_tokens < 2 * sum(filled) + max_tokens
 
 
-def test_a_prompt_too_long_for_one_micro_batch_is_dealt_evenly():
+def test_group_too_large_for_one_micro_batch_is_split_evenly():
     lengths, prompts = shared([(10, [20, 20, 20, 20]), (5, [5, 5])])
     assert plan_micro_batches(lengths, TokenBudget(max_tokens=75), prompts) == [
         [0, 2, 4, 5],
@@ -104,15 +103,15 @@ def test_a_prompt_too_long_for_one_micro_batch_is_dealt_evenly():
     ]
 
 
-def test_prompts_a_little_too_long_fill_their_micro_batches():
-    """Halves of 16 responses would leave half of every micro-batch empty."""
+def test_slightly_too_large_groups_fill_their_micro_batches():
+    """Avoid halves of 16 responses, which would leave half of every micro-batch empty."""
     lengths, prompts = shared([(256, [1024] * 16)] * 12)
     plan = plan_micro_batches(lengths, TokenBudget(max_tokens=16_384), prompts)
     assert len(plan) == 13
 
 
 @given(lengths=LENGTHS, max_tokens=integers(60, 400))
-def test_prompts_of_one_row_each_change_no_plan(lengths, max_tokens):
+def test_prompts_with_one_row_keep_the_plan(lengths, max_tokens):
     alone = SharedPrompts(list(range(len(lengths))), [1] * len(lengths))
     budget = TokenBudget(max_tokens=max_tokens)
     assert plan_micro_batches(lengths, budget, alone) == plan_micro_batches(lengths, budget)
@@ -125,7 +124,7 @@ def test_row_plan_is_consecutive_chunks(count, rows):
     assert all(len(chunk) == rows for chunk in plan[:-1])
 
 
-def test_a_row_longer_than_the_budget_names_the_key_and_the_length():
+def test_error_for_a_long_row_names_key_and_length():
     budget = TokenBudget(max_tokens=10, key="critic.ppo_max_token_len_per_gpu")
     with pytest.raises(
         ConfigError, match=r"row 1 has 12.*Raise critic.ppo_max_token_len_per_gpu to at least 13"
@@ -134,6 +133,6 @@ def test_a_row_longer_than_the_budget_names_the_key_and_the_length():
 
 
 @pytest.mark.parametrize("sizes", [{"max_tokens": 5, "rows": 5}, {"max_tokens": 0}, {"rows": 0}])
-def test_a_budget_is_either_tokens_or_rows(sizes):
+def test_budget_is_either_tokens_or_rows(sizes):
     with pytest.raises(ConfigError):
         TokenBudget(**sizes)

@@ -22,8 +22,7 @@ from verl.engine.schedule import build_schedule
 from verl.models.packed import PackedCausalLM
 from verl.utils.errors import CheckpointError, ConfigError, MissingDependencyError
 
-# Not among the development packages: transformers imports it wherever it is installed, and its load
-# warnings with it.
+# torchao is not a development package: where installed, transformers imports it, with warnings.
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
 )
@@ -49,20 +48,20 @@ def test_warmup_ratio_counts_only_when_steps_are_negative():
     assert values(10, 2, lr_warmup_steps=0, lr_warmup_steps_ratio=0.5) == [1.0, 1.0]
 
 
-def test_cosine_falls_to_the_minimum_and_stays():
+def test_cosine_falls_to_its_minimum():
     factors = values(8, 11, warmup_style="cosine", min_lr_ratio=0.1)
     expected = [0.1 + 0.9 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)] + [0.1] * 3
     assert factors == pytest.approx(expected, abs=1e-15)
     assert factors[4] == pytest.approx(0.55)
 
 
-def test_cosine_counts_its_waves():
+def test_cosine_repeats_num_cycles():
     factors = values(8, 9, warmup_style="cosine", num_cycles=1.0)
     assert factors[4] == pytest.approx(0.0)
     assert factors[8] == pytest.approx(1.0)
 
 
-def test_total_of_the_configuration_beats_the_trainers():
+def test_configured_total_steps_take_precedence():
     assert values(100, 3, warmup_style="cosine", total_training_steps=2)[2] == pytest.approx(0.0)
 
 
@@ -81,7 +80,7 @@ def test_unknown_schedule_is_an_error():
         build_schedule(OptimConfig(warmup_style="linear"), 10)
 
 
-def test_adamw_takes_its_settings_and_refuses_half_precision():
+def test_adamw_settings_and_half_precision():
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)
     optimizer = build_optimizer(
@@ -100,8 +99,8 @@ def test_adamw_takes_its_settings_and_refuses_half_precision():
         build_optimizer(module.bfloat16(), OptimConfig())
 
 
-def test_adamw_step_is_the_papers():
-    """Algorithm 2 of Loshchilov & Hutter 2019, two steps by hand in float64."""
+def test_adamw_step_matches_the_paper():
+    """Compare with two steps of Algorithm 2 of Loshchilov & Hutter 2019 in float64."""
     parameter = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     module = nn.ParameterList([parameter])
     lr = 0.1
@@ -163,7 +162,7 @@ def weights_of(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.parameters_for_rollout()}
 
 
-def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest():
+def test_muon_trains_layer_matrices_and_adamw_the_rest():
     engine = make_engine("Muon")
     start = dict(tiny_model("qwen2", hidden_size=64).named_parameters())
     engine.forward_backward(
@@ -188,7 +187,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest():
 
 
 @needs_torchao
-def test_moments_of_8_bits_take_the_step_of_adamw_and_less_memory():
+def test_8_bit_moments_match_adamw_with_less_memory():
     one = make_engine("AdamW")
     other = make_engine("AdamW8bit")
     before = weights_of(one)
@@ -206,7 +205,7 @@ def test_moments_of_8_bits_take_the_step_of_adamw_and_less_memory():
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("optimizer", ["Muon", EIGHT_BIT])
 @pytest.mark.usefixtures("process_group")
-def test_a_reload_goes_on_with_the_same_bits(tmp_path: Path, optimizer: str, shard: bool):
+def test_reload_continues_bit_for_bit(tmp_path: Path, optimizer: str, shard: bool):
     whole, first, second = (make_engine(optimizer, shard=shard) for _ in range(3))
     undisturbed = train(whole, 0, 4)
     before = train(first, 0, 2)
@@ -228,7 +227,7 @@ def test_a_reload_goes_on_with_the_same_bits(tmp_path: Path, optimizer: str, sha
 @pytest.mark.parametrize(
     ("saver", "loader"), [("AdamW", "Muon"), ("Muon", "AdamW"), EIGHT_BIT_TO_32]
 )
-def test_moments_of_another_optimizer_are_refused(tmp_path: Path, saver: str, loader: str):
+def test_moments_of_another_optimizer_are_rejected(tmp_path: Path, saver: str, loader: str):
     engine = make_engine(saver)
     train(engine, 0, 1)
     engine.save(tmp_path)
@@ -236,7 +235,7 @@ def test_moments_of_another_optimizer_are_refused(tmp_path: Path, saver: str, lo
         make_engine(loader).load(tmp_path)
 
 
-def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch):
+def test_missing_package_error_names_the_install_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.delitem(sys.modules, "torchao.optim", raising=False)
     with pytest.raises(
@@ -247,8 +246,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("process_group")
 def test_64_micro_batches_in_bf16_accumulate_in_fp32():
-    """Against the sum in float64 of the 64 gradients, each of which is the same bf16
-    computation."""
+    """Compare with the float64 sum of the 64 gradients of the same bf16 passes."""
     engine = TrainEngine(
         PackedCausalLM(tiny_model("qwen2")),
         EngineOptions(

@@ -1,4 +1,4 @@
-"""Options of an engine: each is a key of the configuration, and every role reads its own sections."""
+"""Engine options: each has a configuration key, and each role reads its own sections."""
 
 from dataclasses import fields
 
@@ -15,7 +15,7 @@ WITHOUT_KEY = {"device", "compile_backend", "shard"}
 
 @pytest.fixture
 def config() -> TrainConfig:
-    """A configuration where every section says something else."""
+    """Return a configuration with different values in every section."""
     config = TrainConfig()
     policy = config.actor_rollout_ref
     policy.model.enable_gradient_checkpointing = True
@@ -44,7 +44,7 @@ def test_every_option_has_a_key(config: TrainConfig):
     assert {option.name for option in fields(EngineOptions)} - keys == WITHOUT_KEY
 
 
-def test_the_actor_reads_its_section_and_the_models(config: TrainConfig):
+def test_actor_reads_its_section_and_the_model_section(config: TrainConfig):
     policy = config.actor_rollout_ref
     assert EngineOptions.of(policy.actor, CPU, policy=policy) == EngineOptions(
         device=CPU,
@@ -60,7 +60,7 @@ def test_the_actor_reads_its_section_and_the_models(config: TrainConfig):
     )
 
 
-def test_frozen_roles_read_what_they_share_with_the_policy_and_learn_nothing(config: TrainConfig):
+def test_frozen_roles_share_policy_settings_without_an_optimizer(config: TrainConfig):
     policy = config.actor_rollout_ref
     assert EngineOptions.of(policy.ref, CPU, policy=policy) == EngineOptions(
         device=CPU,
@@ -79,7 +79,7 @@ def test_frozen_roles_read_what_they_share_with_the_policy_and_learn_nothing(con
     assert (scorer.use_torch_compile, scorer.learns, scorer.grad_clip) == (False, False, None)
 
 
-def test_the_critic_reads_nothing_of_the_policy(config: TrainConfig):
+def test_critic_reads_no_policy_settings(config: TrainConfig):
     critic = config.critic
     assert EngineOptions.of(critic, CPU) == EngineOptions(
         device=CPU,
@@ -118,6 +118,6 @@ def test_layers_compile(asked: bool | None, device: torch.device, family: str, c
     ],
 )
 def test_ranks_that_hold_one_copy(device: torch.device, fsdp: FSDPConfig, ranks: int, expected):
-    """Of fp32 parameters."""
+    """Check the ranks that hold one copy of fp32 parameters."""
     options = EngineOptions(device=device, fsdp_config=fsdp)
     assert options.shard_ranks(ranks, parameter_itemsize=4) == expected

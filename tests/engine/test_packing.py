@@ -1,4 +1,4 @@
-"""Which rows share a prompt, and that the engine's numbers do not depend on it."""
+"""Rows with a shared prompt: their detection, and results independent of sharing."""
 
 from dataclasses import replace
 
@@ -25,8 +25,10 @@ GROUPS: list[Group] = [(12, [9, 3, 14, 1]), (5, [2, 20]), (7, [4]), (20, [1, 2, 
 
 
 def grouped_batch(groups: list[Group], *, interleave: bool = False) -> DataProto:
-    """Rows of a group have one prompt, group by group or the groups' rows in turn. Every prompt
-    begins one text."""
+    """Make groups of rows with one prompt each, in order or interleaved.
+
+    All prompts are prefixes of one text.
+    """
     placed = [
         (place, number)
         for number, (_, responses) in enumerate(groups)
@@ -47,7 +49,7 @@ def mini_batch(batch: DataProto, share_prompts: bool = True) -> MiniBatch:
     return MiniBatch(batch, ("response_mask", *COLUMNS), CPU, share_prompts=share_prompts)
 
 
-def test_rows_share_a_prompt_that_is_equal_token_for_token():
+def test_rows_with_identical_prompts_share_them():
     batch = grouped_batch(GROUPS)
     prompts = mini_batch(batch).prompts
     assert prompts is not None
@@ -62,13 +64,13 @@ def test_rows_share_a_prompt_that_is_equal_token_for_token():
 
 
 @pytest.mark.parametrize(("response", "shares"), [(88, False), (40, False), (39, True), (1, True)])
-def test_a_prompt_that_saves_little_is_not_shared(response, shares):
-    # Of 2 * (10 + R) tokens 10 are left out: a tenth at R = 40.
+def test_prompt_with_a_small_saving_is_not_shared(response, shares):
+    # Sharing saves 10 of 2 * (10 + R) tokens: a tenth at R = 40.
     assert MIN_SAVING == 0.1
     assert (mini_batch(grouped_batch([(10, [response, response])])).prompts is not None) == shares
 
 
-def test_a_batch_with_nothing_to_share_is_packed_as_ever():
+def test_batch_without_shared_prompts_is_packed_as_usual():
     batch = make_batch([(5, 9), (5, 3), (12, 20)])
     shared = mini_batch(batch)
     plain = mini_batch(batch, share_prompts=False)
@@ -79,7 +81,7 @@ def test_a_batch_with_nothing_to_share_is_packed_as_ever():
     assert torch.equal(one.input_ids, other.input_ids)
 
 
-def test_rows_without_tokens_do_not_disturb_the_prompts_of_others():
+def test_empty_rows_do_not_affect_other_prompts():
     batch = grouped_batch(GROUPS)
     batch.batch["attention_mask"][[0, 8]] = 0
     packed = mini_batch(batch).pack([0, 1, 2, 3, 6, 7, 8, 9]).packed
@@ -148,7 +150,7 @@ def test_gradients_and_log_probs_do_not_depend_on_sharing(
         torch.testing.assert_close(log_probs, expected_log_probs, rtol=0, atol=1e-6)
 
 
-def test_the_budget_counts_a_shared_prompt_once(engine):
+def test_budget_counts_a_shared_prompt_once(engine):
     batch = grouped_batch([(20, [5, 5, 5, 5])])
     passes = []
     handle = engine.module.register_forward_pre_hook(
@@ -161,9 +163,9 @@ def test_the_budget_counts_a_shared_prompt_once(engine):
     assert passes == [(25,)] * 4 + [(20, 5, 5, 5, 5)]
 
 
-def test_checkpointing_with_shared_prompts_changes_no_gradient():
+def test_checkpointing_with_shared_prompts_keeps_the_gradient():
     gradients = []
-    # without KeepFloat64, which a recomputed forward does not see
+    # without KeepFloat64, which has no effect on a recomputed forward pass
     for checkpointing in (False, True):
         engine = make_engine(enable_gradient_checkpointing=checkpointing)
         engine.forward_backward(
@@ -173,7 +175,7 @@ def test_checkpointing_with_shared_prompts_changes_no_gradient():
     assert relative_l2(*gradients) <= 1e-12
 
 
-def test_a_row_that_spoils_the_gradient_is_found_among_those_of_its_prompt():
+def test_bad_row_is_found_among_rows_of_its_prompt():
     batch = grouped_batch(GROUPS)
     batch.batch["advantages"][2, 0] = float("nan")
     engine = make_engine()

@@ -1,4 +1,4 @@
-"""Saving and loading: a run cut in two ends with the bits of an undisturbed one."""
+"""Saving and loading: an interrupted run ends bit for bit like an uninterrupted one."""
 
 import threading
 from pathlib import Path
@@ -47,7 +47,7 @@ def value_loss(outputs, columns, sequence):
 
 
 def train(engine: TrainEngine, first: int, count: int) -> list[float]:
-    """`count` steps on the batches numbered from `first`; gradient norms and learning rates."""
+    """Train `count` steps from batch `first`; return gradient norms and learning rates."""
     seen = []
     loss_fn = value_loss if isinstance(engine.module, PackedValueModel) else smooth_loss
     for number in range(first, first + count):
@@ -69,7 +69,7 @@ def train(engine: TrainEngine, first: int, count: int) -> list[float]:
     ],
     ids=["qwen2", "tied", "gpt2", "qwen3_moe", "critic"],
 )
-def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, make):
+def test_reload_after_three_steps_continues_exactly(tmp_path: Path, make):
     whole = make()
     first = make()
     second = make()
@@ -79,7 +79,7 @@ def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, make)
 
     with torch.no_grad():
         for parameter in second.module.parameters():
-            parameter.add_(1.0)  # whatever was there must not matter
+            parameter.add_(1.0)  # earlier steps must not matter
 
     train(second, 50, 1)
     second.load(tmp_path)
@@ -98,7 +98,7 @@ def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, make)
         assert all(torch.equal(state[key], other_state[key]) for key in state), name
 
 
-def test_load_writes_in_place(tmp_path: Path):
+def test_load_keeps_the_tensors(tmp_path: Path):
     engine = policy_engine()
     aliases = dict(engine.parameters_for_rollout())
     train(engine, 0, 1)
@@ -109,10 +109,8 @@ def test_load_writes_in_place(tmp_path: Path):
     assert all(torch.equal(aliases[name], saved[name]) for name in saved)
 
 
-def test_what_is_written_in_the_background_is_what_was_there_when_it_began(
-    tmp_path: Path, monkeypatch
-):
-    """Weights and moments change between `save` and the first byte that is written."""
+def test_background_save_writes_the_state_at_its_start(tmp_path: Path, monkeypatch):
+    """Change weights and moments between `save` and the first written byte."""
     begin = threading.Event()
     write = sharded.write_sharded
 
@@ -128,13 +126,14 @@ def test_what_is_written_in_the_background_is_what_was_there_when_it_began(
     undisturbed += train(whole, 2, 2)
     assert not whole.is_saved(wait=False)
     assert not (tmp_path / "sharded").exists()
+
     begin.set()
     assert whole.is_saved(wait=True)
     other.load(tmp_path)
     assert undisturbed[:4] + train(other, 2, 2) == undisturbed
 
 
-def test_what_fails_in_the_background_is_raised_once(tmp_path: Path, monkeypatch):
+def test_background_failure_is_raised_once(tmp_path: Path, monkeypatch):
     engine = policy_engine()
     monkeypatch.setattr(sharded.FileSystemWriter, "write_data", lambda *_: 1 / 0)
     engine.save(tmp_path, in_background=True)
@@ -147,7 +146,7 @@ def test_what_fails_in_the_background_is_raised_once(tmp_path: Path, monkeypatch
     engine.load(tmp_path)
 
 
-def test_parts_that_are_not_wanted(tmp_path: Path, caplog):
+def test_partial_loading(tmp_path: Path, caplog):
     engine = policy_engine()
     other = policy_engine()
     train(engine, 0, 2)
@@ -155,7 +154,7 @@ def test_parts_that_are_not_wanted(tmp_path: Path, caplog):
     other.load(tmp_path / "all", optimizer=False, extra=False)
     assert not other.optimizer.state
     assert torch.equal(other.hf_model.lm_head.weight, engine.hf_model.lm_head.weight)
-    assert train(other, 0, 1)[1] == 0.0, "the first step of the warm-up"
+    assert train(other, 0, 1)[1] == 0.0, "the first step of a new warm-up"
 
     engine.save(tmp_path / "weights", optimizer=False)
     with pytest.raises(CheckpointError, match="load_contents"):
@@ -167,7 +166,7 @@ def test_parts_that_are_not_wanted(tmp_path: Path, caplog):
     assert "The learning-rate schedule begins anew" in caplog.text
 
 
-def test_the_saved_folder_is_a_hugging_face_model(tmp_path: Path):
+def test_saved_folder_is_a_hugging_face_model(tmp_path: Path):
     engine = policy_engine(tie_word_embeddings=True)
     train(engine, 0, 3)
     engine.save(tmp_path, tokenizer=tiny_tokenizer(), merged=True)
@@ -182,7 +181,7 @@ def test_the_saved_folder_is_a_hugging_face_model(tmp_path: Path):
     assert (tmp_path / "huggingface" / "generation_config.json").is_file()
 
 
-def test_a_half_precision_module_is_a_hugging_face_model_in_fp32(tmp_path: Path):
+def test_half_precision_module_is_saved_in_fp32(tmp_path: Path):
     module = PackedCausalLM(tiny_model("qwen2", dtype=torch.bfloat16))
     engine = TrainEngine(module, EngineOptions(device=torch.device("cpu")))
     engine.save(tmp_path, merged=True)
@@ -190,7 +189,7 @@ def test_a_half_precision_module_is_a_hugging_face_model_in_fp32(tmp_path: Path)
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
 
 
-def test_what_is_missing_is_named(tmp_path: Path):
+def test_missing_parts_are_named(tmp_path: Path):
     engine = policy_engine()
     with pytest.raises(CheckpointError, match="progress.json"):
         engine.load(tmp_path)
@@ -213,7 +212,7 @@ def test_what_is_missing_is_named(tmp_path: Path):
         '{"has_optimizer": true, "token_budgets": {"update": null}}',
     ],
 )
-def test_odd_progress_is_one_line_that_names_the_file(tmp_path: Path, content: str):
+def test_invalid_progress_file_is_named(tmp_path: Path, content: str):
     engine = policy_engine()
     engine.save(tmp_path)
     (tmp_path / "progress.json").write_text(content)
@@ -222,7 +221,7 @@ def test_odd_progress_is_one_line_that_names_the_file(tmp_path: Path, content: s
     assert len(str(caught.value)) < 500
 
 
-def test_a_policy_is_no_critic(tmp_path: Path):
+def test_policy_checkpoint_is_not_a_critic(tmp_path: Path):
     wrap(PackedCausalLM(tiny_model("llama"))).save(tmp_path)
     with pytest.raises(CheckpointError, match="not a critic"):
         critic_engine().load(tmp_path)

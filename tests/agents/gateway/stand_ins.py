@@ -34,12 +34,13 @@ class BrokenBoundary(ChatBoundary):
 
 
 def model_that_says(dialogue: Sequence[Mapping[str, str]], steps: int = 220) -> Any:
-    """A tiny model that has learned one dialogue by heart."""
+    """Train a tiny model that repeats one dialogue."""
     model = tiny_model("qwen2", max_position_embeddings=LENGTH)
     tokenizer = tiny_tokenizer()
     text = tokenizer.apply_chat_template(list(dialogue), tokenize=False)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for _ in range(steps):
             loss = model(ids, labels=ids).loss
@@ -61,7 +62,7 @@ def wording_of(with_tools: bool = True) -> Wording:
 async def served(
     model: Any, *, with_tools: bool = True, engine: Any = None, **options: Any
 ) -> AsyncIterator[tuple[GatewayServer, AsyncOpenAI]]:
-    """A server of a model alone, and a client of it."""
+    """Start a server of one model, and yield a client."""
     engine = engine or make_engine(model, max_model_len=LENGTH)
     backend = ServedBackend(
         ServedEngine(engine),

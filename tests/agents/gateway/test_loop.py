@@ -1,4 +1,4 @@
-"""Agents of users' files and programs, each episode a session."""
+"""Agents from users' files and programs, with a session for each episode."""
 
 import asyncio
 import math
@@ -115,7 +115,7 @@ def file(tmp_path: Path) -> Path:
 def play(
     model: Any, rows: int = 2, **settings: Any
 ) -> tuple[list[list[Trajectory]], dict[str, int]]:
-    """Play so many episodes at once."""
+    """Play `rows` episodes concurrently."""
     client = client_of(make_engine(model, max_model_len=256))
     config = GatewayConfig(**settings)
 
@@ -133,7 +133,7 @@ def play(
     return asyncio.run(client.serve(batch()))
 
 
-def test_a_coroutine_function(model, file: Path):
+def test_coroutine_function(model, file: Path):
     played, counts = play(model, path=str(file))
     for row, (trajectory,) in enumerate(played):
         assert trajectory.row == row
@@ -141,18 +141,18 @@ def test_a_coroutine_function(model, file: Path):
     assert counts["finished"] == counts["trajectories"] == 2
 
 
-def test_a_plain_function_runs_in_a_thread(model, file: Path):
+def test_plain_function_runs_in_a_thread(model, file: Path):
     played, _ = play(model, path=str(file), name="plain")
     assert [each[0].reward for each in played] == [0.25, 0.25]
     assert [each[0].extra["note"] for each in played] == ["q0", "q1"]
 
 
-def test_an_agent_that_blocks_does_not_stop_the_engine(model, file: Path):
+def test_blocking_agent_does_not_stop_the_engine(model, file: Path):
     played, _ = play(model, path=str(file), name="blocking")
     assert [each[0].reward for each in played] == [None, None], "the reward function scores them"
 
 
-def test_a_failed_session_is_dropped_and_counted(model, file: Path, caplog):
+def test_failed_session_is_dropped_and_counted(model, file: Path, caplog):
     played, counts = play(model, path=str(file), name="failing", rows=3)
     assert [len(each) for each in played] == [1, 0, 1]
     assert counts["failed"] == counts["failed/error"] == 1
@@ -160,14 +160,14 @@ def test_a_failed_session_is_dropped_and_counted(model, file: Path, caplog):
     assert re.search(r"raised KeyError \(.*agents.py:\d+\): 'no such tool'", caplog.text)
 
 
-def test_a_reward_that_is_no_number_is_a_failure(model, file: Path, caplog):
+def test_non_numeric_reward_is_a_failure(model, file: Path, caplog):
     played, counts = play(model, path=str(file), name="wrong", rows=2)
     assert played == [[], []]
     assert counts["failed"] == 2
-    assert caplog.text.count("must return a finite number") == 1, "one line a batch"
+    assert caplog.text.count("must return a finite number") == 1, "one line per batch"
 
 
-def test_a_session_without_a_reply_is_empty(model, file: Path):
+def test_session_without_a_reply_is_empty(model, file: Path):
     played, counts = play(model, path=str(file), name="silent", rows=1)
     assert played == [[]]
     assert counts["empty"] == 1
@@ -175,19 +175,19 @@ def test_a_session_without_a_reply_is_empty(model, file: Path):
 
 
 @pytest.mark.parametrize("name", ["slow", "stuck"])
-def test_an_episode_ends_at_its_deadline(model, file: Path, name: str):
+def test_episode_ends_at_its_deadline(model, file: Path, name: str):
     played, counts = play(model, path=str(file), name=name, timeout_s=1.0, rows=1)
     assert played == [[]]
     assert counts["failed/timeout"] == 1
 
 
-def test_an_episode_without_requests_is_abandoned(model, file: Path):
+def test_episode_without_requests_is_abandoned(model, file: Path):
     played, counts = play(model, path=str(file), name="slow", idle_s=0.3, rows=1)
     assert played == [[]]
     assert counts["abandoned"] == 1
 
 
-def test_a_program(model, tmp_path: Path):
+def test_program(model, tmp_path: Path):
     program = tmp_path / "agent.py"
     program.write_text(PROGRAM)
     played, _ = play(model, command=f"{sys.executable} {program}", rows=2)
@@ -197,7 +197,7 @@ def test_a_program(model, tmp_path: Path):
         assert trajectory.extra["text"] == wording.decode(trajectory.response_ids)
 
 
-def test_a_program_that_fails_is_dropped_with_its_last_words(model, tmp_path: Path, caplog):
+def test_failed_program_is_dropped_with_its_last_output(model, tmp_path: Path, caplog):
     program = tmp_path / "agent.py"
     program.write_text(PROGRAM)
     played, counts = play(model, command=f"{sys.executable} {program} --fail", rows=1)
@@ -206,7 +206,7 @@ def test_a_program_that_fails_is_dropped_with_its_last_words(model, tmp_path: Pa
     assert "exit code 1: the program gave up" in caplog.text
 
 
-def test_a_program_is_killed_with_its_children(model, tmp_path: Path):
+def test_program_is_killed_with_its_children(model, tmp_path: Path):
     program = tmp_path / "agent.sh"
     alive = tmp_path / "alive"
     program.write_text(
@@ -234,7 +234,7 @@ def test_a_program_is_killed_with_its_children(model, tmp_path: Path):
         ({"command": " "}, "must name a program"),
     ],
 )
-def test_an_agent_that_is_not_there(file: Path, settings: dict[str, str], says: str):
+def test_missing_agent_is_an_error(file: Path, settings: dict[str, str], says: str):
     given = {name: value.replace("FILE", str(file)) for name, value in settings.items()}
     arguments: dict[str, Any] = {"path": None, **given}
     with pytest.raises(ConfigError, match=says):
@@ -257,6 +257,6 @@ def test_results(result: Any, reward: float | None, extra: dict[str, Any]):
 
 
 @pytest.mark.parametrize("result", ["1.0", math.nan, math.inf, [1], {"reward": "high"}])
-def test_results_that_are_no_reward(result: Any):
+def test_invalid_results_are_errors(result: Any):
     with pytest.raises(AgentError, match="must return a finite number"):
         read_reward(result)

@@ -1,4 +1,4 @@
-"""The books of sessions: whatever clients do, each drawn token is learned from once, in its context."""
+"""Session recorder: each drawn token is trained once in its context, for any order of requests."""
 
 import json
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ class Client:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data())
-def test_each_drawn_token_is_learned_from_once_after_what_the_model_saw(values: DataObject):
+def test_each_drawn_token_is_trained_once_in_its_context(values: DataObject):
     client = Client(recorder_of(max_prompt_tokens=40, max_response_tokens=300))
     client.recorder.open("a", row=5)
     for _ in range(values.draw(integers(1, 14), "actions")):
@@ -88,8 +88,8 @@ def test_each_drawn_token_is_learned_from_once_after_what_the_model_saw(values: 
     assert sorted(learned) == sorted(client.drawn)
 
 
-def test_a_chain_of_turns_is_one_trajectory():
-    """The longest recorded conversation counts, and its free reply first."""
+def test_chain_of_turns_is_one_trajectory():
+    """Choose the longest recorded conversation, and in it the reply that is still free."""
     client = Client(recorder_of())
     client.recorder.open("a", row=0)
     client.ask([], "x", 1)
@@ -115,7 +115,7 @@ REPLY: Any = {
 
 
 def named(message: Any) -> str:
-    """The name of a conversation that ends with a message, as a client sends it."""
+    """Return the name of a conversation that ends with a message of a client."""
     body = {"model": "x", "messages": [{"role": "user", "content": "Weather?"}, message]}
     return conversation_name(ChatRequest.read(json.dumps(body).encode()).messages, ())
 
@@ -137,7 +137,7 @@ def with_arguments(arguments: str) -> Any:
         with_arguments('{"days":2,"city":"Oslo"}'),
     ],
 )
-def test_a_reply_is_known_however_a_client_sends_it_back(sent: Any):
+def test_reply_is_recognized_in_every_client_format(sent: Any):
     assert named(sent) == named(REPLY)
 
 
@@ -152,18 +152,18 @@ def test_a_reply_is_known_however_a_client_sends_it_back(sent: Any):
         with_arguments('{"city": "Oslo", "days": 2'),
     ],
 )
-def test_another_reply_is_not_taken_for_it(sent: Any):
+def test_different_reply_is_not_recognized(sent: Any):
     assert named(sent) != named(REPLY)
 
 
-def test_a_reply_without_text_is_known_by_its_calls():
+def test_reply_without_text_is_recognized_by_its_calls():
     silent = {**REPLY, "content": ""}
     assert named({**silent, "content": None}) == named(silent)
     missing = {name: value for name, value in silent.items() if name != "content"}
     assert named(missing) == named(silent)
 
 
-def test_a_lenient_reader_leaves_out_what_it_cannot_honor():
+def test_lenient_reader_ignores_unsupported_options():
     body = {
         "model": "x",
         "messages": [{"role": "user", "content": "Hi"}],
@@ -174,6 +174,7 @@ def test_a_lenient_reader_leaves_out_what_it_cannot_honor():
         "some_option": 3,
     }
     text = json.dumps(body).encode()
+
     with pytest.raises(ApiError):
         ChatRequest.read(text)
     assert len(ChatRequest.read(text, lenient=True).tools) == 1

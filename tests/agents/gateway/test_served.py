@@ -43,11 +43,11 @@ def model():
 
 @pytest.fixture(scope="module")
 def caller():
-    """A model that calls a tool."""
+    """Train a model that calls a tool."""
     return model_that_says(DIALOGUE)
 
 
-def test_a_greedy_chat_is_what_transformers_draws(model):
+def test_greedy_chat_matches_transformers(model):
     async def ask():
         async with served(model) as (_, client):
             return await client.chat.completions.create(
@@ -80,7 +80,7 @@ def test_a_greedy_chat_is_what_transformers_draws(model):
     )
 
 
-def test_a_stream_has_the_pieces_of_the_whole_answer(model):
+def test_stream_has_the_parts_of_the_complete_answer(model):
     asked: Any = {
         "model": "tiny",
         "messages": HELLO,
@@ -101,6 +101,7 @@ def test_a_stream_has_the_pieces_of_the_whole_answer(model):
     whole, chunks = asyncio.run(ask())
     assert chunks[-1].usage == whole.usage
     assert len(chunks) > 20, "text comes while it is drawn"
+
     for choice in whole.choices:
         parts = [each for chunk in chunks for each in chunk.choices if each.index == choice.index]
         assert parts[0].delta.role == "assistant"
@@ -108,14 +109,14 @@ def test_a_stream_has_the_pieces_of_the_whole_answer(model):
         assert text == choice.message.content
         assert parts[-1].finish_reason == choice.finish_reason
         tokens = [each for part in parts if part.logprobs for each in part.logprobs.content]
-        # One prefill computes both choices here, and one each there.
+        # One prefill computes both choices here, and one prefill each there.
         assert [each.logprob for each in tokens] == pytest.approx(
             [each.logprob for each in choice.logprobs.content], abs=1e-4
         )
     assert whole.choices[0].message.content != whole.choices[1].message.content
 
 
-def test_a_seed_draws_the_same_whatever_else_runs(model):
+def test_seed_gives_the_same_tokens_with_other_requests(model):
     async def ask():
         async with served(model) as (_, client):
 
@@ -133,7 +134,7 @@ def test_a_seed_draws_the_same_whatever_else_runs(model):
     assert alone != other
 
 
-def test_prompts_of_tokens_and_of_texts(model):
+def test_prompts_as_tokens_and_as_text(model):
     async def ask():
         async with served(model) as (_, client):
             ids = wording_of().text_prompt("abc")
@@ -154,7 +155,7 @@ def test_prompts_of_tokens_and_of_texts(model):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_tool_is_called(caller, streams: bool):
+def test_tool_call(caller, streams: bool):
     async def ask(client, messages):
         asked: Any = {"model": "tiny", "messages": messages, "tools": WEATHER, "temperature": 0}
         if not streams:
@@ -186,7 +187,7 @@ def test_a_tool_is_called(caller, streams: bool):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_stop_string_ends_the_text_before_it(caller, streams: bool):
+def test_stop_string_is_removed(caller, streams: bool):
     async def ask():
         async with served(caller) as (_, client):
             asked: Any = {
@@ -222,7 +223,7 @@ def test_a_stop_string_ends_the_text_before_it(caller, streams: bool):
         ({"seed": True}, 400, "seed must be a whole number"),
     ],
 )
-def test_what_the_server_lacks_is_refused(model, fields, status: int, says: str):
+def test_unsupported_requests_are_rejected(model, fields, status: int, says: str):
     async def ask():
         async with served(model) as (_, client):
             asked = {"model": "tiny", "messages": HELLO, **fields}
@@ -244,7 +245,7 @@ def test_tools_need_a_format(model):
     asyncio.run(ask())
 
 
-def test_a_prompt_too_long_has_the_code_that_agents_know(model):
+def test_too_long_prompt_has_the_usual_error_code(model):
     async def ask():
         async with served(model) as (_, client):
             with pytest.raises(openai.BadRequestError) as refused:
@@ -257,7 +258,7 @@ def test_a_prompt_too_long_has_the_code_that_agents_know(model):
 # ---------------------------------------------------------------- HTTP
 
 
-def test_requests_that_are_not_for_this_server(model):
+def test_invalid_requests_are_rejected(model):
     url = "/v1/chat/completions"
     key = {"Authorization": f"Bearer {KEY}"}
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
@@ -316,12 +317,13 @@ def test_requests_that_are_not_for_this_server(model):
         "health": 200,
         "models": 401,
     }
+
     for status, answer, headers in answers.values():
         assert not [name for name in headers if name.lower().startswith("access-control")]
         assert status == 200 or answer["error"]["message"]
 
 
-def test_the_models(model):
+def test_list_of_models(model):
     async def ask():
         async with served(model) as (_, client):
             return [each.id async for each in client.models.list()]
@@ -329,7 +331,7 @@ def test_the_models(model):
     assert asyncio.run(ask()) == ["tiny"]
 
 
-def test_a_port_in_use_is_an_error(model):
+def test_port_in_use_is_an_error(model):
     async def ask():
         with socket.create_server(("127.0.0.1", 0)) as other:
             async with served(model, port=other.getsockname()[1]):
@@ -342,7 +344,7 @@ def test_a_port_in_use_is_an_error(model):
 # ---------------------------------------------------------------- the engine's queue
 
 
-def test_a_client_that_hangs_up_aborts_its_request(model):
+def test_disconnected_client_aborts_its_request(model):
     engine = make_engine(model, max_model_len=256)
 
     async def ask():
@@ -363,7 +365,7 @@ def test_a_client_that_hangs_up_aborts_its_request(model):
     assert asyncio.run(ask()) <= 2
 
 
-def test_an_answer_that_takes_too_long_is_an_error(model):
+def test_slow_answer_is_an_error(model):
     async def ask():
         async with served(model, timeout_s=0.01) as (_, client):
             with pytest.raises(openai.APIStatusError) as late:
@@ -373,8 +375,8 @@ def test_an_answer_that_takes_too_long_is_an_error(model):
     assert asyncio.run(ask()) == 504
 
 
-def test_other_sampling_parameters_wait_for_their_turn(model):
-    """In the order of arrival: none overtakes one that waits."""
+def test_other_sampling_parameters_wait_in_order(model):
+    """Serve requests in the order of arrival."""
     engine = make_engine(model, max_model_len=256)
     queue = ServedEngine(engine)
     ended = []
@@ -398,7 +400,7 @@ def test_other_sampling_parameters_wait_for_their_turn(model):
     assert ended == ["warm, short", "warm, long", "cold", "warm, late"]
 
 
-def test_a_request_that_the_engine_refuses_leaves_the_others_alone(model):
+def test_rejected_request_does_not_affect_others(model):
     queue = ServedEngine(make_engine(model, max_model_len=256))
     params = SamplingParams(max_new_tokens=256, ignore_eos=True)
 
@@ -414,11 +416,12 @@ def test_a_request_that_the_engine_refuses_leaves_the_others_alone(model):
         return answers
 
     good, bad, other = asyncio.run(ask())
+
     assert len(good[0].token_ids) == len(other[0].token_ids) == 30
     assert "10000" in str(bad)
 
 
-def test_text_comes_in_whole_characters():
+def test_text_is_streamed_in_whole_characters():
     class Bytes:
         """One token a byte, as in tokenizers of bytes."""
 

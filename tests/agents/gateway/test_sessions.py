@@ -1,4 +1,4 @@
-"""Sessions become trajectories of the very tokens that were drawn."""
+"""Sessions become trajectories of exactly the drawn tokens."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ def ids_of(trajectory: Trajectory) -> list[int]:
 
 
 def sources(trajectory: Trajectory) -> list[str]:
-    """The sources of the segments; a model's in brackets where nothing is learned of it."""
+    """Return the sources of the segments; a model segment without training is in brackets."""
     names = []
     for segment in trajectory.segments:
         is_context = segment.is_model and not segment.is_trained
@@ -83,7 +83,7 @@ def check_log_probs(model: Any, trajectory: Trajectory) -> None:
         seen += segment.token_ids
 
 
-def test_a_conversation_is_one_trajectory(model):
+def test_conversation_is_one_trajectory(model):
     async def agent(run):
         client = run.agent("a", row=3)
         messages = [*HELLO]
@@ -102,7 +102,7 @@ def test_a_conversation_is_one_trajectory(model):
         *("user", "assistant") * 3
     ]
 
-    # Between drawn tokens are exactly those of the template.
+    # The tokens between the drawn ones are those of the template.
     wording = wording_of()
     new = wording.tokenizer.decode(trajectory.segments[1].token_ids)
     has_ended = trajectory.segments[0].token_ids[-1] in (EOS, END)
@@ -110,7 +110,7 @@ def test_a_conversation_is_one_trajectory(model):
     assert new == f"{end}\n<|im_start|>user\nGo on<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_an_agent_draws_the_same_tokens_in_every_run(model):
+def test_agent_draws_the_same_tokens_in_every_run(model):
     async def agent(run):
         async def one(row: int):
             client = run.agent(f"s{row}", row=row)
@@ -129,8 +129,8 @@ def test_an_agent_draws_the_same_tokens_in_every_run(model):
     assert first[0] != first[1]
 
 
-def test_a_tool_call_is_extended_by_its_answer():
-    """The client writes the arguments anew and drops unknown fields."""
+def test_tool_result_extends_the_tool_call():
+    """Let the client reformat the arguments and drop unknown fields."""
     caller = model_that_says(DIALOGUE)
 
     async def agent(run):
@@ -148,12 +148,13 @@ def test_a_tool_call_is_extended_by_its_answer():
     said, (trajectory,) = play(caller, agent, temperature=0)
     assert said == "It rains.", "the model saw its own call, which the messages show otherwise"
     assert sources(trajectory) == ["model", "tool", "model"]
+
     drawn = wording_of().tokenizer.decode(trajectory.segments[0].token_ids)
     assert drawn == f"I look. {CALL}<|im_end|>"
     check_log_probs(caller, trajectory)
 
 
-def test_a_rewritten_history_begins_another_trajectory(model):
+def test_rewritten_history_begins_another_trajectory(model):
     async def agent(run):
         client = run.agent("a")
         reply = await say(client, HELLO)
@@ -172,7 +173,7 @@ def test_a_rewritten_history_begins_another_trajectory(model):
         assert sum(segment.is_trained for segment in trajectory.segments if segment.is_model) == 1
 
 
-def test_a_prompt_wider_than_its_column_goes_on_as_context(model):
+def test_long_prompt_continues_as_context(model):
     async def agent(run):
         client = run.agent("a")
         await say(client, [{"role": "user", "content": "x" * 80}])
@@ -185,7 +186,7 @@ def test_a_prompt_wider_than_its_column_goes_on_as_context(model):
 
 
 def test_two_answers_to_one_reply_are_two_trajectories(model):
-    """The tokens that both share are learned from once."""
+    """Train the shared tokens once."""
 
     async def agent(run):
         client = run.agent("a")
@@ -224,7 +225,7 @@ def test_each_of_several_choices_can_be_continued(model):
         check_log_probs(model, trajectory)
 
 
-def test_without_an_exact_extension_the_conversation_is_rendered_anew(model):
+def test_conversation_without_exact_extension_is_rendered_again(model):
     recorder = recorder_of()
     recorder.wording.boundary = BrokenBoundary(recorder.wording.tokenizer)
 
@@ -240,7 +241,7 @@ def test_without_an_exact_extension_the_conversation_is_rendered_anew(model):
     check_log_probs(model, second)
 
 
-def test_plain_prompts_extend_the_tokens_that_they_begin_with(model):
+def test_plain_prompts_extend_their_recorded_prefix(model):
     async def agent(run):
         client = run.agent("a")
         asked: Any = {"model": "x", "max_tokens": 6, "extra_body": {"return_token_ids": True}}
@@ -255,7 +256,7 @@ def test_plain_prompts_extend_the_tokens_that_they_begin_with(model):
     check_log_probs(model, trajectory)
 
 
-def test_a_stream_is_recorded_too(model):
+def test_stream_is_recorded(model):
     async def agent(run):
         client = run.agent("a")
         stream = await client.chat.completions.create(
@@ -285,7 +286,7 @@ def test_a_stream_is_recorded_too(model):
         ({"parallel_tool_calls": False}, "would change the answer"),
     ],
 )
-def test_other_sampling_parameters_than_the_rollouts(model, asked, says: str):
+def test_other_sampling_parameters_are_rejected(model, asked, says: str):
     async def agent(run):
         client = run.agent("a")
         with pytest.raises(openai.BadRequestError) as refused:
@@ -304,7 +305,7 @@ def test_other_sampling_parameters_than_the_rollouts(model, asked, says: str):
     assert ids_of(play(model, lenient, on_mismatch="ignore")[0]) == ids_of(trajectories[0])
 
 
-def test_a_full_response_is_an_error_that_agents_know(model):
+def test_full_response_is_a_standard_error(model):
     async def agent(run):
         client = run.agent("a")
         messages = [*HELLO]
@@ -320,7 +321,7 @@ def test_a_full_response_is_an_error_that_agents_know(model):
     assert trajectory.segments[-1].is_model
 
 
-def test_a_key_opens_its_own_session_alone(model):
+def test_key_opens_only_its_own_session(model):
     async def agent(run):
         one = run.agent("a")
         two = run.agent("b", row=1)
@@ -328,7 +329,7 @@ def test_a_key_opens_its_own_session_alone(model):
         with pytest.raises(openai.AuthenticationError):
             await say(thief, HELLO)
 
-        # A client that takes no path of its own is known by its key.
+        # A client without its own path is identified by its key.
         keyed = AsyncOpenAI(base_url=f"{run.server.url}/v1", api_key=two.api_key, max_retries=0)
         await say(keyed, HELLO)
         return len(run.recorder.finish("b")), len(run.recorder.finish("a"))
@@ -336,7 +337,7 @@ def test_a_key_opens_its_own_session_alone(model):
     assert play(model, agent) == (1, 0)
 
 
-def test_a_session_that_has_ended_takes_no_request(model):
+def test_ended_session_rejects_requests(model):
     async def agent(run):
         client = run.agent("a")
         await say(client, HELLO)
@@ -350,7 +351,7 @@ def test_a_session_that_has_ended_takes_no_request(model):
     assert "does not run: finished" in str(refused)
 
 
-def test_a_reply_that_comes_after_the_end_is_not_recorded(model):
+def test_late_reply_is_not_recorded(model):
     async def agent(run):
         client = run.agent("a")
         late = asyncio.ensure_future(say(client, HELLO, max_tokens=90))
@@ -367,8 +368,8 @@ def test_a_reply_that_comes_after_the_end_is_not_recorded(model):
     assert counts["trajectories"] == 0
 
 
-def test_a_client_that_gives_up_can_ask_again(model):
-    """The aborted reply is no part of the trajectory."""
+def test_client_can_retry_after_a_timeout(model):
+    """Leave the aborted reply out of the trajectory."""
 
     async def agent(run):
         client = run.agent("a")
@@ -409,13 +410,14 @@ def test_abandoned_sessions_are_dropped_and_counted(model):
         return run.recorder.finish("kept"), run.recorder.counts()
 
     (trajectory,), counts = play(model, agent, recorder)
+
     assert trajectory.row == 1
     assert counts["abandoned"] == 1
     assert counts["finished"] == 1
     assert counts["trajectories"] == 1
 
 
-def test_a_request_in_work_is_no_idle_time():
+def test_running_request_is_not_idle_time():
     now = [0.0]
     recorder = SessionRecorder(
         wording_of(),
@@ -428,9 +430,11 @@ def test_a_request_in_work_is_no_idle_time():
     turn = recorder.begin_chat("a", HELLO)
     now[0] = 100.0
     assert recorder.drop_idle() == []
+
     turn.drop()
     now[0] = 109.0
     assert recorder.drop_idle() == []
+
     now[0] = 110.0
     assert recorder.drop_idle() == ["a"]
 
@@ -439,7 +443,7 @@ def test_a_hundred_sessions_at_once():
     toy = AutoModelForCausalLM.from_pretrained(resolve_path("toy"), attn_implementation="eager")
 
     async def agent(run):
-        http = openai.DefaultAsyncHttpxClient()  # a new one takes longer than a session
+        http = openai.DefaultAsyncHttpxClient()  # a new client takes longer than a session
 
         async def one(row: int):
             client = run.agent(f"s{row}", row=row, http_client=http)

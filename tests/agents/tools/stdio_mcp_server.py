@@ -1,4 +1,4 @@
-"""A small MCP server over its standard streams, without the package, whose import takes seconds."""
+"""A small MCP server over its standard streams, without the slow import of the package."""
 
 import json
 import os
@@ -42,6 +42,7 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         os._exit(3)
     elif name == "picture":
         return {"content": [{"type": "image", "data": PNG, "mimeType": "image/png"}]}
+
     content = [{"type": "text", "text": "broken" if name == "fail" else text}]
     return {"content": content, "isError": name == "fail"}
 

@@ -36,7 +36,7 @@ def truth_of(tool, value):
     return {tool.name: {"create_kwargs": {"ground_truth": value}}}
 
 
-def test_gsm8k_scores_an_answer_and_punishes_one_that_is_not_better():
+def test_gsm8k_penalizes_an_answer_without_progress():
     tool = Gsm8kTool({}, None)
     answers = [{"answer": "71"}, {"answer": "#### 72"}, {"answer": "72"}]
     results, rewards, _ = results_of(tool, *answers, row=truth_of(tool, "72"))
@@ -111,7 +111,7 @@ def test_search_finds_documents(retriever):
     assert rewards == {}
 
 
-def test_search_wants_queries(retriever):
+def test_search_needs_queries(retriever):
     tool = SearchTool({"retrieval_service_url": retriever.url}, None)
     results, _, _ = results_of(tool, {}, {"query_list": []}, {"query_list": "river"})
     assert [result.outcome for result in results] == ["malformed", "malformed", "ok"]
@@ -119,7 +119,7 @@ def test_search_wants_queries(retriever):
 
 @pytest.fixture
 def service():
-    """A service that answers from `answers`, (status, body) each, and keeps the requests."""
+    """Start a service that answers with (status, body) from `answers`, and keeps the requests."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -184,6 +184,7 @@ def test_the_sandbox_runs_a_program():
         max_tool_response_length=None,
     )
     texts = [result.text for result in results]
+
     assert texts[:2] == ["42\n", "''\n"]
     assert texts[2].startswith('1\nTraceback (most recent call last):\n  File "program.py", line 4')
     assert texts[2].endswith("ZeroDivisionError: division by zero")
@@ -209,6 +210,7 @@ def test_sandbox_fusion_runs_a_program(service):
     assert results[0].text == "42\nwarned\n"
     assert results[1].text == "The program was stopped after 5 s."
     assert results[2].outcome == "error"
+
     path, body = service.requests[0]
     assert path == "/run_code"
     assert (body["code"], body["language"], body["run_timeout"]) == ("print(42)", "python", 5.0)
@@ -218,7 +220,7 @@ def test_sandbox_fusion_runs_a_program(service):
     ("tool_class", "key"),
     [(SearchTool, "retrieval_service_url"), (SandboxFusionTool, "sandbox_fusion_url")],
 )
-def test_tools_of_a_service_want_its_address(tool_class, key):
+def test_service_tools_need_an_address(tool_class, key):
     with pytest.raises(ConfigError, match=key):
         tool_class({}, None)
     with pytest.raises(ConfigError, match=key):

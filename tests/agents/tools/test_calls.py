@@ -37,7 +37,7 @@ def run_with(tools, scenario):
     return asyncio.run(run())
 
 
-def test_a_tool_keeps_its_state_for_a_trajectory_and_gives_its_reward_at_the_end():
+def test_tool_keeps_its_state_and_gives_its_reward_at_the_end():
     row = {
         "old_counter": {
             "create_kwargs": {"start": 10},
@@ -60,6 +60,7 @@ def test_a_tool_keeps_its_state_for_a_trajectory_and_gives_its_reward_at_the_end
 
     results, rewards = run_with(tool_set(old, new), scenario)
     texts = [result.text for result in results]
+
     assert texts == ["total 12", "total 16", "total 103 for data"]
     assert [result.reward for result in results] == [0.5, 0.5, 0.0]
     assert rewards == {"old_counter": 16.5, "new_counter": 103.0}
@@ -80,7 +81,7 @@ def test_trajectories_do_not_share_instances():
     assert (rewards, other_rewards) == ({"old_counter": 2.0}, {"old_counter": 1.0})
 
 
-def test_results_come_in_the_order_of_the_calls_whatever_order_they_finish_in():
+def test_results_have_the_order_of_the_calls():
     async def slow(delay_s: float) -> str:
         """Wait."""
         await asyncio.sleep(delay_s)
@@ -97,13 +98,11 @@ def test_results_come_in_the_order_of_the_calls_whatever_order_they_finish_in():
 
     texts, took = run_with(tool_set(slow, max_parallel_calls=3), scenario)
     assert texts == ["waited 0.4", "waited 0.2", "waited 0.0"]
-    assert took < 0.6  # one after the other: 0.6
+    assert took < 0.6  # sequential calls: 0.6
 
 
 @pytest.mark.parametrize(("parallel", "texts"), [(None, ["total 1", "total 3"]), (True, None)])
-def test_calls_on_one_instance_come_one_after_the_other_unless_the_tool_is_parallel(
-    parallel, texts
-):
+def test_calls_on_one_instance_are_sequential_unless_parallel(parallel, texts):
     async def scenario(tools):
         session = await tools.open("test")
         calls = [call("old_counter", n=1, delay_s=0.2), call("old_counter", n=2, delay_s=0.0)]
@@ -183,7 +182,7 @@ def test_long_answers_are_cut_and_counted_in_characters():
     ("policy", "outcome", "consequence"),
     [("text", "error", "continue"), ("mask", "error", "mask"), ("drop", "dropped", "drop")],
 )
-def test_a_failure_has_the_consequence_of_the_policy(policy, outcome, consequence):
+def test_failure_follows_the_policy(policy, outcome, consequence):
     async def scenario(tools):
         session = await tools.open("test")
         bad = await one(session, "hostile", harm="raise")
@@ -218,6 +217,7 @@ def test_a_tool_may_ask_for_retries():
 
     flaky = Flaky({"retries": 2, "retry_delay_s": 0.1}, schema("flaky"))
     result, counts = run_with(tool_set(flaky), scenario)
+
     assert (result.text, result.outcome) == ("up", "ok")
     assert counts["tools/flaky/retried"] == 2
     assert attempts[1] - attempts[0] >= 0.1
@@ -254,7 +254,7 @@ def test_a_call_that_hangs_ends_at_its_deadline(tool_class, harm):
     assert after.text == "fine"
 
 
-def test_a_coroutine_that_blocks_does_not_hold_up_other_trajectories():
+def test_blocking_coroutine_does_not_delay_other_trajectories():
     async def scenario(tools):
         session = await tools.open("test")
         blocking = asyncio.ensure_future(one(session, "hostile", harm="block"))
@@ -275,7 +275,7 @@ def test_a_coroutine_that_blocks_does_not_hold_up_other_trajectories():
 
 
 @pytest.mark.parametrize("harm", ["exit", "deaf"])
-def test_odd_coroutines_do_not_get_away(harm):
+def test_unusual_coroutines_are_ended(harm):
     async def scenario(tools):
         session = await tools.open("test")
         result = await one(session, "hostile", harm=harm)
@@ -301,6 +301,7 @@ def test_coroutines_that_block_every_loop_end_in_an_answer(monkeypatch):
         return results
 
     results = run_with(tool_set(Hostile({}, None), timeout_s=0.2), scenario)
+
     assert [result.outcome for result in results] == ["timeout", "timeout", "crashed"]
     assert "isolation: process" in results[2].text
     assert results[2].seconds < 0.2
@@ -322,17 +323,19 @@ def test_a_cancelled_trajectory_releases_its_tools():
         task = asyncio.ensure_future(episode())
         await asyncio.sleep(0.1)
         assert old.totals
+
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         return tools.counts()
 
     counts = run_with(tool_set(old), scenario)
+
     assert old.totals == {}
     assert counts["tools/old_counter/cancelled"] == 1
 
 
-def test_closing_releases_what_was_left_open():
+def test_close_releases_open_sessions():
     old = counter()
     tools = tool_set(old)
 
@@ -368,6 +371,7 @@ def test_tools_are_released_when_the_whole_loop_is_cancelled():
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(interrupted())
+
     tools.close()
     assert old.totals == {}
 

@@ -45,11 +45,12 @@ tools:
     assert isinstance(mine, OldCounter)
     assert (mine.name, other.name) == ("mine", "old_counter")
     assert mine.config["start"] == "7"
+
     parameters = mine.tool_schema.for_prompt()["function"]["parameters"]
     assert parameters["properties"]["n"]["items"] == {"type": "integer"}
 
 
-def test_classes_of_this_package_live_in_this_process(write):
+def test_classes_of_this_package_run_in_this_process(write):
     path = write(
         f"""
 tools:

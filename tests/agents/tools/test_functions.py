@@ -40,6 +40,7 @@ def test_the_schema_comes_from_signature_and_docstring():
     function = FunctionTool(search).tool_schema.for_prompt()["function"]
     assert function["name"] == "search"
     assert function["description"] == "Search for documents.\n\nThe best come first."
+
     parameters = function["parameters"]
     assert parameters["required"] == ["query", "limits"]
     assert parameters["properties"] == {
@@ -65,7 +66,7 @@ async def coroutine(n: int, agent_data=None):
     return {"text": f"{n} {agent_data} {threading.current_thread().name}"}, 0.25, {"n": n}
 
 
-def test_functions_are_called_where_they_belong():
+def test_functions_run_in_a_thread_or_the_event_loop():
     async def run():
         tools = tool_set(search, coroutine)
         session = await tools.open("test")
@@ -132,7 +133,7 @@ def _opaque(a: threading.Thread):
         (_opaque, "JSON cannot hold"),
     ],
 )
-def test_functions_that_a_model_could_not_call_are_refused(function, message):
+def test_uncallable_functions_are_rejected(function, message):
     with pytest.raises(ConfigError, match=message):
         FunctionTool(function)
 
@@ -203,6 +204,7 @@ def test_functions_of_a_file_run_in_a_process_unless_they_ask_for_a_thread(tmp_p
         return tools.names, far.text, near.text
 
     names, far, near = asyncio.run(run())
+
     assert names == ["far", "near"]
     assert near == str(os.getpid())
     assert far != near

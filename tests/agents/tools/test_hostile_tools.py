@@ -1,4 +1,4 @@
-"""A hundred trajectories, one call in five of which does harm; bench/tool_chaos.py has more."""
+"""A hundred trajectories with one harmful call in five; bench/tool_chaos.py has more."""
 
 import asyncio
 import subprocess
@@ -40,7 +40,7 @@ def test_all_trajectories_end_and_every_outcome_is_counted(tmp_path, monkeypatch
     dying = [result for harm, result in results if harm in ("_exit", "kill")]
     assert "ok" not in {result.outcome for result in dying}
     harmless = [result.outcome for harm, result in results if harm == "none"]
-    assert harmless.count("ok") > len(harmless) / 2  # a process takes its neighbors along
+    assert harmless.count("ok") > len(harmless) / 2  # a dead process ends its other calls, too
 
     counts = tools.counts()
     for outcome in OUTCOMES:
@@ -54,7 +54,7 @@ def test_all_trajectories_end_and_every_outcome_is_counted(tmp_path, monkeypatch
 
 
 def test_helper_processes_import_little():
-    """A new helper must be there at once, and there may be many of them."""
+    """Keep the start of helper processes fast, as there may be many of them."""
     program = (
         "import sys, verl.agents.tools.process_main\n"
         "heavy = {'torch', 'transformers', 'omegaconf', 'mcp', 'urllib3'}\n"

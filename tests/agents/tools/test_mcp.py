@@ -24,7 +24,7 @@ STDIO = {
 
 
 class Shouting(MCPBaseTool):
-    """A user's class, which reads answers in its own way."""
+    """A user's class with its own parser of answers."""
 
     def _parse_tool_result(self, content):
         return content[0].text.upper() + "!", {"parts": len(content)}
@@ -115,12 +115,13 @@ def test_a_users_class_reads_answers_and_its_servers_end_with_the_tools(tmp_path
 
 @pytest.fixture(scope="module")
 def url():
-    """Address of a server over HTTP."""
+    """Start a server over HTTP and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(HERE / "http_mcp_server.py"), str(port)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         with socket.socket() as trial:

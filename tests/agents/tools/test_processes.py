@@ -97,7 +97,7 @@ def test_a_process_that_holds_the_interpreters_lock_is_killed(tools, monkeypatch
     assert not psutil.pid_exists(pid)
 
 
-def test_a_hanging_call_leaves_the_process_at_work(tools):
+def test_hanging_call_does_not_stop_the_process(tools):
     async def run():
         session = await tools.open("test")
         before = await one(session, "old_counter", n=1)
@@ -168,7 +168,7 @@ def test_errors_of_the_start_come_from_the_process(tmp_path):
         ToolSet.from_config(function_tool_path=str(file))
 
 
-def test_processes_end_with_their_set(tmp_path):
+def test_processes_end_with_their_tool_set(tmp_path):
     path = write_config(tmp_path, ("OldCounter", {}))
 
     async def run(tools):
@@ -210,7 +210,7 @@ def test_processes_end_when_the_trainer_is_killed(tmp_path):
     assert not psutil.pid_exists(pid)
 
 
-def test_processes_are_replaced_also_when_the_one_that_forks_them_was_killed(tools):
+def test_processes_are_replaced_after_the_fork_server_died(tools):
     nurseries = [
         child
         for child in psutil.Process().children()
@@ -227,6 +227,7 @@ def test_processes_are_replaced_also_when_the_one_that_forks_them_was_killed(too
         return crashed, after
 
     crashed, after = asyncio.run(run())
+
     assert crashed.outcome == "crashed"
     assert after.text == "total 1"
 

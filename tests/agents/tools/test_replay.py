@@ -127,7 +127,7 @@ def test_numbers_survive_bit_for_bit(tmp_path):
     assert Recording(tmp_path / "r.jsonl").result(CallKey(0, 0, 0, 0), TURNS[0][0]) == result
 
 
-def test_what_cannot_be_kept_is_refused(tmp_path):
+def test_unserializable_values_are_rejected(tmp_path):
     recorder = Recorder(tmp_path / "r.jsonl", [])
     result = dataclasses.replace(ToolResult("a", "ok"), images=[object()])
     with pytest.raises(DataError, match="step 1, row 2, turn 3, call 4 holds a object"):

@@ -30,7 +30,7 @@ SEARCH = {
 }
 
 
-def test_the_prompt_has_all_that_was_given_and_nothing_else():
+def test_prompt_has_exactly_the_given_fields():
     schema = OpenAIFunctionToolSchema.model_validate(SEARCH)
     assert schema.for_prompt() == SEARCH
 
@@ -47,7 +47,7 @@ def test_types_may_be_a_list_and_parameters_may_be_absent():
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "3", '"a"'])
-def test_arguments_that_are_no_object_are_a_decode_error(text):
+def test_non_object_arguments_are_a_decode_error(text):
     parsed = OpenAIFunctionParsedSchema(name="f", arguments=text)
     call, failed = OpenAIFunctionCallSchema.from_openai_function_parsed_schema(parsed)
     assert failed

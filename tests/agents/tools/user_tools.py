@@ -123,7 +123,7 @@ class Hostile(BaseTool):
 
 
 class HostileInThread(Hostile):
-    """The same as a plain method, which runs in a thread."""
+    """Does the same harm in a plain method, which runs in a thread."""
 
     def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         harm = parameters["harm"]
@@ -151,6 +151,7 @@ def do_harm(harm: str) -> Any:
         os._exit(7)
     elif harm == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+
     return "fine"
 
 
