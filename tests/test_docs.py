@@ -102,7 +102,7 @@ def test_a_message_that_changed_would_be_found():
 
 
 def test_every_finding_of_the_doctor_is_in_the_table():
-    told = {
+    documented = {
         with_holes(name)
         for cells in rows(section(TROUBLES, "Findings of the doctor"))
         for name in quoted(cells[0])
@@ -112,7 +112,7 @@ def test_every_finding_of_the_doctor_is_in_the_table():
     ]
     made = {template(call.args[0]) or HOLE for call in calls if call.func.id == "Finding"}  # pyright: ignore
     assert len(made) > 30
-    assert told == made
+    assert documented == made
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -168,15 +168,15 @@ def test_the_page_of_import_paths_is_up_to_date():
 )
 def test_what_is_refused_names_what_to_set_instead(written: str, instead: str):
     for keys in quoted(written):
-        with pytest.raises(ConfigError) as told:
+        with pytest.raises(ConfigError) as raised:
             load_config(["data.dataset_name=toy", "data.train_batch_size=4", *keys.split()])
-        assert quoted(instead)[0] in str(told.value)
+        assert quoted(instead)[0] in str(raised.value)
 
 
 @needs_shared("verl05_keys.txt")
 def test_every_default_that_differs_is_told():
     table = rows(section(MOVING, "Other"))
-    told = {quoted(key)[0]: (quoted(theirs)[0], quoted(ours)[0]) for key, theirs, ours in table}
+    documented = {quoted(key)[0]: (quoted(theirs)[0], quoted(ours)[0]) for key, theirs, ours in table}
     keys = keys_of(TrainConfig)
     differ = {}
     lines = (SHARED / "verl05_keys.txt").read_text()
@@ -196,7 +196,7 @@ def test_every_default_that_differs_is_told():
             of_every_role = "fsdp_config.reshard_after_forward"
             differ[of_every_role if path.endswith(of_every_role) else path] = (theirs, ours)
 
-    assert differ == told
+    assert differ == documented
 
 
 def _same_number(one: str, other: str) -> bool:

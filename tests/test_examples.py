@@ -214,8 +214,8 @@ def test_the_script_of_several_turns_is_planned_with_a_line_for_what_is_not_buil
 ):
     argv = users_argv(tmp_path, monkeypatch)
     assert main([*argv, "--dry-run", "--device-gib", "H100"]) == 0
-    told, errors = capfd.readouterr()
-    remarks, plan = told.split("Model: ")
+    output, errors = capfd.readouterr()
+    remarks, plan = output.split("Model: ")
     assert "Batch: 256 prompts x 16 samples = 4096 rows of at most 2048 tokens" in plan
     assert "It fits" in plan
     keys = [

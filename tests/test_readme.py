@@ -55,23 +55,23 @@ def test_the_first_steps(tmp_path: Path):
     assert [words[:2] for words in FIRST_STEPS] == [
         ["verl", name] for name in ("doctor", "plan", "train", "merge", "generate", "eval")
     ]
-    told = {}
+    outputs = {}
     status = {}
     for _, name, *arguments in FIRST_STEPS:
         done = launch(1, run_module, "verl.cli.main", [name, *arguments], folder=tmp_path)
-        told[name], status[name] = done.stdout, done.returncode
+        outputs[name], status[name] = done.stdout, done.returncode
         assert done.returncode == 0 or name == "doctor", done.stdout + done.stderr
-    verdict = told["doctor"].splitlines()[-1]
+    verdict = outputs["doctor"].splitlines()[-1]
     assert re.match(
         r"Nothing is broken, \d+" if status["doctor"] == 0 else r"\d+ broken \(", verdict
     ), verdict
-    assert "Batch: 4 prompts x 32 samples" in told["plan"]
-    assert "[Step 10/10] Actor loss: " in told["train"]
+    assert "Batch: 4 prompts x 32 samples" in outputs["plan"]
+    assert "[Step 10/10] Actor loss: " in outputs["train"]
     assert (tmp_path / "merged/model.safetensors").exists()
     responses = pq.read_table(tmp_path / "out.parquet").column("responses").to_pylist()
     assert [len(of_prompt) for of_prompt in responses] == [8] * 10
-    mean = re.search(r"^all +mean +([\d.]+)", told["eval"], re.MULTILINE)
-    assert mean is not None, told["eval"]
+    mean = re.search(r"^all +mean +([\d.]+)", outputs["eval"], re.MULTILINE)
+    assert mean is not None, outputs["eval"]
     assert float(mean[1]) > 0.6, "the packaged model has 0.3, and it was trained"
 
     # The pieces of Python follow in the same folder, as a reader pastes them.

@@ -88,7 +88,7 @@ def test_a_kernel_that_fails_or_errs_is_left(
     def failing(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such architecture")
 
-    for kernel, told in (
+    for kernel, message in (
         (wrong, "differ from PyTorch by 1"),
         (failing, "no such architecture"),
         (formula, "SwiGLU within its products"),
@@ -98,7 +98,7 @@ def test_a_kernel_that_fails_or_errs_is_left(
         caplog.clear()
         count = use_fused_swiglu(tiny_model("qwen2"), torch.device("cpu"))
         assert count == (2 if kernel is formula else 0)
-        assert told in caplog.text
+        assert message in caplog.text
     swiglu._is_proved.cache_clear()
 
 

@@ -29,10 +29,10 @@ def prompts_of(batch: DataProto) -> DataProto:
     return batch.select_idxs([0, 2, 4]).select(batch_keys=["prompts"])
 
 
-def score_ahead(manager, batch, order=(5, 0, 3, 1, 4, 2), told=None, wait=lambda: None):
+def score_ahead(manager, batch, order=(5, 0, 3, 1, 4, 2), texts=None, wait=lambda: None):
     """The result for a batch whose responses, or those that the texts `told` give, finish in
     another order."""
-    ids = [[*map(ord, text), 1] for text in told or TEXTS]
+    ids = [[*map(ord, text), 1] for text in texts or TEXTS]
     with manager.ahead(prompts_of(batch), 2, first_sample=40) as take:
         for row in order:
             take((40 + row, ids[row]))
@@ -117,7 +117,7 @@ def test_other_texts_than_were_told_are_scored_as_they_are():
         return float(len(solution_str))
 
     manager = NaiveRewardManager(CharTokenizer(), 0, compute_score)
-    result = score_ahead(manager, batch_of(), told=["a", "other", "ccc", "dddd", "e", "ff"])
+    result = score_ahead(manager, batch_of(), texts=["a", "other", "ccc", "dddd", "e", "ff"])
     assert result["reward_tensor"].sum(-1).tolist() == [1, 2, 3, 4, 1, 2]
 
 

@@ -66,14 +66,14 @@ def test_a_function_that_forks_shifts_no_score(reward_file):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [("os._exit(0)", "exit code 0"), ("while True: pass", "no answer within 2 s")],
 )
-def test_a_file_that_hangs_or_exits_as_it_is_loaded_is_an_error(tmp_path, monkeypatch, line, told):
+def test_a_file_that_hangs_or_exits_as_it_is_loaded_is_an_error(tmp_path, monkeypatch, line, message):
     monkeypatch.setattr("verl.rewards.helper.START_TIMEOUT_S", 2.0)
     path = tmp_path / "reward.py"
     path.write_text(f"import os\n{line}\ndef compute_score(**sample): return 1.0\n")
-    with pytest.raises(RewardError, match=rf"'compute_score' of '.*reward\.py'.*{told}"):
+    with pytest.raises(RewardError, match=rf"'compute_score' of '.*reward\.py'.*{message}"):
         load_custom_reward(str(path))
 
 
@@ -320,15 +320,15 @@ def raises(error):
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (lambda **_: Odd(1.0), "returned Odd, which raised KeyError: 'no number'"),
         (lambda **_: Unlike(1.0), "returned Unlike, which raised KeyError: 'no order'"),
         (lambda **_: raises(Mute()), "Mute: <Mute, which __str__ cannot write: KeyError>"),
     ],
 )
-def test_a_value_or_error_whose_class_raises_is_a_failed_call(answer, told):
-    with pytest.raises(RewardError, match=told):
+def test_a_value_or_error_whose_class_raises_is_a_failed_call(answer, message):
+    with pytest.raises(RewardError, match=message):
         NaiveRewardManager(CharTokenizer(), 0, answer)(make_batch(["a"]))
     manager = NaiveRewardManager(CharTokenizer(), 0, answer, on_error="zero")
     assert manager(make_batch(["a"]), return_dict=True)["metrics"]["reward/num_errors"] == 1

@@ -216,7 +216,7 @@ def test_policies_for_a_call_that_gives_no_score(kind, is_async):
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (re.match("a", "a"), "is of type Match and cannot be sent to another process"),
         (10**400, "is a whole number of 1329 bits, too large for a float"),
@@ -226,12 +226,12 @@ def test_policies_for_a_call_that_gives_no_score(kind, is_async):
     # pytest too would write the values
     ids=["unsendable", "large", "unwritable", "unwritable inside"],
 )
-def test_a_field_that_no_batch_can_carry_is_a_failed_call(value, told):
+def test_a_field_that_no_batch_can_carry_is_a_failed_call(value, message):
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return {"score": 1.0, "note": value if solution_str == "bad" else "fine"}
 
     batch = make_batch(["ok", "bad"])
-    with pytest.raises(RewardError, match=rf"failed on row 1 .*its field 'note' {told}"):
+    with pytest.raises(RewardError, match=rf"failed on row 1 .*its field 'note' {message}"):
         manager(compute_score)(batch)
     result = manager(compute_score, on_error="drop")(batch, return_dict=True)
     assert (result["dropped"], result["metrics"]["reward/num_errors"]) == ([1], 1)
@@ -251,7 +251,7 @@ def test_a_field_of_a_class_in_the_functions_file_is_unknown_to_other_ranks(tmp_
 
 
 def test_fields_of_numbers_texts_lists_and_arrays_are_kept():
-    told = {
+    fields = {
         "n": 10**300,
         "t": "x",
         "l": [1, {"a": None}],
@@ -259,8 +259,8 @@ def test_fields_of_numbers_texts_lists_and_arrays_are_kept():
         "tensor": torch.ones(2),
         "set": {1},
     }
-    result = manager(lambda **_: {"score": 1.0, **told})(make_batch(["a"]), return_dict=True)
-    assert {name: values[0] for name, values in result["reward_extra_info"].items()} == told
+    result = manager(lambda **_: {"score": 1.0, **fields})(make_batch(["a"]), return_dict=True)
+    assert {name: values[0] for name, values in result["reward_extra_info"].items()} == fields
 
 
 @pytest.mark.parametrize(("kind", "errors", "timeouts"), [("cancels", 1, 0), ("blocks", 0, None)])

@@ -159,7 +159,7 @@ def test_prime_survives_whatever_a_call_does(reward_file):
     assert result["dropped"] == [0, 1, 2, 3, 4, 5]
 
     assert result["metrics"] == {"reward/num_errors": 4, "reward/num_timeouts": 2}
-    for text, timeout_s, told in (
+    for text, timeout_s, message in (
         ("raises", 60.0, r"KeyError: 'the key'(?s:.)*my_rewards\.py\", line"),
         ("odd", 60.0, "Odd: 1 and 2"),
         ("dies", 60.0, "exit code 7"),
@@ -168,7 +168,7 @@ def test_prime_survives_whatever_a_call_does(reward_file):
         strict = PrimeRewardManager(
             CharTokenizer(), 0, function, num_processes=1, timeout_s=timeout_s
         )
-        with pytest.raises(RewardError, match=told):
+        with pytest.raises(RewardError, match=message):
             strict(make_batch([text]))
 
 
@@ -210,16 +210,16 @@ def keeps_the_interpreter(data_source, solution_str, ground_truth, extra_info=No
 )
 def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, way):
     file = tmp_path / "hanging.py"
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     file.write_text(HANGING)
     code = f"""
         import os, signal, threading, time
         from pathlib import Path
         from verl.rewards.custom import load_custom_reward
         function = load_custom_reward({str(file)!r}, {name!r}).limited(600)
-        call = {{"data_source": "s", "solution_str": {str(told)!r}, "ground_truth": None}}
+        call = {{"data_source": "s", "solution_str": {str(pid_file)!r}, "ground_truth": None}}
         threading.Thread(target=function, kwargs=call, daemon=True).start()
-        while not (Path({str(told)!r}).exists() and Path({str(told)!r}).read_text()):
+        while not (Path({str(pid_file)!r}).exists() and Path({str(pid_file)!r}).read_text()):
             time.sleep(0.01)
         if {way!r} == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -227,7 +227,7 @@ def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, wa
 
     done = run_code(code)
     assert done.returncode == (0 if way == "exits" else -9)
-    pid = int(told.read_text())
+    pid = int(pid_file.read_text())
     deadline = time.monotonic() + 60
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -495,7 +495,7 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
     good = {"reward_tensor": torch.ones(2, 3), "reward_extra_info": {"a": [1, 2]}}
     check_result(good, responses)
 
-    for change, told in (
+    for change, message in (
         ({"reward_tensor": torch.ones(2)}, r"of shape \(2, 3\), got shape \(2,\)"),
         ({"reward_tensor": torch.ones(3, 3)}, r"got shape \(3, 3\)"),
         ({"reward_tensor": [1, 2]}, "got list"),
@@ -505,7 +505,7 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
             r"'a' must have one entry for each of 2 responses, got\s+1",
         ),
     ):
-        with pytest.raises(RewardError, match=told):
+        with pytest.raises(RewardError, match=message):
             check_result(good | change, responses)
 
     with pytest.raises(RewardError, match="got Tensor|got shape"):

@@ -135,7 +135,7 @@ def test_a_hanging_reward_costs_one_deadline():
 
 def test_constant_upside_down_and_random_rewards_are_suspicious(caplog):
     draw = itertools.count()
-    for function, told in (
+    for function, message in (
         (lambda **_: 0.5, "all 13 answers tried, gold and wrong, score 0.5"),
         (
             lambda **sample: -gold(**sample),
@@ -145,11 +145,11 @@ def test_constant_upside_down_and_random_rewards_are_suspicious(caplog):
     ):
         report = inspect(naive(function))
         assert report.faults == []
-        assert told in report.suspicions[0]
+        assert message in report.suspicions[0]
         caplog.clear()
         preflight(config_from_dict({"data": {"dataset_name": "toy"}}), ROWS, naive(function))
         assert len(caplog.records) == 1
-        assert told in caplog.text
+        assert message in caplog.text
 
 
 def test_a_slow_reward_is_suspicious_but_not_its_first_call(monkeypatch):

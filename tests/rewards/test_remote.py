@@ -148,7 +148,7 @@ def test_own_prompt_pattern_and_scale(serve):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"prompt": "no place for it"}, "the last always"),
         ({"prompt": "{response} {answer}"}, r"got \['answer', 'response'\]"),
@@ -159,8 +159,8 @@ def test_own_prompt_pattern_and_scale(serve):
         ({"url": "localhost:80"}, "must be an address"),
     ],
 )
-def test_a_judge_that_cannot_work_is_told_at_start(changes, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_judge_that_cannot_work_is_told_at_start(changes, message):
+    with pytest.raises(ConfigError, match=message):
         make_judge(**{"url": "http://127.0.0.1:1", **changes})
 
 
@@ -196,7 +196,7 @@ def test_what_cannot_be_mended_by_asking_again_is_not_asked_again(serve):
 
 
 @pytest.mark.parametrize(
-    ("respond", "told"),
+    ("respond", "message"),
     [
         (status(503), "answered 503"),
         (says("no number"), r"score_pattern.*no number"),
@@ -204,8 +204,8 @@ def test_what_cannot_be_mended_by_asking_again_is_not_asked_again(serve):
         (lambda body: (200, {}, b"<html>"), "did not answer a JSON object"),
     ],
 )
-def test_answers_that_are_no_score(serve, respond, told):
-    with pytest.raises(RewardError, match=told):
+def test_answers_that_are_no_score(serve, respond, message):
+    with pytest.raises(RewardError, match=message):
         make_judge(serve(respond).url)("s", "x", None)
 
 
@@ -435,15 +435,15 @@ def test_the_configuration_reaches_the_manager(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "message"),
     [
         ({"judge": {"url": "http://x"}}, r"needs reward_model\.judge\.model"),
         ({"overlong_buffer": {"enable": True, "len": 4}}, "reward_manager=dapo"),
         ({"sandbox": {"isolation": "docker"}}, "unknown value 'docker'"),
     ],
 )
-def test_contradictions_are_told(section, told):
-    with pytest.raises(ConfigError, match=told):
+def test_contradictions_are_told(section, message):
+    with pytest.raises(ConfigError, match=message):
         config(**section)
 
 

@@ -158,14 +158,14 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_fail_and_nothing_else_does(sandbox, name, tmp_path):
-    code, told = HOSTILE[name]
-    if told is None:
+    code, message = HOSTILE[name]
+    if message is None:
         sandbox = short(sandbox)
     passwd = Path("/etc/passwd").read_bytes()
     run = sandbox.run(code, ["pass"])
-    assert run.status == ("timeout" if told is None else "failed"), run
+    assert run.status == ("timeout" if message is None else "failed"), run
     assert run.passed == []
-    assert (told or "") in run.error
+    assert (message or "") in run.error
     assert len(run.error) <= 2000
     assert len(run.output) <= 16 * 2**20
     assert Path("/etc/passwd").read_bytes() == passwd

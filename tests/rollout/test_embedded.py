@@ -296,12 +296,12 @@ def test_what_cannot_be_generated_is_said_at_once():
         RolloutError, match="sample id 9223372036854775808; ids must fit in 64 bits"
     ):
         ask([5], 2**63)
-    for told, setting in (
+    for message, setting in (
         ("top_p must be above 0", {"top_p": 0.0}),
         ("temperature must be 0 .* or at least 1e-37", {"temperature": 1e-40}),
         ("stop must be a tuple of strings", {"stop": "Qx"}),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             ask([5], 0, params=SamplingParams(max_new_tokens=1, **setting))
     with pytest.raises(ConfigError, match="has 256 positions"):
         make_engine(talkative_model("qwen2"), max_model_len=257)

@@ -420,7 +420,7 @@ def test_a_runtime_environment_may_be_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (7, "must hold a mapping, got 7"),
         ({"excludes": 7}, "excludes must be a list of patterns"),
@@ -429,8 +429,8 @@ def test_a_runtime_environment_may_be_a_file(tmp_path):
         ({"env_vars": {"A": 7}}, "env_vars must map names to texts"),
     ],
 )
-def test_a_runtime_environment_of_another_kind_is_refused(given, told):
-    with pytest.raises(ConfigError, match=f"ray_init.runtime_env.*{told}"):
+def test_a_runtime_environment_of_another_kind_is_refused(given, message):
+    with pytest.raises(ConfigError, match=f"ray_init.runtime_env.*{message}"):
         merged_runtime_env(given)
 
 

@@ -60,10 +60,10 @@ def test_files_are_those_that_ray_packs(folder: Path, tmp_path_factory: pytest.T
 
 def test_a_refused_upload_names_the_largest_files_and_excludes(folder: Path, monkeypatch):
     monkeypatch.setattr(packaging, "GCS_STORAGE_MAX_SIZE", 4 * MIB)
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         connect(address="local", num_cpus=1, runtime_env={"working_dir": str(folder)}, **QUIET)
     assert not ray.is_initialized()
-    text = str(told.value)
+    text = str(raised.value)
     assert text.startswith(f"Ray refused to upload runtime_env's {folder}: ")
     assert "Package size (6.00MiB) exceeds the maximum size of 4.00MiB" in text
     assert text.index("3.0 MiB  data/train.parquet") < text.index("2.0 MiB  src/deep/big.npy")

@@ -296,9 +296,9 @@ def handed_on(one: Any, other: Any) -> dict[str, Any]:
 
     try:
         second.read_stamps(failed)
-        told = ""
+        message = ""
     except WorkerError as error:
-        told = str(error)
+        message = str(error)
 
     return {
         "x": answer.batch["x"].tolist(),
@@ -308,7 +308,7 @@ def handed_on(one: Any, other: Any) -> dict[str, Any]:
         "read by the driver": sum(
             os.getpid() in readers for readers in answer.non_tensor_batch["readers"]
         ),
-        "told": told,
+        "told": message,
     }
 
 
@@ -316,10 +316,10 @@ def heard(pool: Any, folder: Path) -> dict[str, Any]:
     """Return the words that a driver hears of its calls. Each rank goes on when its first one is
     heard, so the calls end only where words come while they run."""
     group = pool.start("counter", Counter)
-    told: list[Any] = []
+    messages: list[Any] = []
 
     def note(value: Any) -> None:
-        told.append(value)
+        messages.append(value)
         (folder / str(value[1])).touch()
 
     assert group.double_aloud(rows(6)).batch["y"].tolist() == [0, 2, 4, 6, 8, 10], "nobody hears"
@@ -332,8 +332,8 @@ def heard(pool: Any, folder: Path) -> dict[str, Any]:
         raised.append("no such key" not in str(error) and "after" in str(error))
     return {
         "answers": answer.batch["y"].tolist() + later.batch["y"].tolist(),
-        "told": sorted(name for name, _ in told),
-        "ranks": sorted({rank for _, rank in told}),
+        "told": sorted(name for name, _ in messages),
+        "ranks": sorted({rank for _, rank in messages}),
         "raised": raised,
         "pending": len(pool.ranks.links.pending) if hasattr(pool, "ranks") else 0,
     }
@@ -365,7 +365,7 @@ def trouble_within(pool: Any, deadline_s: float, method: str, *args: Any) -> Any
 
 def one_raises_and_all_go_on(pool: Any) -> Any:
     group = pool.start("troubled", Troubled)
-    told = []
+    errors = []
     for call in (
         lambda: group.only_rank_raises(1),
         lambda: group.only_rank_raises(0),
@@ -374,8 +374,8 @@ def one_raises_and_all_go_on(pool: Any) -> Any:
         try:
             call()
         except WorkerError as error:
-            told.append((type(error).__name__, str(error), repr(error.__cause__)))
-    return told, [rank for rank, _ in group.fine()]
+            errors.append((type(error).__name__, str(error), repr(error.__cause__)))
+    return errors, [rank for rank, _ in group.fine()]
 
 
 def many_calls(pool: Any) -> dict[str, list[int]]:

@@ -176,7 +176,7 @@ def test_noise_follows_the_seed(untrained):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "told"),
+    ("prompts", "message"),
     [
         ([], r"at least one, got \[\]"),
         ("1 + 1 = ?", "needs a list of prompts"),
@@ -191,8 +191,8 @@ def test_noise_follows_the_seed(untrained):
         ),
     ],
 )
-def test_prompts_that_cannot_be_answered_are_told(untrained, prompts, told):
-    with pytest.raises(DataError, match=told):
+def test_prompts_that_cannot_be_answered_are_told(untrained, prompts, message):
+    with pytest.raises(DataError, match=message):
         untrained.rollout(prompts)
 
 
@@ -308,7 +308,7 @@ def test_a_failing_reward_is_an_error_with_the_number_of_its_response(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("responses", "columns", "error", "told"),
+    ("responses", "columns", "error", "message"),
     [
         (["1"], {}, ConfigError, "a rule needs data_source and ground_truth. Give"),
         (["1"], {"data_source": "toy"}, ConfigError, "a rule needs ground_truth. Give"),
@@ -346,8 +346,8 @@ def test_a_failing_reward_is_an_error_with_the_number_of_its_response(tmp_path):
         ),
     ],
 )
-def test_what_no_function_can_score_is_told(untrained, responses, columns, error, told):
-    with pytest.raises(error, match=told):
+def test_what_no_function_can_score_is_told(untrained, responses, columns, error, message):
+    with pytest.raises(error, match=message):
         untrained.compute_reward(responses, **columns)
 
 
@@ -401,15 +401,15 @@ from verl.utils.errors import WorkerError
 
 trainer = RLTrainer(sys.argv[1], **json.loads(sys.argv[3]))
 asked = ["3 + 11 = ?", "2 + 5 = ?", "6 + 6 = ?"]
-told = {"one": trainer.rollout(asked[:1], greedy=True), "before": trainer.rollout(asked, n=2)}
-told["scores"] = trainer.compute_reward(["14", "no idea", "7"], asked).tolist()
-told["metrics"] = trainer.train(micro_batch_size=2, gradient_accumulation_steps=int(sys.argv[4]))
-told["mini"] = trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size
+result = {"one": trainer.rollout(asked[:1], greedy=True), "before": trainer.rollout(asked, n=2)}
+result["scores"] = trainer.compute_reward(["14", "no idea", "7"], asked).tolist()
+result["metrics"] = trainer.train(micro_batch_size=2, gradient_accumulation_steps=int(sys.argv[4]))
+result["mini"] = trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size
 try:
-    told["critic"] = type(trainer.critic.model).__name__
+    result["critic"] = type(trainer.critic.model).__name__
 except WorkerError as error:
-    told["critic"] = str(error)
-json.dump(told, open(sys.argv[2], "w"))
+    result["critic"] = str(error)
+json.dump(result, open(sys.argv[2], "w"))
 """
 YAML = """
 backend: local
@@ -460,14 +460,14 @@ APART = {
 def test_two_ranks_answer_score_and_train_as_one_process(
     alone, program, tmp_path, keywords, steps, place
 ):
-    arguments = ["run.yaml", str(tmp_path / "told.json"), json.dumps(keywords), str(steps)]
+    arguments = ["run.yaml", str(tmp_path / "result.json"), json.dumps(keywords), str(steps)]
     done = launch(2, run_program, arguments, folder=program)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    told = json.loads((tmp_path / "told.json").read_text())
+    result = json.loads((tmp_path / "result.json").read_text())
     assert alone["critic"] == "CriticModel"
-    assert f"its weights lie on the ranks {place}" in told["critic"]
-    assert told["mini"] == alone["mini"] == 2
-    assert (told["one"], told["before"]) == (alone["one"], alone["before"])
-    assert told["scores"] == pytest.approx(alone["scores"], rel=1e-5)
+    assert f"its weights lie on the ranks {place}" in result["critic"]
+    assert result["mini"] == alone["mini"] == 2
+    assert (result["one"], result["before"]) == (alone["one"], alone["before"])
+    assert result["scores"] == pytest.approx(alone["scores"], rel=1e-5)
     for name in ("critic/score/mean", "actor/grad_norm", "critic/grad_norm", "actor/entropy"):
-        assert told["metrics"][name] == pytest.approx(alone["metrics"][name], rel=2e-5), name
+        assert result["metrics"][name] == pytest.approx(alone["metrics"][name], rel=2e-5), name

@@ -111,14 +111,14 @@ def test_a_data_source_without_a_rule(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"data_source": "tey"}, "No reward rule for data_source 'tey'"),
         ({"data_source": None}, "There is no data_source"),
         ({"reward_model": None}, "needs reward_model.ground_truth"),
     ],
 )
-def test_a_row_that_no_rule_scores_is_named_at_start(tmp_path, capfd, change, told):
+def test_a_row_that_no_rule_scores_is_named_at_start(tmp_path, capfd, change, expected):
     """Whether it is among the rows that are tried, or met in the hundredth step."""
     rows = toy_rows()
     rows[3] |= change
@@ -126,7 +126,7 @@ def test_a_row_that_no_rule_scores_is_named_at_start(tmp_path, capfd, change, to
     model = f"actor_rollout_ref.model.path={folder_without_weights(tmp_path)}"
     text = message(capfd, run(tmp_path, model, base=on_files(path)))
     assert text.startswith(f"{path}, row 3: ")
-    assert told in text
+    assert expected in text
     valid = [f"data.val_files={path}", "trainer.test_freq=1"]
     assert "row 3" in message(
         capfd, run(tmp_path, model, *valid, base=on_files(Path(toy_files()[0])))
@@ -147,18 +147,18 @@ def test_a_reward_function_that_raises(tmp_path, capfd):
 
 def test_settings_of_ray_for_one_rank_are_said_to_have_no_effect(tmp_path, capfd):
     assert run(tmp_path, "ray_init.num_cpus=4", "ray_init.namespace=mine") == 0
-    told = "ray_init.namespace, ray_init.num_cpus without effect: one rank needs no Ray."
-    assert told in capfd.readouterr().out
+    message = "ray_init.namespace, ray_init.num_cpus without effect: one rank needs no Ray."
+    assert message in capfd.readouterr().out
 
 
 def test_a_reward_function_whose_package_is_missing(tmp_path, capfd):
     path = tmp_path / "reward.py"
     path.write_text("import math\nimport not_there.part\n", encoding="utf-8")
-    told = (
+    expected = (
         f"'{path}', line 2: the package 'not_there' is not installed. Install it: pip install "
         "not_there"
     )
-    assert message(capfd, run(tmp_path, f"custom_reward_function.path={path}")).startswith(told)
+    assert message(capfd, run(tmp_path, f"custom_reward_function.path={path}")).startswith(expected)
 
 
 def test_a_reward_function_that_sleeps(tmp_path, capfd):
@@ -169,7 +169,7 @@ def test_a_reward_function_that_sleeps(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("name", "answer", "told"),
+    ("name", "answer", "expected"),
     [
         (
             "lone",
@@ -195,7 +195,7 @@ def test_a_reward_function_that_sleeps(tmp_path, capfd):
         ),
     ],
 )
-def test_an_estimator_of_the_users_is_named(tmp_path, capfd, name, answer, told):
+def test_an_estimator_of_the_users_is_named(tmp_path, capfd, name, answer, expected):
     path = tmp_path / "mine.py"
     path.write_text(f"""from verl.algorithms.advantages import advantage_estimators
 
@@ -207,12 +207,12 @@ def estimator(inputs):
     own = [f"algorithm.adv_estimator=test_{name}", f"actor_rollout_ref.model.external_lib={path}"]
     text = message(capfd, run(tmp_path, *own))
     assert text.startswith(f"The advantage estimator 'test_{name}' ({path}) ")
-    assert told in text
+    assert expected in text
     assert len(text.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "answer", "told"),
+    ("name", "answer", "expected"),
     [
         (
             "raises",
@@ -238,11 +238,11 @@ def estimator(inputs):
         ),
     ],
 )
-def test_a_policy_loss_of_the_users_is_named(tmp_path, capfd, name, answer, told):
+def test_a_policy_loss_of_the_users_is_named(tmp_path, capfd, name, answer, expected):
     path, own = own_policy_loss(tmp_path, name, answer)
     text = message(capfd, run(tmp_path, *own))
     assert text.startswith(f"The policy loss 'test_{name}' ({path}) ")
-    assert told in text
+    assert expected in text
     assert len(text.splitlines()) == 1
 
 

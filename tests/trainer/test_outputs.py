@@ -17,7 +17,7 @@ def rows_of(path):
 
 
 def test_samples_of_training_and_validation_are_written(tmp_path):
-    told = reward_file(
+    reward = reward_file(
         tmp_path,
         (
             "return {'score': len(solution_str), 'pred': solution_str, 'even': len(solution_str) % "
@@ -35,7 +35,7 @@ def test_samples_of_training_and_validation_are_written(tmp_path):
         "trainer.log_val_generations=3",
     ]
     validated += [f"actor_rollout_ref.rollout.val_kwargs.{setting}" for setting in sampled]
-    assert run(tmp_path, *told, *folders, *validated) == 0
+    assert run(tmp_path, *reward, *folders, *validated) == 0
 
     for step, line in enumerate(step_lines(tmp_path), start=1):
         rows = rows_of(tmp_path / "rollouts" / f"{step}.jsonl")

@@ -217,7 +217,7 @@ def test_a_failing_reward_stops_the_run_as_without(tmp_path, capsys, body):
         "    return 1.0\n"
     )
 
-    told = []
+    outputs = []
     for asked in ("null", "False"):
         options = [
             f"custom_reward_function.path={file}",
@@ -229,11 +229,11 @@ def test_a_failing_reward_stops_the_run_as_without(tmp_path, capsys, body):
             "actor_rollout_ref.rollout.max_num_seqs=4",
         ]
         assert run(tmp_path / asked, *options) == 1
-        told.append(capsys.readouterr().err.partition("The reward function failed on")[2])
+        outputs.append(capsys.readouterr().err.partition("The reward function failed on")[2])
 
-    assert told[0]
-    assert told[0].partition("prompt ends")[0] == told[1].partition("prompt ends")[0]
-    assert told[0].partition("response starts")[2] == told[1].partition("response starts")[2]
+    assert outputs[0]
+    assert outputs[0].partition("prompt ends")[0] == outputs[1].partition("prompt ends")[0]
+    assert outputs[0].partition("response starts")[2] == outputs[1].partition("response starts")[2]
 
 
 def test_a_reward_manager_of_ones_own_comes_first_unless_asked_otherwise(tmp_path):

@@ -85,20 +85,20 @@ def meet(pool, parts):
     try:
         workers.trouble_within(pools[1], 20.0, "only_rank_raises", 1)
     except WorkerError as error:
-        told = str(error)
-    return [future.result() for future in futures], told
+        message = str(error)
+    return [future.result() for future in futures], message
 
 
 def test_every_part_of_a_launch_is_a_world_of_its_own():
     run = launch(meet, [[0, 3], [1, 2]], size=4)
     assert run.error is None
-    (first, second, again), told = run.value
+    (first, second, again), message = run.value
     for part in (first, second, again):
         assert [(rank, size) for rank, size, _, _ in part] == [(0, 2), (1, 2)]
         assert {total for *_, total in part} == {sum(pid for _, _, pid, _ in part)}
     assert again == second
     assert not {pid for _, _, pid, _ in first} & {pid for _, _, pid, _ in second}
-    assert "raised on rank 2" in told, "errors count as torchrun does"
+    assert "raised on rank 2" in message, "errors count as torchrun does"
 
 
 def placed(*overrides: str) -> dict[str, list[int]]:
@@ -135,7 +135,7 @@ def test_roles_are_with_the_actor_or_on_what_they_are_given(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ["critic=[0,1]", "actor=[1,2]"],
@@ -146,8 +146,8 @@ def test_roles_are_with_the_actor_or_on_what_they_are_given(monkeypatch):
         (["critic=[]"], r"got \[\]"),
     ],
 )
-def test_placements_that_cannot_be_are_told(overrides, told):
-    with pytest.raises(ConfigError, match=told):
+def test_placements_that_cannot_be_are_told(overrides, message):
+    with pytest.raises(ConfigError, match=message):
         placed(
             *PPO,
             "trainer.n_gpus_per_node=4",

@@ -269,9 +269,9 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     damage(tmp_path / f"global_step_{LAST}" / file)
     assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"]) == 0
     out = capfd.readouterr().out
-    told = next(line for line in out.splitlines() if "Checkpoint skipped" in line)
-    assert f"global_step_{LAST}" in told
-    assert file in told
+    message = next(line for line in out.splitlines() if "Checkpoint skipped" in line)
+    assert f"global_step_{LAST}" in message
+    assert file in message
     assert f"global_step_2: step 2 of {LAST}" in out
     assert_same_end(tmp_path, undisturbed("ppo"), "ppo")
 
@@ -330,10 +330,10 @@ def test_a_named_checkpoint_without_one_role_is_refused(tmp_path, undisturbed, c
     shutil.rmtree(named / "critic")
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}"]
     assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"], *resume) == 1
-    told = capfd.readouterr().err
-    assert told.startswith(f"CheckpointError: {named} is damaged: ")
-    assert "critic/progress.json is missing" in told
-    assert "actor/" not in told
+    output = capfd.readouterr().err
+    assert output.startswith(f"CheckpointError: {named} is damaged: ")
+    assert "critic/progress.json is missing" in output
+    assert "actor/" not in output
 
 
 def test_a_checkpoint_of_a_run_without_critic_is_no_critics(tmp_path, undisturbed, capfd):
@@ -341,9 +341,9 @@ def test_a_checkpoint_of_a_run_without_critic_is_no_critics(tmp_path, undisturbe
     named = tmp_path / f"global_step_{LAST}"
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}"]
     assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"], *resume) == 1
-    told = capfd.readouterr().err
-    assert "found no progress.json there. A run of other roles has saved it" in told
-    assert f"global_step_{LAST}/critic" in told
+    output = capfd.readouterr().err
+    assert "found no progress.json there. A run of other roles has saved it" in output
+    assert f"global_step_{LAST}/critic" in output
 
 
 def test_validation_alone_validates_the_checkpoint(tmp_path, undisturbed):
@@ -364,11 +364,11 @@ def test_memory_that_ran_out_on_one_of_several_ranks_lowers_the_next_start(
 ):
     """What comes back from a rank is a WorkerError from what was raised there."""
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    told = OutOfMemoryError("Out of GPU memory in the update on rank 1 of 2.")
-    told.lowered = {key: 40}
+    error = OutOfMemoryError("Out of GPU memory in the update on rank 1 of 2.")
+    error.lowered = {key: 40}
 
     def raises(*_: Any) -> None:
-        raise WorkerError("actor.update_actor raised on rank 1") from told
+        raise WorkerError("actor.update_actor raised on rank 1") from error
 
     with monkeypatch.context() as patch:
         patch.setattr(PPOTrainer, "update", raises)

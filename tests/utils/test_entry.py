@@ -36,8 +36,8 @@ def test_a_file_that_may_not_be_written_is_one_line(capfd):
         raise PermissionError(13, "Failed to open local file '/x/train.parquet'")
 
     assert exit_code(job) == 1
-    assert "train.parquet'. Free some space, or choose another" in (told := capfd.readouterr().err)
-    assert len(told.splitlines()) == 1
+    assert "train.parquet'. Free some space, or choose another" in (message := capfd.readouterr().err)
+    assert len(message.splitlines()) == 1
 
 
 def test_a_long_message_keeps_its_begin_and_its_end(capfd):
@@ -45,10 +45,10 @@ def test_a_long_message_keeps_its_begin_and_its_end(capfd):
         raise DataError(f"Row 3 is {'x' * 10**6}. Write it again.")
 
     assert exit_code(job) == 1
-    told = capfd.readouterr().err
-    assert len(told) < 10_000
-    assert told.startswith("DataError: Row 3 is xxx")
-    assert told.endswith("xxx. Write it again.\n")
+    output = capfd.readouterr().err
+    assert len(output) < 10_000
+    assert output.startswith("DataError: Row 3 is xxx")
+    assert output.endswith("xxx. Write it again.\n")
 
 
 def test_any_other_error_is_ours():

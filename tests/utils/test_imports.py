@@ -63,8 +63,8 @@ def test_a_wrong_file_or_name_is_told(tmp_path, monkeypatch):
 def test_a_file_beside_a_users_file_is_not_taken_for_a_package(tmp_path):
     (tmp_path / "helpers_of_mine.py").write_text("one = 1\n")
     (tmp_path / "reward.py").write_text("import math\nfrom helpers_of_mine import one\n")
-    told = rf"reward\.py', line 2, imports 'helpers_of_mine', which is in the same.*PYTHONPATH={tmp_path}$"
-    with pytest.raises(ConfigError, match=told):
+    message = rf"reward\.py', line 2, imports 'helpers_of_mine', which is in the same.*PYTHONPATH={tmp_path}$"
+    with pytest.raises(ConfigError, match=message):
         load_module(str(tmp_path / "reward.py"))
     (tmp_path / "reward.py").write_text("import a_package_that_nobody_has\n")
 

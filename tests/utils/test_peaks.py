@@ -44,8 +44,8 @@ def test_each_phase_has_its_own_peak_and_the_step_the_largest(monkeypatch: pytes
 
     with peaks.phase("generation", CUDA):
         allocator.take(25, 10)
-    told = {name: peak.allocated for name, peak in peaks.phases.items()}
-    assert told == {"generation": 30, "update": 80, "step": 60}
+    allocated = {name: peak.allocated for name, peak in peaks.phases.items()}
+    assert allocated == {"generation": 30, "update": 80, "step": 60}
     assert peaks.phases["update"].outside == 7
     assert peaks.phases["update"].host > 0
     metrics = memory_metrics(CUDA)

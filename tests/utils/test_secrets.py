@@ -56,9 +56,9 @@ def test_errors_and_log_lines_have_no_secrets(caplog):
 
 def test_a_contradiction_is_reported_without_the_password(capfd):
     assert main([*TOY, f"{JUDGE}={URL}"]) == 1
-    told = capfd.readouterr()
-    assert "http://***@host:8000/v1" in told.err
-    assert "pa55w0rd" not in told.err + told.out
+    output = capfd.readouterr()
+    assert "http://***@host:8000/v1" in output.err
+    assert "pa55w0rd" not in output.err + output.out
 
 
 def test_the_shown_configuration_keeps_references_to_the_environment(monkeypatch, capfd):

@@ -94,7 +94,7 @@ def test_without_old_log_probs_the_ratio_is_one():
     mismatch = objective.take_mismatch()
     expected = (outputs["log_probs"].exp() - columns["rollout_log_probs"].exp()).abs().max().item()
     assert mismatch["training/rollout_probs_diff_max"] == pytest.approx(expected)
-    assert objective.take_mismatch() == {}, "told once"
+    assert objective.take_mismatch() == {}, "reported once"
 
 
 def test_only_what_is_read_is_packed():
