@@ -1,4 +1,4 @@
-"""The driver's wait for a call, on ranks that answer as the test says."""
+"""The driver's wait for a call, on ranks with scripted answers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ DEADLINE_S = 100.0
 
 
 class Scripted:
-    """Two ranks; each `wait` returns the next of `answers` at once. Notes the order of calls."""
+    """Two simulated ranks; each `wait` returns the next of `answers`. Records the order of calls."""
 
     size = 2
 

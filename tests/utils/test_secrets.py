@@ -119,7 +119,7 @@ def test_trackers_get_no_secrets(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("root", ROOTS)
-def test_no_key_of_ours_is_taken_for_a_secret(root):
+def test_no_key_of_the_configuration_is_mistaken_for_a_secret(root):
     defaults = config_to_dict(ROOTS[root].schema())
     assert masked_values(defaults) == defaults
     texts = [key.path for key in keys_of(ROOTS[root].schema).values() if key.type is not bool]
