@@ -22,6 +22,7 @@ def make_engine(layers: int = 4, **settings) -> TrainEngine:
     model = tiny_model(
         "qwen2", head_dim=16, hidden_size=256, intermediate_size=1024, num_hidden_layers=layers
     )
+
     return TrainEngine(
         PackedCausalLM(model),
         EngineOptions(

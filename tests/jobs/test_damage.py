@@ -25,8 +25,8 @@ ADAPTERS = "lora_adapter/adapter_model.safetensors"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a checkpoint with the full weights of one role and the adapters of another, and the base
-    model of these adapters."""
+    """Write a checkpoint with the full weights of one role and the adapters of another, and the
+    base model of these adapters."""
     folder = tmp_path_factory.mktemp("run")
     policy_engine().save(folder / "global_step_4" / "actor")
     jobs.train_and_save(Setup(lora=True), folder / "global_step_4" / "lora")

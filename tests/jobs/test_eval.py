@@ -213,9 +213,7 @@ def test_failures_count_as_in_training(tmp_path, custom, capsys):
     found = values(
         evaluate(tmp_path, lines, *quick, "reward_model.on_error=drop", "metrics.k=[2,4]")["all"]
     )
-    assert (found["pass@2"], "pass@4" in found) == (1.0, False), (
-        "two responses are left"
-    )
+    assert (found["pass@2"], "pass@4" in found) == (1.0, False), "two responses are left"
     assert "metrics.k above 2 is left out" in capsys.readouterr().out
     assert main([f"data.path={tmp_path / 'responses.jsonl'}", *quick]) == 1
     output = capsys.readouterr().err

@@ -152,6 +152,7 @@ def serve_until_interrupted(port: int) -> int:
                     break
             except OSError:
                 time.sleep(0.05)
+
         body = {"model": "toy", "messages": QUESTION, "max_tokens": 4}
         request = urllib.request.Request(
             f"{url}/v1/chat/completions",

@@ -82,6 +82,7 @@ def test_only_drawn_tokens_have_a_mask_and_a_log_prob():
         ],
     )
     batch = assemble([episode], prompt_length=3, response_length=6, pad_token_id=9, with_turns=True)
+
     assert batch["responses"].tolist() == [[5, 6, 7, 8, 3, 9]]
     assert batch["response_mask"].tolist() == [[1, 0, 0, 1, 1, 0]]
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1, 1, 0]]

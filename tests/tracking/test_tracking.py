@@ -40,6 +40,7 @@ def test_the_console_line(tmp_path, capsys):
     tracker.log({**STEP, "actor/kl_loss": 0.2, "critic/rewards/mean": 9, **rest}, 2)
     speed = {"perf/total_num_tokens": 300, "perf/time_per_step": 1.5}
     tracker.log({"train/loss": 2.5, "train/lr": 1e-5, "train/grad_norm": 0.25, **speed}, 3)
+
     assert capsys.readouterr().out.splitlines() == [
         "[Step 1/10] Actor loss: 0.0123 | Reward: 0.3333",  # no KL without a reference
         "[Step 2/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.2000 | Critic loss: 0.5000 | "
