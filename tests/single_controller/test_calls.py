@@ -12,7 +12,8 @@ DEADLINE_S = 100.0
 
 
 class Scripted:
-    """Two simulated ranks; each `wait` returns the next of `answers`. Records the order of calls."""
+    """Two simulated ranks; each `wait` returns the next of `answers`. Records the order of
+    calls."""
 
     size = 2
 

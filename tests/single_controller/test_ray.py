@@ -110,7 +110,8 @@ def ends_within(pid: int, seconds: float) -> bool:
 
 
 def listening_addresses() -> set[str]:
-    """Return the addresses that the processes of this test's Ray, and the test itself, listen on."""
+    """Return the addresses that the processes of this test's Ray, and the test itself, listen
+    on."""
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     found = set()
     for process in family:
