@@ -202,7 +202,7 @@ def test_a_failed_capture_does_not_end_the_engine(given, raised, monkeypatch):
         calls += 1
         step(rows)
         if calls == 2:  # the first one compiles, the second is captured
-            raise given("in the midst of a capture")
+            raise given("in the middle of a capture")
 
     with monkeypatch.context() as patched, pytest.raises(raised):
         patched.setattr(engine.runner, "_step", broken)

@@ -103,7 +103,9 @@ def test_calls_overlap_generation_one_at_a_time_in_the_order_of_responses():
 
     manager = NaiveRewardManager(CharTokenizer(), 0, compute_score)
     result = score_ahead(
-        manager, batch_of(), wait=lambda: all_done.wait(20) or pytest.fail("nobody calls")
+        manager,
+        batch_of(),
+        wait=lambda: all_done.wait(20) or pytest.fail("not all calls were made"),
     )
     assert result["reward_tensor"].sum() == 6
     assert calls == ["ff", "a", "dddd", "bb", "e", "ccc"]

@@ -163,7 +163,7 @@ def test_a_judge_that_cannot_work_is_reported_at_start(changes, message):
 
 
 @pytest.mark.parametrize("number", [429, 500, 503])
-def test_a_busy_service_is_asked_again(serve, number):
+def test_a_busy_service_is_retried(serve, number):
     service = serve(in_turn(status(number), status(number), says("Score: 10")))
     assert make_judge(service.url)("s", "x", None)["score"] == 1.0
     assert len(service.requests) == 3
@@ -208,7 +208,7 @@ def test_answers_without_a_score(serve, respond, message):
 
 
 @pytest.mark.parametrize(("number", "tries"), [(400, 1), (429, 4), (502, 4)])
-def test_a_judge_that_refuses_follows_the_policy(serve, number, tries, caplog):
+def test_a_refusal_of_the_judge_follows_the_policy(serve, number, tries, caplog):
     service = serve(
         lambda body: says("Score: 10")(body) if "fine" in str(body) else status(number)(body)
     )
@@ -240,7 +240,7 @@ def test_a_silent_service_is_abandoned_and_a_slow_one_is_not_flooded(serve):
         impatient("s", "x", None)
 
 
-def test_connections_never_exceed_the_limit_whatever_the_number_of_threads(serve):
+def test_connections_never_exceed_the_limit_for_any_number_of_threads(serve):
     service = serve(says("Score: 1"))
     service.delay_s = 0.02
     judge = make_judge(service.url, max_concurrent=2)

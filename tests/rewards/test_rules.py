@@ -210,7 +210,7 @@ def test_last_boxed_balances_its_brackets():
 
 
 @needs_shared("data/math")
-def test_math500_solutions_score_as_gold_and_the_neighbours_do_not():
+def test_math500_solutions_score_as_gold_and_their_neighbors_do_not():
     rows = read_lines("data/math/math500.jsonl")[:200]
     scores = [
         default_compute_score("HuggingFaceH4/MATH-500", row["solution"], row["answer"])

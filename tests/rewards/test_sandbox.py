@@ -110,7 +110,7 @@ HOSTILE = {
     "ten gigabytes": ("x = bytearray(10 * 2**30)", "MemoryError"),
     "gigabytes bit by bit": ("x = []\nwhile True:\n    x.append(bytearray(2**24))", "MemoryError"),
     "writes /etc/passwd": ("open('/etc/passwd', 'a').write('x')", "Error"),
-    "writes beside Python": (
+    "writes next to Python": (
         "import os\nopen(os.path.dirname(os.__file__) + '/evil.py', 'w')",
         "Error",
     ),

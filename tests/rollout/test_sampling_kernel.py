@@ -223,7 +223,7 @@ def search_kernel(
 
 @pytest.mark.parametrize("lowest", [0x4000 - 16, -0x4000 - 16], ids=["2", "-2"])
 @interpreted
-def test_the_search_finds_every_rank_among_neighbouring_bf16_numbers(lowest):
+def test_the_search_finds_every_rank_among_neighboring_bf16_numbers(lowest):
     keys = lowest + torch.randperm(32, generator=torch.Generator().manual_seed(5))
     bits = torch.where(keys < 0, keys ^ 0x7FFF, keys).to(torch.int16)
     found = torch.empty(32, dtype=torch.int64)

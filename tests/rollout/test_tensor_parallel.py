@@ -178,7 +178,7 @@ def rollout_mesh(size: int) -> RolloutMesh:
     return RolloutMesh(data, tensor)
 
 
-def test_neighbours_share_an_engine(two: Ranks):
+def test_neighbors_share_an_engine(two: Ranks):
     assert two.call(rollout_mesh, 1) == [RolloutMesh(Axis(2, rank), ALONE) for rank in (0, 1)]
     assert two.call(rollout_mesh, 2) == [RolloutMesh(Axis(1, 0), Axis(2, rank)) for rank in (0, 1)]
 

@@ -39,7 +39,7 @@ def test_balanced_shares_differ_by_less_than_the_longest_row(lengths, num_shares
     assert sorted(itertools.chain(*shares)) == list(range(len(lengths)))
     assert len(shares) == num_shares
     assert sum(not share for share in shares) == max(num_shares - len(lengths), 0), (
-        "nobody waits without need"
+        "no rank waits longer than necessary"
     )
     assert all(share == sorted(share) for share in shares)
     tokens = sums(shares, lengths)

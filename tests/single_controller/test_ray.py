@@ -244,7 +244,7 @@ def test_processes_outlive_a_connection_which_may_be_by_tcp(pools, monkeypatch):
     assert group.fine() == before
 
 
-def test_without_a_connection_calls_go_through_ray_and_the_log_says_so(pools, monkeypatch, caplog):
+def test_without_a_connection_calls_go_through_ray_and_a_line_is_logged(pools, monkeypatch, caplog):
     group = pools["whole"].start("troubled", workers.Troubled)
     ranks = group._ranks
     before = group.fine()

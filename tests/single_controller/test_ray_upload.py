@@ -60,7 +60,7 @@ def test_the_files_are_the_ones_that_ray_packs(
     assert "src/deep/kept.txt" in packed
 
 
-def test_a_refused_upload_names_the_largest_files_and_excludes(folder: Path, monkeypatch):
+def test_a_rejected_upload_names_the_largest_files_and_excludes(folder: Path, monkeypatch):
     monkeypatch.setattr(packaging, "GCS_STORAGE_MAX_SIZE", 4 * MIB)
     with pytest.raises(ConfigError) as raised:
         connect(address="local", num_cpus=1, runtime_env={"working_dir": str(folder)}, **QUIET)

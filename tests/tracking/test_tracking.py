@@ -200,9 +200,9 @@ def test_samples_are_written_atomically(tmp_path):
 
     def rows():
         yield {"x": 2}
-        raise RuntimeError("killed in the midst")
+        raise RuntimeError("killed midway")
 
-    with pytest.raises(RuntimeError, match="midst"):
+    with pytest.raises(RuntimeError, match="midway"):
         write_samples(tmp_path / "deep", 1, rows())
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["1.jsonl"]
     assert read_lines(tmp_path / "deep" / "1.jsonl") == [{"step": 1, "x": 1}]

@@ -399,7 +399,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_embeds(tmp_path, capfd):
     assert "The model embeds 64 tokens" in text
 
 
-def test_a_model_that_the_engine_does_not_support_is_refused_before_weights(tmp_path, capfd):
+def test_a_model_that_the_engine_does_not_support_is_rejected_before_weights(tmp_path, capfd):
     save_tiny(tmp_path / "model", "deepseek_v3")
     for file in (tmp_path / "model").glob("*.safetensors"):
         file.unlink()

@@ -381,7 +381,7 @@ def test_out_of_memory_on_one_of_several_ranks_lowers_the_next_start(tmp_path, c
     assert run(tmp_path) == 0
     assert seen == [{key: 40}]
     assert run(tmp_path, "trainer.resume_mode=disable") == 0
-    assert len(seen) == 1, "a start afresh knows nothing of it"
+    assert len(seen) == 1, "a new run does not know it"
     for odd in ('{"half a', "[]", '{"a": null}', "[" * 10**5):
         (tmp_path / "lowered_budgets.json").write_text(odd)
         assert run(tmp_path) == 1
