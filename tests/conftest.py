@@ -1,4 +1,4 @@
-"""One thread, no network, and a log of its own: tests are fast and say the same thing
+"""One thread, no network, and a separate log: tests are fast and give the same results
 everywhere."""
 
 import logging
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Ray would start a process for each CPU in advance, which actors with an environment of their own
-# cannot use.
+# Ray would start a process for each CPU in advance; actors with their own environment cannot use
+# those.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 import importlib
@@ -30,8 +30,8 @@ with install_import_hook("verl.algorithms", f"{typecheck.__name__}.checked"):
 
 @pytest.fixture(autouse=True)
 def _own_log() -> Iterator[None]:
-    """What a test configured would keep its output stream, and hide the next one's records from
-    `caplog`."""
+    """Isolate the log: settings of a test would keep its output stream, and hide the records of the
+    next test from `caplog`."""
     say_once.cache_clear()
     yield
     left_disabled = logger.disabled or logging.root.manager.disable > 0
@@ -43,8 +43,8 @@ def _own_log() -> Iterator[None]:
     assert not left_disabled, "this test left the log disabled, which would hide the next one's"
 
 
-# Files that start ranks or compute for long: first, since a long one at the end would leave the
-# other of two processes without work.
+# Files that start ranks or compute for long come first: at the end, one would leave the other of
+# two processes without work.
 _LONG = (
     "test_ranks.py",
     "test_ray.py",

@@ -1,5 +1,5 @@
-"""Programs on ranks as torchrun starts them, without its seconds: forks of one process that has
-imported the packages."""
+"""Programs on ranks like torchrun starts them, without its start-up seconds: forks of one process
+that has imported the packages."""
 
 import atexit
 import multiprocessing
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-# Modules of all programs: the first test that forks starts the one server of its pytest process.
+# Modules of all programs: the first test that forks starts the single server of its pytest process.
 PRELOADED = [
     "peft",
     "tests.rewards.batches",
@@ -33,13 +33,13 @@ PRELOADED = [
     "verl.trainer.main_ppo",
     "verl.trainer.variants",
 ]
-# torchrun gives the other ranks as long to end after one has failed.
+# torchrun gives the other ranks this long to end after one has failed.
 GRACE_S = 30.0
 
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a launch: the first exit code other than 0, and the output of all ranks."""
+    """Result of a launch: the first exit code other than 0, and the output of all ranks."""
 
     returncode: int
     stdout: str
@@ -47,14 +47,14 @@ class Done:
 
 
 def fork_server() -> Any:
-    """The context of forks, with the packages of all programs."""
+    """Return the context of forks, with the packages of all programs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
 
 
 def free_port() -> int:
-    """A port that no process listens on."""
+    """Return a port that no process listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -67,8 +67,10 @@ def launch(
     folder: Path | None = None,
     timeout_s: float = 150.0,
 ) -> Done:
-    """Run `program(*arguments)`, a function of a module, on every rank, in `folder`; its result is
-    the exit code. When a rank fails, the others get SIGTERM."""
+    """Run `program(*arguments)`, a function of a module, on every rank, in `folder`.
+
+    The result of the function is the exit code. When a rank fails, the others get SIGTERM.
+    """
     common = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -85,7 +87,7 @@ def run_code(code: str, timeout_s: float = 150.0) -> Done:
 
 
 def run_module(name: str, arguments: list[str]) -> None:
-    """`python -m name arguments`, as a program of `launch`."""
+    """Run `python -m name arguments`, as a program of `launch`."""
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
@@ -101,7 +103,7 @@ def _run(
     folder: Path | None,
     timeout_s: float,
 ) -> Done:
-    """Run one process for each set of variables that it has in addition to ours."""
+    """Run one process for each set of additional variables."""
     where = Path.cwd() if folder is None else folder
 
     with tempfile.TemporaryDirectory() as outputs:
@@ -120,7 +122,7 @@ def _run(
 
 
 def _wait(processes: list[BaseProcess], timeout_s: float) -> int:
-    """Wait for all processes; gives the first exit code other than 0."""
+    """Wait for all processes. Returns the first exit code other than 0."""
     ends_at = time.monotonic() + timeout_s
     running = list(processes)
     returncode = 0
@@ -161,5 +163,5 @@ def _main(
     try:
         sys.exit(program(*arguments))
     finally:
-        # As every program does at its end, but not a child of multiprocessing.
+        # Like every program at its end, but unlike a child of multiprocessing.
         atexit._run_exitfuncs()

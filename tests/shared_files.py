@@ -1,5 +1,4 @@
-"""Where the data and models that lie beside the repository are, and how a test says that it needs
-them."""
+"""The location of data and models next to the repository, and the mark of tests that need them."""
 
 from pathlib import Path
 
@@ -9,7 +8,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def needs_shared(relative: str) -> pytest.MarkDecorator:
-    """Skip by name where a clone has no such folder or file beside it."""
+    """Skip by name if a clone has no such folder or file next to it."""
     return pytest.mark.skipif(
         not (SHARED / relative).exists(), reason=f"needs {relative} in the shared folder"
     )

@@ -1,4 +1,4 @@
-"""The container files say what the Makefile, pyproject.toml and the doctor say. Nothing is built
+"""The container files agree with the Makefile, pyproject.toml and the doctor. Nothing is built
 here."""
 
 import re
@@ -18,7 +18,7 @@ PAGE = (ROOT / "docker" / "README.md").read_text()
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """(word, rest) of each, with continued lines joined."""
+    """Return (word, rest) of each instruction, with continued lines joined."""
     lines = [
         line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")
     ]
@@ -27,17 +27,17 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 
 def runs(path: Path) -> list[str]:
-    """Every command of the RUN and CMD lines."""
+    """Return every command of the RUN and CMD lines."""
     found = [rest for word, rest in instructions(path) if word in ("RUN", "CMD")]
     return [command for rest in found for command in re.sub(r'[\[\]",]+', " ", rest).split(" && ")]
 
 
-def test_there_is_one_for_each_kind_of_machine():
+def test_there_is_a_file_for_each_kind_of_machine():
     assert [path.name for path in FILES] == ["Dockerfile.cpu", "Dockerfile.cuda"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_python_is_one_that_the_package_takes(path: Path):
+def test_the_package_supports_the_python_version(path: Path):
     [image] = [rest for word, rest in instructions(path) if word == "FROM"]
     minor = int(re.fullmatch(r"python:3\.(\d+)-slim", image)[1])  # pyright: ignore[reportOptionalSubscript]
     least = int(re.findall(r'requires-python = ">=3\.(\d+)"', PYPROJECT)[0])
@@ -45,7 +45,7 @@ def test_the_python_is_one_that_the_package_takes(path: Path):
     assert least == int(first) <= minor <= int(last)
 
 
-def test_the_cpu_image_does_what_ci_does():
+def test_the_cpu_image_follows_ci():
     path = ROOT / "docker" / "Dockerfile.cpu"
     targets = [
         shlex.split(command)[1] for command in runs(path) if command.strip().startswith("make")
@@ -73,7 +73,7 @@ def test_the_cuda_image_has_the_makefiles_torch_and_extras_that_exist():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_what_an_installation_reads_is_copied_before_it(path: Path):
+def test_inputs_of_an_installation_are_copied_before_it(path: Path):
     there: set[str] = set()
     installed = False
     for word, rest in instructions(path):
@@ -94,7 +94,7 @@ def test_what_an_installation_reads_is_copied_before_it(path: Path):
     assert all((ROOT / source).exists() for source in there)
 
 
-def test_what_git_ignores_stays_out_of_the_image():
+def test_files_ignored_by_git_stay_out_of_the_image():
     ignored = {
         line.strip("/").removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().split()
     }
@@ -116,7 +116,7 @@ def test_what_git_ignores_stays_out_of_the_image():
     assert not ignored & needed
 
 
-def test_the_page_names_the_files_and_what_the_doctor_asks_for():
+def test_the_page_names_the_files_and_the_requirements_of_the_doctor():
     assert set(re.findall(r"-f (docker/\S+)", PAGE)) == {f"docker/{path.name}" for path in FILES}
     for name, least in (("shm-size=(\\d+)g", SHM / GIB), ("ulimit nofile=(\\d+):", OPEN_FILES)):
         given = [int(number) for number in re.findall(f"--{name}", PAGE)]

@@ -1,5 +1,5 @@
-"""What the pages say is so: quoted messages, findings, keys, defaults, refusals, import paths,
-links."""
+"""The pages are correct: quoted messages, findings, keys, defaults, rejected settings, import
+paths, links."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ PAGES = [
 ]
 TROUBLES = (ROOT / "docs/how_to/troubles.md").read_text()
 MOVING = (ROOT / "docs/how_to/moving_from_verl.md").read_text()
-HOLE = "\0"  # where a message has a value
+HOLE = "\0"  # marks the position of a value in a message
 
 
 def section(page: str, heading: str) -> str:
@@ -34,7 +34,7 @@ def section(page: str, heading: str) -> str:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of the tables in a text, without their heads."""
+    """Return the cells of the tables in a text, without their headers."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return [cells for cells in lines if cells[0].startswith("`")]
 
@@ -48,7 +48,7 @@ def with_holes(text: str) -> str:
 
 
 def template(node: ast.AST) -> str | None:
-    """A text of the code with HOLE for each value; None for what is no text."""
+    """Return a text of the code with HOLE for each value; None for other nodes."""
     if isinstance(node, ast.JoinedStr):
         return "".join(
             str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values
@@ -73,8 +73,8 @@ def texts_of_the_code() -> list[str]:
 
 
 def is_of_the_code(message: str) -> bool:
-    """Whether one text of the code has it, whole or as a part, with its values at the same
-    places."""
+    """Check whether a text of the code contains the message, with its values at the same
+    positions."""
     wanted = with_holes(message)
     assert len(wanted.replace(HOLE, "").strip()) >= 10, f"too short to tell: {message}"
     return any(wanted in text for text in texts_of_the_code())
@@ -91,18 +91,18 @@ def quoted_messages() -> list[str]:
 
 
 @pytest.mark.parametrize("message", quoted_messages())
-def test_a_quoted_message_is_of_the_code(message: str):
+def test_a_quoted_message_is_in_the_code(message: str):
     assert is_of_the_code(message)
 
 
-def test_a_message_that_changed_would_be_found():
+def test_a_changed_message_is_found():
     assert is_of_the_code("The engine returned sample <3> twice; each is due exactly once.")
     assert not is_of_the_code("The engine returned sample 3 twice; each is due exactly once.")
     assert not is_of_the_code("The engine returned sample <3> twice; each is due once.")
 
 
 def test_every_finding_of_the_doctor_is_in_the_table():
-    told = {
+    documented = {
         with_holes(name)
         for cells in rows(section(TROUBLES, "Findings of the doctor"))
         for name in quoted(cells[0])
@@ -112,7 +112,7 @@ def test_every_finding_of_the_doctor_is_in_the_table():
     ]
     made = {template(call.args[0]) or HOLE for call in calls if call.func.id == "Finding"}  # pyright: ignore
     assert len(made) > 30
-    assert told == made
+    assert documented == made
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -142,7 +142,7 @@ def test_keys_that_a_page_names_exist(page: Path):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: Path):
+def test_links_have_a_target(page: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
         if path.startswith("http"):
@@ -159,24 +159,26 @@ def test_links_lead_somewhere(page: Path):
 
 
 def test_the_page_of_import_paths_is_up_to_date():
-    """Where not: python -m verl.compat > docs/reference/import_paths.md"""
+    """Run `python -m verl.compat > docs/reference/import_paths.md` after a failure."""
     assert (ROOT / "docs/reference/import_paths.md").read_text() == compat.page()
 
 
 @pytest.mark.parametrize(
     ("written", "instead"), [cells[:2] for cells in rows(section(MOVING, "Refused"))]
 )
-def test_what_is_refused_names_what_to_set_instead(written: str, instead: str):
+def test_rejected_settings_name_their_alternative(written: str, instead: str):
     for keys in quoted(written):
-        with pytest.raises(ConfigError) as told:
+        with pytest.raises(ConfigError) as raised:
             load_config(["data.dataset_name=toy", "data.train_batch_size=4", *keys.split()])
-        assert quoted(instead)[0] in str(told.value)
+        assert quoted(instead)[0] in str(raised.value)
 
 
 @needs_shared("verl05_keys.txt")
-def test_every_default_that_differs_is_told():
+def test_every_default_that_differs_is_documented():
     table = rows(section(MOVING, "Other"))
-    told = {quoted(key)[0]: (quoted(theirs)[0], quoted(ours)[0]) for key, theirs, ours in table}
+    documented = {
+        quoted(key)[0]: (quoted(theirs)[0], quoted(ours)[0]) for key, theirs, ours in table
+    }
     keys = keys_of(TrainConfig)
     differ = {}
     lines = (SHARED / "verl05_keys.txt").read_text()
@@ -196,7 +198,7 @@ def test_every_default_that_differs_is_told():
             of_every_role = "fsdp_config.reshard_after_forward"
             differ[of_every_role if path.endswith(of_every_role) else path] = (theirs, ours)
 
-    assert differ == told
+    assert differ == documented
 
 
 def _same_number(one: str, other: str) -> bool:

@@ -30,14 +30,14 @@ def test_the_navigation_names_every_page_once():
 
 
 def test_the_pictures_show_the_figures():
-    """Where not: python bench/plot.py"""
+    """Run `python bench/plot.py` after a failure."""
     for scheme in plot.COLORS:
         picture = plot.IMAGES / f"speed-{scheme}.svg"
         assert picture.read_text() == plot.svg(plot.load(), scheme)
 
 
 def test_the_results_open_with_the_figures():
-    """Where not: python bench/plot.py prints the table."""
+    """Run `python bench/plot.py` after a failure: it prints the table."""
     figures = plot.load()
     assert len(figures) <= 12
     assert plot.table(figures) in (ROOT / "bench/RESULTS.md").read_text()

@@ -1,5 +1,5 @@
-"""The scripts under examples/: what they type is a configuration that loads, and a run that fits
-where they say."""
+"""The scripts under examples/: their commands are configurations that load, and runs that fit on
+the stated hardware."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ ROOTS = {
     "verl.jobs.main_generation": "generation",
     "verl.jobs.main_eval": "evaluation",
 }
-# Qwen2.5 by the size in a script's name: hidden, intermediate, layers, heads, key heads.
+# Qwen2.5 by the size in the name of a script: hidden, intermediate, layers, heads, key heads.
 SHAPES = {
     "0_5b": (896, 4864, 24, 14, 2),
     "1_5b": (1536, 8960, 28, 12, 2),
@@ -41,7 +41,7 @@ SHAPES = {
 }
 MULTI_TURN = ROOT / "examples" / "sglang_multiturn"
 
-# A user's script as it is, but for the model and the folders.
+# A user's script, unchanged except for the model and the folders.
 USERS_SCRIPT = """
 python3 -m verl.trainer.main_ppo --config-path="$CONFIG_PATH" --config-name='gsm8k_multiturn_grpo' \\
   algorithm.adv_estimator=grpo data.train_batch_size=256 data.max_prompt_length=1024 \\
@@ -70,14 +70,14 @@ def name_of(script: Path) -> str:
 
 
 def python3(folder: Path, body: str) -> str:
-    """A PATH on which the scripts' python3 does `body`."""
+    """Return a PATH on which the scripts' python3 runs `body`."""
     (folder / "python3").write_text(f"#!/bin/sh\n{body}\n")
     (folder / "python3").chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"
 
 
 def typed(script: str | Path, *arguments: str, **variables: object) -> list[tuple[str, list[str]]]:
-    """(module, argv) of every `python3 -m` that bash comes to, in a file or in text."""
+    """Return (module, argv) of every `python3 -m` that bash reaches, in a file or in text."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "typed"
         environment = {
@@ -95,7 +95,7 @@ def typed(script: str | Path, *arguments: str, **variables: object) -> list[tupl
 
 
 def model_folder(tmp_path: Path, size: str) -> Path:
-    """The config.json of a Qwen2.5 and nothing else."""
+    """Create a folder with the config.json of a Qwen2.5 and nothing else."""
     hidden, intermediate, layers, heads, key_heads = SHAPES[size]
     config = Qwen2Config(
         vocab_size=152_064 if size == "7b" else 151_936,
@@ -127,7 +127,7 @@ def test_a_training_script_fits_the_gpus_that_it_names(tmp_path: Path, script: P
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
-def test_a_script_is_right_without_a_warning_and_takes_further_keys(script: Path, caplog):
+def test_a_script_loads_without_a_warning_and_accepts_further_keys(script: Path, caplog):
     caplog.set_level(logging.WARNING, logger="verl")
     assert os.access(script, os.X_OK)
     assert all(line.startswith("# ") for line in script.read_text().splitlines()[1:3])
@@ -144,7 +144,7 @@ def test_a_script_is_right_without_a_warning_and_takes_further_keys(script: Path
         assert caplog.messages == []
 
 
-def test_the_algorithms_are_those_of_the_folders():
+def test_the_algorithms_match_the_folders():
     found = {}
     for script in TRAINING:
         [(_, argv)] = typed(script)
@@ -168,7 +168,7 @@ def test_the_algorithms_are_those_of_the_folders():
 
 
 def test_a_script_trains(tmp_path: Path):
-    """Two real steps, as a user starts them, of the packaged model."""
+    """Run two real steps of the packaged model, started like a user starts them."""
     prompts = ROOT / "verl" / "data" / "toy_prompts.jsonl"
     script = ROOT / "examples" / "grpo_trainer" / "run_qwen2_5-0_5b_gsm8k.sh"
     overrides = (
@@ -209,13 +209,13 @@ def users_argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return argv
 
 
-def test_the_script_of_several_turns_is_planned_with_a_line_for_what_is_not_built(
+def test_the_script_of_several_turns_is_planned_with_a_line_for_the_unavailable_engine(
     tmp_path, monkeypatch, capfd
 ):
     argv = users_argv(tmp_path, monkeypatch)
     assert main([*argv, "--dry-run", "--device-gib", "H100"]) == 0
-    told, errors = capfd.readouterr()
-    remarks, plan = told.split("Model: ")
+    output, errors = capfd.readouterr()
+    remarks, plan = output.split("Model: ")
     assert "Batch: 256 prompts x 16 samples = 4096 rows of at most 2048 tokens" in plan
     assert "It fits" in plan
     keys = [
@@ -226,13 +226,13 @@ def test_the_script_of_several_turns_is_planned_with_a_line_for_what_is_not_buil
     assert errors == ""
 
 
-def test_the_script_of_several_turns_names_the_engine_that_is_not_built(tmp_path, monkeypatch):
+def test_the_script_of_several_turns_names_the_unavailable_engine(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"name=sglang is not available.*Set .*name=embedded"):
         load_config(users_argv(tmp_path, monkeypatch))
 
 
 def gsm8k_rows(folder: Path) -> Path:
-    """Rows of gsm8k_multiturn_w_tool.py, of questions made here."""
+    """Write rows of gsm8k_multiturn_w_tool.py for questions of this test."""
     raw = folder / "raw"
     raw.mkdir()
     for split in ("train", "test"):
@@ -252,7 +252,7 @@ def gsm8k_rows(folder: Path) -> Path:
 
 
 def chat_model(folder: Path) -> Path:
-    """A tiny model with a tokenizer whose chat template has tools."""
+    """Save a tiny model with a tokenizer and a chat template with tools."""
     tokenizer = chat_tokenizer()
     model = tiny_model("qwen2", vocab_size=len(tokenizer), max_position_embeddings=8192)
     model.save_pretrained(folder / "model")
@@ -279,7 +279,7 @@ SMALL = [
 
 @pytest.mark.parametrize("kind", ["a tool", "a simulated user"])
 def test_the_script_of_several_turns_trains(tmp_path, monkeypatch, kind):
-    """With the engine of a user's file, which calls the tool: sizes and paths aside, as typed."""
+    """Train with the engine of a user's file, which calls the tool; only sizes and paths differ."""
     data = gsm8k_rows(tmp_path)
     model = chat_model(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -312,7 +312,7 @@ def test_the_script_of_several_turns_trains(tmp_path, monkeypatch, kind):
         assert "Your response is incorrect!" in samples
 
 
-def test_the_tool_is_the_one_that_the_rows_name():
+def test_the_tool_matches_the_rows():
     tools = yaml.safe_load(
         (MULTI_TURN / "config" / "tool_config" / "gsm8k_tool_config.yaml").read_text()
     )["tools"]
@@ -335,7 +335,7 @@ def test_a_configuration_of_several_turns_loads_by_its_name(name: str, caplog):
     assert "No training data" not in caplog.text
 
 
-def test_the_interaction_is_the_one_that_the_rows_name():
+def test_the_interaction_matches_the_rows():
     config = MULTI_TURN / "config" / "interaction_config" / "gsm8k_interaction_config.yaml"
     (entry,) = yaml.safe_load(config.read_text())["interaction"]
     scripts = ROOT / "examples" / "data_preprocess"
@@ -347,7 +347,7 @@ def test_the_interaction_is_the_one_that_the_rows_name():
     "path", sorted((MULTI_TURN / "config" / "tool_config").iterdir()), ids=lambda path: path.name
 )
 def test_a_tool_configuration_has_the_keys_of_its_format(path: Path):
-    content = yaml.safe_load(path.read_text())  # JSON is YAML as well
+    content = yaml.safe_load(path.read_text())  # JSON is also YAML
     if path.suffix == ".json":
         assert all(
             "url" in server or "command" in server for server in content["mcpServers"].values()

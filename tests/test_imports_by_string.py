@@ -1,4 +1,4 @@
-"""No room imports upward by string: the import contract sees import statements alone."""
+"""No room imports upward by string: the import contract checks only import statements."""
 
 import ast
 import re
@@ -62,7 +62,7 @@ def refused(room: str, text: str, floor_of: dict[str, int]) -> list[tuple[int, s
         ("engine", "verl.nothing", False),
     ],
 )
-def test_the_floors_are_those_of_the_contract(room: str, name: str, is_refused: bool):
+def test_the_floors_match_the_contract(room: str, name: str, is_refused: bool):
     found = refused(room, f"module = import_module({name!r})", floors())
     assert found == ([(1, name)] if is_refused else [])
 

@@ -1,5 +1,4 @@
-"""The package as a whole: what importing it costs, and that the public names are where users look
-for them."""
+"""The package as a whole: the cost of importing it, and the locations of the public names."""
 
 import re
 import subprocess
@@ -14,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(code: str) -> str:
-    """Output of a fresh interpreter."""
+    """Return the output of a new interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -51,7 +50,7 @@ def test_a_configuration_is_checked_before_torch_is_loaded():
 
 
 def test_it_is_packaged_as_typed():
-    """Type checkers read a package's annotations only where it has this file."""
+    """Require the py.typed file: without it, type checkers ignore the annotations of a package."""
     packaged = re.search(r"^verl = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert packaged is not None
     assert '"py.typed"' in packaged[1]
@@ -97,7 +96,7 @@ for name in {names!r}:
 
 
 def test_every_room_can_be_imported_alone():
-    """No cycle that holds only as long as another module came first."""
+    """Import each room first: an import cycle may work only if another module came before."""
     rooms = [
         path
         for path in (ROOT / "verl").iterdir()

@@ -1,5 +1,5 @@
-"""What a newcomer pastes works: the first steps are run as they stand in the README, other examples
-are read."""
+"""Commands of the README work: the first steps run exactly as written, other examples are
+parsed."""
 
 import re
 import shlex
@@ -26,7 +26,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def lines(block: str) -> list[list[str]]:
-    """The words of each command, without comments."""
+    """Return the words of each command, without comments."""
     return [
         words
         for line in block.replace("\\\n", " ").splitlines()
@@ -45,36 +45,36 @@ PIECES_OF_CODE = [code for text in HOW_TO for code in blocks(text, "python")]
 
 
 def run_code(code: str) -> None:
-    """`python -c code`, as a program of `launch`."""
+    """Run `python -c code`, as a program of `launch`."""
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.timeout(600)
 def test_the_first_steps(tmp_path: Path):
-    """Each in the folder where the one before left its files."""
+    """Run each step in the folder with the files of the previous one."""
     assert [words[:2] for words in FIRST_STEPS] == [
         ["verl", name] for name in ("doctor", "plan", "train", "merge", "generate", "eval")
     ]
-    told = {}
+    outputs = {}
     status = {}
     for _, name, *arguments in FIRST_STEPS:
         done = launch(1, run_module, "verl.cli.main", [name, *arguments], folder=tmp_path)
-        told[name], status[name] = done.stdout, done.returncode
+        outputs[name], status[name] = done.stdout, done.returncode
         assert done.returncode == 0 or name == "doctor", done.stdout + done.stderr
-    verdict = told["doctor"].splitlines()[-1]
+    verdict = outputs["doctor"].splitlines()[-1]
     assert re.match(
         r"Nothing is broken, \d+" if status["doctor"] == 0 else r"\d+ broken \(", verdict
     ), verdict
-    assert "Batch: 4 prompts x 32 samples" in told["plan"]
-    assert "[Step 10/10] Actor loss: " in told["train"]
+    assert "Batch: 4 prompts x 32 samples" in outputs["plan"]
+    assert "[Step 10/10] Actor loss: " in outputs["train"]
     assert (tmp_path / "merged/model.safetensors").exists()
     responses = pq.read_table(tmp_path / "out.parquet").column("responses").to_pylist()
     assert [len(of_prompt) for of_prompt in responses] == [8] * 10
-    mean = re.search(r"^all +mean +([\d.]+)", told["eval"], re.MULTILINE)
-    assert mean is not None, told["eval"]
+    mean = re.search(r"^all +mean +([\d.]+)", outputs["eval"], re.MULTILINE)
+    assert mean is not None, outputs["eval"]
     assert float(mean[1]) > 0.6, "the packaged model has 0.3, and it was trained"
 
-    # The pieces of Python follow in the same folder, as a reader pastes them.
+    # The Python examples follow in the same folder, like a reader pastes them.
     done = launch(1, run_code, "\n\n".join(blocks(README, "python")), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[Step 10/10] Actor loss: " in done.stdout, "it trains, and resumes no other run"
@@ -99,7 +99,7 @@ def test_the_tutorial_has_the_first_steps_of_the_readme():
 
 
 @pytest.mark.parametrize("code", PIECES_OF_CODE)
-def test_a_piece_of_code_runs(code: str, monkeypatch):
+def test_a_code_example_runs(code: str, monkeypatch):
     for registry in (advantage_estimators, rollout_engines):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     exec(compile(code, "page", "exec"), {"__name__": "page"})

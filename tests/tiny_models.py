@@ -1,6 +1,6 @@
-"""Tiny random models of every family, fierce enough that a parity test on them can fail.
+"""Tiny random models of every family, with large weights so that a parity test on them can fail.
 
-A freshly initialised tiny model is nearly flat: its attention is uniform, so a dropped window, cap
+A freshly initialized tiny model is nearly flat: its attention is uniform, so a dropped window, cap
 or mask changes nothing that a tolerance would notice. Here weights are scaled up (logits deviate by
 3 or more before any final cap, attention is sharp), attention caps are 1, the final cap is 3, and
 windows are 8 tokens: use sequences of more than 32.
@@ -46,7 +46,7 @@ _GEMMA_LIKE: dict[str, Any] = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-# Keys and values are read from a latent of 12 numbers a token and a rotary key of 4.
+# Keys and values are read from a latent of 12 numbers and a rotary key of 4 per token.
 _LATENT: dict[str, Any] = {
     **_LLAMA_LIKE,
     "num_key_value_heads": 4,
@@ -80,7 +80,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "ffn_dim": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "word_embed_proj_dim": 24,  # as in opt-350m: a projection between body and head
+        "word_embed_proj_dim": 24,  # like opt-350m: a projection between body and head
         "dropout": 0.0,
     },
     "gpt2": {
@@ -120,7 +120,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
-    # Beyond the promised list, for what their heads do to the logits.
+    # Not in the list of supported families, but with unusual processing of logits.
     "cohere": {**_LLAMA_LIKE, "logit_scale": 0.7},
     "granite": {
         **_LLAMA_LIKE,
@@ -162,7 +162,7 @@ LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite")
 ALIBI_FAMILIES = ("bloom", "mpt")
 MORE_FAMILIES = ("cohere", "granite", "phi", "gpt_neox", *LATENT_FAMILIES, *ALIBI_FAMILIES)
 FAMILIES = tuple(family for family in _CONFIGS if family not in MORE_FAMILIES)
-# Latents and ALiBi biases are not for the deterministic engine.
+# The deterministic engine does not support latents and ALiBi biases.
 DETERMINISTIC_FAMILIES = tuple(
     family for family in _CONFIGS if family not in LATENT_FAMILIES + ALIBI_FAMILIES
 )
@@ -171,11 +171,10 @@ DETERMINISTIC_FAMILIES = tuple(
 def tiny_model(
     family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **config_overrides: Any
 ) -> PreTrainedModel:
-    """A tiny causal LM of `family`, in eval mode with eager attention; equal arguments give equal
-    weights.
+    """Return a tiny causal LM of `family`, in eval mode with eager attention.
 
-    The weights are drawn in float64 before the cast, so models of different dtype differ by
-    rounding alone.
+    Equal arguments give equal weights. The weights are drawn in float64 before the cast, so models
+    of different dtype differ only by rounding.
     """
     settings = {**_COMMON, **_CONFIGS[family], **config_overrides}
     config = AutoConfig.for_model(_MODEL_TYPES.get(family, family), **settings)
@@ -185,15 +184,15 @@ def tiny_model(
             config, dtype=torch.float64, attn_implementation="eager"
         )
         if any(name.endswith("experts") for name, _ in model.named_modules()):
-            model.set_experts_implementation("eager")  # grouped products refuse float64
+            model.set_experts_implementation("eager")  # grouped products do not support float64
         _make_fierce(model)
     model.to(dtype)  # pyright: ignore[reportArgumentType]
     return model.eval()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character (printable ASCII and newline) with a chat template; 101 of the 128 ids
-    are used."""
+    """Return a tokenizer with one token per character (printable ASCII and newline) and a chat
+    template; 101 of the 128 ids are used."""
     characters = ["\n", *(chr(code) for code in range(32, 127))]
     tokens = [*SPECIAL_TOKENS, *characters]
     backend = Tokenizer(
@@ -215,15 +214,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tiny(folder: Path, family: str = "qwen2", **arguments: Any) -> Path:
-    """A Hugging Face folder with a tiny model and the tiny tokenizer, as `load_causal_lm` takes
-    it."""
+    """Save a Hugging Face folder with a tiny model and the tiny tokenizer, for `load_causal_lm`."""
     tiny_model(family, **arguments).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 def _make_fierce(model: PreTrainedModel) -> None:
-    """Redraw every matrix at a gain well above 1 and shake every vector, under the caller's
+    """Redraw every matrix at a gain well above 1 and perturb every vector, under the caller's
     seed."""
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)

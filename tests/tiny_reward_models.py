@@ -1,4 +1,4 @@
-"""Tiny random reward models, and a tokenizer that is not the actor's."""
+"""Tiny random reward models, and a tokenizer that differs from the actor's."""
 
 import json
 import math
@@ -23,8 +23,10 @@ OTHER_TEMPLATE = (
 def tiny_classifier(
     family: str = "qwen2", *, num_labels: int = 1, **arguments: Any
 ) -> PreTrainedModel:
-    """transformers' classifier over the body of `tiny_model`, in eval mode with eager attention;
-    scores deviate by 3 or more."""
+    """Return transformers' classifier over the body of `tiny_model`, with large scores.
+
+    In eval mode with eager attention; scores deviate by 3 or more.
+    """
     causal = tiny_model(family, num_labels=num_labels, **arguments)
     model = AutoModelForSequenceClassification.from_config(causal.config, dtype=causal.dtype).eval()
     model.set_attn_implementation("eager")
@@ -39,7 +41,7 @@ def tiny_classifier(
 
 
 def other_tokenizer() -> PreTrainedTokenizerFast:
-    """The characters of `tiny_tokenizer` under other ids and another chat template."""
+    """Return the characters of `tiny_tokenizer` under other ids, with another chat template."""
     described = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
     vocabulary = described["model"]["vocab"]
     characters = [token for token in vocabulary if token not in SPECIAL_TOKENS]
@@ -59,7 +61,7 @@ def other_tokenizer() -> PreTrainedTokenizerFast:
 def save_reward_model(
     folder: Path, family: str = "qwen2", *, tokenizer: Any = None, **arguments: Any
 ) -> Path:
-    """A Hugging Face folder with a tiny classifier and a tokenizer, by default that of
+    """Save a Hugging Face folder with a tiny classifier and a tokenizer, by default that of
     `tiny_tokenizer`."""
     tiny_classifier(family, **arguments).save_pretrained(folder)
     (tokenizer or tiny_tokenizer()).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Ranks on GPUs of their own, which the tests of a file share."""
+"""Start ranks on GPUs of their own, shared by the tests of a file."""
 
 from collections.abc import Iterator
 

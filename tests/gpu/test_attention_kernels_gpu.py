@@ -1,4 +1,4 @@
-"""Every attention kernel that is there against PyTorch's own, and the choice among them."""
+"""Every available attention kernel against PyTorch's own, and the choice among them."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_flash4(shape: tuple[int, int, int]):
     assert difference < attention_kernels._TOLERANCE[torch.bfloat16]
 
 
-def test_a_kernel_that_is_wrong_is_not_chosen(monkeypatch, caplog):
+def test_a_wrong_kernel_is_not_chosen(monkeypatch, caplog):
     def shifted(*arguments):
         return torch_attention(*arguments) * 1.1
 

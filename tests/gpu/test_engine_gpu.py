@@ -1,4 +1,5 @@
-"""The engine on one CUDA device (FSDP2 over a mesh of one, bf16 compute) beside fp32 on the CPU."""
+"""The engine on one CUDA device (FSDP2 over a mesh of one, bf16 compute) against fp32 on the
+CPU."""
 
 import warnings
 from pathlib import Path
@@ -23,7 +24,7 @@ BUDGET = TokenBudget(max_tokens=100)
 def make_engine(device: str, **settings) -> TrainEngine:
     model = tiny_model("qwen2", head_dim=16, hidden_size=64, intermediate_size=96)
     with torch.no_grad():
-        # Fierce weights make bf16 rounding as large as the signal; halved, the model is still far
+        # Large weights make bf16 rounding as large as the signal; halved, the model is still far
         # from flat.
         for parameter in model.parameters():
             parameter.mul_(0.5)
@@ -47,7 +48,7 @@ def relative_l2(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def test_fp32_on_cuda_equals_fp32_on_cpu():
-    """Without rounding to bf16 the two must agree closely: sharding, packing and kernels change
+    """Expect close agreement without rounding to bf16: sharding, packing and kernels change
     nothing."""
     cpu = make_engine("cpu")
     cuda = make_engine("cuda", fsdp_config=FSDPConfig(compute_dtype="float32"))
@@ -69,8 +70,8 @@ def test_a_bf16_step_is_near_the_fp32_step(checkpointing):
 
     for name, tensor in cuda.parameters_for_rollout():
         assert tensor.dtype == torch.float32
-        # The first step of Adam moves every weight by at most lr; where the gradient is noise its
-        # sign may differ.
+        # The first step of Adam moves every weight by at most lr; if the gradient is noise, the
+        # sign of the step may differ.
         assert (tensor.cpu() - after[name]).abs().max().item() <= 2.2e-3
 
     assert {value.dtype for value in moments_of(cuda)} == {torch.float32}

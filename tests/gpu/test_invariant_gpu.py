@@ -35,7 +35,7 @@ ROWS = (1, 2, 3, 16, 63, 64, 65, 128, 200, 256, 1000, 2047)
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    """Imported when a test runs: collecting this file must not need Triton."""
+    """Import them when a test runs: collecting this file must not need Triton."""
     return importlib.import_module("verl.rollout.embedded.kernels.linear")
 
 
@@ -77,9 +77,9 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_number_of_rows(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("columns", "inner"), WEIGHTS)
-def test_no_tile_and_no_place_of_the_splits_changes_a_bit(kernels, columns, inner, dtype):
-    """If this fails, SMALL has to serve every number of rows: what `plan` chooses may then only be
-    `in_grid`."""
+def test_no_tile_and_no_location_of_the_splits_changes_a_bit(kernels, columns, inner, dtype):
+    """Compare all tiles. If this fails, SMALL must serve every number of rows: then `plan` may only
+    choose `in_grid`."""
     x, weight, _ = product(kernels, columns, inner, dtype)
     plan = kernels.plan(1, columns, inner, dtype)
     reference = None
@@ -94,7 +94,7 @@ def test_no_tile_and_no_place_of_the_splits_changes_a_bit(kernels, columns, inne
                 assert torch.equal(out[:300], reference), (tile, in_grid)
 
 
-def test_every_layout_of_a_product_is_among_those_tested(kernels):
+def test_every_layout_of_a_product_is_tested(kernels):
     plans = {
         kernels.plan(rows, columns, inner, torch.bfloat16)[0::3]
         for rows in (*ROWS, 2048)
@@ -144,7 +144,7 @@ def test_a_sum_of_a_row_has_the_same_bits_in_every_number_of_rows(kernels, colum
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_operations_of_torch_that_are_trusted_with_a_row(dtype):
+def test_trusted_torch_operations_are_invariant_by_row(dtype):
     x = random(2048, 896, dtype=dtype)
     weight = random(896, dtype=dtype, seed=1)
     heads = x.view(-1, 14, 64)
@@ -173,7 +173,9 @@ def test_operations_of_torch_that_are_trusted_with_a_row(dtype):
 @pytest.mark.parametrize(
     ("heads", "key_heads", "dim"), [(12, 2, 128), (14, 2, 64), (8, 8, 64), (8, 1, 256)]
 )
-def test_the_variable_length_kernel_computes_a_sequence_by_itself(heads, key_heads, dim, window):
+def test_the_variable_length_kernel_computes_a_sequence_independently(
+    heads, key_heads, dim, window
+):
     lengths = (37, 1, 130, 64, 5, 700, 1, 256, 2, 129)
     ends = offsets(lengths).cuda()
     q, k, v = (
@@ -195,7 +197,7 @@ def test_the_variable_length_kernel_computes_a_sequence_by_itself(heads, key_hea
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_logits_do_not_depend_on_the_rows_beside(dtype):
+def test_logits_do_not_depend_on_the_other_rows(dtype):
     hidden = random(300, 896, dtype=dtype)
     weight = random(10_007, 896, dtype=dtype, seed=1) / 30
     for head in (Head(scale=0.7), Head(scale=1.3, cap=3.0)):

@@ -1,5 +1,5 @@
-"""Multi-head latent attention and ALiBi biases on CUDA: training by the kernels for packed
-sequences, rollouts by the hf engine, and a refusal by the embedded one."""
+"""Multi-head latent attention and ALiBi biases on CUDA: training with the kernels for packed
+sequences, rollouts with the hf engine, and rejection by the embedded one."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from verl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.gpu
 
-# Heads of a size that the kernels compute: multiples of 8, values narrower than keys.
+# A head size that the kernels support: multiples of 8, values narrower than keys.
 KERNEL_SIZES = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 
@@ -30,7 +30,7 @@ def test_packed_log_probs_equal_eager_ones(family):
 
 
 @pytest.mark.parametrize("family", ["minicpm3", "deepseek_v3"])
-def test_bf16_goes_through_the_kernel_and_is_near_fp32(family, monkeypatch):
+def test_bf16_uses_the_kernel_and_is_near_fp32(family, monkeypatch):
     calls = []
     kernel = attention._varlen_attention
 
@@ -55,7 +55,7 @@ def test_bf16_goes_through_the_kernel_and_is_near_fp32(family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", [*LATENT_FAMILIES, *ALIBI_FAMILIES])
-def test_rollouts_go_through_the_hf_engine(family):
+def test_rollouts_use_the_hf_engine(family):
     model = talkative_model(family).cuda()
     with pytest.raises(ConfigError, match=f"On CUDA .*'{family}'. Set it to hf"):
         make_engine(model, device="cuda")

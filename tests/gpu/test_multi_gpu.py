@@ -1,4 +1,4 @@
-"""Two GPUs over NCCL compute what one GPU computes. Starts its own two ranks: run it with plain
+"""Two GPUs over NCCL give the results of one GPU. Starts its own two ranks: run it with plain
 pytest.
 
 `pytest -m multi_gpu tests/gpu/test_multi_gpu.py` on a machine with two devices.

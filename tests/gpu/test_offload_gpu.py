@@ -1,4 +1,4 @@
-"""Off-load on one CUDA device: what is away takes no device memory, and no number changes."""
+"""Offload on one CUDA device: offloaded tensors use no device memory, and no number changes."""
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ def make_engine(layers: int = 4, **settings) -> TrainEngine:
     model = tiny_model(
         "qwen2", head_dim=16, hidden_size=256, intermediate_size=1024, num_hidden_layers=layers
     )
+
     return TrainEngine(
         PackedCausalLM(model),
         EngineOptions(
@@ -77,23 +78,22 @@ def test_offload_policy_steps_on_the_host():
     assert steps(engine) == pytest.approx(steps(plain), rel=1e-2)
     handed_over = dict(engine.parameters_for_rollout())
     for name, tensor in plain.parameters_for_rollout():
-        # AdamW of the host and of the device round differently, and tell a gradient of nearly 0 by
-        # its sign.
+        # AdamW on the host and on the device round differently, and may see different signs of a
+        # gradient near 0.
         moved = (tensor - start[name]).norm()
         assert (handed_over[name].to(tensor.device) - tensor).norm() < 0.1 * moved, name
     assert {parameter.device.type for parameter in engine.module.parameters()} == {"cpu"}
 
 
 def test_activations_on_the_host_change_no_gradient_and_free_memory():
-    """Long rows, so that activations are most of what a pass allocates; the copies race with the
+    """Use long rows, so that activations dominate the memory of a pass; copies race with the
     computation."""
     shapes = [(2000, 2000)] * 3
     peaks = []
     gradients = []
 
     for offload in (False, True):
-        # The other way to save memory, sharing prompts, has nothing to do here: every prompt is
-        # another one.
+        # Prompt sharing, the other way to save memory, has no effect here: all prompts differ.
         engine = make_engine(
             layers=16, enable_gradient_checkpointing=True, enable_activation_offload=offload
         )
@@ -108,7 +108,7 @@ def test_activations_on_the_host_change_no_gradient_and_free_memory():
         gradients.append(flat_gradient(engine))
         del engine
 
-    # varlen's backward is not exact
+    # the backward pass of varlen is not exact
     assert ((gradients[1] - gradients[0]).norm() / gradients[0].norm()).item() < 1e-3
     kept = 16 * 12_000 * 256 * 2  # bytes of the inputs of 16 layers
-    assert peaks[1] < peaks[0] - 0.35 * kept  # a few layers are on their way
+    assert peaks[1] < peaks[0] - 0.35 * kept  # a few layers are being copied

@@ -1,4 +1,4 @@
-"""The compiled attention kernels beside fp32 attention in torch, at the sizes of real models."""
+"""The compiled attention kernels against fp32 attention in torch, at the sizes of real models."""
 
 import importlib
 from types import ModuleType
@@ -24,7 +24,7 @@ SHAPES = [
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    """Imported when a test runs: collecting this file must not need Triton."""
+    """Import them when a test runs: collecting this file must not need Triton."""
     return importlib.import_module("verl.rollout.embedded.kernels.paged_attention")
 
 
@@ -46,10 +46,9 @@ def make_batch(
     longest: int = 700,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Batch:
-    """Pages lie between those of another layer, slots are in disorder, and q is a view of a
-    projection of q, k and v.
+    """Build a batch with pages between those of another layer, unordered slots, and q as a view.
 
-    Memory that holds no token is NaN.
+    q is a view of a projection of q, k and v. Memory without tokens is NaN.
     """
     value_dim = value_dim or dim
     torch.manual_seed(rows + heads + dim)
@@ -78,7 +77,7 @@ def make_batch(
 def expected(
     batch: Batch, window: int | None = None, cap: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """(b, Hq, Dv) fp32."""
+    """Return the result (b, Hq, Dv) in fp32."""
     q = batch.q.float()
     slots = batch.slots.long()
     pages = batch.table[slots].long()
@@ -158,14 +157,14 @@ def test_fp32_is_not_rounded_to_tf32(kernels, dim: int):
         )
 
 
-def test_fp16_and_a_value_size_of_its_own(kernels):
+def test_fp16_and_a_separate_value_size(kernels):
     batch = make_batch(9, 12, 4, 128, value_dim=96, dtype=torch.float16)
     assert relative_l2(attend(kernels, batch, num_splits=3), expected(batch)) < 1e-3
 
 
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(14, 2, 64), (12, 2, 128), (8, 4, 256)])
-def test_fixed_splits_give_a_row_the_same_bits_in_every_company(
+def test_fixed_splits_give_a_row_the_same_bits_in_every_batch(
     kernels, heads, kv_heads, dim, window
 ):
     batch = make_batch(300, heads, kv_heads, dim)
@@ -192,7 +191,7 @@ def test_fixed_splits_give_a_row_the_same_bits_in_every_company(
     ("shape", "normed"),
     [((14, 2, 64), False), ((16, 4, 96), False), ((12, 2, 128), True), ((8, 4, 256), True)],
 )
-def test_a_fresh_token_is_rotated_and_stored_as_by_the_kernel_of_its_own(
+def test_a_fresh_token_is_rotated_and_stored_like_by_its_own_kernel(
     kernels, shape: tuple[int, int, int], normed: bool
 ):
     layers = importlib.import_module("verl.rollout.embedded.kernels.layers")
@@ -243,11 +242,11 @@ def test_a_fresh_token_is_rotated_and_stored_as_by_the_kernel_of_its_own(
 
 
 def test_a_graph_follows_its_tensors(kernels):
-    """Captured at one state of the batch, replayed at another: nothing was read or allocated on the
-    host."""
+    """Capture at one state of the batch and replay at another: the host reads and allocates
+    nothing."""
     batch = make_batch(48, 12, 2, 128)
     for cache in (batch.keys, batch.values):
-        cache.nan_to_num_(nan=0.5)  # pages change hands
+        cache.nan_to_num_(nan=0.5)  # pages change owners
     workspace = kernels.split_workspace(48, 12, 128, 3, "cuda")
     out = torch.zeros(48, 12, 128, dtype=torch.bfloat16, device="cuda")
 
@@ -269,7 +268,7 @@ def test_a_graph_follows_its_tensors(kernels):
 
 
 def test_offsets_beyond_32_bits(kernels):
-    """Pages whose first element is the 4,000,000,000th and more of the cache."""
+    """Use pages with first elements from the 4,000,000,000th of the cache on."""
     batch = make_batch(5, 12, 2, 128)
     stride = 2 * 16 * 128 * 5000
     big = [torch.empty(240 * stride, dtype=torch.bfloat16, device="cuda") for _ in range(2)]

@@ -1,5 +1,5 @@
-"""Reserved memory on CUDA: a captured graph is valid again once the memory is back, and the device
-truly gets it."""
+"""Reserved memory on CUDA: a captured graph is valid again once the memory is back, and released
+memory is available on the device."""
 
 import gc
 import threading
@@ -20,7 +20,7 @@ MIB = 1024**2
 
 @pytest.fixture
 def reserve():
-    """Makes reserved memory, and closes it after the test."""
+    """Reserve memory, and close it after the test."""
     torch.cuda.empty_cache()
     made = []
 
@@ -50,12 +50,12 @@ def capture(step):
     return graph
 
 
-def test_a_graph_replays_on_memory_that_went_and_came_back(reserve):
+def test_a_graph_replays_on_memory_that_was_released_and_restored(reserve):
     memory = reserve(GIB)
     memory.grow(256 * MIB)
     memory.grow(GIB)
     weight = memory.tensor(0, (512, 512), torch.bfloat16)
-    # Across the border of two mappings, and up to the last byte.
+    # Across the boundary of two mappings, and up to the last byte.
     inputs = memory.tensor(256 * MIB - 32 * 1024, (64, 512), torch.bfloat16)
     product = memory.tensor(512 * MIB, (64, 512), torch.bfloat16)
     copied = memory.tensor(GIB - 64 * 512 * 2, (64, 512), torch.bfloat16)
@@ -80,7 +80,7 @@ def test_a_graph_replays_on_memory_that_went_and_came_back(reserve):
         awake = free_bytes()
         memory.release()
         assert free_bytes() - awake >= GIB
-        # Takes the pages that were just given back, so that other ones come.
+        # Takes the pages that were just released, so that other ones are mapped.
         others = torch.full((GIB,), 255, dtype=torch.uint8, device="cuda")
         memory.grow(GIB)
         fill(seed)
@@ -95,7 +95,7 @@ def test_a_graph_replays_on_memory_that_went_and_came_back(reserve):
         torch.cuda.empty_cache()
 
 
-def test_growth_keeps_what_is_there(reserve):
+def test_growth_keeps_the_contents(reserve):
     memory = reserve(64 * MIB)
     memory.grow(3 * MIB)
     first = memory.tensor(0, (3 * MIB // 8,), torch.int64)
@@ -111,7 +111,7 @@ def test_growth_keeps_what_is_there(reserve):
     assert torch.equal(everything.cpu(), torch.arange(len(everything)))
 
 
-def test_torch_needs_nothing_of_a_view_while_its_memory_is_away(reserve):
+def test_torch_needs_nothing_of_a_view_while_its_memory_is_released(reserve):
     memory = reserve(4 * MIB)
     memory.grow(4 * MIB)
     view = memory.tensor(MIB, (256, 1024), torch.float32).fill_(1)
@@ -130,8 +130,8 @@ def test_torch_needs_nothing_of_a_view_while_its_memory_is_away(reserve):
     assert float(view.fill_(2).sum()) == 2 * view.numel()
 
 
-def test_close_and_the_last_view_give_everything_back(reserve):
-    # loads the kernels, which take memory themselves
+def test_close_and_the_last_view_free_all_memory(reserve):
+    # loads the kernels, which allocate memory themselves
     torch.ones(8, device="cuda").fill_(2).sum().item()
     before = free_bytes()
     memory = reserve(GIB)
@@ -177,7 +177,7 @@ def test_a_thread_that_has_not_used_cuda_may_grow_and_release(reserve):
     assert memory.mapped_bytes == 0
 
 
-def test_too_little_memory_is_told_and_changes_nothing(reserve):
+def test_insufficient_memory_is_reported_and_changes_nothing(reserve):
     total = torch.cuda.mem_get_info()[1]
     memory = reserve(2 * total)
     memory.grow(4 * MIB)
@@ -192,7 +192,7 @@ def test_too_little_memory_is_told_and_changes_nothing(reserve):
     memory.grow(16 * MIB)
 
 
-def test_blocks_that_torch_keeps_make_room(reserve):
+def test_blocks_cached_by_torch_make_room(reserve):
     free = free_bytes()
     most = int(0.6 * free)
     block = torch.empty(most, dtype=torch.uint8, device="cuda")
@@ -204,7 +204,7 @@ def test_blocks_that_torch_keeps_make_room(reserve):
 
 
 @pytest.mark.parametrize("gib", [8, 40])
-def test_going_and_coming_back_is_short(reserve, capsys, gib):
+def test_release_and_restore_are_fast(reserve, capsys, gib):
     if free_bytes() < (gib + 1) * GIB:
         pytest.skip(f"needs {gib + 1} GiB of free memory")
     memory = reserve(gib * GIB)

@@ -34,7 +34,7 @@ def cuda_engine(model, name="embedded", **settings):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp32_is_transformers(family):
+def test_fp32_equals_transformers(family):
     model = on_cuda(talkative_model(family))
     engine = cuda_engine(model, dtype="float32")
     greedy = run(engine, PROMPTS, temperature=0, max_new_tokens=40)
@@ -63,7 +63,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(family):
         truth = forward_log_probs(exact, prompt, completion.token_ids)
         ours.append((torch.tensor(completion.log_probs) - truth).abs().mean())
         theirs.append((forward_log_probs(model, prompt, completion.token_ids) - truth).abs().mean())
-    # The median: where bf16 tips a router of experts the other way, one sample is off by much, in
+    # The median: if bf16 changes the choice of a router of experts, one sample is off by much, in
     # theirs as in ours.
     assert torch.stack(ours).median() <= 1.3 * torch.stack(theirs).median() + 0.01
 
@@ -76,7 +76,7 @@ def test_preemption_changes_nothing():
     assert engine.statistics()["preemptions"] > 0
 
 
-def test_the_noise_is_that_of_the_cpu():
+def test_the_noise_equals_that_of_the_cpu():
     keys = torch.from_numpy(row_keys(sample_keys(3, 5, np.arange(64)), np.arange(64)))
     assert torch.equal(noise_integers(keys.cuda(), 5000).cpu(), noise_integers(keys, 5000))
     torch.testing.assert_close(
@@ -95,7 +95,7 @@ def test_graphs_draw_what_eager_steps_draw(family):
         assert tokens_of(drawn) == tokens_of(run(eager, PROMPTS, n=5, **params))
 
 
-def test_many_samples_of_long_prompts_see_all_of_them():
+def test_many_samples_of_long_prompts_attend_to_all_of_them():
     model = on_cuda(talkative_model("qwen2"))
     engine = cuda_engine(model, dtype="float32", prompt_length=128)
     prompts = [
@@ -111,7 +111,7 @@ def test_many_samples_of_long_prompts_see_all_of_them():
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-4)
 
 
-def test_graphs_outlive_sleep_and_new_weights():
+def test_graphs_survive_sleep_and_new_weights():
     model, other = (on_cuda(talkative_model("qwen2", seed=seed)) for seed in (0, 1))
     engine = cuda_engine(model, dtype="float32")
     first = tokens_of(run(engine, PROMPTS, n=2))
@@ -165,7 +165,7 @@ def test_deterministic_gives_the_same_bits_among_a_thousand(dtype):
     check_bits_of_a_thousand(on_cuda(talkative_model("qwen2")), device="cuda", dtype=dtype)
 
 
-def test_what_stays_asleep_is_listed():
+def test_memory_that_stays_during_sleep_is_listed():
     model = on_cuda(
         talkative_model("qwen2", dtype=torch.bfloat16, hidden_size=512, num_attention_heads=8)
     )
@@ -181,7 +181,7 @@ def test_what_stays_asleep_is_listed():
     left = torch.cuda.memory_reserved() - before
     assert kept == awake
     assert kept["graphs"] > 0
-    # A segment of torch's is 2 MiB at least; cuBLAS keeps a workspace of 32 MiB for each of two
+    # A segment of torch has at least 2 MiB; cuBLAS keeps a workspace of 32 MiB for each of two
     # streams.
     assert left - 96 * 2**20 <= sum(kept.values()) <= left
     assert left <= 0.02 * torch.cuda.get_device_properties(0).total_memory
@@ -190,7 +190,7 @@ def test_what_stays_asleep_is_listed():
 @pytest.mark.parametrize(
     ("given", "raised"), [(KeyboardInterrupt, KeyboardInterrupt), (RuntimeError, RolloutError)]
 )
-def test_what_ends_a_capture_does_not_end_the_engine(given, raised, monkeypatch):
+def test_a_failed_capture_does_not_end_the_engine(given, raised, monkeypatch):
     model = on_cuda(talkative_model("qwen2"))
     whole = tokens_of(run(cuda_engine(model, dtype="float32"), PROMPTS, n=2))
     engine = cuda_engine(model, dtype="float32")
@@ -202,7 +202,7 @@ def test_what_ends_a_capture_does_not_end_the_engine(given, raised, monkeypatch)
         calls += 1
         step(rows)
         if calls == 2:  # the first one compiles, the second is captured
-            raise given("in the midst of a capture")
+            raise given("in the middle of a capture")
 
     with monkeypatch.context() as patched, pytest.raises(raised):
         patched.setattr(engine.runner, "_step", broken)
@@ -211,7 +211,7 @@ def test_what_ends_a_capture_does_not_end_the_engine(given, raised, monkeypatch)
     assert tokens_of(run(engine, PROMPTS, n=2)) == whole
 
 
-def test_sleep_gives_the_memory_back():
+def test_sleep_frees_the_memory():
     model = talkative_model("qwen2", dtype=torch.bfloat16, hidden_size=512, num_attention_heads=8)
     parameters = dict(model.named_parameters())
     torch.cuda.synchronize()

@@ -19,8 +19,8 @@ ROWS = 48
 def make_logits(
     dtype: torch.dtype, *, rows: int = ROWS, vocabulary: int = VOCABULARY
 ) -> torch.Tensor:
-    """A third of the rows nearly flat, a third like a language model's, a third sharp; a view with
-    a larger stride."""
+    """Return logits in thirds: nearly flat, like a language model's, and sharp; a view with a
+    larger stride."""
     generator = torch.Generator("cuda").manual_seed(0)
     spread = torch.tensor([0.5, 2.5, 6.0], device="cuda").repeat_interleave((rows + 2) // 3)[
         :rows, None
@@ -30,7 +30,7 @@ def make_logits(
 
 
 class Draw:
-    """A state for `rows` samples at positions of their own, and the draw on it."""
+    """State for `rows` samples at separate positions, and the draw on it."""
 
     def __init__(self, rows: int, vocabulary: int, params: SamplingParams) -> None:
         from verl.rollout.embedded.kernels.sampling import DrawState, Workspace
@@ -116,15 +116,15 @@ def test_the_draw_is_the_best_score_among_the_tokens_kept(dtype, settings):
     lost = scores.amax(-1) - scores.gather(1, tokens[:, None])[:, 0]
     assert (lost <= 2e-6 * (1 + scaled.amax(-1).abs())).all()
     expected, _ = sample(logits, params, one.noise_keys)
-    # fp32 sums in another order move the edge of top-p
+    # fp32 sums in another order move the boundary of top-p
     assert (tokens == expected).float().mean() > 0.95
 
 
 def check_threshold(
     logits: torch.Tensor, weights: torch.Tensor, threshold: torch.Tensor, params: SamplingParams
 ) -> None:
-    """The tokens kept are enough, and without the lightest they are not, for the narrower of top-k
-    and top-p."""
+    """Check that the kept tokens suffice, and without the lightest do not, for the narrower of
+    top-k and top-p."""
     at_least = logits >= threshold
     above = logits > logits.masked_fill(~at_least, torch.inf).amin(-1, keepdim=True)
     if params.top_k > 0:
@@ -135,14 +135,14 @@ def check_threshold(
         total = (
             weights.topk(params.top_k, -1).values.sum(-1) if params.top_k > 0 else weights.sum(-1)
         )
-        # A sum in fp32 that stops just short of the share keeps one token more, which weighs less
-        # than a thousandth.
+        # A sum in fp32 just below the threshold keeps one more token, with less than a thousandth
+        # of the weight.
         assert ((weights * above).sum(-1) < params.top_p * total * (1 + 2e-4)).all()
         assert ((weights * at_least).sum(-1) >= params.top_p * total * (1 - 1e-5)).all()
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0}, {"top_k": 50, "top_p": 0.95}])
-def test_a_row_gives_the_same_bits_alone_and_in_a_crowd(settings):
+def test_a_row_gives_the_same_bits_alone_and_in_a_batch(settings):
     logits = make_logits(torch.bfloat16, rows=600)
     tokens, log_probs = Draw(600, VOCABULARY, params_of(**settings))(logits)
     alone_tokens, alone_log_probs = Draw(1, VOCABULARY, params_of(**settings))(logits[:1])

@@ -1,4 +1,4 @@
-"""Shared prompts on CUDA: the kernel calls beside blocks in float64, models and the engine beside
+"""Shared prompts on CUDA: the kernel calls against blocks in float64, models and the engine against
 plain packing."""
 
 from collections.abc import Callable
@@ -42,14 +42,14 @@ def attend(
     layout: Layout,
     facts: Facts,
 ):
-    """Output and the gradients of queries, keys and values."""
+    """Return the output and the gradients of queries, keys and values."""
     q, k, v = (tensor.detach().clone().requires_grad_() for tensor in drawn)
     out = function(q, k, v, layout, facts)
     (out * weight).sum().backward()
     return [out.detach(), *(tensor.grad for tensor in (q, k, v) if tensor.grad is not None)]
 
 
-# Three pieces of responses each, of which one may be empty.
+# Three pieces of responses each; one may be empty.
 PIECES: tuple[Group, ...] = ((300, (1100, 900, 70)), (140, (1, 1)), (5, (600, 700)))
 
 
@@ -112,7 +112,7 @@ def test_a_model_in_bf16_is_as_near_to_fp32_as_plain_packing(window: int | None)
     def run(share: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         model = tiny_model(family, **settings)
         with torch.no_grad():
-            # Fierce weights make bf16 rounding as large as the signal; halved, the model is still
+            # Large weights make bf16 rounding as large as the signal; halved, the model is still
             # far from flat.
             for parameter in model.parameters():
                 parameter.mul_(0.5)
@@ -133,7 +133,7 @@ def test_a_model_in_bf16_is_as_near_to_fp32_as_plain_packing(window: int | None)
     ).norm()
 
 
-def test_offsets_reach_the_device_without_a_wait() -> None:
+def test_offsets_reach_the_device_without_synchronization() -> None:
     batch = grouped_rows(LONG).pack(share=True).to("cuda")
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""SwiGLU within the product of gate and up, where quack-kernels are installed."""
+"""SwiGLU within the product of gate and up, if quack-kernels is installed."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_output(size: tuple[int, int]):
     assert swiglu._difference(DEVICE, *size) < 5e-3
 
 
-def test_an_engine_with_it():
+def test_an_engine_with_the_fused_kernel():
     plain = make_engine("cuda", use_torch_compile=True)
     fused = make_engine("cuda", use_torch_compile=True, use_fused_kernels=True)
     assert relative_l2(gradient(fused), gradient(plain)) < 1e-3

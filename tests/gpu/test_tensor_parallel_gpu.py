@@ -1,4 +1,4 @@
-"""Two GPUs that share one engine over NCCL draw what one GPU draws. Starts its own ranks: run it
+"""Two GPUs that share one engine over NCCL draw the tokens of one GPU. Starts its own ranks: run it
 with plain pytest.
 
 `pytest -m multi_gpu tests/gpu/test_tensor_parallel_gpu.py` on a machine with two devices.
@@ -50,7 +50,7 @@ def on_one(
 
 
 @pytest.mark.parametrize("family", [*FUSED, *THROUGH_THE_MODULE])
-def test_two_gpus_draw_what_one_draws(two_gpus: Ranks, family: str):
+def test_two_gpus_draw_the_tokens_of_one(two_gpus: Ranks, family: str):
     for n, params in DRAWS:
         alone = on_one(family, EXACT, n, **params)
         for shared, _ in two_gpus.call(completions, family, {}, EXACT, n, params):
@@ -75,7 +75,7 @@ def test_bf16_is_as_close_to_fp32_as_on_one_gpu(two_gpus: Ranks, family: str):
         assert error(shared) <= 1.5 * alone + 0.01
 
 
-def test_graphs_draw_what_eager_steps_draw(two_gpus: Ranks):
+def test_graphs_draw_the_tokens_of_eager_steps(two_gpus: Ranks):
     for params in ({"temperature": 0}, {"top_p": 0.8, "top_k": 20, "temperature": 1.4}):
         graphs, eager = (
             two_gpus.call(completions, "qwen3", {}, {**EXACT, "enforce_eager": flag}, 5, params)
@@ -85,8 +85,8 @@ def test_graphs_draw_what_eager_steps_draw(two_gpus: Ranks):
 
 
 def across_an_update(family: str) -> tuple[list[list[list[int]]], bool]:
-    """Tokens with the first weights, the second, the first again; and whether the first graphs were
-    used for all."""
+    """Return tokens with the first weights, the second, the first again, and whether graphs were
+    reused."""
     model, other = (on_cuda(talkative_model(family, seed=seed)) for seed in (0, 1))
     engine = shared_engine(model, **EXACT)
     drawn = [tokens_of(run(engine, PROMPTS, 2))]
@@ -99,7 +99,7 @@ def across_an_update(family: str) -> tuple[list[list[list[int]]], bool]:
     return drawn, bool(graphs) and engine.runner._graphs.items() >= graphs.items()
 
 
-def test_graphs_outlive_sleep_and_new_weights(two_gpus: Ranks):
+def test_graphs_survive_sleep_and_new_weights(two_gpus: Ranks):
     first, second = (tokens_of(on_one("qwen2", EXACT, 2, seed=seed)) for seed in (0, 1))
     assert first != second, "too dull to fail"
     for drawn, kept in two_gpus.call(across_an_update, "qwen2"):
@@ -125,9 +125,9 @@ def test_pages_fit_in_the_memory_of_both(two_gpus: Ranks):
     assert tokens_of(first) == tokens_of(second) == tokens_of(on_one("qwen2", EXACT, 4))
 
 
-def test_a_run_with_a_shared_engine_comes_to_its_end(two_gpus: Ranks, tmp_path: Path):
-    """Communicators wait for the graphs they were captured in: without an order of ending, such a
-    run never does."""
+def test_a_run_with_a_shared_engine_terminates(two_gpus: Ranks, tmp_path: Path):
+    """Destroy communicators in order: they wait for graphs captured with them, so that another
+    order would hang."""
     shared = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
     arguments = command_line(tmp_path, shared, "actor_rollout_ref.actor.use_torch_compile=False")
     done = subprocess.run(

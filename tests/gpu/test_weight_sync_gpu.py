@@ -1,5 +1,5 @@
-"""Weights between processes on one GPU and on two, and the fingerprint's kernel. `pytest -m "gpu or
-multi_gpu"`."""
+"""Weights between processes on one GPU and on two, and the kernel of the fingerprint. `pytest -m
+"gpu or multi_gpu"`."""
 
 import multiprocessing
 import os
@@ -28,8 +28,10 @@ HAND_OVERS = 2
 
 
 def take(connection: Connection, uuid: str, fault: str) -> None:
-    """Another process, to which the GPUs may have other numbers: takes the weights, and says where
-    it has what."""
+    """Receive the weights in another process, which may number the GPUs differently.
+
+    Reports the location of each weight.
+    """
     device = device_of(uuid)
     torch.cuda.set_device(device)
     receiver = SharedMemoryReceiver(connection, device)
@@ -53,12 +55,14 @@ def take(connection: Connection, uuid: str, fault: str) -> None:
 def hand_over(
     device: torch.device, memory: torch.device, *, visible: str | None = None, fault: str = ""
 ):
-    """Send from `device` through `memory` to another process on the same GPU: what it says, and our
-    own error."""
+    """Send from `device` through `memory` to another process on the same GPU.
+
+    Returns the report of that process, and the error of this one.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=take, args=(theirs, gpu_uuid(device), fault), daemon=True)
-    # Before it starts, as launchers do: what it imports may look for GPUs.
+    # Set before it starts, like launchers do: its imports may look for GPUs.
     with mock.patch.dict(os.environ, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}):
         process.start()
     theirs.close()
@@ -156,7 +160,7 @@ def test_shards_of_two_gpus_are_gathered_whole(two_gpus: Ranks, settings: dict):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_kernel_computes_what_the_host_computes(gpu: torch.device, dtype: torch.dtype):
+def test_the_kernel_computes_the_fingerprint_of_the_host(gpu: torch.device, dtype: torch.dtype):
     shapes = [(1,), (65_536,), (65_537,), (131_072,), (1000, 777), (0, 3), (300_001,)]
     tensors = [torch.randn(shape, device=gpu).to(dtype) for shape in shapes]
     tensors += [tensors[4].flatten()[1:], tensors[4].T, tensors[1]]
@@ -180,11 +184,12 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 @pytest.mark.gpu
 def test_fingerprints_cost_no_more_than_a_copy(gpu: torch.device):
-    """1.5 GB in 28 layers of a 1.5B model's shapes. A copy reads and writes all of it."""
+    """Use 1.5 GB in 28 layers with the shapes of a 1.5B model. A copy reads and writes all of
+    it."""
     shapes = [(1536, 1536), (256, 1536), (8960, 1536), (1536, 8960), (1536,)] * 28
     tensors = [torch.randn(shape, device=gpu, dtype=torch.bfloat16) for shape in shapes]
     copies = [torch.empty_like(tensor) for tensor in tensors]
     copy_ms = milliseconds(lambda: torch._foreach_copy_(copies, tensors))
     proof_ms = milliseconds(lambda: fingerprints(tensors))
     print(f"fingerprints {proof_ms:.2f} ms, copy {copy_ms:.2f} ms")
-    assert proof_ms <= 1.5 * copy_ms + 3.0  # of which the host's part, for 140 tensors, is constant
+    assert proof_ms <= 1.5 * copy_ms + 3.0  # the host's part, for 140 tensors, is constant

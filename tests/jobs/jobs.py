@@ -1,4 +1,4 @@
-"""What ranks do for the tests of the merger: train a little, and save, each its shards."""
+"""Programs of ranks for the tests of the merger: train a little, then save, each its shards."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,10 @@ def new_engine(setup: jobs.Setup) -> TrainEngine:
 
 
 def train_and_save(setup: jobs.Setup, folder: Path) -> dict[str, Any]:
-    """Two steps, and a checkpoint in the background, during which all weights change. Gives the
-    state that was to be saved, and how many tensors were gathered for it."""
+    """Train two steps and write a checkpoint in the background while all weights change.
+
+    Returns the state that should be saved, and how many tensors were gathered for it.
+    """
     engine = new_engine(setup)
     share = len(SHAPES) // engine.mesh.data.size
     for seed in range(2):
@@ -51,7 +53,7 @@ def train_and_save(setup: jobs.Setup, folder: Path) -> dict[str, Any]:
 
 
 def load(setup: jobs.Setup, folder: Path) -> dict[str, Any]:
-    """The state that was saved, on the ranks that there are now."""
+    """Load the saved state on the current ranks."""
     engine = new_engine(setup)
     engine.load(folder)
     return jobs.state_of(engine)

@@ -1,5 +1,5 @@
-"""A damaged checkpoint is not exported, and what cannot be read or written is one line with a way
-out."""
+"""A damaged checkpoint is not exported, and a file that cannot be read or written is reported in
+one line with a way out."""
 
 import os
 import re
@@ -25,8 +25,8 @@ ADAPTERS = "lora_adapter/adapter_model.safetensors"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with the whole weights of one role and the adapters of another, and what these
-    go into."""
+    """Write a checkpoint with the full weights of one role and the adapters of another, and the
+    base model of these adapters."""
     folder = tmp_path_factory.mktemp("run")
     policy_engine().save(folder / "global_step_4" / "actor")
     jobs.train_and_save(Setup(lora=True), folder / "global_step_4" / "lora")
@@ -37,13 +37,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(run: Path, tmp_path: Path) -> Path:
-    """One of a test's own."""
+    """Copy the checkpoint for one test."""
     return Path(shutil.copytree(run / "global_step_4", tmp_path / "global_step_4"))
 
 
 @pytest.fixture
 def refused(run: Path, checkpoint: Path, capfd) -> Callable[..., str]:
-    """The one line that a command about a role ends with; nothing new may be left."""
+    """Return the one line that a failed command on a role prints; no new file may be left."""
 
     def line(role: str, *options: str | Path, command: str = "merge") -> str:
         before = sorted(checkpoint.parent.iterdir())
@@ -63,10 +63,10 @@ def refused(run: Path, checkpoint: Path, capfd) -> Callable[..., str]:
         capfd.readouterr()
         assert main([str(part) for part in given]) == 1
         assert sorted(checkpoint.parent.iterdir()) == before
-        told = capfd.readouterr().err.splitlines()[-1]  # after the bar of transformers
-        assert told.startswith("CheckpointError: ")
+        output = capfd.readouterr().err.splitlines()[-1]  # after the progress bar of transformers
+        assert output.startswith("CheckpointError: ")
 
-        return told
+        return output
 
     return line
 
@@ -81,21 +81,21 @@ def flip_a_bit(file: Path, where: int) -> None:
     file.write_bytes(content)
 
 
-def test_a_bit_that_flipped_is_neither_merged_nor_compared_nor_exported(checkpoint: Path, refused):
+def test_a_flipped_bit_prevents_merge_comparison_and_export(checkpoint: Path, refused):
     merge(checkpoint / "actor", checkpoint.parent / "sound")
     name = "model.model.embed_tokens.weight"
     weight = SavedTensors(checkpoint / "actor" / "sharded").read_whole([name])[name]
     shards = checkpoint / "actor" / SHARDS
     flip_a_bit(shards, shards.read_bytes().index(weight.numpy().tobytes()))
     flip_a_bit(checkpoint / "lora" / ADAPTERS, -1)
-    told = (
+    message = (
         f"global_step_4 is damaged: actor/{SHARDS} has another checksum than when it was written."
     )
-    assert told in refused("actor")
-    assert told in refused("actor", "--test_hf_dir", checkpoint.parent / "sound", command="test")
-    told = f"lora/{ADAPTERS} has another checksum"
-    assert told in refused("lora")
-    assert told in refused("lora", "--no-merge-adapters")
+    assert message in refused("actor")
+    assert message in refused("actor", "--test_hf_dir", checkpoint.parent / "sound", command="test")
+    message = f"lora/{ADAPTERS} has another checksum"
+    assert message in refused("lora")
+    assert message in refused("lora", "--no-merge-adapters")
 
 
 def test_other_roles_may_be_missing_and_the_folder_may_be_the_working_one(
@@ -109,7 +109,7 @@ def test_other_roles_may_be_missing_and_the_folder_may_be_the_working_one(
 
 
 @pytest.mark.parametrize(
-    ("role", "file", "told"),
+    ("role", "file", "message"),
     [
         (
             "actor",
@@ -134,12 +134,12 @@ def test_other_roles_may_be_missing_and_the_folder_may_be_the_working_one(
         ),
     ],
 )
-def test_a_file_cut_short_is_told_without_a_manifest(
-    checkpoint: Path, refused, role: str, file: str, told: str
+def test_a_truncated_file_is_reported_without_a_manifest(
+    checkpoint: Path, refused, role: str, file: str, message: str
 ):
     (checkpoint / MANIFEST).unlink()
     truncate(checkpoint / role / file)
-    assert re.search(told, refused(role))
+    assert re.search(message, refused(role))
 
 
 @pytest.mark.parametrize(
@@ -154,39 +154,42 @@ def test_a_file_cut_short_is_told_without_a_manifest(
         ("lora", "lora_adapter/adapter_config.json", '{"r": 2, "lora_alpha": "16"}'),
     ],
 )
-def test_odd_json_is_one_line(checkpoint: Path, refused, role: str, file: str, content: str):
+def test_malformed_json_is_reported_in_one_line(
+    checkpoint: Path, refused, role: str, file: str, content: str
+):
     (checkpoint / MANIFEST).unlink()
     (checkpoint / role / file).write_text(content)
     assert re.search(r"cannot be read.*[Cc]opy (it|them) again", refused(role))
 
 
-def test_a_base_of_another_size_is_told_before_anything_is_written(checkpoint: Path, refused):
+def test_a_base_of_another_size_is_reported_before_anything_is_written(checkpoint: Path, refused):
     base = checkpoint.parent / "larger"
     tiny_model("qwen2", intermediate_size=64).save_pretrained(base)
-    told = refused("lora", "--base_model", base)
+    message = refused("lora", "--base_model", base)
     assert re.search(
-        r"Expected 'model\.layers\.0\.mlp\.\w+\.weight' of shape \((48, 32|32, 48)\), ", told
+        r"Expected 'model\.layers\.0\.mlp\.\w+\.weight' of shape \((48, 32|32, 48)\), ", message
     )
     assert re.search(
-        rf"'{base}' has shape \((64, 32|32, 64)\)\. Set --base_model to the model that", told
+        rf"'{base}' has shape \((64, 32|32, 64)\)\. Set --base_model to the model that", message
     )
 
 
 @pytest.mark.parametrize("role", ["actor", "lora"])
-def test_a_target_that_cannot_be_written_is_told(refused, role: str):
+def test_a_target_that_cannot_be_written_is_reported(refused, role: str):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
     try:
-        told = refused(role, *(["--no-merge-adapters"] if role == "lora" else []))
+        message = refused(role, *(["--no-merge-adapters"] if role == "lora" else []))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert re.search(
-        r"merged was not written \(.*File too large.*\)\. No file may grow beyond .*ulimit -f", told
+        r"merged was not written \(.*File too large.*\)\. No file may grow beyond .*ulimit -f",
+        message,
     )
 
 
-def test_a_folder_to_compare_with_that_is_damaged_is_told(checkpoint: Path, refused):
+def test_a_damaged_folder_to_compare_with_is_reported(checkpoint: Path, refused):
     merge(checkpoint / "actor", checkpoint.parent / "merged")
     truncate(file := checkpoint.parent / "merged" / "model.safetensors")
-    told = refused("actor", "--test_hf_dir", file.parent, command="test")
-    assert f"{file} cannot be read (SafetensorError: " in told
+    message = refused("actor", "--test_hf_dir", file.parent, command="test")
+    assert f"{file} cannot be read (SafetensorError: " in message

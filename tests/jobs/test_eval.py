@@ -1,5 +1,5 @@
 """Scores of responses in a file: estimators against enumeration, and the whole job against scores
-by hand."""
+computed by hand."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 # ---- estimators ----------------------------------------------------------------------------------
 
 
-def test_pass_at_k_is_the_share_of_choices_with_a_response_that_passes():
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_passing_response():
     for n in range(1, 9):
         for c, k in itertools.product(range(n + 1), range(1, n + 1)):
             passed = [number < c for number in range(n)]
@@ -32,13 +32,13 @@ def test_pass_at_k_is_the_share_of_choices_with_a_response_that_passes():
             assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
 
 
-def test_pass_at_k_of_many_responses_stays_a_number():
+def test_pass_at_k_of_many_responses_stays_finite():
     assert pass_at_k(100_000, 1, 50_000) == pytest.approx(0.5)
     assert pass_at_k(100_000, 10, 1) == pytest.approx(1e-4)
 
 
 @given(votes=st.lists(st.tuples(st.sampled_from("aabc-"), st.floats(0, 1)), min_size=1, max_size=7))
-def test_majority_at_k_is_the_mean_over_all_choices_of_k(votes):
+def test_majority_at_k_is_the_mean_over_all_subsets_of_k(votes):
     answers = [None if answer == "-" else answer for answer, _ in votes]
     scores = [score for _, score in votes]
     for k in range(1, len(votes) + 1):
@@ -50,7 +50,7 @@ def test_majority_at_k_is_the_mean_over_all_choices_of_k(votes):
 def majority_score(
     choice: tuple[int, ...], answers: list[str | None], scores: list[float]
 ) -> float:
-    """The mean score of the most frequent answer, of several such the mean of all."""
+    """Return the mean score of the most frequent answer; average over tied answers."""
     votes = Counter(answers[i] for i in choice if answers[i] is not None)
     if not votes:
         return float(np.mean([scores[i] for i in choice]))
@@ -71,9 +71,9 @@ def test_majority_of_many_responses():
     assert 0.52 < majority_at_k(answers, scores, 101) < at_once
 
 
-def test_bounds_are_those_of_a_mean_of_many_prompts():
+def test_confidence_bounds_are_those_of_a_mean_of_many_prompts():
     values = np.random.default_rng(1).normal(3.0, 2.0, size=(400, 2))
-    values[300:, 1] = np.nan  # prompts that do not have it
+    values[300:, 1] = np.nan  # prompts without this value
     low, high = bootstrap_intervals(values, confidence=0.9, resamples=2000, seed=0)
     for column, count in ((0, 400), (1, 300)):
         present = values[:count, column]
@@ -144,7 +144,7 @@ def test_rules_score_by_data_source(tmp_path, capsys):
     assert "percentile bootstrap over prompts" in table
 
 
-def test_prompts_with_other_numbers_of_responses_count_where_they_can(tmp_path):
+def test_prompts_with_other_numbers_of_responses_count_where_possible(tmp_path):
     report = evaluate(
         tmp_path, [row("toy", "4", "4", "5"), row("toy", "6", *"66666")], "metrics.k=[4,1]"
     )
@@ -180,7 +180,7 @@ def custom(tmp_path) -> list[str]:
     return [f"custom_reward_function.path={path}", "custom_reward_function.name=score"]
 
 
-def test_a_custom_function_says_what_passes_and_what_is_voted_for(tmp_path, custom):
+def test_a_custom_function_defines_passes_and_votes(tmp_path, custom):
     lines = [row("mine", "a", "a", "a", "b", extra_info={"bonus": 1})]
     found = values(evaluate(tmp_path, lines, *custom)["data_sources"]["mine"])
     assert found["mean"] == pytest.approx(1 / 3)
@@ -190,13 +190,13 @@ def test_a_custom_function_says_what_passes_and_what_is_voted_for(tmp_path, cust
     assert found["maj@3"] == 1.0
 
 
-def test_a_score_passes_from_the_threshold_on(tmp_path, custom):
+def test_a_score_equal_to_the_threshold_passes(tmp_path, custom):
     lines = [row("mine", "a", "a", "b")]
     graded = [custom[0], "custom_reward_function.name=graded"]
     assert values(evaluate(tmp_path, lines, *graded)["all"])["pass@2"] == 0.0
     found = values(evaluate(tmp_path, lines, *graded, "metrics.pass_score=0.9")["all"])
     assert (found["pass@1"], found["pass@2"]) == (0.5, 1.0)
-    assert "maj@2" not in found, "nobody told what is voted for"
+    assert "maj@2" not in found, "this function gives no answer to vote for"
 
 
 def test_failures_count_as_in_training(tmp_path, custom, capsys):
@@ -213,13 +213,13 @@ def test_failures_count_as_in_training(tmp_path, custom, capsys):
     found = values(
         evaluate(tmp_path, lines, *quick, "reward_model.on_error=drop", "metrics.k=[2,4]")["all"]
     )
-    assert (found["pass@2"], "pass@4" in found) == (1.0, False), "what was paid for is told"
+    assert (found["pass@2"], "pass@4" in found) == (1.0, False), "two responses are left"
     assert "metrics.k above 2 is left out" in capsys.readouterr().out
     assert main([f"data.path={tmp_path / 'responses.jsonl'}", *quick]) == 1
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
 
-    assert "no such answer" in told
-    assert "What is a?" in told
+    assert "no such answer" in output
+    assert "What is a?" in output
 
 
 def test_responses_are_scored_in_calls_of_limited_size(tmp_path, monkeypatch):
@@ -229,7 +229,7 @@ def test_responses_are_scored_in_calls_of_limited_size(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("line", "overrides", "told"),
+    ("line", "overrides", "message"),
     [
         ({"prompt": "1 + 1"}, [], "the column 'responses' is missing"),
         (row("toy", "4"), [], "row 0, column 'responses': must be a list of texts"),
@@ -237,14 +237,14 @@ def test_responses_are_scored_in_calls_of_limited_size(tmp_path, monkeypatch):
     ],
     ids=["no responses", "none of one row", "unknown source"],
 )
-def test_what_is_wrong_is_told(tmp_path, capsys, line, overrides, told):
+def test_errors_in_the_inputs_are_reported(tmp_path, capsys, line, overrides, message):
     path = write_lines(tmp_path / "responses.jsonl", [line])
     assert main([f"data.path={path}", *overrides]) == 1
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         (
             "metrics.k=[1,2]",
@@ -255,17 +255,17 @@ def test_what_is_wrong_is_told(tmp_path, capsys, line, overrides, told):
     ],
     ids=["k too large", "a folder", "no folder"],
 )
-def test_what_would_make_the_scores_worthless_is_told_before_they_are_paid_for(
-    tmp_path, capsys, monkeypatch, override, told
+def test_settings_that_make_scores_worthless_are_reported_before_scoring(
+    tmp_path, capsys, monkeypatch, override, message
 ):
     monkeypatch.setattr(evaluation, "score", lambda *_: pytest.fail("scored"))
     path = write_lines(tmp_path / "responses.jsonl", [row("toy", "4", "4")])
     assert main([f"data.path={path}", override.format(tmp_path)]) == 1
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["responses.jsonl"]
 
 
-def test_the_old_name_of_the_r1_recipe_is_the_same_thing(tmp_path, monkeypatch):
+def test_the_old_name_of_the_r1_recipe_runs_the_same_job(tmp_path, monkeypatch):
     expected = evaluate(tmp_path, TWO_SOURCES)
     (tmp_path / "old").mkdir()
     output = tmp_path / "old" / "scores.json"

@@ -1,5 +1,5 @@
-"""Responses to a file of prompts: what is written, what a killed run leaves, and who may go on with
-it."""
+"""Responses to a file of prompts: the output, the state that a killed run leaves, and which runs
+may resume it."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ def responses(output: Path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """What a run that nobody disturbs writes."""
+    """Return the output of an uninterrupted run."""
     output = tmp_path_factory.mktemp("whole") / "out.parquet"
     assert generate(output) == 0
     return output
@@ -97,7 +97,7 @@ def test_responses_do_not_depend_on_batches_or_the_engine(whole, tmp_path):
     assert same >= 0.9, "the last bit of a log-prob may tip one draw, not more"
 
 
-def test_the_seed_and_the_temperature_are_heeded(whole, tmp_path):
+def test_the_seed_and_the_temperature_are_used(whole, tmp_path):
     assert generate(tmp_path / "seed.parquet", "trainer.seed=1") == 0
     assert responses(tmp_path / "seed.parquet") != responses(whole)
     assert generate(tmp_path / "greedy.parquet", "rollout.temperature=0") == 0
@@ -108,7 +108,7 @@ def test_the_seed_and_the_temperature_are_heeded(whole, tmp_path):
 
 
 def die_before_call(number: int, owner: Any, name: str) -> Callable[[], None]:
-    """Patches a function so that its `number`th call kills this process with nothing done."""
+    """Patch a function so that its `number`th call kills this process before doing anything."""
 
     def patch() -> None:
         original = getattr(owner, name)
@@ -127,9 +127,11 @@ def die_before_call(number: int, owner: Any, name: str) -> Callable[[], None]:
 
 
 def die_writing_file(number: int) -> Callable[[], None]:
-    """Kill this process when the `number`th file is written but not yet renamed. The first is the
-    identity, then come the batches, at last the output. Each is synced before it is renamed, and
-    its folder afterwards."""
+    """Kill this process when the `number`th file is written but not yet renamed.
+
+    The first file is the identity, then come the batches, then the output. Each file is synced
+    before it is renamed, and its folder afterwards.
+    """
     return die_before_call(2 * number - 1, finished_batches, "sync")
 
 
@@ -142,7 +144,7 @@ def die_writing_file(number: int) -> Callable[[], None]:
     ],
     ids=["within a batch", "within the output", "before tidying up"],
 )
-def test_a_killed_run_ends_as_one_that_was_not(whole, tmp_path, patch, batches_done):
+def test_a_killed_run_ends_like_an_uninterrupted_one(whole, tmp_path, patch, batches_done):
     output = tmp_path / "out.parquet"
 
     def killed() -> int:
@@ -158,7 +160,7 @@ def test_a_killed_run_ends_as_one_that_was_not(whole, tmp_path, patch, batches_d
     ]
 
 
-def test_only_what_is_missing_is_generated(tmp_path, capsys):
+def test_only_missing_batches_are_generated(tmp_path, capsys):
     output = tmp_path / "out.parquet"
 
     def killed() -> int:
@@ -174,15 +176,15 @@ def test_only_what_is_missing_is_generated(tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_settings_that_the_engine_lacks_are_refused_under_the_names_of_the_job(tmp_path, capsys):
+def test_settings_that_the_engine_lacks_are_rejected_under_the_names_of_the_job(tmp_path, capsys):
     assert generate(tmp_path / "out.parquet", "rollout.name=hf") == 1
-    told = capsys.readouterr().err
-    assert "rollout.deterministic=true needs an engine" in told
-    assert "got rollout.name=hf" in told
-    assert "actor_rollout_ref" not in told
+    output = capsys.readouterr().err
+    assert "rollout.deterministic=true needs an engine" in output
+    assert "got rollout.name=hf" in output
+    assert "actor_rollout_ref" not in output
 
 
-def test_another_configuration_may_not_go_on(whole, tmp_path, capsys):
+def test_another_configuration_cannot_resume(whole, tmp_path, capsys):
     output = tmp_path / "out.parquet"
 
     def killed() -> int:
@@ -191,10 +193,10 @@ def test_another_configuration_may_not_go_on(whole, tmp_path, capsys):
 
     run_in_child(killed)
     assert generate(output, "rollout.top_p=0.5", "data.n_samples=2") == 1
-    told = capsys.readouterr().err
-    assert "rollout.top_p was 1.0, now 0.5" in told
-    assert "data.n_samples was 3, now 2" in told
-    assert "temperature" not in told
+    printed = capsys.readouterr().err
+    assert "rollout.top_p was 1.0, now 0.5" in printed
+    assert "data.n_samples was 3, now 2" in printed
+    assert "temperature" not in printed
     assert generate(output, "rollout.max_num_seqs=7") == 0, (
         "what changes the speed alone is no other configuration"
     )
@@ -206,7 +208,7 @@ def test_another_configuration_may_not_go_on(whole, tmp_path, capsys):
     assert responses(output) != responses(whole)
 
 
-def test_of_two_runs_at_once_the_second_is_told_and_takes_nothing_away(tmp_path, capfd):
+def test_the_second_of_two_concurrent_runs_is_rejected_and_removes_nothing(tmp_path, capfd):
     output = tmp_path / "out.parquet"
     parts = tmp_path / "out.parquet.parts"
     parts.mkdir()
@@ -231,7 +233,7 @@ def test_a_file_that_could_not_be_written_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_of_somebody_else_is_not_written_over(tmp_path, capsys):
+def test_a_file_of_another_owner_is_not_overwritten(tmp_path, capsys):
     output = tmp_path / "mine.parquet"
     pq.write_table(pa.table({"precious": [1]}), output)
     assert generate(output) == 1
@@ -239,12 +241,12 @@ def test_a_file_of_somebody_else_is_not_written_over(tmp_path, capsys):
     assert rows(output) == [{"precious": 1}]
 
 
-def test_other_weights_at_the_same_place_are_another_model(tmp_path):
+def test_other_weights_at_the_same_path_are_another_model(tmp_path):
     weights = np.random.default_rng(0).integers(0, 255, 9 << 20, dtype=np.uint8)
     (tmp_path / "model.safetensors").write_bytes(weights.tobytes())
     before = weights_fingerprint(str(tmp_path))
     assert weights_fingerprint(str(tmp_path)) == before
-    weights[::97] += 1  # as training would: here and there
+    weights[::97] += 1  # scattered changes, as from training
     (tmp_path / "model.safetensors").write_bytes(weights.tobytes())
     assert weights_fingerprint(str(tmp_path)) != before
 
@@ -278,7 +280,7 @@ def test_columns_of_parquet_keep_their_types(tmp_path):
     assert schema.field("said").type == pa.list_(pa.string())
 
 
-def test_overlong_prompts_are_told_dropped_or_cut(tmp_path, capsys):
+def test_overlong_prompts_are_rejected_dropped_or_truncated(tmp_path, capsys):
     lines = [ask("1 + 1 = ?", id=0), ask("1 + " * 40 + "1 = ?", id=1), ask("2 + 2 = ?", id=2)]
     path = f"data.path={write_lines(tmp_path / 'in.jsonl', lines)}"
     limit = "data.max_prompt_length=40"
@@ -295,7 +297,7 @@ def test_overlong_prompts_are_told_dropped_or_cut(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "message"),
     [
         ([], "is empty"),
         ([{"question": "1 + 1 = ?"}], "the column 'prompt' is missing"),
@@ -305,24 +307,26 @@ def test_overlong_prompts_are_told_dropped_or_cut(tmp_path, capsys):
     ],
     ids=["empty", "no prompt", "taken", "empty dict", "two types"],
 )
-def test_what_a_file_lacks_is_told_before_anything_is_generated(tmp_path, capsys, lines, told):
+def test_missing_fields_of_a_file_are_reported_before_anything_is_generated(
+    tmp_path, capsys, lines, message
+):
     path = write_lines(tmp_path / "in.jsonl", lines)
     assert generate(tmp_path / "out.parquet", f"data.path={path}") == 1
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out.parquet.parts").exists()
 
 
-def test_errors_of_shared_parts_name_keys_as_they_are_written_here(tmp_path, capsys):
+def test_errors_of_shared_code_name_keys_as_this_job_spells_them(tmp_path, capsys):
     assert generate(tmp_path / "out.parquet", "rollout.name=embeded") == 1
-    told = capsys.readouterr().err
-    assert "(rollout.name)" in told
-    assert "embedded" in told
+    output = capsys.readouterr().err
+    assert "(rollout.name)" in output
+    assert "embedded" in output
 
 
-# ---- ranks, and what comes next ------------------------------------------------------------------
+# ---- ranks, and evaluation -----------------------------------------------------------------------
 
 
-def test_two_ranks_of_torchrun_give_the_responses_of_one_process(whole, tmp_path):
+def test_two_torchrun_ranks_give_the_responses_of_one_process(whole, tmp_path):
     output = tmp_path / "out.parquet"
     asked = command(output, "data.batch_size=5", "trainer.nnodes=1", "trainer.n_gpus_per_node=2")
     done = launch(2, run_module, "verl.jobs.main_generation", asked)
@@ -330,7 +334,7 @@ def test_two_ranks_of_torchrun_give_the_responses_of_one_process(whole, tmp_path
     assert responses(output) == responses(whole)
 
 
-def test_what_was_generated_can_be_evaluated(whole, capsys):
+def test_generated_responses_can_be_evaluated(whole, capsys):
     assert (
         main_eval([f"data.path={whole}", "data.prompt_key=prompt", "data.response_key=responses"])
         == 0

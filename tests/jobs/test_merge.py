@@ -1,4 +1,4 @@
-"""Shards that several ranks wrote become a folder that transformers loads, with equal tensors."""
+"""Shards written by several ranks become a folder that transformers loads, with equal tensors."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def two_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights that engines start from, into which adapters are merged."""
+    """Save the weights that engines start from, into which adapters are merged."""
     folder = tmp_path_factory.mktemp("base")
     jobs.new_engine(Setup()).hf_model.save_pretrained(folder)
     return folder
@@ -58,14 +58,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """What one process saved, and the state that it had."""
+    """Save from one process. Returns the folder and the state of that process."""
     folder = tmp_path_factory.mktemp("run") / "global_step_4" / "actor"
     return folder, jobs.train_and_save(Setup(), folder)
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The same with LoRA."""
+    """Save adapters from one process. Returns the folder and the state of that process."""
     folder = tmp_path_factory.mktemp("lora") / "global_step_4" / "actor"
     return folder, jobs.train_and_save(Setup(lora=True), folder)
 
@@ -90,7 +90,7 @@ def assert_same_parameters(
     [{}, {"fsdp_size": 1}, {"family": "qwen3_moe"}, {"lora": True}],
     ids=["fsdp", "hsdp", "experts", "LoRA"],
 )
-def test_what_two_ranks_saved_one_process_resumes_and_merges(
+def test_one_process_resumes_and_merges_shards_of_two_ranks(
     two_ranks: Ranks, base: Path, tmp_path: Path, settings
 ):
     setup = Setup(**settings)
@@ -101,7 +101,7 @@ def test_what_two_ranks_saved_one_process_resumes_and_merges(
     if not setup.lora:
         assert saved["gathered"] == 0
         tensors = [*saved["parameters"].values(), *saved["moments"]]
-        headers = 2500 * 2 * len(tensors)  # of each shard, which are small here
+        headers = 2500 * 2 * len(tensors)  # of each shard, which is small here
         assert sum(sizes) < sum(tensor.nbytes for tensor in tensors) + headers, (
             "replicas are written once"
         )
@@ -121,7 +121,7 @@ def test_what_two_ranks_saved_one_process_resumes_and_merges(
     )
 
 
-def test_what_one_process_saved_two_ranks_resume(two_ranks: Ranks, alone):
+def test_two_ranks_resume_a_checkpoint_of_one_process(two_ranks: Ranks, alone):
     for found in two_ranks.call(jobs.load, Setup(), alone[0]):
         assert_same(found, alone[1])
 
@@ -137,7 +137,7 @@ def test_what_one_process_saved_two_ranks_resume(two_ranks: Ranks, alone):
     ],
 )
 def test_files_have_the_names_that_transformers_gives_them(tmp_path: Path, family: str, settings):
-    """Experts lie in stacks in memory, and one by one on the hub; a tied head is in no file."""
+    """Check that stacked experts are saved one by one, and that a tied head is in no file."""
     engine = policy_engine(family=family, **settings)
     engine.save(tmp_path / "actor")
     engine.hf_model.save_pretrained(tmp_path / "expected")
@@ -161,10 +161,10 @@ def test_a_critic_keeps_its_value_head(tmp_path: Path):
     )
 
 
-def test_on_a_machine_without_training_packages(
+def test_merging_works_without_training_packages(
     tmp_path: Path, alone, adapters, base: Path, capsys
 ):
-    """A process of its own, which cannot import them, merges whole weights and adapters."""
+    """Merge whole weights and adapters in a process that cannot import the training packages."""
     code = f"""
         import sys
 
@@ -227,7 +227,7 @@ def test_merging_into_the_checkpoint_itself_completes_its_folder(tmp_path: Path)
     target = tmp_path / "huggingface"
     before = {file.name: file.read_bytes() for file in target.iterdir()}
     with pytest.raises(CheckpointError, match="is not empty"):
-        # would change what the manifest has summed up
+        # would change the contents that the manifest has checksums of
         merge(tmp_path, target, dtype=torch.bfloat16)
     merge(tmp_path, target)
     assert before.items() <= {file.name: file.read_bytes() for file in target.iterdir()}.items()
@@ -236,7 +236,7 @@ def test_merging_into_the_checkpoint_itself_completes_its_folder(tmp_path: Path)
         merge(tmp_path, target)
 
 
-def test_two_folders_that_differ_are_told_apart(tmp_path: Path, alone, capsys):
+def test_two_different_folders_are_distinguished(tmp_path: Path, alone, capsys):
     merge(alone[0], tmp_path / "merged")
     options = [
         "test",
@@ -257,13 +257,13 @@ def test_two_folders_that_differ_are_told_apart(tmp_path: Path, alone, capsys):
     save_file(tensors, file)
     assert main(options) == 1
 
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     for part in (
         "1 differ, first 'model.norm.weight'",
         "1 are missing there, first 'lm_head.weight'",
         "'model.added'",
     ):
-        assert part in told
+        assert part in output
 
 
 def test_a_failed_merge_leaves_nothing(tmp_path: Path):
@@ -276,7 +276,7 @@ def test_a_failed_merge_leaves_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("folder", "told"),
+    ("folder", "message"),
     [
         ("", r"got .*\. Set --local_dir .*/global_step_4/actor\."),
         ("global_step_4", r"got .*global_step_4\. Set --local_dir .*/global_step_4/actor\."),
@@ -287,21 +287,24 @@ def test_a_failed_merge_leaves_nothing(tmp_path: Path):
         ("global_step_9/actor", "there is no folder .*global_step_9/actor"),
     ],
 )
-def test_a_wrong_folder_is_told_with_the_right_one(
-    tmp_path: Path, alone, capsys, folder: str, told: str
+def test_a_wrong_folder_is_reported_with_the_right_one(
+    tmp_path: Path, alone, capsys, folder: str, message: str
 ):
     options = ["merge", "--backend", "fsdp", "--target_dir", str(tmp_path / "merged")]
     assert main([*options, "--local_dir", str(alone[0].parents[1] / folder)]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         raise CheckpointError(lines[0])
     assert not (tmp_path / "merged").exists()
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path: Path, alone, base: Path, capsys):
-    for folder, told in ((base, "already has complete weights"), (tmp_path, "with nothing in it")):
-        with pytest.raises(CheckpointError, match=told):
+def test_a_folder_that_is_no_checkpoint_is_reported(tmp_path: Path, alone, base: Path, capsys):
+    for folder, message in (
+        (base, "already has complete weights"),
+        (tmp_path, "with nothing in it"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
             merge(folder, tmp_path / "merged")
     where = ["--local_dir", str(alone[0]), "--target_dir", str(tmp_path / "merged")]
     assert main(["merge", "--backend", "megatron", *where]) == 1

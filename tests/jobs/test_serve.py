@@ -1,4 +1,4 @@
-"""`verl serve`: from a command line to answers, and to its end."""
+"""`verl serve`: from the command line to answers and shutdown."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(180)
 
 TOY = ["model.path=toy", "trainer.num_threads=1", "server.port=0", "rollout.max_num_seqs=8"]
 QUESTION: Any = [{"role": "user", "content": "2 + 5 = ?"}]
-# Hermes' calls, as the templates of Qwen 2.5 show them.
+# Tool calls in Hermes format, as the templates of Qwen 2.5 show them.
 TOOL_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>"
     "<tool_call></tool_call>{% endif %}"
@@ -61,7 +61,7 @@ def test_the_toy_model_answers():
     assert first.message.content
 
 
-def test_a_request_without_settings_gets_those_of_the_keys():
+def test_a_request_without_settings_uses_those_of_the_keys():
     async def ask(client):
         return [(await chat(client)).message.content for _ in range(4)]
 
@@ -70,7 +70,7 @@ def test_a_request_without_settings_gets_those_of_the_keys():
     assert len(set(served(["rollout.temperature=3"], ask))) > 1
 
 
-def test_the_name_and_the_key_of_the_configuration(monkeypatch):
+def test_the_model_name_and_the_api_key_of_the_configuration(monkeypatch):
     monkeypatch.setenv("SERVE_KEY", "sk-mine")
 
     async def ask(client):
@@ -80,7 +80,7 @@ def test_the_name_and_the_key_of_the_configuration(monkeypatch):
     assert served(["server.api_key_env=SERVE_KEY", "server.model_name=mine"], ask) == ["mine"]
 
 
-def test_a_template_with_tools_makes_tools_possible(tmp_path: Path):
+def test_a_template_with_tools_enables_tools(tmp_path: Path):
     template = tmp_path / "chat.jinja"
     template.write_text(TOOL_TEMPLATE)
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -105,7 +105,7 @@ def test_a_template_with_tools_makes_tools_possible(tmp_path: Path):
         (["absent/folder/model"], "Expected a model folder at 'absent/folder/model'"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(capsys, argv: list[str], says: str):
+def test_unservable_settings_are_reported_in_one_line(capsys, argv: list[str], says: str):
     assert main([*argv, "server.port=0", "trainer.num_threads=1"]) == 1
     assert says in capsys.readouterr().err
 
@@ -120,16 +120,16 @@ def test_what_cannot_be_served_is_one_line(capsys, argv: list[str], says: str):
         ([], []),
     ],
 )
-def test_the_model_may_stand_first(argv: list[str], expected: list[str]):
+def test_the_model_may_come_first(argv: list[str], expected: list[str]):
     assert with_model_key(argv) == expected
 
 
-def test_a_path_with_special_characters_is_read_as_it_is():
+def test_a_path_with_special_characters_is_used_verbatim():
     path = "models/it's [new], b\\c"
     assert load_config(with_model_key([path]), root="serve").model.path == path
 
 
-def test_other_machines_can_reach_it_only_if_they_should(caplog):
+def test_other_machines_can_connect_only_if_configured(caplog):
     assert load_config(["model.path=toy"], root="serve").server.host == "127.0.0.1"
     load_config(["model.path=toy", "server.host=0.0.0.0"], root="serve")
     assert "without encryption" in caplog.text
@@ -152,6 +152,7 @@ def serve_until_interrupted(port: int) -> int:
                     break
             except OSError:
                 time.sleep(0.05)
+
         body = {"model": "toy", "messages": QUESTION, "max_tokens": 4}
         request = urllib.request.Request(
             f"{url}/v1/chat/completions",
@@ -167,7 +168,7 @@ def serve_until_interrupted(port: int) -> int:
     return main(["toy", f"server.port={port}", "server.api_key_env=SERVE_KEY", *TOY[1:2]])
 
 
-def test_an_interrupt_ends_it(tmp_path: Path):
+def test_an_interrupt_ends_the_server(tmp_path: Path):
     done = launch(1, serve_until_interrupted, free_port(), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "answer: assistant" in done.stdout

@@ -1,5 +1,5 @@
-"""Supervised fine-tuning equals the loop that one would write with transformers, however it is cut
-and resumed."""
+"""Supervised fine-tuning equals a plain loop written with transformers, however it is split and
+resumed."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
 LEARNING_RATE = 1e-3
-# Rows of different lengths, whose answers the packaged model does not know.
+# Rows of different lengths; the packaged model does not know their answers.
 ROWS = [
     {"question": f"{'What about ' * (n % 3)}{n} + {n * n} = ?", "answer": f"{n} is {'odd' * n}."}
     for n in range(9)
@@ -50,7 +50,7 @@ DIALOGUES = [
     }
     for n in range(9)
 ]
-# Batches in the order of the file: the plain loop reads the same ones.
+# Batches in file order: the plain loop reads the same ones.
 COMMON = [
     "data.train_batch_size=3",
     "data.shuffle=False",
@@ -79,14 +79,16 @@ def losses(folder: Path, key: str = "train/loss") -> list[float]:
 
 
 def assert_same(folder: Path, other: Path, *, rel: float) -> None:
-    """Training and validation, but for what a clock says."""
+    """Compare metrics of training and validation, except for timings."""
     for key in ("train/loss", "train/grad_norm", "train/lr", "train/num_tokens", "val/loss"):
         assert losses(folder, key) == pytest.approx(losses(other, key), rel=rel), key
 
 
 def plain_loop(model_folder: Path, batches: list[list[tuple[list[int], list[int]]]]) -> list[float]:
-    """What transformers gives for batches of (token ids, labels), padded on the right, with torch's
-    AdamW."""
+    """Train on batches of (token ids, labels) with transformers and AdamW of torch.
+
+    Rows are padded on the right. Returns the losses.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
@@ -118,7 +120,7 @@ def in_batches(rows: list[Any], size: int) -> list[list[Any]]:
 
 
 def toy_labels(messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """The toy template by hand: what follows <|assistant|> up to <|end|> is learnt."""
+    """Apply the toy template by hand: tokens after <|assistant|> up to <|end|> are learned."""
     tokenizer: Any = AutoTokenizer.from_pretrained(TOY_MODEL)
     ids: list[int] = []
     labels: list[int] = []
@@ -139,15 +141,15 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
-    """A run with everything that has a state, in one process."""
+    """Run once without interruption, with every stateful feature, in one process."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert main(command_line(folder, rows_file, *STATEFUL, f"data.val_files={rows_file}")) == 0
-    logger.handlers.clear()  # which would keep the output stream of the set-up
+    logger.handlers.clear()  # otherwise it would keep the output stream of the fixture
     logger.propagate = True
     return folder
 
 
-# Five steps of three batches an epoch, saved in the midst of one.
+# Five steps, three batches an epoch, with a save in the middle of an epoch.
 STATEFUL = [
     "data.shuffle=True",
     "optim.lr_scheduler=cosine",
@@ -159,7 +161,7 @@ STATEFUL = [
 ]
 
 
-def test_losses_are_those_of_a_plain_loop(tmp_path, rows_file):
+def test_losses_equal_those_of_a_plain_loop(tmp_path, rows_file):
     pairs = [[("user", row["question"]), ("assistant", row["answer"])] for row in ROWS]
     expected = plain_loop(
         TOY_MODEL,
@@ -176,7 +178,7 @@ def test_losses_are_those_of_a_plain_loop(tmp_path, rows_file):
     assert expected[0] > 1, "too dull to fail"
 
 
-def test_losses_of_dialogues_are_those_of_a_plain_loop(tmp_path):
+def test_losses_of_dialogues_equal_those_of_a_plain_loop(tmp_path):
     file = write_lines(tmp_path / "rows.jsonl", DIALOGUES)
     first = write_lines(tmp_path / "val.jsonl", DIALOGUES[:3])
     validation = [
@@ -198,7 +200,7 @@ def test_losses_of_dialogues_are_those_of_a_plain_loop(tmp_path):
 
 @needs_shared("models/stories260K")
 @needs_shared("data/gsm8k/train.jsonl")
-def test_a_pretrained_model_learns_answers_of_gsm8k_as_in_a_plain_loop(tmp_path):
+def test_a_pretrained_model_learns_gsm8k_answers_as_in_a_plain_loop(tmp_path):
     model = SHARED / "models" / "stories260K"
     batch = 4
     steps = 8
@@ -236,7 +238,7 @@ def test_a_pretrained_model_learns_answers_of_gsm8k_as_in_a_plain_loop(tmp_path)
     assert after < before - 1, "of answers that it never saw"
 
 
-def test_the_loss_falls_and_passes_do_not_matter(tmp_path, rows_file, undisturbed, capfd):
+def test_the_loss_falls_and_micro_batches_do_not_matter(tmp_path, rows_file, undisturbed, capfd):
     one_by_one = ["data.micro_batch_size_per_gpu=1", f"data.val_files={rows_file}"]
     assert main(command_line(tmp_path, rows_file, *STATEFUL, *one_by_one)) == 0
     assert_same(tmp_path, undisturbed, rel=1e-4)
@@ -262,8 +264,8 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, rows_file, undisturbed, 
     assert same_bits(moments(tmp_path, 5), moments(undisturbed, 5))
 
 
-def test_two_ranks_learn_as_one_process(tmp_path, rows_file, undisturbed):
-    """Three rows a batch for two ranks: one of them gets a row that does not count."""
+def test_two_ranks_learn_like_one_process(tmp_path, rows_file, undisturbed):
+    """Split three rows a batch over two ranks: one of them gets a row that does not count."""
     command = command_line(
         tmp_path, rows_file, *STATEFUL, f"data.val_files={rows_file}", "trainer.num_threads=1"
     )
@@ -290,7 +292,7 @@ def test_adapters_learn_and_resume(tmp_path, rows_file):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["data.response_key=solution"], "DataError: .*the column 'solution' is missing"),
         (
@@ -305,11 +307,11 @@ def test_adapters_learn_and_resume(tmp_path, rows_file):
         (["optim.learning_rate=1"], "Unknown key 'optim.learning_rate'"),
     ],
 )
-def test_what_a_user_gets_wrong_is_one_line(tmp_path, rows_file, capfd, overrides, told):
+def test_user_errors_are_reported_in_one_line(tmp_path, rows_file, capfd, overrides, message):
     assert main(command_line(tmp_path, rows_file, *overrides)) == 1
     error = capfd.readouterr().err
     assert "Traceback" not in error
-    assert re.search(told, error), error
+    assert re.search(message, error), error
 
 
 def configured(*overrides: str) -> SFTConfig:
@@ -318,7 +320,7 @@ def configured(*overrides: str) -> SFTConfig:
     )
 
 
-def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
+def test_a_script_of_verl_0_5_is_accepted_unchanged(caplog):
     config = configured(
         "data.val_files=test.parquet",
         "data.prompt_key=extra_info",
@@ -368,7 +370,7 @@ def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["model.path=null"], "model.path .partial_pretrain. is not set"),
         (["trainer.test_freq=2"], "trainer.test_freq=2 asks for validation, but data.val_files"),
@@ -392,12 +394,12 @@ def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
         ),
     ],
 )
-def test_contradictions_are_told_by_the_names_of_keys_here(overrides, told):
-    with pytest.raises(ConfigError, match=told):
+def test_contradictions_are_reported_under_the_key_names_of_this_job(overrides, message):
+    with pytest.raises(ConfigError, match=message):
         configured(*overrides)
 
 
-def test_the_toys_rows_are_learnt_from_nested_columns(tmp_path):
+def test_toy_rows_are_learned_from_nested_columns(tmp_path):
     nested = [
         "data.prompt_key=extra_info",
         "data.prompt_dict_keys=[question]",
@@ -408,7 +410,7 @@ def test_the_toys_rows_are_learnt_from_nested_columns(tmp_path):
     assert len(losses(tmp_path)) == 1
 
 
-def test_a_program_gives_rows_as_objects(tmp_path, rows_file):
+def test_a_program_can_pass_rows_as_objects(tmp_path, rows_file):
     assert (
         main(
             command_line(

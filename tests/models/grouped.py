@@ -1,4 +1,4 @@
-"""Rows of a few prompts with several responses each, and a stand-in for the flash kernel on CPU."""
+"""Rows of a few prompts with several responses each, and a flash kernel for the CPU."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from verl.models.kernels.varlen import Sequences
 from verl.models.packed import PackedBatch
 
 Group = tuple[int, Sequence[int]]  # tokens of a prompt, tokens of each of its responses
-# A prompt alone, prompts that begin another prompt, responses of no token, groups of different
+# A single prompt, prompts that begin another prompt, responses without tokens, groups of different
 # size.
 GROUPS: tuple[Group, ...] = (
     (24, (20, 1, 33, 5)),
@@ -24,7 +24,7 @@ GROUPS: tuple[Group, ...] = (
 
 
 class Rows(NamedTuple):
-    """Padded rows; `prompts` says which of them have the same one."""
+    """Padded rows; `prompts` says which rows share a prompt."""
 
     input_ids: Tensor  # (B, T)
     attention_mask: Tensor
@@ -47,8 +47,10 @@ class Rows(NamedTuple):
 def grouped_rows(
     groups: Sequence[Group] = GROUPS, *, interleave: bool = False, seed: int = 0
 ) -> Rows:
-    """Every prompt is the beginning of one text. Rows stand group by group, or the groups' rows in
-    turn."""
+    """Make every prompt a beginning of the same text.
+
+    Rows are ordered group by group, or interleaved.
+    """
     generator = torch.Generator().manual_seed(seed)
     width = max(prompt for prompt, _ in groups)
     height = max(max(responses) for _, responses in groups)
@@ -83,7 +85,7 @@ def _pairs(sequences: Sequences) -> list[tuple[slice, slice]]:
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """(Hq, n, m) of q (n, Hq, D) and k (m, Hk, D); the last query is that of the last key."""
+    """Return scores (Hq, n, m) of q (n, Hq, D) and k (m, Hk, D); last query and key align."""
     repeated = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, repeated) * scale
     if causal:
@@ -95,7 +97,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 def kernel_forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`varlen.forward` in any precision."""
+    """Compute `varlen.forward` in any precision."""
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[1], q.shape[0])
     for of_q, of_k in _pairs(sequences):
@@ -118,8 +120,10 @@ def kernel_backward(
     sequences: Sequences,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`varlen.backward` as FlashAttention-2 has it (Dao 2023, algorithm 2): from `out` and `lse` as
-    given."""
+    """Compute `varlen.backward` from `out` and `lse`, like FlashAttention-2.
+
+    Dao 2023, algorithm 2.
+    """
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     shared_by = q.shape[1] // k.shape[1]
     for of_q, of_k in _pairs(sequences):

@@ -1,4 +1,4 @@
-"""Padded rows for the tests of this room, and what transformers' eager attention says about
+"""Padded rows for the tests of this room, and the results of transformers' eager attention on
 them."""
 
 from functools import cache
@@ -19,8 +19,10 @@ RESPONSE_LENGTH = 40
 def padded_rows(
     prompts: tuple[int, ...] = PROMPT_LENGTHS, responses: tuple[int, ...] = RESPONSE_LENGTHS
 ) -> tuple[Tensor, Tensor]:
-    """input_ids and attention_mask (B, T): prompts padded left, responses padded right to
-    RESPONSE_LENGTH."""
+    """Return input_ids and attention_mask (B, T).
+
+    Prompts are padded left, responses are padded right to RESPONSE_LENGTH.
+    """
     generator = torch.Generator().manual_seed(7)
     width = max(prompts)
     ids = torch.zeros(len(prompts), width + RESPONSE_LENGTH, dtype=torch.int64)
@@ -36,8 +38,10 @@ def padded_rows(
 def eager_log_probs(
     family: str, dtype: torch.dtype = torch.float32, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(M,) log-probs and entropies of the response tokens, by a dense softmax over a padded eager
-    forward."""
+    """Return log-probs and entropies (M,) of the response tokens.
+
+    Computed by a dense softmax over a padded eager forward.
+    """
     ids, mask = padded_rows()
     model = tiny_model(family, dtype=dtype)
     with torch.no_grad(), KeepFloat64():
@@ -51,7 +55,7 @@ def eager_log_probs(
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Keeps float64 where transformers casts to fp32 (norms, softmax, routers), so that float64
+    """Keep float64 where transformers casts to fp32 (norms, softmax, routers), so that float64
     tolerances hold."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

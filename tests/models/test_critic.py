@@ -35,7 +35,7 @@ def test_values_are_the_head_on_the_state_before_each_response_token(family: str
     torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_initial_values_are_near_zero_alike_on_every_rank_and_trainable() -> None:
+def test_initial_values_are_near_zero_equal_on_every_rank_and_trainable() -> None:
     torch.manual_seed(1)
     critic = CriticModel.from_causal_lm(tiny_model("qwen2"))
     torch.manual_seed(2)
@@ -69,7 +69,7 @@ def test_a_saved_critic_gives_the_same_values(tmp_path: Path) -> None:
     assert loaded.config.model_type == "qwen2"
 
 
-def test_gathered_weights_are_saved_instead_of_ones_own(tmp_path: Path) -> None:
+def test_gathered_weights_are_saved_instead_of_local_ones(tmp_path: Path) -> None:
     critic = CriticModel.from_causal_lm(tiny_model("qwen2"))
     doubled = {name: 2 * value for name, value in critic.state_dict().items()}
     critic.save_pretrained(tmp_path, state_dict=doubled)
@@ -87,7 +87,7 @@ def test_a_saved_head_of_another_shape_is_an_error(tmp_path: Path) -> None:
         CriticModel.from_pretrained(tmp_path)
 
 
-def test_checkpointing_a_critic_leaves_gradients_as_they_are() -> None:
+def test_checkpointing_a_critic_does_not_change_gradients() -> None:
     batch = PackedBatch.from_rows(*padded_rows(), RESPONSE_LENGTH)
     found = []
     for enabled in (False, True):

@@ -49,7 +49,7 @@ def test_values_and_gradients_equal_dense_softmaxes_for_any_chunk(
     temperature: float,
     kind: str,
 ) -> None:
-    """Also of a frozen model of another width, with another head, and a longer or shorter
+    """Include a frozen model of another width, with another head, and a longer or shorter
     vocabulary."""
     own, other = vocabularies
     head = Head(scale, cap)
@@ -92,7 +92,7 @@ def test_values_and_gradients_equal_dense_softmaxes_for_any_chunk(
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
-def test_no_tensor_of_tokens_times_vocabulary_is_made(
+def test_no_tensor_of_tokens_times_vocabulary_is_created(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -127,7 +127,7 @@ def test_bf16_states_are_compared_in_fp32() -> None:
 
 
 def test_a_packed_model_gives_the_divergence_from_another() -> None:
-    """Of the other model's own logits, token by token; without its states there is none."""
+    """Compare with the other model's own logits, token by token; require its states."""
     student = tiny_model("qwen2")
     teacher = tiny_model("llama", seed=1, hidden_size=48)
     sequences = [[5, 6, 7, 8], [9, 10, 11]]

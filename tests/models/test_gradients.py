@@ -1,4 +1,4 @@
-"""Gradients do not depend on how rows are packed, nor on checkpointing."""
+"""Gradients do not depend on packing or checkpointing."""
 
 from contextlib import nullcontext
 
@@ -23,7 +23,7 @@ PACKINGS = {
 def loss_of(module: PackedCausalLM, rows: list[int]) -> Tensor:
     ids, mask = padded_rows()
     outputs = module(PackedBatch.from_rows(ids[rows], mask[rows], RESPONSE_LENGTH), entropy=True)
-    # A weight per token that no packing may mix up.
+    # A different weight for each token, so that packing cannot mix them up.
     response = mask[rows, -RESPONSE_LENGTH:].bool()
     weights = (ids[rows, -RESPONSE_LENGTH:][response] % 7 - 3).to(outputs["log_probs"].dtype)
     return (weights * outputs["log_probs"]).sum() + 0.1 * outputs["entropy"].sum()
@@ -32,8 +32,11 @@ def loss_of(module: PackedCausalLM, rows: list[int]) -> Tensor:
 def gradients(
     module: PackedCausalLM, packing: list[list[int]], exact: bool = False
 ) -> dict[str, Tensor]:
-    """Gradients summed over the packs; `exact` keeps float64 where transformers would cast (not
-    under checkpointing, whose recompute runs outside the mode)."""
+    """Return gradients summed over the packs.
+
+    `exact` keeps float64 where transformers would cast (not under checkpointing: its recompute runs
+    outside the mode).
+    """
     module.zero_grad()
     with KeepFloat64() if exact else nullcontext():
         for rows in packing:
@@ -51,8 +54,8 @@ def assert_gradients_equal(
     assert ours.keys() == theirs.keys()
     total = sum(value.norm() ** 2 for value in theirs.values()) ** 0.5
     for name, value in theirs.items():
-        # The floor is for gradients that are 0 in exact arithmetic, as of a key bias without rotary
-        # positions.
+        # The floor is for gradients that are 0 in exact arithmetic, such as those of a key bias
+        # without rotary positions.
         allowed = tolerance * value.norm() + 1e-3 * tolerance * total
         assert (ours[name] - value).norm() <= allowed, (
             name,
@@ -120,7 +123,7 @@ def test_gradients_equal_those_of_padded_eager_attention(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointing_leaves_gradients_as_they_are(
+def test_checkpointing_does_not_change_gradients(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = count_attention_calls(monkeypatch)
@@ -135,7 +138,7 @@ def test_checkpointing_leaves_gradients_as_they_are(
     assert len(calls) == 4 * plain
 
 
-def test_a_share_of_the_layers_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fraction_of_the_layers_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_attention_calls(monkeypatch)
     module = PackedCausalLM(tiny_model("qwen2", dtype=torch.float64, num_hidden_layers=4)).train()
     expected = gradients(module, PACKINGS["mixed"])
@@ -145,7 +148,7 @@ def test_a_share_of_the_layers_recomputes(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(calls) == plain * 2.5
 
 
-def test_recompute_sees_its_own_batch_when_others_came_between() -> None:
+def test_recompute_sees_its_own_batch_after_other_batches() -> None:
     module = PackedCausalLM(tiny_model("qwen2", dtype=torch.float64)).train()
     expected = gradients(module, PACKINGS["mixed"])
     apply_checkpointing(module.model)

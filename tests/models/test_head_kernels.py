@@ -1,5 +1,5 @@
-"""The kernel of a head without logits, interpreted on the CPU, beside the plain operations that it
-stands for."""
+"""The kernel of a head without logits, interpreted on the CPU and compared with the plain
+operations that it replaces."""
 
 import pytest
 import torch
@@ -10,14 +10,16 @@ from verl.models.kernels import head as kernels
 
 
 @pytest.mark.parametrize("bound", [None, 8.0])
-@pytest.mark.parametrize("words", [700, 768, 200])  # the last tile in part, and whole; a single one
+@pytest.mark.parametrize(
+    "words", [700, 768, 200]
+)  # the last tile partial, then whole; a single tile
 @interpreted
 def test_statistics(words: int, bound: float | None):
     generator = torch.Generator().manual_seed(0)
-    # The interpreter multiplies the bits of bfloat16 as integers.
+    # The interpreter would multiply the bits of bfloat16 as integers.
     hidden = torch.randn(131, 72, generator=generator).half()
     weight = torch.randn(words, 72, generator=generator).half()
-    weight[150] *= 20  # a token that some rows are sure of
+    weight[150] *= 20  # a token with a probability near 1 in some rows
     targets = torch.randint(words, (131,), generator=generator)
     targets[:3] = torch.tensor([0, words - 1, 150])
     linear = 0.7 * hidden.double() @ weight.double().t()
@@ -38,7 +40,7 @@ def test_statistics(words: int, bound: float | None):
 
 
 @interpreted
-def test_what_bulk_copies_cannot_read():
+def test_shapes_that_bulk_copies_cannot_read():
     good = torch.zeros(4, 16, dtype=torch.bfloat16)
     assert kernels.can_read(good, good)
     for bad in (

@@ -1,4 +1,4 @@
-"""Loading from folders and the hub: what is set, what is refused, and what the errors say."""
+"""Loading from folders and the hub: settings, rejected models, and errors."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
 def test_a_float64_model_passes_the_check(family: str) -> None:
-    """transformers computes softmax in float32: the two differ by more than float64 rounds."""
+    """Allow for transformers' softmax in float32: the difference exceeds float64 rounding."""
     check_packed(tiny_model(family, dtype=torch.float64))
 
 
@@ -40,7 +40,7 @@ def test_every_family_loads_and_passes_the_check(family: str, tmp_path: Path) ->
     assert model.config._attn_implementation == IMPLEMENTATION
     assert not model.training
     CriticModel.from_pretrained(tmp_path)
-    # What a rank has that gets its weights from another one: all but the weights.
+    # The state of a rank that receives its weights from another one: everything but the weights.
     empty = load_causal_lm(tmp_path, dtype="float32", weights=False)
     assert all(parameter.is_meta for parameter in empty.parameters())
     assert described(empty) == described(model)
@@ -96,7 +96,7 @@ def test_override_config_changes_keys_and_names_unknown_ones(folder: Path) -> No
         load_causal_lm(folder, dtype="float32", override_config={"rope_thetas": 1})
 
 
-def test_missing_weights_are_an_error_not_random(folder: Path) -> None:
+def test_missing_weights_are_an_error_and_not_random(folder: Path) -> None:
     with pytest.raises(ModelError, match="would be random"):
         load_causal_lm(
             folder, dtype="float32", override_config={"num_hidden_layers": 3, "layer_types": None}
@@ -111,7 +111,7 @@ def test_missing_weights_are_an_error_not_random(folder: Path) -> None:
         ("config.json", "no configuration"),
     ],
 )
-def test_a_folder_that_lacks_something_is_named(
+def test_an_incomplete_folder_is_named(
     removed: str, message: str, folder: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
@@ -138,8 +138,10 @@ def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
 
 
 def hub_answer(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub answers as it does for a gated or missing repository; transformers wraps that in an
-    OSError."""
+    """Make the hub answer like for a gated or missing repository.
+
+    transformers wraps that answer in an OSError.
+    """
 
     def refuse(*_: object, **__: object) -> None:
         request = httpx.Request("GET", "https://huggingface.co")
@@ -148,7 +150,9 @@ def hub_answer(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
 
 
-def test_gated_and_missing_repositories_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_on_gated_and_missing_repositories_describe_the_solution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hub_answer(GatedRepoError, monkeypatch)
     with pytest.raises(ModelError, match=r"gated.*hf auth login"):
         load_causal_lm("org/gated", dtype="float32")
@@ -157,7 +161,9 @@ def test_gated_and_missing_repositories_say_what_to_do(monkeypatch: pytest.Monke
         load_causal_lm("org/none", dtype="float32")
 
 
-def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_on_an_unreachable_hub_describes_the_solution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("wrapped") from ConnectionError("no route")
 
@@ -171,7 +177,7 @@ def test_the_toy_model_is_the_packaged_folder() -> None:
 
 
 def config_folder(folder: Path, family: str, **settings: object) -> Path:
-    """A folder of a family that must be refused before its weights are looked at."""
+    """Save a folder of a family that must be rejected before its weights are read."""
     AutoConfig.for_model(family, **settings).save_pretrained(folder)
     (folder / "model.safetensors").write_bytes(b"never read")
     return folder
@@ -196,7 +202,7 @@ def config_folder(folder: Path, family: str, **settings: object) -> Path:
         ),
     ],
 )
-def test_families_that_cannot_be_packed_are_refused_by_name(
+def test_families_that_cannot_be_packed_are_rejected_by_name(
     family: str, settings: dict, reason: str, tmp_path: Path
 ) -> None:
     config_folder(tmp_path, family, **settings)
@@ -284,7 +290,7 @@ def test_the_check_notices_weights_that_are_not_finite() -> None:
         check_packed(model)
 
 
-def test_the_check_leaves_the_model_as_it_was() -> None:
+def test_the_check_does_not_change_the_model() -> None:
     model = tiny_model("qwen2").train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     check_packed(model)

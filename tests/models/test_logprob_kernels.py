@@ -1,5 +1,5 @@
-"""The kernels of log-probs, interpreted on the CPU, beside the plain operations that they stand
-for."""
+"""The kernels of log-probs, interpreted on the CPU and compared with the plain operations that they
+replace."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ VOCABULARY = 5000  # more than one block, and no multiple of it
 
 
 def problem() -> tuple[Tensor, Tensor]:
-    """Rows spread wide, of which one begins low and rises, and one knows its token."""
+    """Return rows with a wide spread; one rises from a low start, one is sure of its token."""
     generator = torch.Generator().manual_seed(0)
     y = 3 * torch.randn(4, VOCABULARY, generator=generator)
     y[1] = torch.linspace(-300, -100, VOCABULARY)

@@ -144,7 +144,7 @@ def test_a_frozen_head_gets_no_gradient_and_hidden_states_do() -> None:
     assert tensors["hidden"].grad is not None
 
 
-def test_bf16_is_summed_and_normalised_in_fp32() -> None:
+def test_bf16_is_summed_and_normalized_in_fp32() -> None:
     tensors = problem(200, vocabulary=64, width=16, dtype=torch.bfloat16)
     arguments = (tensors["hidden"], tensors["weight"], tensors["targets"])
     log_probs, entropy = token_log_probs(*arguments, entropy=True, chunk_elements=64)
@@ -170,7 +170,7 @@ def test_bf16_is_summed_and_normalised_in_fp32() -> None:
     assert (many_chunks.double() - expected).norm() / expected.norm() < 1e-2
 
 
-def test_large_vocabulary_never_exists_for_all_tokens_at_once() -> None:
+def test_logits_of_a_large_vocabulary_never_exist_for_all_tokens_at_once() -> None:
     tokens = 64
     vocabulary = 50_000
     hidden = torch.randn(tokens, 4, requires_grad=True)

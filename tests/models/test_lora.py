@@ -1,4 +1,4 @@
-"""Adapters: what they compute, the weights they stand for, and which modules can have them."""
+"""Adapters: their results, the equivalent merged weights, and the modules that can have them."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ IDS = torch.arange(3, 40)[None]
 
 
 def adapted(family: str, *, trained: bool = True, **settings):
-    """A tiny model with adapters, whose B is drawn as if it had been trained."""
+    """Return a tiny model with adapters; B is random, as if it had been trained."""
     model = tiny_model(family, **settings)
     apply_lora(
         model, rank=4, alpha=8, target_modules=ATTENTION if family in EXPERTS else "all-linear"
@@ -43,7 +43,7 @@ def relative(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_merged_weights_are_the_adapted_model(family: str):
+def test_merged_weights_give_the_adapted_model(family: str):
     model = adapted(family)
     plain = tiny_model(family)
     merged = dict(merged_parameters(model))
@@ -86,7 +86,7 @@ def test_merging_is_an_fp32_sum_that_changes_nothing():
     assert torch.equal(base, before)
 
 
-def test_a_fresh_adapter_changes_no_bit_and_is_the_same_in_every_process():
+def test_a_new_adapter_changes_no_bit_and_is_the_same_in_every_process():
     torch.manual_seed(3)
     one = adapted("qwen2", trained=False)
     torch.manual_seed(4)
@@ -104,9 +104,9 @@ def test_only_adapters_are_trained_and_they_are_fp32():
         assert parameter.dtype == (torch.float32 if factor else torch.bfloat16), name
 
 
-def test_gradients_are_those_of_peft():
-    """Packed, through our attention and head, against peft's own model on one sequence after the
-    other."""
+def test_gradients_equal_those_of_peft():
+    """Compare packed sequences, with our attention and head, with peft's own model on one sequence
+    at a time."""
     ours = adapted("qwen2", dtype=torch.float64)
     theirs = get_peft_model(
         tiny_model("qwen2", dtype=torch.float64),
@@ -161,12 +161,12 @@ def test_gradients_are_those_of_peft():
         ("qwen3_moe", ["gate_up_proj"], "no module named 'gate_up_proj'"),
     ],
 )
-def test_what_cannot_have_adapters_is_named(family: str, targets, message: str):
+def test_modules_without_adapter_support_are_named(family: str, targets, message: str):
     with pytest.raises(ModelError, match=message):
         apply_lora(tiny_model(family), rank=4, alpha=8, target_modules=targets, section="section")
 
 
-def test_targets_are_chosen_as_asked():
+def test_targets_match_the_configuration():
     def chosen(targets, excluded=None) -> set[str]:
         model = tiny_model("qwen2")
         apply_lora(model, rank=2, alpha=2, target_modules=targets, exclude_modules=excluded)
@@ -184,7 +184,7 @@ def test_targets_are_chosen_as_asked():
 
 
 def test_adapters_come_after_the_check_at_load_and_before_packing():
-    """As the worker does it: prepared for packing at load, wrapped, and prepared again."""
+    """Follow the order of the worker: prepare for packing at load, wrap, and prepare again."""
     model = load_causal_lm(TOY, dtype=torch.float32)
     batch = PackedBatch.from_sequences([[7, 8, 9, 10], [11, 12, 13]])
     before = PackedCausalLM(model)(batch)["log_probs"]

@@ -1,4 +1,4 @@
-"""Packing rows, grouping sequences into blocks, and what a packed forward returns."""
+"""Packing rows, grouping sequences into blocks, and the results of a packed forward."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_packing_keeps_every_real_token_in_order(rows: list[tuple[int, int]]) ->
     assert batch.max_seqlen == max(batch.lengths)
 
 
-def test_holes_in_a_row_are_closed() -> None:
+def test_gaps_in_a_row_are_closed() -> None:
     # Tool output may be masked out of a response; the row's real tokens still form one sequence.
     ids = torch.tensor([[9, 1, 2, 3, 4]])
     batch = PackedBatch.from_rows(ids, torch.tensor([[0, 1, 1, 0, 1]]), 3)
@@ -64,7 +64,7 @@ def test_holes_in_a_row_are_closed() -> None:
     assert batch.predict.tolist() == [0, 1]
 
 
-def test_empty_rows_are_left_out_and_an_empty_batch_is_an_error() -> None:
+def test_empty_rows_are_skipped_and_an_empty_batch_is_an_error() -> None:
     ids, mask = padded([(2, 1), (3, 2)])
     mask[0] = 0
     batch = PackedBatch.from_rows(ids, mask, 5)
@@ -80,7 +80,7 @@ def test_a_response_without_a_prompt_is_an_error() -> None:
         PackedBatch.from_rows(ids, mask, 5)
 
 
-def test_no_response_at_all_gives_no_log_probs() -> None:
+def test_a_batch_without_responses_gives_no_log_probs() -> None:
     ids, mask = padded([(2, 0), (1, 0)])
     module = PackedCausalLM(tiny_model("qwen2"))
     outputs = module(PackedBatch.from_rows(ids % 128, mask, 5), entropy=True)
@@ -91,7 +91,7 @@ def test_no_response_at_all_gives_no_log_probs() -> None:
     assert without_columns.targets.numel() == 0
 
 
-def test_entropy_comes_only_when_asked_for() -> None:
+def test_entropy_is_computed_only_on_request() -> None:
     module = PackedCausalLM(tiny_model("qwen2"))
     batch = PackedBatch.from_sequences([[5, 6, 7], [8]])
     assert module(batch).keys() == {"log_probs"}
@@ -123,10 +123,10 @@ def test_laying_out_blocks_and_restoring_them_is_the_identity(lengths: list[int]
         assert context == 0
         assert torch.equal(keys, index)
         owners = sequence[index].view(rows, length)
-        assert bool((owners == owners[:, :1]).all())  # padding is of the same sequence
+        assert bool((owners == owners[:, :1]).all())  # padding belongs to the same sequence
 
 
-def test_the_sum_of_squared_probabilities_is_that_of_the_logits() -> None:
+def test_the_sum_of_squared_probabilities_equals_that_of_the_logits() -> None:
     model = tiny_model("gemma2")
     ids = [5, 6, 7, 8]
     expected = (model(torch.tensor([ids])).logits[0, :-1] / 0.7).softmax(-1).square().sum(-1)

@@ -1,5 +1,5 @@
-"""Packed log-probs are those of transformers' padded eager attention, and would not be if we
-dropped anything."""
+"""Packed log-probs equal those of transformers' padded eager attention, and would differ if a
+feature were dropped."""
 
 import copy
 import math
@@ -70,7 +70,7 @@ def test_float64_parity_is_exact_to_rounding(family: str, batch: PackedBatch) ->
 
 
 def without(**dropped: object) -> Callable:
-    """A `layer_facts` that reads what the layer asks and then forgets some of it."""
+    """Patch `layer_facts` to forget some facts of the layer."""
     read = attention.layer_facts
     return lambda *arguments: read(*arguments)._replace(**dropped)
 
@@ -154,7 +154,7 @@ def test_dropping_sequence_isolation_is_noticed(
 
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
 def test_dropping_the_position_reset_is_noticed(family: str, batch: PackedBatch) -> None:
-    # With learned positions. Rotary ones are relative: without a reset their scores stay the same.
+    # Learned positions. Rotary ones are relative: without a reset, their scores stay the same.
     running = replace(batch, position_ids=torch.arange(len(batch.position_ids)).clamp(max=255))
     assert distance(family, running) > 1e-2
 
@@ -170,7 +170,7 @@ def test_dropping_the_positions_is_noticed(family: str, batch: PackedBatch) -> N
 def test_kernels_of_one_head_size_get_values_as_wide_as_keys(
     family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels for CUDA take one head size, and these families have narrower values."""
+    """Pad values: the CUDA kernels take one head size, and these families have narrower values."""
     widths = []
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Any, name: str) -> Tensor:
@@ -233,7 +233,7 @@ def test_attention_outside_a_packed_forward_is_an_error_and_can_be_switched() ->
     assert model.config._attn_implementation == attention.IMPLEMENTATION
 
 
-def test_dropout_is_refused_rather_than_ignored(batch: PackedBatch) -> None:
+def test_dropout_is_rejected_and_not_ignored(batch: PackedBatch) -> None:
     module = PackedCausalLM(tiny_model("llama", attention_dropout=0.1)).train()
     with pytest.raises(ModelError, match="dropout"):
         module(batch)

@@ -1,4 +1,4 @@
-"""The reward model: transformers' own scores, packed; and what it refuses."""
+"""The reward model: the scores of transformers, packed; and rejected models."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ PARITY = ("llama", "qwen2", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "
 
 
 def rows(*, left: bool = False) -> tuple[Tensor, Tensor]:
-    """(B, T) ids and mask, padded on one side."""
+    """Return ids and mask (B, T), padded on one side."""
     generator = torch.Generator().manual_seed(3)
     width = max(LENGTHS) + 2
     ids = torch.zeros(len(LENGTHS), width, dtype=torch.int64)
@@ -33,7 +33,7 @@ def rows(*, left: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def distance(family: str) -> float:
-    """Largest difference to transformers' classifier on right-padded rows."""
+    """Return the largest difference from transformers' classifier on right-padded rows."""
     ids, mask = rows()
     with torch.no_grad():
         theirs = tiny_classifier(family)(input_ids=ids, attention_mask=mask).logits[:, 0]
@@ -60,7 +60,7 @@ def test_dropping_sequence_isolation_is_noticed(
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_the_side_of_the_padding_changes_nothing(family: str) -> None:
+def test_the_padding_side_changes_nothing(family: str) -> None:
     model = RewardModel(tiny_classifier(family))
     with torch.no_grad():
         right, left = (model(*rows(left=side)).rewards for side in (False, True))
@@ -92,19 +92,19 @@ def test_a_folder_is_loaded_alone_and_scores_lists_in_passes(tmp_path: Path) -> 
     assert model.tokenizer.chat_template is not None
 
 
-def test_a_language_model_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
+def test_a_language_model_is_rejected_with_an_alternative(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"is a language model \(Qwen2ForCausalLM\).*num_labels=1.*judge"
     ):
         RewardModel.from_pretrained(save_tiny(tmp_path))
 
 
-def test_several_labels_are_refused_with_the_lines_that_keep_one(tmp_path: Path) -> None:
+def test_several_labels_are_rejected_with_the_code_that_keeps_one(tmp_path: Path) -> None:
     folder = save_reward_model(tmp_path / "two", num_labels=2)
     with pytest.raises(ModelError, match="has 2 labels.*num_labels=1.*keep the row"):
         RewardModel.from_pretrained(folder)
     model: Any = tiny_classifier(num_labels=2)
-    model.score.weight.data = model.score.weight.data[1:2]  # as the message says
+    model.score.weight.data = model.score.weight.data[1:2]  # the code in the message
     model.config.num_labels = 1
     model.save_pretrained(tmp_path / "one")
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_several_labels_are_refused_with_the_lines_that_keep_one(tmp_path: Path)
     torch.testing.assert_close(kept, expected, atol=1e-5, rtol=0)
 
 
-def test_an_encoder_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_encoder_is_rejected_by_name(tmp_path: Path) -> None:
     config = BertConfig(
         hidden_size=16,
         num_hidden_layers=1,
@@ -129,7 +129,7 @@ def test_an_encoder_is_refused_by_name(tmp_path: Path) -> None:
         RewardModel.from_pretrained(tmp_path)
 
 
-def test_ids_that_are_no_rows_are_told() -> None:
+def test_ids_that_are_not_rows_are_reported() -> None:
     model, (ids, mask) = RewardModel(tiny_classifier()), rows()
     with pytest.raises(
         RewardError, match=r"shape \(B, T\).*got \(42,\) and none.*input_ids\[None\]"

@@ -1,4 +1,4 @@
-"""Which families get the rotary embedding's kernel."""
+"""Families that use the kernel of the rotary embedding."""
 
 import sys
 
@@ -21,12 +21,12 @@ pytest.importorskip("triton")
         ("gpt2", False),
     ],
 )
-def test_llamas_formula_is_found_by_its_text(family: str, known: bool, monkeypatch):
+def test_the_formula_of_llama_is_found_by_its_source(family: str, known: bool, monkeypatch):
     model = tiny_model(family)
     name = type(model).__module__
     original = getattr(sys.modules[name], "apply_rotary_pos_emb", None)
     if original is not None:
-        # put back afterwards
+        # restored after the test
         monkeypatch.setattr(sys.modules[name], "apply_rotary_pos_emb", original)
     assert use_fast_rope(model) == ([name] if known else [])
     if known:

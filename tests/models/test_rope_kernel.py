@@ -1,4 +1,5 @@
-"""The rotary embedding's kernel, interpreted on the CPU, beside transformers' own formula."""
+"""The kernel of the rotary embedding, interpreted on the CPU and compared with transformers'
+formula."""
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from verl.models.kernels.rope import rotate_heads
 def test_forward_and_backward(heads: int, dim: int):
     generator = torch.Generator().manual_seed(0)
     tokens = 5
-    # As a projection leaves it, and angles whose halves differ.
+    # The layout of a projection, and angles with unequal halves.
     q = torch.randn(1, tokens, heads, dim, generator=generator).transpose(1, 2).requires_grad_()
     cos, sin = torch.randn(2, 1, tokens, dim, generator=generator).unbind()
     grad = torch.randn(1, heads, tokens, dim, generator=generator)

@@ -1,4 +1,4 @@
-"""A prompt computed once for all its responses changes neither log-probs nor gradients."""
+"""Computing a prompt once for all its responses changes neither log-probs nor gradients."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -29,8 +29,10 @@ Result = tuple[Tensor, dict[str, Tensor]]  # outputs in order of rows, gradients
 def compute(
     module: nn.Module, batches: Sequence[PackedBatch], exact: bool = True, **arguments: Any
 ) -> Result:
-    """Outputs of every batch in turn, and the gradients of a loss with a weight of its own for each
-    token."""
+    """Return the outputs of every batch in turn, and the gradients of a loss.
+
+    The loss has a different weight for each token.
+    """
     module.zero_grad()
     collected = []
     with KeepFloat64() if exact else nullcontext():
@@ -51,8 +53,10 @@ def assert_equal(ours: Result, theirs: Result, tolerance: float) -> None:
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Largest relative error of a parameter's gradient; gradients that are 0 in exact arithmetic do
-    not count."""
+    """Return the largest relative error of a parameter's gradient.
+
+    Gradients that are 0 in exact arithmetic do not count.
+    """
     assert ours.keys() == theirs.keys()
     total = sum(value.norm() ** 2 for value in theirs.values()) ** 0.5
     return max(
@@ -67,7 +71,7 @@ def rows() -> Rows:
 
 
 @pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
-def test_log_probs_entropy_and_gradients_are_those_of_plain_packing(
+def test_log_probs_entropy_and_gradients_equal_those_of_plain_packing(
     family: str, rows: Rows
 ) -> None:
     module = PackedCausalLM(tiny_model(family, dtype=torch.float64))
@@ -110,7 +114,7 @@ def test_checkpointing_recomputes_on_the_layout_of_its_forward(family: str, rows
     assert distance(ours, expected) <= 1e-12
 
 
-def test_values_and_their_gradients_are_those_of_plain_packing(rows: Rows) -> None:
+def test_values_and_their_gradients_equal_those_of_plain_packing(rows: Rows) -> None:
     module = PackedValueModel(CriticModel.from_causal_lm(tiny_model("qwen2", dtype=torch.float64)))
     plain, shared = (compute(module, [rows.pack(share=share)]) for share in (False, True))
     assert_equal(shared, plain, 1e-9)
@@ -131,7 +135,9 @@ groups_strategy = lists(
 
 @settings(max_examples=20, deadline=None)
 @given(groups=groups_strategy, interleave=booleans(), cut=integers(0, 20))
-def test_any_groups_cut_anywhere_give_the_plain_gradient(modules, groups, interleave, cut) -> None:
+def test_any_groups_with_any_split_give_the_plain_gradient(
+    modules, groups, interleave, cut
+) -> None:
     rows = grouped_rows(groups, interleave=interleave)
     everything = range(len(rows.prompts))
     for module in modules.values():
@@ -171,7 +177,7 @@ def test_a_shared_batch_holds_the_same_sequences(groups, interleave) -> None:
     )
 
 
-def test_without_anything_to_share_the_batch_is_the_plain_one() -> None:
+def test_without_shared_prompts_the_batch_is_the_plain_one() -> None:
     rows = grouped_rows(((5, (7,)), (6, (3,)), (9, (0,))))
     plain = rows.pack(share=False)
     assert plain.with_shared_prompts([4, 1, 2], rows.prompt_lengths) is plain
@@ -183,7 +189,7 @@ def test_without_anything_to_share_the_batch_is_the_plain_one() -> None:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors go the way of CUDA's, in float64: exact up to rounding."""
+    """Send CPU tensors through the path of CUDA tensors, in float64: exact up to rounding."""
     monkeypatch.setattr(varlen, "forward", kernel_forward)
     monkeypatch.setattr(varlen, "backward", kernel_backward)
     monkeypatch.setattr(attention_kernels, "varlen_attn", differentiable_kernel)
@@ -192,7 +198,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def differentiable_kernel(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, *longest: int, **asked: Any
 ) -> Tensor:
-    """`varlen_attn` with a window: the last query of a sequence stands at its last key."""
+    """Compute `varlen_attn` with a window: the last query of a sequence is at its last key."""
     left, right = asked["window_size"]
     assert right == 0
     outputs = []
@@ -214,7 +220,7 @@ def differentiable_kernel(
 
 
 def attend(function: Callable[..., Tensor], layout: Layout, window: int | None) -> list[Tensor]:
-    """Output and the gradients of queries, keys and values."""
+    """Return the output and the gradients of queries, keys and values."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(
@@ -237,7 +243,7 @@ def shared_layout(rows: Rows) -> Layout:
 @pytest.mark.parametrize(
     ("window", "piece"), [(None, 1024), (None, 17), (1, 17), (5, 17), (30, 17), (500, 17)]
 )
-def test_kernel_calls_give_what_blocks_give(
+def test_kernel_calls_give_the_result_of_blocks(
     rows: Rows, window: int | None, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout_module, "_PIECE", piece)
@@ -280,7 +286,7 @@ def test_a_causal_part_over_the_prompt_is_noticed(rows: Rows) -> None:
         assert not (one - other).norm() < 1e-2 * other.norm()  # nan is noticed too
 
 
-# ---------------------------------------------------------------- what a mistake would look like
+# ---------------------------------------------------------------- injected mistakes
 
 
 @pytest.mark.parametrize("family", FAMILIES)

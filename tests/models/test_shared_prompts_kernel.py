@@ -1,4 +1,4 @@
-"""The kernel that averages two attentions, interpreted on the CPU, beside the same in plain
+"""The kernel that averages two attentions, interpreted on the CPU and compared with plain
 operations."""
 
 import pytest
@@ -11,11 +11,11 @@ from verl.models.shared_prompts import _merge_
 
 @pytest.mark.parametrize(("heads", "dim"), [(3, 8), (4, 24)])
 @interpreted
-def test_the_kernel_gives_what_plain_operations_give(heads: int, dim: int):
+def test_the_kernel_gives_the_result_of_plain_operations(heads: int, dim: int):
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(7, heads, dim, generator=generator)
     whole_lse = 3 * torch.randn(heads, 7, generator=generator)
-    # Parts of larger tensors, as the responses of a batch are.
+    # Slices of larger tensors, like the responses of a batch.
     out = whole[2:]
     lse = whole_lse[:, 2:]
     other = torch.randn(5, heads, dim, generator=generator)

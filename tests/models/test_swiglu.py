@@ -1,5 +1,4 @@
-"""The fused gated MLP: which modules get it, and when. Its kernel is stood in for by the
-formula."""
+"""The fused gated MLP: the modules that use it, and when. The formula replaces its kernel."""
 
 import logging
 from typing import Any
@@ -20,7 +19,7 @@ calls: list[torch.Size] = []
 
 
 def formula(x: Tensor, weight: Tensor, **options: Any) -> tuple[None, Tensor]:
-    """As `gemm_gated` gives it."""
+    """Compute the results of `gemm_gated`."""
     assert options == {
         "activation": "swiglu",
         "store_preact": False,
@@ -45,8 +44,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("family", "compiled"),
     [*((family, False) for family in sorted(LLAMA_FAMILIES)), ("qwen2", True)],
 )
-def test_a_model_computes_what_it_did(family: str, compiled: bool):
-    # Each layer is compiled three times.
+def test_the_outputs_of_a_model_do_not_change(family: str, compiled: bool):
+    # With compilation, each layer is compiled three times.
     model = tiny_model(family, dtype=torch.bfloat16, num_hidden_layers=1 if compiled else 2)
     ids = torch.arange(12)[None]
     want = model(ids).logits
@@ -68,7 +67,7 @@ def test_a_model_computes_what_it_did(family: str, compiled: bool):
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_it_leaves_alone():
+def test_unsupported_modules_are_unchanged():
     assert use_fused_swiglu(tiny_model("gemma2"), CUDA) == 0, "another activation"
     adapted = tiny_model("qwen2")
     apply_lora(adapted, rank=2, alpha=4)
@@ -76,7 +75,7 @@ def test_what_it_leaves_alone():
     assert use_fused_swiglu(tiny_model("llama", mlp_bias=True), CUDA) == 0, "biases"
 
 
-def test_a_kernel_that_fails_or_errs_is_left(
+def test_a_kernel_that_fails_or_errs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(swiglu, "is_there", lambda device: True)
@@ -88,7 +87,7 @@ def test_a_kernel_that_fails_or_errs_is_left(
     def failing(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such architecture")
 
-    for kernel, told in (
+    for kernel, message in (
         (wrong, "differ from PyTorch by 1"),
         (failing, "no such architecture"),
         (formula, "SwiGLU within its products"),
@@ -98,10 +97,10 @@ def test_a_kernel_that_fails_or_errs_is_left(
         caplog.clear()
         count = use_fused_swiglu(tiny_model("qwen2"), torch.device("cpu"))
         assert count == (2 if kernel is formula else 0)
-        assert told in caplog.text
+        assert message in caplog.text
     swiglu._is_proved.cache_clear()
 
 
-def test_nothing_on_a_cpu():
+def test_no_fusion_on_a_cpu():
     assert not swiglu.is_there(torch.device("cpu"))
     assert use_fused_swiglu(tiny_model("qwen2"), torch.device("cpu")) == 0

@@ -1,5 +1,5 @@
-"""Batches for the tests, and the same batch as a plain list of rows, which every operation is
-compared with."""
+"""Batches for the tests, and their equivalent as a plain list of rows to compare each operation
+with."""
 
 from typing import Any
 
@@ -12,8 +12,10 @@ from verl.utils.column_dicts import object_column
 
 
 def make_batch(rows: int, kind: str = "both", start: int = 0) -> DataProto:
-    """`kind` is "both", "tensors" or "objects". Row i holds numbers and objects that only it
-    has."""
+    """Return a batch in which row i holds numbers and objects of its own.
+
+    `kind` is "both", "tensors" or "objects".
+    """
     numbers = torch.arange(start, start + rows)
     tensors = {
         "ids": numbers[:, None] * 10 + torch.arange(4),
@@ -36,7 +38,7 @@ def make_batch(rows: int, kind: str = "both", start: int = 0) -> DataProto:
 
 
 def as_rows(data: DataProto) -> list[dict[str, Any]]:
-    """The batch as a list of dictionaries of plain Python values."""
+    """Return the batch as a list of dictionaries of plain Python values."""
     tensors = (
         {} if data.batch is None else {key: value.tolist() for key, value in data.batch.items()}
     )

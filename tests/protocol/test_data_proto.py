@@ -1,4 +1,4 @@
-"""Every operation of DataProto against the same operation on a list of rows."""
+"""Compare every operation of DataProto with the same operation on a list of rows."""
 
 import copy
 
@@ -58,7 +58,7 @@ def test_concat_undoes_chunk_and_split(data, pieces):
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=4), kinds)
-def test_concat_puts_rows_one_after_the_other(sizes, kind):
+def test_concat_appends_rows_in_order(sizes, kind):
     pieces = [make_batch(size, kind, start=100 * i) for i, size in enumerate(sizes)]
     assert as_rows(DataProto.concat(pieces)) == [row for piece in pieces for row in as_rows(piece)]
 
@@ -129,7 +129,7 @@ def test_items_are_rows_and_collate_puts_them_back(data):
         data[len(data)]
 
 
-def test_a_range_and_numbers_of_numpy_and_torch_are_indices():
+def test_ranges_and_numpy_and_torch_integers_are_valid_indices():
     data = make_batch(4)
     rows = as_rows(data)
     assert as_rows(data[range(1, 3)]) == rows[1:3]
@@ -138,7 +138,7 @@ def test_a_range_and_numbers_of_numpy_and_torch_are_indices():
         assert data[number].batch["ids"].tolist() == rows[2]["ids"]
 
 
-def test_bad_indices_are_refused():
+def test_bad_indices_are_rejected():
     data = make_batch(3)
     with pytest.raises(IndexError, match="3 rows"):
         data[[0, 3]]
@@ -273,7 +273,7 @@ def test_select_shares_memory_unless_deepcopy():
     assert "new" not in data.meta_info
 
 
-def test_union_refuses_unequal_values_and_changes_nothing():
+def test_union_rejects_unequal_values_and_changes_nothing():
     nan = float("nan")
     data = DataProto.from_dict(
         {"x": torch.tensor([1.0, nan])}, {"o": [{"a": [nan]}, "t"]}, {"m": nan}
@@ -404,7 +404,7 @@ def test_unfold_column_chunks(rows, kind, n_split):
     assert as_rows(data.unfold_column_chunks(n_split)) == as_rows(data.repeat(n_split))
 
 
-def test_unfold_column_chunks_cuts_arrays_and_refuses_what_does_not_fit():
+def test_unfold_column_chunks_cuts_arrays_and_rejects_lengths_that_do_not_divide():
     data = DataProto.from_dict(non_tensors={"a": np.arange(8).reshape(2, 4), "t": ["x", "y"]})
     unfolded = data.unfold_column_chunks(2, ["a"])
     assert unfolded.non_tensor_batch["a"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -428,7 +428,7 @@ def test_unfold_column_chunks_cuts_lists_of_one_length():
         data.unfold_column_chunks(1, ["of"])
 
 
-def test_a_batch_of_nothing_has_no_rows():
+def test_an_empty_batch_has_no_rows():
     for empty in (DataProto(), DataProto(batch=None, non_tensor_batch=None, meta_info=None)):
         assert len(empty) == 0
         assert empty.non_tensor_batch == {}
@@ -475,7 +475,7 @@ def test_fold_and_unfold_batch_dim(new_size, inner, kind):
         unfold_batch_dim(make_batch(2))
 
 
-def test_inconsistent_batches_are_refused_with_names():
+def test_inconsistent_batches_are_rejected_with_names():
     with pytest.raises(ValueError, match=r"'b': \(3,\)"):
         DataProto.from_dict({"a": torch.ones(2), "b": torch.ones(3)})
     with pytest.raises(ValueError, match="'o' must be a numpy array of 2 rows.*got 3 rows"):

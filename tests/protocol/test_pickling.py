@@ -1,4 +1,4 @@
-"""What a pickled batch holds: the rows, all of them, and no byte more."""
+"""A pickled batch holds all of its rows and not one byte more."""
 
 import copy
 import pickle
@@ -25,7 +25,7 @@ def test_pickle_round_trip(data, protocol):
         assert again.meta_info == part.meta_info
         again.repeat(2).padding(0)
         if again.batch is not None:
-            again.batch["scores"] += 1  # what was read may be written to
+            again.batch["scores"] += 1  # tensors read back are writable
 
 
 @pytest.mark.parametrize("kind", ["both", "tensors", "objects"])
@@ -54,7 +54,7 @@ def test_a_row_is_pickled():
 
 @pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize("share", [False, True])
-def test_a_slice_carries_its_own_bytes_alone(protocol, share):
+def test_a_slice_carries_only_its_own_bytes(protocol, share):
     whole = torch.zeros(1000, 1000)
     data = DataProto.from_dict(
         {"x": whole.share_memory_() if share else whole, "y": whole[:, :500]}
@@ -86,7 +86,7 @@ def test_a_read_only_buffer_is_copied_so_that_writing_is_safe():
     assert frozen[0][8] == 1
 
 
-def test_gradients_stay_behind():
+def test_gradients_are_not_pickled():
     leaf = torch.ones(3, requires_grad=True)
     again = pickle.loads(pickle.dumps(DataProto.from_dict({"x": leaf * 2})))
     assert again.batch["x"].tolist() == [2.0, 2.0, 2.0]
@@ -102,7 +102,7 @@ def test_several_batch_dimensions_and_subclasses_survive():
 
 
 class Special(DataProto):
-    """Pickles as what it is."""
+    """A subclass that must keep its type."""
 
 
 def test_deepcopy_owns_its_memory():
@@ -142,14 +142,14 @@ def test_disk_round_trip(tmp_path_factory, data):
     assert [file.name for file in path.parent.iterdir()] == ["batch.pkl"]
 
 
-def test_load_refuses_something_else(tmp_path):
+def test_load_rejects_other_files(tmp_path):
     path = tmp_path / "other.pkl"
     path.write_bytes(pickle.dumps({"x": 1}))
     with pytest.raises(ValueError, match="Expected a DataProto.*dict"):
         DataProto.load_from_disk(path)
 
 
-def test_the_module_knows_neither_ray_nor_collectives():
+def test_the_module_imports_neither_ray_nor_collectives():
     source = Path(verl.protocol.__file__).read_text()
     assert "import ray" not in source
     assert "torch.distributed" not in source

@@ -13,7 +13,7 @@ SPECIAL = 1
 
 
 class CharTokenizer:
-    """Token = code point of a character; 0 pads and 1 is a special token."""
+    """Use the code point of a character as its token; 0 pads and 1 is a special token."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return "".join(
@@ -37,8 +37,10 @@ def make_batch(
     extra_infos: list[Any] | None = None,
     prompts: list[str] | None = None,
 ) -> DataProto:
-    """Each response ends with a special token; prompts are padded left, responses right, with one
-    column to spare."""
+    """Return a batch of prompts padded left and responses padded right, with one column to spare.
+
+    Each response ends with a special token.
+    """
     prompt_ids = [[ord(c) for c in text] for text in prompts or ["question?"] * len(responses)]
     response_ids = [[ord(c) for c in text] + [SPECIAL] for text in responses]
     prompt_width = max(map(len, prompt_ids)) + 1

@@ -1,7 +1,7 @@
-"""Short programs that try to do harm, and the trainer that they are set on.
+"""Short programs that try to do harm, and the trainer that they attack.
 
-Run as a script, this file is the trainer: it has each program scored in one sandbox, and prints as
-JSON what the program reached. It runs as any user, so it imports little.
+Run as a script, this file is the trainer: it scores each program in one sandbox, and prints as JSON
+which resources the program reached. It runs as any user, so it imports little.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from pathlib import Path
 SECRET = "hunter2-" + "x" * 8
 MARK = "hostile-mark"
 
-# Before each program. `attempt` reports a call that went through, `raw` makes a system call by
+# Preamble of each program. `attempt` reports a call that succeeded, `raw` makes a system call by
 # name, `denied` reports one that was not refused.
 PRELUDE = """
 import ctypes, errno, fcntl, os, platform, resource, signal, socket, struct, sys, threading, time
@@ -71,7 +71,7 @@ def denied(name, *arguments):
         escaped(name)
 """
 
-# Name -> program. One that ends by the clock alone has a name in ENDLESS too.
+# Name -> program. Programs that only the time limit ends are listed in ENDLESS too.
 PROGRAMS = {
     # signals
     "kill the trainer": "for n in (0, 9, 15): attempt(lambda: os.kill(TRAINER, n))",
@@ -102,7 +102,7 @@ attempt(lambda: os.pidfd_open(VICTIM))
 denied('pidfd_open', VICTIM, 0)
 """,
     "signals at a distance": "denied('timer_create', 0, 0, 0); denied('signalfd4', -1, 0, 8, 0)",
-    # reading others
+    # reading other processes
     "trainer's environment": "print(open(f'/proc/{TRAINER}/environ').read())",
     "trainer's memory": "attempt(lambda: open(f'/proc/{TRAINER}/mem', 'rb'))",
     "trainer's files": "attempt(lambda: os.listdir(f'/proc/{TRAINER}/fd'))",
@@ -210,7 +210,7 @@ for option in (1, 4, 22, 36, 38, 0x59616D61):
         escaped(f"prctl {option}")
 """,
     "patient fork bomb": "while True:\n    try: os.fork()\n    except OSError: pass",
-    # priorities and limits of others
+    # priorities and limits of other processes
     "limits of others": """
 attempt(lambda: resource.prlimit(VICTIM, resource.RLIMIT_CPU, (1, 1)))
 attempt(lambda: resource.prlimit(TRAINER, resource.RLIMIT_NOFILE))
@@ -460,7 +460,7 @@ ENDLESS = {
     "stops itself",
     "ignores all signals",
 }
-# What only Landlock prevents under seccomp.
+# Actions that only Landlock prevents under seccomp.
 READS = {
     "trainer's environment",
     "trainer's memory",
@@ -474,7 +474,7 @@ READS = {
     "symlinks",
     "devices",
 }
-# What depends on where the trainer's files are.
+# Actions that depend on where the trainer's files are.
 OF_FILES = READS | {
     "Python's files",
     "disk",
@@ -485,8 +485,8 @@ OF_FILES = READS | {
     "programs",
     "user's files changed",
 }
-# A program that comes after a hostile one must run as before; the larger one takes ten times as
-# long and comes after every tenth, and after those that end by the clock.
+# A program that runs after a hostile one must run as before. The larger one takes ten times as
+# long and runs after every tenth program, and after those that the time limit ends.
 SMALL = "total = sum([2, 3])"
 SMALL_TESTS = ["assert total == 5"]
 HONEST = """
@@ -514,7 +514,7 @@ time.sleep(60)
 
 
 class Trainer:
-    """A process with everything that a program might want to reach."""
+    """A process with everything that a program might try to reach."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -629,7 +629,7 @@ def main(isolation: str, names: list[str]) -> dict:
                 results[name] = {
                     "status": run.status,
                     "passed": run.passed,
-                    "told": text[:2000],
+                    "output": text[:2000],
                     "size": len(run.output),
                     "escaped": "ESCAPED" in text or SECRET in text,
                     "harm": trainer.harm(),

@@ -1,4 +1,4 @@
-"""Responses that are scored before their batch is there get what they get with it, whatever goes
+"""Responses scored before their batch is complete get the same scores as with it, whatever goes
 wrong."""
 
 import asyncio
@@ -29,10 +29,12 @@ def prompts_of(batch: DataProto) -> DataProto:
     return batch.select_idxs([0, 2, 4]).select(batch_keys=["prompts"])
 
 
-def score_ahead(manager, batch, order=(5, 0, 3, 1, 4, 2), told=None, wait=lambda: None):
-    """The result for a batch whose responses, or those that the texts `told` give, finish in
-    another order."""
-    ids = [[*map(ord, text), 1] for text in told or TEXTS]
+def score_ahead(manager, batch, order=(5, 0, 3, 1, 4, 2), texts=None, wait=lambda: None):
+    """Return the result for a batch with responses that finish in another order.
+
+    `texts` replaces the texts that are announced.
+    """
+    ids = [[*map(ord, text), 1] for text in texts or TEXTS]
     with manager.ahead(prompts_of(batch), 2, first_sample=40) as take:
         for row in order:
             take((40 + row, ids[row]))
@@ -60,8 +62,8 @@ def same(one, other) -> bool:
 
 @pytest.mark.parametrize("function", [by_everything, slowly])
 @pytest.mark.parametrize("order", [(5, 0, 3, 1, 4, 2), (2, 0), (), (0, 0, 1, 1)])
-def test_scores_are_those_of_the_whole_batch_and_each_is_asked_for_once(function, order):
-    """Also where some are not told of, or told of twice."""
+def test_scores_equal_those_of_the_whole_batch_and_each_is_requested_once(function, order):
+    """Include texts that are never announced, and texts that are announced twice."""
     calls = []
 
     async def counted_async(**sample):
@@ -84,7 +86,7 @@ def test_scores_are_those_of_the_whole_batch_and_each_is_asked_for_once(function
     assert len(calls) == 12, "of the next batch nothing is known"
 
 
-def test_calls_are_made_meanwhile_one_at_a_time_in_the_order_of_the_responses():
+def test_calls_overlap_generation_one_at_a_time_in_the_order_of_responses():
     calls = []
     active = []
     all_done = threading.Event()
@@ -101,13 +103,15 @@ def test_calls_are_made_meanwhile_one_at_a_time_in_the_order_of_the_responses():
 
     manager = NaiveRewardManager(CharTokenizer(), 0, compute_score)
     result = score_ahead(
-        manager, batch_of(), wait=lambda: all_done.wait(20) or pytest.fail("nobody calls")
+        manager,
+        batch_of(),
+        wait=lambda: all_done.wait(20) or pytest.fail("not all calls were made"),
     )
     assert result["reward_tensor"].sum() == 6
     assert calls == ["ff", "a", "dddd", "bb", "e", "ccc"]
 
 
-def test_other_texts_than_were_told_are_scored_as_they_are():
+def test_texts_that_differ_from_the_announced_ones_are_scored_as_they_are():
     calls = []
 
     def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -117,12 +121,12 @@ def test_other_texts_than_were_told_are_scored_as_they_are():
         return float(len(solution_str))
 
     manager = NaiveRewardManager(CharTokenizer(), 0, compute_score)
-    result = score_ahead(manager, batch_of(), told=["a", "other", "ccc", "dddd", "e", "ff"])
+    result = score_ahead(manager, batch_of(), texts=["a", "other", "ccc", "dddd", "e", "ff"])
     assert result["reward_tensor"].sum(-1).tolist() == [1, 2, 3, 4, 1, 2]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_the_first_failure_by_row_is_told(is_async):
+def test_the_first_failure_by_row_is_reported(is_async):
     calls = []
 
     def failing(data_source, solution_str, ground_truth, extra_info):
@@ -146,9 +150,11 @@ def test_the_first_failure_by_row_is_told(is_async):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_call_has_its_time_from_its_own_start(is_async):
-    """Neither the wait for the batch counts, nor is a call forgiven that ended late while nobody
-    looked."""
+def test_the_deadline_of_a_call_counts_from_its_own_start(is_async):
+    """Check that the wait for the batch does not count, and that a call that ended late fails.
+
+    It fails even if no thread checked at the time of its deadline.
+    """
     release = threading.Event()
     ended_late = threading.Event()
 
@@ -185,8 +191,8 @@ def test_a_hanging_reward_stops_the_run_at_its_time_out():
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_nothing_is_called_any_more_for_a_batch_that_was_given_up(is_async):
-    """Another rank may still tell of responses when one has raised."""
+def test_an_abandoned_batch_causes_no_further_calls(is_async):
+    """Announce responses after a failure, as another rank may still do."""
     calls = []
 
     async def noted_async(**sample):
@@ -205,8 +211,8 @@ def test_nothing_is_called_any_more_for_a_batch_that_was_given_up(is_async):
     assert sorted(calls) == sorted(TEXTS)
 
 
-def test_no_thread_is_left_of_a_batch_that_never_comes():
-    """The generation failed, or somebody asked for nothing."""
+def test_no_thread_is_left_after_a_batch_that_never_comes():
+    """Leave the block because generation failed, or without asking for a result."""
 
     def names() -> int:
         return sum(thread.name == "verl-reward" for thread in threading.enumerate())
@@ -224,7 +230,7 @@ def test_no_thread_is_left_of_a_batch_that_never_comes():
     assert manager._begun is None
 
 
-def test_processes_of_prime_work_side_by_side_meanwhile(tmp_path):
+def test_prime_processes_work_in_parallel_during_generation(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text(
         "import os, time\n"
@@ -238,7 +244,7 @@ def test_processes_of_prime_work_side_by_side_meanwhile(tmp_path):
     assert len({*result["reward_extra_info"]["pid"], os.getpid()}) == 3
 
 
-def test_what_needs_the_batch_or_the_calling_thread_waits_for_it(tmp_path):
+def test_functions_that_need_the_batch_or_the_calling_thread_wait_for_it(tmp_path):
     prompts = prompts_of(batch_of())
     whole = BatchRewardManager(
         CharTokenizer(), 0, lambda data_sources, **_: [1.0] * len(data_sources)
@@ -254,7 +260,7 @@ def test_what_needs_the_batch_or_the_calling_thread_waits_for_it(tmp_path):
         assert take is not None, "the rules score one sample after the other"
 
 
-def test_a_function_that_turns_out_to_need_the_main_thread_is_called_there():
+def test_a_function_found_to_need_the_main_thread_is_called_there():
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("signal only works in main thread of the main interpreter")
@@ -266,7 +272,7 @@ def test_a_function_that_turns_out_to_need_the_main_thread_is_called_there():
         assert take is None
 
 
-def test_the_price_of_a_long_response_is_taken_off():
+def test_the_penalty_for_a_long_response_is_subtracted():
     settings = {
         "max_resp_len": 4,
         "overlong_buffer_cfg": {"enable": True, "len": 2, "penalty_factor": 1.0},
@@ -296,7 +302,7 @@ def test_responses_may_come_from_several_threads():
     )
 
 
-def test_several_threads_know_the_first_failure_by_row():
+def test_several_threads_agree_on_the_first_failure_by_row():
     def compute_score(row):
         time.sleep(0.3 if row == 2 else 0.0)
         if row in (2, 3):
@@ -311,8 +317,7 @@ def test_several_threads_know_the_first_failure_by_row():
 
 
 def test_a_call_that_begins_while_its_caller_waits_has_a_deadline():
-    """Its thread was woken for it, and got the lock only after the caller had reckoned how long to
-    wait."""
+    """Give the lock to a woken thread only after its caller computed how long to wait."""
     release = threading.Event()
     first_done = threading.Event()
 

@@ -1,5 +1,5 @@
 """Code, multiple choice and search questions: written examples, and the gold solutions of real
-sets."""
+data sets."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ MBPP = {"test_list": ["assert f(1) == 2", "assert f(2) == 3"], "test_setup_code"
 
 
 class Recorder:
-    """A runner that runs nothing."""
+    """Record programs without running them."""
 
     max_concurrent = 7
 
@@ -99,7 +99,7 @@ def test_a_function_by_arguments_and_results():
         assert code.score("def join(a, b):\n    return [a]", truth)["score"] == 0.0
 
 
-def test_a_run_that_is_late_is_told():
+def test_a_run_that_times_out_is_reported():
     runner = Recorder(
         Run(status="timeout", passed=[True]), Run(status="failed", passed=[True, True])
     )
@@ -108,12 +108,12 @@ def test_a_run_that_is_late_is_told():
 
 
 @pytest.mark.parametrize("truth", ["[1]", {"tests": []}, {"test_list": "assert 1"}, 3])
-def test_a_ground_truth_of_another_form_is_an_error(truth):
+def test_a_malformed_ground_truth_is_an_error(truth):
     with pytest.raises(RewardError, match="The code rule expects"):
         code.score("x", truth)
 
 
-def test_the_runner_of_the_configuration_reaches_the_rule_and_sets_how_many_run_at_once():
+def test_the_configured_runner_reaches_the_rule_and_sets_its_concurrency():
     runner = Recorder(*[Run(status="finished", passed=[True, True])] * 4)
     function = with_options({}, runner)
     assert calls_at_once(function, ["mbpp", "toy"]) == 7
@@ -126,7 +126,7 @@ def test_the_runner_of_the_configuration_reaches_the_rule_and_sets_how_many_run_
     assert len(runner.seen) == 4
 
 
-def test_the_sandbox_works_from_the_processes_of_prime():
+def test_the_sandbox_works_from_prime_processes():
     function = with_options({}, LocalRunner(SandboxConfig(timeout_s=5)))
     manager = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=1)
     batch = make_batch(
@@ -191,7 +191,7 @@ def test_the_gold_choice_is_a_letter_or_a_number():
         choice.extract_choice("C", "loose")  # pyright: ignore[reportArgumentType]
 
 
-def test_search_answers_are_compared_as_squad_spells_them():
+def test_search_answers_are_normalized_like_squad():
     truth = {"target": ["The Beatles", "Beatles, the band"]}
     score = search_qa.score
     assert score("<answer> the  beatles! </answer>", truth) == 1.0
@@ -217,7 +217,7 @@ def test_search_answers_are_compared_as_squad_spells_them():
     assert answer_extractors.get("hotpotqa")("<answer> x </answer>") == "x"
 
 
-def test_options_of_rules_are_checked_by_their_names():
+def test_options_of_rules_are_checked_by_name():
     check_options("openai/gsm8k", {"method": "flexible"})
     check_options("mbpp", {"partial_credit": True})
     with pytest.raises(ConfigError, match=r"rule_kwargs\.methud.*method, format_score"):

@@ -1,4 +1,4 @@
-"""Loading a user's reward function from a file."""
+"""Load a user's reward function from a file."""
 
 import asyncio
 import inspect
@@ -61,12 +61,12 @@ def test_reward_kwargs_reach_every_call(reward_file):
     ("name", "message"),
     [("compute_scor", "compute_score"), ("number", "must be a function"), ("three", "extra_info")],
 )
-def test_what_cannot_be_called_is_refused_at_start(reward_file, name, message):
+def test_objects_that_cannot_be_called_are_rejected_at_start(reward_file, name, message):
     with pytest.raises(ConfigError, match=message):
         load_custom_reward(reward_file, name)
 
 
-def test_unknown_reward_kwargs_and_files_are_refused_at_start(reward_file, tmp_path):
+def test_unknown_reward_kwargs_and_files_are_rejected_at_start(reward_file, tmp_path):
     with pytest.raises(ConfigError, match="temperature"):
         load_custom_reward(reward_file, "judge", {"temperature": 1})
     with pytest.raises(ConfigError, match="Python file"):

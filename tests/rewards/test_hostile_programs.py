@@ -1,4 +1,4 @@
-"""Hostile programs in every isolation, set on a trainer that is root, has no capabilities, is an
+"""Hostile programs in every isolation, against a trainer that is root, has no capabilities, is an
 ordinary user, or has its Python in the temporary folder."""
 
 import ctypes
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     not seccomp.is_supported(), reason="needs Linux on x86-64 or AArch64"
 )
 
-# Which programs a trainer runs.
+# The programs of each trainer.
 OF_USERS = {
     "this user": list(PROGRAMS),
     "no capabilities": list(PROGRAMS),
@@ -43,7 +43,7 @@ _CAPABILITIES = 64
 
 
 def drop_bounding_set() -> None:
-    """Have root's next program start without a capability."""
+    """Start root's next program without capabilities."""
     libc = ctypes.CDLL(None)
     for capability in range(_CAPABILITIES):
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -94,7 +94,7 @@ def run_trainer(user: str, isolation: str, folder: str) -> dict:
 
 
 def ordinary_python() -> str | None:
-    """Find a Python of our version that any user may run: ours may lie in a home."""
+    """Find a Python of our version that any user may run: ours may be in a home folder."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     for python in (sys.executable, f"/usr/bin/python{version}", f"/usr/local/bin/python{version}"):
         probe = [python, "-c", "import json"]
@@ -115,7 +115,7 @@ def answer_of(user: str, isolation: str) -> dict:
 
 
 def findings(user: str, isolation: str) -> dict:
-    """Return what each program did. Skip where there is no such trainer or no such isolation."""
+    """Return the actions of each program. Skip if this trainer or isolation is unavailable."""
     answer = answer_of(user, isolation)
     assert "failed" not in answer, answer["failed"]
     if "unavailable" in answer:
@@ -135,7 +135,7 @@ def test_a_hostile_program_is_contained(user, isolation, name):
     if isolation == "seccomp" and name in READS and not landlock.version():
         pytest.skip("this kernel has no Landlock")
     result = results[name]
-    assert not result["escaped"], result["told"]
+    assert not result["escaped"], result["output"]
     assert not result["harm"]
     assert result["size"] <= 16 * 2**20
     assert result["honest"], f"an honest program failed: {result['complaint']}"

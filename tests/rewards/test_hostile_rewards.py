@@ -1,4 +1,4 @@
-"""Reward functions that end their process, keep the interpreter, fork, change their arguments, or
+"""Reward functions that end their process, block the interpreter, fork, change their arguments, or
 return objects that raise."""
 
 import threading
@@ -66,14 +66,14 @@ def test_a_function_that_forks_shifts_no_score(reward_file):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [("os._exit(0)", "exit code 0"), ("while True: pass", "no answer within 2 s")],
 )
-def test_a_file_that_hangs_or_exits_as_it_is_loaded_is_an_error(tmp_path, monkeypatch, line, told):
+def test_a_file_that_hangs_or_exits_at_load_is_an_error(tmp_path, monkeypatch, line, message):
     monkeypatch.setattr("verl.rewards.helper.START_TIMEOUT_S", 2.0)
     path = tmp_path / "reward.py"
     path.write_text(f"import os\n{line}\ndef compute_score(**sample): return 1.0\n")
-    with pytest.raises(RewardError, match=rf"'compute_score' of '.*reward\.py'.*{told}"):
+    with pytest.raises(RewardError, match=rf"'compute_score' of '.*reward\.py'.*{message}"):
         load_custom_reward(str(path))
 
 
@@ -96,7 +96,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.fixture
 def counting(tmp_path):
-    """Return the function, and the file with the samples that it was called with."""
+    """Return the function, and the file that records the samples it was called with."""
     path = tmp_path / "counting.py"
     log = tmp_path / "calls.txt"
     path.write_text(COUNTING.replace("LOG", repr(str(log))))
@@ -107,7 +107,7 @@ def pack_texts(texts):
     return [pack_call(data_source="s", solution_str=text, ground_truth=None) for text in texts]
 
 
-def test_calls_of_one_message_fail_alone_and_are_made_once(counting):
+def test_each_call_of_a_message_fails_alone_and_runs_once(counting):
     function, log = counting
     texts = ["1", "raises", "2", "exits", "3", "hangs", "4"]
     calls = pack_texts(texts)
@@ -122,7 +122,7 @@ def test_calls_of_one_message_fail_alone_and_are_made_once(counting):
     assert log.read_text().split() == texts
 
 
-def test_calls_of_one_message_end_at_a_failure_where_that_is_wanted(counting):
+def test_calls_of_one_message_end_at_a_failure_if_requested(counting):
     function, log = counting
     outcomes = function.call_each(pack_texts(["1", "raises", "2"]), stop_at_failure=True)
     assert [outcome.failed for outcome in outcomes] == [False, True]
@@ -132,7 +132,7 @@ def test_calls_of_one_message_end_at_a_failure_where_that_is_wanted(counting):
 
 
 @pytest.mark.parametrize("kind", [NaiveRewardManager, PrimeRewardManager])
-def test_a_batch_goes_to_its_process_in_few_messages(counting, kind, monkeypatch):
+def test_a_batch_is_sent_to_its_process_in_few_messages(counting, kind, monkeypatch):
     function, log = counting
     sizes = []
     call_each = ProcessFunction.call_each
@@ -153,7 +153,7 @@ def test_a_batch_goes_to_its_process_in_few_messages(counting, kind, monkeypatch
     assert sorted(log.read_text().split()) == sorted(texts), "each call was made once"
 
 
-def test_a_function_of_a_file_takes_positions_too(counting):
+def test_a_function_of_a_file_takes_positional_arguments_too(counting):
     function, _ = counting
     assert function("source", "5", None) == 5.0
     assert function("source", "6", None, extra_info={}) == 6.0
@@ -191,13 +191,13 @@ def run_rules(tmp_path, text, source=RULES, kind="NaiveRewardManager", timeout_s
     return run_code(USE_RULES.format(path=str(path), text=text, kind=kind, timeout_s=timeout_s))
 
 
-def test_a_registered_rule_cannot_exit_in_silence(tmp_path):
+def test_a_registered_rule_cannot_exit_silently(tmp_path):
     done = run_rules(tmp_path, "exits")
     assert done.stdout == "[1.0, 0.0] False\n", done.stderr
     assert "SystemExit: os._exit(0) in the process of the trainer" in done.stderr
 
 
-def test_a_registered_rule_that_keeps_the_interpreter_ends_the_run_with_its_stack(tmp_path):
+def test_a_registered_rule_that_blocks_the_interpreter_ends_the_run_with_its_stack(tmp_path):
     done = run_rules(tmp_path, "backtracks", timeout_s=0.5)
     assert done.returncode == 1
     assert "Timeout" in done.stderr
@@ -220,7 +220,7 @@ def test_reward_kwargs_must_reach_the_process(reward_file):
         load_custom_reward(reward_file, reward_kwargs={"hook": lambda: None})
 
 
-def test_a_function_of_python_cannot_exit_in_silence(reward_file):
+def test_a_python_function_cannot_exit_silently(reward_file):
     done = run_code(
         f"""
         import os
@@ -239,7 +239,7 @@ def test_a_function_of_python_cannot_exit_in_silence(reward_file):
     assert done.returncode == 3, "elsewhere it ends the process"
 
 
-def test_a_function_of_python_that_keeps_the_interpreter_ends_the_run_with_its_stack():
+def test_a_python_function_that_blocks_the_interpreter_ends_the_run_with_its_stack():
     done = run_code(
         """
         import re
@@ -256,8 +256,8 @@ def test_a_function_of_python_that_keeps_the_interpreter_ends_the_run_with_its_s
     assert "in backtracks" in done.stderr
 
 
-def test_a_late_loop_of_python_is_ended():
-    """A thread that went on would take the interpreter from the trainer for the rest of the run."""
+def test_a_python_loop_past_its_deadline_is_ended():
+    """End the thread: otherwise it would slow down the trainer for the rest of the run."""
 
     def loops(**_):
         while True:
@@ -283,7 +283,7 @@ def test_a_function_that_changes_its_arguments_changes_no_data(as_batch):
     def whole(data_sources, solution_strs, ground_truths, extra_infos):
         return list(map(compute_score, data_sources, solution_strs, ground_truths, extra_infos))
 
-    shared = {"seen": []}  # the samples of a prompt have one object
+    shared = {"seen": []}  # the samples of a prompt share one object
     batch = make_batch(["a", "b"], [{"target": 4}, {"target": 5}], extra_infos=[shared, shared])
     kind, function = (
         (BatchRewardManager, whole) if as_batch else (NaiveRewardManager, compute_score)
@@ -297,7 +297,7 @@ def test_a_function_that_changes_its_arguments_changes_no_data(as_batch):
 
 
 class Odd(float):
-    """A number whose conversions raise."""
+    """Raise in every conversion."""
 
     def __float__(self):
         raise KeyError("no number")
@@ -320,22 +320,22 @@ def raises(error):
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (lambda **_: Odd(1.0), "returned Odd, which raised KeyError: 'no number'"),
         (lambda **_: Unlike(1.0), "returned Unlike, which raised KeyError: 'no order'"),
         (lambda **_: raises(Mute()), "Mute: <Mute, which __str__ cannot write: KeyError>"),
     ],
 )
-def test_a_value_or_error_whose_class_raises_is_a_failed_call(answer, told):
-    with pytest.raises(RewardError, match=told):
+def test_a_value_or_error_of_a_class_that_raises_is_a_failed_call(answer, message):
+    with pytest.raises(RewardError, match=message):
         NaiveRewardManager(CharTokenizer(), 0, answer)(make_batch(["a"]))
     manager = NaiveRewardManager(CharTokenizer(), 0, answer, on_error="zero")
     assert manager(make_batch(["a"]), return_dict=True)["metrics"]["reward/num_errors"] == 1
 
 
 @pytest.mark.parametrize("in_file", [False, True])
-def test_the_text_of_an_error_is_cut(tmp_path, caplog, in_file):
+def test_the_text_of_an_error_is_truncated(tmp_path, caplog, in_file):
     def compute_score(**_):
         raise ValueError("begins " + "x" * 5_000_000 + " ends")
 
@@ -354,7 +354,7 @@ def test_the_text_of_an_error_is_cut(tmp_path, caplog, in_file):
     assert len(caplog.text) < 2_000
 
 
-def test_a_machine_without_another_thread_is_a_named_error(monkeypatch):
+def test_failure_to_start_a_thread_is_a_named_error(monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
@@ -365,7 +365,7 @@ def test_a_machine_without_another_thread_is_a_named_error(monkeypatch):
     assert caller([{}])[0].value == 1.0, "a later batch is called again"
 
 
-def test_examples_stand_on_one_line_each_and_are_cut(caplog):
+def test_each_example_is_one_truncated_line(caplog):
     manager = NaiveRewardManager(CharTokenizer(), 1, lambda **_: 1.0)
     with caplog.at_level("INFO", logger="verl"):
         manager(make_batch(["one\ntwo\x1b[2J" + "x" * 100_000], ["4\n5"], prompts=["a\nb"]))
@@ -377,7 +377,7 @@ def test_examples_stand_on_one_line_each_and_are_cut(caplog):
     assert "[response] one\\ntwo\\x1b[2Jxxx" in message
 
 
-def test_texts_are_cut_in_the_middle():
+def test_texts_are_truncated_in_the_middle():
     assert cut("abc", 3) == "abc"
     assert cut("a" * 10 + "b" * 10, 4) == "aa ... (16 characters cut) ... bb"
     assert on_one_line("é\t中\u202e") == "é\\t中\\u202e"

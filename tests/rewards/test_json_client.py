@@ -1,4 +1,4 @@
-"""Answers of a service that do not end, come slowly, or grow when they are expanded."""
+"""Service answers that do not end, come slowly, or grow when they are decompressed."""
 
 import contextlib
 import gzip
@@ -21,7 +21,7 @@ ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n"
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Reads one request a connection and answers it with what `respond(send)` sends."""
+    """Read one request a connection and answer it by calling `respond(send)`."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -78,7 +78,7 @@ def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_an_answer_without_end_is_read_up_to_the_limit(server):
+def test_an_endless_answer_is_read_up_to_the_limit(server):
     server.respond = flood("200 OK")
     before = peak_bytes()
     with pytest.raises(RewardError, match="more than 16 MiB"):
@@ -87,7 +87,7 @@ def test_an_answer_without_end_is_read_up_to_the_limit(server):
     wait_until(lambda: server.num_open == 0)  # the connection is closed, not left to be read
 
 
-def test_an_error_without_end_is_not_read_before_a_retry(server):
+def test_an_endless_error_is_not_read_before_a_retry(server):
     server.respond = flood("503 Busy")
     before = peak_bytes()
     with pytest.raises(RewardError, match="more than 16 MiB"):
@@ -97,7 +97,7 @@ def test_an_error_without_end_is_not_read_before_a_retry(server):
 
 
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\nX-Slow: ", ENDLESS + b"{"])
-def test_a_slow_trickle_ends_with_the_time_out_of_a_request(server, start):
+def test_a_slow_answer_ends_with_the_time_out_of_a_request(server, start):
     def respond(send):
         send(start)
         while True:
@@ -110,7 +110,7 @@ def test_a_slow_trickle_ends_with_the_time_out_of_a_request(server, start):
     wait_until(lambda: server.num_open == 0)
 
 
-def test_a_compressed_answer_is_expanded_up_to_the_limit(server):
+def test_a_compressed_answer_is_decompressed_up_to_the_limit(server):
     def answer(data):
         head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(data)}\r\n\r\n"
         server.respond = lambda send: send(head.encode() + data)
@@ -153,7 +153,7 @@ def test_no_thread_survives_the_deadline_of_its_call(server, policy):
     wait_until(lambda: server.num_open == 0)
 
 
-def test_json_that_nests_too_deep_is_no_answer(server):
+def test_json_nested_too_deeply_is_no_answer(server):
     data = b"[" * 1_000_000
     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(data)}\r\n\r\n".encode()
     server.respond = lambda send: send(head + data)

@@ -1,5 +1,5 @@
-"""Scoring whole batches: where scores stand, and what becomes of functions that fail, hang or
-return nonsense."""
+"""Scores of whole batches: their position, and functions that fail, hang or return invalid
+values."""
 
 import asyncio
 import math
@@ -34,14 +34,14 @@ def by_length(data_source, solution_str, ground_truth, extra_info):
 
 @given(st.lists(st.text(alphabet="abc", min_size=0, max_size=6), min_size=1, max_size=6))
 @settings(max_examples=25, deadline=None)
-def test_the_score_stands_on_the_last_real_token_and_nowhere_else(responses):
+def test_the_score_is_on_the_last_real_token_and_nowhere_else(responses):
     batch = make_batch(responses)
     scores = manager(lambda **sample: len(sample["solution_str"]) + 1.0)(batch)
     assert scores.shape == batch.batch["responses"].shape
     assert scores.dtype == torch.float32
     for row, text in enumerate(responses):
         last = int((batch.batch["responses"][row] != PAD).sum()) - 1
-        # the special token is decoded away, and carries the score
+        # the special token is dropped by decoding, and carries the score
         assert scores[row, last] == len(text) + 1
         assert scores[row].count_nonzero() == 1
 
@@ -50,6 +50,7 @@ def test_every_argument_reaches_the_function():
     seen = []
     batch = make_batch(["one", "two"], [{"a": 1}, "g"], ["s", "t"], [{"index": 0}, {"index": 1}])
     manager(lambda **sample: seen.append(sample) or 0)(batch)
+
     assert seen == [
         {
             "data_source": "s",
@@ -66,7 +67,7 @@ def test_every_argument_reaches_the_function():
     ]
 
 
-def test_a_set_with_prompts_alone_can_be_scored_by_a_custom_function():
+def test_a_data_set_of_prompts_alone_can_be_scored_by_a_custom_function():
     batch = make_batch(["one"])
     del batch.non_tensor_batch["data_source"]
     assert manager(by_length)(batch).sum() == 3
@@ -80,12 +81,12 @@ def test_the_default_is_the_rule_of_the_data_source_under_the_key_given():
 
 
 @pytest.mark.parametrize("on_error", ["stop", "zero", "drop"])
-def test_an_unknown_data_source_stops_the_run_whatever_the_policy(on_error):
+def test_an_unknown_data_source_stops_the_run_under_any_policy(on_error):
     with pytest.raises(RewardError, match=r"mystery.*custom_reward_function\.path"):
         manager(on_error=on_error)(make_batch(["4"], ["4"], ["mystery"]))
 
 
-def test_scores_that_are_there_already_pass_through():
+def test_existing_scores_pass_through():
     batch = make_batch(["ab", "c"])
     given_scores = torch.rand(batch.batch["responses"].shape)
     batch.batch["rm_scores"] = given_scores
@@ -99,7 +100,7 @@ def test_scores_that_are_there_already_pass_through():
         manager(by_length)(batch)
 
 
-def test_extra_fields_become_lists_with_one_filler_a_kind():
+def test_extra_fields_become_lists_with_one_filler_per_type():
     answers = [{"score": 1, "acc": 1.0, "pred": "x"}, 0.5, {"score": 0, "pred": None, "note": "n"}]
     batch = make_batch(["0", "1", "2"])
     result = manager(lambda **sample: answers[int(sample["solution_str"])])(batch, return_dict=True)
@@ -132,7 +133,7 @@ def test_collected_fields_always_have_one_entry_a_row(rows):
 @pytest.mark.parametrize(
     "value", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0)]
 )
-def test_every_kind_of_number_is_a_score(value):
+def test_every_numeric_type_is_a_score(value):
     assert manager(lambda **_: value)(make_batch(["a"])).sum() == 1.0
     assert manager(lambda **_: {"score": value})(make_batch(["a"])).sum() == 1.0
 
@@ -190,7 +191,7 @@ WRONG_VALUES = [
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("kind", [*WRONG_VALUES, "raises", "exits", "sleeps"])
-def test_policies_for_a_call_that_gives_no_score(kind, is_async):
+def test_policies_for_a_call_without_a_score(kind, is_async):
     function = failing(kind)[is_async]
     batch = make_batch(["ok", "bad", "ok"], prompts=["first?", "second?", "third?"])
     late = kind == "sleeps"
@@ -216,22 +217,22 @@ def test_policies_for_a_call_that_gives_no_score(kind, is_async):
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (re.match("a", "a"), "is of type Match and cannot be sent to another process"),
         (10**400, "is a whole number of 1329 bits, too large for a float"),
         (10**5000, "is a whole number of 16610 bits, too large for a float"),
         (["x", 10**5000], "is of type list and cannot be written as text"),
     ],
-    # pytest too would write the values
+    # pytest would also write the values
     ids=["unsendable", "large", "unwritable", "unwritable inside"],
 )
-def test_a_field_that_no_batch_can_carry_is_a_failed_call(value, told):
+def test_a_field_that_no_batch_can_carry_is_a_failed_call(value, message):
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return {"score": 1.0, "note": value if solution_str == "bad" else "fine"}
 
     batch = make_batch(["ok", "bad"])
-    with pytest.raises(RewardError, match=rf"failed on row 1 .*its field 'note' {told}"):
+    with pytest.raises(RewardError, match=rf"failed on row 1 .*its field 'note' {message}"):
         manager(compute_score)(batch)
     result = manager(compute_score, on_error="drop")(batch, return_dict=True)
     assert (result["dropped"], result["metrics"]["reward/num_errors"]) == ([1], 1)
@@ -251,7 +252,7 @@ def test_a_field_of_a_class_in_the_functions_file_is_unknown_to_other_ranks(tmp_
 
 
 def test_fields_of_numbers_texts_lists_and_arrays_are_kept():
-    told = {
+    fields = {
         "n": 10**300,
         "t": "x",
         "l": [1, {"a": None}],
@@ -259,8 +260,8 @@ def test_fields_of_numbers_texts_lists_and_arrays_are_kept():
         "tensor": torch.ones(2),
         "set": {1},
     }
-    result = manager(lambda **_: {"score": 1.0, **told})(make_batch(["a"]), return_dict=True)
-    assert {name: values[0] for name, values in result["reward_extra_info"].items()} == told
+    result = manager(lambda **_: {"score": 1.0, **fields})(make_batch(["a"]), return_dict=True)
+    assert {name: values[0] for name, values in result["reward_extra_info"].items()} == fields
 
 
 @pytest.mark.parametrize(("kind", "errors", "timeouts"), [("cancels", 1, 0), ("blocks", 0, None)])
@@ -272,8 +273,7 @@ def test_coroutines_that_cancel_themselves_or_block_the_loop(kind, errors, timeo
     assert result["reward_tensor"][1].sum() == 0.0
     assert result["metrics"]["reward/num_errors"] == errors
     if kind == "blocks":
-        # What stood behind the blocking call never came to run; the next batch has a loop of its
-        # own.
+        # The code after the blocking call never ran; the next batch has its own loop.
         assert result["metrics"]["reward/num_timeouts"] == 2
     assert scorer(make_batch(["ok"] * 3)).sum() == 3.0
 
@@ -333,7 +333,7 @@ def test_too_many_hanging_calls_are_an_error_in_the_end(monkeypatch):
     release.set()
 
 
-def test_coroutines_run_side_by_side_in_one_lasting_loop():
+def test_coroutines_run_concurrently_in_one_persistent_loop():
     loops = set()
     waiting = []
     all_wait = asyncio.Event()
@@ -363,8 +363,8 @@ def test_a_function_that_uses_signals_is_called_in_the_main_thread(tmp_path):
                 return 0.0
             return 1.0
     """
-    # The first swallows what happens outside the main thread; the second hides the import from us,
-    # but raises.
+    # The first ignores errors outside the main thread; the second hides the import from us, but
+    # raises.
     ways = [
         ("import signal", "ValueError"),
         ("signal = importlib.import_module('signal')", "KeyError"),
@@ -376,7 +376,7 @@ def test_a_function_that_uses_signals_is_called_in_the_main_thread(tmp_path):
         assert manager(load_custom_reward(str(path)))(make_batch(["a", "b"])).sum() == 2
 
 
-def test_a_hanging_call_does_not_keep_the_process_from_exiting():
+def test_a_hanging_call_does_not_block_process_exit():
     done = run_code(
         """
         import time
@@ -423,7 +423,7 @@ def test_settings_are_checked():
 
 
 def test_the_overhead_of_a_trivial_function_is_small():
-    """A sample takes 20-30 us of CPU time, tokenizer aside. CPU time does not grow with the load."""
+    """Expect 20-30 us of CPU time a sample, without the tokenizer; independent of the load."""
     scorer = manager(lambda **_: 1.0)
     batch = make_batch(["a"] * 1000)
     samples = scorer.read(batch)

@@ -1,5 +1,5 @@
-"""The managers beside naive, the policy retry, and functions that fail and hang among a
-thousand."""
+"""The other managers, the policy retry, and functions that fail and hang among a thousand
+samples."""
 
 import os
 import threading
@@ -116,7 +116,7 @@ def test_all_four_are_registered_and_a_user_may_add_one():
 # ---------------------------------------------------------------- prime
 
 
-def test_prime_calls_in_processes_that_are_used_again(reward_file):
+def test_prime_reuses_its_processes(reward_file):
     function = load_custom_reward(reward_file, "length", {"bonus": 10})
     manager = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=2)
     result = manager(make_batch(["a" * n for n in range(1, 21)]), return_dict=True)
@@ -148,7 +148,7 @@ def test_prime_without_a_function_uses_the_rules():
         manager(make_batch(["x"], ["4"], ["mystery"]))
 
 
-def test_prime_survives_whatever_a_call_does(reward_file):
+def test_prime_survives_every_kind_of_failed_call(reward_file):
     function = load_custom_reward(reward_file, "moody")
     texts = ["raises", "odd", "exits", "dies", "hangs", "sleeps", "fine"]
     manager = PrimeRewardManager(
@@ -159,7 +159,7 @@ def test_prime_survives_whatever_a_call_does(reward_file):
     assert result["dropped"] == [0, 1, 2, 3, 4, 5]
 
     assert result["metrics"] == {"reward/num_errors": 4, "reward/num_timeouts": 2}
-    for text, timeout_s, told in (
+    for text, timeout_s, message in (
         ("raises", 60.0, r"KeyError: 'the key'(?s:.)*my_rewards\.py\", line"),
         ("odd", 60.0, "Odd: 1 and 2"),
         ("dies", 60.0, "exit code 7"),
@@ -168,11 +168,11 @@ def test_prime_survives_whatever_a_call_does(reward_file):
         strict = PrimeRewardManager(
             CharTokenizer(), 0, function, num_processes=1, timeout_s=timeout_s
         )
-        with pytest.raises(RewardError, match=told):
+        with pytest.raises(RewardError, match=message):
             strict(make_batch([text]))
 
 
-def test_what_cannot_be_sent_is_told_when_the_manager_is_made():
+def test_a_function_that_cannot_be_sent_is_reported_when_the_manager_is_made():
     with pytest.raises(
         ConfigError, match=r"cannot be sent to another process.*custom_reward_function\.path"
     ):
@@ -208,18 +208,18 @@ def keeps_the_interpreter(data_source, solution_str, ground_truth, extra_info=No
 @pytest.mark.parametrize(
     ("name", "way"), [("sleeps", "exits"), ("keeps_the_interpreter", "exits"), ("sleeps", "killed")]
 )
-def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, way):
+def test_a_process_in_a_hanging_call_ends_with_the_trainer(tmp_path, name, way):
     file = tmp_path / "hanging.py"
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     file.write_text(HANGING)
     code = f"""
         import os, signal, threading, time
         from pathlib import Path
         from verl.rewards.custom import load_custom_reward
         function = load_custom_reward({str(file)!r}, {name!r}).limited(600)
-        call = {{"data_source": "s", "solution_str": {str(told)!r}, "ground_truth": None}}
+        call = {{"data_source": "s", "solution_str": {str(pid_file)!r}, "ground_truth": None}}
         threading.Thread(target=function, kwargs=call, daemon=True).start()
-        while not (Path({str(told)!r}).exists() and Path({str(told)!r}).read_text()):
+        while not (Path({str(pid_file)!r}).exists() and Path({str(pid_file)!r}).read_text()):
             time.sleep(0.01)
         if {way!r} == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -227,7 +227,7 @@ def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, wa
 
     done = run_code(code)
     assert done.returncode == (0 if way == "exits" else -9)
-    pid = int(told.read_text())
+    pid = int(pid_file.read_text())
     deadline = time.monotonic() + 60
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -250,7 +250,7 @@ def test_a_function_in_a_process_may_fork_processes_of_its_own(tmp_path):
     assert function(data_source="s", solution_str="a", ground_truth=None) == 3.0
 
 
-def test_a_late_call_is_left_also_where_it_has_forked_a_process_that_lives_on(tmp_path):
+def test_a_late_call_is_abandoned_even_if_it_forked_a_process_that_lives_on(tmp_path):
     file = tmp_path / "forks.py"
     file.write_text(
         "import os, time\n"
@@ -293,7 +293,7 @@ def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(
     reward_file, kind, policy, caplog
 ):
     function = load_custom_reward(reward_file, "one_in_a_hundred")
-    # The late calls say so themselves: a real deadline would depend on the load of the machine.
+    # Late calls are simulated: a real deadline would depend on the load of the machine.
     settings = {"num_processes": 2} if kind is PrimeRewardManager else {}
     manager = kind(
         CharTokenizer(), 0, function, on_error=policy, max_retries=1, timeout_s=600, **settings
@@ -321,7 +321,7 @@ def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(
 
 
 @pytest.mark.parametrize("kind", [NaiveRewardManager, PrimeRewardManager])
-def test_calls_that_hang_are_late_and_the_others_are_not(reward_file, kind):
+def test_only_hanging_calls_are_late(reward_file, kind):
     function = load_custom_reward(reward_file, "hangs_at")
     manager = kind(CharTokenizer(), 0, function, on_error="drop", timeout_s=2.0)
     result = manager(make_batch(["a", "hangs", "b", "c"]), return_dict=True)
@@ -345,7 +345,7 @@ def test_calls_that_hang_step_after_step_move_to_processes_and_the_run_goes_on(m
     assert isinstance(manager._caller.function, ProcessFunction)
 
 
-def test_retry_calls_again_only_what_failed():
+def test_retry_repeats_only_failed_calls():
     calls: list[str] = []
 
     def flaky(data_source, solution_str, ground_truth, extra_info):
@@ -366,7 +366,7 @@ def test_retry_calls_again_only_what_failed():
     assert calls == ["fine", "later", "never", "later", "never", "later", "never"]
 
 
-def test_several_threads_call_where_the_function_allows_it():
+def test_several_threads_call_a_function_that_allows_it():
     together = threading.Barrier(8)
 
     def meets_seven_others(**_):
@@ -381,7 +381,7 @@ def test_several_threads_call_where_the_function_allows_it():
 # ---------------------------------------------------------------- batch
 
 
-def test_batch_is_one_call_for_all(reward_file):
+def test_batch_makes_one_call_for_all(reward_file):
     function = load_custom_reward(reward_file, "whole", {"factor": 2}, for_batches=True)
     assert BatchRewardManager(CharTokenizer(), 0, function)(make_batch(["a", "bbb"])).sum(
         -1
@@ -411,7 +411,7 @@ def test_a_batch_function_may_be_async_and_rules_need_none():
 
 
 @pytest.mark.parametrize("answer", [[1.0], [1.0] * 3, 1.0, None, []])
-def test_a_batch_function_that_returns_another_number_of_scores_is_an_error_whatever_the_policy(
+def test_a_batch_function_that_returns_another_number_of_scores_is_an_error_under_any_policy(
     answer,
 ):
     manager = BatchRewardManager(CharTokenizer(), 0, lambda **_: answer, on_error="zero")
@@ -419,7 +419,7 @@ def test_a_batch_function_that_returns_another_number_of_scores_is_an_error_what
         manager(make_batch(["a", "b"]))
 
 
-def test_a_batch_function_that_fails_fails_for_all_and_a_bad_score_for_one():
+def test_a_failing_batch_function_fails_for_all_and_a_bad_score_for_one():
     def raises(**_):
         raise KeyError("the key")
 
@@ -439,7 +439,7 @@ def test_a_batch_function_that_fails_fails_for_all_and_a_bad_score_for_one():
 
 
 def slow_reference(length: int, longest: int, buffer: int, factor: float) -> float:
-    """Eq. (13) of the paper, case by case."""
+    """Compute eq. (13) of the paper, case by case."""
     if length <= longest - buffer:
         return 0.0
     return factor * ((longest - buffer) - length) / buffer
@@ -458,7 +458,7 @@ def test_dapo_punishes_the_last_part_of_a_response(as_mapping):
         on_error="zero",
     )
 
-    lengths = list(range(1, 11))  # with the special token that ends each
+    lengths = list(range(1, 11))  # including the special token at the end
     result = manager(make_batch(["a" * (length - 1) for length in lengths]), return_dict=True)
     expected = [1 + slow_reference(length, 10, 4, 0.5) for length in lengths]
     assert result["reward_tensor"].sum(-1).tolist() == pytest.approx(expected)
@@ -495,7 +495,7 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
     good = {"reward_tensor": torch.ones(2, 3), "reward_extra_info": {"a": [1, 2]}}
     check_result(good, responses)
 
-    for change, told in (
+    for change, message in (
         ({"reward_tensor": torch.ones(2)}, r"of shape \(2, 3\), got shape \(2,\)"),
         ({"reward_tensor": torch.ones(3, 3)}, r"got shape \(3, 3\)"),
         ({"reward_tensor": [1, 2]}, "got list"),
@@ -505,7 +505,7 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
             r"'a' must have one entry for each of 2 responses, got\s+1",
         ),
     ):
-        with pytest.raises(RewardError, match=told):
+        with pytest.raises(RewardError, match=message):
             check_result(good | change, responses)
 
     with pytest.raises(RewardError, match="got Tensor|got shape"):

@@ -1,4 +1,4 @@
-"""What the preflight says of sound and of odd rewards, and that it is cheap."""
+"""Reports of the preflight for sound and for odd rewards, and its low cost."""
 
 import itertools
 import random
@@ -103,7 +103,7 @@ def failing_on(condition, value):
         (failing_on(lambda text: "know" in text, "1.0"), "wrong answer 'I do not know.'.*type str"),
     ],
 )
-def test_faults_stop_a_run_that_stops_at_errors_and_are_said_under_other_policies(
+def test_faults_stop_a_run_under_the_policy_stop_and_are_logged_under_others(
     function, fault, caplog
 ):
     config = config_from_dict({"data": {"dataset_name": "toy"}})
@@ -121,7 +121,7 @@ def test_an_error_shows_where_it_was_raised():
         preflight(config, ROWS, naive(failing_on(lambda text: True, KeyError("gone"))))
 
 
-def test_a_reward_that_raises_on_an_odd_answer_alone_is_suspicious():
+def test_a_reward_that_raises_only_on_an_odd_answer_is_suspicious():
     report = inspect(naive(failing_on(lambda text: "know" in text, KeyError("gone"))))
     assert report.faults == []
     assert "failed on 3 of" in report.suspicions[0]
@@ -133,9 +133,9 @@ def test_a_hanging_reward_costs_one_deadline():
     assert "reward_model.timeout_s" in report.faults[0]
 
 
-def test_constant_upside_down_and_random_rewards_are_suspicious(caplog):
+def test_constant_inverted_and_random_rewards_are_suspicious(caplog):
     draw = itertools.count()
-    for function, told in (
+    for function, message in (
         (lambda **_: 0.5, "all 13 answers tried, gold and wrong, score 0.5"),
         (
             lambda **sample: -gold(**sample),
@@ -145,11 +145,12 @@ def test_constant_upside_down_and_random_rewards_are_suspicious(caplog):
     ):
         report = inspect(naive(function))
         assert report.faults == []
-        assert told in report.suspicions[0]
+        assert message in report.suspicions[0]
+
         caplog.clear()
         preflight(config_from_dict({"data": {"dataset_name": "toy"}}), ROWS, naive(function))
         assert len(caplog.records) == 1
-        assert told in caplog.text
+        assert message in caplog.text
 
 
 def test_a_slow_reward_is_suspicious_but_not_its_first_call(monkeypatch):
@@ -162,7 +163,7 @@ def test_a_slow_reward_is_suspicious_but_not_its_first_call(monkeypatch):
     assert "1,000 responses" in slow.suspicions[-1]
 
 
-def test_a_function_that_no_process_could_find_is_noted():
+def test_a_function_that_processes_cannot_import_is_noted():
     assert inspect(naive(gold)).notes == []
     assert (
         "cannot be sent to another process"
@@ -170,7 +171,7 @@ def test_a_function_that_no_process_could_find_is_noted():
     )
 
 
-def test_sets_without_ground_truth_are_no_reason_to_doubt():
+def test_data_without_ground_truth_is_not_suspicious():
     rows = [{"data_source": "own"}, {"data_source": "own"}]
     assert (
         inspect(naive(lambda **sample: float(len(sample["solution_str"]))), rows).suspicions == []
@@ -192,7 +193,7 @@ def test_batch_and_prime_are_tried_too(tmp_path):
     )
 
 
-def test_it_leaves_random_numbers_as_they_were():
+def test_it_leaves_random_numbers_unchanged():
     torch.manual_seed(3)
     random.seed(3)
     expected = (torch.rand(1), random.random())

@@ -1,5 +1,4 @@
-"""Services over HTTP: a sandbox and a judge, here a small server in a thread that answers as it is
-told."""
+"""Services over HTTP: a sandbox and a judge, simulated by a small server in a thread."""
 
 import json
 import pickle
@@ -24,14 +23,13 @@ FAST = RequestsConfig(timeout_s=2.0, max_retries=3, backoff_s=0.01)
 
 
 class QuietServer(ThreadingHTTPServer):
-    """A client that hung up is no news: a report would be printed into whatever test runs by
-    then."""
+    """Ignore clients that disconnect: a report would be printed into a later test."""
 
     def handle_error(self, request: object, client_address: object) -> None: ...
 
 
 class Service:
-    """Answers POSTs with what `respond(body)` gives: (status, headers, JSON), after `delay_s`."""
+    """Answer POSTs with `respond(body)`: (status, headers, JSON), after `delay_s`."""
 
     def __init__(self, respond) -> None:
         self.respond = respond
@@ -67,7 +65,7 @@ class Service:
                 self.end_headers()
 
             def log_message(self, format, *args):
-                """No lines on stderr."""
+                """Suppress lines on stderr."""
 
         self.server = QuietServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -148,7 +146,7 @@ def test_own_prompt_pattern_and_scale(serve):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"prompt": "no place for it"}, "the last always"),
         ({"prompt": "{response} {answer}"}, r"got \['answer', 'response'\]"),
@@ -159,26 +157,26 @@ def test_own_prompt_pattern_and_scale(serve):
         ({"url": "localhost:80"}, "must be an address"),
     ],
 )
-def test_a_judge_that_cannot_work_is_told_at_start(changes, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_judge_that_cannot_work_is_reported_at_start(changes, message):
+    with pytest.raises(ConfigError, match=message):
         make_judge(**{"url": "http://127.0.0.1:1", **changes})
 
 
 @pytest.mark.parametrize("number", [429, 500, 503])
-def test_a_busy_service_is_asked_again(serve, number):
+def test_a_busy_service_is_retried(serve, number):
     service = serve(in_turn(status(number), status(number), says("Score: 10")))
     assert make_judge(service.url)("s", "x", None)["score"] == 1.0
     assert len(service.requests) == 3
 
 
-def test_retry_after_is_honoured(serve):
+def test_retry_after_is_respected(serve):
     service = serve(in_turn(status(429, Retry_After="1"), says("Score: 10")))
     assert make_judge(service.url)("s", "x", None)["score"] == 1.0
     (_, _, _, first), (_, _, _, second) = service.requests
     assert second - first >= 1.0
 
 
-def test_a_retry_after_that_says_nothing_or_too_much(serve):
+def test_an_invalid_or_excessive_retry_after(serve):
     for wait in ("0.01", "100000"):
         service = serve(in_turn(status(429, Retry_After=wait), says("Score: 10")))
         requests = RequestsConfig(timeout_s=2.0, max_retries=3, backoff_s=0.01)
@@ -188,7 +186,7 @@ def test_a_retry_after_that_says_nothing_or_too_much(serve):
         assert client.post("/", {}) is not None
 
 
-def test_what_cannot_be_mended_by_asking_again_is_not_asked_again(serve):
+def test_permanent_errors_are_not_retried(serve):
     service = serve(status(401))
     with pytest.raises(RewardError, match=r"reward_model\.judge\.url\) answered 401"):
         make_judge(service.url)("s", "x", None)
@@ -196,7 +194,7 @@ def test_what_cannot_be_mended_by_asking_again_is_not_asked_again(serve):
 
 
 @pytest.mark.parametrize(
-    ("respond", "told"),
+    ("respond", "message"),
     [
         (status(503), "answered 503"),
         (says("no number"), r"score_pattern.*no number"),
@@ -204,13 +202,13 @@ def test_what_cannot_be_mended_by_asking_again_is_not_asked_again(serve):
         (lambda body: (200, {}, b"<html>"), "did not answer a JSON object"),
     ],
 )
-def test_answers_that_are_no_score(serve, respond, told):
-    with pytest.raises(RewardError, match=told):
+def test_answers_without_a_score(serve, respond, message):
+    with pytest.raises(RewardError, match=message):
         make_judge(serve(respond).url)("s", "x", None)
 
 
 @pytest.mark.parametrize(("number", "tries"), [(400, 1), (429, 4), (502, 4)])
-def test_a_judge_that_refuses_follows_the_policy(serve, number, tries, caplog):
+def test_a_refusal_of_the_judge_follows_the_policy(serve, number, tries, caplog):
     service = serve(
         lambda body: says("Score: 10")(body) if "fine" in str(body) else status(number)(body)
     )
@@ -230,7 +228,7 @@ def test_a_judge_that_refuses_follows_the_policy(serve, number, tries, caplog):
         NaiveRewardManager(CharTokenizer(), 0, judge)(batch)
 
 
-def test_a_service_that_never_answers_is_given_up_and_one_that_is_slow_is_not_flooded(serve):
+def test_a_silent_service_is_abandoned_and_a_slow_one_is_not_flooded(serve):
     slow = serve(says("Score: 10"))
     slow.delay_s = 0.15
     judge = make_judge(slow.url, max_concurrent=4)
@@ -242,7 +240,7 @@ def test_a_service_that_never_answers_is_given_up_and_one_that_is_slow_is_not_fl
         impatient("s", "x", None)
 
 
-def test_connections_never_exceed_the_limit_whatever_the_number_of_threads(serve):
+def test_connections_never_exceed_the_limit_for_any_number_of_threads(serve):
     service = serve(says("Score: 1"))
     service.delay_s = 0.02
     judge = make_judge(service.url, max_concurrent=2)
@@ -259,7 +257,7 @@ def test_connections_never_exceed_the_limit_whatever_the_number_of_threads(serve
 
 
 def run_code(body: dict[str, Any]):
-    """What SandboxFusion's run_code answers, with the program run here."""
+    """Answer like run_code of SandboxFusion, with the program run here."""
     import contextlib
     import io
 
@@ -435,20 +433,20 @@ def test_the_configuration_reaches_the_manager(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "message"),
     [
         ({"judge": {"url": "http://x"}}, r"needs reward_model\.judge\.model"),
         ({"overlong_buffer": {"enable": True, "len": 4}}, "reward_manager=dapo"),
         ({"sandbox": {"isolation": "docker"}}, "unknown value 'docker'"),
     ],
 )
-def test_contradictions_are_told(section, told):
-    with pytest.raises(ConfigError, match=told):
+def test_contradictions_are_reported(section, message):
+    with pytest.raises(ConfigError, match=message):
         config(**section)
 
 
 @pytest.mark.parametrize("text", ["Score: 1000000", "Score: 10.1", "Score: -1"])
-def test_a_score_outside_of_the_scale_is_a_failed_call(serve, text):
+def test_a_score_outside_the_scale_is_a_failed_call(serve, text):
     judge = make_judge(serve(says(text)).url)
     with pytest.raises(RewardError, match=r"from 0 to 10 \(reward_model\.judge\.score_scale\)"):
         judge("s", "x", None)
@@ -458,7 +456,7 @@ def test_a_score_outside_of_the_scale_is_a_failed_call(serve, text):
     assert result["dropped"] == [0]
 
 
-def test_a_scale_of_ones_own_may_be_negative_and_a_match_may_be_no_number(serve):
+def test_a_custom_scale_may_be_negative_and_a_match_may_not_be_a_number(serve):
     options = {"prompt": "{response}", "score_scale": 5.0, "score_pattern": r"S: (\S+)"}
     assert make_judge(serve(says("S: -5")).url, **options)("s", "x", None)["score"] == -1.0
     for text in ("S: -6", "S: good", "S: nan"):

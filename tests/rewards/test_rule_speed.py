@@ -1,5 +1,5 @@
-"""Every built-in rule reads hostile text in linear time: a response that repeats itself must not
-stop the trainer."""
+"""Every built-in rule reads hostile text in linear time: a repetitive response must not stop the
+trainer."""
 
 import functools
 import itertools
@@ -16,10 +16,10 @@ from verl.rewards.registry import answer_extractors
 
 LENGTH = 10_000
 LIMIT_S = 0.05  # CPU time; measured: 0.1-4 ms
-# Digits, blanks and letters from beyond ASCII: `\d`, `\s` and `str.isdigit` accept some of them.
+# Digits, blanks and letters outside ASCII: `\d`, `\s` and `str.isdigit` accept some of them.
 BEYOND_ASCII = "\u00a0\u2003\u3000\x1c\x85٣²½éß\u0301∞×÷−·"
 CHARACTERS = string.printable + BEYOND_ASCII
-# The pieces that the patterns of the rules are made of.
+# Fragments of the patterns of the rules.
 PIECES = [
     *"()[]{}<>*:.,$#+-/=\\ \n\t09ABaz'",
     "answer",
@@ -59,7 +59,7 @@ def hostile_texts() -> list[str]:
     pairs += ["".join(pair) for pair in sampled]
     texts = [repeated(piece) for piece in (*CHARACTERS, *pairs)]
 
-    # The run stands where a pattern has begun to match, and nothing lets the match end.
+    # The repetition starts where a pattern has begun to match, and no later text completes it.
     openings = ("answer", "<answer>", "<answer>A", "\\boxed{", "\\boxed{\\text{", "####", "A", "(")
     for opening in openings:
         texts += [opening + repeated(piece) for piece in (*CHARACTERS, "* ", ": ", " (")]
@@ -67,7 +67,7 @@ def hostile_texts() -> list[str]:
 
 
 def cpu_seconds(call) -> float:
-    """Return the shortest of up to three runs: a garbage collection may fall into one."""
+    """Return the shortest of up to three runs: garbage collection may slow one down."""
     shortest = float("inf")
     for _ in range(3):
         began = time.process_time()
@@ -126,6 +126,6 @@ def test_math_verify_gets_no_text_that_it_is_slow_on(compared):
     assert slow(compare, compared) == []
 
 
-def test_a_long_answer_that_is_spelled_like_the_truth_is_right():
+def test_a_long_answer_spelled_like_the_truth_is_right():
     truth = "x" * (2 * math_rule.MAX_ANSWER_CHARACTERS)
     assert math_rule.score(f"\\boxed{{{truth}}}", truth) == 1.0

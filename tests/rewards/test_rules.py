@@ -160,7 +160,7 @@ def test_countdown_without_a_task_is_an_error():
         "\x00",
     ],
 )
-def test_countdown_never_runs_or_trips_over_what_is_not_arithmetic(equation):
+def test_countdown_never_runs_or_fails_on_text_that_is_not_arithmetic(equation):
     assert countdown.score(f"<answer>{equation}</answer>", {"target": 1, "numbers": [1]}) == 0.0
 
 
@@ -210,7 +210,7 @@ def test_last_boxed_balances_its_brackets():
 
 
 @needs_shared("data/math")
-def test_math500_solutions_score_as_gold_and_the_neighbours_do_not():
+def test_math500_solutions_score_as_gold_and_their_neighbors_do_not():
     rows = read_lines("data/math/math500.jsonl")[:200]
     scores = [
         default_compute_score("HuggingFaceH4/MATH-500", row["solution"], row["answer"])
@@ -226,14 +226,13 @@ def test_math500_solutions_score_as_gold_and_the_neighbours_do_not():
 
 @needs_shared("data/math")
 def test_math_verify_itself_recognises_gold_answers():
-    """The shortcut for equal spellings is bypassed: each answer is compared with itself in
-    brackets."""
+    """Bypass the shortcut for equal spellings: compare each answer with itself in brackets."""
     rows = read_lines("data/math/math500.jsonl")[:60]
     same = [math._equal(f"\\boxed{{{row['answer']}}}", f"${row['answer']}$") for row in rows]
     assert all(same)
 
 
-def test_math_works_in_threads_and_a_symbolic_blow_up_is_a_zero():
+def test_math_works_in_threads_and_a_symbolic_explosion_scores_zero():
     results: dict[str, float] = {}
     cases = {"\\boxed{9^{9^{9}}}": "3", "\\boxed{0.25}": "\\frac14"}
 
@@ -260,7 +259,7 @@ def test_a_math_helper_that_is_killed_is_replaced_and_a_slow_one_scores_zero(mon
     assert math.score("\\boxed{9^{9^{9}}}", "3") == 0.0
 
 
-def test_a_fork_leaves_the_helpers_of_its_parent_alone():
+def test_a_fork_does_not_affect_the_helpers_of_its_parent():
     code = """
         import os, sys
         from verl.rewards.builtin import math
@@ -300,5 +299,5 @@ def test_the_rewards_package_loads_neither_torch_nor_sympy():
         ("toy", " 14 ", "14"),
     ],
 )
-def test_a_vote_is_for_the_answer_of_a_response(source, text, answer):
+def test_a_vote_counts_the_answer_of_a_response(source, text, answer):
     assert answer_extractors.get(source)(text) == answer

@@ -1,5 +1,4 @@
-"""Programs that nobody has read: what they may do, what becomes of those that do more, and how fast
-they run."""
+"""Untrusted programs: allowed actions, the handling of violations, and speed."""
 
 import json
 import logging
@@ -95,8 +94,7 @@ def test_ordinary_python_works(sandbox):
     assert run.passed == [True] * 4, run.error
 
 
-# What a program does, and a word of what it is told where it fails at once; None where it ends by
-# the clock.
+# Action of a program, and part of its error; None for a program that only the time limit ends.
 HOSTILE = {
     "fork bomb": ("import os\nwhile True:\n    os.fork()", "Error"),
     "patient fork bomb": (
@@ -112,7 +110,7 @@ HOSTILE = {
     "ten gigabytes": ("x = bytearray(10 * 2**30)", "MemoryError"),
     "gigabytes bit by bit": ("x = []\nwhile True:\n    x.append(bytearray(2**24))", "MemoryError"),
     "writes /etc/passwd": ("open('/etc/passwd', 'a').write('x')", "Error"),
-    "writes beside Python": (
+    "writes next to Python": (
         "import os\nopen(os.path.dirname(os.__file__) + '/evil.py', 'w')",
         "Error",
     ),
@@ -157,15 +155,15 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_programs_fail_and_nothing_else_does(sandbox, name, tmp_path):
-    code, told = HOSTILE[name]
-    if told is None:
+def test_only_hostile_programs_fail(sandbox, name, tmp_path):
+    code, message = HOSTILE[name]
+    if message is None:
         sandbox = short(sandbox)
     passwd = Path("/etc/passwd").read_bytes()
     run = sandbox.run(code, ["pass"])
-    assert run.status == ("timeout" if told is None else "failed"), run
+    assert run.status == ("timeout" if message is None else "failed"), run
     assert run.passed == []
-    assert (told or "") in run.error
+    assert (message or "") in run.error
     assert len(run.error) <= 2000
     assert len(run.output) <= 16 * 2**20
     assert Path("/etc/passwd").read_bytes() == passwd
@@ -176,7 +174,7 @@ _short: dict[str, LocalRunner] = {}
 
 
 def short(sandbox: LocalRunner) -> LocalRunner:
-    """The same sandbox with a limit of a third of a second."""
+    """Return the same sandbox with a limit of a third of a second."""
     isolation = sandbox.settings.isolation
     if isolation not in _short:
         _short[isolation] = LocalRunner(SandboxConfig(isolation=isolation, timeout_s=0.3))
@@ -188,7 +186,7 @@ def test_tests_before_the_one_that_hangs_count(sandbox):
     assert (run.status, run.passed) == ("timeout", [True, False])
 
 
-def test_what_a_program_can_see(sandbox, monkeypatch):
+def test_the_environment_that_a_program_sees(sandbox, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     server = LocalRunner(sandbox.settings)
     code = f"""
@@ -207,7 +205,7 @@ print(os.path.exists({str(Path(__file__).parents[2] / "tests")!r}))
     )
 
 
-def test_files_are_its_own_and_gone_after_it(sandbox):
+def test_files_belong_to_one_run_and_are_removed_after_it(sandbox):
     if sandbox.settings.isolation == "seccomp":
         assert "PermissionError" in sandbox.run("open('file', 'w')", []).error
         return
@@ -222,7 +220,7 @@ def test_files_are_its_own_and_gone_after_it(sandbox):
     )
 
 
-def test_nothing_stays_behind(sandbox):
+def test_no_process_or_file_is_left_behind(sandbox):
     runner = LocalRunner(sandbox.settings)
     runner.run("", [])
     helper = runner._pool._borrow()
@@ -235,7 +233,7 @@ def test_nothing_stays_behind(sandbox):
     assert not any(is_running(pid) for pid in processes)
 
 
-def test_it_ends_with_a_trainer_that_is_killed_in_the_middle_of_a_run(sandbox):
+def test_it_ends_with_a_trainer_killed_during_a_run(sandbox):
     code = textwrap.dedent(
         f"""
         import threading, time
@@ -270,7 +268,7 @@ def test_it_ends_with_a_trainer_that_is_killed_in_the_middle_of_a_run(sandbox):
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it started."""
+    """Return a process and all its descendants."""
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
@@ -281,14 +279,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_server_that_dies_is_replaced(sandbox):
+def test_a_dead_server_is_replaced(sandbox):
     helper = sandbox._pool._borrow()
     sandbox._pool._idle.append(helper)
     helper._process.kill()
     assert sandbox.run("", ["pass"]).passed == [True]
 
 
-def test_a_server_that_never_answers_is_an_error(monkeypatch):
+def test_a_silent_server_is_an_error(monkeypatch):
     runner = LocalRunner(SandboxConfig())
     runner._isolation = "seccomp"
 
@@ -300,8 +298,8 @@ def test_a_server_that_never_answers_is_an_error(monkeypatch):
         runner.run("", [])
 
 
-def test_several_threads_run_side_by_side(sandbox, monkeypatch):
-    together = threading.Barrier(3)  # broken where one waits for another's end
+def test_several_threads_run_in_parallel(sandbox, monkeypatch):
+    together = threading.Barrier(3)  # broken if runs wait for each other
     borrow = sandbox._pool._borrow
 
     def borrow_at_once():
@@ -315,20 +313,20 @@ def test_several_threads_run_side_by_side(sandbox, monkeypatch):
     assert [run.status for run in runs] == ["finished"] * 3
 
 
-def test_without_isolation_nothing_runs_unless_asked(monkeypatch):
+def test_without_isolation_no_program_runs_unless_requested(monkeypatch):
     monkeypatch.setattr(seccomp, "is_supported", lambda: False)
     with pytest.raises(ConfigError, match=r"(?s)cannot be isolated.*isolation=none"):
         choose_isolation(SandboxConfig())
     assert choose_isolation(SandboxConfig(isolation="none")) == "none"
 
 
-def test_an_isolation_that_does_not_hold_is_not_used(monkeypatch):
+def test_an_isolation_that_fails_its_check_is_not_used(monkeypatch):
     monkeypatch.setitem(runner_module._BREAK_OUTS, "arithmetic", "raise SystemExit")
     with pytest.raises(ConfigError, match="does not prevent arithmetic"):
         choose_isolation(SandboxConfig(isolation="seccomp"))
 
 
-def test_what_holds_is_said_once(caplog):
+def test_the_isolation_is_logged_once(caplog):
     runner = LocalRunner(SandboxConfig(isolation="seccomp"))
     with caplog.at_level("INFO", logger="verl"):
         runner.run("", [])
@@ -362,7 +360,7 @@ def test_a_fall_back_from_namespaces_is_a_warning(monkeypatch, caplog):
 
 
 def test_a_kernel_without_landlock_and_listeners(monkeypatch, caplog):
-    """Both gaps are logged, and a watcher limits threads instead."""
+    """Log both gaps, and limit threads by a watcher instead."""
     monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("verl"), "disabled", False)
     caplog.set_level(logging.INFO, logger="verl")
@@ -395,13 +393,13 @@ def test_a_kernel_without_landlock_and_listeners(monkeypatch, caplog):
     assert "is killed some milliseconds later" in text
 
 
-def test_locks_are_granted_and_not_taken(sandbox):
+def test_locks_succeed_and_leases_fail(sandbox):
     code = "import fcntl, os\nfile = open(os.__file__)\nfcntl.flock(file, fcntl.LOCK_EX)"
     run = sandbox.run(code, ["fcntl.lockf(file, fcntl.LOCK_SH)", "fcntl.fcntl(file, 1024, 0)"])
     assert run.passed == [True, False], run.error
 
 
-def test_unprotected_runs_are_still_limited():
+def test_unprotected_runs_still_have_limits():
     runner = LocalRunner(SandboxConfig(isolation="none", timeout_s=0.5, memory_limit_mb=256))
     assert runner.run("", ["assert True"]).passed == [True]
     assert runner.run("while True: pass", []).status == "timeout"

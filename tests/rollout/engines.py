@@ -1,4 +1,4 @@
-"""Engines on tiny models, and what transformers itself says about them."""
+"""Engines on tiny models, and the results of transformers on them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from verl.config.rollout import RolloutConfig
 from verl.distributed.collectives import ALONE, Axis
 from verl.rollout import Completion, Request, SamplingParams, create_rollout_engine
 
-# Fierce models say an end-of-sequence token now and then, which is wanted; lengths straddle pages
-# and windows.
+# Models with large weights sometimes generate end-of-sequence, which is wanted; lengths cross the
+# borders of pages and windows.
 PROMPTS = [
     [7, 11, 13, 17, 19],
     [5 + (7 * i) % 90 for i in range(37)],
@@ -20,13 +20,13 @@ PROMPTS = [
 ]
 
 
-# Tied to fierce embeddings, the heads of these say the last token again for ever, and no test of
-# tokens could fail.
+# Tied to large embeddings, the heads of these repeat the last token forever, and no test of tokens
+# could fail.
 _REPEATS_WHEN_TIED = ("gpt2", "gemma2", "gemma3", "cohere", "minicpm3", "bloom")
 
 
 def talkative_model(family: str, **arguments: Any) -> PreTrainedModel:
-    """A tiny model whose greedy responses have several different tokens."""
+    """Return a tiny model with several different tokens in its greedy responses."""
     if family in _REPEATS_WHEN_TIED:
         arguments = {"tie_word_embeddings": False, **arguments}
     return tiny_model(family, **arguments)
@@ -47,7 +47,7 @@ def make_engine(
 
 
 def requests(prompts: Sequence[Sequence[int]], n: int = 1) -> list[Request]:
-    """Samples 0..n-1 of the first prompt, then those of the second ..."""
+    """Return samples 0..n-1 of the first prompt, then those of the second ..."""
     return [
         Request(prompt_ids=tuple(prompt), sample_ids=tuple(range(i * n, (i + 1) * n)))
         for i, prompt in enumerate(prompts)
@@ -63,7 +63,7 @@ def run(
     step: int = 0,
     **params: Any,
 ) -> list[Completion]:
-    """All completions in the order of their sample ids, each checked to have come once."""
+    """Return all completions in order of sample ids, after checking that each came once."""
     settings = SamplingParams(**{"max_new_tokens": 24, **params})
     completions = list(engine.generate(requests(prompts, n), settings, seed=seed, step=step))
     assert sorted(completion.sample_id for completion in completions) == list(
@@ -95,7 +95,7 @@ def transformers_greedy(
 def forward_log_probs(
     model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """(R,) from one padded-free forward of the whole sequence through the trainer's own module."""
+    """Return log-probs (R,) of one forward of the sequence through the trainer's own module."""
     ids = torch.tensor([[*prompt, *response]], device=model.device)
     logits = (
         model(ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1].float()
@@ -105,8 +105,10 @@ def forward_log_probs(
 
 
 def check_bits_of_a_thousand(model: PreTrainedModel, **settings: Any) -> None:
-    """With `deterministic` the same seeds give the same bits alone, among a thousand, and after
-    pre-emption."""
+    """Check that `deterministic` gives the same bits for equal seeds.
+
+    Compares samples alone, among a thousand, and after preemption.
+    """
     n = 334
     crowd = run(make_engine(model, deterministic=True, **settings), PROMPTS, n=n)
     tight = make_engine(model, deterministic=True, num_pages=400, **settings)

@@ -1,9 +1,9 @@
-"""Triton kernels on the CPU: tests whose bodies run in a process of their own, in which Triton
+"""Triton kernels on the CPU: the bodies of these tests run in a separate process, in which Triton
 interprets.
 
-Triton decides when it is imported whether kernels are interpreted. In the process of the tests the
+Triton decides at import whether kernels are interpreted. In the process of the tests the
 interpreter stays off, so that kernels can be compiled there. A module that imports this one is
-skipped where there is no Triton.
+skipped if Triton is missing.
 """
 
 import functools
@@ -24,8 +24,7 @@ if importlib.util.find_spec("triton") is None:
 
 
 def interpreted(body: Callable[..., None]) -> Callable[..., None]:
-    """A test whose body runs in the interpreting process. Its arguments are parameters that can be
-    pickled."""
+    """Run the body of a test in the interpreting process. Its arguments must be picklable."""
     if multiprocessing.parent_process() is not None:
         return body
 
@@ -38,12 +37,12 @@ def interpreted(body: Callable[..., None]) -> Callable[..., None]:
 
 @functools.cache
 def _process() -> ProcessPoolExecutor:
-    """One for all modules: it takes seconds to import torch. It ends with this process."""
+    """Start one process for all modules, because importing torch takes seconds."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start_interpreting)
 
 
 def _run(module: str, name: str, arguments: dict[str, Any]) -> None:
-    torch.manual_seed(0)  # the same numbers whatever ran before
+    torch.manual_seed(0)  # the same numbers after any earlier test
     getattr(importlib.import_module(module), name)(**arguments)
 
 
@@ -55,8 +54,7 @@ def _start_interpreting() -> None:
     original = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 takes int() of an array of one element for the bounds of a loop, which NumPy
-        2.4 refuses."""
+        """Set an index: Triton 3.6 takes int() of a one-element array, which NumPy 2.4 rejects."""
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 

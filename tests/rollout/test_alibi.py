@@ -64,13 +64,13 @@ def test_the_parity_test_notices_positions_that_do_not_advance(family, monkeypat
     assert worst_log_prob_error(model, run(make_engine(model), PROMPTS), 1, 1.0) > 1e-2
 
 
-def test_the_deterministic_engine_refuses_biases_by_name():
+def test_the_deterministic_engine_rejects_biases_by_name():
     with pytest.raises(ConfigError, match="does not support.*ALiBi.*'bloom'"):
         make_engine(talkative_model("bloom"), deterministic=True)
 
 
 @pytest.mark.parametrize(("family", "feature"), [("bloom", "ALiBi"), ("deepseek_v3", "MLA")])
-def test_the_engine_on_cuda_refuses_by_name(family, feature):
+def test_the_engine_on_cuda_rejects_by_name(family, feature):
     model = talkative_model(family)
     config = RolloutConfig()
     check_engine_model(config, model.config, on_cuda=False)
@@ -82,7 +82,7 @@ def test_the_engine_on_cuda_refuses_by_name(family, feature):
 
 
 @pytest.mark.parametrize("family", ["qwen2", *ALIBI_FAMILIES, *LATENT_FAMILIES])
-def test_a_configuration_says_as_much_of_the_attention_as_the_module(family):
+def test_a_configuration_describes_the_attention_like_the_module(family):
     model = talkative_model(family)
     paging = make_engine(model).runner.paging
     is_special = bool(paging.latent_layers) or paging.has_key_bias

@@ -1,4 +1,4 @@
-"""Completions to columns, and every way an engine could get them wrong."""
+"""Completions to columns, and every error that an engine could make in them."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_prompts_are_padded_left_and_responses_right():
     assert batch["rollout_log_probs"].tolist() == [[-0.5, -1.0, -1.5], [-0.5, 0.0, 0.0]]
 
 
-def test_columns_are_those_of_the_table():
+def test_the_columns_match_the_table():
     batch = columns([[1]], [completion(0, 2)])
     sizes = {"B": 1, "P": 4, "R": 3, "T": 7}
     expected = {
@@ -61,7 +61,7 @@ def test_columns_are_those_of_the_table():
         ([completion(0, 2), completion(1, 2, log_probs=[float("nan")])], "some of them not finite"),
     ],
 )
-def test_what_an_engine_gets_wrong_names_the_sample(completions, message):
+def test_errors_of_an_engine_name_the_sample(completions, message):
     with pytest.raises(RolloutError, match=message):
         columns([[1], [1]], completions)
 
@@ -82,6 +82,7 @@ def test_only_drawn_tokens_have_a_mask_and_a_log_prob():
         ],
     )
     batch = assemble([episode], prompt_length=3, response_length=6, pad_token_id=9, with_turns=True)
+
     assert batch["responses"].tolist() == [[5, 6, 7, 8, 3, 9]]
     assert batch["response_mask"].tolist() == [[1, 0, 0, 1, 1, 0]]
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1, 1, 0]]

@@ -1,4 +1,4 @@
-"""The facts that engine classes declare, and what follows before an engine exists."""
+"""Capabilities that engine classes declare, and their use before an engine exists."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def factory(**parts):
     ],
     ids=["deterministic", "tensor parallel"],
 )
-def test_an_engine_is_refused_settings_that_it_does_not_declare(register, setting, way_out):
+def test_an_engine_rejects_settings_that_it_does_not_declare(register, setting, way_out):
     register("undeclared", factory)
     check_engine(RolloutConfig(name="embedded", **setting))
     for name in ("hf", "undeclared"):
@@ -63,7 +63,7 @@ def test_an_engine_is_refused_settings_that_it_does_not_declare(register, settin
             check_engine(RolloutConfig(name=name, **setting))
 
 
-def test_a_factory_may_declare_capabilities_and_is_named_in_the_way_out(register):
+def test_a_factory_can_declare_capabilities_and_is_named_as_an_alternative(register):
     def capable(**parts):
         return EmbeddedEngine(**parts)
 
@@ -76,7 +76,7 @@ def test_a_factory_may_declare_capabilities_and_is_named_in_the_way_out(register
         check_engine(RolloutConfig(name="capable", tensor_model_parallel_size=2))
 
 
-def test_a_class_of_its_own_is_registered_and_asked(register):
+def test_a_custom_class_is_registered_and_asked(register):
     class Picky(EmbeddedEngine):
         @classmethod
         def check(cls, config):

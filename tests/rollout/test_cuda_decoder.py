@@ -1,5 +1,5 @@
-"""Decode steps of the Triton decoder, interpreted on the CPU, beside transformers; tests/gpu has
-whole rollouts."""
+"""Decode steps of the Triton decoder, interpreted on the CPU and compared with transformers;
+tests/gpu has whole rollouts."""
 
 import copy
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ TABLE = (
 def make_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
     if family == "qwen2":  # biases
         model: Any = Qwen2ForCausalLM(Qwen2Config(**SIZES))
-    else:  # norms of the heads
+    else:  # norms per head
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16))
     for parameter in model.parameters():
         if parameter.ndim == 1:
@@ -62,7 +62,7 @@ class Twin(SimpleNamespace):
 
 
 def make_decoder(model: PreTrainedModel) -> TritonDecoder:
-    """With pages of NaN."""
+    """Build a decoder with pages of NaN."""
     module: Any = copy.deepcopy(model)
     paging = Paging(module)
     zeros = torch.zeros(1, dtype=torch.long)
@@ -81,7 +81,7 @@ def make_decoder(model: PreTrainedModel) -> TritonDecoder:
 def make_step(
     positions: Tensor, table: Tensor, num_splits: int = 1, *, takes_fresh: bool = True
 ) -> DeviceStep:
-    """Row i is slot i."""
+    """Build a step in which row i is slot i."""
     rows = len(positions)
     state = Slots.allocate(rows, WIDTH, torch.device("cpu"))
     state.positions.copy_(positions)
@@ -95,7 +95,7 @@ def make_step(
 
 
 def product_of_halves(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-    """torch.bmm on CPU knows no `out_dtype`."""
+    """Replace torch.bmm, which has no `out_dtype` on the CPU."""
     return torch.matmul(one.to(out_dtype), other.to(out_dtype))
 
 
@@ -104,7 +104,7 @@ def product_of_halves(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> 
     [("qwen2", torch.float16, 1e-2), ("qwen3", torch.float32, 1e-5)],
 )
 @interpreted
-def test_steps_are_transformers(family: str, dtype: torch.dtype, tolerance: float):
+def test_decode_steps_equal_transformers(family: str, dtype: torch.dtype, tolerance: float):
     model = make_model(family, dtype)
     decoder = make_decoder(model)
     ids = torch.randint(50, (ROWS, LENGTH))
@@ -121,8 +121,8 @@ def test_steps_are_transformers(family: str, dtype: torch.dtype, tolerance: floa
             "products were to be split"
         )
 
-        # Rows of one sequence see each other's keys, so that all must be stored before any is read;
-        # the latest is first here, as programs are interpreted in order.
+        # Rows of one sequence see each other's keys, so all must be stored before any is read; the
+        # latest is first here, because programs are interpreted in order.
         start = 5
         for cache in (cache for layer in decoder.paging.layers.values() for cache in layer):
             cache[TABLE[0, 1:].long()] = float("nan")

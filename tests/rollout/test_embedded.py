@@ -72,7 +72,7 @@ def test_log_probs_ignore_top_k_top_p_and_min_p():
     ],
 )
 def test_the_parity_test_notices_a_dropped_feature(family, dropped, monkeypatch):
-    """Mutation: the decode step forgets the window, the cap, the scaling or the sinks."""
+    """Drop the window, the cap, the scaling or the sinks from the decode step."""
     true_facts = paged.layer_facts
     monkeypatch.setattr(
         paged, "layer_facts", lambda *a: Facts(**{**true_facts(*a)._asdict(), **dropped})
@@ -83,7 +83,7 @@ def test_the_parity_test_notices_a_dropped_feature(family, dropped, monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "opt"])
-def test_tokens_do_not_depend_on_who_else_runs(family):
+def test_tokens_do_not_depend_on_other_samples(family):
     model = talkative_model(family)
     crowd = tokens_of(run(make_engine(model), PROMPTS, n=4))
     few = tokens_of(run(make_engine(model, max_num_seqs=3), PROMPTS, n=4))
@@ -106,7 +106,7 @@ def test_tokens_depend_on_seed_step_and_sample():
 
 
 @pytest.mark.parametrize("num_pages", [4, 7, 11])
-def test_preemption_changes_nothing_but_the_count(num_pages):
+def test_preemption_changes_only_its_counter(num_pages):
     model = talkative_model("qwen2")
     free = make_engine(model)
     roomy = run(free, PROMPTS, n=4)
@@ -125,10 +125,10 @@ def test_samples_of_a_prompt_share_its_pages_and_its_prefill():
     run(engine, [prompt], n=6, max_new_tokens=3, ignore_eos=True)
     statistics = engine.statistics()
     assert statistics["prefill_tokens"] == 21
-    # Shared whole pages, and for each sample its own copy of the sixth, in which the two cached
-    # tokens fit.
+    # Whole pages are shared, and each sample has its own copy of the sixth, with room for two
+    # cached tokens.
     assert statistics["peak_pages"] == 5 + 6
-    assert statistics["copied_pages"] == 5  # the last one writes into the original
+    assert statistics["copied_pages"] == 5  # the last sample writes into the original
 
 
 def test_samples_admitted_late_still_share_the_prefill():
@@ -212,7 +212,7 @@ class HalvedMLP(Qwen2MLP):
         return super().forward(x) * 0.5
 
 
-def test_a_model_with_parts_of_its_own_decodes_through_them():
+def test_a_model_with_custom_parts_decodes_through_them():
     model = talkative_model("qwen2")
 
     class Halved(Qwen2ForCausalLM):
@@ -246,7 +246,7 @@ def test_limits_of_samples_and_requests_without_samples():
         )
 
 
-def test_all_pages_come_back_and_the_books_are_right_all_along():
+def test_all_pages_are_returned_and_the_page_table_is_consistent_throughout():
     engine = make_engine(talkative_model("qwen2"), num_pages=9, max_num_seqs=5)
     settings = SamplingParams(max_new_tokens=20)
     requests = [
@@ -273,7 +273,7 @@ def test_closing_the_iterator_early_frees_the_engine():
     assert len(list(engine.generate([request], settings, seed=0, step=0))) == 2
 
 
-def test_what_cannot_be_generated_is_said_at_once():
+def test_unsupported_requests_and_settings_are_rejected_at_once():
     engine = make_engine(talkative_model("qwen2"), num_pages=2, prompt_length=40, response_length=8)
     settings = SamplingParams(max_new_tokens=8)
 
@@ -296,25 +296,25 @@ def test_what_cannot_be_generated_is_said_at_once():
         RolloutError, match="sample id 9223372036854775808; ids must fit in 64 bits"
     ):
         ask([5], 2**63)
-    for told, setting in (
+    for message, setting in (
         ("top_p must be above 0", {"top_p": 0.0}),
         ("temperature must be 0 .* or at least 1e-37", {"temperature": 1e-40}),
         ("stop must be a tuple of strings", {"stop": "Qx"}),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             ask([5], 0, params=SamplingParams(max_new_tokens=1, **setting))
     with pytest.raises(ConfigError, match="has 256 positions"):
         make_engine(talkative_model("qwen2"), max_model_len=257)
 
 
-def test_responses_end_where_the_sequence_is_full():
+def test_responses_end_when_the_sequence_is_full():
     engine = make_engine(talkative_model("qwen2"), max_model_len=20)
     [completion] = run(engine, [[5] * 15], max_new_tokens=24, ignore_eos=True)
     assert len(completion.token_ids) == 5
     assert completion.finish_reason == "length"
 
 
-def test_seeds_may_be_numpys():
+def test_seeds_can_be_numpy_integers():
     engine = make_engine(talkative_model("qwen2"), enable_prefix_caching=False)
     drawn = run(engine, PROMPTS, seed=-5, step=3)
     assert run(engine, PROMPTS, seed=np.int64(-5), step=np.int64(3)) == drawn
@@ -392,8 +392,7 @@ def test_bfloat16_copies_the_weights_and_stays_close():
 
 @pytest.mark.parametrize("family", LLAMA_FAMILIES)
 def test_bfloat16_decodes_with_the_bits_of_the_modules_own_layers(family, monkeypatch):
-    """Each rounding of the trainer's layers that a step leaves out, or has of its own, is a
-    mismatch."""
+    """Compare every rounding of the trainer's layers: an omitted or added one is a mismatch."""
     model = talkative_model(family)
     fused = run(make_engine(model, dtype="bfloat16"), PROMPTS, n=2)
     monkeypatch.setattr("verl.rollout.embedded.runner.can_fuse", lambda module: False)

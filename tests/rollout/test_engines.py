@@ -1,5 +1,5 @@
-"""What every engine must do: hf and embedded agree, stop where told, and take the trainer's
-weights."""
+"""Requirements for every engine: hf and embedded agree, stop at the configured tokens, and use the
+trainer's weights."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_hf_and_embedded_agree_under_filters_and_in_chunks():
     ],
 )
 def test_hf_feeds_no_row_beyond_the_longest_sequence(family, arguments):
-    """A full sequence beside a short one that goes on for longer."""
+    """Run a full sequence next to a short one that continues for longer."""
     model = talkative_model(family, max_position_embeddings=64, **arguments)
     engine = make_engine(model, "hf", prompt_length=60, response_length=4)
     prompts = [[5 + (7 * i) % 90 for i in range(60)], [9, 11], [7, 13, 17]]
@@ -64,7 +64,7 @@ def test_hf_feeds_no_row_beyond_the_longest_sequence(family, arguments):
         assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-3)
 
 
-def test_hf_greedy_is_transformers_generate():
+def test_hf_greedy_equals_transformers_generate():
     model = talkative_model("qwen3")
     ours = run(make_engine(model, "hf"), PROMPTS, temperature=0, max_new_tokens=30)
     assert tokens_of(ours) == [transformers_greedy(model, prompt, 30) for prompt in PROMPTS]
@@ -80,7 +80,7 @@ def test_the_models_own_generation_settings_are_not_applied(name):
     assert tokens_of(run(make_engine(model, name), PROMPTS)) == before
 
 
-def test_stop_tokens_that_no_text_has_are_refused():
+def test_stop_tokens_without_text_are_rejected():
     for token in (99_999, -4):
         with pytest.raises(
             ConfigError, match="stop_token_ids must be ids of the tokenizer, from 0 to"
@@ -135,7 +135,7 @@ def test_stop_strings_end_with_the_token_that_completes_them(name):
     assert stopped[1].finish_reason == "stop"
 
 
-def test_a_stop_string_may_have_tokens_without_text_in_it():
+def test_a_stop_string_may_span_tokens_without_text():
     tokenizer = tiny_tokenizer()
     begin = tokenizer.convert_tokens_to_ids("a")
     end = tokenizer.convert_tokens_to_ids("b")
@@ -162,7 +162,7 @@ def test_stop_strings_need_a_tokenizer():
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "gpt2"])
-def test_on_cpu_the_engine_reads_the_trainers_weights_and_leaves_its_module_alone(name, family):
+def test_on_cpu_the_engine_reads_the_trainers_weights_and_does_not_change_its_module(name, family):
     model = talkative_model(family).train()
     engine = make_engine(model, name)
     assert model.config._attn_implementation == "eager"
@@ -184,7 +184,7 @@ def test_on_cpu_the_engine_reads_the_trainers_weights_and_leaves_its_module_alon
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_on_cpu_a_step_of_the_optimizer_is_seen_at_once(fused):
+def test_on_cpu_an_optimizer_step_is_visible_at_once(fused):
     model = talkative_model("qwen2")
     engine = make_engine(model, page_size=4)
     run(engine, PROMPTS)
@@ -200,7 +200,7 @@ def test_on_cpu_a_step_of_the_optimizer_is_seen_at_once(fused):
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_update_weights_takes_foreign_tensors_without_touching_the_trainers(dtype):
+def test_update_weights_takes_foreign_tensors_without_changing_the_trainers(dtype):
     model = talkative_model("qwen2")
     other = talkative_model("qwen2", seed=1)
     engine = make_engine(model, dtype=dtype)
@@ -228,7 +228,7 @@ def test_copies_keep_their_addresses():
     assert addresses == [parameter.data_ptr() for parameter in engine.twin.module.parameters()]
 
 
-def test_update_weights_wants_all_names_and_shapes():
+def test_update_weights_requires_all_names_and_shapes():
     model = talkative_model("qwen2")
     engine = make_engine(model)
     weights = dict(model.named_parameters())

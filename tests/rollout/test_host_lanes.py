@@ -1,5 +1,5 @@
-"""Decode steps in lanes, on numba's kernels, against those of torch and against the trainer's
-model."""
+"""Decode steps in lanes, with the kernels of numba, against those of torch and against the
+trainer's model."""
 
 import functools
 import logging
@@ -27,7 +27,7 @@ from verl.rollout.embedded.kernels import host  # noqa: E402
 
 @pytest.fixture(params=[1, 3], ids=["one lane", "three lanes"])
 def lanes(request, monkeypatch):
-    """Every step goes in lanes, of which there are as many as rows and threads allow."""
+    """Run every step in lanes, as many as rows and threads allow."""
     threads = torch.get_num_threads()
     torch.set_num_threads(request.param)
     monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 0)
@@ -43,14 +43,14 @@ def lanes(request, monkeypatch):
     torch.set_num_threads(threads)
 
 
-def test_lanes_compute_alone(lanes):
+def test_steps_use_only_lanes(lanes):
     pool = host_lanes._single_threads(lanes)
     assert [pool.submit(torch.get_num_threads).result() for _ in range(9)] == [1] * 9
 
 
 @pytest.mark.parametrize("family", LLAMA_FAMILIES)
-def test_lanes_are_the_trainers_model(family, lanes):
-    """Also where keys leave the window, samples take the rows of others, and the weights change."""
+def test_lanes_equal_the_trainers_model(family, lanes):
+    """Let keys leave the window, samples reuse rows of others, and the weights change."""
     window = {"sliding_window": 9} if family == "mistral" else {}
     model = talkative_model(family, rms_norm_eps=0.1, **window)
     engine = make_engine(model, max_num_seqs=7)
@@ -66,29 +66,29 @@ def test_lanes_are_the_trainers_model(family, lanes):
 @pytest.mark.parametrize(
     ("promise", "arguments"),
     [
-        (test_embedded.test_tokens_do_not_depend_on_who_else_runs, ("qwen2",)),
-        (test_embedded.test_preemption_changes_nothing_but_the_count, (4,)),
-        (test_embedded.test_preemption_changes_nothing_but_the_count, (11,)),
+        (test_embedded.test_tokens_do_not_depend_on_other_samples, ("qwen2",)),
+        (test_embedded.test_preemption_changes_only_its_counter, (4,)),
+        (test_embedded.test_preemption_changes_only_its_counter, (11,)),
         (test_embedded.test_samples_of_a_prompt_share_its_pages_and_its_prefill, ()),
         (test_embedded.test_a_second_turn_finds_the_keys_of_the_first, ("mistral",)),
         (test_embedded.test_the_keys_of_other_weights_are_not_found, ()),
         (test_embedded.test_limits_of_samples_and_requests_without_samples, ()),
-        (test_embedded.test_all_pages_come_back_and_the_books_are_right_all_along, ()),
+        (test_embedded.test_all_pages_are_returned_and_the_page_table_is_consistent_throughout, ()),
         (test_embedded.test_closing_the_iterator_early_frees_the_engine, ()),
-        (test_embedded.test_responses_end_where_the_sequence_is_full, ()),
+        (test_embedded.test_responses_end_when_the_sequence_is_full, ()),
         (test_embedded.test_sleep_and_wake, ()),
         (test_engines.test_end_of_sequence_and_stop_tokens, ("embedded",)),
         (test_engines.test_stop_strings_end_with_the_token_that_completes_them, ("embedded",)),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_lanes_keep_the_promises_of_the_engine(promise, arguments, lanes):
+def test_lanes_keep_the_guarantees_of_the_engine(promise, arguments, lanes):
     promise(*arguments)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 8])
-def test_tokens_behind_the_end_of_a_response_are_nobodys(steps, lanes, monkeypatch):
-    """Whatever the number of steps that go at once."""
+def test_tokens_after_the_end_of_a_response_are_discarded(steps, lanes, monkeypatch):
+    """Check any number of steps in one call."""
     monkeypatch.setattr(host_runner, "STEPS_AT_ONCE", steps)
     model = talkative_model("qwen2")
     engine = make_engine(model, max_num_seqs=5)
@@ -112,7 +112,7 @@ def test_tokens_behind_the_end_of_a_response_are_nobodys(steps, lanes, monkeypat
     [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}],
     ids=lambda asked: next(iter(asked)),
 )
-def test_lanes_draw_what_torch_draws(asked, lanes, monkeypatch):
+def test_lanes_draw_the_tokens_of_torch(asked, lanes, monkeypatch):
     model = talkative_model("qwen2")
     drawn = run(make_engine(model), PROMPTS, n=4, **asked)
     monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 1 << 40)
@@ -124,7 +124,7 @@ def test_lanes_draw_what_torch_draws(asked, lanes, monkeypatch):
     )
 
 
-def test_steps_go_in_lanes_or_not_as_samples_end(monkeypatch):
+def test_steps_switch_to_and_from_lanes_as_samples_end(monkeypatch):
     monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 0)
     counts = []
     monkeypatch.setattr(
@@ -172,7 +172,7 @@ def test_steps_go_in_lanes_or_not_as_samples_end(monkeypatch):
         ],
     ],
 )
-def test_lanes_are_as_many_as_are_faster(megabytes, rows, threads, lanes):
+def test_the_fastest_number_of_lanes_is_used(megabytes, rows, threads, lanes):
     assert host_lanes.count_lanes(rows, threads, megabytes << 20) == lanes
 
 
@@ -188,7 +188,7 @@ def test_logits_of_a_few_rows_at_a_time_draw_the_same(lanes, monkeypatch):
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_products_are_those_of_torch(transposed, with_bias):
+def test_products_equal_those_of_torch(transposed, with_bias):
     x = torch.randn(7, 12)
     matrix = torch.randn(12, 5)
     bias = torch.randn(int(with_bias), 5)
@@ -198,14 +198,14 @@ def test_products_are_those_of_torch(transposed, with_bias):
     torch.testing.assert_close(out, x @ matrix + bias.sum(dim=0))
 
 
-def test_small_calls_load_no_numba(monkeypatch):
+def test_small_calls_do_not_load_numba(monkeypatch):
     monkeypatch.setattr(
         host_lanes, "load_kernels", lambda: pytest.fail("0.6 s that such a call does not gain")
     )
     run(make_engine(talkative_model("qwen2")), PROMPTS, n=4)
 
 
-def test_one_lane_that_fails_ends_the_call_and_not_the_engine(lanes, monkeypatch):
+def test_a_failing_lane_ends_the_call_and_not_the_engine(lanes, monkeypatch):
     engine = make_engine(talkative_model("qwen2"))
     expected = tokens_of(run(engine, PROMPTS, n=4))
     generate = host_lanes.Lane.generate
@@ -222,7 +222,7 @@ def test_one_lane_that_fails_ends_the_call_and_not_the_engine(lanes, monkeypatch
     assert tokens_of(run(engine, PROMPTS, n=4)) == expected
 
 
-def test_weights_that_are_no_numbers_are_named(lanes):
+def test_weights_that_are_nan_are_named(lanes):
     model = talkative_model("llama")
     engine = make_engine(model)
     run(engine, PROMPTS)
@@ -233,7 +233,7 @@ def test_weights_that_are_no_numbers_are_named(lanes):
         run(engine, PROMPTS)
 
 
-def test_without_numba_the_log_says_what_is_missing(monkeypatch, caplog):
+def test_without_numba_the_log_names_the_missing_package(monkeypatch, caplog):
     monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 0)
     monkeypatch.setattr(
         host_lanes, "load_kernels", functools.cache(host_lanes.load_kernels.__wrapped__)
@@ -261,10 +261,10 @@ def test_without_numba_the_log_says_what_is_missing(monkeypatch, caplog):
     assert tokens_of(missing) == tokens_of(other) == tokens_of(broken)
 
 
-def test_the_wait_for_the_compiler_is_told(monkeypatch, caplog):
+def test_the_wait_for_the_compiler_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
     say_once.cache_clear()
-    fresh = numba.njit(host.largest_of.py_func)  # which no disk keeps
+    fresh = numba.njit(host.largest_of.py_func)  # not in any disk cache
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             fresh(np.ones(8, np.float32))
@@ -314,14 +314,14 @@ def test_a_draw_has_the_noise_of_all_draws(temperature):
 
 
 @pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf")])
-def test_a_draw_from_what_is_no_number_has_no_log_prob(value):
+def test_a_draw_from_nan_has_no_log_prob(value):
     logits = torch.randn(3, 50)
     logits[1, 20] = value
     _, log_probs = draw(logits, 1.0, torch.ones(3, 2, dtype=torch.int32))
     assert log_probs.isfinite().tolist() == [True, False, True]
 
 
-def test_functions_are_as_exact_as_they_say():
+def test_functions_have_their_documented_accuracy():
     @numba.njit
     def each(function, numbers):
         return np.array([function(number) for number in numbers])

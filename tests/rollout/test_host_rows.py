@@ -12,9 +12,8 @@ from verl.rollout.embedded import host_rows, host_runner
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt_oss"])
-def test_rows_hold_what_the_pages_hold(family, monkeypatch):
-    """Samples of many lengths come and go, with few slots, few pages and little memory; then second
-    turns."""
+def test_rows_hold_the_contents_of_the_pages(family, monkeypatch):
+    """Run samples of many lengths with few slots, few pages and little memory; then new turns."""
     model = talkative_model(family)
     limits = [(24, 3, 17, 9, 1), (13, 24, 2, 20, 6), (5, 11, 24, 8, 24)]
     asked = [
@@ -46,7 +45,7 @@ def test_rows_hold_what_the_pages_hold(family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", LLAMA_FAMILIES)
-def test_stacked_weights_are_the_trainers(family, monkeypatch):
+def test_stacked_weights_equal_the_trainers(family, monkeypatch):
     model = talkative_model(family, rms_norm_eps=0.1)
     engine = make_engine(model)
     for _ in range(2):

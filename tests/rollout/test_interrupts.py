@@ -1,5 +1,4 @@
-"""A call of the engine that something ends half-way leaves nothing behind that the next one could
-stumble over."""
+"""An interrupted call of the engine leaves no state behind that breaks the next call."""
 
 import sys
 from collections.abc import Callable
@@ -17,8 +16,10 @@ BOOKKEEPING = (pages.__file__, scheduler.__file__)
 
 
 def interrupted(number: int, call: Callable[[], Any]) -> bool:
-    """Make a call and raise KeyboardInterrupt in it before the `number`th line of the bookkeeping;
-    False if it has fewer."""
+    """Make a call and raise KeyboardInterrupt before the `number`th line of the bookkeeping.
+
+    Returns False if it has fewer lines.
+    """
     left = number
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
@@ -43,7 +44,7 @@ def interrupted(number: int, call: Callable[[], Any]) -> bool:
 
 
 def test_an_interrupt_in_the_bookkeeping_loses_no_page():
-    """In a process of its own: an interrupt may also come while other tests' objects are freed."""
+    """Run in a separate process, which frees no objects of other tests."""
     done = launch(1, interrupt_all)
     assert done.returncode == 0, done.stderr
 
@@ -81,7 +82,7 @@ def test_keys_that_were_not_computed_are_not_found(monkeypatch):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_after_weights_that_have_diverged_good_ones_draw_again(deterministic: bool):
+def test_after_diverged_weights_good_ones_draw_again(deterministic: bool):
     model = talkative_model("qwen2")
     engine = make_engine(model, deterministic=deterministic)
     whole = tokens_of(run(engine, PROMPTS[:1], n=2))

@@ -68,7 +68,7 @@ def test_a_row_of_a_product_depends_on_nothing_but_the_row(threads, dtype, colum
             assert torch.equal(
                 invariant.linear(x[start:stop], weight, bias_or_none), whole[start:stop]
             )
-        # At another place of its block, beside other rows, from memory that is not aligned.
+        # At another place in its block, with other rows, from memory that is not aligned.
         assert torch.equal(
             invariant.linear(x.roll(11, 0), weight, bias_or_none).roll(-11, 0), whole
         )
@@ -114,7 +114,7 @@ def attention_written_out(
 @pytest.mark.parametrize(
     ("dtype", "heads"), [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 6)]
 )
-def test_a_decoded_row_attends_over_its_own_keys_alone(threads, facts, dtype, heads):
+def test_a_decoded_row_attends_only_to_its_own_keys(threads, facts, dtype, heads):
     lengths = [1, 200, 64, 65, 63, 128, 7, 130, 19, 90, 111]
     q = random(11, 6, 12, dtype=dtype)
     k, v = (random(11, heads, 200, dim, dtype=dtype, seed=dim) for dim in (12, 16))
@@ -143,7 +143,7 @@ def test_a_decoded_row_attends_over_its_own_keys_alone(threads, facts, dtype, he
 
 
 @pytest.mark.parametrize("facts", FACTS.values(), ids=FACTS.keys())
-def test_a_prefilled_sequence_attends_over_itself_alone(threads, facts):
+def test_a_prefilled_sequence_attends_only_to_itself(threads, facts):
     lengths = (3, 1, 40, 2, 90, 40, 17)
     q, k, v = (
         random(sum(lengths), heads, dim, seed=heads) for heads, dim in ((6, 12), (2, 12), (2, 16))
@@ -165,7 +165,7 @@ def test_a_prefilled_sequence_attends_over_itself_alone(threads, facts):
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}, {}])
-def test_a_lone_row_draws_as_in_company(threads, params, monkeypatch):
+def test_a_single_row_draws_the_same_as_in_a_batch(threads, params, monkeypatch):
     monkeypatch.setattr("verl.rollout.sampling.CHUNK_LOGITS", 40_001 * 4)
     # chunks of four rows: the ninth is alone in its own
     monkeypatch.setattr(invariant, "CHUNK_LOGITS", 40_001 * 4)
@@ -182,7 +182,7 @@ def test_a_lone_row_draws_as_in_company(threads, params, monkeypatch):
 
 @pytest.mark.parametrize("head", [Head(), Head(scale=0.7), Head(scale=1.3, cap=3.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_those_of_the_trainer(head, dtype):
+def test_logits_equal_those_of_the_trainer(head, dtype):
     hidden = random(150, 48, dtype=dtype)
     weight = random(101, 48, seed=1).to(dtype)
     bias = random(101, seed=2).to(dtype)
@@ -226,7 +226,7 @@ def invariant_model(family: str, device: str = "cpu", **settings: Any) -> PreTra
 
 @torch.inference_mode()
 def hidden_states(model: Any, sequences: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Last hidden states (L, H) of each of the packed sequences."""
+    """Return the last hidden states (L, H) of each of the packed sequences."""
     lengths = tuple(len(sequence) for sequence in sequences)
     ids = torch.cat(list(sequences))[None].to(model.device)
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(model.device)
@@ -243,8 +243,10 @@ def sequences(*lengths: int) -> list[Tensor]:
 
 
 def check_family(model: Any) -> None:
-    """A sequence has the same hidden states alone, with another and among seventeen, by known
-    operations alone."""
+    """Check that a sequence has the same hidden states alone, with another and among seventeen.
+
+    Only known operations may run.
+    """
     mine, *others = sequences(33, 5, *range(2, 65, 4))
     with invariant.refuse_variant_operations("test"):
         alone = hidden_states(model, [mine])[0]
@@ -267,7 +269,7 @@ def test_the_hidden_states_of_a_sequence_do_not_depend_on_its_batch(family):
 
 
 def test_the_check_notices_products_of_any_number_of_rows(monkeypatch):
-    """Mutation: the linear layers are torch's own."""
+    """Replace the linear layers by those of torch."""
     x = random(65, 32)
     weight = random(32, 32, seed=1)
     if torch.equal(F.linear(x[:1], weight), F.linear(x, weight)[:1]):
@@ -301,7 +303,7 @@ def test_the_same_holds_on_two_threads(threads, family, dtype):
         ("gpt_oss", "addmm, bmm, mm, sigmoid"),
     ],
 )
-def test_what_depends_on_the_batch_is_refused_by_name(family, found):
+def test_models_that_depend_on_the_batch_are_rejected_by_name(family, found):
     model = packed_model(family)
     match = f"deterministic=true is not possible for .*'{family}': .*{found}"
     with pytest.raises(ConfigError, match=match), invariant.refuse_variant_operations(family):
@@ -319,7 +321,7 @@ def test_what_depends_on_the_batch_is_refused_by_name(family, found):
         lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
     ],
 )
-def test_operations_that_are_not_known_to_be_invariant_are_refused(operation):
+def test_operations_not_known_to_be_invariant_are_rejected(operation):
     with (
         pytest.raises(ConfigError, match="may depend on the rest of the batch"),
         invariant.refuse_variant_operations(""),
@@ -327,7 +329,7 @@ def test_operations_that_are_not_known_to_be_invariant_are_refused(operation):
         operation(random(4, 8))
 
 
-def test_operations_of_one_row_are_let_through():
+def test_operations_of_one_row_are_allowed():
     x = random(4, 8)
     with invariant.refuse_variant_operations("test"):
         (
@@ -337,7 +339,7 @@ def test_operations_of_one_row_are_let_through():
         )
 
 
-def test_replaced_parameters_are_the_ones_that_compute():
+def test_replaced_parameters_are_used_in_the_computation():
     model: Any = invariant_model("qwen2")
     projection = model.model.layers[0].mlp.down_proj
     before = projection(random(3, 48))
@@ -347,7 +349,7 @@ def test_replaced_parameters_are_the_ones_that_compute():
     assert logprobs.head_of(model) == Head()
 
 
-def test_code_with_arithmetic_of_its_own_computes_invariantly_inside_the_context():
+def test_custom_arithmetic_is_invariant_inside_the_context():
     x = random(150, 64)
     weight = random(128, 64, seed=1)
 
@@ -363,6 +365,6 @@ def test_code_with_arithmetic_of_its_own_computes_invariantly_inside_the_context
     torch.testing.assert_close(whole, gated(x), rtol=1e-4, atol=1e-4)
 
 
-def test_float64_is_refused_on_cuda():
+def test_float64_is_rejected_on_cuda():
     with pytest.raises(ConfigError, match="float64"):
         invariant.make_invariant(tiny_model("qwen2", dtype=torch.float64), torch.device("cuda"))

@@ -37,7 +37,7 @@ def worst_error(model, completions) -> float:
 
 
 @pytest.mark.parametrize("family", LATENT_FAMILIES)
-def test_a_page_holds_latents_and_rotary_keys_alone(family):
+def test_a_page_holds_only_latents_and_rotary_keys(family):
     model = talkative_model(family)
     engine = make_engine(model, page_size=8)
     run(engine, PROMPTS, max_new_tokens=4)
@@ -59,7 +59,7 @@ def test_hf_and_embedded_draw_the_same_tokens(family):
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_gathered_pages_give_the_tokens_of_rows(family, monkeypatch):
-    """Where rows would take too much memory, a step gathers its pages."""
+    """Gather pages in a step when rows would take too much memory."""
     model = talkative_model(family)
     rows = run(make_engine(model), PROMPTS, n=2)
     monkeypatch.setattr(host_runner, "ROWS_BYTES", 0)
@@ -90,7 +90,7 @@ def test_preemption_changes_no_token():
     assert engine.statistics()["preemptions"] > 0
 
 
-def test_half_precision_attends_as_full_precision_does():
+def test_half_precision_attends_like_full_precision():
     draw = torch.Generator().manual_seed(0)
     rows = 3
     length = 24
@@ -148,7 +148,7 @@ def test_the_parity_test_notices_a_wrong_absorption(family, method, mutation, mo
 
 @pytest.mark.parametrize("dtype", [None, "float64"])
 def test_absorbed_weights_are_those_of_the_last_update(dtype):
-    """`float64` makes copies of the trainer's weights, None reads them where they are."""
+    """Copy the trainer's weights for `float64`, and read them in place for None."""
     model = talkative_model("deepseek_v3")
     other = talkative_model("deepseek_v3", seed=1)
     engine = make_engine(model, dtype=dtype)
@@ -171,11 +171,11 @@ def test_absorbed_weights_are_those_of_the_last_update(dtype):
     assert engine.twin.fingerprints()[f"{name}.kv_b_proj.weight"].value == own
 
 
-def test_the_deterministic_engine_refuses_latents_by_name():
+def test_the_deterministic_engine_rejects_latents_by_name():
     with pytest.raises(ConfigError, match="does not support.*MLA.*'deepseek_v3'"):
         make_engine(talkative_model("deepseek_v3"), deterministic=True)
 
 
-def test_ranks_that_share_an_engine_refuse_latents_by_name():
+def test_ranks_that_share_an_engine_reject_latents_by_name():
     with pytest.raises(ConfigError, match="cannot cut multi-head latent attention.*'deepseek_v3'"):
         check_tensor_parallel(talkative_model("deepseek_v3").config, 2)

@@ -1,5 +1,5 @@
-"""The kernels of a decoder layer and of slots, interpreted on the CPU, beside transformers and
-plain indexing."""
+"""The kernels of a decoder layer and of slots, interpreted on the CPU and compared with
+transformers and plain indexing."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.rollout.interpreter import interpreted
 from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
 from verl.rollout.embedded.kernels.slots import advance, feed, store_tokens
 
-EPS = 0.3  # large: a norm without it would be far off
+EPS = 0.3  # large: without it, a norm would be far off
 HEADS = 6
 KV_HEADS = 3
 PAGE_SIZE = 4
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.float16]
 
 
 def assert_near(one: Tensor, other: Tensor) -> None:
-    """Up to one rounding of a number of the size of ours."""
+    """Compare up to one rounding of a number of this size."""
     rtol, atol = (1e-5, 2e-6) if one.dtype == torch.float32 else (2e-3, 4e-3)
     torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True)
 
@@ -46,7 +46,7 @@ def test_add_rms_norm(count: int, width: int, dtype: torch.dtype):
 @pytest.mark.parametrize("count", [2, 3])
 @interpreted
 def test_add_rms_norm_adds_up_parts_of_products(count: int, splits: int):
-    """A part that comes as sums is their sum, rounded to the type of the others."""
+    """Sum the parts of a product, and round the sum to the dtype of the others."""
     residual = torch.randn(5, 40).half()
     weight = torch.rand(40).half()
     sums = torch.randn(count - 1, splits, 5, 40)
@@ -63,7 +63,9 @@ def test_add_rms_norm_adds_up_parts_of_products(count: int, splits: int):
 @pytest.mark.parametrize("round_sum", [False, True])
 @pytest.mark.parametrize("round_normed", [False, True])
 @interpreted
-def test_add_rms_norm_rounds_where_it_is_told(count: int, round_sum: bool, round_normed: bool):
+def test_add_rms_norm_rounds_at_the_requested_places(
+    count: int, round_sum: bool, round_normed: bool
+):
     parts = torch.randn(count, 30, 64).half()
     weight = torch.rand(64).half()
 
@@ -79,7 +81,7 @@ def test_add_rms_norm_rounds_where_it_is_told(count: int, round_sum: bool, round
     for other_sum in (False, True):
         for other_normed in (False, True):
             same = (out == expected(other_sum, other_normed)).float().mean().item()
-            # Of some numbers the variance, added up in another order, changes the last bit.
+            # For some numbers, another order of summation changes the last bit of the variance.
             assert (same > 0.99) == ((other_sum, other_normed) == (round_sum, round_normed)), same
 
 
@@ -93,7 +95,7 @@ def test_swiglu(width: int, dtype: torch.dtype):
 
 
 def interleaved_cache(dim: int, dtype: torch.dtype) -> Tensor:
-    """(num_pages, layers, 2, Hk, page_size, D) of NaN, which stays wherever nothing is written."""
+    """Return NaN of shape (num_pages, layers, 2, Hk, page_size, D); unwritten elements stay NaN."""
     return torch.full((6, 2, 2, KV_HEADS, PAGE_SIZE, dim), float("nan"), dtype=dtype)
 
 
@@ -149,8 +151,8 @@ def test_store_tokens(dtype: torch.dtype):
 
 
 @interpreted
-def test_feed_reads_what_stands_at_each_slot():
-    """More rows than one program has, slots in disorder, a table that is part of a wider one."""
+def test_feed_reads_the_content_of_each_slot():
+    """Use more rows than one program has, unordered slots, and a slice of a wider table."""
     count = 150
     width = 5
     slots = torch.randperm(count)[:140].int()
@@ -169,7 +171,7 @@ def test_feed_reads_what_stands_at_each_slot():
 
 @pytest.mark.parametrize("by", [0, 1])
 @interpreted
-def test_advance_leaves_the_idle_slot_and_those_not_named(by: int):
+def test_advance_does_not_change_the_idle_slot_and_slots_not_named(by: int):
     slots = torch.cat([torch.randperm(149)[:135], torch.full((5,), 149)]).int()
     drawn_tokens = torch.randint(2**40, (140,))
     tokens = torch.randint(2**40, (150,))

@@ -14,8 +14,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def sums_by_place() -> bool:
-    """Whether numpy, which computes the interpreter's products, sums a row by its place on this CPU
-    (AVX2 alone)."""
+    """Check whether numpy, which computes the interpreter's products, sums a row by its position on
+    this CPU (only with AVX2)."""
     row = random(1, 64).numpy()
     other = random(64, 64, seed=1).numpy()
     product = np.matmul(np.repeat(row, 64, axis=0), other)
@@ -50,9 +50,8 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch() -> None:
 
 
 @interpreted
-def test_where_parts_of_a_product_are_computed_changes_no_bit() -> None:
-    """Where the splits of K are computed changes no bit, and how K is split depends on the weight
-    alone."""
+def test_the_location_of_partial_products_changes_no_bit() -> None:
+    """Compute the splits of K in different places; how K is split depends only on the weight."""
     from verl.rollout.embedded.kernels import linear as kernels
 
     x = random(70, 1700)
@@ -86,7 +85,7 @@ def test_where_parts_of_a_product_are_computed_changes_no_bit() -> None:
 
 
 @interpreted
-def test_a_row_is_summed_by_itself() -> None:
+def test_a_row_is_summed_independently() -> None:
     from verl.rollout.embedded.kernels import linear as kernels
 
     for columns in (1, 40, 5000):

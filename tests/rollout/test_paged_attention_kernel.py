@@ -1,5 +1,5 @@
-"""The attention kernels, interpreted on the CPU, beside attention written out; tests/gpu has real
-sizes."""
+"""The attention kernels, interpreted on the CPU and compared with plain attention; tests/gpu has
+real sizes."""
 
 import subprocess
 import sys
@@ -38,8 +38,10 @@ def make_batch(
     page_size: int = 8,
     positions: tuple[int, ...] = POSITIONS,
 ) -> Batch:
-    """Rows of `SLOTS`, of which one stands twice. Memory that holds no token is NaN; no tensor is
-    contiguous."""
+    """Build a batch of rows of `SLOTS`, one of them twice.
+
+    Memory without tokens is NaN; no tensor is contiguous.
+    """
     generator = torch.Generator().manual_seed(0)
     width = max(positions) // page_size + 1
     table = torch.randperm(len(positions) * width, generator=generator).view(-1, width).int()
@@ -68,7 +70,7 @@ def rows_of(batch: Batch, rows: list[int]) -> Batch:
 def attend(batch: Batch, sinks: bool = False, **settings: Any) -> Tensor:
     value_dim = batch.values.shape[-1]
     out = torch.full((*batch.q.shape[:2], value_dim), float("nan"), dtype=batch.q.dtype)
-    # as for a wider layer
+    # as in a wider layer
     workspace = kernels.split_workspace(len(out), HEADS, value_dim + 8, 32, "cpu")
     for memory in (workspace.out, workspace.lse):
         memory.fill_(float("nan"))
@@ -142,27 +144,27 @@ def test_a_row_attends_to_its_pages(features: dict[str, Any], splits: dict[str, 
 @interpreted
 def test_more_splits_than_are_merged_at_a_time(splits: dict[str, Any]):
     batch = rows_of(make_batch(positions=(0, 7, 8, 299)), [0, 3])
-    # what weighs most comes last, when much has been summed
+    # the largest weight comes last, after much has been summed
     batch.keys[batch.table[3, -2:].long()] *= 3
     assert_near(attend(batch, **splits), expected(batch))
 
 
 @pytest.mark.parametrize("page_size", [16, 32])
 @interpreted
-def test_pages_may_be_as_large_as_blocks_and_larger(page_size: int):
+def test_pages_can_be_as_large_as_blocks_and_larger(page_size: int):
     batch = make_batch(page_size=page_size)
     assert_near(attend(batch, num_splits=2), expected(batch))
 
 
 @interpreted
-def test_half_precision_and_a_value_size_of_its_own():
+def test_half_precision_and_a_separate_value_size():
     batch = make_batch(torch.float16, value_dim=16)
     assert_near(attend(batch, num_splits=2), expected(batch), 2e-3)
 
 
 @pytest.mark.parametrize("window", [None, 27])
 @interpreted
-def test_fixed_splits_give_a_row_the_same_bits_in_every_company(window: int | None):
+def test_fixed_splits_give_a_row_the_same_bits_in_every_batch(window: int | None):
     batch = make_batch()
     fixed: dict[str, Any] = {"window": window, "split_tokens": 32}
     crowd = attend(batch, **fixed)
@@ -175,8 +177,7 @@ def test_fixed_splits_give_a_row_the_same_bits_in_every_company(window: int | No
 
 
 def take_out_newest(batch: Batch, normed: bool) -> tuple[Batch, kernels.Fresh]:
-    """The batch as it is before its rows' newest keys are rotated and stored, and what has to be
-    done."""
+    """Return the batch before its newest keys are rotated and stored, and the pending work."""
     generator = torch.Generator().manual_seed(1)
     rows = len(batch.slots)
     slots = batch.slots.long()
@@ -202,8 +203,7 @@ def take_out_newest(batch: Batch, normed: bool) -> tuple[Batch, kernels.Fresh]:
 
 
 def store_newest(batch: Batch, fresh: kernels.Fresh) -> Batch:
-    """What `decode_attention` does with `fresh`, written out; gives the batch with rotated
-    queries."""
+    """Rotate and store `fresh` in plain operations. Returns the batch with rotated queries."""
     positions = batch.positions[batch.slots.long()].long()
     cos = fresh.cos[positions][:, None]
     sin = fresh.sin[positions][:, None]

@@ -1,4 +1,4 @@
-"""The page books, under random use."""
+"""The page table, under random use."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from verl.rollout.embedded.pages import PageAllocator
     st.integers(1, 12),
     st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 9))),
 )
-def test_books_are_right_after_any_sequence_of_calls(num_pages, calls):
+def test_the_page_table_is_consistent_after_any_sequence_of_calls(num_pages, calls):
     pages = PageAllocator(num_pages)
     holders: list[list[int]] = []
     for call, number in calls:
@@ -40,8 +40,8 @@ def test_books_are_right_after_any_sequence_of_calls(num_pages, calls):
         st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=9), st.booleans()), max_size=20
     ),
 )
-def test_pages_are_found_by_what_they_hold(num_pages, sequences):
-    """Sequences come, reuse what they find, write the rest, register, and stay or go."""
+def test_pages_are_found_by_their_contents(num_pages, sequences):
+    """Add sequences that reuse found pages, write the rest, register, and stay or leave."""
     pages = PageAllocator(num_pages)
     holders: list[list[int]] = []
     contents: dict[int, list[int]] = {}  # page -> all tokens up to its end
@@ -66,7 +66,7 @@ def test_pages_are_found_by_what_they_hold(num_pages, sequences):
         pages.check_integrity(holders)
 
 
-def test_the_page_let_go_of_first_is_forgotten_first():
+def test_the_page_released_first_is_evicted_first():
     pages = PageAllocator(3)
     for token in (1, 2, 3):
         held = pages.allocate(1)

@@ -21,8 +21,10 @@ STOPS: list[dict[str, Any]] = [
 
 
 def random_requests(random: np.random.Generator, count: int) -> list[Request]:
-    """Prompts of 1 to 40 tokens, some of which begin alike, with up to three samples of up to 20
-    tokens."""
+    """Return prompts of 1 to 40 tokens, some with a common prefix.
+
+    Each has up to three samples of up to 20 tokens.
+    """
     stems = [tuple(random.integers(5, 128, 24).tolist()) for _ in range(3)]
     requests = []
     first = 0

@@ -1,5 +1,5 @@
-"""The noise is random where it must be and fixed where it must be; filters against slow
-references."""
+"""The noise is random and reproducible where required; filters are compared with slow reference
+implementations."""
 
 import math
 import time
@@ -28,8 +28,10 @@ def keys_of(count: int, *, seed: int = 0, step: int = 0, position: int = 0) -> t
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Pearson's statistic in standard deviations above its mean (its mean is the degrees of freedom
-    k, variance 2k)."""
+    """Return Pearson's statistic in standard deviations above its mean.
+
+    With k degrees of freedom, the mean is k and the variance 2k.
+    """
     expected = probabilities * counts.sum()
     freedom = int((expected > 0).sum()) - 1
     assert counts[expected == 0].sum() == 0
@@ -38,7 +40,7 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("by", ["sample", "position", "step", "seed"])
-def test_frequencies_are_the_softmax(by):
+def test_frequencies_equal_the_softmax(by):
     torch.manual_seed(0)
     logits = torch.randn(50) * 1.5
     draws = 40_000
@@ -79,7 +81,7 @@ def test_frequencies_under_filters(filters):
 
 
 def test_draws_of_different_samples_and_positions_are_independent():
-    """Chi-square of pairs: neighbours in sample id, in position, and in token id."""
+    """Compute chi-square of pairs: neighbors in sample id, in position, and in token id."""
     draws = 30_000
     sides = 8
     uniform = torch.full((sides * sides,), 1 / sides**2)
@@ -128,7 +130,7 @@ def test_an_impossible_token_is_never_drawn():
     row=st.integers(0, 8),
     temperature=st.sampled_from([0, 0.6, 1]),
 )
-def test_a_draw_depends_on_its_own_row_alone(rows, chunk, row, temperature):
+def test_a_draw_depends_only_on_its_own_row(rows, chunk, row, temperature):
     generator = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, 33, generator=generator)
     keys = keys_of(rows)
@@ -152,7 +154,7 @@ def test_a_draw_depends_on_its_own_row_alone(rows, chunk, row, temperature):
     st.floats(0.0, 1.0),
     st.integers(1, 40),
 )
-def test_filters_keep_what_a_slow_reference_keeps(logits, top_k, top_p, min_p, candidates):
+def test_filters_keep_the_tokens_of_a_slow_reference(logits, top_k, top_p, min_p, candidates):
     params = SamplingParams(max_new_tokens=1, top_k=top_k, top_p=top_p, min_p=min_p)
     weights = (torch.tensor(logits, dtype=torch.float64) - max(logits)).exp()
     with pytest.MonkeyPatch.context() as patch:
@@ -163,8 +165,7 @@ def test_filters_keep_what_a_slow_reference_keeps(logits, top_k, top_p, min_p, c
 
 
 def slow_filter(probabilities: list[float], params: SamplingParams) -> set[int]:
-    """Token by token: top-k, then top-p of what is left, then min-p; ties with the last one kept
-    stay."""
+    """Filter by top-k, then top-p of the rest, then min-p; ties with the last one stay."""
     order = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
     if params.top_k > 0:
         order = [
@@ -199,8 +200,10 @@ def test_greedy_takes_the_largest_logit_and_gives_its_log_prob_at_temperature_1(
 
 
 def test_a_draw_of_128_rows_is_fast():
-    """A tenth of a decode step of the tiny benchmark model, in CPU time. The bound is loose: other
-    processes share the caches."""
+    """Expect a tenth of a decode step of the tiny benchmark model, in CPU time.
+
+    The bound is loose: other processes share the caches.
+    """
     logits = torch.randn(128, 1000)
     keys = keys_of(128)
     params = SamplingParams(max_new_tokens=1)
@@ -212,7 +215,7 @@ def test_a_draw_of_128_rows_is_fast():
     assert min(seconds) < 5e-3
 
 
-def test_the_rarest_noise_still_draws_the_only_token_kept():
+def test_the_rarest_noise_still_draws_the_only_remaining_token():
     keys = torch.from_numpy(row_keys(sample_keys(0, 0, np.array([43172])), np.zeros(1, np.int64)))
     assert negative_exponential_noise(keys, 64)[0, 58] == -22.0
     logits = torch.zeros(1, 64)

@@ -1,5 +1,5 @@
-"""The fused draw, interpreted on the CPU, beside `verl.rollout.sampling.sample`; tests/gpu has real
-sizes."""
+"""The fused draw, interpreted on the CPU and compared with `verl.rollout.sampling.sample`;
+tests/gpu has real sizes."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ from verl.rollout.sampling import (
 )
 from verl.rollout.types import SamplingParams
 
-# Not imports: at the top they would fail before the module is skipped, where there is no Triton.
+# Not imports at the top: those would fail before the module is skipped for a missing Triton.
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
@@ -48,13 +48,12 @@ SETTINGS = [
 def run(
     logits: torch.Tensor, sample_ids: Any = None, *, tuning: Tuning = SMALL, **settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Workspace]:
-    """Tokens and log-probs of the kernel, tokens and log-probs of `sample`, and the workspace after
-    the draw."""
+    """Return tokens and log-probs of the kernel and of `sample`, and the workspace after it."""
     rows, vocabulary = logits.shape
     params = SamplingParams(max_new_tokens=1, **settings)
     keys = sample_keys(1, 2, np.arange(rows) if sample_ids is None else np.asarray(sample_ids))
     positions = np.arange(rows) * 1000
-    # Slots in falling order, and one more than rows.
+    # Slots in descending order, and one more than rows.
     state = DrawState(
         slots=torch.arange(rows, 0, -1, dtype=torch.int32),
         keys=torch.from_numpy(np.append(keys, np.uint64(0))[::-1].view(np.int64).copy()),
@@ -84,7 +83,7 @@ def run(
     ],
 )
 @interpreted
-def test_tokens_and_log_probs_are_those_of_sample(settings, dtype):
+def test_tokens_and_log_probs_equal_those_of_sample(settings, dtype):
     torch.manual_seed(0)
     wide = (torch.randn(4, VOCABULARY + 8) * torch.tensor([[0.1], [1.0], [3.0], [8.0]])).to(dtype)
     tokens, log_probs, expected_tokens, expected_log_probs, _ = run(
@@ -95,7 +94,7 @@ def test_tokens_and_log_probs_are_those_of_sample(settings, dtype):
 
 
 @interpreted
-def test_a_row_gives_the_same_bits_alone():
+def test_a_single_row_gives_the_same_bits():
     torch.manual_seed(1)
     logits = torch.randn(3, VOCABULARY).bfloat16()
     tokens, log_probs, *_ = run(logits, sample_ids=np.zeros(3), top_p=0.95)
@@ -164,7 +163,7 @@ def test_gumbel_noise_is_exact_at_both_ends():
     )
     gumbel = torch.empty(256)
     launch(gumbel_kernel, 1, torch.from_numpy(integers.astype(np.int32)), gumbel, BLOCK=256)
-    # The uniform is fp32 in the definition; its logarithms are what is compared.
+    # The definition computes the uniform in fp32; its logarithms are compared.
     uniform = (torch.from_numpy(integers).float() + 0.5).double() * 2.0**-31
     torch.testing.assert_close(gumbel.double(), -(-(-uniform).log1p()).log(), rtol=1e-6, atol=1e-6)
 
@@ -190,9 +189,11 @@ def reference_kept(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
     ],
 )
 @interpreted
-def test_the_threshold_keeps_what_sample_keeps_with_ties(settings, dtype):
-    """Logits are multiples of 1/8 around zero: many ties, both signs, zeros; the second row has
-    three values only."""
+def test_the_threshold_keeps_the_tokens_of_sample_with_ties(settings, dtype):
+    """Use multiples of 1/8 around zero as logits: many ties, both signs, zeros.
+
+    The second row has only three values.
+    """
     generator = torch.Generator().manual_seed(2)
     logits = torch.randint(-40, 41, (2, 99), generator=generator)
     logits[1] = logits[1].sign()
@@ -222,7 +223,7 @@ def search_kernel(
 
 @pytest.mark.parametrize("lowest", [0x4000 - 16, -0x4000 - 16], ids=["2", "-2"])
 @interpreted
-def test_the_search_finds_every_rank_among_neighbouring_bf16_numbers(lowest):
+def test_the_search_finds_every_rank_among_neighboring_bf16_numbers(lowest):
     keys = lowest + torch.randperm(32, generator=torch.Generator().manual_seed(5))
     bits = torch.where(keys < 0, keys ^ 0x7FFF, keys).to(torch.int16)
     found = torch.empty(32, dtype=torch.int64)
@@ -234,8 +235,10 @@ def test_the_search_finds_every_rank_among_neighbouring_bf16_numbers(lowest):
 
 @interpreted
 def test_the_search_takes_few_passes():
-    """Around zero lie half of all numbers of a floating-point type; halving keys alone would take 8
-    passes a row."""
+    """Search around zero, where half of all floating-point numbers are.
+
+    Bisection of keys would take 8 passes a row.
+    """
     passes = []
     plain = sampling_kernels._sums_above
     torch.manual_seed(6)
@@ -250,18 +253,18 @@ def test_the_search_takes_few_passes():
 
 
 @interpreted
-def test_the_search_ends_where_the_threshold_is_zero_or_far_below():
+def test_the_search_ends_if_the_threshold_is_zero_or_far_below():
     logits = torch.zeros(2, 300, dtype=torch.bfloat16)
     logits[0, :4] = torch.tensor([5.0, 4.0, 3.0, -2.0])
-    # ten tokens are within reach; the rest of the twenty can never be drawn
+    # ten tokens are in reach; the rest of the twenty can never be drawn
     logits[1, 10:] = -200.0
     *_, workspace = run(logits, top_k=20)
     assert (logits.float() >= workspace.rows[:2, 2:]).sum(-1).tolist() == [299, 10]
 
 
 @interpreted
-def test_min_p_keeps_what_sample_keeps():
-    """The last logit kept wins with the noise of some sample, the next one never does."""
+def test_min_p_keeps_the_tokens_of_sample():
+    """Check that the last logit kept wins for some sample, and that the next one never does."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(24, -1)
     tokens, _, expected, *_ = run(logits, min_p=math.exp(-2.0) * 0.999)
     assert torch.equal(tokens, expected)
@@ -299,7 +302,7 @@ def test_an_impossible_token_is_never_drawn():
 
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 0.0}])
 @interpreted
-def test_a_token_left_alone_wins_with_the_worst_noise(settings):
+def test_a_single_remaining_token_wins_with_the_worst_noise(settings):
     keys = sample_keys(0, 0, np.array([43172]))
     noise = noise_integers(torch.from_numpy(row_keys(keys, np.array([0]))), 64)
     assert noise[0, 58].float() * 2.0**-31 == 1  # u = 1, E infinite
@@ -331,7 +334,7 @@ def test_greedy_takes_the_first_of_equals():
 
 @interpreted
 def test_few_tokens_take_logarithms():
-    """What the pruning is for. Without it every token would."""
+    """Prune: without pruning, every token would take a logarithm."""
     calls = []
     plain = sampling_kernels._gumbel
 

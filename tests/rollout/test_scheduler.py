@@ -1,5 +1,5 @@
-"""The scheduler without a model: whatever the sizes, every sample ends once, with its own tokens,
-on its own pages."""
+"""The scheduler without a model: with any sizes, every sample ends once, with its own tokens, on
+its own pages."""
 
 from collections import deque
 
@@ -16,11 +16,10 @@ PAGE = 4
 
 
 class FakeDevice:
-    """A device that keeps tokens and tables of its own, and a cache of the tokens written to each
-    page slot.
+    """A device that keeps tokens and tables, and a cache of the tokens written to each page slot.
 
-    Sample i draws token 100 * i + position. Before each draw the row must find its prompt and its
-    own tokens in its pages, and no page that it writes to may be another's.
+    Sample i draws token 100 * i + position. Before each draw, the row must find its prompt and its
+    own tokens in its pages, and must not write to a page of another row.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -88,8 +87,10 @@ def drive(
     prefix_caching: bool = False,
     most: int = 1,
 ) -> Scheduler:
-    """Run samples to their limit, or until they draw their `stop`-th token, which is seen `lag`
-    draws late, and with up to `most` steps at once when all of them are taken."""
+    """Run samples to their limit, or until they draw their `stop`-th token.
+
+    A stop is seen `lag` draws late. Up to `most` steps run at once when all samples are admitted.
+    """
     groups = [Group(prompt=tuple(range(length)), unstarted=n) for length in prompts]
     samples = [
         Sample(

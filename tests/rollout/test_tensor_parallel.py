@@ -1,4 +1,4 @@
-"""Ranks that share one engine draw what one process draws."""
+"""Ranks that share one engine draw the tokens of one process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from verl.rollout import Completion
 from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
 from verl.utils.errors import ConfigError
 
-# What the plans ask for: biases of all kinds (llama, phi, gpt_neox), norms of heads (qwen3),
+# Covered by these families: biases of all kinds (llama, phi, gpt_neox), norms per head (qwen3),
 # windows and caps in the module's own layers (mistral, gemma2), parallel feed-forward (cohere,
 # phi), experts (qwen3_moe).
 FAMILIES = [
@@ -48,7 +48,7 @@ def shared_engine(model: Any, device: str = "cpu", **settings: Any) -> Any:
 def completions(
     family: str, arguments: dict, settings: dict, n: int, params: dict
 ) -> tuple[list[Completion], dict]:
-    """What one of the two ranks gives, and its statistics."""
+    """Return the completions of one of the two ranks, and its statistics."""
     engine = shared_engine(talkative_model(family, **arguments), **settings)
     return run(engine, PROMPTS, n, **params), engine.statistics()
 
@@ -61,7 +61,7 @@ def worst_difference(ours: list[Completion], theirs: list[Completion]) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_draw_what_one_draws(two: Ranks, family: str):
+def test_two_ranks_draw_the_tokens_of_one(two: Ranks, family: str):
     greedy = {"temperature": 0, "max_new_tokens": 40}
     alone = run(make_engine(talkative_model(family)), PROMPTS, **greedy)
     for shared, _ in two.call(completions, family, {}, {}, 1, greedy):
@@ -112,7 +112,7 @@ def across_an_update(family: str) -> tuple[list[list[Completion]], bool, int, in
     return [before, after], untouched, engine.runner.page_bytes, engine.twin.copied_bytes
 
 
-def test_new_weights_are_cut_as_the_first(two: Ranks):
+def test_new_weights_are_sharded_like_the_first(two: Ranks):
     alone = make_engine(talkative_model("llama"))
     expected = [run(make_engine(talkative_model("llama", seed=seed)), PROMPTS) for seed in (0, 1)]
     run(alone, PROMPTS)
@@ -136,7 +136,7 @@ def in_any_batch(family: str, in_order: bool) -> list[list[Completion]]:
     batches: list[dict[str, Any]] = [{}, {"max_num_seqs": 3}, {"num_pages": 7}]
     for settings in batches:
         engine = shared_engine(talkative_model(family), deterministic=True, **settings)
-        engine.parallel._in_order = in_order  # which it is from three ranks on
+        engine.parallel._in_order = in_order  # the default for three ranks and more
         found.append(run(engine, PROMPTS, 2, max_new_tokens=10))
     return found
 
@@ -178,7 +178,7 @@ def rollout_mesh(size: int) -> RolloutMesh:
     return RolloutMesh(data, tensor)
 
 
-def test_neighbours_share_an_engine(two: Ranks):
+def test_neighbors_share_an_engine(two: Ranks):
     assert two.call(rollout_mesh, 1) == [RolloutMesh(Axis(2, rank), ALONE) for rank in (0, 1)]
     assert two.call(rollout_mesh, 2) == [RolloutMesh(Axis(1, 0), Axis(2, rank)) for rank in (0, 1)]
 
@@ -204,6 +204,8 @@ def test_neighbours_share_an_engine(two: Ranks):
         ("qwen3_moe", {"moe_intermediate_size": 15}, 2, "moe_intermediate_size=15. Set it to 1"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name(family: str, changes: dict, size: int, message: str):
+def test_models_that_cannot_be_sharded_are_rejected_by_name(
+    family: str, changes: dict, size: int, message: str
+):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         check_tensor_parallel(tiny_model(family, **changes).config, size)

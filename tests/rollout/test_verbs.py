@@ -1,5 +1,5 @@
-"""An engine is asked at any time: samples come while others run, and are given up with what they
-have drawn."""
+"""An engine accepts requests at any time: samples arrive while others run, and are aborted with the
+tokens drawn so far."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ LONG = tuple(range(5, 65))
 
 
 def requests(count: int, first: int = 0, samples: int = 2) -> list[Request]:
-    """Prompts of several lengths; sample ids count on from `first`."""
+    """Return prompts of several lengths; sample ids count from `first`."""
     found = []
     for number in range(first, first + count):
         prompt = tuple(5 + (7 * number + place) % 90 for place in range(3 + number % 5))
@@ -43,7 +43,7 @@ def small_engine(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 3}, {"deterministic": True}])
-def test_late_samples_are_those_of_one_call(settings):
+def test_late_samples_equal_those_of_one_call(settings):
     expected = by_id(list(small_engine(**settings).generate(requests(6), PARAMS, seed=0, step=1)))
     engine = small_engine(**settings)
     engine.submit(requests(2), PARAMS, seed=0, step=1)
@@ -59,7 +59,7 @@ def test_late_samples_are_those_of_one_call(settings):
     engine.check_integrity()
 
 
-def test_a_late_prompt_may_be_longer_than_all_before():
+def test_a_late_prompt_can_be_longer_than_all_earlier_ones():
     engine = small_engine(num_pages=None)
     engine.submit(requests(1), PARAMS, seed=0, step=1)
     first = engine.step()
@@ -71,7 +71,7 @@ def test_a_late_prompt_may_be_longer_than_all_before():
     assert found[100].token_ids == alone[100].token_ids
 
 
-def test_what_is_aborted_comes_back_with_what_was_drawn():
+def test_an_aborted_sample_returns_the_tokens_drawn_so_far():
     whole = by_id(list(small_engine().generate(requests(3), PARAMS, seed=0, step=1)))
     engine = small_engine(max_num_seqs=4)
     engine.submit(requests(3), PARAMS, seed=0, step=1)
@@ -92,7 +92,7 @@ def test_what_is_aborted_comes_back_with_what_was_drawn():
     engine.check_integrity()
 
 
-def test_an_engine_whose_work_is_aborted_is_free():
+def test_an_engine_is_idle_after_its_work_is_aborted():
     engine = small_engine()
     engine.submit(requests(3), PARAMS, seed=0, step=1)
     engine.step()
@@ -112,7 +112,7 @@ def test_an_iterator_that_is_closed_early_aborts():
     engine.check_integrity()
 
 
-def test_an_id_at_work_and_other_sampling_parameters_are_refused():
+def test_a_running_id_and_other_sampling_parameters_are_rejected():
     engine = small_engine()
     engine.submit(requests(1), PARAMS, seed=0, step=1)
     with pytest.raises(RolloutError, match="Sample id 0 is being generated already"):
@@ -165,8 +165,8 @@ def test_engines_that_generate_whole_calls_have_the_verbs_too(kind):
     assert found.keys() == ({0, 1, 2, 3} if kind == "hf" else {0, 1})
 
 
-def test_an_iterator_whose_step_has_failed_aborts_nothing_later(monkeypatch):
-    """Its deletion may come while the engine runs other samples under the same ids."""
+def test_an_iterator_with_a_failed_step_aborts_nothing_later(monkeypatch):
+    """Delete it while the engine runs other samples under the same ids."""
     engine = small_engine()
     failed = engine.generate(requests(3), PARAMS, seed=0, step=1)
     with monkeypatch.context() as patch:

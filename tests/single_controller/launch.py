@@ -1,4 +1,4 @@
-"""Ranks as torchrun starts them, without its seconds: forks of one process that has imported
+"""Start ranks like torchrun, without its start-up seconds: forks of one process that has imported
 everything."""
 
 import atexit
@@ -17,11 +17,11 @@ from tests.launches import fork_server
 
 @dataclass(frozen=True)
 class Run:
-    """Value that the driver returned, or the error that it raised; and how the processes ended."""
+    """Result of the driver, or the error that it raised; and how the processes ended."""
 
     value: Any
     error: tuple[str, str] | None
-    exit_codes: list[int | None]  # None: did not end
+    exit_codes: list[int | None]  # None: still running
 
 
 def launch(
@@ -95,7 +95,7 @@ def _rank(
     assert answer is not None, "only the driver comes back from join"
     try:
         answer.send((scenario(pool, *args), None))
-    except Exception as error:  # noqa: BLE001 - a process border: the test looks at it
+    except Exception as error:  # noqa: BLE001 - a process boundary: the test inspects the error
         traceback.print_exc()
         answer.send((None, (type(error).__name__, str(error))))
-    atexit._run_exitfuncs()  # as every program does, but not children of multiprocessing
+    atexit._run_exitfuncs()  # as in every program, but not in children of multiprocessing

@@ -1,4 +1,4 @@
-"""The driver's wait for a call, on ranks that answer as the test says."""
+"""The driver's wait for a call, on ranks with scripted answers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,8 @@ DEADLINE_S = 100.0
 
 
 class Scripted:
-    """Two ranks; each `wait` returns the next of `answers` at once. Notes the order of calls."""
+    """Two simulated ranks; each `wait` returns the next of `answers`. Records the order of
+    calls."""
 
     size = 2
 
@@ -56,13 +57,13 @@ def test_the_error_of_a_stuck_rank_is_raised_before_the_deadline():
     assert for_stacks == ANSWER_S
 
 
-def test_a_call_that_ends_while_stacks_are_asked_for_is_no_error():
+def test_a_call_that_ends_while_stacks_are_requested_is_no_error():
     ranks = Scripted({0: None}, {1: None})
     assert call_on(ranks).result() == ["a", "b"]
     assert [event for event, _ in ranks.events] == ["wait", "stacks", "wait"]
 
 
-def test_a_rank_that_dies_while_stacks_are_asked_for_is_named_as_dead():
+def test_a_rank_that_dies_while_stacks_are_requested_is_named_as_dead():
     ranks = Scripted({0: None}, {1: Lost("exit code 9")})
     with pytest.raises(WorkerLostError, match=r"rank 1 \(machine, pid 1\) died: exit code 9"):
         call_on(ranks).result()

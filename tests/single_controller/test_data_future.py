@@ -1,4 +1,4 @@
-"""Futures in verl 0.5's form, of calls that did not block."""
+"""Futures in the form of verl 0.5, of calls that did not block."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from verl.single_controller import GroupFuture, WorkerGroup
 from verl.single_controller.data_future import DataProtoFuture
 
 
-def test_parts_of_what_is_to_come():
+def test_parts_of_a_pending_result():
     group = WorkerGroup(Counter(0))
     futures = [group.double(rows(count), blocking=False) for count in (4, 2)]
     assert all(isinstance(future, GroupFuture) for future in futures)
@@ -32,7 +32,7 @@ def test_a_part_may_be_the_argument_of_a_call():
     assert group.add(rows(3), both).batch["sum"].tolist() == [0, 3, 6]
 
 
-def test_what_is_no_batch_is_told():
+def test_a_result_that_is_no_batch_is_reported():
     future = DataProtoFuture.concat([WorkerGroup(Counter(0)).tell("hello", blocking=False)])
     with pytest.raises(ValueError, match=r"must give a DataProto each, got \['list'\]"):
         future.get()

@@ -1,4 +1,4 @@
-"""Rows are dealt so that every rank has as many tokens, each row exactly once."""
+"""Rows are distributed so that every rank has about as many tokens, each row exactly once."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def test_balanced_shares_differ_by_less_than_the_longest_row(lengths, num_shares
     assert sorted(itertools.chain(*shares)) == list(range(len(lengths)))
     assert len(shares) == num_shares
     assert sum(not share for share in shares) == max(num_shares - len(lengths), 0), (
-        "nobody waits without need"
+        "no rank waits longer than necessary"
     )
     assert all(share == sorted(share) for share in shares)
     tokens = sums(shares, lengths)
@@ -48,9 +48,7 @@ def test_balanced_shares_differ_by_less_than_the_longest_row(lengths, num_shares
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
-def test_the_rows_of_a_prompt_stay_together_where_there_are_enough_prompts(
-    num_shares, samples, data
-):
+def test_the_rows_of_a_prompt_stay_together_if_there_are_enough_prompts(num_shares, samples, data):
     prompts = data.draw(st.integers(2 * num_shares, 12))
     lengths = data.draw(
         st.lists(st.integers(1, 60), min_size=prompts * samples, max_size=prompts * samples)
@@ -94,7 +92,7 @@ def test_contiguous_shares_differ_by_one(num_rows, num_shares):
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_masked_rows_count_nothing_and_leave_the_callers_batch_alone():
+def test_masked_rows_do_not_count_and_the_callers_batch_is_unchanged():
     batch = rows(3)
     batch.batch["response_mask"] = torch.ones(3, 4, dtype=torch.long)
     padded = with_masked_rows(batch, 2)

@@ -1,4 +1,4 @@
-"""A call on a group is a call on every rank; rows come back in order, as many as there were."""
+"""A call on a group is a call on every rank; rows return in order, as many as there were."""
 
 import inspect
 import itertools
@@ -32,7 +32,7 @@ from verl.utils.errors import ConfigError
 def several(
     size: int, worker_class: type[Worker] = Counter, data_ranks: list[int] | None = None
 ) -> WorkerGroup:
-    """A group of workers in this process, behind the same front as those of other processes."""
+    """Return a group of workers in this process, with the interface of a group of processes."""
     workers = [worker_class(number) for number in range(size)]  # pyright: ignore[reportCallIssue]
     data_ranks = data_ranks or list(range(size))
     return WorkerGroup.over(InProcess(workers), "counter", worker_class, data_ranks)
@@ -83,7 +83,7 @@ def test_two_batches_of_one_call_stay_in_step(size, lengths):
     assert answer.batch["sum"].tolist() == [2 * i + 100 for i in range(len(lengths))]
 
 
-def test_what_cannot_be_dealt_is_told():
+def test_values_that_cannot_be_split_are_reported():
     with pytest.raises(ValueError, match=r"same number of rows, got \[2, 3\]"):
         several(2).add(rows(2), rows(3))
     with pytest.raises(ValueError, match="without rows"):
@@ -124,7 +124,7 @@ def test_rows_added_for_metrics_are_masked(size, count):
     assert total == sum((i + 1) * i for i in range(count))
 
 
-def test_without_a_mask_nothing_is_added_for_metrics():
+def test_without_a_mask_no_row_is_added_for_metrics():
     group = several(2)
     group.update(rows(3))
     assert sorted(worker.seen[0] for worker in workers_of(group)) == [1, 2]
@@ -132,7 +132,7 @@ def test_without_a_mask_nothing_is_added_for_metrics():
         several(4).update(rows(3))
 
 
-def test_a_caller_may_deal_the_rows():
+def test_a_caller_can_distribute_the_rows():
     group = several(2)
     answer = group.double(Dealt(rows(4), [[3], [2, 0, 1]]))
     assert answer.batch["y"].tolist() == [0, 2, 4, 6]
@@ -166,7 +166,7 @@ def test_ranks_that_work_on_the_same_rows_answer_once():
     assert len(group.tell("hello")) == 4
 
 
-def test_the_batch_of_the_caller_is_left_alone():
+def test_the_batch_of_the_caller_is_unchanged():
     batch = rows(3)
     several(2).sample(batch, 2)
     assert batch.batch["x"].tolist() == [0, 1, 2]
@@ -174,7 +174,7 @@ def test_the_batch_of_the_caller_is_left_alone():
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_call_that_does_not_block_gives_a_future(size):
+def test_a_call_that_does_not_block_returns_a_future(size):
     group = several(size)
     future = group.double_later(rows(4))
     assert isinstance(future, GroupFuture)
@@ -186,7 +186,7 @@ def test_a_call_that_does_not_block_gives_a_future(size):
     assert future.done()
 
 
-def test_a_call_may_be_waited_for_later_and_calls_keep_their_order():
+def test_a_call_can_be_awaited_later_and_calls_keep_their_order():
     class Slow(Counter):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def wait_for(self, event: threading.Event) -> int:
@@ -214,7 +214,7 @@ def test_a_call_may_be_waited_for_later_and_calls_keep_their_order():
         slow.fail(blocking=False).result()
 
 
-def test_a_future_stays_one_where_a_method_wants_it():
+def test_a_method_can_receive_a_future_without_resolving_it():
     class Patient(Counter):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL, materialize_futures=False)
         def kind(self, value: object) -> str:
@@ -224,7 +224,7 @@ def test_a_future_stays_one_where_a_method_wants_it():
     assert group.kind(group.double_later(rows(1))) == ["GroupFuture"]
 
 
-def test_a_group_offers_what_is_registered_and_says_what_is_not():
+def test_a_group_offers_registered_methods_and_reports_others():
     group = WorkerGroup(Counter(0))
     assert group.double(rows(3)).batch["y"].tolist() == [0, 2, 4]
     assert group.tell("hello") == ["0: hello"]
@@ -237,7 +237,7 @@ def test_a_group_offers_what_is_registered_and_says_what_is_not():
 
 def test_a_bound_method_keeps_signature_and_docstring():
     method = WorkerGroup(Counter(0)).double
-    assert method.__doc__ == "Twice each number."
+    assert method.__doc__ == "Double each number."
     assert method.__name__ == "double"
     parameters = inspect.signature(method).parameters
     assert list(parameters) == ["batch", "plus", "deadline_s", "blocking", "on_told"]
@@ -248,7 +248,7 @@ def test_a_bound_method_keeps_signature_and_docstring():
     assert method(rows(1), deadline_s=1.0).batch["y"].tolist() == [0]
 
 
-def test_a_name_that_calls_need_themselves_is_refused():
+def test_a_name_that_calls_need_themselves_is_rejected():
     class Greedy(Worker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def wait(self, deadline_s: float) -> None: ...
@@ -257,7 +257,7 @@ def test_a_name_that_calls_need_themselves_is_refused():
         WorkerGroup(Greedy())
 
 
-def test_a_subclass_inherits_what_is_registered():
+def test_a_subclass_inherits_registered_methods():
     class More(Counter):
         @register(dispatch_mode=Dispatch.RANK_ZERO)
         def more(self) -> int:
@@ -268,8 +268,8 @@ def test_a_subclass_inherits_what_is_registered():
     assert group.tell_first("hello") == "0: hello"
 
 
-def test_a_users_mode_in_verls_form():
-    """The last rank's answer counts; every rank gets its number beside the argument."""
+def test_a_custom_mode_in_verls_form():
+    """Keep the answer of the last rank, and pass every rank its number with the argument."""
 
     def dispatch(worker_group, *args, **kwargs):
         return [[value] * worker_group.world_size for value in args], {
@@ -295,7 +295,7 @@ def test_a_users_mode_in_verls_form():
 
 
 @given(sizes, some_lengths)
-def test_predefined_functions_undo_their_own_dealing(size, lengths):
+def test_predefined_functions_invert_their_own_split(size, lengths):
     pair = get_predefined_dispatch_fn(Dispatch.DP_COMPUTE_PROTO)
     group = several(size)
     batch = with_lengths(lengths)

@@ -1,4 +1,4 @@
-"""Typed handles: a call that does not wait, and one that every rank answers."""
+"""Typed handles: a call that does not wait, and a call that every rank answers."""
 
 import pytest
 

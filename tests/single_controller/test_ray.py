@@ -1,4 +1,4 @@
-"""The same program on Ray: one local cluster for all tests, since a start takes seconds."""
+"""The same program on Ray: one local cluster for all tests, because a start takes seconds."""
 
 import contextlib
 import os
@@ -37,8 +37,8 @@ from verl.utils.errors import ConfigError, DeadlineError, WorkerError, WorkerLos
 
 @pytest.fixture(scope="module")
 def pools():
-    """Pools of two processes each; those that are to be broken start beside the one that works."""
-    # where Ray's processes find these workers
+    """Start pools of two processes each, including those that tests break, in parallel."""
+    # so that the processes of Ray find these workers
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     connect(
         address="local",
@@ -48,7 +48,7 @@ def pools():
         logging_level="ERROR",
     )
 
-    os.environ["NCCL_VERL_TEST"] = "heard"  # what Ray itself was not told
+    os.environ["NCCL_VERL_TEST"] = "heard"  # unknown to Ray itself
     names = ("whole", "lonely")
     pools = {
         name: RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=3)
@@ -57,7 +57,7 @@ def pools():
 
     with ThreadPoolExecutor(4) as threads:
         started = threads.map(lambda pool: pool.start("troubled", workers.Troubled), pools.values())
-        while not pools["whole"]._groups:  # further sets take the room that the first has reserved
+        while not pools["whole"]._groups:  # further sets use the space that the first has reserved
             time.sleep(0.01)
         more = {
             name: threads.submit(RayWorkerGroup, pools["whole"], colocated())
@@ -88,7 +88,7 @@ def colocated():
 
 
 def stored_mib() -> float:
-    """What Ray's store holds, some seconds ago at most."""
+    """Return the size of Ray's object store, at most some seconds old."""
     size = ray.cluster_resources()
     free = ray.available_resources()
     return (size["object_store_memory"] - free["object_store_memory"]) / 2**20
@@ -102,7 +102,7 @@ def is_running(pid: int) -> bool:
 
 
 def ends_within(pid: int, seconds: float) -> bool:
-    """Ray ends an actor some time after it was told to; how long that takes is the machine's."""
+    """Wait for an actor to end: how long Ray takes depends on the machine."""
     gives_up_at = time.monotonic() + seconds
     while is_running(pid) and time.monotonic() < gives_up_at:
         time.sleep(0.05)
@@ -110,7 +110,8 @@ def ends_within(pid: int, seconds: float) -> bool:
 
 
 def listening_addresses() -> set[str]:
-    """Addresses that Ray's processes of this test, and the test itself, listen on."""
+    """Return the addresses that the processes of this test's Ray, and the test itself, listen
+    on."""
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     found = set()
     for process in family:
@@ -121,7 +122,7 @@ def listening_addresses() -> set[str]:
     return found
 
 
-def test_a_ray_of_the_runs_own_listens_on_the_loopback_address_alone(pools):
+def test_the_runs_own_ray_listens_on_the_loopback_address_alone(pools):
     ranks = pools["whole"].start("troubled", workers.Troubled)._ranks
     assert [place.address for place in ranks.places] == ["127.0.0.1"] * 2
     assert listening_addresses() <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
@@ -131,19 +132,19 @@ def test_two_actors_give_the_answers_of_one_process(pools):
     assert workers.same_answers(pools["whole"]) == workers.same_answers(LocalPool())
 
 
-def test_workers_get_variables_that_ray_was_not_told_of(pools):
+def test_workers_get_variables_that_ray_does_not_know(pools):
     assert (
         pools["spawned"].spawn(["counter"])["counter"].variable("NCCL_VERL_TEST") == ["heard"] * 2
     )
 
 
-def test_what_a_method_tells_is_heard_while_it_runs(pools, tmp_path):
-    """Asked for every so often, so the last may not come; what comes, comes once."""
+def test_reports_of_a_method_arrive_while_it_runs(pools, tmp_path):
+    """Poll for reports: the last one may be missing, but none arrives twice."""
     found = workers.heard(pools["whole"], tmp_path)
     names = [f"row {number}" for number in range(8)]
-    assert len(found["told"]) >= 2
-    assert set(found["told"]) <= set(names)
-    assert len(set(found["told"])) == len(found["told"])
+    assert len(found["reports"]) >= 2
+    assert set(found["reports"]) <= set(names)
+    assert len(set(found["reports"])) == len(found["reports"])
     assert found["ranks"] == [0, 1]
     assert found["answers"] == list(range(0, 16, 2))
     assert found["raised"][-1] is True
@@ -155,12 +156,12 @@ def test_calls_have_the_deadline_that_their_group_was_started_with(pools):
     assert LocalPool().start("timed", workers.Counter).deadline_s > 77.0
 
 
-def test_the_answer_of_a_call_goes_into_the_next_unread(pools):
+def test_the_answer_of_a_call_is_passed_unread_to_the_next(pools):
     for other in ("whole", "lonely"):
         answers = workers.handed_on(pools["whole"], pools[other])
         assert answers | workers.HANDED_ON == answers
         assert answers["read by the driver"] == 0
-        assert "no stamps" in answers["told"]
+        assert "no stamps" in answers["error"]
 
 
 def test_calls_without_rows_do_not_go_through_ray(pools, monkeypatch):
@@ -176,15 +177,15 @@ def test_calls_without_rows_do_not_go_through_ray(pools, monkeypatch):
             call()
 
 
-def test_no_call_overtakes_one_that_ray_still_has(pools):
+def test_no_call_overtakes_one_that_is_pending_in_ray(pools):
     group = pools["whole"].start("counter", workers.Counter)
-    for pause_s in (0.2, 0.0):  # the second one waits with Ray for the first one's end
+    for pause_s in (0.2, 0.0):  # the second one waits within Ray for the first one to end
         group.double_aloud(workers.rows(2), pause_s=pause_s, blocking=False)
     assert group.seen_so_far() == [[1, 1], [1, 1]]
 
 
-def test_values_of_the_drivers_own_program_go_both_ways(pools, monkeypatch):
-    """Also of a class that a plain pickle would name to processes that do not have it."""
+def test_values_of_the_drivers_own_program_travel_both_ways(pools, monkeypatch):
+    """Include a class that a plain pickle would reference by a name unknown to the processes."""
 
     class Word:
         text = "hello"
@@ -198,7 +199,7 @@ def test_values_of_the_drivers_own_program_go_both_ways(pools, monkeypatch):
     assert [type(word) for word in group.give_back(Word())] == [Word] * 2
 
 
-def test_what_cannot_be_sent_is_told_and_the_group_lives_on(pools):
+def test_values_that_cannot_be_sent_are_reported_and_the_group_survives(pools):
     group = pools["whole"].start("troubled", workers.Troubled)
     with pytest.raises(
         WorkerError,
@@ -211,7 +212,7 @@ def test_what_cannot_be_sent_is_told_and_the_group_lives_on(pools):
 
 
 class DoorElsewhere(links.Door):
-    """Of a machine whose folders are not those of the ranks."""
+    """Simulate another machine, with folders that the ranks do not have."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -225,8 +226,10 @@ class ClosedDoor(DoorElsewhere):
 
 
 def test_processes_outlive_a_connection_which_may_be_by_tcp(pools, monkeypatch):
-    """As those of a detached pool do when their driver ends; another death of a connection has no
-    other effect."""
+    """Close the connection of a detached pool, as when its driver ends.
+
+    Any other loss of a connection has no further effect.
+    """
     group = pools["whole"].start("troubled", workers.Troubled)
     ranks = group._ranks
     before = group.fine()
@@ -241,9 +244,7 @@ def test_processes_outlive_a_connection_which_may_be_by_tcp(pools, monkeypatch):
     assert group.fine() == before
 
 
-def test_where_no_connection_can_be_calls_go_through_ray_and_the_log_says_so(
-    pools, monkeypatch, caplog
-):
+def test_without_a_connection_calls_go_through_ray_and_a_line_is_logged(pools, monkeypatch, caplog):
     group = pools["whole"].start("troubled", workers.Troubled)
     ranks = group._ranks
     before = group.fine()
@@ -264,8 +265,7 @@ def test_roles_of_a_pool_share_its_processes(pools):
 
 
 def test_groups_in_verls_form(pools):
-    """A second set of processes in the same room, whose roles are spawned from colocated
-    classes."""
+    """Start a second set of processes in a pool, with roles spawned from colocated classes."""
     spawned = pools["spawned"].spawn({"counter", "other"})
     assert spawned["counter"].tell("hello") == ["0: hello", "1: hello"]
     theirs = {pid for pid, _ in spawned["other"].process()}
@@ -284,7 +284,7 @@ def test_a_future_of_verls_form_waits_for_object_references(pools):
     assert group.double(parts[1]).batch["y"].tolist() == [4, 6]
 
 
-def test_one_rank_raises_and_the_group_lives_on(pools):
+def test_one_rank_raises_and_the_group_survives(pools):
     (one, other), ranks = workers.one_raises_and_all_go_on(pools["whole"])
     for rank, (kind, text, cause) in enumerate((other, one)):
         assert kind == "WorkerError"
@@ -317,8 +317,8 @@ def test_a_killed_rank_is_named_at_once(pools):
         troubled.fine()
 
 
-def test_a_control_service_that_is_gone_ends_the_wait_for_a_call(pools, monkeypatch):
-    """A port that refuses stands for the service, which all tests of this module need."""
+def test_loss_of_the_control_service_ends_the_wait_for_a_call(pools, monkeypatch):
+    """Simulate the loss by a port that refuses: all tests of this module need the service."""
     monkeypatch.setattr(ray_control, "_OWN_GRACE_S", 0.5)
     ranks = pools["lonely"].start("troubled", workers.Troubled)._ranks
     group = pools["lonely"].start("again", workers.Troubled)
@@ -334,7 +334,7 @@ def test_a_control_service_that_is_gone_ends_the_wait_for_a_call(pools, monkeypa
     assert [ends_within(pid, 30.0) for pid in processes] == [True, True]
 
 
-def test_a_stopped_rank_is_named_and_killed_also_where_its_neighbour_stops_meanwhile(
+def test_a_stopped_rank_is_named_and_killed_even_if_its_neighbor_stops_meanwhile(
     pools, monkeypatch, caplog
 ):
     troubled = pools["stuck"].spawn({"troubled"})["troubled"]
@@ -365,7 +365,7 @@ def test_a_stopped_rank_is_named_and_killed_also_where_its_neighbour_stops_meanw
     assert f"kill -9 {processes[1]} there" in caplog.text
 
 
-def test_a_skipped_collective_is_told_at_the_deadline(pools):
+def test_a_skipped_collective_is_reported_at_the_deadline(pools):
     with pytest.raises(
         DeadlineError, match=r"one_skips_a_collective not done within 1 s: rank 0 \("
     ) as found:
@@ -381,7 +381,7 @@ def test_a_request_that_the_runs_own_ray_cannot_serve_fails_at_once(pools):
             RayResourcePool([64], use_gpu=use_gpu).new_processes(timeout_s=60.0)
 
 
-def test_a_cluster_without_room_says_what_it_has(pools, monkeypatch):
+def test_a_cluster_without_room_reports_its_resources(pools, monkeypatch):
     monkeypatch.setattr("verl.single_controller.ray.is_own", lambda: False)
     with pytest.raises(
         ConfigError, match=r"no room for \[64\] processes with \{'CPU': 1.0, 'GPU': 1.0\} each"
@@ -391,14 +391,14 @@ def test_a_cluster_without_room_says_what_it_has(pools, monkeypatch):
         RayResourcePool()
 
 
-def test_a_ray_that_is_there_is_used_as_it_is(pools):
+def test_an_existing_ray_is_used_unchanged(pools):
     before = ray.get_runtime_context().get_job_id()
     connect(address="no such cluster")
     assert ray.get_runtime_context().get_job_id() == before
 
 
 def test_a_users_runtime_environment_extends_the_shipped_one(monkeypatch):
-    monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)  # which a trainer in this process has set
+    monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)  # a trainer in this process has set it
     given = {"excludes": ["data/"], "env_vars": {"A": "1"}, "working_dir": "."}
     merged = merged_runtime_env(given)
     assert {"checkpoints/", "*.safetensors", "data/"} <= set(merged["excludes"])
@@ -420,7 +420,7 @@ def test_a_runtime_environment_may_be_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (7, "must hold a mapping, got 7"),
         ({"excludes": 7}, "excludes must be a list of patterns"),
@@ -429,12 +429,12 @@ def test_a_runtime_environment_may_be_a_file(tmp_path):
         ({"env_vars": {"A": 7}}, "env_vars must map names to texts"),
     ],
 )
-def test_a_runtime_environment_of_another_kind_is_refused(given, told):
-    with pytest.raises(ConfigError, match=f"ray_init.runtime_env.*{told}"):
+def test_an_invalid_runtime_environment_is_rejected(given, message):
+    with pytest.raises(ConfigError, match=f"ray_init.runtime_env.*{message}"):
         merged_runtime_env(given)
 
 
-def test_a_cluster_that_does_not_answer_is_told_at_once(monkeypatch):
+def test_a_cluster_that_does_not_answer_is_reported_at_once(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     for address in ("127.0.0.1:9", "ray://127.0.0.1:9"):
         with pytest.raises(

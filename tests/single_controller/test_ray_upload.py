@@ -1,4 +1,4 @@
-"""What Ray is sent of a working directory, and what a user is told where it is too much."""
+"""The files of a working directory that Ray receives, and the error when they are too large."""
 
 import json
 import os
@@ -22,7 +22,7 @@ QUIET = {"include_dashboard": False, "log_to_driver": False, "logging_level": "E
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With something of each kind that stays behind, and something that does not."""
+    """Create a folder with one file of each excluded kind, and one that is not excluded."""
     sizes = {
         "data/train.parquet": 3 * MIB,
         "run.py": 10,
@@ -45,7 +45,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_are_those_that_ray_packs(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+def test_the_files_are_the_ones_that_ray_packs(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+):
     excludes = [*EXCLUDES, "mine.dat"]
     package = tmp_path_factory.mktemp("package") / "sent.zip"
     packaging.create_package(str(folder), package, include_gitignore=True, excludes=excludes)
@@ -58,12 +60,12 @@ def test_files_are_those_that_ray_packs(folder: Path, tmp_path_factory: pytest.T
     assert "src/deep/kept.txt" in packed
 
 
-def test_a_refused_upload_names_the_largest_files_and_excludes(folder: Path, monkeypatch):
+def test_a_rejected_upload_names_the_largest_files_and_excludes(folder: Path, monkeypatch):
     monkeypatch.setattr(packaging, "GCS_STORAGE_MAX_SIZE", 4 * MIB)
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         connect(address="local", num_cpus=1, runtime_env={"working_dir": str(folder)}, **QUIET)
     assert not ray.is_initialized()
-    text = str(told.value)
+    text = str(raised.value)
     assert text.startswith(f"Ray refused to upload runtime_env's {folder}: ")
     assert "Package size (6.00MiB) exceeds the maximum size of 4.00MiB" in text
     assert text.index("3.0 MiB  data/train.parquet") < text.index("2.0 MiB  src/deep/big.npy")
@@ -74,7 +76,7 @@ def test_a_refused_upload_names_the_largest_files_and_excludes(folder: Path, mon
 @pytest.mark.parametrize(
     "words", ["Request Entity Too Large", "Received message larger than max (600 vs. 512)"]
 )
-def test_other_words_for_too_large(folder: Path, words: str):
+def test_other_wordings_of_too_large(folder: Path, words: str):
     assert "train.parquet" in str(
         refused_upload(RuntimeError(words), merged_runtime_env({"py_modules": [folder]}))
     )
@@ -85,8 +87,8 @@ def test_another_error_is_not_about_an_upload(folder: Path):
     assert refused_upload(RuntimeError("Request Entity Too Large"), {}) is None
 
 
-def test_what_ray_takes_for_wrong_is_one_sentence(monkeypatch):
-    """Here, since the cluster of another test would be joined, whatever the address."""
+def test_values_that_ray_rejects_are_reported_in_one_sentence(monkeypatch):
+    """Test here: with the cluster of another test, any address would join that cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(
         ConfigError,
@@ -99,11 +101,11 @@ def test_what_ray_takes_for_wrong_is_one_sentence(monkeypatch):
 
 
 def test_a_job_with_excludes_and_variables_of_its_own_can_be_joined(monkeypatch):
-    """As `ray job submit --runtime-env-json` starts its driver: with the variables, and with all of
+    """Start a driver like `ray job submit --runtime-env-json`: with the variables, and with all of
     it as JSON."""
     of_job = {"excludes": ["data/"], "env_vars": {"NCCL_DEBUG": "INFO", "OF_JOB": "1"}}
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)  # which a trainer in this process has set
+    monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)  # a trainer in this process has set it
     monkeypatch.setenv(
         "RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": of_job, "metadata": {}})
     )
@@ -117,7 +119,7 @@ def test_a_job_with_excludes_and_variables_of_its_own_can_be_joined(monkeypatch)
     assert variables == {"NCCL_DEBUG": "INFO", "OF_JOB": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def test_a_folder_whose_path_is_too_long_for_sockets_is_told_with_the_way_out(
+def test_a_folder_with_a_path_too_long_for_sockets_is_reported_with_the_way_out(
     tmp_path: Path, monkeypatch
 ):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("long" * 20)))

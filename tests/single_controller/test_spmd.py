@@ -1,5 +1,5 @@
-"""Ranks of one launch: the same answers as one process, and an error with its cause whatever goes
-wrong."""
+"""Ranks of one launch: the same answers as one process, and an error with its cause in every
+failure."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from verl.utils.errors import ConfigError, WorkerLostError
 
 @pytest.fixture(scope="module")
 def troubles() -> dict[str, Run]:
-    """All that goes wrong, at once: most of the time passes in deadlines."""
+    """Run all failures at once: most of the time is spent waiting for deadlines."""
     scenarios = {
         "killed": (workers.killed, 1),
         "stopped": (workers.stopped, 1, 1.0),
@@ -60,14 +60,14 @@ def test_two_ranks_give_the_answers_of_one_process():
     assert launch(workers.same_answers).value == workers.same_answers(LocalPool())
 
 
-def test_what_a_method_tells_is_heard_while_it_runs(tmp_path):
+def test_reports_of_a_method_arrive_while_it_runs(tmp_path):
     for name in ("alone", "two"):
         (tmp_path / name).mkdir()
     alone = workers.heard(LocalPool(), tmp_path / "alone")
     two = launch(workers.heard, tmp_path / "two").value
     names = [f"row {number}" for number in range(8)]
     for found, ranks in ((alone, [0]), (two, [0, 1])):
-        assert found["told"] == names
+        assert found["reports"] == names
         assert found["ranks"] == ranks
         assert found["answers"] == list(range(0, 16, 2))
         assert found["raised"] == ["before"] * len(ranks) + [True]
@@ -87,11 +87,11 @@ def handed_on_within_a_pool(pool):
     [(handed_on_within_a_pool, 2), (handed_on_between_parts, 4)],
     ids=["same ranks", "other ranks"],
 )
-def test_the_answer_of_a_call_goes_into_the_next_unread(scenario, size):
+def test_the_answer_of_a_call_is_passed_unread_to_the_next(scenario, size):
     answers = launch(scenario, size=size).value
     assert answers | workers.HANDED_ON == answers
     assert answers["read by the driver"] == 0
-    assert "no stamps" in answers["told"]
+    assert "no stamps" in answers["error"]
 
 
 def test_roles_of_a_pool_share_its_processes():
@@ -106,7 +106,7 @@ def test_roles_of_a_pool_share_its_processes():
     assert found["again"] == found["processes"]
 
 
-def test_one_rank_raises_and_the_group_lives_on():
+def test_one_rank_raises_and_the_group_survives():
     run = launch(workers.one_raises_and_all_go_on)
     assert run.error is None, run.error
     (one, other, unsendable), ranks = run.value
@@ -133,7 +133,7 @@ def test_a_killed_rank_is_named_at_once(troubles):
     assert "_bootstrap" not in text, "of its stack, what is in the method"
 
 
-def test_a_driver_that_is_told_to_end_says_who_died_before(troubles):
+def test_a_terminated_driver_reports_which_rank_died_before(troubles):
     kind, text = error_of(troubles["terminated"])
     assert kind == "WorkerLostError"
     assert text.startswith("rank 1 (")
@@ -148,7 +148,7 @@ def test_a_death_within_a_collective_is_named_before_the_errors_that_follow(trou
 
 
 class EndedRanks(InProcess):
-    """Ranks of which the first raised and the second died, noticed in this order."""
+    """Ranks that fail in this order: the first raised, the second died."""
 
     size = 2
     raised = Raised("RuntimeError: connection closed", "", None)
@@ -163,7 +163,7 @@ class EndedRanks(InProcess):
         """End no process."""
 
 
-def test_an_error_that_is_noticed_before_the_death_that_caused_it_comes_second():
+def test_a_death_is_listed_before_an_error_that_was_noticed_first():
     future = GroupFuture(EndedRanks(), "actor.update", {0: None, 1: None}, [0, 1], list, 20.0)
     with pytest.raises(WorkerLostError) as found:
         future.result()
@@ -218,7 +218,7 @@ def test_a_rank_that_raises_does_not_leave_the_others_in_a_collective(troubles, 
     assert "in _collective" in text
 
 
-def test_a_skipped_collective_is_told_at_the_deadline(troubles):
+def test_a_skipped_collective_is_reported_at_the_deadline(troubles):
     kind, text = error_of(troubles["skipped"])
     assert kind == "DeadlineError"
     assert text.startswith("troubled.one_skips_a_collective not done within 1 s: rank 0 (")
@@ -233,7 +233,7 @@ def test_neither_memory_nor_descriptors_grow_over_hundreds_of_calls():
     workers.assert_nothing_grew(run.value)
 
 
-def test_torchrun_does_not_end_the_driver_before_it_has_said_why():
+def test_torchrun_does_not_end_the_driver_before_it_reports_the_cause():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m"]
     found = subprocess.run(
         [*command, "tests.single_controller.torchrun_program"],
@@ -262,7 +262,7 @@ def test_a_process_alone_has_a_pool_of_itself(monkeypatch):
         join()
 
 
-def test_ranks_of_other_machines_come_by_tcp_and_strangers_are_sent_away(monkeypatch):
+def test_ranks_of_other_machines_connect_by_tcp_and_strangers_are_rejected(monkeypatch):
     store = HashStore()
     monkeypatch.setattr(spmd_rank, "_store", lambda world_size, timeout_s: store)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -286,7 +286,7 @@ def test_ranks_of_other_machines_come_by_tcp_and_strangers_are_sent_away(monkeyp
     shutil.rmtree(folder)
 
 
-def test_ranks_that_do_not_come_are_named(monkeypatch, tmp_path):
+def test_missing_ranks_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(spmd_rank, "_store", lambda world_size, timeout_s: HashStore())
     with pytest.raises(WorkerLostError, match=r"Ranks \[1, 2\] of 3 did not connect within 0.1 s"):
@@ -294,8 +294,8 @@ def test_ranks_that_do_not_come_are_named(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_breadcrumbs_outlive_what_they_are_about(tmp_path, monkeypatch):
-    # This process must not go on writing to the file: it keeps its progress elsewhere.
+def test_breadcrumbs_survive_the_objects_that_they_describe(tmp_path, monkeypatch):
+    # This process must stop writing to the file: its progress goes elsewhere.
     monkeypatch.setattr(breadcrumbs._Notes, "file", None)
     breadcrumb("lost: there is no file yet")
     keep_breadcrumbs(tmp_path, 3)

@@ -1,4 +1,4 @@
-"""What is sent arrives, is the receiver's own, and leaves nothing behind."""
+"""Sent values arrive unchanged, belong to the receiver, and leave nothing behind."""
 
 import os
 import resource
@@ -17,7 +17,7 @@ from verl.single_controller.wire import Kind, Link, Outgoing
 
 
 def connected(family: str) -> tuple[Link, Link]:
-    """Two ends: "memory" as on one machine, "stream" as between two."""
+    """Return two ends: "memory" as on one machine, "stream" as between two machines."""
     if family == "memory":
         one, other = socket.socketpair()
         return Link(one), Link(other)
@@ -37,7 +37,7 @@ def ends(request):
 @settings(deadline=None, max_examples=20)
 @given(batch=batches)
 @pytest.mark.parametrize("family", ["memory", "stream"])
-def test_batches_arrive_as_they_were(family, batch):
+def test_batches_arrive_unchanged(family, batch):
     one, other = connected(family)
     one.send(Kind.CALL, 7, ("role", batch, {"word": None}))
     message = other.receive()
@@ -48,7 +48,7 @@ def test_batches_arrive_as_they_were(family, batch):
     other.close()
 
 
-def test_large_values_are_the_receivers_own(ends):
+def test_large_values_belong_to_the_receiver(ends):
     one, other = ends
     column = torch.arange(20_000)
     value = {
@@ -76,12 +76,12 @@ def test_large_values_are_the_receivers_own(ends):
 def test_a_large_value_goes_through_memory_and_not_through_the_socket():
     one, other = connected("memory")
     one.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    # nobody reads yet: through the socket this would block
+    # without a reader, the socket would block here
     one.send(Kind.CALL, 1, torch.ones(1_000_000))
     assert other.receive().value().sum() == 1_000_000
 
 
-def test_what_no_file_may_hold_goes_through_the_socket():
+def test_values_too_large_for_files_go_through_the_socket():
     one, other = connected("memory")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
@@ -94,7 +94,7 @@ def test_what_no_file_may_hold_goes_through_the_socket():
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_nothing_is_left_behind(ends):
+def test_no_file_is_left_behind(ends):
     one, other = ends
     before = psutil.Process().num_fds()
     for number in range(20):
@@ -103,7 +103,7 @@ def test_nothing_is_left_behind(ends):
     assert psutil.Process().num_fds() == before
 
 
-def test_the_end_of_the_other_side_is_noticed(ends):
+def test_a_closed_connection_is_noticed(ends):
     one, other = ends
     child = os.fork()  # a copy of the socket in a child must not keep the connection open
     if child == 0:

@@ -1,7 +1,7 @@
-"""What torchrun starts on every rank: `torchrun --nproc_per_node=2 -m
+"""The program that torchrun starts on every rank: `torchrun --nproc_per_node=2 -m
 tests.single_controller.torchrun_program`.
 
-Prints the driver's answers as one line of JSON; then rank 1 is killed.
+Prints the answers of the driver as one line of JSON; then rank 1 is killed.
 """
 
 import json

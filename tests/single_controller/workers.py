@@ -1,4 +1,4 @@
-"""Workers that tests start on real processes, and what a driver does with them there."""
+"""Workers that tests start on real processes, and the calls that a driver makes on them."""
 
 import ctypes
 import os
@@ -34,7 +34,7 @@ def rows(count: int, start: int = 0) -> DataProto:
 
 
 class Stamp:
-    """Knows which processes have unpickled it."""
+    """A value that records the processes that have unpickled it."""
 
     def __init__(self) -> None:
         self.read_by: list[int] = []
@@ -47,7 +47,7 @@ class Stamp:
 
 
 class Counter(Worker):
-    """Remembers what came."""
+    """A worker that records its batches."""
 
     def __init__(self, number: int | None = None) -> None:
         self.number = self.rank if number is None else number
@@ -55,7 +55,7 @@ class Counter(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def double(self, batch: DataProto, *, plus: int = 0) -> DataProto:
-        """Twice each number."""
+        """Double each number."""
         self.seen.append(len(batch))
         return DataProto.from_dict(tensors={"y": batch.batch["x"] * 2 + plus})
 
@@ -114,7 +114,7 @@ class Counter(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def stamp(self, batch: DataProto, fail: bool = False) -> DataProto:
-        """Twice as many rows, each with a stamp of its own."""
+        """Return twice as many rows, each with its own stamp."""
         if fail:
             raise KeyError("no stamps")
         answer = batch.select().repeat(2, interleave=True)
@@ -139,8 +139,8 @@ class Counter(Worker):
     def double_aloud(
         self, batch: DataProto, pause_s: float = 0.0, until_heard: Path | None = None
     ) -> DataProto:
-        """Tell every number as soon as it is doubled, and wait for a file of this rank in the
-        folder `until_heard`."""
+        """Report every number as soon as it is doubled, then wait for this rank's file in
+        the folder `until_heard`."""
         for name in batch.non_tensor_batch["name"]:
             tell((name, self.rank))
             time.sleep(pause_s)
@@ -180,7 +180,7 @@ class Other(Worker):
 
 
 class Troubled(Worker):
-    """Ranks that disagree."""
+    """A worker with ranks that disagree."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fine(self, word: str = "") -> tuple[int, int]:
@@ -247,11 +247,11 @@ def negated(batch: DataProto) -> DataProto:
     return DataProto.from_dict(tensors={"y": -batch.batch["x"]})
 
 
-# ---------------------------------------------------------------- what a driver does; runs where th
+# ---------------------------------------------------------------- programs of the driver
 
 
 def same_answers(pool: Any) -> dict[str, Any]:
-    """Everything that must be the same however many ranks there are."""
+    """Return all results that must be the same for any number of ranks."""
     group = pool.start("counter", Counter)
     lengths = [3, 9, 1, 7, 5]
     batch = rows(5)
@@ -276,11 +276,11 @@ HANDED_ON = {
     "of two": [0, 0, 2, 2, 4, 4, 6, 6, 8, 8],
     "with a batch": [0, 1, 3, 4, 6, 7, 9, 10, 12, 13],
     "after": 10,
-}  # of `handed_on`
+}  # returned by `handed_on`
 
 
 def handed_on(one: Any, other: Any) -> dict[str, Any]:
-    """Answers of a group of `one` go straight into calls on a group of `other`."""
+    """Send answers of a group of `one` unread to calls on a group of `other`."""
     first = one.start("first", Counter)
     second = other.start("second", Counter)
     batch = rows(5)
@@ -296,9 +296,9 @@ def handed_on(one: Any, other: Any) -> dict[str, Any]:
 
     try:
         second.read_stamps(failed)
-        told = ""
+        message = ""
     except WorkerError as error:
-        told = str(error)
+        message = str(error)
 
     return {
         "x": answer.batch["x"].tolist(),
@@ -308,21 +308,26 @@ def handed_on(one: Any, other: Any) -> dict[str, Any]:
         "read by the driver": sum(
             os.getpid() in readers for readers in answer.non_tensor_batch["readers"]
         ),
-        "told": told,
+        "error": message,
     }
 
 
 def heard(pool: Any, folder: Path) -> dict[str, Any]:
-    """Return the words that a driver hears of its calls. Each rank goes on when its first one is
-    heard, so the calls end only where words come while they run."""
+    """Return the reports that a driver receives during its calls.
+
+    Each rank continues when its first report has arrived, so the calls end only if reports arrive
+    while they run.
+    """
     group = pool.start("counter", Counter)
-    told: list[Any] = []
+    messages: list[Any] = []
 
     def note(value: Any) -> None:
-        told.append(value)
+        messages.append(value)
         (folder / str(value[1])).touch()
 
-    assert group.double_aloud(rows(6)).batch["y"].tolist() == [0, 2, 4, 6, 8, 10], "nobody hears"
+    assert group.double_aloud(rows(6)).batch["y"].tolist() == [0, 2, 4, 6, 8, 10], (
+        "works without a listener"
+    )
     answer = group.double_aloud(rows(6), until_heard=folder, on_told=note)
     later = group.double_aloud(rows(2, start=6), on_told=note, blocking=False).result()
     raised: list[Any] = []
@@ -332,15 +337,15 @@ def heard(pool: Any, folder: Path) -> dict[str, Any]:
         raised.append("no such key" not in str(error) and "after" in str(error))
     return {
         "answers": answer.batch["y"].tolist() + later.batch["y"].tolist(),
-        "told": sorted(name for name, _ in told),
-        "ranks": sorted({rank for _, rank in told}),
+        "reports": sorted(name for name, _ in messages),
+        "ranks": sorted({rank for _, rank in messages}),
         "raised": raised,
         "pending": len(pool.ranks.links.pending) if hasattr(pool, "ranks") else 0,
     }
 
 
 def two_roles(pool: Any) -> dict[str, Any]:
-    """Roles of one pool live in the same processes; ranks that share rows answer once."""
+    """Check that roles of one pool share processes, and that ranks that share rows answer once."""
     group = pool.start("counter", Counter)
     other = pool.start("other", Other, same_share_for_all=True)
     return {
@@ -365,7 +370,7 @@ def trouble_within(pool: Any, deadline_s: float, method: str, *args: Any) -> Any
 
 def one_raises_and_all_go_on(pool: Any) -> Any:
     group = pool.start("troubled", Troubled)
-    told = []
+    errors = []
     for call in (
         lambda: group.only_rank_raises(1),
         lambda: group.only_rank_raises(0),
@@ -374,20 +379,22 @@ def one_raises_and_all_go_on(pool: Any) -> Any:
         try:
             call()
         except WorkerError as error:
-            told.append((type(error).__name__, str(error), repr(error.__cause__)))
-    return told, [rank for rank, _ in group.fine()]
+            errors.append((type(error).__name__, str(error), repr(error.__cause__)))
+    return errors, [rank for rank, _ in group.fine()]
 
 
 def many_calls(pool: Any) -> dict[str, list[int]]:
-    """Return the growth of each rank and, last, of the driver between 100 calls of 1 MB and 500:
-    MiB that they share with nobody, open descriptors, threads."""
+    """Return the growth of each rank and, last, of the driver between 100 and 500 calls of 1 MB.
+
+    Growth is a tuple of MiB of unshared memory, open descriptors and threads.
+    """
     group = pool.start("measured", Measured)
     batch = DataProto.from_dict(tensors={"x": torch.zeros(500, 500)})
     found = []
     for calls in (100, 400):
         for _ in range(calls // 4):
             group.same(batch)
-            group.same(batch, blocking=False)  # nobody asks for the answer
+            group.same(batch, blocking=False)  # the answer is never read
             group.same(group.same(batch, blocking=False))
         found.append([*group.usage(), usage()])
     before, after = found
@@ -395,7 +402,7 @@ def many_calls(pool: Any) -> dict[str, list[int]]:
 
 
 def assert_nothing_grew(more: dict[str, list[int]]) -> None:
-    """Of `many_calls`."""
+    """Check the growth that `many_calls` returns."""
     assert max(more["mib"]) < 8, (
         f"four in a hundred of 400 calls' rows, of which a rank gets 0.5 MiB: {more}"
     )
@@ -405,7 +412,7 @@ def assert_nothing_grew(more: dict[str, list[int]]) -> None:
 
 def usage() -> dict[str, int]:
     process = psutil.Process()
-    # What was freed and lies between what is in use comes and goes by 20 MiB, and is no leak.
+    # Freed memory between blocks in use comes and goes by 20 MiB, and is no leak.
     getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
     mib = process.memory_full_info().uss // 2**20
     return {"mib": mib, "files": process.num_fds(), "threads": process.num_threads()}
@@ -422,12 +429,12 @@ class Measured(Worker):
 
 
 def killed(pool: Any, rank: int) -> Any:
-    """The process of one rank dies within a method that the others are in as well."""
+    """Kill the process of one rank within a method that the others are in as well."""
     return trouble(pool, "one_gets", rank, signal.SIGKILL)
 
 
 def terminated_after_a_death(pool: Any) -> None:
-    """torchrun sees a rank die while the driver is not waiting for it, and ends the driver."""
+    """Let torchrun see a rank die while the driver is not waiting, so that it ends the driver."""
     group = pool.start("troubled", Troubled)
     os.kill(group.fine()[1][1], signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -452,7 +459,7 @@ def listening(pool: Any) -> list[list[str]]:
 
 
 def driver_stops(pool: Any) -> None:
-    """Nothing within the driver can notice that."""
+    """Stop the driver; no code within the driver can notice that."""
     pool.start("troubled", Troubled)
     os.kill(os.getpid(), signal.SIGSTOP)
 

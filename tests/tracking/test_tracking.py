@@ -1,4 +1,4 @@
-"""Trackers: what they write, what a killed and resumed run finds again, and what is refused."""
+"""Trackers: output, resume after a kill, and rejected settings."""
 
 import json
 import math
@@ -40,6 +40,7 @@ def test_the_console_line(tmp_path, capsys):
     tracker.log({**STEP, "actor/kl_loss": 0.2, "critic/rewards/mean": 9, **rest}, 2)
     speed = {"perf/total_num_tokens": 300, "perf/time_per_step": 1.5}
     tracker.log({"train/loss": 2.5, "train/lr": 1e-5, "train/grad_norm": 0.25, **speed}, 3)
+
     assert capsys.readouterr().out.splitlines() == [
         "[Step 1/10] Actor loss: 0.0123 | Reward: 0.3333",  # no KL without a reference
         "[Step 2/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.2000 | Critic loss: 0.5000 | "
@@ -57,7 +58,7 @@ def test_the_console_during_critic_warm_up_and_with_numbers_at_the_edge(tmp_path
     assert capsys.readouterr().out == "[Step 3] Actor loss: n/a | Reward: 0.0000 | KL: nan\n"
 
 
-def test_the_console_honours_its_interval_but_always_shows_the_ends_and_validation(
+def test_the_console_follows_its_interval_but_always_shows_both_ends_and_validation(
     tmp_path, capsys
 ):
     tracker = make_tracker(tmp_path, ["console"], total_steps=8, log_interval=3)
@@ -81,7 +82,7 @@ def test_the_console_prints_a_few_generations(tmp_path, capsys):
 
 
 @given(st.lists(st.dictionaries(st.text(max_size=5), st.floats(), max_size=4), max_size=4))
-def test_floats_come_back_bit_for_bit_and_the_json_is_always_valid(rows):
+def test_floats_round_trip_bit_for_bit_and_the_json_is_always_valid(rows):
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
@@ -92,7 +93,7 @@ def test_floats_come_back_bit_for_bit_and_the_json_is_always_valid(rows):
         }
 
 
-def test_metrics_of_every_kind_of_number(tmp_path):
+def test_metrics_accept_every_numeric_type(tmp_path):
     tracker = make_tracker(tmp_path, ["file"])
     tracker.log(
         {"a": np.float32(0.1), "b": torch.tensor(2), "c": True, "d": math.inf, "e": np.array(1.5)},
@@ -113,7 +114,7 @@ def test_a_resumed_run_has_every_line_once(tmp_path):
     undisturbed = path.read_bytes()
     del tracker
     with path.open("ab") as file:
-        file.write(b'{"step": 6, "x": 0.85')  # cut off in the midst of a line
+        file.write(b'{"step": 6, "x": 0.85')  # cut off in the middle of a line
 
     resumed = make_tracker(tmp_path, ["file"])
     resumed.rewind(3)
@@ -124,7 +125,7 @@ def test_a_resumed_run_has_every_line_once(tmp_path):
     assert path.read_bytes() == undisturbed
 
 
-def test_a_run_that_starts_afresh_forgets_all_and_a_new_folder_is_no_trouble(tmp_path):
+def test_a_new_run_discards_old_lines_and_accepts_a_new_folder(tmp_path):
     tracker = make_tracker(tmp_path / "new" / "folder", ["file"])
     tracker.rewind(0)
     tracker.log({"x": 1}, 0)
@@ -134,7 +135,7 @@ def test_a_run_that_starts_afresh_forgets_all_and_a_new_folder_is_no_trouble(tmp
     assert read_lines(tmp_path / "new" / "folder" / "metrics.jsonl") == [{"step": 0, "x": 2}]
 
 
-def test_a_cut_off_last_line_is_repaired_even_without_a_rewind(tmp_path):
+def test_a_truncated_last_line_is_repaired_even_without_a_rewind(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"st')
     make_tracker(tmp_path, ["file"]).log({}, 2)
     assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
@@ -171,7 +172,7 @@ def test_lines_survive_kill_9(tmp_path):
     assert [row["x"] for row in read_lines(tmp_path / "metrics.jsonl")] == [0.0, 1 / 3, 2 / 3]
 
 
-def test_generations_go_to_a_file_a_step(tmp_path):
+def test_generations_are_written_to_one_file_a_step(tmp_path):
     rows = [
         {
             "input": "q\n",
@@ -194,14 +195,14 @@ def test_generations_go_to_a_file_a_step(tmp_path):
     assert read_lines(tmp_path / "generations" / "4.jsonl") == [expected]
 
 
-def test_samples_appear_whole_or_not_at_all(tmp_path):
+def test_samples_are_written_atomically(tmp_path):
     write_samples(tmp_path / "deep", 1, [{"x": 1}])
 
     def rows():
         yield {"x": 2}
-        raise RuntimeError("killed in the midst")
+        raise RuntimeError("killed midway")
 
-    with pytest.raises(RuntimeError, match="midst"):
+    with pytest.raises(RuntimeError, match="midway"):
         write_samples(tmp_path / "deep", 1, rows())
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["1.jsonl"]
     assert read_lines(tmp_path / "deep" / "1.jsonl") == [{"step": 1, "x": 1}]
@@ -209,7 +210,7 @@ def test_samples_appear_whole_or_not_at_all(tmp_path):
     assert read_lines(tmp_path / "deep" / "1.jsonl") == [{"step": 1, "x": 3}]
 
 
-def test_plain_turns_what_json_has_not_into_text(tmp_path):
+def test_plain_turns_values_that_json_lacks_into_text(tmp_path):
     assert plain({1: tmp_path, "a": (1, {2.5}), "b": np.array(["x"], dtype=object)}) == {
         "1": str(tmp_path),
         "a": [1, [2.5]],
@@ -217,19 +218,19 @@ def test_plain_turns_what_json_has_not_into_text(tmp_path):
     }
 
 
-def test_unknown_trackers_are_named_with_the_nearest(tmp_path):
+def test_an_unknown_tracker_is_rejected_with_the_nearest_name(tmp_path):
     with pytest.raises(ConfigError, match=r"tensorbord.*tensorboard"):
         make_tracker(tmp_path, ["console", "tensorbord"])
 
 
 @pytest.mark.parametrize("name", ["mlflow", "swanlab", "wandb", "tensorboard"])
-def test_a_missing_package_is_told_at_the_start_with_the_command(tmp_path, monkeypatch, name):
-    monkeypatch.setitem(sys.modules, name, None)  # what Python makes of it: ModuleNotFoundError
+def test_a_missing_package_is_reported_at_the_start_with_the_command(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)  # Python raises ModuleNotFoundError for it
     with pytest.raises(MissingDependencyError, match=f"pip install {name}"):
         make_tracker(tmp_path, [name])
 
 
-def test_a_tracker_of_ones_own(tmp_path):
+def test_a_custom_tracker(tmp_path):
     seen = []
 
     @tracker_backends.register("test-memory")
@@ -261,7 +262,7 @@ def test_tensorboard_events_can_be_read_back_and_are_purged_on_rewind(tmp_path):
     tracker.log_generations([{"output": "text"}], 3)
     tracker.finish()
     assert steps() == {1: 0.25, 2: 0.5, 3: 0.75}
-    time.sleep(1.1)  # event files of one second would be read in any order
+    time.sleep(1.1)  # event files of the same second would be read in any order
     resumed = make_tracker(tmp_path, ["tensorboard"])
     resumed.rewind(2)
     resumed.log({"actor/pg_loss": 9.0}, 3)
@@ -282,7 +283,7 @@ def test_wandb_offline_writes_a_run_and_a_resumed_one_keeps_its_id(tmp_path, mon
 
     files = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert len(files) == 1
-    # wandb's own process may still write after `finish`; it ends before ours does
+    # The process of wandb may still write after `finish`; it ends before ours does.
     deadline = time.monotonic() + 20
     while b"val/generations" not in files[0].read_bytes() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -295,7 +296,7 @@ def test_wandb_offline_writes_a_run_and_a_resumed_one_keeps_its_id(tmp_path, mon
     resumed.finish()
 
 
-def test_wandb_without_a_login_is_told_with_the_ways_out(tmp_path, monkeypatch):
+def test_wandb_without_a_login_is_reported_with_the_alternatives(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
 
     def refuse(**_):

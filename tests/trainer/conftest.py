@@ -1,4 +1,4 @@
-"""Every test has the package's cache folder for itself."""
+"""Give every test its own cache folder of the package."""
 
 from pathlib import Path
 

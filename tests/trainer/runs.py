@@ -1,4 +1,4 @@
-"""Small whole runs: the command line in this process, and what it leaves on the disk."""
+"""Small whole runs: the command line in this process, and the files that it writes."""
 
 import json
 import os
@@ -28,8 +28,10 @@ PPO = ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3"]
 
 
 def command_line(folder: Path, *overrides: str, base: list[str] | None = None) -> list[str]:
-    """The arguments of a run with metrics.jsonl and checkpoints in `folder`; `overrides` replace
-    those of `base`."""
+    """Return the arguments of a run with metrics.jsonl and checkpoints in `folder`.
+
+    `overrides` replace arguments of `base`.
+    """
     where = [f"trainer.default_local_dir={folder}", 'trainer.logger=["console","file"]']
     given = {override.partition("=")[0] for override in overrides}
     first = [
@@ -41,13 +43,15 @@ def command_line(folder: Path, *overrides: str, base: list[str] | None = None) -
 
 
 def run(folder: Path, *overrides: str, base: list[str] | None = None) -> int:
-    """`python -m verl.trainer.main_ppo` in this process; the exit code."""
+    """Run `python -m verl.trainer.main_ppo` in this process. Returns the exit code."""
     return main(command_line(folder, *overrides, base=base))
 
 
 def run_in_child(action: Callable[[], int]) -> int:
-    """The wait status of a forked process that does `action`: what kills it does not kill the
-    tests."""
+    """Run `action` in a forked process, so that a kill does not end the tests.
+
+    Returns the wait status of the process.
+    """
     child = os.fork()
     if child == 0:
         status = 99
@@ -60,12 +64,12 @@ def run_in_child(action: Callable[[], int]) -> int:
 
 
 def metric_lines(folder: Path) -> list[dict[str, Any]]:
-    """Every line of metrics.jsonl."""
+    """Read every line of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def step_lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of training steps, in order."""
+    """Read the lines of training steps, in order."""
     return [line for line in metric_lines(folder) if line["step"] > 0]
 
 
@@ -79,7 +83,7 @@ TIMES = (
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines less what a clock says."""
+    """Drop the timings from the lines."""
     return [
         {name: value for name, value in line.items() if not name.startswith(TIMES)}
         for line in lines
@@ -87,12 +91,12 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path, step: int, role: str = "actor") -> dict[str, torch.Tensor]:
-    """All weights of a role in a checkpoint, the value head among them."""
+    """Load all weights of a role from a checkpoint, including the value head."""
     return _saved(folder, step, role, MODEL)
 
 
 def moments(folder: Path, step: int, role: str = "actor") -> dict[str, torch.Tensor]:
-    """The optimizer's state of a role in a checkpoint."""
+    """Load the optimizer state of a role from a checkpoint."""
     return _saved(folder, step, role, OPTIMIZER)
 
 
@@ -105,11 +109,11 @@ def _saved(folder: Path, step: int, role: str, prefix: str) -> dict[str, torch.T
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether two sets of weights are equal, bit for bit."""
+    """Compare two sets of weights bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A file of JSON lines."""
+    """Write a file of JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -1,4 +1,4 @@
-"""Training on episodes of agents: the same numbers as without them where there is one turn, exact
+"""Training on episodes of agents: the same numbers as without agents for a single turn, exact
 tokens in every turn, and the same weights on several ranks."""
 
 import textwrap
@@ -31,7 +31,7 @@ GUESSING = [
 
 
 def of_training(folder: Path) -> list[dict]:
-    """Metrics of the steps, less times and those that agents alone have."""
+    """Return metrics of the steps, without timings and metrics that only agents have."""
     lines = []
     for line in without_times(step_lines(folder)):
         own = {}
@@ -42,7 +42,7 @@ def of_training(folder: Path) -> list[dict]:
     return lines
 
 
-def test_agents_of_one_turn_train_as_the_plain_rollout(tmp_path: Path):
+def test_agents_of_one_turn_train_like_the_plain_rollout(tmp_path: Path):
     common = ["trainer.save_freq=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     assert run(tmp_path / "plain", *common) == 0
     assert run(tmp_path / "agents", *common, f"{ROLLOUT}.mode=async") == 0
@@ -61,8 +61,8 @@ def test_an_environment_of_several_turns_trains_on_exact_tokens(tmp_path: Path):
     assert "val/test_score/number_guessing" not in step_lines(tmp_path)[0]
 
 
-def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path: Path):
-    """Episodes come back in any order, which changes no bit of a deterministic engine."""
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
+    """Compare bits: episodes return in any order, and the engine is deterministic."""
     own = [*GUESSING, f"{ROLLOUT}.deterministic=True", "trainer.test_freq=-1"]
     assert run(tmp_path / "whole", *own, "trainer.max_steps=4") == 0
     assert run(tmp_path / "parts", *own, "trainer.max_steps=2") == 0
@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path: Path):
     assert same_bits(weights(parts, 4), weights(whole, 4))
 
 
-def test_two_ranks_train_on_episodes_as_one_process(tmp_path: Path):
+def test_two_ranks_train_on_episodes_like_one_process(tmp_path: Path):
     assert run(tmp_path / "one", *GUESSING) == 0
     done = launch(2, main, command_line(tmp_path / "two", *GUESSING))
     assert done.returncode == 0, done.stderr
@@ -85,8 +85,8 @@ def test_two_ranks_train_on_episodes_as_one_process(tmp_path: Path):
 
 
 @pytest.mark.parametrize("loop", ["whole", "parts"])
-def test_a_loop_of_a_users_file_trains(tmp_path: Path, loop: str):
-    """One gives a score itself and several outputs, the other leaves the score to the rule."""
+def test_a_loop_from_a_users_file_trains(tmp_path: Path, loop: str):
+    """Train with a loop that returns scores and several outputs, and with one without scores."""
     (tmp_path / "loops.py").write_text(
         textwrap.dedent(
             """

@@ -33,7 +33,7 @@ ESTIMATORS = sorted(
 
 
 def varied_reward(data: DataProto, return_dict: bool = False) -> Any:
-    """Something that differs from sample to sample: tokens of even number, of all."""
+    """Return a reward that differs between samples: the fraction of tokens with an even number."""
     mask = data.batch["response_mask"]
     even = ((data.batch["responses"] % 2 == 0) & mask.bool()).sum(-1) / mask.sum(-1)
     scores = torch.zeros(mask.shape)
@@ -51,8 +51,10 @@ def trainer_of(folder, *overrides: str, **parts: Any) -> PPOTrainer:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPOTrainer]:
-    """With critic, reference and greedy scores, so that every estimator finds what it reads; two
-    updates a step."""
+    """Build a trainer with critic, reference and greedy scores, as some estimators read them.
+
+    It makes two updates a step.
+    """
     folder = tmp_path_factory.mktemp("pairs")
     given = [
         "algorithm.adv_estimator=remax",
@@ -106,7 +108,7 @@ def test_every_estimator_takes_a_step_with_every_loss(trainer, monkeypatch, esti
 
 
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
-def test_a_loss_of_the_whole_mini_batch_does_not_see_micro_batches(tmp_path, loss):
+def test_a_loss_of_the_whole_mini_batch_is_independent_of_micro_batches(tmp_path, loss):
     own = [
         f"{ACTOR}.policy_loss.loss_mode={loss}",
         f"{ACTOR}.policy_loss.clip_cov_lb=0",
@@ -150,7 +152,7 @@ def scored_batch(scores: list[float], uids: list[str], dropped: tuple[int, ...] 
     )
 
 
-def test_prompts_whose_responses_are_alike_are_told_apart():
+def test_prompts_with_equal_rewards_are_identified():
     batch = scored_batch([0.0, 1.0, 0.6, 0.9, 1.0, 1.0], ["a", "a", "b", "b", "c", "c"])
     assert rows_that_differ(batch, "score").tolist() == [True, True, True, True, False, False]
     assert rows_that_differ(batch, "acc").tolist() == [True, True, False, False, False, False]
@@ -162,7 +164,7 @@ def test_prompts_whose_responses_are_alike_are_told_apart():
         rows_that_differ(batch, "accuracy")
 
 
-def test_a_field_that_tells_prompts_apart_is_one_value_a_response():
+def test_the_filter_metric_needs_one_value_per_response():
     batch = scored_batch([0.0, 1.0], ["a", "a"])
     batch.non_tensor_batch["acc"] = np.array(
         [torch.tensor(1.0), torch.tensor(1.0), None], dtype=object
@@ -176,7 +178,7 @@ def test_a_field_that_tells_prompts_apart_is_one_value_a_response():
         rows_that_differ(batch, "acc")
 
 
-def test_batches_with_other_reward_fields_join():
+def test_batches_with_different_reward_fields_join():
     one = scored_batch([0.0], ["a"])
     other = scored_batch([1.0], ["b"])
     other.non_tensor_batch["note"] = np.array(["x"], dtype=object)
@@ -190,7 +192,7 @@ DAPO = [f"{FILTER}.enable=True", f"{ACTOR}.clip_ratio_high=0.28", "trainer.max_s
 
 
 class Watched(DAPOTrainer):
-    """Remembers what every step trained on, and which prompts were drawn."""
+    """Record the batch that every step trained on, and the prompts that it drew."""
 
     def collect(self, prompts, first_row=0):
         batch = super().collect(prompts, first_row)
@@ -198,7 +200,7 @@ class Watched(DAPOTrainer):
         return batch
 
 
-def test_a_dapo_batch_is_full_of_prompts_that_teach(tmp_path):
+def test_a_dapo_batch_is_full_of_prompts_with_unequal_rewards(tmp_path):
     trainer = Watched(load_config(command_line(tmp_path, *DAPO)))
     trainer.init_workers()
     trainer.fit()
@@ -221,7 +223,7 @@ def test_a_dapo_batch_is_full_of_prompts_that_teach(tmp_path):
 
 
 def test_a_dapo_run_resumes_with_the_same_bits(tmp_path):
-    """The loader's cursor counts what dynamic sampling drew."""
+    """Restore the loader position, which counts the prompts that dynamic sampling drew."""
     whole = tmp_path / "whole"
     cut = tmp_path / "cut"
     assert run(whole, *DAPO, "trainer.save_freq=2") == 0
@@ -236,7 +238,7 @@ def alike(data: DataProto, return_dict: bool = False) -> Any:
     return {"reward_tensor": scores, "reward_extra_info": {}} if return_dict else scores
 
 
-def test_the_bound_of_dynamic_sampling(tmp_path):
+def test_the_limit_of_dynamic_sampling(tmp_path):
     bound = [*DAPO, f"{FILTER}.max_num_gen_batches=2", "trainer.max_steps=1"]
     stopped = trainer_of(tmp_path / "error", *bound, reward_fn=alike, val_reward_fn=alike)
     with pytest.raises(
@@ -276,8 +278,8 @@ def test_remax_compares_with_the_greedy_response(tmp_path):
     )
 
 
-def test_remax_drops_a_prompt_whose_greedy_response_has_no_score(tmp_path):
-    lost = {0}  # rows of greedy responses, of which there are as many as prompts
+def test_remax_drops_a_prompt_if_its_greedy_response_has_no_score(tmp_path):
+    lost = {0}  # rows of greedy responses, one for each prompt
 
     def reward(data: DataProto, return_dict: bool = False) -> Any:
         result = varied_reward(data, return_dict=True)
@@ -305,7 +307,7 @@ def test_remax_drops_a_prompt_whose_greedy_response_has_no_score(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["algorithm.adv_estimator=remax", f"{FILTER}.enable=True"])
-def test_the_plain_step_refuses_what_it_would_leave_out(tmp_path, override):
+def test_the_plain_step_rejects_settings_that_it_would_ignore(tmp_path, override):
     with pytest.raises(ConfigError, match=r"needs verl\.trainer\.\w+\.\w+Trainer"):
         PPOTrainer(load_config(command_line(tmp_path, override)))
 
@@ -335,7 +337,7 @@ def test_pf_ppo_learns_from_samples_with_a_reward(tmp_path, monkeypatch):
 
 
 def off_policy(trainer: PPOTrainer, shift: torch.Tensor) -> DataProto:
-    """A batch whose rollout log-probs are off by `shift` (B, 1)."""
+    """Return a batch with rollout log-probs that are off by `shift` (B, 1)."""
     trainer.load_checkpoint()
     trainer.global_step = 1
     batch = trainer.collect(next(iter(trainer.train_loader)))
@@ -343,9 +345,9 @@ def off_policy(trainer: PPOTrainer, shift: torch.Tensor) -> DataProto:
     return trainer.estimate_advantages(trainer.evaluate_policies(batch))
 
 
-def test_the_actor_gets_weights_and_rejections_and_the_batch_stays(tmp_path):
+def test_the_actor_gets_weights_and_rejections_and_the_batch_is_unchanged(tmp_path):
     shift = torch.zeros(16, 1)
-    # the trainer finds row 3 far less likely, and row 5 a little likelier, a token
+    # the trainer finds row 3 far less likely, and row 5 slightly more likely, a token
     shift[3], shift[5] = 2.0, -0.3
     given = [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_rs=geometric"]
     trainer = trainer_of(tmp_path, *given, "trainer.logger=[]")
@@ -403,7 +405,7 @@ def test_weights_reach_the_policy_loss_and_nothing_else(tmp_path):
     assert plain.sums["actor/kl_loss"] > 0
 
 
-def test_bypass_takes_the_rollouts_log_probs(tmp_path, monkeypatch):
+def test_bypass_uses_the_log_probs_of_the_rollout(tmp_path, monkeypatch):
     trainer = trainer_of(
         tmp_path, "trainer.logger=[]", f"{CORRECTION}.bypass_mode=True", f"{ACTOR}.ppo_epochs=2"
     )
@@ -421,7 +423,7 @@ REINFORCE = [
 ]
 
 
-def test_reinforce_weighs_by_the_policy_against_the_rollout(tmp_path, monkeypatch):
+def test_reinforce_weights_by_the_policy_against_the_rollout(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, "trainer.logger=[]", *REINFORCE)
     monkeypatch.delattr(type(trainer.actor_wg.worker), "compute_log_prob")
     batch = off_policy(trainer, torch.full((16, 1), -0.1))
@@ -432,7 +434,7 @@ def test_reinforce_weighs_by_the_policy_against_the_rollout(tmp_path, monkeypatc
 
 
 def test_reinforce_does_not_depend_on_micro_batches(tmp_path, capfd):
-    """By responses and in two epochs, the second of which has weights that are not 1."""
+    """Train on responses for two epochs; the second one has weights other than 1."""
     own = [*REINFORCE, f"{ACTOR}.ppo_epochs=2", "trainer.max_steps=1"]
     own += [f"{ACTOR}.optim.lr=1e-2", "trainer.test_freq=-1"]
     of_responses = f"{CORRECTION}.rollout_is=sequence"
@@ -448,7 +450,7 @@ def test_reinforce_does_not_depend_on_micro_batches(tmp_path, capfd):
     assert abs(tokens["actor/grad_norm"] / whole["actor/grad_norm"] - 1) > 0.01
 
 
-# ---------------------------------------------------------------- controllers, and what the log say
+# ---------------------------------------------------------------- controllers, and the log
 
 
 def test_the_entropy_coefficient_is_moved_and_resumes(tmp_path):
@@ -468,7 +470,7 @@ def test_the_entropy_coefficient_is_moved_and_resumes(tmp_path):
     assert state["entropy_controller"] == {"coef": 1.0, "value": 1.0}
 
 
-def test_the_log_tells_advantage_and_loss_as_formulas(tmp_path, capfd):
+def test_the_log_states_advantage_and_loss_as_formulas(tmp_path, capfd):
     own = [
         f"{ACTOR}.use_kl_loss=True",
         f"{ACTOR}.entropy_coeff=0.01",
@@ -493,8 +495,10 @@ def test_the_log_tells_advantage_and_loss_as_formulas(tmp_path, capfd):
 
 
 def test_a_padded_loss_and_an_estimator_by_path(tmp_path, capfd):
-    """A recipe for verl 0.5, unchanged: its loss is registered by the old path, and the log warns
-    of micro-batches."""
+    """Run a recipe for verl 0.5 unchanged: it registers its loss by the old path.
+
+    The log warns of micro-batches.
+    """
     recipe = tmp_path / "recipe.py"
     recipe.write_text(
         "from verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss\n"
@@ -529,8 +533,7 @@ def test_a_padded_loss_and_an_estimator_by_path(tmp_path, capfd):
 
 
 def test_a_skipped_update_counts_its_rows_once(tmp_path, monkeypatch):
-    """Looking for the rows that spoilt it runs the loss again; the mismatch is of the update
-    alone."""
+    """Run the loss again to find the bad rows: the mismatch metric counts only the update."""
     trainer = trainer_of(tmp_path, "trainer.logger=[]", "trainer.max_steps=1")
     objective = trainer.actor_wg.worker.objective
     tokens = []
@@ -554,7 +557,7 @@ def test_a_skipped_update_counts_its_rows_once(tmp_path, monkeypatch):
     assert tokens == [int(batch.batch["response_mask"].sum())]
 
 
-def test_the_critic_warms_up_for_exactly_so_many_steps(tmp_path, caplog):
+def test_the_critic_warms_up_for_exactly_the_configured_steps(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     given = [
         "algorithm.adv_estimator=gae",

@@ -1,5 +1,5 @@
-"""The facade of a program or a notebook: trains as the entry point does, answers and scores by
-itself."""
+"""The facade for programs and notebooks: trains like the entry point, generates and scores on its
+own."""
 
 import json
 import re
@@ -32,7 +32,7 @@ from verl.workers.reward_inputs import compute_reward
 
 ASKED = ["3 + 11 = ?", "2 + 5 = ?", "6 + 6 = ?"]
 CHATS = [[{"role": "user", "content": text}] for text in ASKED]
-# The runs of tests.trainer.runs, in keywords.
+# The runs of tests.trainer.runs, as keyword arguments.
 TOY: dict[str, Any] = {
     "data": {"dataset_name": "toy", "train_batch_size": 4},
     "max_new_tokens": 8,
@@ -64,7 +64,7 @@ def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> RLTrainer:
-    """No training data, no critic: for what can be used alone."""
+    """Build a trainer without training data and critic, for the calls that need neither."""
     model = {
         "actor_rollout_ref.model.path": "toy",
         "algorithm.adv_estimator": "grpo",
@@ -78,7 +78,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> RLTrainer:
 
 
 def by_transformers(state: dict[str, torch.Tensor] | None = None) -> list[str]:
-    """Greedy answers to ASKED, one at a time."""
+    """Generate greedy answers to ASKED with transformers, one at a time."""
     model = AutoModelForCausalLM.from_pretrained(TOY_MODEL)
     tokenizer = load_tokenizer(TOY_MODEL)
     if state is not None:
@@ -96,7 +96,7 @@ def by_transformers(state: dict[str, torch.Tensor] | None = None) -> list[str]:
 # ---------------------------------------------------------------- training
 
 
-def test_it_trains_with_the_bits_of_the_entry_point_whatever_was_asked_before(tmp_path, capsys):
+def test_training_gives_the_bits_of_the_entry_point_after_any_other_calls(tmp_path, capsys):
     trainer = facade(tmp_path / "ours", **PPO)
     before = trainer.rollout(ASKED, greedy=True)
     metrics = trainer.train(micro_batch_size=2, gradient_accumulation_steps=4)
@@ -144,7 +144,7 @@ def test_amp_computes_in_bfloat16_over_float32_parameters(tmp_path):
     assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
 
 
-def test_what_models_are_built_by_is_settled_once_they_are_loaded(tmp_path):
+def test_settings_of_models_are_fixed_once_they_are_loaded(tmp_path):
     trainer = facade(tmp_path)
     trainer.rollout(ASKED[:1])
     with pytest.raises(
@@ -156,7 +156,7 @@ def test_what_models_are_built_by_is_settled_once_they_are_loaded(tmp_path):
 # ---------------------------------------------------------------- rollout
 
 
-def test_prompts_come_as_texts_as_chats_or_as_a_batch(untrained):
+def test_prompts_can_be_texts_chats_or_a_batch(untrained):
     greedy = untrained.rollout(ASKED, greedy=True)
     assert greedy == untrained.rollout(CHATS, greedy=True) == by_transformers()
     batch = untrained.rollout(CHATS, greedy=True, as_batch=True)
@@ -176,7 +176,7 @@ def test_noise_follows_the_seed(untrained):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "told"),
+    ("prompts", "message"),
     [
         ([], r"at least one, got \[\]"),
         ("1 + 1 = ?", "needs a list of prompts"),
@@ -191,18 +191,18 @@ def test_noise_follows_the_seed(untrained):
         ),
     ],
 )
-def test_prompts_that_cannot_be_answered_are_told(untrained, prompts, told):
-    with pytest.raises(DataError, match=told):
+def test_prompts_that_cannot_be_answered_are_reported(untrained, prompts, message):
+    with pytest.raises(DataError, match=message):
         untrained.rollout(prompts)
 
 
-def test_a_prompt_may_be_cut_where_the_data_may_be(untrained, monkeypatch):
+def test_a_prompt_is_truncated_if_the_data_settings_allow_it(untrained, monkeypatch):
     monkeypatch.setattr(untrained.config.data, "truncation", "left")
     batch = untrained.rollout(["1 + " * 30], as_batch=True)
     assert batch.batch["attention_mask"][:, :24].sum() == 24
 
 
-def test_what_there_is_not_is_told(untrained):
+def test_a_missing_role_is_reported(untrained):
     with pytest.raises(ConfigError, match="at least 1, got 0"):
         untrained.rollout(ASKED, n=0)
     with pytest.raises(DataError, match="No training data. Set data.train_files"):
@@ -273,7 +273,7 @@ def test_without_a_reward_model_the_reward_function_scores(untrained):
 @pytest.mark.parametrize(
     "column", [np.array, pd.Series, tuple, lambda entries: np.array(entries, dtype=object)]
 )
-def test_one_entry_a_response_may_be_any_column(untrained, column):
+def test_a_list_with_one_entry_per_response_can_be_any_column(untrained, column):
     sources = ["openai/gsm8k", "toy"]
     truths = ["42", "18"]
     columns = {"data_source": column(sources), "ground_truth": column(truths)}
@@ -308,7 +308,7 @@ def test_a_failing_reward_is_an_error_with_the_number_of_its_response(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("responses", "columns", "error", "told"),
+    ("responses", "columns", "error", "message"),
     [
         (["1"], {}, ConfigError, "a rule needs data_source and ground_truth. Give"),
         (["1"], {"data_source": "toy"}, ConfigError, "a rule needs ground_truth. Give"),
@@ -346,13 +346,15 @@ def test_a_failing_reward_is_an_error_with_the_number_of_its_response(tmp_path):
         ),
     ],
 )
-def test_what_no_function_can_score_is_told(untrained, responses, columns, error, told):
-    with pytest.raises(error, match=told):
+def test_responses_that_no_function_can_score_are_reported(
+    untrained, responses, columns, error, message
+):
+    with pytest.raises(error, match=message):
         untrained.compute_reward(responses, **columns)
 
 
-def test_own_data_and_an_own_reward_need_nothing_in_the_config(tmp_path):
-    """The longer the better, of prompts that no file has."""
+def test_custom_data_and_a_custom_reward_need_no_configuration(tmp_path):
+    """Reward longer responses, on prompts that are in no file."""
 
     class Sums:
         def __len__(self):
@@ -401,15 +403,15 @@ from verl.utils.errors import WorkerError
 
 trainer = RLTrainer(sys.argv[1], **json.loads(sys.argv[3]))
 asked = ["3 + 11 = ?", "2 + 5 = ?", "6 + 6 = ?"]
-told = {"one": trainer.rollout(asked[:1], greedy=True), "before": trainer.rollout(asked, n=2)}
-told["scores"] = trainer.compute_reward(["14", "no idea", "7"], asked).tolist()
-told["metrics"] = trainer.train(micro_batch_size=2, gradient_accumulation_steps=int(sys.argv[4]))
-told["mini"] = trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size
+result = {"one": trainer.rollout(asked[:1], greedy=True), "before": trainer.rollout(asked, n=2)}
+result["scores"] = trainer.compute_reward(["14", "no idea", "7"], asked).tolist()
+result["metrics"] = trainer.train(micro_batch_size=2, gradient_accumulation_steps=int(sys.argv[4]))
+result["mini"] = trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size
 try:
-    told["critic"] = type(trainer.critic.model).__name__
+    result["critic"] = type(trainer.critic.model).__name__
 except WorkerError as error:
-    told["critic"] = str(error)
-json.dump(told, open(sys.argv[2], "w"))
+    result["critic"] = str(error)
+json.dump(result, open(sys.argv[2], "w"))
 """
 YAML = """
 backend: local
@@ -434,7 +436,7 @@ def program(tmp_path_factory: pytest.TempPathFactory, reward_folder: Path) -> Pa
 
 
 def run_program(arguments: list[str]) -> None:
-    """`python program.py arguments` in this folder."""
+    """Run `python program.py arguments` in this folder."""
     sys.argv = ["program.py", *arguments]
     runpy.run_path("program.py")
 
@@ -457,17 +459,17 @@ APART = {
 
 
 @pytest.mark.parametrize(("keywords", "steps", "place"), [({}, 2, "[0, 1]"), (APART, 4, "[1]")])
-def test_two_ranks_answer_score_and_train_as_one_process(
+def test_two_ranks_generate_score_and_train_like_one_process(
     alone, program, tmp_path, keywords, steps, place
 ):
-    arguments = ["run.yaml", str(tmp_path / "told.json"), json.dumps(keywords), str(steps)]
+    arguments = ["run.yaml", str(tmp_path / "result.json"), json.dumps(keywords), str(steps)]
     done = launch(2, run_program, arguments, folder=program)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    told = json.loads((tmp_path / "told.json").read_text())
+    result = json.loads((tmp_path / "result.json").read_text())
     assert alone["critic"] == "CriticModel"
-    assert f"its weights lie on the ranks {place}" in told["critic"]
-    assert told["mini"] == alone["mini"] == 2
-    assert (told["one"], told["before"]) == (alone["one"], alone["before"])
-    assert told["scores"] == pytest.approx(alone["scores"], rel=1e-5)
+    assert f"its weights lie on the ranks {place}" in result["critic"]
+    assert result["mini"] == alone["mini"] == 2
+    assert (result["one"], result["before"]) == (alone["one"], alone["before"])
+    assert result["scores"] == pytest.approx(alone["scores"], rel=1e-5)
     for name in ("critic/score/mean", "actor/grad_norm", "critic/grad_norm", "actor/entropy"):
-        assert told["metrics"][name] == pytest.approx(alone["metrics"][name], rel=2e-5), name
+        assert result["metrics"][name] == pytest.approx(alone["metrics"][name], rel=2e-5), name

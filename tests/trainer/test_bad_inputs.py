@@ -1,5 +1,5 @@
-"""What a user can get wrong ends in one clear message and exit code 1, and never in a traceback of
-ours."""
+"""Every user error ends in one clear message and exit code 1, and never in a traceback of the
+package."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ def toy_rows() -> list[dict[str, Any]]:
 
 
 def on_files(path: Path) -> list[str]:
-    """The toy run on a file of the user's, with the toy model."""
+    """Return the toy run on a file of the user, with the toy model."""
     settings = [
         f"data.train_files={path}",
         "data.max_prompt_length=64",
@@ -34,7 +34,7 @@ def on_files(path: Path) -> list[str]:
 
 
 def message(capfd: pytest.CaptureFixture[str], status: int) -> str:
-    """The error of a run that failed: nothing else stands on stderr."""
+    """Return the error of a failed run: stderr holds nothing else."""
     err = capfd.readouterr().err
     assert status == 1
     kind, colon, text = err.partition(": ")
@@ -53,7 +53,7 @@ def reward_file(tmp_path: Path, body: str) -> list[str]:
 
 
 def folder_without_weights(folder: Path) -> Path:
-    """The toy model's configuration and tokenizer alone."""
+    """Create a folder with the configuration and tokenizer of the toy model alone."""
     for file in Path(resolve_path("toy")).iterdir():
         if file.suffix != ".safetensors":
             (folder / file.name).write_bytes(file.read_bytes())
@@ -104,36 +104,36 @@ def test_a_data_source_without_a_rule(tmp_path, capfd):
     path = write_lines(
         tmp_path / "train.jsonl", [{**row, "data_source": "tey"} for row in toy_rows()]
     )
-    # Told before a weight is loaded.
+    # Reported before weights are loaded.
     model = f"actor_rollout_ref.model.path={folder_without_weights(tmp_path)}"
     text = message(capfd, run(tmp_path, model, base=on_files(path)))
     assert "No reward rule for data_source 'tey'. Nearest: toy" in text
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"data_source": "tey"}, "No reward rule for data_source 'tey'"),
         ({"data_source": None}, "There is no data_source"),
         ({"reward_model": None}, "needs reward_model.ground_truth"),
     ],
 )
-def test_a_row_that_no_rule_scores_is_named_at_start(tmp_path, capfd, change, told):
-    """Whether it is among the rows that are tried, or met in the hundredth step."""
+def test_a_row_that_no_rule_scores_is_named_at_start(tmp_path, capfd, change, expected):
+    """Find the row at start, whether or not it is among the sampled rows."""
     rows = toy_rows()
     rows[3] |= change
     path = write_lines(tmp_path / "train.jsonl", rows)
     model = f"actor_rollout_ref.model.path={folder_without_weights(tmp_path)}"
     text = message(capfd, run(tmp_path, model, base=on_files(path)))
     assert text.startswith(f"{path}, row 3: ")
-    assert told in text
+    assert expected in text
     valid = [f"data.val_files={path}", "trainer.test_freq=1"]
     assert "row 3" in message(
         capfd, run(tmp_path, model, *valid, base=on_files(Path(toy_files()[0])))
     )
 
 
-def test_a_reward_that_is_no_number(tmp_path, capfd):
+def test_a_reward_that_is_not_a_number(tmp_path, capfd):
     text = message(capfd, run(tmp_path, *reward_file(tmp_path, "return math.nan")))
     assert "row 0" in text
     assert "nan, not a finite" in text
@@ -145,20 +145,20 @@ def test_a_reward_function_that_raises(tmp_path, capfd):
     assert 'reward.py", line 4' in text, "where in the user's file"
 
 
-def test_settings_of_ray_for_one_rank_are_said_to_have_no_effect(tmp_path, capfd):
+def test_settings_of_ray_for_one_rank_are_reported_as_without_effect(tmp_path, capfd):
     assert run(tmp_path, "ray_init.num_cpus=4", "ray_init.namespace=mine") == 0
-    told = "ray_init.namespace, ray_init.num_cpus without effect: one rank needs no Ray."
-    assert told in capfd.readouterr().out
+    message = "ray_init.namespace, ray_init.num_cpus without effect: one rank needs no Ray."
+    assert message in capfd.readouterr().out
 
 
-def test_a_reward_function_whose_package_is_missing(tmp_path, capfd):
+def test_a_reward_function_with_a_missing_package(tmp_path, capfd):
     path = tmp_path / "reward.py"
     path.write_text("import math\nimport not_there.part\n", encoding="utf-8")
-    told = (
+    expected = (
         f"'{path}', line 2: the package 'not_there' is not installed. Install it: pip install "
         "not_there"
     )
-    assert message(capfd, run(tmp_path, f"custom_reward_function.path={path}")).startswith(told)
+    assert message(capfd, run(tmp_path, f"custom_reward_function.path={path}")).startswith(expected)
 
 
 def test_a_reward_function_that_sleeps(tmp_path, capfd):
@@ -169,7 +169,7 @@ def test_a_reward_function_that_sleeps(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("name", "answer", "told"),
+    ("name", "answer", "expected"),
     [
         (
             "lone",
@@ -195,7 +195,7 @@ def test_a_reward_function_that_sleeps(tmp_path, capfd):
         ),
     ],
 )
-def test_an_estimator_of_the_users_is_named(tmp_path, capfd, name, answer, told):
+def test_an_invalid_custom_estimator_is_named(tmp_path, capfd, name, answer, expected):
     path = tmp_path / "mine.py"
     path.write_text(f"""from verl.algorithms.advantages import advantage_estimators
 
@@ -207,12 +207,12 @@ def estimator(inputs):
     own = [f"algorithm.adv_estimator=test_{name}", f"actor_rollout_ref.model.external_lib={path}"]
     text = message(capfd, run(tmp_path, *own))
     assert text.startswith(f"The advantage estimator 'test_{name}' ({path}) ")
-    assert told in text
+    assert expected in text
     assert len(text.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "answer", "told"),
+    ("name", "answer", "expected"),
     [
         (
             "raises",
@@ -238,15 +238,15 @@ def estimator(inputs):
         ),
     ],
 )
-def test_a_policy_loss_of_the_users_is_named(tmp_path, capfd, name, answer, told):
+def test_an_invalid_custom_policy_loss_is_named(tmp_path, capfd, name, answer, expected):
     path, own = own_policy_loss(tmp_path, name, answer)
     text = message(capfd, run(tmp_path, *own))
     assert text.startswith(f"The policy loss 'test_{name}' ({path}) ")
-    assert told in text
+    assert expected in text
     assert len(text.splitlines()) == 1
 
 
-def test_a_policy_loss_of_the_users_that_is_not_finite_is_named(tmp_path, capfd):
+def test_a_custom_policy_loss_that_is_not_finite_is_named(tmp_path, capfd):
     path, own = own_policy_loss(
         tmp_path, "divides", "PolicyLossOutput(loss=terms.sum() * math.nan, means={})"
     )
@@ -278,8 +278,10 @@ def test_a_failing_reward_may_count_as_zero(tmp_path):
 
 
 def test_dropped_samples_count_nowhere(tmp_path):
-    """Samples of two characters raise, the others get 1: if the dropped ones counted as 0, these
-    would be above it."""
+    """Raise for samples of two characters, and give 1 to the others.
+
+    If the dropped samples counted as 0, the others would get an advantage above it.
+    """
     some = reward_file(tmp_path, "return 1 if len(solution_str) != 2 else {}['odd']")
     assert run(tmp_path, *some, "reward_model.on_error=drop", "actor_rollout_ref.rollout.n=8") == 0
     for line in step_lines(tmp_path):
@@ -291,9 +293,11 @@ def test_dropped_samples_count_nowhere(tmp_path):
         )
 
 
-def test_samples_whose_reward_was_dropped_count_in_no_validation(tmp_path):
-    """Short answers raise, the others get 1: what is dropped is neither in the scores nor among the
-    samples."""
+def test_samples_with_dropped_rewards_count_in_no_validation(tmp_path):
+    """Raise for short answers, and give 1 to the others.
+
+    Dropped rewards are neither in the scores nor among the samples.
+    """
     body = "return {'score': 1, 'pred': solution_str} if len(solution_str) != 2 else {}['odd']"
     sampled = [
         f"actor_rollout_ref.rollout.val_kwargs.{name}"
@@ -320,12 +324,13 @@ def test_samples_whose_reward_was_dropped_count_in_no_validation(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "what"), [([], "this step"), (["trainer.val_before_train=True"], "the validation")]
+    ("settings", "phase"),
+    [([], "this step"), (["trainer.val_before_train=True"], "the validation")],
 )
-def test_samples_that_are_all_dropped(tmp_path, capfd, settings, what):
+def test_samples_that_are_all_dropped(tmp_path, capfd, settings, phase):
     fails = reward_file(tmp_path, "raise KeyError('no such answer')")
     text = message(capfd, run(tmp_path, *fails, "reward_model.on_error=drop", *settings))
-    assert f"All samples of {what} were dropped" in text
+    assert f"All samples of {phase} were dropped" in text
 
 
 def test_a_reward_file_with_a_syntax_error(tmp_path, capfd):
@@ -362,7 +367,7 @@ def test_a_reward_file_with_a_syntax_error(tmp_path, capfd):
         ("custom_reward_function.path=no_such_file.py", "found none at 'no_such_file.py'"),
     ],
 )
-def test_a_name_that_does_not_exist(tmp_path, capfd, override, expected):
+def test_an_unknown_name(tmp_path, capfd, override, expected):
     text = message(capfd, run(tmp_path, override))
     assert expected in text
     assert len(text.splitlines()) == 1
@@ -394,7 +399,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_embeds(tmp_path, capfd):
     assert "The model embeds 64 tokens" in text
 
 
-def test_a_model_that_the_engine_does_not_support_is_refused_before_weights(tmp_path, capfd):
+def test_a_model_that_the_engine_does_not_support_is_rejected_before_weights(tmp_path, capfd):
     save_tiny(tmp_path / "model", "deepseek_v3")
     for file in (tmp_path / "model").glob("*.safetensors"):
         file.unlink()
@@ -413,7 +418,7 @@ def test_several_launched_ranks(tmp_path, capfd, monkeypatch):
     assert "torchrun" in text
 
 
-def test_a_gpu_that_is_not_there(tmp_path, capfd, monkeypatch):
+def test_a_missing_gpu(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "trainer.device=cuda needs a GPU" in message(capfd, run(tmp_path, "trainer.device=cuda"))
 
@@ -426,7 +431,7 @@ def test_a_data_set_without_validation_split(tmp_path, capfd):
     assert "has no validation split" in text
 
 
-def test_updates_that_are_never_finite_stop_the_run_and_leave_the_weights(tmp_path, capfd):
+def test_updates_that_are_never_finite_stop_the_run_and_keep_the_weights(tmp_path, capfd):
     library = tmp_path / "broken_term.py"
     library.write_text(
         "from verl.algorithms.policy_losses import extra_losses\n\n\n"
@@ -456,7 +461,7 @@ def test_a_row_is_named_with_its_file(tmp_path, capfd):
     assert text.startswith(f"{path}, row 7, column 'prompt': must be a list of messages")
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_a_model_is_loaded(tmp_path, capfd):
+def test_a_folder_that_cannot_be_written_is_reported_before_a_model_is_loaded(tmp_path, capfd):
     (tmp_path / "file").write_text("")
     settings = [
         f"trainer.default_local_dir={tmp_path / 'file'}",
@@ -473,7 +478,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_a_model_is_loaded(tmp_pa
     assert len(text.splitlines()) == 1
 
 
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capfd):
+def test_a_file_that_cannot_be_written_is_reported_in_one_line(tmp_path, capfd):
     text = message(capfd, run(tmp_path, "trainer.rollout_data_dir=/proc/nowhere"))
     assert "/proc/nowhere" in text
     assert len(text.splitlines()) == 1
@@ -481,8 +486,7 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capfd):
 
 @pytest.fixture
 def hears_ctrl_c() -> Iterator[None]:
-    """A job that a shell runs in the background is started deaf to it, and so are the tests in
-    it."""
+    """Handle SIGINT again: shells start background jobs, such as tests, with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -509,8 +513,8 @@ def test_ctrl_c_and_sigterm_end_a_start_in_one_line(tmp_path, capfd, monkeypatch
 def test_ctrl_c_and_sigterm_end_a_run_in_one_line(tmp_path, capfd, monkeypatch, name):
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    # Its process is a child of the run's. One call alone sends the signal: that of a later one would
-    # reach the tests after the run has ended.
+    # Its process is a child of the run's. Only one call sends the signal: a signal of a later call
+    # would reach the tests after the run has ended.
     first = tmp_path / "first"
     reward = reward_file(
         tmp_path,
@@ -524,7 +528,9 @@ def test_ctrl_c_and_sigterm_end_a_run_in_one_line(tmp_path, capfd, monkeypatch, 
     )
     assert run(tmp_path, "trainer.save_freq=1", "trainer.max_steps=1") == 0
     again = ["trainer.save_freq=1", "reward_model.preflight=False", *reward]
-    before = signal.getsignal(signal.SIGTERM)  # Ray's, where a test of this process has begun it
+    before = signal.getsignal(
+        signal.SIGTERM
+    )  # the handler of Ray, if a test of this process has started it
 
     code = run(tmp_path, *again)
     assert (code, capfd.readouterr().err) == ENDS[name]

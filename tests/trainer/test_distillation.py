@@ -1,5 +1,5 @@
-"""On-policy distillation in whole steps: the student comes near its teacher, alone and in addition
-to a reward, on any ranks."""
+"""On-policy distillation in whole steps: the student approaches its teacher, alone and combined
+with a reward, on any number of ranks."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ LOSS = "distillation.distillation_loss"
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> Path:
-    """The packaged model with as much noise as weight."""
+    """Save the packaged model with noise as large as its weights."""
     folder = tmp_path_factory.mktemp("models") / "teacher"
     shutil.copytree(resolve_path("toy"), folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
@@ -51,8 +51,11 @@ def distilling(teacher: Path, mode: str, *more: str) -> list[str]:
 WITHOUT_REWARD = f"{LOSS}.use_task_rewards=False"
 
 
-def test_the_student_comes_near_the_teacher(tmp_path, teacher):
-    """Without a reward; the KL falls in 25 steps from 2.98 to 1.05 nats a token, means of three."""
+def test_the_student_approaches_the_teacher(tmp_path, teacher):
+    """Train without a reward.
+
+    The KL falls in 25 steps from 2.98 to 1.05 nats a token, means of three.
+    """
     own = [
         WITHOUT_REWARD,
         "trainer.max_steps=25",
@@ -70,7 +73,7 @@ def test_the_student_comes_near_the_teacher(tmp_path, teacher):
 
 @pytest.mark.parametrize("mode", ["forward_kl", "jsd", "k1+", "k3"])
 def test_other_divergences_do_not_depend_on_micro_batches(tmp_path, teacher, mode):
-    """Without a critic, also under gae, and with one sample a prompt."""
+    """Train without a critic, also under gae, and with one sample a prompt."""
     own = [WITHOUT_REWARD, "algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1"]
     own += ["trainer.max_steps=1", "trainer.test_freq=-1"]
     assert run(tmp_path / "whole", *distilling(teacher, mode, *own)) == 0
@@ -97,7 +100,7 @@ def test_the_teacher_is_added_to_the_reward_with_its_coefficient(tmp_path, teach
     assert whole["critic/score/mean"] == plain["critic/score/mean"]
 
 
-def test_a_divergence_may_be_subtracted_from_advantages(tmp_path, teacher):
+def test_a_divergence_can_be_subtracted_from_advantages(tmp_path, teacher):
     own = [f"{LOSS}.use_policy_gradient=True", f"{LOSS}.distillation_loss_coef=0.5"]
     trainer = trainer_of(tmp_path, *distilling(teacher, "k1", *own))
     batch = trainer.collect(next(iter(trainer.train_loader)))
@@ -105,7 +108,9 @@ def test_a_divergence_may_be_subtracted_from_advantages(tmp_path, teacher):
     columns = batch.batch
     mask = batch.batch["response_mask"].bool()
     difference = columns["old_log_probs"] - columns["teacher_log_prob"]
-    expected = columns["returns"] - 0.5 * difference * mask  # grpo's returns are its advantages
+    expected = (
+        columns["returns"] - 0.5 * difference * mask
+    )  # the returns of grpo are its advantages
     torch.testing.assert_close(columns["advantages"], expected)
     mean = difference[mask].mean().item()
     assert trainer.metrics["actor/distillation_loss"] == pytest.approx(mean, rel=1e-4)
@@ -113,7 +118,7 @@ def test_a_divergence_may_be_subtracted_from_advantages(tmp_path, teacher):
 
 
 def test_a_teacher_on_ranks_of_its_own_and_on_all_ranks(tmp_path, teacher):
-    """With the exact KL to the reference as well."""
+    """Include the exact KL to the reference."""
     own = distilling(teacher, "reverse_kl", "trainer.max_steps=2")
     own += [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"]
     apart = ["trainer.placement.actor=[0]", "trainer.placement.critic=[0]"]

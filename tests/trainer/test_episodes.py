@@ -1,4 +1,4 @@
-"""Rows of agents: several to an episode, scores by the loop, rewards of turns."""
+"""Rows of agents: several per episode, scores by the loop, rewards of turns."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ def objects(values: list[Any]) -> np.ndarray:
 
 
 def played(rows: list[tuple[int, int]], **columns: list[Any]) -> DataProto:
-    """Trajectories with the given (episode, part), each of two turns and four real tokens."""
+    """Return trajectories of the given (episode, part), each of two turns and four tokens."""
     size = len(rows)
     turns = torch.tensor([[0, 0, -1, 1, -1, -1]] * size, dtype=torch.int32)
     given: dict[str, list[Any]] = {
@@ -43,6 +43,7 @@ def played(rows: list[tuple[int, int]], **columns: list[Any]) -> DataProto:
         "num_turns": [4] * size,
     }
     given |= columns
+
     attention = torch.tensor([[1, 1, 1, 1, 1, 0, 0]] * size)
     return DataProto.from_dict(
         tensors={
@@ -66,7 +67,7 @@ def prompts(count: int, first: int = 0) -> DataProto:
     )
 
 
-def test_rows_come_in_the_order_of_episodes_and_parts_without_copies():
+def test_rows_are_ordered_by_episode_and_part_without_copies():
     given = played([(3, 0), (0, 1), (1, 0), (0, 0), (2, 0), (1, 0)])
     batch = with_episodes(prompts(2), given, n=2)
     columns = batch.non_tensor_batch
@@ -86,18 +87,18 @@ def test_a_missing_episode_is_an_error():
         with_episodes(prompts(2), played([(0, 0), (1, 0), (3, 0)]), n=2)
 
 
-def test_scores_of_the_loop_stand_on_the_last_real_token():
+def test_scores_of_the_loop_are_on_the_last_real_token():
     given = played([(0, 0), (1, 0)], agent_reward=[0.5, 2.0])
     batch = with_episodes(prompts(1), given, n=2)
     assert batch.batch["rm_scores"].tolist() == [[0, 0, 0, 0.5, 0, 0], [0, 0, 0, 2.0, 0, 0]]
 
 
-def test_scores_for_some_episodes_alone_are_an_error():
+def test_scores_for_only_some_episodes_are_an_error():
     with pytest.raises(RewardError, match="1 of 2 episodes got a score"):
         with_episodes(prompts(1), played([(0, 0), (1, 0)], agent_reward=[0.5, None]), n=2)
 
 
-def test_roles_are_groups_of_their_own():
+def test_roles_form_separate_groups():
     given = played([(0, 0), (0, 1), (1, 0), (1, 1)], agent_role=["a", "b", "a", "b"])
     batch = with_episodes(prompts(1), given, n=2)
     assert batch.non_tensor_batch["uid"].tolist() == ["1-0/a", "1-0/b", "1-0/a", "1-0/b"]
@@ -136,7 +137,7 @@ def estimates(batch: DataProto, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
 @pytest.mark.parametrize("split", [(0,), (1, 2), (0, 1, 2)])
-def test_an_episode_counts_once_however_many_rows_it_has(name: str, split: tuple[int, ...]):
+def test_an_episode_counts_once_for_any_number_of_rows(name: str, split: tuple[int, ...]):
     scores = [0.3, 1.0, 0.0]
     whole = with_episodes(prompts(1), played([(0, 0), (1, 0), (2, 0)]), n=3)
     expected = estimates(with_scores(whole, scores), name)[:, 0]
@@ -153,8 +154,8 @@ def test_an_episode_counts_once_however_many_rows_it_has(name: str, split: tuple
 
 
 @pytest.mark.parametrize(("given", "last"), [(None, 1.0), (1.0, 0.25)])
-def test_rewards_of_turns_stand_where_their_turn_ends(given: float | None, last: float):
-    """A score that the loop gave is the sum of its turns' rewards already."""
+def test_rewards_of_turns_are_placed_at_the_end_of_their_turn(given: float | None, last: float):
+    """Expect a score given by the loop to be the sum of its turn rewards already."""
     rewards = [{0: 0.5, 1: 0.25}]
     batch = with_episodes(
         prompts(1), played([(0, 0)], turn_rewards=rewards, agent_reward=[given]), n=1
@@ -166,7 +167,7 @@ def test_rewards_of_turns_stand_where_their_turn_ends(given: float | None, last:
     assert scores[3] == pytest.approx(0.25 + last)
 
 
-def test_mini_batches_stay_as_many_as_configured():
+def test_the_number_of_mini_batches_is_the_configured_one():
     rows = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (3, 0)]
     batch = with_episodes(prompts(2), played(rows), n=2)
     assert mini_batch_rows(batch, 1, 2, SimpleNamespace(num_shares=1)) == 3

@@ -1,5 +1,5 @@
 """The exact KL to the reference in the loss: its value, its gradient, and the same run however rows
-and roles are dealt."""
+and roles are distributed."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ ACTOR = "actor_rollout_ref.actor"
 FULL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.kl_loss_coef=0.5"]
 
 
-def test_the_loss_has_the_divergence_of_whole_distributions(tmp_path):
-    """After the first update the policy has left the reference: KL from the models' own logits."""
+def test_the_loss_has_the_divergence_of_full_distributions(tmp_path):
+    """Compute the KL from the logits of the models after the policy has left the reference."""
     trainer = trainer_of(tmp_path, *FULL, "trainer.max_steps=3")
     trainer.fit()
     assert trainer.metrics["actor/kl_loss"] > 1e-6

@@ -1,5 +1,5 @@
-"""A new algorithm is a page of the user's own: a subclass of the trainer, or a file that registers
-what is new."""
+"""A new algorithm is a short user file: a subclass of the trainer, or a file that registers its new
+parts."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def train(kind: type[PPOTrainer], folder, *overrides: str, **parts) -> Any:
 
 
 def calls_of(patch: pytest.MonkeyPatch, name: str) -> list[int]:
-    """Grows by the number of rows with every call of a method of the actor's worker."""
+    """Return a list that gets the number of rows of every call of an actor method."""
     calls: list[int] = []
     original = getattr(ActorWorker, name)
 
@@ -30,12 +30,12 @@ def calls_of(patch: pytest.MonkeyPatch, name: str) -> list[int]:
         calls.append(len(batch))
         return original(self, batch, *args, **kwargs)
 
-    counted.__dict__.update(original.__dict__)  # what @register noted
+    counted.__dict__.update(original.__dict__)  # attributes set by @register
     patch.setattr(ActorWorker, name, counted)
     return calls
 
 
-def test_the_whole_batch_as_one_update_needs_no_old_log_probs(tmp_path, monkeypatch):
+def test_one_update_of_the_whole_batch_needs_no_old_log_probs(tmp_path, monkeypatch):
     calls = calls_of(monkeypatch, "compute_log_prob")
     train(PPOTrainer, tmp_path)
     assert calls == []
@@ -56,14 +56,14 @@ def test_several_updates_or_a_kl_reward_need_them(tmp_path, monkeypatch, overrid
 
 
 class DeclaredAdvantages(PPOTrainer):
-    """Says what it reads, so nothing is computed for it in vain."""
+    """Declare the columns that it reads, so that no unused column is computed."""
 
     @phase(reads="token_level_scores response_mask uid", writes="advantages returns")
     def estimate_advantages(self, batch):
         return super().estimate_advantages(batch)
 
 
-def test_a_phase_that_declares_what_it_reads_costs_no_pass(tmp_path, monkeypatch):
+def test_a_phase_with_declared_columns_costs_no_pass(tmp_path, monkeypatch):
     calls = calls_of(monkeypatch, "compute_log_prob")
     train(DeclaredAdvantages, tmp_path)
     assert calls == []
@@ -74,7 +74,7 @@ def test_a_phase_that_declares_what_it_reads_costs_no_pass(tmp_path, monkeypatch
     [("", [16, 16]), ("@phase(reads='token_level_rewards response_mask')", [])],
     ids=["undeclared", "declared"],
 )
-def test_an_own_estimator_may_read_old_log_probs_unless_it_declares_its_columns(
+def test_a_custom_estimator_may_read_old_log_probs_unless_it_declares_its_columns(
     tmp_path, monkeypatch, declaration: str, expected: list[int]
 ):
     name = f"test_{'declared' if declaration else 'undeclared'}"
@@ -88,6 +88,7 @@ def test_an_own_estimator_may_read_old_log_probs_unless_it_declares_its_columns(
         "    advantages = inputs.token_level_rewards.sum(-1, keepdim=True) * inputs.response_mask\n"
         "    return advantages, advantages\n"
     )
+
     calls = calls_of(monkeypatch, "compute_log_prob")
     own = [f"actor_rollout_ref.model.external_lib={file}", f"algorithm.adv_estimator={name}"]
     train(PPOTrainer, tmp_path / "run", *own)
@@ -95,7 +96,7 @@ def test_an_own_estimator_may_read_old_log_probs_unless_it_declares_its_columns(
 
 
 class OwnAdvantages(PPOTrainer):
-    """Whatever stands in the batch may be read: the likelier the sample, the less it counts."""
+    """Read columns without a declaration: likelier samples count less."""
 
     def estimate_advantages(self, batch):
         batch = super().estimate_advantages(batch)
@@ -105,7 +106,7 @@ class OwnAdvantages(PPOTrainer):
         return batch
 
 
-def test_an_own_estimate_advantages_finds_old_log_probs(tmp_path, monkeypatch):
+def test_a_custom_estimate_advantages_finds_old_log_probs(tmp_path, monkeypatch):
     calls = calls_of(monkeypatch, "compute_log_prob")
     train(OwnAdvantages, tmp_path / "own", "trainer.save_freq=2")
     assert calls == [16, 16]
@@ -114,8 +115,7 @@ def test_an_own_estimate_advantages_finds_old_log_probs(tmp_path, monkeypatch):
 
 
 class DynamicSampling(RayPPOTrainer):
-    """Prompts whose samples all have one score teach nothing: they are left out before the
-    update."""
+    """Drop prompts with equal scores for all samples before the update: they give no gradient."""
 
     def fit(self):
         self.kept = []
@@ -136,7 +136,7 @@ class DynamicSampling(RayPPOTrainer):
         self.tracker.finish()
 
 
-def test_an_own_fit_composes_the_phases(tmp_path):
+def test_a_custom_fit_composes_the_phases(tmp_path):
     trainer = train(DynamicSampling, tmp_path)
     assert len(trainer.kept) == 2  # batches of four out of ten prompts: one epoch
     assert all(rows == 4 * prompts for rows, prompts in trainer.kept)
@@ -180,7 +180,7 @@ class Half(NaiveRewardManager):
 '''
 
 
-def test_a_users_file_registers_what_the_configuration_names(tmp_path):
+def test_a_users_file_registers_parts_that_the_configuration_names(tmp_path):
     library = tmp_path / "my_parts.py"
     library.write_text(LIBRARY)
     own = [
@@ -200,12 +200,12 @@ def test_a_users_file_registers_what_the_configuration_names(tmp_path):
         assert line["critic/score/max"] == 0.5
         assert 0 < line["actor/own_share"] < 1
 
-    # At the first update the term is 0; it holds back the second.
+    # At the first update the term is 0; it slows down the second.
     assert not same_bits(weights(tmp_path / "with", 2), weights(tmp_path / "without_2", 2))
 
 
-def test_parts_may_be_given_instead_of_named(tmp_path):
-    """What a notebook does: own data and an own reward function, without a file."""
+def test_parts_can_be_passed_as_objects(tmp_path):
+    """Pass data and a reward function of a notebook, without a file."""
 
     class Sums:
         def __len__(self):
@@ -222,7 +222,7 @@ def test_parts_may_be_given_instead_of_named(tmp_path):
             }
 
     def reward(data, return_dict=False):
-        """The longer the better."""
+        """Reward longer responses."""
         mask = data.batch["response_mask"]
         scores = torch.zeros(mask.shape)
         scores[torch.arange(len(mask)), mask.sum(-1) - 1] = mask.sum(-1).float()

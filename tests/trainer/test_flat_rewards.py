@@ -1,4 +1,4 @@
-"""Steps without a difference between scores are reported, once in a while."""
+"""Steps without a difference between scores are reported occasionally."""
 
 from pathlib import Path
 
@@ -20,14 +20,14 @@ from verl.trainer.flat_rewards import is_flat
         ([], [], False),
     ],
 )
-def test_flat_is_no_difference_within_any_group(scores, groups, flat):
+def test_flat_means_no_difference_within_any_group(scores, groups, flat):
     assert is_flat(torch.tensor(scores), torch.tensor(groups)) is flat
 
 
 @pytest.mark.parametrize(
     ("score", "steps"), [("0.0", ["3", "6"]), ("float(len(solution_str) % 2)", [])]
 )
-def test_a_run_without_anything_to_learn_from_says_so(tmp_path: Path, capfd, score, steps):
+def test_a_run_with_nothing_to_learn_reports_it(tmp_path: Path, capfd, score, steps):
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

@@ -1,4 +1,4 @@
-"""A driver after many steps keeps what it kept after few."""
+"""Memory of the driver does not grow with the number of steps."""
 
 import gc
 import sys
@@ -10,9 +10,8 @@ from verl.trainer.ppo_trainer import PPOTrainer
 from verl.utils import timeline
 
 
-def test_a_trainer_keeps_nothing_of_the_steps_that_are_over(tmp_path, monkeypatch):
-    """Python objects rather than resident memory, of which torch's allocator takes and gives some
-    50 MiB at will."""
+def test_a_trainer_keeps_no_objects_of_finished_steps(tmp_path, monkeypatch):
+    """Count Python objects, because resident memory varies by 50 MiB with torch's allocator."""
     blocks: list[int] = []
     tensors: list[int] = []
     run_step = PPOTrainer.run_step
@@ -21,7 +20,7 @@ def test_a_trainer_keeps_nothing_of_the_steps_that_are_over(tmp_path, monkeypatc
         run_step(self, prompts)
         if self.global_step not in (15, 25):
             return
-        timeline._latest.clear()  # the one list that grows, up to its bound
+        timeline._latest.clear()  # the one list that grows, up to its limit
         gc.collect()
         blocks.append(sys.getallocatedblocks())
         tensors.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
@@ -33,6 +32,6 @@ def test_a_trainer_keeps_nothing_of_the_steps_that_are_over(tmp_path, monkeypatc
         "data.max_response_length=4",
     ]
     assert run(tmp_path, *PPO, *smallest, "trainer.max_steps=25", "trainer.test_freq=8") == 0
-    # A step's metrics alone are more than 100; Python's own free lists are still filling.
+    # The metrics of a step alone are more than 100 objects; Python's free lists are still filling.
     assert blocks[1] - blocks[0] < 10 * 50, f"blocks of memory: {blocks}"
     assert tensors[0] == tensors[1]

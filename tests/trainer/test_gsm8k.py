@@ -64,7 +64,7 @@ OF_A_CRITIC = [
 
 @pytest.fixture(scope="module")
 def parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train.parquet and test.parquet, as the example script makes them."""
+    """Create train.parquet and test.parquet like the example script."""
     folder = tmp_path_factory.mktemp("gsm8k")
     script = Path(__file__).parents[2] / "examples" / "data_preprocess" / "gsm8k.py"
     arguments = [
@@ -79,7 +79,7 @@ def parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2 with the whole vocabulary of the real one."""
+    """Save a random Qwen2 with the full vocabulary of the real one."""
     folder = tmp_path_factory.mktemp("model")
     config = Qwen2Config(
         vocab_size=151_936,

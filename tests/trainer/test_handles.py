@@ -1,5 +1,5 @@
-"""The trainers' handles of worker groups: a group offers registered methods alone, which a type
-checker does not know."""
+"""The trainers' handles of worker groups: a group offers only registered methods, which a type
+checker cannot see."""
 
 import ast
 import inspect
@@ -14,7 +14,7 @@ from verl.trainer import PPOTrainer
 
 
 def workers_of(trainer: type) -> dict[str, list[type]]:
-    """The worker classes behind each handle."""
+    """Return the worker classes behind each handle."""
     found: dict[str, list[type]] = {}
     for name, hint in get_type_hints(trainer, include_extras=True).items():
         choices = [hint, *get_args(hint)]
@@ -25,7 +25,7 @@ def workers_of(trainer: type) -> dict[str, list[type]]:
 
 
 def calls_on_handles(trainer: type, handles: Any) -> set[tuple[str, str]]:
-    """(handle, attribute) for every `self.<handle>.<attribute>` in the trainer's text."""
+    """Return (handle, attribute) for every `self.<handle>.<attribute>` of the trainer."""
     found = set()
     for node in ast.walk(ast.parse(inspect.getsource(trainer))):
         if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Attribute):

@@ -1,5 +1,5 @@
-"""What must not change a run: how it is cut into micro-batches, and log-probs that are computed
-twice or once."""
+"""Choices that must not change a run: the split into micro-batches, and log-probs computed twice or
+once."""
 
 import pytest
 
@@ -50,8 +50,7 @@ def test_metrics_do_not_depend_on_micro_batches(tmp_path, algorithm, sizes):
     assert run(tmp_path / "cut", *one_step, *sizes) == 0
     assert run(tmp_path / "whole", *one_step) == 0
     assert_close_runs(tmp_path / "cut", tmp_path / "whole")
-    # Adam turns rounding of a gradient near zero into a step of its own; of the weights that is
-    # little.
+    # Adam turns the rounding of a gradient near zero into a full step, but only for few weights.
     assert relative_distance(weights(tmp_path / "cut", 1), weights(tmp_path / "whole", 1)) < 1e-4
 
 
@@ -74,7 +73,7 @@ def test_old_log_probs_computed_or_skipped_give_the_same_update(tmp_path):
 
 
 def test_the_slow_reference_engine_gives_the_same_run(tmp_path):
-    """Equal logits draw equal tokens; the first step's numbers are the same but for rounding."""
+    """Expect equal tokens from equal logits, and equal numbers in the first step up to rounding."""
     assert run(tmp_path / "hf", "actor_rollout_ref.rollout.name=hf", "trainer.max_steps=1") == 0
     assert run(tmp_path / "embedded", "trainer.max_steps=1") == 0
     hf, embedded = (step_lines(tmp_path / name)[0] for name in ("hf", "embedded"))

@@ -1,4 +1,4 @@
-"""Whole runs with adapters, by the command line."""
+"""Whole runs with adapters, from the command line."""
 
 import torch
 from safetensors.torch import load_file
@@ -52,7 +52,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     )
 
 
-def test_adapters_are_not_scaled_otherwise_than_they_were(tmp_path, capfd):
+def test_a_changed_adapter_scale_is_rejected_on_resume(tmp_path, capfd):
     assert run(tmp_path, *RUN, "trainer.max_steps=1", "trainer.save_freq=1") == 0
     other = "actor_rollout_ref.model.lora_alpha=999"
     assert run(tmp_path, *RUN, "trainer.max_steps=2", "trainer.save_freq=1", other) == 1
@@ -62,7 +62,7 @@ def test_adapters_are_not_scaled_otherwise_than_they_were(tmp_path, capfd):
     )
 
 
-def test_a_module_that_is_not_there_is_told_before_the_first_step(tmp_path, capfd):
+def test_a_missing_module_is_reported_before_the_first_step(tmp_path, capfd):
     wrong = 'actor_rollout_ref.model.target_modules=["q_prj"]'
     assert run(tmp_path, *LORA, wrong) == 1
     assert "no module named 'q_prj'. Nearest: q_proj" in capfd.readouterr().err

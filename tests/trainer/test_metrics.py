@@ -1,4 +1,4 @@
-"""The numbers of a step and of a validation, against what is counted by hand."""
+"""The numbers of a step and of a validation, against counts by hand."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from verl.utils.errors import RewardError
 
 
 def batch_of(*, with_values: bool = False) -> DataProto:
-    """Three rows: prompts of 1, 2 and 2 tokens (P = 3), responses of 2, 4 and 1 (R = 4)."""
+    """Return three rows: prompts of 1, 2, 2 tokens (P = 3), responses of 2, 4, 1 (R = 4)."""
     lengths = [(1, 2), (2, 4), (2, 1)]
     prompt = torch.tensor([[i >= 3 - p for i in range(3)] for p, _ in lengths]).long()
     response = torch.tensor([[i < r for i in range(4)] for _, r in lengths]).long()
@@ -39,7 +39,7 @@ def batch_of(*, with_values: bool = False) -> DataProto:
     return DataProto.from_dict(tensors=columns, non_tensors={"uid": ["a", "a", "b"]})
 
 
-def test_data_metrics_count_real_tokens_alone():
+def test_data_metrics_count_only_real_tokens():
     metrics = data_metrics(batch_of())
     assert metrics["critic/score/mean"] == 1.0
     assert (metrics["critic/score/max"], metrics["critic/score/min"]) == (4.0, -2.0)
@@ -53,10 +53,10 @@ def test_data_metrics_count_real_tokens_alone():
     assert not any("values" in name or "vf" in name for name in metrics)
 
 
-def test_data_metrics_tell_how_good_the_critic_is():
+def test_data_metrics_include_the_quality_of_the_critic():
     metrics = data_metrics(batch_of(with_values=True))
     assert metrics["critic/values/max"] == 8.0
-    # returns are twice the values: what is left has a quarter of the variance
+    # returns are twice the values: the residual has a quarter of the variance
     assert metrics["critic/vf_explained_var"] == pytest.approx(0.75)
 
 
@@ -79,7 +79,7 @@ def test_explained_variance_of_perfect_and_of_constant_values(returns, constant)
     )
 
 
-def test_explained_variance_of_nothing_is_zero():
+def test_explained_variance_of_no_token_is_zero():
     assert explained_variance(torch.zeros(0), torch.zeros(0)) == 0.0
 
 
@@ -111,13 +111,13 @@ def test_mean_best_and_majority_by_source():
     }
 
 
-def test_prompts_count_the_same_however_many_samples_they_have():
+def test_prompts_count_the_same_for_any_number_of_samples():
     assert (
         validation_metrics(["a"] * 3, [0, 0, 1], [1.0, 1.0, 0.0])["val-core/a/reward/mean@2"] == 0.5
     )
 
 
-def test_a_tie_of_answers_goes_to_the_first():
+def test_a_tie_between_answers_goes_to_the_first():
     metrics = validation_metrics(["a"] * 4, [0] * 4, [0.0, 1.0, 0.0, 1.0], ["x", "y", "x", "y"])
     assert metrics["val-core/a/reward/maj@4"] == 0.0
 
@@ -129,7 +129,7 @@ def test_no_majority_without_answers():
     )
 
 
-def test_anything_may_be_an_answer():
+def test_any_value_can_be_an_answer():
     assert [setup.vote(answer) for answer in (None, math.nan, [1, 2], 3, "x")] == [
         None,
         None,
@@ -168,7 +168,7 @@ def test_best_is_never_below_the_mean_and_order_does_not_matter(rows):
     assert turned == {name: pytest.approx(value) for name, value in metrics.items()}
 
 
-# ---- what a reward leaves in the batch -----------------------------------------------------------
+# ---- fields of a reward in the batch -------------------------------------------------------------
 
 
 def test_record_scores_keeps_extra_fields_but_never_replaces_a_column():
@@ -185,7 +185,7 @@ def test_record_scores_keeps_extra_fields_but_never_replaces_a_column():
     assert setup.group_numbers(batch).unique().numel() == 3, "the dropped row is out of its group"
 
 
-def test_record_scores_refuses_a_batch_without_any_score():
+def test_record_scores_rejects_a_batch_without_any_score():
     with pytest.raises(RewardError, match="All samples of this step were dropped"):
         setup.record_scores(
             batch_of(),
@@ -193,7 +193,7 @@ def test_record_scores_refuses_a_batch_without_any_score():
         )
 
 
-def test_record_scores_names_the_field_of_an_own_manager_that_no_batch_can_carry():
+def test_record_scores_names_an_unsupported_field_of_a_custom_manager():
     result = {
         "reward_tensor": torch.ones(3, 4),
         "reward_extra_info": {"match": [None, re.match("a", "a"), None]},
@@ -204,7 +204,7 @@ def test_record_scores_names_the_field_of_an_own_manager_that_no_batch_can_carry
         setup.record_scores(batch_of(), result)
 
 
-def test_reward_metrics_are_means_of_what_is_a_number():
+def test_reward_metrics_are_means_of_numeric_fields():
     extra = {
         "acc": [True, False, np.float32(1.0)],
         "pred": ["1", "2", "3"],

@@ -1,4 +1,4 @@
-"""What a run leaves on the disk and with its trackers."""
+"""The files that a run writes, and the data that it sends to its trackers."""
 
 import json
 from collections import Counter, defaultdict
@@ -17,7 +17,7 @@ def rows_of(path):
 
 
 def test_samples_of_training_and_validation_are_written(tmp_path):
-    told = reward_file(
+    reward = reward_file(
         tmp_path,
         (
             "return {'score': len(solution_str), 'pred': solution_str, 'even': len(solution_str) % "
@@ -35,7 +35,7 @@ def test_samples_of_training_and_validation_are_written(tmp_path):
         "trainer.log_val_generations=3",
     ]
     validated += [f"actor_rollout_ref.rollout.val_kwargs.{setting}" for setting in sampled]
-    assert run(tmp_path, *told, *folders, *validated) == 0
+    assert run(tmp_path, *reward, *folders, *validated) == 0
 
     for step, line in enumerate(step_lines(tmp_path), start=1):
         rows = rows_of(tmp_path / "rollouts" / f"{step}.jsonl")
@@ -65,7 +65,7 @@ def test_samples_of_training_and_validation_are_written(tmp_path):
     assert [len(rows_of(tmp_path / "generations" / f"{step}.jsonl")) for step in (0, 2)] == [3, 3]
 
 
-def test_validation_leaves_the_numbers_of_the_step_alone(tmp_path):
+def test_validation_does_not_change_the_numbers_of_the_step(tmp_path):
     assert run(tmp_path / "with", "trainer.test_freq=1") == 0
     assert run(tmp_path / "without") == 0
     with_it, without = (
@@ -76,7 +76,7 @@ def test_validation_leaves_the_numbers_of_the_step_alone(tmp_path):
     assert all("timing_per_token_ms/testing" not in line for line in step_lines(tmp_path / "with"))
 
 
-def test_a_checkpoint_is_a_hugging_face_folder_where_asked_for(tmp_path):
+def test_a_checkpoint_is_a_hugging_face_folder_on_request(tmp_path):
     contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
     assert run(tmp_path, "trainer.save_freq=2", contents) == 0
     folder = tmp_path / "global_step_2" / "actor" / "huggingface"
@@ -87,7 +87,7 @@ def test_a_checkpoint_is_a_hugging_face_folder_where_asked_for(tmp_path):
     )
     assert model.generate(**text, max_new_tokens=4, do_sample=False).shape[0] == 1
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
-    # It is a model like any other: training can start from it.
+    # It is an ordinary model: training can start from it.
     assert (
         run(tmp_path / "next", f"actor_rollout_ref.model.path={folder}", "trainer.max_steps=1") == 0
     )
@@ -132,8 +132,8 @@ class Diary(TrackerBackend):
 """
 
 
-def test_an_own_tracker_is_finished_also_when_the_run_fails(tmp_path):
-    """The reward function breaks at the second step."""
+def test_a_custom_tracker_is_finished_even_if_the_run_fails(tmp_path):
+    """Raise from the reward function at the second step."""
     library = tmp_path / "diary_tracker.py"
     library.write_text(TRACKER)
     calls = "compute_score.calls = getattr(compute_score, 'calls', 0) + 1"

@@ -1,5 +1,5 @@
-"""Responses are scored while others are generated, and log-probs and values are computed beside,
-where that changes nothing but the time."""
+"""Responses are scored during generation, and log-probs and values computed concurrently, if this
+changes only the time."""
 
 import json
 import time
@@ -33,13 +33,13 @@ PASSES = ("compute_log_prob", "compute_ref_log_prob", "compute_values")
 
 
 def spans(folder, step: int) -> list[dict]:
-    """The complete events of a timeline."""
+    """Return the complete events of a timeline."""
     trace = json.loads((folder / "timeline" / f"global_step_{step}.json").read_text())
     return [event for event in trace["traceEvents"] if event["ph"] == "X"]
 
 
 def scoring_begins_within_generation(folder, step: int) -> bool:
-    """Whether the timeline has responses scored before the last one was there."""
+    """Check whether the timeline has responses scored before the last one was finished."""
     trace = json.loads((folder / "timeline" / f"global_step_{step}.json").read_text())[
         "traceEvents"
     ]
@@ -49,7 +49,7 @@ def scoring_begins_within_generation(folder, step: int) -> bool:
 
 
 def slow_reward(folder) -> list[str]:
-    """Overrides for a reward that takes half a second."""
+    """Return overrides for a reward that takes half a second."""
     file = folder / "slow.py"
     file.write_text(
         "import time\n"
@@ -60,7 +60,7 @@ def slow_reward(folder) -> list[str]:
     return [f"custom_reward_function.path={file}"]
 
 
-def test_the_run_is_the_same_with_and_without(tmp_path):
+def test_the_run_is_the_same_with_and_without_overlap(tmp_path):
     options = [*KL, *slow_reward(tmp_path), "trainer.profile_steps=[2]", "trainer.save_freq=2"]
     options += [
         "actor_rollout_ref.rollout.max_num_seqs=4",
@@ -68,23 +68,23 @@ def test_the_run_is_the_same_with_and_without(tmp_path):
         "actor_rollout_ref.rollout.val_kwargs.n=1",  # slow rewards of few responses
         "trainer.val_before_train=True",
     ]
-    beside = tmp_path / "beside"
+    overlapped = tmp_path / "overlapped"
     after = tmp_path / "after"
 
-    assert run(beside, *options) == 0
+    assert run(overlapped, *options) == 0
     assert run(after, *options, "reward_model.launch_reward_fn_async=False") == 0
-    assert without_times(metric_lines(beside)) == without_times(metric_lines(after))
-    assert same_bits(weights(beside, 2), weights(after, 2))
-    assert scoring_begins_within_generation(beside, 2)
+    assert without_times(metric_lines(overlapped)) == without_times(metric_lines(after))
+    assert same_bits(weights(overlapped, 2), weights(after, 2))
+    assert scoring_begins_within_generation(overlapped, 2)
     assert not scoring_begins_within_generation(after, 2)
     begun = {}
 
-    for folder in (beside, after):
+    for folder in (overlapped, after):
         events = {event["name"]: event for event in spans(folder, 2)}
         end_of_reward = events["reward"]["ts"] + events["reward"]["dur"]
         begun[folder] = [events[name]["ts"] < end_of_reward for name in PASSES]
 
-    assert begun == {beside: [True] * 3, after: [False] * 3}
+    assert begun == {overlapped: [True] * 3, after: [False] * 3}
 
 
 class OwnScore(PPOTrainer):
@@ -105,7 +105,7 @@ class OwnGeneration(PPOTrainer):
 
 
 class Filtered(PPOTrainer):
-    """What was begun for another batch is not taken for this one."""
+    """Reorder rows after generation, so that the results begun for the whole batch do not apply."""
 
     def step(self, prompts):
         batch = self.generate(prompts)
@@ -117,7 +117,7 @@ class Filtered(PPOTrainer):
         return batch
 
 
-def test_what_was_begun_for_another_batch_is_not_taken(tmp_path):
+def test_results_begun_for_another_batch_are_discarded(tmp_path):
     trainer = Filtered(
         load_config(command_line(tmp_path, *PPO, "trainer.max_steps=1", "trainer.test_freq=-1"))
     )
@@ -126,7 +126,7 @@ def test_what_was_begun_for_another_batch_is_not_taken(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [OwnScore, OwnPasses, PPOTrainer])
-def test_who_replaces_a_phase_gets_the_plain_sequence(tmp_path, monkeypatch, kind):
+def test_a_replaced_phase_gets_the_plain_sequence(tmp_path, monkeypatch, kind):
     began: list[str] = []
     original = CriticWorker.compute_values
 
@@ -159,11 +159,11 @@ def test_who_replaces_a_phase_gets_the_plain_sequence(tmp_path, monkeypatch, kin
 
 
 class OwnName(NaiveRewardManager):
-    """Replaces no method, so every declaration stands."""
+    """Replace no method, so that every declaration holds."""
 
 
 class OwnManager(NaiveRewardManager):
-    """May do anything to a batch: it declares nothing."""
+    """Declare nothing, so that it may change the batch in any way."""
 
     def __call__(self, data, return_dict=False):
         return super().__call__(data, return_dict)
@@ -194,7 +194,7 @@ class WritingManager(NaiveRewardManager):
         (PPOTrainer, WritingManager, False),
     ],
 )
-def test_responses_wait_for_their_batch_where_a_users_own_code_may_change_it(
+def test_scoring_waits_for_the_batch_if_custom_code_may_change_it(
     tmp_path, kind, reward_fn, is_ahead
 ):
     options = [*PPO, "trainer.max_steps=1", "reward_model.launch_reward_fn_async=True"]
@@ -207,7 +207,7 @@ def test_responses_wait_for_their_batch_where_a_users_own_code_may_change_it(
 @pytest.mark.parametrize(
     "body", ["raise ValueError('odd one')", "time.sleep(60)", "return float('nan')"]
 )
-def test_a_failing_reward_stops_the_run_as_without(tmp_path, capsys, body):
+def test_a_failing_reward_stops_the_run_as_without_overlap(tmp_path, capsys, body):
     file = tmp_path / "failing.py"
     file.write_text(
         "import time\n"
@@ -217,7 +217,7 @@ def test_a_failing_reward_stops_the_run_as_without(tmp_path, capsys, body):
         "    return 1.0\n"
     )
 
-    told = []
+    outputs = []
     for asked in ("null", "False"):
         options = [
             f"custom_reward_function.path={file}",
@@ -229,14 +229,14 @@ def test_a_failing_reward_stops_the_run_as_without(tmp_path, capsys, body):
             "actor_rollout_ref.rollout.max_num_seqs=4",
         ]
         assert run(tmp_path / asked, *options) == 1
-        told.append(capsys.readouterr().err.partition("The reward function failed on")[2])
+        outputs.append(capsys.readouterr().err.partition("The reward function failed on")[2])
 
-    assert told[0]
-    assert told[0].partition("prompt ends")[0] == told[1].partition("prompt ends")[0]
-    assert told[0].partition("response starts")[2] == told[1].partition("response starts")[2]
+    assert outputs[0]
+    assert outputs[0].partition("prompt ends")[0] == outputs[1].partition("prompt ends")[0]
+    assert outputs[0].partition("response starts")[2] == outputs[1].partition("response starts")[2]
 
 
-def test_a_reward_manager_of_ones_own_comes_first_unless_asked_otherwise(tmp_path):
+def test_a_custom_reward_manager_comes_first_unless_configured_otherwise(tmp_path):
     begun: list[bool] = []
     for asked in ((), ("reward_model.launch_reward_fn_async=True",)):
         options = [*PPO, *asked, "trainer.max_steps=1", "trainer.test_freq=-1"]
@@ -250,8 +250,8 @@ def test_a_reward_manager_of_ones_own_comes_first_unless_asked_otherwise(tmp_pat
     assert begun == [False, True]
 
 
-def test_the_samples_of_dropped_rewards_count_in_no_metric(tmp_path):
-    """What is dropped leaves the response mask, which the metrics of log-probs read."""
+def test_samples_with_dropped_rewards_count_in_no_metric(tmp_path):
+    """Remove dropped samples from the response mask, which the metrics of log-probs read."""
     file = tmp_path / "failing.py"
     file.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -266,8 +266,10 @@ def test_the_samples_of_dropped_rewards_count_in_no_metric(tmp_path):
         "trainer.max_steps=1",
     ]
 
-    assert run(tmp_path / "beside", *options, "reward_model.launch_reward_fn_async=True") == 0
+    assert run(tmp_path / "overlapped", *options, "reward_model.launch_reward_fn_async=True") == 0
     assert run(tmp_path / "after", *options, "reward_model.launch_reward_fn_async=False") == 0
-    (line,), (other,) = (without_times(step_lines(tmp_path / name)) for name in ("beside", "after"))
+    (line,), (other,) = (
+        without_times(step_lines(tmp_path / name)) for name in ("overlapped", "after")
+    )
     assert line == other
     assert line["reward/num_errors"] > 0

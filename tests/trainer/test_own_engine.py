@@ -1,4 +1,4 @@
-"""Rollout engines of a user's own, registered from a file, train the toy task."""
+"""Custom rollout engines, registered from a file, train the toy task."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.trainer.runs import metric_lines, run
 
-# Weights, sleep and checks come from LocalEngine; the rest is one sample at a time.
+# LocalEngine provides weights, sleep and checks; the rest generates one sample at a time.
 VERBS = """
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ class OneByOne(LocalEngine):
 
 rollout_engines.register("one_by_one")(OneByOne)
 """
-# As engines were written before there were verbs.
+# The interface of engines before there were verbs.
 GENERATE = """
 from verl.rollout import EmbeddedEngine, rollout_engines
 

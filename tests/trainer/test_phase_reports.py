@@ -1,4 +1,4 @@
-"""Long phases say their name and how far they are; short ones are quiet."""
+"""Long phases report their name and progress; short ones are silent."""
 
 import logging
 import threading
@@ -19,7 +19,7 @@ def wait_for_lines(caplog, count: int) -> list[str]:
     return caplog.messages
 
 
-def test_a_long_phase_says_its_name_and_how_far_it_is(caplog):
+def test_a_long_phase_reports_its_name_and_progress(caplog):
     caplog.set_level(logging.INFO)
     of_ranks = [Progress(3, 8, "responses"), Progress(4, 8, "responses"), Progress(0, 0, "")]
     reports = PhaseReports(lambda: of_ranks, every_s=0.05)
@@ -33,7 +33,7 @@ def test_a_long_phase_says_its_name_and_how_far_it_is(caplog):
 
 
 class Clock:
-    """Time passes when a test says so. A sleeper wakes after a moment of the real time."""
+    """Let time pass when a test says so. A sleeper wakes after a moment of real time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -47,7 +47,7 @@ class Clock:
         self.slept.release()
 
 
-def test_short_phases_are_quiet_and_a_longer_one_is_not(caplog, monkeypatch):
+def test_short_phases_are_silent_and_a_longer_one_is_not(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     clock = Clock()
     monkeypatch.setattr(phase_reports, "time", clock)
@@ -56,7 +56,7 @@ def test_short_phases_are_quiet_and_a_longer_one_is_not(caplog, monkeypatch):
     def pass_time(seconds: float) -> None:
         with reports.phase("adv"):
             clock.now_s += seconds
-            for _ in range(2):  # the first look may have begun before the time passed
+            for _ in range(2):  # the first poll may have begun before the time passed
                 assert clock.slept.acquire(timeout=60)
             while clock.slept.acquire(blocking=False):
                 pass
@@ -68,7 +68,7 @@ def test_short_phases_are_quiet_and_a_longer_one_is_not(caplog, monkeypatch):
     assert wait_for_lines(caplog, 1) == ["Phase adv: 0 s so far"]
 
 
-def test_the_driver_reads_how_far_the_ranks_are_while_they_run(tmp_path):
+def test_the_driver_reads_the_progress_of_the_ranks_while_they_run(tmp_path):
     for name in ("alone", "two"):
         (tmp_path / name).mkdir()
     alone = progress_of_two(LocalPool(), tmp_path / "alone")

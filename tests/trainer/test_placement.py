@@ -1,4 +1,4 @@
-"""Roles on ranks of their own: as configuration, with the numbers of one process."""
+"""Roles on ranks of their own: from the configuration, with the numbers of one process."""
 
 import json
 import os
@@ -50,11 +50,11 @@ def test_an_actor_apart_from_critic_and_reference_learns_the_same(alone, tmp_pat
     )
 
 
-def test_actors_of_ray_in_pools_of_their_own_learn_the_same(alone, tmp_path):
+def test_ray_actors_in_pools_of_their_own_learn_the_same(alone, tmp_path):
     pytest.importorskip("ray", reason="the optional backend is not installed")
     on_second = "trainer.placement.rollout=[1]"
     apart = train(1, tmp_path, *KL, *APART, on_second, "ray_init.num_cpus=2")
-    # The weights are a copy on ranks of their own, and the cache is never given back.
+    # The weights are a copy on ranks of their own, and the cache is never freed.
     of_copy = {"rollout/memory_gib", "rollout/num_pages"}
     ours, expected = (
         [{name: line[name] for name in line.keys() - of_copy} for line in lines]
@@ -64,7 +64,7 @@ def test_actors_of_ray_in_pools_of_their_own_learn_the_same(alone, tmp_path):
 
 
 class Meeting(Worker):
-    """Tells who computes together."""
+    """Report which ranks compute together."""
 
     def __init__(self) -> None:
         self.mesh = init_mesh(torch.device("cpu"))
@@ -85,20 +85,20 @@ def meet(pool, parts):
     try:
         workers.trouble_within(pools[1], 20.0, "only_rank_raises", 1)
     except WorkerError as error:
-        told = str(error)
-    return [future.result() for future in futures], told
+        message = str(error)
+    return [future.result() for future in futures], message
 
 
-def test_every_part_of_a_launch_is_a_world_of_its_own():
+def test_every_part_of_a_launch_is_a_separate_world():
     run = launch(meet, [[0, 3], [1, 2]], size=4)
     assert run.error is None
-    (first, second, again), told = run.value
+    (first, second, again), message = run.value
     for part in (first, second, again):
         assert [(rank, size) for rank, size, _, _ in part] == [(0, 2), (1, 2)]
         assert {total for *_, total in part} == {sum(pid for _, _, pid, _ in part)}
     assert again == second
     assert not {pid for _, _, pid, _ in first} & {pid for _, _, pid, _ in second}
-    assert "raised on rank 2" in told, "errors count as torchrun does"
+    assert "raised on rank 2" in message, "errors count as torchrun does"
 
 
 def placed(*overrides: str) -> dict[str, list[int]]:
@@ -106,7 +106,7 @@ def placed(*overrides: str) -> dict[str, list[int]]:
     return ranks_of_roles(load_config(["data.dataset_name=toy", without_reference, *overrides]))
 
 
-def test_roles_are_with_the_actor_or_on_what_they_are_given(monkeypatch):
+def test_roles_are_with_the_actor_or_at_their_configured_place(monkeypatch):
     assert placed(*PPO) == {"actor": [0], "rollout": [0], "critic": [0]}
     assert placed("trainer.placement.actor=[1,0]", "trainer.placement.critic=[2,3]", *PPO) == {
         "actor": [0, 1],
@@ -135,7 +135,7 @@ def test_roles_are_with_the_actor_or_on_what_they_are_given(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ["critic=[0,1]", "actor=[1,2]"],
@@ -146,8 +146,8 @@ def test_roles_are_with_the_actor_or_on_what_they_are_given(monkeypatch):
         (["critic=[]"], r"got \[\]"),
     ],
 )
-def test_placements_that_cannot_be_are_told(overrides, told):
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_placements_are_reported(overrides, message):
+    with pytest.raises(ConfigError, match=message):
         placed(
             *PPO,
             "trainer.n_gpus_per_node=4",
@@ -164,12 +164,12 @@ def test_sizes_divide_the_ranks_of_their_role():
         placed(*apart, "critic.ulysses_sequence_parallel_size=2")
 
 
-def test_idle_ranks_are_told(caplog):
+def test_idle_ranks_are_reported(caplog):
     placed("trainer.placement.actor=[0,2]", *PPO, "trainer.n_gpus_per_node=3")
     assert "gives no role to the ranks [1]: they stay idle" in caplog.text
 
 
-def test_pools_of_ray_have_their_ranks_on_their_nodes(monkeypatch):
+def test_ray_pools_have_their_ranks_on_their_nodes(monkeypatch):
     made = []
     backend = SimpleNamespace(
         connect=lambda **_: None,

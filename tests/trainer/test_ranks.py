@@ -18,8 +18,8 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.trainer.main_ppo import main
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-# Odd numbers: three prompts for two ranks in generation, four mini-batches, whose rows the ranks do
-# divide.
+# Odd numbers: three prompts for two ranks in generation, and four mini-batches with rows that the
+# ranks do divide.
 COMMAND = [
     "data.train_batch_size=3",
     "actor_rollout_ref.rollout.n=4",
@@ -33,26 +33,26 @@ COMMAND = [
     "trainer.num_threads=1",
     "trainer.test_freq=-1",
 ]
-# What depends on how many engines there are, or on a clock.
+# Metrics that depend on the number of engines, or on a clock.
 OF_THE_ENGINES = ("rollout/", "perf/", "timing_")
 
 
 def train(ranks: int, folder: Path, *more: str) -> list[dict[str, Any]]:
-    """Run the main job; gives the metrics of its training steps."""
+    """Run the main job. Returns the metrics of its training steps."""
     done = launch(ranks, main, command_line(folder, *COMMAND, *more))
     on_ray = any(override.startswith("ray_init.") for override in more)
     return lines_of(done, folder, 2 if on_ray else ranks)
 
 
 def train_by_torchrun(folder: Path, *more: str) -> list[dict[str, Any]]:
-    """`train` on two ranks, as users start it."""
+    """Call `train` on two ranks, started as users start them."""
     command = [*TORCHRUN, "-m", "verl.trainer.main_ppo", *command_line(folder, *COMMAND, *more)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     return lines_of(Done(done.returncode, done.stdout, done.stderr), folder, 2)
 
 
 def lines_of(done: Done, folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """The metrics of the training steps of a run that ended well."""
+    """Return the metrics of the training steps of a successful run."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.count("Training completed") == 1
     assert f"; {ranks} rank" in done.stdout
@@ -87,19 +87,19 @@ def on_two(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("on_two")
     samples = f"trainer.rollout_data_dir={folder / 'samples'}"
     # the first one; the last is waited for
-    beside = ["trainer.save_freq=1", "trainer.async_save=True"]
-    beside.append("trainer.profile_steps=[2]")
-    return folder, train_by_torchrun(folder / "run", "trainer.max_steps=2", *beside, samples)
+    background = ["trainer.save_freq=1", "trainer.async_save=True"]
+    background.append("trainer.profile_steps=[2]")
+    return folder, train_by_torchrun(folder / "run", "trainer.max_steps=2", *background, samples)
 
 
-def test_two_ranks_train_as_one_process(alone, on_two):
+def test_two_ranks_train_like_one_process(alone, on_two):
     assert_same(on_two[1], alone[1][:2])
     assert responses(on_two[0] / "samples", 1) == responses(alone[0] / "samples", 1)
     assert len(set(responses(alone[0] / "samples", 1))) > 3, "too dull to fail"
 
 
-def test_two_ranks_tell_of_responses_while_they_generate_others(on_two, tmp_path):
-    """And have the bits of a run whose responses wait for their batch."""
+def test_two_ranks_announce_responses_while_they_generate_others(on_two, tmp_path):
+    """Compare the bits with a run that scores responses after their batch."""
     after = [
         "reward_model.launch_reward_fn_async=False",
         "trainer.save_freq=2",
@@ -112,7 +112,7 @@ def test_two_ranks_tell_of_responses_while_they_generate_others(on_two, tmp_path
     assert not scoring_begins_within_generation(tmp_path, 2)
 
 
-def test_two_ranks_save_each_its_shards_beside_the_steps(on_two):
+def test_two_ranks_save_their_shards_during_the_next_steps(on_two):
     for step in (1, 2):
         folder = on_two[0] / "run" / f"global_step_{step}"
         CheckpointManager(folder.parent).verify(folder)
@@ -121,7 +121,7 @@ def test_two_ranks_save_each_its_shards_beside_the_steps(on_two):
             assert shards == ["__0_0.distcp", "__1_0.distcp"]
 
 
-def test_what_two_ranks_saved_one_process_resumes(alone, on_two):
+def test_one_process_resumes_a_checkpoint_of_two_ranks(alone, on_two):
     resumed = train(1, on_two[0] / "run", "trainer.max_steps=4", "trainer.save_freq=2")
     assert_same(resumed, alone[1])
     for role in ("actor", "critic"):
@@ -130,14 +130,16 @@ def test_what_two_ranks_saved_one_process_resumes(alone, on_two):
             torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
 
 
-def test_what_one_process_saved_two_ranks_resume(alone, tmp_path):
+def test_two_ranks_resume_a_checkpoint_of_one_process(alone, tmp_path):
     start = f"trainer.resume_from_path={alone[0] / 'run' / 'global_step_2'}"
     resumed = train(2, tmp_path, "trainer.max_steps=4", "trainer.resume_mode=resume_path", start)
     assert_same(resumed, alone[1][2:])
 
 
 @pytest.mark.parametrize("ranks_an_engine", [1, 2])
-def test_generation_is_dealt_to_engines_however_training_is(alone, tmp_path, ranks_an_engine):
+def test_generation_is_distributed_over_engines_independently_of_training(
+    alone, tmp_path, ranks_an_engine
+):
     sequence = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     engines = f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks_an_engine}"
     [line] = train(2, tmp_path, "trainer.max_steps=1", sequence, engines)
@@ -154,19 +156,19 @@ RAY = [
 ]
 
 
-def test_two_actors_of_ray_train_as_one_process(alone, tmp_path, monkeypatch):
+def test_two_ray_actors_train_like_one_process(alone, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="the optional backend is not installed")
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    # whose path is short enough for Ray's sockets
+    # a path short enough for the sockets of Ray
     monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())
     on_ray = train(1, tmp_path / "run", "trainer.max_steps=2", "trainer.n_gpus_per_node=2", *RAY)
     assert_same(on_ray, alone[1][:2])
     assert not [*temporary.glob("verl-*")]
 
 
-def test_other_ranks_than_asked_for_are_told(tmp_path, capsys, monkeypatch):
+def test_a_wrong_number_of_ranks_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(command_line(tmp_path, "trainer.n_gpus_per_node=3")) == 1
     assert "torchrun launched 2 ranks" in capsys.readouterr().err

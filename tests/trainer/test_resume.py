@@ -1,4 +1,4 @@
-"""A run killed at any moment, started again, ends with the bits of a run never killed."""
+"""A run killed at any moment and restarted ends with the bits of an uninterrupted run."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ from verl.utils.errors import OutOfMemoryError, WorkerError
 LAST = 4
 VALIDATION = Path(__file__).parent / "two_prompts.jsonl"
 REWARD = Path(__file__).parent / "fine_reward.py"
-# A checkpoint in the midst of an epoch (three batches), and everything that has a state: schedule,
+# A checkpoint in the middle of an epoch (three batches), and every feature with a state: schedule,
 # adaptive KL, the order of rows in an update, sampled validation.
 COMMAND = [
     f"trainer.max_steps={LAST}",
@@ -46,7 +46,7 @@ COMMAND = [
     "data.train_batch_size=3",
     "data.val_batch_size=1",
     "data.validation_shuffle=True",
-    "data.seed=3",  # gives the two rows of validation in one order first, then in the other
+    "data.seed=3",  # gives the two rows of validation first in one order, then in the other
     "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
     "actor_rollout_ref.rollout.val_kwargs.temperature=2",
     "actor_rollout_ref.rollout.val_kwargs.n=2",
@@ -71,7 +71,7 @@ Patch = pytest.MonkeyPatch
 def die_at_call(
     patch: Patch, owner: Any, name: str, number: int, by: signal.Signals = signal.SIGKILL
 ) -> None:
-    """Kill this process in the `number`th call of a function, after it has done its work."""
+    """Kill this process in the `number`th call of a function, after the call has done its work."""
     original = getattr(owner, name)
     calls = 0
 
@@ -87,36 +87,38 @@ def die_at_call(
 
 
 def in_rollout(patch: Patch, algorithm: str) -> None:
-    """Of step 3, its tokens drawn: two batches of validation follow the second step."""
+    """Kill step 3 after its tokens were drawn: two validation batches follow the second step."""
     die_at_call(patch, verl.workers.rollout, "assemble", 2 + 2 + 1)
 
 
 def in_update(patch: Patch, algorithm: str) -> None:
-    """Of step 3, between two mini-batches of the actor; the critic has made its one."""
+    """Kill step 3 between two mini-batches of the actor, after the one update of the critic."""
     updates = {"grpo": 3, "ppo": 4}[algorithm]
     die_at_call(patch, TrainEngine, "step", 2 * updates + updates - 1)
 
 
 def in_weights(patch: Patch, algorithm: str) -> None:
-    """The second checkpoint has its actor and nothing else."""
+    """Kill the run when the second checkpoint has its actor and nothing else."""
     roles = {"grpo": 1, "ppo": 2}[algorithm]
     die_at_call(patch, verl.engine.base, "save_state", roles + 1)
 
 
 def in_manifest(patch: Patch, algorithm: str) -> None:
-    """The second checkpoint is whole, but has not its name yet."""
+    """Kill the run when the second checkpoint is complete, but not yet renamed."""
     die_at_call(patch, verl.checkpoint.manager, "write_manifest", 2)
 
 
 def before_latest(patch: Patch, algorithm: str) -> None:
-    """The second checkpoint has its name, but the file that names the newest still says the first:
-    each checkpoint brings its folder to the disk, then that file, then its new name."""
+    """Kill the run when the second checkpoint is renamed, but `latest` still names the first.
+
+    Each checkpoint syncs its folder, then writes that file, then gets its final name.
+    """
     die_at_call(patch, verl.checkpoint.manager, "sync", 3 + 1)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a run of an algorithm that nothing happened to, made once."""
+    """Return the folder of an uninterrupted run of an algorithm, created once."""
     folders: dict[str, Path] = {}
 
     def folder_of(algorithm: str) -> Path:
@@ -182,11 +184,13 @@ def test_a_new_process_ends_with_the_same_bits_too(tmp_path, undisturbed):
     assert_same_end(tmp_path, undisturbed("grpo"), "grpo")
 
 
-def test_a_run_that_is_killed_while_it_writes_beside_the_steps_ends_with_the_same_bits(
+def test_a_run_killed_during_a_background_save_ends_with_the_same_bits(
     tmp_path, undisturbed, capfd
 ):
-    """The second of three checkpoints has all its files when the process dies; the first one has
-    its name."""
+    """Kill the process when the second of three checkpoints has all its files and no final name.
+
+    The first one has its name.
+    """
     command = [*COMMAND, "trainer.async_save=True", "trainer.save_freq=1"]
     with pytest.MonkeyPatch.context() as patch:
         die_at_call(patch, verl.checkpoint.sharded, "write_sharded", 2)
@@ -205,9 +209,7 @@ def test_a_run_that_is_killed_while_it_writes_beside_the_steps_ends_with_the_sam
     ]
 
 
-def test_sigterm_waits_for_the_checkpoint_that_is_written_beside_the_steps(
-    tmp_path, undisturbed, capfd
-):
+def test_sigterm_waits_for_a_background_save(tmp_path, undisturbed, capfd):
     command = [*COMMAND, "trainer.async_save=True", "trainer.save_freq=1"]
     with pytest.MonkeyPatch.context() as patch:
         die_at_call(patch, verl.checkpoint.sharded, "write_sharded", 2, signal.SIGTERM)
@@ -222,7 +224,7 @@ def test_sigterm_waits_for_the_checkpoint_that_is_written_beside_the_steps(
     assert_same_end(tmp_path, undisturbed("grpo"), "grpo")
 
 
-def test_what_was_written_beside_the_steps_resumes_with_the_same_bits(tmp_path, undisturbed):
+def test_a_background_save_resumes_with_the_same_bits(tmp_path, undisturbed):
     command = [*COMMAND, *ALGORITHMS["ppo"], "trainer.async_save=True"]
     assert run(tmp_path, *command) == 0
     assert same_bits(moments(tmp_path, 2, "critic"), moments(undisturbed("ppo"), 2, "critic"))
@@ -231,7 +233,7 @@ def test_what_was_written_beside_the_steps_resumes_with_the_same_bits(tmp_path, 
     assert_same_end(tmp_path, undisturbed("ppo"), "ppo")
 
 
-def test_a_write_beside_the_steps_that_fails_stops_the_run(tmp_path, capfd, monkeypatch):
+def test_a_failed_background_save_stops_the_run(tmp_path, capfd, monkeypatch):
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -262,21 +264,23 @@ def flip_a_bit(path: Path) -> None:
         (truncate, "manifest.json"),
     ],
 )
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     tmp_path, undisturbed, capfd, damage, file
 ):
     shutil.copytree(undisturbed("ppo"), tmp_path, dirs_exist_ok=True)
     damage(tmp_path / f"global_step_{LAST}" / file)
     assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"]) == 0
     out = capfd.readouterr().out
-    told = next(line for line in out.splitlines() if "Checkpoint skipped" in line)
-    assert f"global_step_{LAST}" in told
-    assert file in told
+    message = next(line for line in out.splitlines() if "Checkpoint skipped" in line)
+    assert f"global_step_{LAST}" in message
+    assert file in message
     assert f"global_step_2: step 2 of {LAST}" in out
     assert_same_end(tmp_path, undisturbed("ppo"), "ppo")
 
 
-def test_no_sound_checkpoint_at_all_stops_instead_of_starting_over(tmp_path, undisturbed, capfd):
+def test_a_run_without_any_sound_checkpoint_stops_instead_of_starting_over(
+    tmp_path, undisturbed, capfd
+):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
     for folder in tmp_path.glob("global_step_*"):
         truncate(folder / "actor" / "sharded" / "__0_0.distcp")
@@ -286,7 +290,7 @@ def test_no_sound_checkpoint_at_all_stops_instead_of_starting_over(tmp_path, und
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_finished_run_has_nothing_left_to_do(tmp_path, undisturbed, capfd):
+def test_a_finished_run_does_nothing_more(tmp_path, undisturbed, capfd):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert run(tmp_path, *COMMAND) == 0
@@ -299,7 +303,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, undisturbed, capfd):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_resume_mode_disable_starts_afresh(tmp_path, undisturbed):
+def test_resume_mode_disable_starts_from_the_beginning(tmp_path, undisturbed):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
     shorter = [
         override
@@ -324,29 +328,29 @@ def test_resume_path_takes_the_checkpoint_it_names(tmp_path, undisturbed):
     assert same_bits(weights(tmp_path, LAST), weights(undisturbed("grpo"), LAST))
 
 
-def test_a_named_checkpoint_without_one_role_is_refused(tmp_path, undisturbed, capfd):
+def test_a_named_checkpoint_without_one_role_is_rejected(tmp_path, undisturbed, capfd):
     named = tmp_path / "global_step_2"
     shutil.copytree(undisturbed("ppo") / "global_step_2", named)
     shutil.rmtree(named / "critic")
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}"]
     assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"], *resume) == 1
-    told = capfd.readouterr().err
-    assert told.startswith(f"CheckpointError: {named} is damaged: ")
-    assert "critic/progress.json is missing" in told
-    assert "actor/" not in told
+    output = capfd.readouterr().err
+    assert output.startswith(f"CheckpointError: {named} is damaged: ")
+    assert "critic/progress.json is missing" in output
+    assert "actor/" not in output
 
 
-def test_a_checkpoint_of_a_run_without_critic_is_no_critics(tmp_path, undisturbed, capfd):
+def test_a_checkpoint_without_critic_does_not_serve_a_run_with_critic(tmp_path, undisturbed, capfd):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
     named = tmp_path / f"global_step_{LAST}"
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}"]
     assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"], *resume) == 1
-    told = capfd.readouterr().err
-    assert "found no progress.json there. A run of other roles has saved it" in told
-    assert f"global_step_{LAST}/critic" in told
+    output = capfd.readouterr().err
+    assert "found no progress.json there. A run of other roles has saved it" in output
+    assert f"global_step_{LAST}/critic" in output
 
 
-def test_validation_alone_validates_the_checkpoint(tmp_path, undisturbed):
+def test_validation_only_validates_the_checkpoint(tmp_path, undisturbed):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
     lines = metric_lines(tmp_path)
     expected = lines[-1]
@@ -359,16 +363,14 @@ def test_validation_alone_validates_the_checkpoint(tmp_path, undisturbed):
     assert scores.items() <= expected.items()
 
 
-def test_memory_that_ran_out_on_one_of_several_ranks_lowers_the_next_start(
-    tmp_path, capfd, monkeypatch
-):
-    """What comes back from a rank is a WorkerError from what was raised there."""
+def test_out_of_memory_on_one_of_several_ranks_lowers_the_next_start(tmp_path, capfd, monkeypatch):
+    """Raise a WorkerError from the error of a rank, as calls on ranks do."""
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    told = OutOfMemoryError("Out of GPU memory in the update on rank 1 of 2.")
-    told.lowered = {key: 40}
+    error = OutOfMemoryError("Out of GPU memory in the update on rank 1 of 2.")
+    error.lowered = {key: 40}
 
     def raises(*_: Any) -> None:
-        raise WorkerError("actor.update_actor raised on rank 1") from told
+        raise WorkerError("actor.update_actor raised on rank 1") from error
 
     with monkeypatch.context() as patch:
         patch.setattr(PPOTrainer, "update", raises)
@@ -379,14 +381,14 @@ def test_memory_that_ran_out_on_one_of_several_ranks_lowers_the_next_start(
     assert run(tmp_path) == 0
     assert seen == [{key: 40}]
     assert run(tmp_path, "trainer.resume_mode=disable") == 0
-    assert len(seen) == 1, "a start afresh knows nothing of it"
+    assert len(seen) == 1, "a new run does not know it"
     for odd in ('{"half a', "[]", '{"a": null}', "[" * 10**5):
         (tmp_path / "lowered_budgets.json").write_text(odd)
         assert run(tmp_path) == 1
         assert "it is no JSON" in capfd.readouterr().err
 
 
-def test_validation_alone_from_the_start_keeps_what_was_measured(tmp_path, undisturbed):
+def test_validation_only_from_the_start_keeps_earlier_metrics(tmp_path, undisturbed):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
     lines = metric_lines(tmp_path)
     assert run(tmp_path, *COMMAND, "trainer.val_only=True", "trainer.resume_mode=disable") == 0
@@ -404,7 +406,7 @@ def test_two_runs_without_checkpoints_do_not_share_a_file_of_metrics(tmp_path, c
     assert run(tmp_path, "trainer.save_freq=-1") == 0
 
 
-def test_old_checkpoints_go(tmp_path):
+def test_old_checkpoints_are_deleted(tmp_path):
     kept = ["trainer.max_actor_ckpt_to_keep=1", "trainer.save_freq=1"]
     assert run(tmp_path, *kept) == 0
     assert [folder.name for folder in tmp_path.glob("global_step_*")] == ["global_step_2"]

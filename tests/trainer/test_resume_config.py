@@ -1,4 +1,5 @@
-"""A resumed run says which run it goes on with, what changed since, and refuses to mix two runs."""
+"""A resumed run names the run that it continues, lists the changes since, and rejects a mixture of
+two runs."""
 
 import io
 import json
@@ -25,7 +26,7 @@ ESTIMATOR = "algorithm.adv_estimator"
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of one step."""
+    """Return the folder of a run of one step."""
     folder = tmp_path_factory.mktemp("first")
     assert run(folder, *FIRST, "trainer.project_name=http://me:pa55w0rd@host") == 0
     return folder
@@ -33,7 +34,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def log(first: Path, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """The lines of the log as a command prints them."""
+    """Capture the lines of the log as a command prints them."""
     handler = logging.StreamHandler(lines := io.StringIO())
     handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
     monkeypatch.setattr(logger, "handlers", [handler])
@@ -42,11 +43,11 @@ def log(first: Path, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 @pytest.fixture
 def folder(first: Path, tmp_path: Path) -> Path:
-    """A copy of one's own."""
+    """Copy the folder for one test."""
     return Path(shutil.copytree(first, tmp_path / "run"))
 
 
-def test_the_checkpoint_that_is_resumed_is_named_with_step_and_time(folder, log):
+def test_the_resumed_checkpoint_is_named_with_step_and_time(folder, log):
     assert run(folder, *LONGER) == 0
     out = log.getvalue()
     assert f"Resumed from {folder}/global_step_1: step 1 of 2, written 20" in out
@@ -64,7 +65,7 @@ def test_changed_keys_are_listed_with_both_values(folder, log):
     assert line.count(" then, ") == 2
 
 
-def test_length_outputs_and_speed_may_change_without_a_word(folder, log):
+def test_length_outputs_and_speed_may_change_silently(folder, log):
     free = [
         *("trainer.save_freq=2", "trainer.test_freq=2", 'trainer.logger=["console"]'),
         *("trainer.max_steps=2", "trainer.experiment_name=other", "trainer.deadline_s=99"),
@@ -87,7 +88,7 @@ def test_length_outputs_and_speed_may_change_without_a_word(folder, log):
         ),
     ],
 )
-def test_a_mixture_of_two_runs_is_refused_with_the_ways_out(folder, capfd, override, key):
+def test_a_mixture_of_two_runs_is_rejected_with_the_alternatives(folder, capfd, override, key):
     assert run(folder, *LONGER, override) == 1
     err = capfd.readouterr().err
     assert len(err.splitlines()) == 1
@@ -99,13 +100,13 @@ def test_a_mixture_of_two_runs_is_refused_with_the_ways_out(folder, capfd, overr
     assert run(folder, *LONGER, override, "trainer.resume_mode=disable") == 0
 
 
-def test_a_checkpoint_that_is_named_goes_on_with_another_estimator(folder, log):
+def test_a_named_checkpoint_continues_with_another_estimator(folder, log):
     named = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/global_step_1"]
     assert run(folder, *LONGER, f"{ESTIMATOR}=rloo", *named) == 0
     assert f"{ESTIMATOR} ('grpo' then, 'rloo' now)" in log.getvalue()
 
 
-def test_a_model_that_moved_is_the_same_and_one_of_another_name_is_not(tmp_path, capfd, log):
+def test_a_moved_model_is_the_same_and_one_of_another_name_is_not(tmp_path, capfd, log):
     for place in ("a/model", "b/model", "b/other"):
         shutil.copytree(TOY_MODEL, tmp_path / place)
     key = "actor_rollout_ref.model.path"
@@ -118,7 +119,7 @@ def test_a_model_that_moved_is_the_same_and_one_of_another_name_is_not(tmp_path,
 
 
 def rewrite(folder: Path, file: str, content: object) -> None:
-    """Put another file into the checkpoint, under a manifest that has its sum."""
+    """Replace a file of the checkpoint, and update its checksum in the manifest."""
     path = folder / "global_step_1" / "trainer" / file
     if isinstance(content, str):
         path.write_text(content)
@@ -128,7 +129,7 @@ def rewrite(folder: Path, file: str, content: object) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "{", "[" * 10**5, "9" * 5000])
-def test_an_odd_stored_configuration_is_one_line(folder, capfd, content):
+def test_a_malformed_stored_configuration_is_reported_in_one_line(folder, capfd, content):
     rewrite(folder, "config.json", content)
     assert run(folder, *LONGER) == 1
     err = capfd.readouterr().err
@@ -136,7 +137,7 @@ def test_an_odd_stored_configuration_is_one_line(folder, capfd, content):
     assert len(err.splitlines()) == 1
 
 
-def test_a_stored_configuration_of_other_keys_and_types_is_compared_as_far_as_it_goes(folder):
+def test_a_stored_configuration_of_other_keys_and_types_is_compared_where_possible(folder):
     rewrite(folder, "config.json", '{"no.key": 3, "data.seed": [1], "trainer.seed": {"a": null}}')
     assert run(folder, *LONGER) == 0
 
@@ -154,7 +155,7 @@ def test_a_stored_configuration_of_other_keys_and_types_is_compared_as_far_as_it
         lambda state: state["train_loader"].update(epoch="x"),
     ],
 )
-def test_an_odd_state_is_one_line(folder, capfd, change):
+def test_a_malformed_state_is_reported_in_one_line(folder, capfd, change):
     file = folder / "global_step_1" / "trainer" / "state.pt"
     state = load_state(file)
     change(state)
@@ -168,14 +169,14 @@ def test_an_odd_state_is_one_line(folder, capfd, change):
 
 
 @pytest.mark.parametrize("content", [[1, 2], 3, None])
-def test_a_state_that_is_none_is_one_line(folder, capfd, content):
+def test_an_invalid_state_is_reported_in_one_line(folder, capfd, content):
     rewrite(folder, "state.pt", content)
     assert run(folder, *LONGER) == 1
     assert "CheckpointError: Expected the state of a run" in capfd.readouterr().err
 
 
 def test_a_checkpoint_without_configuration_is_resumed(folder, first, tmp_path):
-    """As earlier versions wrote it, without a count in the manifest."""
+    """Resume from the format of earlier versions, without a count in the manifest."""
     (folder / "global_step_1" / "trainer" / "config.json").unlink()
     write_manifest(folder / "global_step_1", step=1)
     manifest = folder / "global_step_1" / "manifest.json"
@@ -195,7 +196,7 @@ def test_the_stored_configuration_has_no_secrets(first):
     assert stored["trainer.project_name"] == "http://***@host"
 
 
-def test_a_program_hears_that_nothing_was_left_to_train(tmp_path, monkeypatch, capsys):
+def test_a_program_learns_that_nothing_was_left_to_train(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     keywords = {"data.dataset_name": "toy", "trainer.max_steps": 1, "trainer.save_freq": 1}
     assert RLTrainer(**keywords).train()
@@ -220,7 +221,7 @@ def test_the_end_of_a_run_names_its_results_and_the_command_that_exports_them(tm
     assert (folder / "global_step_1_hf" / "model.safetensors").is_file()
 
 
-def test_a_run_that_keeps_nothing_warns_at_its_start(tmp_path, log):
+def test_a_run_that_saves_nothing_warns_at_its_start(tmp_path, log):
     assert run(tmp_path, "trainer.max_steps=1") == 0
     out = log.getvalue()
     warning = "W trainer.save_freq=-1: no checkpoint is written"

@@ -1,5 +1,5 @@
-"""Runs whose score comes from a reward model of another family, tokenizer and template than the
-actor's."""
+"""Runs scored by a reward model with a family, tokenizer and template other than those of the
+actor."""
 
 import json
 
@@ -16,7 +16,7 @@ QUESTIONS = ("Say yes", "1 + 1", "Who?", "A long one, is it not?", "Count")
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A set with nothing but prompts, and the reward model."""
+    """Return settings of a data set of prompts alone, and the reward model."""
     folder = tmp_path_factory.mktemp("rm")
     save_reward_model(folder / "rm", "llama", tokenizer=other_tokenizer())
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in QUESTIONS]
@@ -33,7 +33,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gae", "remax"])
-def test_prompts_alone_are_enough_where_a_reward_model_scores(tmp_path, settings, algorithm):
+def test_prompts_alone_suffice_if_a_reward_model_scores(tmp_path, settings, algorithm):
     files = next(override for override in settings if "train_files" in override).replace(
         "train_", "val_"
     )
@@ -47,7 +47,7 @@ def test_prompts_alone_are_enough_where_a_reward_model_scores(tmp_path, settings
     scores = torch.tensor([line["score"] for line in lines])
     assert scores.std() > 0.1, "too flat to tell a difference"
     assert first["critic/score/mean"] == pytest.approx(scores.mean().item(), rel=1e-5)
-    # The token that ends the actor's turn is no part of its text.
+    # The token that ends the actor's turn is not part of its text.
     asked = [next(text for text in QUESTIONS if text in line["input"]) for line in lines]
     said = [line["output"].removesuffix("<|end|>") for line in lines]
     model = RewardModel.from_pretrained(settings[-1].partition("=")[2])

@@ -1,5 +1,5 @@
-"""A rollout on ranks of its own: the tokens and weights of a run in which it lives with the
-actor. tests/trainer/test_placement.py has one on Ray."""
+"""A rollout on ranks of its own gives the tokens and weights of a run that colocates it with the
+actor. tests/trainer/test_placement.py has a rollout on Ray."""
 
 import os
 import signal
@@ -22,12 +22,12 @@ APART = "trainer.placement.rollout=[1]"
 
 
 def train(ranks: int, folder: Path, *more: str) -> list[dict]:
-    """Run the main job; gives the metrics that depend on neither clocks nor copies."""
+    """Run the main job. Returns the metrics that depend on neither clocks nor copies."""
     done = launch(ranks, main, command_line(folder, *STEPS, *more))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = without_times(metric_lines(folder))
     for line in lines:
-        # The weights are a copy on ranks of their own, and the cache is never given back.
+        # The weights are a copy on ranks of their own, and the cache is never freed.
         line.pop("rollout/memory_gib", None)
         line.pop("rollout/num_pages", None)
     return lines
@@ -48,7 +48,7 @@ def test_under_torchrun(together, tmp_path, transport):
 
 
 def train_until_killed(command: list[str]) -> int:
-    """The main job, that SIGKILL ends within its second step."""
+    """Run the main job until SIGKILL ends it within its second step."""
     step = PPOTrainer.run_step
 
     def die(self: PPOTrainer, prompts: DataProto) -> None:
@@ -59,7 +59,7 @@ def train_until_killed(command: list[str]) -> int:
     return main(command)
 
 
-def test_a_run_that_was_killed_goes_on_with_the_same_bits(together, tmp_path):
+def test_a_killed_run_resumes_with_the_same_bits(together, tmp_path):
     folder, expected = together
     killed = command_line(tmp_path, *STEPS[1:], APART, "trainer.save_freq=1", "trainer.max_steps=3")
     done = launch(2, train_until_killed, killed)
@@ -92,7 +92,7 @@ def test_an_engine_is_shared_by_ranks_of_the_rollout():
         load_config(["data.dataset_name=toy", *placed, shared])
 
 
-def test_the_plan_counts_the_rollout_where_it_is():
+def test_the_plan_counts_the_rollout_at_its_place():
     command = ["data.dataset_name=toy", "trainer.n_gpus_per_node=2", "trainer.device=cuda"]
     together = plan_memory(load_config(command), device_gib=80)
     apart = plan_memory(load_config([*command, APART]), device_gib=80)

@@ -1,4 +1,4 @@
-"""The timeline of a step: what ran when in which process, as a Chrome trace."""
+"""The timeline of a step: the work of every process over time, as a Chrome trace."""
 
 import json
 from collections import defaultdict
@@ -14,7 +14,7 @@ from verl.utils.timeline import Recorded, Span, write_trace
 
 
 def rows_of(path) -> dict[tuple[str, str], list[dict]]:
-    """The spans of a trace, by the names of their process and row."""
+    """Return the spans of a trace, by the names of their process and row."""
     events = json.loads(path.read_text())["traceEvents"]
     processes = {
         event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
@@ -27,7 +27,7 @@ def rows_of(path) -> dict[tuple[str, str], list[dict]]:
     return dict(spans)
 
 
-def test_a_step_shows_phases_calls_and_what_the_workers_do(tmp_path, capfd):
+def test_a_step_shows_phases_calls_and_the_work_of_the_workers(tmp_path, capfd):
     assert (
         run(
             tmp_path,
@@ -104,13 +104,13 @@ def test_every_rank_has_rows_of_its_own(tmp_path):
         event["ts"] for event in called if event["name"] == "two.double" and event["ph"] == "b"
     ]
     ran = spans[other, "two"][1]
-    # Clocks of their own would be seconds apart; a busy machine notes a span milliseconds late.
+    # Separate clocks would differ by seconds; a busy machine records a span milliseconds late.
     assert double - 2e4 < ran["ts"] < max(event["ts"] for event in called) + 2e4, (
         "one clock for all"
     )
 
 
-def test_processes_of_other_machines_are_placed_by_their_wall_clocks(tmp_path):
+def test_processes_of_other_machines_are_aligned_by_their_wall_clocks(tmp_path):
     second = 10**9
     near = Recorded("here", 1, 1_000 * second, [Span("a", "row", 5 * second, 6 * second, False)])
     far = Recorded("there", 1, 995 * second, [Span("b", "row", 11 * second, 12 * second, True)])
@@ -124,7 +124,7 @@ def test_processes_of_other_machines_are_placed_by_their_wall_clocks(tmp_path):
     assert [event["ts"] for event in spans["same", "row"]] == [5e6]
 
 
-def test_the_latest_spans_alone_are_kept():
+def test_only_the_latest_spans_are_kept():
     assert timeline._latest.maxlen == timeline._KEPT
     with timeline.span("mine", "row"):
         pass

@@ -1,4 +1,4 @@
-"""The toy run: what it prints, that it learns, and that nothing moves where nothing may."""
+"""The toy run: its output, that it learns, and that frozen parts do not move."""
 
 import re
 
@@ -80,13 +80,13 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
 
 
 def test_a_last_epoch_ends_the_run(tmp_path):
-    """Ten prompts are two whole batches of four an epoch."""
+    """Split ten prompts into two whole batches of four an epoch."""
     base = [override for override in TOY if "max_steps" not in override]
     assert run(tmp_path, "trainer.total_epochs=2", base=base) == 0
     assert [line["training/epoch"] for line in metric_lines(tmp_path)] == [0, 0, 1, 1]
 
 
-def test_the_log_interval_thins_the_console_and_nothing_else(tmp_path, capfd):
+def test_the_log_interval_thins_only_the_console(tmp_path, capfd):
     assert run(tmp_path, "trainer.log_interval=3", "trainer.max_steps=4") == 0
     assert re.findall(r"^\[Step (\d)/4\]", capfd.readouterr().out, flags=re.M) == ["1", "3", "4"]
     assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""A checkpoint of somebody else runs no code, whichever of its files it was put into."""
+"""An untrusted checkpoint runs no code, whichever of its files was changed."""
 
 import io
 import os
@@ -19,7 +19,7 @@ COMMAND = ["trainer.save_freq=1", "trainer.max_steps=1", "trainer.test_freq=-1"]
 
 
 class Malicious:
-    """Creates a folder where it is unpickled."""
+    """Create a folder when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -30,7 +30,7 @@ class Malicious:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a finished run, made once."""
+    """Return the folder of a finished run, created once."""
     folders: dict[str, Path] = {}
 
     def folder_of(kind: str) -> Path:

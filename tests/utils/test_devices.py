@@ -1,4 +1,4 @@
-"""What is settled before a device is used."""
+"""Settings that are applied before a device is used."""
 
 import os
 
@@ -17,7 +17,7 @@ def test_the_allocator_grows_its_segments_on_every_node(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", ALLOCATOR_SETTINGS])
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, name: str):
+def test_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)
     monkeypatch.setenv(name, "max_split_size_mb:512")
     visible_device("cpu")

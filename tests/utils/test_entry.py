@@ -1,4 +1,4 @@
-"""How a command ends that a user has given something wrong."""
+"""The exit of a command after invalid input from a user."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ sys.exit(exit_code(job))
 
 
 @pytest.mark.parametrize(("traceback", "tracebacks"), [("", 0), ("1", 1)])
-def test_message_and_traceback_are_told_once(traceback: str, tracebacks: int):
+def test_message_and_traceback_are_printed_once(traceback: str, tracebacks: int):
     environment = {**os.environ, "VERL_TRACEBACK": traceback}
     done = subprocess.run(
         [sys.executable, "-c", FAILS], env=environment, capture_output=True, text=True, check=False
@@ -30,28 +30,30 @@ def test_message_and_traceback_are_told_once(traceback: str, tracebacks: int):
     assert done.stderr.count("DataError: no rows") == 1
 
 
-def test_a_file_that_may_not_be_written_is_one_line(capfd):
+def test_a_file_that_cannot_be_written_is_reported_in_one_line(capfd):
     def job() -> None:
-        # as pyarrow has it
+        # the message of pyarrow
         raise PermissionError(13, "Failed to open local file '/x/train.parquet'")
 
     assert exit_code(job) == 1
-    assert "train.parquet'. Free some space, or choose another" in (told := capfd.readouterr().err)
-    assert len(told.splitlines()) == 1
+    assert "train.parquet'. Free some space, or choose another" in (
+        message := capfd.readouterr().err
+    )
+    assert len(message.splitlines()) == 1
 
 
-def test_a_long_message_keeps_its_begin_and_its_end(capfd):
+def test_a_long_message_keeps_its_beginning_and_its_end(capfd):
     def job() -> None:
         raise DataError(f"Row 3 is {'x' * 10**6}. Write it again.")
 
     assert exit_code(job) == 1
-    told = capfd.readouterr().err
-    assert len(told) < 10_000
-    assert told.startswith("DataError: Row 3 is xxx")
-    assert told.endswith("xxx. Write it again.\n")
+    output = capfd.readouterr().err
+    assert len(output) < 10_000
+    assert output.startswith("DataError: Row 3 is xxx")
+    assert output.endswith("xxx. Write it again.\n")
 
 
-def test_any_other_error_is_ours():
+def test_any_other_error_keeps_its_traceback():
     def job() -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
@@ -70,7 +72,7 @@ sys.exit(exit_code(job))
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_stops_reading_ends_a_command_in_silence(unbuffered: str):
+def test_a_reader_that_stops_reading_ends_a_command_silently(unbuffered: str):
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     command = subprocess.Popen(
         [sys.executable, "-c", PRINTS],
@@ -82,12 +84,12 @@ def test_a_reader_that_stops_reading_ends_a_command_in_silence(unbuffered: str):
     assert command.stdout is not None
     assert command.stderr is not None
     assert command.stdout.readline() == "0\n"
-    command.stdout.close()  # as `head -1`
+    command.stdout.close()  # like `head -1`
     assert command.stderr.read() == ""
     assert command.wait(60) == 141
 
 
-def test_a_short_output_that_is_not_read_ends_in_silence_too():
+def test_a_short_output_that_is_not_read_ends_silently_too():
     code = PRINTS.replace("1_000_000", "3").replace(
         "for number", "sys.stdin.read()\n    for number"
     )

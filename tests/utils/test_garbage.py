@@ -1,4 +1,4 @@
-"""When the garbage collector waits."""
+"""Pauses of the garbage collector."""
 
 import gc
 
@@ -7,15 +7,16 @@ import pytest
 from verl.utils.garbage import loading_packages
 
 
-def test_the_collector_waits_while_packages_load_and_passes_over_them_later():
+def test_the_collector_pauses_while_packages_load_and_skips_them_later():
     before = gc.get_freeze_count()
     try:
         with pytest.raises(ImportError), loading_packages():
             assert not gc.isenabled()
             raise ImportError
         assert gc.isenabled()
-        # Others' frozen objects may have been freed meanwhile.
+        # Frozen objects of other tests may have been freed meanwhile.
         assert gc.get_freeze_count() <= before
+
         with loading_packages():
             made = [[]]
         assert gc.isenabled()

@@ -1,4 +1,4 @@
-"""A package that is missing is named, with the command that installs it."""
+"""A missing package is named, with the command that installs it."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def test_a_missing_dependency_is_one_line_with_its_install_command(module, comma
     assert "Traceback" not in done.stderr
 
 
-def test_an_optional_package_is_asked_for_by_name():
+def test_an_optional_package_is_requested_by_name():
     with pytest.raises(
         MissingDependencyError,
         match="The tracker needs the package 'no_such_package'.*pip install it",
@@ -46,7 +46,7 @@ def test_a_users_file_is_loaded_once_and_never_shadows_another(tmp_path):
     assert load_module(str(one)).made is load_module(str(one)).made
 
 
-def test_a_wrong_file_or_name_is_told(tmp_path, monkeypatch):
+def test_a_wrong_file_or_name_is_reported(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="found none"):
         load_module(str(tmp_path / "missing.py"))
     with pytest.raises(ConfigError, match="no_such_module"):
@@ -60,11 +60,11 @@ def test_a_wrong_file_or_name_is_told(tmp_path, monkeypatch):
         load_module("folder_of_rewards")
 
 
-def test_a_file_beside_a_users_file_is_not_taken_for_a_package(tmp_path):
+def test_a_file_next_to_a_users_file_is_not_mistaken_for_a_package(tmp_path):
     (tmp_path / "helpers_of_mine.py").write_text("one = 1\n")
     (tmp_path / "reward.py").write_text("import math\nfrom helpers_of_mine import one\n")
-    told = rf"reward\.py', line 2, imports 'helpers_of_mine', which is in the same.*PYTHONPATH={tmp_path}$"
-    with pytest.raises(ConfigError, match=told):
+    message = rf"reward\.py', line 2, imports 'helpers_of_mine', which is in the same.*PYTHONPATH={tmp_path}$"
+    with pytest.raises(ConfigError, match=message):
         load_module(str(tmp_path / "reward.py"))
     (tmp_path / "reward.py").write_text("import a_package_that_nobody_has\n")
 
@@ -85,7 +85,7 @@ def test_a_file_beside_a_users_file_is_not_taken_for_a_package(tmp_path):
         load_module(str(tmp_path / "reward.py"))
 
 
-def test_a_users_file_that_fails_is_loaded_anew(tmp_path, monkeypatch):
+def test_a_users_file_that_fails_is_reloaded(tmp_path, monkeypatch):
     file = tmp_path / "broken.py"
     file.write_text("1 / 0\n")
     with pytest.raises(

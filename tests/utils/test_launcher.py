@@ -15,7 +15,7 @@ rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=T
 print(rank.pid, flush=True)
 time.sleep(60)
 """
-# The second one does not see a signal: its main thread waits in C, as in a rendezvous.
+# The second one cannot react to a signal: its main thread waits in C, as in a rendezvous.
 LISTENS = "end_with_launcher(); print('ready', flush=True); time.sleep(60)"
 EXITS = "signal.signal(15, lambda *_: sys.exit(143)); launcher._POLL_S = 60.0; " + LISTENS
 DEAF = "signal.signal(15, lambda *_: None); launcher._GRACE_S = 0.5; " + LISTENS
@@ -33,7 +33,7 @@ def test_a_rank_ends_when_its_agent_is_killed(program):
             rank.kill()
             pytest.fail("the rank outlives its agent")
         time.sleep(0.05)
-    if program != LISTENS:  # which the kernel ends at once
+    if program != LISTENS:  # the kernel ends LISTENS at once
         assert errors.read().count("The launcher (torchrun) of these ranks is gone") == 1
     errors.close()
 

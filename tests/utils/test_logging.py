@@ -1,4 +1,4 @@
-"""The log is shown from Python as commands show it, unless the program says otherwise."""
+"""Programs in Python show the log like commands do, unless they configure it."""
 
 import logging
 
@@ -7,14 +7,14 @@ import pytest
 from verl.utils.logging import logger, show_log
 
 
-def test_a_program_without_a_log_of_its_own_sees_ours(capsys):
+def test_a_program_without_its_own_log_setup_shows_ours(capsys):
     show_log()
     show_log()
     logger.info("a line")
     assert capsys.readouterr().out == "I a line\n"
 
 
-def test_a_level_that_was_set_stays(capsys):
+def test_an_existing_level_is_kept(capsys):
     logger.setLevel(logging.WARNING)
     show_log()
     logger.info("a line")
@@ -29,7 +29,7 @@ def test_a_rank_other_than_the_first_shows_warnings(capsys, monkeypatch: pytest.
     assert capsys.readouterr().out == ""
 
 
-def test_a_program_that_shows_the_log_already_is_left_alone(caplog):
+def test_a_program_that_already_shows_the_log_is_unchanged(caplog):
     with caplog.at_level(logging.INFO):
         show_log()
         assert logger.handlers == []

@@ -1,4 +1,4 @@
-"""Random masks keep to the ratios they are given."""
+"""Random masks stay within the given ratios."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_both_numbers_are_drawn_from_their_whole_ranges():
     assert torch.equal(full, torch.ones(20, 10))
 
 
-def test_ratios_that_mean_nothing_are_told():
+def test_invalid_ratios_are_reported():
     for high, left, low in (
         (1.1, 0, 0),
         (0.5, 0, 0.6),

@@ -1,4 +1,4 @@
-"""Peaks by phase, though torch has but one: nested phases, and the metric of the whole step."""
+"""Peak memory by phase, although torch has one peak: nested phases, and the metric of the step."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Allocator:
-    """What torch's allocator tells of itself."""
+    """Statistics of torch's allocator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.peak = 0
@@ -44,8 +44,8 @@ def test_each_phase_has_its_own_peak_and_the_step_the_largest(monkeypatch: pytes
 
     with peaks.phase("generation", CUDA):
         allocator.take(25, 10)
-    told = {name: peak.allocated for name, peak in peaks.phases.items()}
-    assert told == {"generation": 30, "update": 80, "step": 60}
+    allocated = {name: peak.allocated for name, peak in peaks.phases.items()}
+    assert allocated == {"generation": 30, "update": 80, "step": 60}
     assert peaks.phases["update"].outside == 7
     assert peaks.phases["update"].host > 0
     metrics = memory_metrics(CUDA)
@@ -55,7 +55,7 @@ def test_each_phase_has_its_own_peak_and_the_step_the_largest(monkeypatch: pytes
     assert memory_metrics(CUDA)["perf/max_memory_allocated_gb"] == 10 / 2**30
 
 
-def test_a_phase_that_fails_is_told_too():
+def test_a_phase_that_fails_is_reported_too():
     peaks = PhasePeaks()
     with pytest.raises(ValueError), peaks.phase("update", torch.device("cpu")):
         raise ValueError

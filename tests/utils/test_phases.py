@@ -48,7 +48,7 @@ def test_a_part_without_a_declaration_has_none(part):
         ({"chooses_rows": True}, {"reads": "values"}, False),
     ],
 )
-def test_phases_overlap_where_no_order_shows(first: dict, second: dict, expected: bool):
+def test_phases_without_a_data_dependency_overlap(first: dict, second: dict, expected: bool):
     phases = [declared_phase(phase(**given)(lambda batch: batch)) for given in (first, second)]
     one, other = (each for each in phases if each is not None)
     assert may_overlap(one, other) is expected
@@ -63,7 +63,7 @@ def test_every_estimator_of_the_package_declares_columns_that_exist(name: str):
 
 
 @pytest.mark.parametrize("name", ["naive", "batch", "prime", "dapo"])
-def test_every_manager_of_the_package_leaves_the_batch_alone(name: str):
+def test_every_manager_of_the_package_leaves_the_batch_unchanged(name: str):
     phases = declared_phases(reward_managers.get(name), *RewardManager.DECLARED)
     assert phases is not None
     assert all(each.leaves_batch_alone for each in phases)

@@ -1,5 +1,5 @@
-"""Reserved memory on a driver of host memory that keeps CUDA's rules: what is called, in which
-order, what stays."""
+"""Reserved memory on a simulated driver that follows CUDA's rules: calls, their order, and memory
+that stays."""
 
 import ctypes
 import gc
@@ -31,8 +31,10 @@ class Result(IntEnum):
 
 
 class FakeDriver:
-    """What is used of `cuda.bindings.driver`. Memory lives while a handle or a mapping holds it, as
-    in CUDA."""
+    """The used part of `cuda.bindings.driver`.
+
+    As in CUDA, memory lives while a handle or a mapping holds it.
+    """
 
     CUresult = Result
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
@@ -49,10 +51,10 @@ class FakeDriver:
         self.ranges: dict[int, Any] = {}
         self.handles: dict[int, int] = {}
         self.mappings: dict[int, list[Any]] = {}  # address -> [size, handle, accessible]
-        self.sizes: dict[int, int] = {}  # of all memory ever made
+        self.sizes: dict[int, int] = {}  # of all memory ever created
 
     def __getattribute__(self, name: str) -> Any:
-        """Log the calls, fail the one that is to fail, and want a context where CUDA does."""
+        """Log the calls, fail the chosen one, and require a context where CUDA does."""
         value: Any = super().__getattribute__(name)
         if not (name.startswith("cu") and callable(value)):
             return value
@@ -172,7 +174,7 @@ class FakeDriver:
 def driver(monkeypatch):
     fake = FakeDriver(memory=64 * PAGE)
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
-    # The one step that only a CUDA build of torch takes: reading bytes at an address as a tensor.
+    # The one step that needs a CUDA build of torch: reading bytes at an address as a tensor.
     monkeypatch.setattr(
         reserved_memory, "_bytes_at", lambda address, size, owner: host_bytes(address, size)
     )
@@ -208,7 +210,7 @@ def test_growth_adds_and_does_not_map_again(driver):
     assert all(accessible for _, _, accessible in driver.mappings.values())
 
 
-def test_memory_comes_back_at_the_same_addresses(driver):
+def test_memory_returns_at_the_same_addresses(driver):
     memory = ReservedMemory(20 * PAGE, DEVICE)
     memory.grow(3 * PAGE)
     memory.grow(10 * PAGE)
@@ -216,15 +218,15 @@ def test_memory_comes_back_at_the_same_addresses(driver):
     driver.calls.clear()
     memory.release()
     assert (memory.mapped_bytes, driver.used, driver.handles) == (0, 0, {})
-    # The device may still be reading the memory until it has been waited for.
+    # The device may still read the memory until it has been synchronized.
     assert driver.calls.index("cuCtxSynchronize") < driver.calls.index("cuMemUnmap")
     memory.grow(10 * PAGE)
     assert memory.tensor(5 * PAGE, (4,), torch.int32).data_ptr() == before
 
 
 @given(steps=st.lists(st.integers(-3, 40 * PAGE), max_size=12))
-def test_what_is_mapped_is_what_was_asked(steps):
-    """Below 0 is `release`, anything else `grow`."""
+def test_exactly_the_requested_memory_is_mapped(steps):
+    """Interpret steps below 0 as `release`, all others as `grow`."""
     driver = FakeDriver(memory=64 * PAGE)
     expected = 0
     with pytest.MonkeyPatch.context() as patch:
@@ -244,7 +246,7 @@ def test_what_is_mapped_is_what_was_asked(steps):
     assert driver.untouched
 
 
-def test_blocks_that_torch_keeps_are_freed_before_giving_up(driver, monkeypatch):
+def test_blocks_cached_by_torch_are_freed_before_an_error(driver, monkeypatch):
     memory = ReservedMemory(100 * PAGE, DEVICE)
     memory.grow(2 * PAGE)
     emptied = []
@@ -264,8 +266,7 @@ def test_blocks_that_torch_keeps_are_freed_before_giving_up(driver, monkeypatch)
     monkeypatch.setattr(torch.cuda, "empty_cache", free_the_cache)
     memory.grow(80 * PAGE)
     assert memory.mapped_bytes == 80 * PAGE
-    # Once each, and with the thread's own context current, which torch may be using on another
-    # device.
+    # Once each, with the current context of the thread, which torch may use on another device.
     assert emptied == [[], []]
 
 
@@ -276,7 +277,7 @@ def test_blocks_that_torch_keeps_are_freed_before_giving_up(driver, monkeypatch)
         *("cuMemGetAllocationGranularity", "cuMemAddressReserve"),
     ],
 )
-def test_a_call_that_fails_at_the_start_is_named_and_leaves_nothing(driver, name):
+def test_a_call_that_fails_at_the_start_is_named_and_leaves_no_memory(driver, name):
     driver.failing = name
     with pytest.raises(RolloutError, match=f"{name} failed on cuda:1: CUDA_ERROR_INVALID_VALUE"):
         ReservedMemory(PAGE, DEVICE)
@@ -286,7 +287,7 @@ def test_a_call_that_fails_at_the_start_is_named_and_leaves_nothing(driver, name
 
 
 @pytest.mark.parametrize("name", ["cuCtxPushCurrent", "cuMemCreate", "cuMemMap", "cuMemSetAccess"])
-def test_growth_that_fails_changes_nothing_and_can_be_tried_again(driver, name):
+def test_failed_growth_changes_nothing_and_can_be_retried(driver, name):
     memory = ReservedMemory(20 * PAGE, DEVICE)
     memory.grow(2 * PAGE)
     driver.failing = name
@@ -304,7 +305,7 @@ def test_growth_that_fails_changes_nothing_and_can_be_tried_again(driver, name):
 @pytest.mark.parametrize(
     "name", ["cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree", "cuDevicePrimaryCtxRelease"]
 )
-def test_a_close_that_fails_can_be_tried_again(driver, name):
+def test_a_failed_close_can_be_retried(driver, name):
     memory = ReservedMemory(20 * PAGE, DEVICE)
     memory.grow(2 * PAGE)
     memory.grow(5 * PAGE)
@@ -317,13 +318,13 @@ def test_a_close_that_fails_can_be_tried_again(driver, name):
     assert driver.untouched
 
 
-def test_a_view_is_the_bytes_at_its_offset(driver):
+def test_a_view_covers_the_bytes_at_its_offset(driver):
     memory = ReservedMemory(20 * PAGE, DEVICE)
     memory.grow(4 * PAGE)
     content = host_bytes(next(iter(driver.mappings)), 4 * PAGE)
     memory.tensor(PAGE, (2, 3), torch.int32).copy_(torch.arange(6).view(2, 3))
     assert content[PAGE : PAGE + 24].view(torch.int32).tolist() == [0, 1, 2, 3, 4, 5]
-    # Two rows of three out of rows of four, side by side with a view of the fourth column.
+    # Two rows of three out of rows of four, next to a view of the fourth column.
     rows = memory.tensor(PAGE, (2, 3), torch.float16, strides=(4, 1)).fill_(1)
     column = memory.tensor(PAGE + 6, (2,), torch.float16, strides=(4,)).fill_(2)
     assert content[PAGE : PAGE + 16].view(torch.float16).tolist() == [1, 1, 1, 2, 1, 1, 1, 2]
@@ -343,14 +344,14 @@ def test_a_view_is_the_bytes_at_its_offset(driver):
         (0, (1, 4), torch.float32, (1,)),
     ],
 )
-def test_a_view_of_what_has_no_memory_is_refused(driver, offset, shape, dtype, strides):
+def test_a_view_of_unmapped_memory_is_rejected(driver, offset, shape, dtype, strides):
     memory = ReservedMemory(20 * PAGE, DEVICE)
     memory.grow(2 * PAGE)
     with pytest.raises(AssertionError):
         memory.tensor(offset, shape, dtype, strides)
 
 
-def test_nothing_stays_of_what_is_dropped_and_nothing_follows_a_close(driver):
+def test_dropped_memory_is_freed_and_a_close_makes_no_further_calls(driver):
     memory = ReservedMemory(20 * PAGE, DEVICE)
     memory.grow(2 * PAGE)
     with pytest.raises(AssertionError, match="of a range of"):

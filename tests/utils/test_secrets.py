@@ -56,9 +56,9 @@ def test_errors_and_log_lines_have_no_secrets(caplog):
 
 def test_a_contradiction_is_reported_without_the_password(capfd):
     assert main([*TOY, f"{JUDGE}={URL}"]) == 1
-    told = capfd.readouterr()
-    assert "http://***@host:8000/v1" in told.err
-    assert "pa55w0rd" not in told.err + told.out
+    output = capfd.readouterr()
+    assert "http://***@host:8000/v1" in output.err
+    assert "pa55w0rd" not in output.err + output.out
 
 
 def test_the_shown_configuration_keeps_references_to_the_environment(monkeypatch, capfd):
@@ -119,7 +119,7 @@ def test_trackers_get_no_secrets(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("root", ROOTS)
-def test_no_key_of_ours_is_taken_for_a_secret(root):
+def test_no_key_of_the_configuration_is_mistaken_for_a_secret(root):
     defaults = config_to_dict(ROOTS[root].schema())
     assert masked_values(defaults) == defaults
     texts = [key.path for key in keys_of(ROOTS[root].schema).values() if key.type is not bool]

@@ -1,4 +1,4 @@
-"""SIGTERM ends a run wherever it arrives."""
+"""SIGTERM ends a run at any point."""
 
 import os
 import signal
@@ -18,6 +18,6 @@ def test_a_signal_while_a_class_is_created_ends_the_program():
     assert end.value.code == TERMINATED
 
 
-def test_an_error_of_the_program_stays_what_it_is():
+def test_an_error_of_the_program_is_unchanged():
     with pytest.raises(RuntimeError, match="of the program"), sigterm_as_exit():
         raise RuntimeError("of the program")

@@ -1,4 +1,4 @@
-"""Two ranks, started once for all tests of this folder."""
+"""Start two ranks once for all tests of this folder."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
-"""What the two processes of a test do: one sends, the other one takes. Both return what they have,
-or their error."""
+"""The two processes of a test: one sends, the other receives. Both return their tensors or their
+error."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ from verl.weight_sync.fingerprint import fingerprints
 from verl.weight_sync.ipc import SharedMemoryReceiver, SharedMemorySender
 from verl.weight_sync.shards import gathered
 
-BUCKET_BYTES = 1000  # odd, and less than some tensors take
+BUCKET_BYTES = 1000  # odd, and smaller than some tensors
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Trip:
-    """One way for weights from rank 0 to rank 1, and what goes wrong on it."""
+    """One transfer of weights from rank 0 to rank 1, and the fault injected into it."""
 
     transport: str
     folder: Path
@@ -50,7 +50,7 @@ class Trip:
 
 
 class Store:
-    """The least of an engine: keeps copies in its dtype."""
+    """A minimal engine: keeps copies in its dtype."""
 
     def __init__(self, dtype: torch.dtype, fault: str = "", device: str = "cpu") -> None:
         self.weight_dtype = dtype
@@ -79,7 +79,7 @@ def damage(tensors: Tensors, fault: str) -> None:
 
 
 def odd_tensors(step: int = 0) -> Tensors:
-    """Of every kind: one element, odd rows, several dtypes, and larger than a bucket."""
+    """Return tensors of every kind: one element, odd rows, several dtypes, larger than a bucket."""
     generator = torch.Generator().manual_seed(step)
     shapes = {
         "one": (1,),
@@ -105,7 +105,7 @@ def sent(trip: Trip, step: int, log: FingerprintLog) -> Iterator[tuple[str, torc
 
 
 def travel(trip: Trip) -> tuple[Any, str]:
-    """(what this rank's engine has after each hand-over, its error)."""
+    """Return the weights of this rank's engine after each hand-over, and its error."""
     axis = init_mesh(torch.device(trip.device)).world
     is_sender = axis.rank == 0
     end = _sender(trip, axis) if is_sender else _receiver(trip, axis)
@@ -163,7 +163,7 @@ def _receiver(trip: Trip, axis: Axis) -> WeightReceiver:
 def gather_model(
     setup: jobs.Setup, dtype: torch.dtype | None, bucket_bytes: int
 ) -> tuple[Tensors, dict[str, int]]:
-    """What the trainer hands over, and its fingerprints."""
+    """Return the weights that the trainer hands over, and their fingerprints."""
     log = FingerprintLog()
     named = jobs.fixed_engine(setup).parameters_for_rollout(
         dtype=dtype, bucket_bytes=bucket_bytes, log=log
@@ -173,8 +173,10 @@ def gather_model(
 
 
 def gather_to_places(places: Tensors) -> tuple[Tensors, list[str]]:
-    """What is handed over of a matrix of even rows and of `odd_rows`, and which of it came at its
-    place at once."""
+    """Hand over a matrix of even rows and `odd_rows`.
+
+    Returns the tensors, and the names of those gathered directly at their destination.
+    """
     mesh: Mesh = init_mesh(torch.device("cpu"))
     module = odd_rows()
     module.append(torch.randn((6, 4), generator=torch.Generator().manual_seed(2)))
@@ -187,7 +189,7 @@ def gather_to_places(places: Tensors) -> tuple[Tensors, list[str]]:
 
 
 def gather_odd_rows() -> tuple[Tensors, dict[str, int]]:
-    """Rows that the ranks do not divide: the last one has fewer, or none."""
+    """Gather rows that the ranks do not divide: the last rank has fewer rows, or none."""
     mesh: Mesh = init_mesh(torch.device("cpu"))
     module = odd_rows()
     fully_shard(module, mesh=mesh.weights)
@@ -207,8 +209,10 @@ def odd_rows() -> nn.Module:
 
 
 def hand_over(damaged_rank: int | None, halves: bool) -> tuple[bool, str]:
-    """Each rank's engine has all weights, or half of some: (whether it has what it should, its
-    error)."""
+    """Hand over to engines that have all weights, or half of some.
+
+    Returns whether this rank's engine has the expected weights, and its error.
+    """
     world = init_mesh(torch.device("cpu")).world
     model = tiny_model("qwen3_moe")
 
@@ -248,7 +252,7 @@ def hand_over(damaged_rank: int | None, halves: bool) -> tuple[bool, str]:
 
 
 class Engine:
-    """A twin as an engine has it."""
+    """A twin with the interface of an engine."""
 
     def __init__(self, twin: ModelTwin, damaged: bool = False) -> None:
         self.twin = twin

@@ -1,4 +1,4 @@
-"""The benchmark of the hand-over runs on the CPU, alone and on two ranks."""
+"""The hand-over benchmark runs on the CPU, alone and on two ranks."""
 
 import sys
 from pathlib import Path
@@ -29,10 +29,10 @@ def check(answer: list[Any], ranks: int) -> None:
     assert f"| {bound_s / hand_over_s:.2f} |" in row
 
 
-def test_it_runs_alone():
+def test_the_benchmark_runs_alone():
     check(run_tiny(), 1)
 
 
-def test_it_runs_on_two_ranks(two_ranks: Ranks):
+def test_the_benchmark_runs_on_two_ranks(two_ranks: Ranks):
     for answer in two_ranks.call(run_tiny):
         check(answer, 2)

@@ -1,4 +1,4 @@
-"""The transport and the sender follow from where the two ends are."""
+"""The locations of sender and receiver determine the transport and the sender."""
 
 import logging
 
@@ -24,13 +24,13 @@ TRAINER = Endpoint("a", 1, "GPU-1", unreachable_gpus=("GPU-9",))
         (Endpoint("b", 1, "GPU-1"), "broadcast", "they are on two machines"),
     ],
 )
-def test_the_transport_follows_from_facts(receiver: Endpoint, transport: str, reason: str):
+def test_the_locations_determine_the_transport(receiver: Endpoint, transport: str, reason: str):
     chosen, because = choose_transport(TRAINER, receiver)
     assert chosen == transport
     assert reason in because
 
 
-def test_this_process_is_in_one_place():
+def test_this_process_has_one_location():
     cpu = torch.device("cpu")
     assert Endpoint.here(cpu) == Endpoint.here(cpu)
     assert choose_transport(Endpoint.here(cpu), Endpoint.here(cpu))[0] == "direct"
@@ -64,12 +64,12 @@ def test_a_receiver_on_a_senders_gpu_is_served_by_that_sender():
     assert route == Route("ipc", 1, (0,), "127.0.0.1")
 
 
-def test_the_user_may_choose_the_transport():
+def test_the_user_can_choose_the_transport():
     [route] = plan_routes([Endpoint("a", 1)], [Endpoint("a", 2)], "disk")
     assert route.transport == "disk"
 
 
-def test_a_gpu_is_found_by_its_uuid(monkeypatch):
+def test_a_gpu_is_identified_by_its_uuid(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(choice_module, "gpu_uuid", lambda device: ["GPU-2", "GPU-1"][device.index])
     assert choice_module.device_of("GPU-1") == torch.device("cuda", 1)

@@ -1,4 +1,4 @@
-"""A fingerprint changes with every bit and every place, and parts add up to the whole."""
+"""A fingerprint depends on every bit and every position, and fingerprints of parts add up."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_the_sum_that_it_says(dtype: torch.dtype):
+def test_the_fingerprint_is_the_documented_sum(dtype: torch.dtype):
     tensor = drawn(5, 7, dtype=dtype)
     bits = tensor.view(
         {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
@@ -38,14 +38,14 @@ def test_it_is_the_sum_that_it_says(dtype: torch.dtype):
 
 @settings(max_examples=50, deadline=None)
 @given(place=st.integers(0, 40_000 - 1), bit=st.integers(0, 15))
-def test_every_bit_counts(place: int, bit: int):
+def test_every_bit_changes_the_fingerprint(place: int, bit: int):
     tensor = drawn(200, 200)
     damaged = tensor.clone()
     damaged.view(torch.int16).view(-1)[place] ^= 1 << bit if bit < 15 else -(1 << 15)
     assert of(damaged) != of(tensor)
 
 
-def test_every_place_counts():
+def test_every_position_changes_the_fingerprint():
     tensor = drawn(200, 100)
     rows = tensor.clone()
     rows[[3, 150]] = tensor[[150, 3]]
@@ -72,7 +72,9 @@ def test_every_place_counts():
     ranks=st.integers(1, 3),
 )
 @settings(max_examples=60, deadline=None)
-def test_parts_add_up_to_the_whole(shape: list[int], dim: int, halves: bool, ranks: int):
+def test_fingerprints_of_parts_add_up_to_the_whole(
+    shape: list[int], dim: int, halves: bool, ranks: int
+):
     dim = -1 if len(shape) == 1 else dim
     shape[dim] *= 2 * ranks
     whole = drawn(*shape)
@@ -113,6 +115,6 @@ def test_the_kernel_computes_the_same():
 @pytest.mark.parametrize(
     ("interval", "proved"), [(0, [0]), (1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6])]
 )
-def test_when_a_hand_over_is_proved(interval: int, proved: list[int]):
+def test_the_interval_determines_the_verified_hand_overs(interval: int, proved: list[int]):
     schedule = ProofSchedule(interval)
     assert [number for number in range(7) if schedule.next() is not None] == proved

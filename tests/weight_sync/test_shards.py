@@ -1,5 +1,5 @@
-"""Shards of two ranks are gathered in buckets to what one process has, and proved where an engine
-has halves."""
+"""Shards of two ranks are gathered in buckets into the weights of one process, and verified where
+an engine has halves."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ PLAIN = Setup(double=False)
     ids=["fsdp", "hsdp", "param offload", "offload policy", "lora", "tied"],
 )
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as it is", "bf16"])
-def test_two_ranks_hand_over_what_one_has(
+def test_two_ranks_hand_over_the_weights_of_one(
     two_ranks: Ranks, settings: dict, dtype: torch.dtype | None
 ):
     alone = Setup(double=False, lora="lora" in settings, family=settings.get("family", "qwen2"))
@@ -45,7 +45,7 @@ def test_two_ranks_hand_over_what_one_has(
         )
 
 
-def test_rows_that_ranks_do_not_divide(two_ranks: Ranks):
+def test_rows_that_the_ranks_do_not_divide(two_ranks: Ranks):
     expected = {
         name: value.detach().to(torch.bfloat16)
         for name, value in jobs.odd_rows().named_parameters()
@@ -56,7 +56,7 @@ def test_rows_that_ranks_do_not_divide(two_ranks: Ranks):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_fits_is_gathered_at_its_place(two_ranks: Ranks, dtype: torch.dtype):
+def test_tensors_that_fit_are_gathered_in_place(two_ranks: Ranks, dtype: torch.dtype):
     expected = {
         name: value.detach().to(torch.bfloat16)
         for name, value in jobs.odd_rows().named_parameters()
@@ -72,7 +72,7 @@ def test_what_fits_is_gathered_at_its_place(two_ranks: Ranks, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_sound_engines_are_proved(two_ranks: Ranks, halves: bool):
+def test_verification_accepts_sound_engines(two_ranks: Ranks, halves: bool):
     assert two_ranks.call(jobs.hand_over, None, halves) == [(True, "")] * 2
 
 
@@ -82,7 +82,7 @@ def test_damage_on_one_rank_is_named_on_both(two_ranks: Ranks, halves: bool, ran
         assert f"'model.layers.0.mlp.experts.gate_up_proj' on rank {ranks}." in error
 
 
-def test_a_bucket_has_no_more_than_it_may_unless_a_tensor_has():
+def test_a_bucket_exceeds_its_size_only_for_a_larger_tensor():
     tensors = {
         f"{number}": torch.zeros(size)
         for number, size in enumerate([10, 10, 30, 5, 5, 5, 200, 1, 24])

@@ -1,5 +1,5 @@
-"""Weights arrive bit for bit in another process by every transport, or both ends say which did
-not."""
+"""Every transport delivers weights bit for bit to another process, or both ends name the tensor
+that differs."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_every_bit_arrives(two_ranks: Ranks, tmp_path: Path, transport: str, dty
 
 @pytest.mark.parametrize(("fault", "name"), [("bit", "large"), ("rows", "rows")])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_damage_on_the_way_is_named(
+def test_damage_in_transit_is_named(
     two_ranks: Ranks, tmp_path: Path, transport: str, fault: str, name: str
 ):
     (_, at_sender), (_, at_receiver) = two_ranks.call(
@@ -51,22 +51,22 @@ def test_damage_on_the_way_is_named(
         "1 of 9 weights of the rollout engine are not the trainer's, by their fingerprints: "
         f"'{name}'."
     ) in at_receiver
-    if transport != "disk":  # where nobody waits for the reader
+    if transport != "disk":  # does not wait for the reader
         assert f"'{name}'" in at_sender
 
 
 @pytest.mark.parametrize("transport", ["host", "broadcast"])
 @pytest.mark.parametrize(
-    ("fault", "told"), [("refuses", "no such weight: rows"), ("breaks off", "no more")]
+    ("fault", "message"), [("refuses", "no such weight: rows"), ("breaks off", "no more")]
 )
 def test_a_fault_at_one_end_ends_both(
-    two_ranks: Ranks, tmp_path: Path, transport: str, fault: str, told: str
+    two_ranks: Ranks, tmp_path: Path, transport: str, fault: str, message: str
 ):
     for _, error in two_ranks.call(travel, Trip(transport, tmp_path, fault=fault)):
-        assert told in error
+        assert message in error
 
 
-def test_a_folder_is_read_by_others_and_damage_to_its_files_is_seen(tmp_path: Path):
+def test_a_folder_is_readable_by_others_and_damage_to_its_files_is_detected(tmp_path: Path):
     model = tiny_model("qwen2", tie_word_embeddings=True)
     sender = DiskSender(tmp_path, bucket_bytes=10_000, dtype=torch.bfloat16)
     for _ in range(3):
@@ -90,7 +90,7 @@ def test_a_folder_is_read_by_others_and_damage_to_its_files_is_seen(tmp_path: Pa
     damaged[-1] ^= 1
     files[0].write_bytes(damaged)
     store = Store(torch.bfloat16)
-    receive_into(store, DiskReceiver(tmp_path))  # the one before is sound
+    receive_into(store, DiskReceiver(tmp_path))  # the previous one is sound
     assert store.tensors.keys() == stored.keys()
     with pytest.raises(CheckpointError, match="found none"):
         receive_into(store, DiskReceiver(tmp_path / "elsewhere"))

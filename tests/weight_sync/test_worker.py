@@ -1,5 +1,5 @@
-"""The actor's hand-over: buckets of the configured size, in the engine's dtype, proved when it is
-due."""
+"""Hand-over by the actor: buckets of the configured size, in the dtype of the engine, verified at
+the configured interval."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ ROWS = "model.layers.0.mlp.down_proj.weight"
 @pytest.fixture
 def rollout(tmp_path) -> Any:
     settings = config(tmp_path)
-    settings.actor_rollout_ref.rollout.dtype = "bfloat16"  # so that there is something to copy
+    settings.actor_rollout_ref.rollout.dtype = "bfloat16"  # so that something must be copied
     settings.actor_rollout_ref.rollout.fingerprint_interval = 2
     return rollout_of(actor_of(settings))
 
@@ -32,7 +32,7 @@ def swap_rows_after_the_next_update(rollout: Any) -> None:
     rollout.engine.update_weights = take_and_swap
 
 
-def test_damage_is_found_on_the_first_hand_over_and_every_second(rollout):
+def test_damage_is_detected_on_the_first_hand_over_and_every_second(rollout):
     found = []
     for _ in range(5):
         swap_rows_after_the_next_update(rollout)
@@ -43,10 +43,10 @@ def test_damage_is_found_on_the_first_hand_over_and_every_second(rollout):
             found.append(str(error))
     assert [ROWS in message for message in found] == [True, False, True, False, True]
     rollout.take_weights()
-    rollout.take_weights()  # proved, and sound
+    rollout.take_weights()  # verified, and sound
 
 
-def test_its_speed_is_a_statistic_of_the_rollout(rollout):
+def test_the_speed_is_a_statistic_of_the_rollout(rollout):
     rollout.take_weights()
     numbers = rollout.engine.statistics()
     copied = sum(2 * weight.numel() for weight in rollout.actor.engine.hf_model.parameters())
@@ -59,7 +59,7 @@ def test_its_speed_is_a_statistic_of_the_rollout(rollout):
         )
 
 
-def test_the_configured_size_is_that_of_a_bucket(rollout, monkeypatch):
+def test_buckets_have_the_configured_size(rollout, monkeypatch):
     asked = []
     hand_over = rollout.actor.engine.parameters_for_rollout
 

@@ -17,9 +17,10 @@ CPU = torch.device("cpu")
 
 
 def config(folder: Path, **actor: object) -> TrainConfig:
-    """A PPO configuration on a tiny Qwen2 saved in `folder`; keywords set keys of the actor."""
+    """Return a PPO configuration of a tiny Qwen2 in `folder`; keywords set keys of the actor."""
     if not (folder / "config.json").exists():
         save_tiny(folder)
+
     return config_from_dict(
         {
             "data": {
@@ -46,7 +47,7 @@ def actor_of(config: TrainConfig, total_steps: int = 4) -> ActorWorker:
 
 
 def rollout_of(actor: ActorWorker) -> RolloutWorker:
-    """A rollout next to the actor."""
+    """Build a rollout next to the actor."""
     return RolloutWorker(actor.config, device=CPU, tokenizer=tiny_tokenizer(), actor=actor)
 
 
@@ -61,7 +62,7 @@ def reference_of(config: TrainConfig) -> ReferenceWorker:
 
 
 def prompts(count: int = 4, first_row: int = 0) -> DataProto:
-    """Prompts of 3, 4, ... tokens; row numbers count from `first_row`."""
+    """Return prompts of 3, 4, ... tokens; row numbers count from `first_row`."""
     texts = [
         [5 + (7 * row + i) % 90 for i in range(3 + row % 5)]
         for row in range(first_row, first_row + count)
@@ -79,7 +80,7 @@ def prompts(count: int = 4, first_row: int = 0) -> DataProto:
 
 
 def trajectories(actor: ActorWorker, count: int = 4, n: int = 2) -> DataProto:
-    """What `generate` gives, with random advantages and returns."""
+    """Generate a batch, and add random advantages and returns."""
     asked = prompts(count)
     answer = rollout_of(actor).generate_sequences(
         asked, n=n, params=SamplingParams(max_new_tokens=R), seed=0, step=1

@@ -1,4 +1,4 @@
-"""A user's critic: bounded, by a forward of its own."""
+"""A custom critic: bounded, with its own forward."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from verl.models.critic import CriticModel
 
 
 class BoundedCritic(CriticModel):
-    """Values from 0 to 2. Computed on padded rows, because `forward` is its own."""
+    """Values from 0 to 2. Computed on padded rows, because it overrides `forward`."""
 
     def __init__(self, body):
         super().__init__(body)
@@ -21,7 +21,7 @@ class BoundedCritic(CriticModel):
 
 
 class BoundedHead(CriticModel):
-    """The same values by a head alone, and packed."""
+    """The same values by its head alone, and packed."""
 
     def __init__(self, body):
         super().__init__(body)

@@ -1,4 +1,4 @@
-"""A user's own critic class: padded forward, bounded head, and what is said of a wrong one."""
+"""A custom critic class: padded forward, bounded head, and the errors for an invalid class."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def batch() -> PackedBatch:
 
 
 def twins(family: str = "qwen2") -> tuple[BoundedCritic, BoundedHead]:
-    """Equal weights, padded and packed, the same at every call."""
+    """Return models of equal weights, padded and packed, the same at every call."""
     torch.manual_seed(0)
     bodies: Any = [tiny_model(family).base_model for _ in range(2)]
     padded = BoundedCritic(bodies[0])
@@ -126,7 +126,7 @@ def test_the_log_says_that_a_class_computes_padded(
         ),
     ],
 )
-def test_a_wrong_class_is_one_sentence(
+def test_an_invalid_class_is_reported_in_one_sentence(
     tmp_path: Path, name: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

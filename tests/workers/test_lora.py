@@ -29,7 +29,7 @@ def settings(tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["embedded", "hf"])
-def test_rollouts_are_those_of_the_merged_model(settings, tmp_path, engine):
+def test_rollouts_equal_those_of_the_merged_model(settings, tmp_path, engine):
     settings.actor_rollout_ref.rollout.name = engine
     actor = actor_of(settings)
     rollout = rollout_of(actor)
@@ -71,7 +71,7 @@ def test_the_reference_is_the_base_model_within_the_actor(settings):
     assert not torch.equal(actor.compute_log_prob(batch).batch["old_log_probs"], expected)
 
 
-def test_the_engine_owns_merged_weights_alone(settings):
+def test_only_the_engine_owns_merged_weights(settings):
     actor = actor_of(settings)
     twin = rollout_of(actor).engine.twin
     adapted = sum(
@@ -81,7 +81,7 @@ def test_the_engine_owns_merged_weights_alone(settings):
     assert twin.module.model.embed_tokens.weight is actor.engine.hf_model.model.embed_tokens.weight
 
 
-def test_a_critic_learns_by_adapters_and_its_head(settings):
+def test_a_critic_trains_its_adapters_and_its_head(settings):
     actor = actor_of(settings)
     critic = critic_of(settings)
     batch = trajectories(actor)
@@ -101,7 +101,7 @@ def test_a_critic_learns_by_adapters_and_its_head(settings):
     assert all("lora_" in name or "value_head" in name for name in trained)
 
 
-def test_save_contents_ask_for_merged_weights(settings, tmp_path):
+def test_save_contents_can_include_merged_weights(settings, tmp_path):
     settings.actor_rollout_ref.actor.checkpoint.save_contents = [
         "model",
         "optimizer",

@@ -1,4 +1,4 @@
-"""What the actor minimises is put together from the configuration, and the engine is told what it
+"""The configuration determines the terms of the actor's loss and the columns that the engine
 reads."""
 
 import numpy as np
@@ -94,10 +94,10 @@ def test_without_old_log_probs_the_ratio_is_one():
     mismatch = objective.take_mismatch()
     expected = (outputs["log_probs"].exp() - columns["rollout_log_probs"].exp()).abs().max().item()
     assert mismatch["training/rollout_probs_diff_max"] == pytest.approx(expected)
-    assert objective.take_mismatch() == {}, "told once"
+    assert objective.take_mismatch() == {}, "reported once"
 
 
-def test_only_what_is_read_is_packed():
+def test_only_columns_that_are_read_are_packed():
     available = {
         "advantages",
         "old_log_probs",
@@ -147,9 +147,8 @@ def mini_batch(seed: int, rows: int = 3, width: int = 5) -> DataProto:
     )
 
 
-def test_the_selected_tokens_are_those_of_the_largest_covariance_on_all_ranks(monkeypatch):
-    """Two ranks with a mini-batch each: the tokens are chosen among those of both, and each finds
-    its own."""
+def test_the_selected_tokens_have_the_largest_covariance_on_all_ranks(monkeypatch):
+    """Select tokens among the mini-batches of two ranks; each rank finds its own."""
     batches = [mini_batch(0), mini_batch(1, rows=2)]
     own = [batch.batch["response_mask"].bool() for batch in batches]
     now, advantages = (
@@ -166,7 +165,7 @@ def test_the_selected_tokens_are_those_of_the_largest_covariance_on_all_ranks(mo
 
     def gather(mine, axis):
         sent.append(mine)
-        # in the first round no rank knows the other's yet
+        # in the first round, neither rank has the other's values
         return sent[:2] if len(sent) > 2 else [mine] * 2
 
     monkeypatch.setattr("verl.workers.losses.gather_objects", gather)
@@ -183,9 +182,8 @@ def test_the_selected_tokens_are_those_of_the_largest_covariance_on_all_ranks(mo
     assert "selected" in objective.columns(set(batches[0].batch.keys()))
 
 
-def test_a_tokens_noise_is_its_own():
-    """Of its step, response and position: not of the row's place, of the padding or of who has
-    it."""
+def test_the_noise_of_a_token_is_its_own():
+    """Make noise depend on step, response and position, but not on row order, padding or rank."""
     batch = mini_batch(0)
     noise = token_noise(batch)
     mask = batch.batch["response_mask"].bool()

@@ -1,4 +1,4 @@
-"""Roles that run out of memory: the phase and its keys, and an update that starts again."""
+"""Roles that run out of memory: the phase and its keys, and an update that restarts."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SHORTAGE = torch.OutOfMemoryError(
 
 
 def make_narrow(role, room: int) -> list[int]:
-    """Passes of `role` over more than `room` tokens run out; the tokens of all passes."""
+    """Make passes of `role` over more than `room` tokens fail. Returns the tokens of all passes."""
     original = role.engine.module.forward
     sizes = []
 
@@ -36,14 +36,14 @@ def make_narrow(role, room: int) -> list[int]:
     return sizes
 
 
-def test_an_update_that_starts_again_reports_the_same(tmp_path):
+def test_a_restarted_update_reports_the_same(tmp_path):
     settings = config(tmp_path, ppo_micro_batch_size_per_gpu=4)
     plain = actor_of(settings)
     narrow = actor_of(settings)
     undisturbed = make_narrow(plain, room=1000)
     batch = trajectories(plain)
     batch = batch.union(reference_of(settings).compute_ref_log_prob(batch))
-    # a mean that counts these rows twice would be another
+    # a mean that counted these rows twice would differ
     batch.batch["rollout_log_probs"][:4] += 0.1
     expected = plain.update_actor(batch)
 

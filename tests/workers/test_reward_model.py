@@ -1,4 +1,4 @@
-"""The reward model as a worker: its own tokens of the actor's text, and where the scores stand."""
+"""The reward model as a worker: the actor's text in its own tokens, and where the scores are."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def chats(asked: tuple[str, ...] = ASKED) -> list[list[dict[str, str]]]:
 
 
 def trajectories(tokenizer: Any = None, said: tuple[str, ...] = SAID) -> DataProto:
-    """What the actor has said, in its tokens, each response ended by eos."""
+    """Return responses of the actor, in its tokens, each ended by eos."""
     tokenizer = tokenizer or tiny_tokenizer()
     asked = encode_conversations(tokenizer, chats())
     ids = torch.full((len(said), P + R), tokenizer.pad_token_id)
@@ -76,8 +76,10 @@ def worker(
 
 
 def scores_of(role: Any, batch: DataProto) -> torch.Tensor:
-    """(B,), having checked that each stands at its response's last token and nothing else
-    anywhere."""
+    """Return the scores (B,).
+
+    Checks that each is on the last token of its response, and that all other values are 0.
+    """
     column = role.compute_rm_score(batch).batch["rm_scores"]
     assert column.shape == batch.batch["responses"].shape
     assert column.dtype == torch.float32
@@ -88,7 +90,7 @@ def scores_of(role: Any, batch: DataProto) -> torch.Tensor:
 
 
 def expected_scores(folder: Path, said: tuple[str, ...] = SAID) -> torch.Tensor:
-    """By transformers' template and classifier alone, a text at a time."""
+    """Score by transformers' template and classifier alone, one text at a time."""
     tokenizer = load_tokenizer(folder)
     model = RewardModel.from_pretrained(folder)
     scores = []
@@ -99,7 +101,7 @@ def expected_scores(folder: Path, said: tuple[str, ...] = SAID) -> torch.Tensor:
     return torch.cat(scores).detach()
 
 
-def test_the_actors_text_is_put_under_the_reward_models_own_template(folder: Path) -> None:
+def test_the_actors_text_uses_the_reward_models_own_template(folder: Path) -> None:
     found = scores_of(worker(folder), trajectories())
     expected = expected_scores(folder)
     assert expected.std() > 0.5, "too flat to tell a difference"
@@ -113,7 +115,7 @@ def test_without_an_input_tokenizer_equal_tokens_are_passed_on(same_folder: Path
         expected = model(batch.batch["input_ids"], batch.batch["attention_mask"]).rewards
     found = scores_of(worker(same_folder, input_tokenizer=None), batch)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    # the template ends a turn in another way than the actor does
+    # the template ends a turn differently from the actor
     again = scores_of(worker(same_folder), batch)
     assert (again - expected).abs().max() > 1e-2
 
@@ -138,7 +140,7 @@ def test_micro_batches_change_nothing(folder: Path, keys: dict[str, Any]) -> Non
     assert len(calls) == (3 if "micro_batch_size_per_gpu" in keys else 2)
 
 
-def test_an_overlong_input_is_an_error_unless_it_may_be_cut(folder: Path) -> None:
+def test_an_overlong_input_is_an_error_unless_it_may_be_truncated(folder: Path) -> None:
     with pytest.raises(
         RewardError, match=r"row 2 \(uid 1-2\) has \d+ tokens.*takes 40; 1 of 3.*truncation=left"
     ):
@@ -149,13 +151,13 @@ def test_an_overlong_input_is_an_error_unless_it_may_be_cut(folder: Path) -> Non
     assert (cut[2] - expected[2]).abs() > 1e-2
 
 
-def test_the_model_s_own_positions_are_a_limit(folder: Path) -> None:
+def test_the_models_own_positions_are_a_limit(folder: Path) -> None:
     model = RewardModel.from_pretrained(folder)
     with pytest.raises(RewardError, match=r"response 1 has \d+ tokens .* takes 256; 1 of 2"):
         compute_reward(model, ["short", "long" * 80])
 
 
-def test_a_response_of_no_token_and_a_score_that_is_not_finite_are_named(folder: Path) -> None:
+def test_an_empty_response_and_a_score_that_is_not_finite_are_named(folder: Path) -> None:
     batch = trajectories()
     batch.batch["attention_mask"][1, P:] = 0
     role = worker(folder)
@@ -168,7 +170,7 @@ def test_a_response_of_no_token_and_a_score_that_is_not_finite_are_named(folder:
         role.compute_rm_score(trajectories(said=(*SAID[:2], "123")))
 
 
-def test_a_batch_without_messages_says_what_to_set(folder: Path) -> None:
+def test_a_batch_without_messages_reports_the_missing_setting(folder: Path) -> None:
     batch = trajectories()
     del batch.non_tensor_batch["raw_prompt"]
     with pytest.raises(DataError, match=r"raw_prompt.*\['uid'\].*input_tokenizer=null"):
@@ -203,7 +205,7 @@ def test_texts_with_prompts_are_scored_like_the_actors(folder: Path) -> None:
     )
 
 
-def test_ids_are_scored_as_they_are_and_padding_does_not_count(folder: Path) -> None:
+def test_ids_are_scored_unchanged_and_padding_does_not_count(folder: Path) -> None:
     model = RewardModel.from_pretrained(folder)
     rows = [[7, 9, 11], [30, 31], [50]]
     expected = model.score(rows)
@@ -246,7 +248,7 @@ def test_texts_alone_are_turns_of_the_assistant(folder: Path) -> None:
         (["a"], [{"role": "user"}], DataError, "prompt of response 0 must be a list of messages"),
     ],
 )
-def test_what_cannot_be_scored_is_named(
+def test_inputs_that_cannot_be_scored_are_named(
     folder: Path, responses: Any, prompts: Any, error: type[Exception], message: str
 ) -> None:
     model = RewardModel.from_pretrained(folder, check=False)

@@ -1,4 +1,4 @@
-"""Actor, critic and reference on a tiny model: what they write, and that it fits together."""
+"""Actor, critic and reference on a tiny model: their columns, and their agreement."""
 
 import pytest
 import torch
@@ -68,8 +68,8 @@ def test_log_probs_of_all_roles_agree_before_the_first_update(settings):
     assert bool((old[~mask] == 0).all())
 
 
-def test_log_probs_are_those_of_the_temperature(folder):
-    """One row against transformers' own padded forward."""
+def test_log_probs_use_the_temperature(folder):
+    """Compare one row with the padded forward of transformers."""
     settings = config(folder)
     settings.actor_rollout_ref.rollout.temperature = 0.5
     actor = actor_of(settings)
@@ -83,7 +83,7 @@ def test_log_probs_are_those_of_the_temperature(folder):
     torch.testing.assert_close(ours[: len(expected)], expected.detach(), rtol=0, atol=1e-4)
 
 
-def test_the_draw_does_not_depend_on_how_the_prompts_are_dealt(settings):
+def test_samples_do_not_depend_on_the_split_of_the_prompts(settings):
     rollout = rollout_of(actor_of(settings))
     params = SamplingParams(max_new_tokens=R)
     together = rollout.generate_sequences(prompts(4), n=2, params=params, seed=0, step=1).batch[
@@ -137,7 +137,7 @@ def test_mini_batches_count_prompts(folder):
     original = actor.engine.step
     actor.engine.step = lambda: steps.append(1) or original()
     actor.update_actor(batch)
-    assert len(steps) == 3 * 2  # four prompts of two samples, two prompts a time, three times
+    assert len(steps) == 3 * 2  # four prompts of two samples, two prompts a mini-batch, three times
 
 
 def test_the_critic_learns_the_returns(settings):
@@ -172,7 +172,7 @@ def test_a_row_that_is_not_finite_is_skipped_and_named(settings, caplog):
 
 
 @pytest.mark.parametrize("make", [actor_of, critic_of])
-def test_a_saved_role_is_the_same_role(settings, tmp_path, make):
+def test_a_saved_role_is_restored_unchanged(settings, tmp_path, make):
     actor = actor_of(settings)
     batch = trajectories(actor)
     batch = batch.union(reference_of(settings).compute_ref_log_prob(batch)).union(
@@ -195,7 +195,7 @@ def test_a_saved_role_is_the_same_role(settings, tmp_path, make):
 
 @pytest.mark.parametrize("role", [actor_of, critic_of, reference_of])
 def test_every_role_imports_the_users_code(settings, tmp_path, role):
-    """Its process may be another than the driver's."""
+    """Import it in each role: a role may run in another process than the driver."""
     library = tmp_path / "library.py"
     library.write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'imported')!r}).touch()\n")
     settings.actor_rollout_ref.model.external_lib = settings.critic.model.external_lib = str(

@@ -21,7 +21,7 @@ def rows(count: int) -> DataProto:
     epochs=st.integers(1, 3),
     shuffle=st.booleans(),
 )
-def test_every_row_once_an_epoch(count, size, epochs, shuffle):
+def test_every_row_is_used_once_an_epoch(count, size, epochs, shuffle):
     pieces = [
         piece.batch["x"].tolist()
         for piece in mini_batches(rows(count), size, epochs=epochs, shuffle=shuffle, seed=3)
@@ -50,7 +50,7 @@ def test_shuffled_epochs_differ_and_repeat_with_the_seed():
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_batch_itself_is_left_alone(shuffle):
+def test_the_batch_itself_is_unchanged(shuffle):
     batch = rows(4)
     for piece in mini_batches(batch, 2, epochs=1, shuffle=shuffle, seed=0):
         piece.batch["x"] += 100
@@ -58,7 +58,7 @@ def test_the_batch_itself_is_left_alone(shuffle):
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
-def test_weights_of_one_process_are_those_of_its_rows_to_the_bit(mode):
+def test_weights_of_one_process_equal_those_of_its_rows_to_the_bit(mode):
     mask = (torch.rand(7, 13, generator=torch.Generator().manual_seed(0)) > 0.4).long()
     for part in (mask, mask * 0, mask[:1], mask * (torch.arange(7) > 2)[:, None]):
         assert torch.equal(global_weights(part, mode, ALONE), aggregation_weights(part, mode))
