@@ -7,7 +7,7 @@ from typing import Any
 from verl.agents.conversation import Conversation, Message
 from verl.agents.formats import ParsedReply, ToolCall, new_call_id
 from verl.agents.interactions import InteractionSession
-from verl.agents.loops.base import AgentContext, Episode, agent_loops
+from verl.agents.loops.base import AgentContext, Episode, agent_loops, require_sound
 from verl.agents.tools import ToolResult, ToolSession
 from verl.rollout.trajectory import Trajectory
 
@@ -23,7 +23,7 @@ class _Play:
     schemas: list[dict[str, Any]]
     user_turns: int = 0
     calls: int = 0
-    is_dropped: bool = False
+    failure: str | None = None
     ended_by: str = ""
     turn_rewards: dict[int, float] = field(default_factory=dict)
     turn_scores: list[float] = field(default_factory=list)
@@ -35,6 +35,11 @@ class _Play:
         """Credit the last turn of the model."""
         turn = self.conversation.turns - 1
         self.turn_rewards[turn] = self.turn_rewards.get(turn, 0.0) + reward
+
+    def drop(self, why: str) -> None:
+        """End the episode, of which nothing is learned."""
+        self.failure = why
+        self.ended_by = "dropped"
 
 
 class ToolAgentLoop:
@@ -175,13 +180,17 @@ class ToolAgentLoop:
         if result.consequence == "mask":
             play.conversation.mask_last_turn()
         elif result.consequence == "drop":
-            play.is_dropped = True
-            play.ended_by = "dropped"
+            play.drop(f"a tool call failed: {result.text}")
 
     async def _ask_user(self, play: _Play, messages: list[Message]) -> list[Message]:
         """Return the user's answer as a message. The user may end the conversation."""
         assert play.user is not None
         answer = await play.user.generate_response(messages)
+        failure = play.user.failure
+        require_sound(failure, self.context.config.agent.on_error)
+        if failure is not None:
+            play.drop(failure.error)
+            return []
         play.turn_scores.append(answer.score)
         play.add_reward(answer.score)
         if answer.should_terminate:
@@ -198,12 +207,14 @@ class ToolAgentLoop:
             "num_tool_calls": play.calls,
             "ended_by": play.ended_by,
         }
+        if play.failure is not None:
+            extra["failure"] = play.failure
         for trajectory in trajectories:
             trajectory.extra = extra
             # The prompt counts as one message, as in verl.
             trajectory.num_turns = play.conversation.turns + play.user_turns + 1
             trajectory.turn_rewards = play.turn_rewards
-            trajectory.is_dropped = play.is_dropped
+            trajectory.is_dropped = play.failure is not None
         return trajectories
 
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, Field
 
 from verl.agents.engine_client import Generated
-from verl.agents.loops.base import AgentContext, Episode, agent_loops
+from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
@@ -277,6 +277,7 @@ class UserLoop:
             )
         response = response[: self.context.max_response_tokens]
         prompt = [int(token) for token in output.prompt_ids]
+        check_prompt(episode, prompt, self.context.config.prompt_length)
         extra = dict(getattr(output, "extra_fields", None) or {})
         segments = self._segments(prompt, response, mask, server)
         for segment in segments:

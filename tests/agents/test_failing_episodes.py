@@ -1,0 +1,177 @@
+"""Episodes that fail: which of them stop a run, which are dropped, and what the error says."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config
+from tests.agents.test_tool_agent import TOOLS
+from verl.agents.loops import Episode
+from verl.agents.loops.environment import seed_of
+from verl.utils.errors import DataError, RolloutError
+
+LOOPS = '''
+import asyncio
+
+from verl.agents import AgentLoopBase, AgentLoopOutput
+
+
+class Late(AgentLoopBase):
+    """Has a deadline of its own, as a client of a sandbox has."""
+
+    async def run(self, messages, sampling_params):
+        raise asyncio.TimeoutError("the sandbox did not answer")
+
+
+class Long(AgentLoopBase):
+    """Adds a document to the prompt."""
+
+    async def run(self, messages, sampling_params):
+        ids = self.tokenizer.encode("a page " * 50, add_special_tokens=False)
+        drawn = await self.server_manager.generate(
+            "id", prompt_ids=ids, sampling_params=sampling_params
+        )
+        return AgentLoopOutput(
+            prompt_ids=ids, response_ids=drawn, response_mask=[1] * len(drawn)
+        )
+'''
+WORLD = """
+import time
+
+from verl.agents.environments import Observation
+
+
+class World:
+    def __init__(self, how="raise"):
+        self.how = how
+
+    def reset(self):
+        return Observation([{"role": "user", "content": "Go."}])
+
+    def step(self, action):
+        if self.how == "raise":
+            raise ValueError("the board is broken")
+        time.sleep(0.2)
+"""
+USER = """
+from verl.agents.interactions import BaseInteraction
+
+
+class User(BaseInteraction):
+    async def start_interaction(self, instance_id=None, **kwargs):
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        raise KeyError("no such answer")
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    texts = {"loops.py": LOOPS, "world.py": WORLD, "user.py": USER, "tools.py": TOOLS}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    (tmp_path / "loops.yaml").write_text(
+        f"- {{name: late, _target_: {tmp_path}/loops.py:Late}}\n"
+        f"- {{name: long, _target_: {tmp_path}/loops.py:Long}}\n"
+    )
+    (tmp_path / "users.yaml").write_text(
+        f"interaction:\n  - {{name: user, class_name: {tmp_path}/user.py:User, config: {{}}}}\n"
+    )
+    return tmp_path
+
+
+def played(files: Path, fields: dict | None = None, **settings):
+    tokenizer = chat_tokenizer()
+    rows = [episode(tokenizer, **(fields or {}))]
+    trajectories, metrics, engine = play(
+        rollout_config(**settings), tokenizer, lambda row, turn, prompt: "Go on.", rows
+    )
+    return trajectories, metrics, engine
+
+
+def loop_settings(files: Path, name: str, **settings) -> dict:
+    own = {
+        "agent__agent_loop_config_path": str(files / "loops.yaml"),
+        "agent__default_agent_loop": name,
+    }
+    return own | settings
+
+
+@pytest.mark.parametrize("limit_s", [None, 60.0])
+def test_a_deadline_of_the_loop_is_an_error_of_the_loop(files: Path, limit_s: float | None):
+    settings = loop_settings(files, "late", agent__episode_timeout_s=limit_s)
+    with pytest.raises(RolloutError, match=r"raised TimeoutError: the sandbox did not answer"):
+        played(files, **settings)
+    (trajectory,), metrics, _ = played(files, **settings, agent__on_error="drop")
+    assert trajectory.extra["failure"] == "TimeoutError: the sandbox did not answer"
+    assert metrics["agent_loop/dropped"] == 1
+
+
+def test_a_prompt_that_a_loop_makes_too_long_names_the_limit(files: Path):
+    settings = loop_settings(files, "long", prompt_length=60)
+    with pytest.raises(DataError, match=r"sample 0 has \d+ tokens.*max_prompt_length allows 60"):
+        played(files, **settings)
+    (trajectory,), _, _ = played(files, **settings, agent__on_error="drop")
+    assert trajectory.is_dropped
+
+
+def test_a_prompt_too_long_with_its_tools_draws_nothing(files: Path):
+    settings = {"multi_turn__function_tool_path": str(files / "tools.py"), "prompt_length": 40}
+    with pytest.raises(DataError, match="max_prompt_length allows 40"):
+        played(files, **settings)
+    (trajectory,), _, engine = played(files, **settings, agent__on_error="drop")
+    assert trajectory.is_dropped
+    assert engine.prompts == []
+
+
+def world(files: Path, how: str) -> dict:
+    return {
+        "agent__environment__name": f"{files}/world.py:World",
+        "agent__environment__kwargs": {"how": how},
+        "agent__environment__timeout_s": 0.1,
+    }
+
+
+def test_an_environment_that_raises_stops_the_run_or_is_dropped(files: Path):
+    with pytest.raises(RolloutError, match=r"the board is broken.*on_error=drop"):
+        played(files, **world(files, "raise"))
+    (trajectory,), metrics, _ = played(files, **world(files, "raise"), agent__on_error="drop")
+    assert trajectory.is_dropped
+    assert "the board is broken" in trajectory.extra["failure"]
+    assert metrics["agent_loop/dropped"] == 1
+
+
+def test_an_environment_that_is_late_costs_its_episode(files: Path):
+    (trajectory,), _, _ = played(files, **world(files, "sleep"))
+    assert trajectory.is_dropped
+
+
+def test_a_simulated_user_that_raises_stops_the_run_or_is_dropped(files: Path):
+    fields = {"extra_info": {"interaction_kwargs": {"name": "user"}}}
+    settings = {"multi_turn__interaction_config_path": str(files / "users.yaml")}
+    with pytest.raises(RolloutError, match=r"no such answer.*on_error=drop"):
+        played(files, fields, **settings)
+    (trajectory,), metrics, _ = played(files, fields, **settings, agent__on_error="drop")
+    assert trajectory.is_dropped
+    assert trajectory.turn_rewards == {}
+    assert metrics["agent_loop/ended_by/dropped"] == 1
+
+
+def test_a_validation_row_has_one_world_in_every_validation():
+    def seed(step: int, record_step: int, row: int = 3) -> int:
+        fields = {"prompt_row": row}
+        return seed_of(
+            Episode(
+                row=row,
+                messages=[],
+                prompt_ids=[],
+                fields=fields,
+                step=step,
+                record_step=record_step,
+            )
+        )
+
+    assert seed(0, -1) == seed(0, -5_000_001)
+    assert len({seed(0, -1), seed(1, -2), seed(0, -1, row=4), seed(1, 1), seed(2, 2)}) == 5
