@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -356,10 +356,17 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
     batch.batch["response_mask"][dropped] = 0
 
 
-def reward_metrics(result: dict[str, Any]) -> dict[str, float]:
-    """Count failed rewards and average every numeric extra field over the samples that have it."""
+def reward_metrics(
+    result: dict[str, Any], counted: Sequence[int] | None = None
+) -> dict[str, float]:
+    """Count failed rewards and average every numeric extra field over the samples that have it.
+
+    Args:
+        counted: rows that are averaged; None: all.
+    """
     metrics: dict[str, float] = dict(result.get("metrics", {}))
-    for name, values in result["reward_extra_info"].items():
+    for name, of_rows in result["reward_extra_info"].items():
+        values = of_rows if counted is None else [of_rows[row] for row in counted]
         if all(
             isinstance(value, (int, float, np.integer, np.floating, np.bool_)) for value in values
         ):
