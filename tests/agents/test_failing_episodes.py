@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config
+from tests.agents.scripted import (
+    PARAMS,
+    ScriptedEngine,
+    chat_tokenizer,
+    episode,
+    play,
+    rollout_config,
+)
 from tests.agents.test_tool_agent import TOOLS
+from verl.agents import AgentRunner, EngineClient, EngineSteps
 from verl.agents.loops import Episode
 from verl.agents.loops.environment import seed_of
 from verl.utils.errors import DataError, RolloutError
@@ -52,9 +60,13 @@ class World:
     def step(self, action):
         if self.how == "raise":
             raise ValueError("the board is broken")
+        if self.how == "answer":
+            return Observation([{"role": "user", "content": "Again."}])
         time.sleep(0.2)
 """
 USER = """
+import asyncio
+
 from verl.agents.interactions import BaseInteraction
 
 
@@ -64,12 +76,52 @@ class User(BaseInteraction):
 
     async def generate_response(self, instance_id, messages, **kwargs):
         raise KeyError("no such answer")
+
+
+class Hangs(User):
+    async def start_interaction(self, instance_id=None, **kwargs):
+        await asyncio.sleep(10)
+"""
+NOTES = """
+from verl.tools.base_tool import BaseTool
+
+
+class Note(BaseTool):
+    async def create(self, instance_id=None, log="", **kwargs):
+        self.log = log
+        self.write("create")
+        return instance_id
+
+    async def release(self, instance_id, **kwargs):
+        self.write("release")
+
+    def write(self, line):
+        with open(self.log, "a") as file:
+            file.write(line + "\\n")
+"""
+NOTES_FILE = """
+tools:
+  - class_name: {path}/notes.py:Note
+    config: {{isolation: thread}}
+    tool_schema:
+      type: function
+      function:
+        name: note
+        description: Take a note.
+        parameters: {{type: object, properties: {{}}, required: []}}
 """
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    texts = {"loops.py": LOOPS, "world.py": WORLD, "user.py": USER, "tools.py": TOOLS}
+    texts = {
+        "loops.py": LOOPS,
+        "world.py": WORLD,
+        "user.py": USER,
+        "tools.py": TOOLS,
+        "notes.py": NOTES,
+        "notes.yaml": NOTES_FILE.format(path=tmp_path),
+    }
     for name, text in texts.items():
         (tmp_path / name).write_text(textwrap.dedent(text))
     (tmp_path / "loops.yaml").write_text(
@@ -78,6 +130,7 @@ def files(tmp_path: Path) -> Path:
     )
     (tmp_path / "users.yaml").write_text(
         f"interaction:\n  - {{name: user, class_name: {tmp_path}/user.py:User, config: {{}}}}\n"
+        f"  - {{name: hangs, class_name: {tmp_path}/user.py:Hangs, config: {{}}}}\n"
     )
     return tmp_path
 
@@ -146,6 +199,40 @@ def test_an_environment_that_raises_stops_the_run_or_is_dropped(files: Path):
 def test_an_environment_that_is_late_costs_its_episode(files: Path):
     (trajectory,), _, _ = played(files, **world(files, "sleep"))
     assert trajectory.is_dropped
+
+
+def test_answers_of_an_environment_are_bounded_as_those_of_tools(files: Path):
+    settings = {**world(files, "answer"), "agent__environment__timeout_s": 10.0}
+    (trajectory,), metrics, _ = played(files, **settings, multi_turn__max_user_turns=2)
+    drawn = [segment for segment in trajectory.segments if segment.is_model]
+    assert len(drawn) == 3
+    assert metrics["agent_loop/ended_by/turns"] == 1
+
+
+def test_an_episode_that_ends_before_its_first_turn_releases_its_tools(files: Path):
+    """A simulated user that hangs at the start is one way to get there."""
+    fields = {
+        "extra_info": {
+            "tools_kwargs": {"note": {"create_kwargs": {"log": str(files / "log")}}},
+            "interaction_kwargs": {"name": "hangs"},
+        }
+    }
+    settings = {
+        "multi_turn__tool_config_path": str(files / "notes.yaml"),
+        "multi_turn__interaction_config_path": str(files / "users.yaml"),
+        "agent__episode_timeout_s": 1.0,
+    }
+    tokenizer = chat_tokenizer()
+    runner = AgentRunner(rollout_config(**settings), tokenizer)
+    engine = ScriptedEngine(tokenizer, lambda row, turn, prompt: "Go on.")
+    client = EngineClient(EngineSteps(engine, PARAMS, seed=0, step=1), max_model_len=4000)
+    try:
+        (trajectory,) = runner.play([episode(tokenizer, **fields)], client)
+        noted = (files / "log").read_text().split()
+    finally:
+        runner.close()
+    assert trajectory.is_dropped
+    assert noted == ["create", "release"]
 
 
 def test_a_simulated_user_that_raises_stops_the_run_or_is_dropped(files: Path):

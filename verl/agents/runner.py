@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from verl.agents.boundary import ChatBoundary
-from verl.agents.checks import Column, check_rows
+from verl.agents.checks import Column, check_prompts, check_rows
 from verl.agents.conversation import failed
 from verl.agents.engine_client import EngineClient
 from verl.agents.formats import ToolFormat, recognise_format, tool_format, tool_formats
@@ -97,9 +97,10 @@ class AgentRunner:
         """Return the name of the loop that plays an episode."""
         return str(episode.fields.get("agent_name") or self.config.agent_loop)
 
-    def check_rows(self, column: Column) -> None:
-        """Check a data set against what is configured; see `verl.agents.checks.check_rows`."""
+    def check_rows(self, column: Column, prompt_key: str) -> None:
+        """Check the data against what is configured; see `verl.agents.checks`."""
         check_rows(self.config, self.context.tools, self.context.interactions, column)
+        check_prompts(self.context, column, prompt_key)
 
     def close(self) -> None:
         """End the processes and connections of tools and interactions. `play` makes them anew."""

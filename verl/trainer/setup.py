@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -256,11 +256,16 @@ def check_agents(
             _warn_of_unused_agents(dataset)
         return
 
+    readable = [dataset for dataset in datasets if isinstance(dataset, RLDataset)]
+
+    def column(name: str) -> Iterator[tuple[str, Any]]:
+        for dataset in readable:
+            yield from dataset.column(name)
+
     runner = AgentRunner(rollout, tokenizer)
     try:
-        for dataset in datasets:
-            if isinstance(dataset, RLDataset):
-                runner.check_rows(dataset.column)
+        if readable:
+            runner.check_rows(column, config.data.prompt_key)
     finally:
         runner.close()
 

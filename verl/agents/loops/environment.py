@@ -35,7 +35,6 @@ class EnvironmentLoop:
 
     async def _play(self, episode: Episode, session: EnvironmentSession) -> list[Trajectory]:
         context = self.context
-        limits = context.config.multi_turn
         first = await session.reset(**{"seed": seed_of(episode), **episode.fields})
         require_sound(session.failure, context.config.agent.on_error)
         if first.done:
@@ -58,7 +57,7 @@ class EnvironmentLoop:
                 ended_by = "environment"
             elif drawn.finish_reason == "length" or conversation.room <= 0:
                 ended_by = "length"
-            elif conversation.turns == limits.max_assistant_turns:
+            elif self._is_last(conversation.turns):
                 ended_by = "turns"
             if ended_by:
                 conversation.add_reply(reply)
@@ -81,6 +80,12 @@ class EnvironmentLoop:
             trajectory.is_dropped = session.failure is not None
             trajectory.extra = extra
         return trajectories
+
+    def _is_last(self, turns: int) -> bool:
+        """Check whether the limits allow no turn after `turns` of them."""
+        limits = self.context.config.multi_turn
+        num_answers = turns - 1
+        return turns == limits.max_assistant_turns or num_answers == limits.max_user_turns
 
 
 def seed_of(episode: Episode) -> int:

@@ -1,6 +1,7 @@
 """Turns of the model between tools and a simulated user."""
 
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,10 @@ class _Play:
 
     episode: Episode
     conversation: Conversation
-    tools: ToolSession | None
-    user: InteractionSession | None
+    offered: list[str] | None  # names of tools; None: all
     schemas: list[dict[str, Any]]
+    tools: ToolSession | None = None
+    user: InteractionSession | None = None
     user_turns: int = 0
     calls: int = 0
     failure: str | None = None
@@ -57,9 +59,10 @@ class ToolAgentLoop:
 
     async def play(self, episode: Episode) -> list[Trajectory]:
         """See `AgentLoop.play`."""
-        play = await self._begin(episode)
+        play = self._begin(episode)
         tool_rewards: dict[str, float] = {}
         try:
+            await self._open(play)
             while not play.ended_by:
                 await self._turn(play)
         finally:
@@ -74,38 +77,38 @@ class ToolAgentLoop:
         self.context.tally.counts[f"ended_by/{play.ended_by}"] += 1
         return self._trajectories(play, tool_rewards)
 
-    async def _begin(self, episode: Episode) -> _Play:
+    def _begin(self, episode: Episode) -> _Play:
         context = self.context
-        tools = None
+        offered = None
         schemas: list[dict[str, Any]] = []
         if context.tools is not None:
-            kwargs = episode.option("tools_kwargs") or {}
-            offered = self._offered(episode, kwargs)
+            kwargs = episode.option("tools_kwargs")
+            offered = offered_tools(episode.option("tool_selection"), kwargs)
             schemas = context.tools.schemas(offered)
-            tools = await context.tools.open(
-                episode.name, kwargs, names=offered, step=episode.record_step, row=episode.row
-            )
-
-        user = None
-        asked = episode.option("interaction_kwargs")
-        if context.interactions is not None and asked:
-            user = context.interactions.session(asked, instance_id=episode.name)
-            await user.start_interaction()
         return _Play(
             episode=episode,
             conversation=context.conversation(episode, tools=schemas),
-            tools=tools,
-            user=user,
+            offered=offered,
             schemas=schemas,
         )
 
-    def _offered(self, episode: Episode, kwargs: dict[str, Any]) -> list[str] | None:
-        """Name the tools that the episode offers to the model; None: all."""
-        selected = episode.option("tool_selection")
-        if selected is not None:
-            return list(selected)
-        named = [name for name, value in kwargs.items() if value is not None]
-        return named or None
+    async def _open(self, play: _Play) -> None:
+        """Open the tools, and begin with the user. Whatever was begun is ended by `play`."""
+        context = self.context
+        episode = play.episode
+        if context.tools is not None:
+            play.tools = await context.tools.open(
+                episode.name,
+                episode.option("tools_kwargs"),
+                names=play.offered,
+                step=episode.record_step,
+                row=episode.row,
+            )
+
+        asked = episode.option("interaction_kwargs")
+        if context.interactions is not None and asked:
+            play.user = context.interactions.session(asked, instance_id=episode.name)
+            await play.user.start_interaction()
 
     async def _turn(self, play: _Play) -> None:
         """Draw one turn, and let tools or the user answer it."""
@@ -216,6 +219,21 @@ class ToolAgentLoop:
             trajectory.turn_rewards = play.turn_rewards
             trajectory.is_dropped = play.failure is not None
         return trajectories
+
+
+def offered_tools(
+    selected: Iterable[str] | None, kwargs: Mapping[str, Any] | None
+) -> list[str] | None:
+    """Name the tools that a row offers to the model; None: all.
+
+    Args:
+        selected: `tool_selection` of the row.
+        kwargs: its `tools_kwargs`; a tool without any may have None.
+    """
+    if selected is not None:
+        return list(selected)
+    named = [name for name, value in (kwargs or {}).items() if value is not None]
+    return named or None
 
 
 def message_of(parsed: ParsedReply, turn: int) -> Message:
