@@ -2,6 +2,7 @@
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,18 @@ class Late(AgentLoopBase):
 
     async def run(self, messages, sampling_params):
         raise asyncio.TimeoutError("the sandbox did not answer")
+
+
+class Endless(AgentLoopBase):
+    """Draws until no token fits."""
+
+    async def run(self, messages, sampling_params):
+        ids = [5] * 100
+        while True:
+            ids += [5] * 1000
+            await self.server_manager.generate(
+                "id", prompt_ids=ids, sampling_params=sampling_params
+            )
 
 
 class Long(AgentLoopBase):
@@ -126,6 +139,7 @@ def files(tmp_path: Path) -> Path:
         (tmp_path / name).write_text(textwrap.dedent(text))
     (tmp_path / "loops.yaml").write_text(
         f"- {{name: late, _target_: {tmp_path}/loops.py:Late}}\n"
+        f"- {{name: endless, _target_: {tmp_path}/loops.py:Endless}}\n"
         f"- {{name: long, _target_: {tmp_path}/loops.py:Long}}\n"
     )
     (tmp_path / "users.yaml").write_text(
@@ -168,6 +182,15 @@ def test_a_prompt_that_a_loop_makes_too_long_names_the_limit(files: Path):
         played(files, **settings)
     (trajectory,), _, _ = played(files, **settings, agent__on_error="drop")
     assert trajectory.is_dropped
+
+
+def test_a_context_that_outgrows_the_model_can_be_dropped(files: Path):
+    settings = loop_settings(files, "endless")
+    with pytest.raises(DataError, match="Turn 3 of sample 0 has a prompt of 4100 tokens"):
+        played(files, **settings)
+    (trajectory,), _, engine = played(files, **settings, agent__on_error="drop")
+    assert trajectory.is_dropped
+    assert len(engine.prompts) == 3
 
 
 def test_a_prompt_too_long_with_its_tools_draws_nothing(files: Path):
@@ -224,7 +247,7 @@ def test_an_episode_that_ends_before_its_first_turn_releases_its_tools(files: Pa
     }
     tokenizer = chat_tokenizer()
     runner = AgentRunner(rollout_config(**settings), tokenizer)
-    engine = ScriptedEngine(tokenizer, lambda row, turn, prompt: "Go on.")
+    engine: Any = ScriptedEngine(tokenizer, lambda row, turn, prompt: "Go on.")
     client = EngineClient(EngineSteps(engine, PARAMS, seed=0, step=1), max_model_len=4000)
     try:
         (trajectory,) = runner.play([episode(tokenizer, **fields)], client)

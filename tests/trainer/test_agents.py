@@ -17,6 +17,7 @@ from tests.trainer.runs import (
     without_times,
 )
 from verl.config import load_config
+from verl.trainer.api import RLTrainer
 from verl.trainer.main_ppo import main
 from verl.trainer.remax import ReMaxTrainer
 
@@ -220,3 +221,15 @@ def test_episodes_that_all_fail_end_the_run_with_their_cause(
     said = capsys.readouterr().err
     assert "All 16 episodes of this step were dropped" in said
     assert "KeyError: 'the sandbox is gone'" in said
+
+
+def test_a_rollout_of_the_api_gives_one_text_for_each_episode(tmp_path: Path):
+    own = [*loop_of(tmp_path, "Halves"), "trainer.logger=[]"]
+    trainer = RLTrainer(load_config(command_line(tmp_path / "run", *own)))
+    batch = trainer.rollout(["a b", "c d"], n=2, as_batch=True)
+    assert len(batch) == 8
+    texts = trainer.rollout(["a b", "c d"], n=2)
+    assert [len(each) for each in texts] == [2, 2]
+    ends = batch.batch["responses"][batch.non_tensor_batch["episode_part"] == 1]
+    said = trainer.tokenizer.batch_decode(ends, skip_special_tokens=True)
+    assert [text for each in texts for text in each] == said
