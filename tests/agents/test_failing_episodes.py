@@ -250,7 +250,7 @@ def test_an_episode_that_ends_before_its_first_turn_releases_its_tools(files: Pa
     engine: Any = ScriptedEngine(tokenizer, lambda row, turn, prompt: "Go on.")
     client = EngineClient(EngineSteps(engine, PARAMS, seed=0, step=1), max_model_len=4000)
     try:
-        (trajectory,) = runner.play([episode(tokenizer, **fields)], client)
+        (trajectory,) = runner.play([episode(tokenizer, row=0, **fields)], client)
         noted = (files / "log").read_text().split()
     finally:
         runner.close()
