@@ -116,3 +116,25 @@ def test_samples_of_one_prompt_share_its_prefill():
     calls = [client.generate(prompt_ids=PROMPTS[1], row=row) for row in range(4)]
     asyncio.run(client.serve(all_of(*calls)))
     assert client.counters["prefill_tokens"] == len(PROMPTS[1])
+
+
+def test_an_agent_that_draws_while_it_is_cancelled_cannot_keep_a_failed_run_alive():
+    engine = make_engine(talkative_model("qwen2"))
+    client = client_of(engine)
+    seen = []
+
+    async def agent() -> None:
+        try:
+            await client.generate(prompt_ids=PROMPTS[0], row=0)
+        finally:
+            with pytest.raises(RolloutError, match="are over; no turn can be drawn"):
+                await client.generate(prompt_ids=PROMPTS[0], row=0, turn=1)
+            seen.append("ended")
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    engine.step = fail
+    with pytest.raises(MemoryError, match="no room"):
+        asyncio.run(asyncio.wait_for(client.serve(agent()), 5))
+    assert seen == ["ended"]

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config, text_of
-from verl.agents.checks import check_rows
 from verl.agents.runner import AgentRunner
 from verl.utils.errors import ConfigError, DataError, VerlError
 
@@ -281,14 +280,16 @@ class Table:
         self.size = len(next(iter(columns.values())))
 
     def __call__(self, name: str):
-        for number, value in enumerate(self.columns.get(name, [None] * self.size)):
+        messages = [{"role": "user", "content": "Question?"}]
+        plain = [messages if name == "prompt" else None] * self.size
+        for number, value in enumerate(self.columns.get(name, plain)):
             yield f"rows.parquet, row {number}", value
 
 
 def checked(tokenizer, table: Table, **settings) -> None:
     runner = AgentRunner(rollout_config(**settings), tokenizer)
     try:
-        check_rows(runner.config, runner.context.tools, runner.context.interactions, table)
+        runner.check_rows(table, "prompt")
     finally:
         runner.close()
 
@@ -306,6 +307,53 @@ def test_a_row_that_names_an_unknown_tool_or_loop_is_named(tools: str):
         checked(tokenizer, Table(extra_info=[{}, named]), multi_turn__function_tool_path=tools)
     with pytest.raises(DataError, match=r"row 0: agent_name is 'tool_agnt'.*tool_agent"):
         checked(tokenizer, Table(agent_name=["tool_agnt"]))
+
+
+def test_a_row_whose_loop_needs_what_is_not_configured_is_named():
+    tokenizer = chat_tokenizer()
+    with pytest.raises(DataError, match=r"row 1: .* needs .*agent.environment.name"):
+        checked(tokenizer, Table(agent_name=[None, "environment_agent"]))
+    with pytest.raises(DataError, match=r"row 0: .* needs .*agent.gateway.path or "):
+        checked(tokenizer, Table(agent_name=["gateway_agent"]))
+
+
+def test_an_agent_of_the_gateway_that_no_row_reaches_is_an_error(tools: str):
+    settings = {"multi_turn__function_tool_path": tools, "agent__gateway__path": "agent.py"}
+    with pytest.raises(ConfigError, match=r"played by \['gateway_agent'\], which never calls"):
+        checked(chat_tokenizer(), Table(agent_name=[None]), **settings)
+    with pytest.raises(ConfigError, match=r"agent.gateway.path=agent.py is configured, but no row"):
+        checked(chat_tokenizer(), Table(agent_name=["tool_agent"]), **settings)
+
+
+def test_tools_and_rows_that_never_meet_are_a_warning(tools: str, caplog: pytest.LogCaptureFixture):
+    tokenizer = chat_tokenizer()
+    table = Table(extra_info=[{}, {"tools_kwargs": {"add": {}, "fail": None}}])
+    settings = {"multi_turn__function_tool_path": tools}
+    with caplog.at_level("WARNING", logger="verl"):
+        checked(tokenizer, table, **settings)
+        assert not caplog.text
+        checked(tokenizer, Table(extra_info=[table.columns["extra_info"][1]]), **settings)
+        assert "The tools fail are configured, but every row names others" in caplog.text
+        checked(tokenizer, table)
+        assert "row 1: tools_kwargs names the tool 'add', but no tools are" in caplog.text
+        checked(tokenizer, Table(interaction_kwargs=[{"name": "quiz"}]))
+        assert "row 0: the row has interaction_kwargs, but no interactions are" in caplog.text
+
+
+def test_a_prompt_that_its_tools_make_too_long_is_named_before_the_start(tools: str):
+    """The row is named, and one that offers fewer tools fits."""
+    tokenizer = chat_tokenizer()
+    messages = [{"role": "user", "content": "Question?"}]
+    runner = AgentRunner(rollout_config(multi_turn__function_tool_path=tools), tokenizer)
+    assert runner.context.tools is not None
+    one = len(runner.context.boundary.prompt(messages, runner.context.tools.schemas(["add"])))
+    runner.close()
+    few = {"tools_kwargs": {"add": {}}}
+    settings = {"multi_turn__function_tool_path": tools, "prompt_length": one}
+    checked(tokenizer, Table(prompt=[messages], extra_info=[few]), **settings)
+    table = Table(prompt=[messages] * 2, extra_info=[few, {}])
+    with pytest.raises(DataError, match=rf"row 1: the prompt has \d+ tokens .* allows {one}"):
+        checked(tokenizer, table, **settings)
 
 
 def test_unused_interactions_are_an_error(quiz: str):

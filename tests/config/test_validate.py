@@ -203,6 +203,7 @@ def test_model_and_data_must_be_named():
             "Set it to tool_agent, or leave it out",
         ),
         ("agent.replay_path=a agent.record_path=b", "or record anew"),
+        ("agent.replay_path=a", "need tools, got 'a' and none. Set multi_turn.tool_config_path"),
     ],
 )
 def test_unanswered_turns_are_an_error(build: Load, overrides: str, message: str):
@@ -213,6 +214,8 @@ def test_unanswered_turns_are_an_error(build: Load, overrides: str, message: str
 def test_turn_settings_without_agents_have_no_effect(build: Load, log: pytest.LogCaptureFixture):
     build(f"{ROLLOUT}.multi_turn.max_assistant_turns=5")
     assert "multi_turn.max_assistant_turns=5 has no effect" in log.text
+    build(f"{ROLLOUT}.mode=async", f"{ROLLOUT}.multi_turn.max_parallel_calls=4")
+    assert "multi_turn.max_parallel_calls=4 has no effect: no tools are configured" in log.text
 
 
 @pytest.mark.parametrize("asked", ["trainer.val_only=True", "trainer.test_freq=5"])

@@ -16,7 +16,10 @@ from tests.trainer.runs import (
     weights,
     without_times,
 )
+from verl.config import load_config
+from verl.trainer.api import RLTrainer
 from verl.trainer.main_ppo import main
+from verl.trainer.remax import ReMaxTrainer
 
 ROLLOUT = "actor_rollout_ref.rollout"
 GUESSING = [
@@ -150,3 +153,83 @@ def test_ranks_that_share_an_engine_play_the_same_episodes(tmp_path: Path):
     one, two = step_lines(tmp_path / "one"), step_lines(tmp_path / "two")
     assert two[0]["num_turns/mean"] == one[0]["num_turns/mean"]
     assert two[0]["critic/score/mean"] == pytest.approx(one[0]["critic/score/mean"])
+
+
+LOOPS = """
+from verl.agents import AgentLoopBase, AgentLoopOutput
+
+
+class Halves(AgentLoopBase):
+    async def run(self, messages, sampling_params):
+        text = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        outputs = []
+        for score in (9.0, None):
+            drawn = await self.server_manager.generate(
+                "a", prompt_ids=ids, sampling_params=sampling_params
+            )
+            outputs.append(
+                AgentLoopOutput(
+                    prompt_ids=ids,
+                    response_ids=drawn,
+                    response_mask=[1] * len(drawn),
+                    reward_score=score or len(set(drawn)) / 8,
+                )
+            )
+        return outputs
+
+
+class Fails(AgentLoopBase):
+    async def run(self, messages, sampling_params):
+        raise KeyError("the sandbox is gone")
+"""
+
+
+def loop_of(tmp_path: Path, name: str) -> list[str]:
+    (tmp_path / "loops.py").write_text(LOOPS)
+    (tmp_path / "loops.yaml").write_text(f"- {{name: own, _target_: {tmp_path}/loops.py:{name}}}")
+    return [
+        f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml",
+        f"{ROLLOUT}.agent.default_agent_loop=own",
+        f"{ROLLOUT}.agent.gives_reward=True",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    ]
+
+
+def test_remax_compares_with_the_end_of_the_greedy_episode(tmp_path: Path):
+    own = [*loop_of(tmp_path, "Halves"), "algorithm.adv_estimator=remax"]
+    trainer = ReMaxTrainer(load_config(command_line(tmp_path / "run", *own)))
+    trainer.init_workers()
+    trainer.load_checkpoint()
+    given = next(iter(trainer.train_loader))
+    ends = trainer.generate_greedy(given).batch["rm_scores"].sum(-1)
+    batch = trainer.estimate_advantages(trainer.collect(given))
+    trainer.tracker.finish()
+    assert len(ends) == 4
+    assert ends.max() <= 1
+    assert batch.batch["reward_baselines"].tolist() == ends.repeat_interleave(8).tolist()
+    assert batch.batch["response_mask"].any(-1).all()
+
+
+def test_episodes_that_all_fail_end_the_run_with_their_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    own = [*loop_of(tmp_path, "Fails"), f"{ROLLOUT}.agent.on_error=drop"]
+    assert run(tmp_path / "run", *own) != 0
+    said = capsys.readouterr().err
+    assert "All 16 episodes of this step were dropped" in said
+    assert "KeyError: 'the sandbox is gone'" in said
+
+
+def test_a_rollout_of_the_api_gives_one_text_for_each_episode(tmp_path: Path):
+    own = [*loop_of(tmp_path, "Halves"), "trainer.logger=[]"]
+    trainer = RLTrainer(load_config(command_line(tmp_path / "run", *own)))
+    batch = trainer.rollout(["a b", "c d"], n=2, as_batch=True)
+    assert len(batch) == 8
+    texts = trainer.rollout(["a b", "c d"], n=2)
+    assert [len(each) for each in texts] == [2, 2]
+    ends = batch.batch["responses"][batch.non_tensor_batch["episode_part"] == 1]
+    said = trainer.tokenizer.batch_decode(ends, skip_special_tokens=True)
+    assert [text for each in texts for text in each] == said

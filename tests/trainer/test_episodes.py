@@ -11,14 +11,18 @@ from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
 from verl.algorithms.group_advantages import group_ids
 from verl.protocol import DataProto
 from verl.trainer.algorithm import estimated_by_episode
+from verl.trainer.dapo import first_prompts, num_prompts, rows_that_differ
 from verl.trainer.episodes import (
     add_turn_rewards,
     agent_metrics,
     episode_rows,
     mini_batch_rows,
+    require_episodes,
     with_episodes,
     with_scores_of_episodes,
 )
+from verl.trainer.metrics import data_metrics
+from verl.trainer.setup import reward_metrics
 from verl.utils.errors import RewardError, RolloutError
 
 WIDTH = 6
@@ -96,6 +100,53 @@ def test_scores_of_the_loop_are_on_the_last_real_token():
 def test_scores_for_only_some_episodes_are_an_error():
     with pytest.raises(RewardError, match="1 of 2 episodes got a score"):
         with_episodes(prompts(1), played([(0, 0), (1, 0)], agent_reward=[0.5, None]), n=2)
+
+
+def test_episodes_that_all_failed_are_an_error_with_the_first_cause():
+    infos = [{"failure": "KeyError: 'answer'."}, {}]
+    batch = with_episodes(prompts(1), played([(0, 0), (1, 0)], agent_info=infos), n=2)
+    require_episodes(batch)
+    batch.batch["response_mask"][:] = 0
+    with pytest.raises(RolloutError, match=r"All 2 episodes .* first failed: KeyError: 'answer'"):
+        require_episodes(batch)
+
+
+def test_episodes_that_all_failed_need_no_reward_function():
+    """Also in a validation, where one batch may have none that was played to its end."""
+    given = played([(0, 0), (1, 0)])
+    given.batch["response_mask"][:] = 0
+    batch = with_episodes(prompts(1), given, n=2)
+    assert not batch.batch["rm_scores"].any()
+
+
+def test_scores_of_the_log_count_an_episode_once():
+    batch = with_episodes(prompts(1), played([(0, 0), (0, 1), (0, 2), (1, 0)]), n=2)
+    batch = with_scores(batch, [0.0, 0.0, 0.0, 1.0])
+    for name in ("token_level_rewards", "advantages", "returns"):
+        batch.batch[name] = batch.batch["token_level_scores"]
+    batch.batch["prompts"] = torch.zeros(4, 1)
+    batch.non_tensor_batch["num_turns"] = objects([2, 2, 2, 6])
+    metrics = data_metrics(batch)
+    assert metrics["critic/score/mean"] == pytest.approx(0.5)
+    assert metrics["critic/rewards/mean"] == pytest.approx(0.5)
+    assert agent_metrics(batch)["num_turns/mean"] == 4.0
+    result = {"reward_extra_info": {"acc": [0.0, 0.0, 0.0, 1.0]}}
+    assert reward_metrics(result, [2, 3]) == {"reward/acc/mean": 0.5}
+
+
+def test_dapo_counts_a_prompt_once_whatever_roles_it_has():
+    rows = [(episode, part) for episode in range(4) for part in range(2)]
+    batch = with_episodes(prompts(2), played(rows, agent_role=["a", "b"] * 4), n=2)
+    assert num_prompts(batch) == 2
+    assert first_prompts(batch, 1).non_tensor_batch["episode"].tolist() == [0, 0, 1, 1]
+
+
+def test_dapo_compares_the_last_parts_of_episodes():
+    batch = with_episodes(prompts(1), played([(0, 0), (0, 1), (1, 0)]), n=2)
+    batch.non_tensor_batch["acc"] = objects([False, True, True])
+    assert not rows_that_differ(batch, "acc").any()
+    batch.non_tensor_batch["acc"] = objects([False, True, False])
+    assert rows_that_differ(batch, "acc").all()
 
 
 def test_roles_form_separate_groups():

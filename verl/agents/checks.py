@@ -1,21 +1,29 @@
 """Checks of the data against the configured tools, interactions and loops, before models load."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from verl.agents.interactions import InteractionSet
-from verl.agents.loops import agent_loops
+from verl.agents.loops import AgentContext, agent_loops
+from verl.agents.loops.gateway import GATEWAY_AGENT
+from verl.agents.loops.tool_agent import offered_tools
 from verl.agents.tools import ToolSet
 from verl.config.rollout import RolloutConfig
+from verl.data.chat import as_messages
 from verl.utils.errors import ConfigError, DataError, VerlError
+from verl.utils.logging import logger
 from verl.utils.registry import nearest_names
 
 # Gives (file and row, value) of every row of a column.
 Column = Callable[[str], Iterator[tuple[str, Any]]]
 
 _ANSWERED = "tool_agent"
-_WITHOUT_ANSWERS = ("single_turn_agent",)
+_ENVIRONMENT = "environment_agent"
+_WITHOUT_TOOLS = ("single_turn_agent", _ENVIRONMENT, GATEWAY_AGENT)
 _SECTION = "actor_rollout_ref.rollout"
+# Prompts that are rendered with their tools before the start, those with the most characters.
+_NUM_RENDERED = 2000
 
 
 def check_rows(
@@ -26,45 +34,132 @@ def check_rows(
 ) -> None:
     """Check that every row can be played, and that everything configured is reached by some row.
 
-    Raises DataError naming file and row for an unknown loop, tool or interaction. Raises
-    ConfigError for tools, interactions or an environment that no row reaches: the run would train
-    on single turns without a word.
+    Raises DataError naming file and row for an unknown loop, tool or interaction, or a loop that
+    needs what is not configured. Raises ConfigError for tools, interactions, an environment or a
+    gateway that no row reaches: the run would train on single turns without a word.
+
+    Args:
+        column: of the training and the validation set together.
     """
-    loops = _loops_of_rows(config, column)
-    names = [name for _, name in loops]
-    if (tools is not None or interactions is not None) and set(names) <= set(_WITHOUT_ANSWERS):
+    names = {name for _, name in _loops_of_rows(config, column)}
+    if (tools is not None or interactions is not None) and names <= set(_WITHOUT_TOOLS):
         raise ConfigError(
-            f"Tools or interactions are configured, but every row is played by {sorted(set(names))}, "
+            f"Tools or interactions are configured, but every row is played by {sorted(names)}, "
             f"which never calls them. Set the column agent_name to {_ANSWERED}, or leave it out."
         )
-    if config.agent.environment.name is not None and "environment_agent" not in names:
-        raise ConfigError(
-            f"{_SECTION}.agent.environment.name={config.agent.environment.name} is configured, but "
-            "no row has agent_name=environment_agent. Leave the column out, or set it so."
-        )
+    for setting, value, loop in _answering(config):
+        if value is not None and loop not in names:
+            raise ConfigError(
+                f"{_SECTION}.{setting}={value} is configured, but no row has agent_name={loop}. "
+                "Leave the column and agent.default_agent_loop out, or set them so."
+            )
 
-    known = None if tools is None else list(tools.names)
-    reached = False
-    for place, kwargs in _options(column, "tools_kwargs"):
-        named = [name for name, value in (kwargs or {}).items() if value is not None]
-        unknown = sorted(set(named) - set(named if known is None else known))
+    _check_tools(config, tools, column)
+    _check_interactions(interactions, column)
+
+
+def check_prompts(context: AgentContext, column: Column, prompt_key: str) -> None:
+    """Check that the longest prompts fit their column with the tools that they offer.
+
+    The length filter of the data counts them without tools. Rows are taken by their characters,
+    2,000 at most. A shorter row that is too long all the same fails when it is played.
+
+    Raises DataError naming file and row.
+    """
+    tools = context.tools
+    if tools is None:
+        return
+    rows = []
+    characters: dict[str, int] = {}
+    for (place, messages), (_, loop), offered in zip(
+        column(prompt_key), _loops_of_rows(context.config, column), _offered(column)
+    ):
+        if loop != _ANSWERED:
+            continue
+        key = str(offered)
+        if key not in characters:
+            characters[key] = len(json.dumps(tools.schemas(offered)))
+        rows.append((len(str(messages)) + characters[key], place, messages, offered))
+
+    rows.sort(key=lambda row: row[0], reverse=True)
+    limit = context.config.prompt_length
+    for _, place, messages, offered in rows[:_NUM_RENDERED]:
+        prompt_ids = context.boundary.prompt(as_messages(messages), tools.schemas(offered))
+        if len(prompt_ids) > limit:
+            raise DataError(
+                f"{place}: the prompt has {len(prompt_ids)} tokens with the tools that it offers, "
+                f"data.max_prompt_length allows {limit}. Raise it, or offer the row fewer tools "
+                "(extra_info.tools_kwargs). data.filter_overlong_prompts counts without tools."
+            )
+
+
+def _answering(config: RolloutConfig) -> Iterator[tuple[str, str | None, str]]:
+    """Give (setting, value, loop) of everything that a loop of its own plays."""
+    agent = config.agent
+    yield "agent.environment.name", agent.environment.name, _ENVIRONMENT
+    yield "agent.gateway.path", agent.gateway.path, GATEWAY_AGENT
+    yield "agent.gateway.command", agent.gateway.command, GATEWAY_AGENT
+
+
+def _check_tools(config: RolloutConfig, tools: ToolSet | None, column: Column) -> None:
+    """Check the names of tools in the rows; warn of tools and rows that never meet."""
+    if tools is None:
+        for place, kwargs in _options(column, "tools_kwargs"):
+            named = _named(kwargs)
+            if named:
+                logger.warning(
+                    "%s: tools_kwargs names the tool '%s', but no tools are configured, so the row "
+                    "is played without. Set %s.multi_turn.tool_config_path.",
+                    place,
+                    named[0],
+                    _SECTION,
+                )
+                return
+        return
+
+    known = list(tools.names)
+    unused = set(known)
+    loops = _loops_of_rows(config, column)
+    for (place, kwargs), (_, loop), offered in zip(
+        _options(column, "tools_kwargs"), loops, _offered(column)
+    ):
+        unknown = sorted({*_named(kwargs), *(offered or ())} - set(known))
         if unknown:
             raise DataError(
                 f"{place}: tools_kwargs names the tool '{unknown[0]}', which no configured file "
-                f"has. Nearest known: {nearest_names(unknown[0], known or [])}."
+                f"has. Nearest known: {nearest_names(unknown[0], known)}."
             )
+        if loop not in _WITHOUT_TOOLS:
+            unused -= set(known if offered is None else offered)
 
-    if interactions is None:
-        return
+    if unused:
+        logger.warning(
+            "The tools %s are configured, but every row names others in tools_kwargs, so no model "
+            "is offered them. Name them in the rows, or leave them out.",
+            ", ".join(sorted(unused)),
+        )
+
+
+def _check_interactions(interactions: InteractionSet | None, column: Column) -> None:
+    """Check the interactions that the rows ask for."""
+    reached = False
     for place, kwargs in _options(column, "interaction_kwargs"):
         if not kwargs:
             continue
         reached = True
+        if interactions is None:
+            logger.warning(
+                "%s: the row has interaction_kwargs, but no interactions are configured, so no "
+                "user answers. Set %s.multi_turn.interaction_config_path.",
+                place,
+                _SECTION,
+            )
+            return
         try:
             interactions.session(kwargs)
         except VerlError as error:
             raise DataError(f"{place}: {error}") from error
-    if not reached:
+    if interactions is not None and not reached:
         raise ConfigError(
             f"{_SECTION}.multi_turn.interaction_config_path is set, but no row has "
             "interaction_kwargs in extra_info, so no interaction would ever answer. Add them "
@@ -72,9 +167,12 @@ def check_rows(
         )
 
 
-def _loops_of_rows(config: RolloutConfig, column: Column) -> list[tuple[str, str]]:
-    """Return (file and row, name of the loop) of every row."""
-    loops = []
+def _loops_of_rows(config: RolloutConfig, column: Column) -> Iterator[tuple[str, str]]:
+    """Give (file and row, name of the loop) of every row."""
+    missing = {_ENVIRONMENT, GATEWAY_AGENT}
+    for _, value, loop in _answering(config):
+        if value is not None:
+            missing.discard(loop)
     for place, name in column("agent_name"):
         chosen = str(name or config.agent_loop)
         if chosen not in agent_loops:
@@ -83,8 +181,25 @@ def _loops_of_rows(config: RolloutConfig, column: Column) -> list[tuple[str, str
                 f"known: {nearest_names(chosen, list(agent_loops))}. "
                 f"{_SECTION}.agent.agent_loop_config_path or model.external_lib registers yours."
             )
-        loops.append((place, chosen))
-    return loops
+        if chosen in missing:
+            settings = [setting for setting, _, loop in _answering(config) if loop == chosen]
+            raise DataError(
+                f"{place}: the row is played by {chosen}, which needs "
+                f"{_SECTION}.{' or '.join(settings)}. Set it, or change the column agent_name."
+            )
+        yield place, chosen
+
+
+def _named(kwargs: Mapping[str, Any] | None) -> list[str]:
+    """Name the tools of a row's tools_kwargs. Parquet gives every row the fields of all."""
+    return [name for name, value in (kwargs or {}).items() if value is not None]
+
+
+def _offered(column: Column) -> Iterator[list[str] | None]:
+    """Give the names of the tools that each row offers; None: all."""
+    selections = _options(column, "tool_selection")
+    for (_, selected), (_, kwargs) in zip(selections, _options(column, "tools_kwargs")):
+        yield offered_tools(selected, kwargs)
 
 
 def _options(column: Column, name: str) -> Iterator[tuple[str, Any]]:

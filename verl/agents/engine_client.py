@@ -136,6 +136,7 @@ class EngineClient:
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._abandoned: set[int] = set()
         self._arrived = asyncio.Event()
+        self._is_over = False
 
     @property
     def params(self) -> SamplingParams:
@@ -159,8 +160,11 @@ class EngineClient:
             limit: most tokens; None: those of the sampling parameters.
             branch: number of the agent or branch, where several share the row.
 
-        Raises RolloutError for a prompt that the engine cannot continue.
+        Raises RolloutError for a prompt that the engine cannot continue, and after `serve`, when
+        nothing would answer.
         """
+        if self._is_over:
+            raise RolloutError("The episodes of this batch are over; no turn can be drawn.")
         sample_id = turn_id(row, turn, branch)
         if sample_id in self._waiting:
             raise RolloutError(
@@ -200,6 +204,7 @@ class EngineClient:
                 stepper.result()  # it ends by an error alone
             return await worker
         finally:
+            self._is_over = True
             for task in (worker, stepper):
                 task.cancel()
             await asyncio.gather(worker, stepper, return_exceptions=True)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from verl.agents.boundary import ChatBoundary
-from verl.agents.checks import Column, check_rows
+from verl.agents.checks import Column, check_prompts, check_rows
 from verl.agents.conversation import failed
 from verl.agents.engine_client import EngineClient
 from verl.agents.formats import ToolFormat, recognise_format, tool_format, tool_formats
@@ -97,9 +97,10 @@ class AgentRunner:
         """Return the name of the loop that plays an episode."""
         return str(episode.fields.get("agent_name") or self.config.agent_loop)
 
-    def check_rows(self, column: Column) -> None:
-        """Check a data set against what is configured; see `verl.agents.checks.check_rows`."""
+    def check_rows(self, column: Column, prompt_key: str) -> None:
+        """Check the data against what is configured; see `verl.agents.checks`."""
         check_rows(self.config, self.context.tools, self.context.interactions, column)
+        check_prompts(self.context, column, prompt_key)
 
     def close(self) -> None:
         """End the processes and connections of tools and interactions. `play` makes them anew."""
@@ -155,36 +156,51 @@ class AgentRunner:
         agent = self.config.agent
         loop = self._loop(self.loop_name(episode))
         try:
-            trajectories = await asyncio.wait_for(loop.play(episode), agent.episode_timeout_s)
+            answer = await asyncio.wait_for(_played(loop, episode), agent.episode_timeout_s)
         except asyncio.TimeoutError:
             return self._drop(episode, f"it took more than {agent.episode_timeout_s:g} s")
-        except RolloutError:
-            raise
-        except Exception as error:
-            if agent.on_error == "drop":
-                return self._drop(episode, f"{type(error).__name__}: {error}")
-            if isinstance(error, VerlError):
-                raise
-            raise RolloutError(
-                f"The agent loop '{self.loop_name(episode)}' raised {type(error).__name__}: "
-                f"{error} in sample {episode.row}. Fix the loop, or drop such episodes: "
-                f"{_SECTION}.agent.on_error=drop."
-            ) from error
+        if isinstance(answer, Exception):
+            return self._drop_failed(episode, answer)
 
-        if not trajectories:
+        if not answer:
             return self._drop(episode, "it gave no trajectory")
-        if trajectories[0].is_dropped:
-            self.context.tally.counts["dropped"] += 1
-        return trajectories
+        if answer[0].is_dropped:
+            self._note_dropped(episode, answer[0].extra.get("failure", "a call failed"))
+        return answer
+
+    def _drop_failed(self, episode: Episode, error: Exception) -> list[Trajectory]:
+        """Drop an episode that raised, or raise, as the configuration says."""
+        if isinstance(error, RolloutError):
+            raise error
+        if self.config.agent.on_error == "drop":
+            return self._drop(episode, f"{type(error).__name__}: {error}")
+        if isinstance(error, VerlError):
+            raise error
+        raise RolloutError(
+            f"The agent loop '{self.loop_name(episode)}' raised {type(error).__name__}: "
+            f"{error} in sample {episode.row}. Fix the loop, or drop such episodes: "
+            f"{_SECTION}.agent.on_error=drop."
+        ) from error
 
     def _drop(self, episode: Episode, why: str) -> list[Trajectory]:
+        self._note_dropped(episode, why)
+        filler = self.tokenizer.pad_token_id
+        prompt_ids = list(episode.prompt_ids)[: self.config.prompt_length]
+        return [failed(episode.row, prompt_ids, filler, why)]
+
+    def _note_dropped(self, episode: Episode, why: str) -> None:
         counts = self.context.tally.counts
         counts["dropped"] += 1
         if counts["dropped"] == 1:
             logger.warning("agents: sample %d is dropped: %s.", episode.row, why)
-        filler = self.tokenizer.pad_token_id
-        prompt_ids = list(episode.prompt_ids)[: self.config.prompt_length]
-        return [failed(episode.row, prompt_ids, filler, why)]
+
+
+async def _played(loop: AgentLoop, episode: Episode) -> list[Trajectory] | Exception:
+    """Return what a loop gives or raises: its own TimeoutError is none of the episode's limit."""
+    try:
+        return await loop.play(episode)
+    except Exception as error:  # noqa: BLE001  (the caller raises it, or drops the episode)
+        return error
 
 
 def build_tools(config: RolloutConfig) -> ToolSet | None:
@@ -255,7 +271,9 @@ def run_in_loop(work: Coroutine[Any, Any, Answer]) -> Answer:
     return answer.result()
 
 
-def episodes_of(columns: Mapping[str, Any], n: int, *, record_step: int) -> list[Episode]:
+def episodes_of(
+    columns: Mapping[str, Any], n: int, *, step: int, record_step: int
+) -> list[Episode]:
     """Return n episodes for each row of object columns, with `raw_prompt` and `prompt_row`."""
     episodes = []
     for place, prompt_row in enumerate(columns["prompt_row"]):
@@ -267,6 +285,7 @@ def episodes_of(columns: Mapping[str, Any], n: int, *, record_step: int) -> list
                 prompt_ids=[int(token) for token in fields["raw_prompt_ids"]],
                 fields=fields,
                 record_step=record_step,
+                step=step,
             )
             episodes.append(episode)
     return episodes

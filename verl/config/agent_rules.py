@@ -44,6 +44,13 @@ def turns_have_an_answer(config: TrainConfig) -> Iterator[str]:
             f"{_ROLLOUT}.agent.default_agent_loop=single_turn_agent ends after one turn, so tools "
             "and interactions would never be reached. Set it to tool_agent, or leave it out."
         )
+    recorded = agent.record_path or agent.replay_path
+    if recorded is not None and not any(answers[:2]):
+        yield (
+            f"{_ROLLOUT}.agent.record_path and replay_path need tools, got '{recorded}' and none. "
+            "Set multi_turn.tool_config_path or multi_turn.function_tool_path, also for a replay, "
+            "which does not open them."
+        )
     if agent.replay_path is not None and agent.record_path is not None:
         yield (
             f"{_ROLLOUT}.agent.replay_path and record_path are both set. Replay the recording, or "
@@ -76,11 +83,19 @@ def turn_rewards_have_turns(config: TrainConfig) -> Iterator[str]:
 def agent_doubts(config: TrainConfig) -> Iterator[str]:
     """Yield settings of turns that nothing reads."""
     rollout = config.actor_rollout_ref.rollout
+    turns = rollout.multi_turn
+    plain = MultiTurnConfig()
+    if turns.tool_config_path is None and turns.function_tool_path is None:
+        for name in ("max_parallel_calls", "max_tool_response_length"):
+            value = getattr(turns, name)
+            if value != getattr(plain, name):
+                yield (
+                    f"{_ROLLOUT}.multi_turn.{name}={value} has no effect: no tools are configured."
+                )
     if rollout.uses_agents:
         return
-    plain = MultiTurnConfig()
     for name in ("max_assistant_turns", "max_user_turns", "max_tokens_per_turn"):
-        value = getattr(rollout.multi_turn, name)
+        value = getattr(turns, name)
         if value != getattr(plain, name):
             yield (
                 f"{_ROLLOUT}.multi_turn.{name}={value} has no effect: no tools, interactions or "

@@ -19,6 +19,7 @@ from verl.data.rl_dataset import truncate
 from verl.protocol import DataProto
 from verl.tracking.console import step_line
 from verl.trainer import setup
+from verl.trainer.episodes import whole_episodes
 from verl.trainer.response_scores import FunctionScorer, RewardModelScorer, scores_of
 from verl.trainer.variants import trainer_class
 from verl.utils.errors import ConfigError, DataError, WorkerError
@@ -235,6 +236,7 @@ class RLTrainer:
         if as_batch:
             return batch
 
+        batch = whole_episodes(batch)  # one text for each episode of agents
         ids = []
         for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"].bool()):
             ids.append(row[mask].tolist())

@@ -4,13 +4,14 @@ The rest of DAPO is configuration: clip-higher is `actor.clip_ratio_high`, the t
 `actor.loss_agg_mode`, and the soft punishment of overlong responses a part of the reward.
 """
 
-from collections import Counter
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
 
 from verl.protocol import DataProto
+from verl.trainer.episodes import episode_rows
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
 from verl.trainer.setup import group_numbers
 from verl.utils.errors import ConfigError, DataError
@@ -96,7 +97,12 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
 
     values_of: dict[int, set] = {}
     groups = group_numbers(batch).tolist()
-    for group, value in zip(groups, values):
+    rows = episode_rows(batch)
+    # A field of an earlier part of an episode says nothing about its answer.
+    counted = range(len(batch)) if rows is None else rows.last.tolist()
+    for row in counted:
+        group = groups[row]
+        value = values[row]
         if hasattr(value, "tolist"):
             value = value.tolist()  # a set keeps equal tensors apart
         try:
@@ -110,24 +116,27 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
 
     uids_that_differ = set()
     for uid, group in zip(batch.non_tensor_batch["uid"], groups):
-        if len(values_of[group]) > 1:
+        if len(values_of.get(group, ())) > 1:
             uids_that_differ.add(uid)
-    return _rows_of_prompts(batch, uids_that_differ)
+    uids = batch.non_tensor_batch["uid"]
+    return np.array([uid in uids_that_differ for uid in uids], dtype=bool)
+
+
+def prompts_of(batch: DataProto) -> list[Any]:
+    """Return the prompt of every row. Roles of agents have a `uid` each for the same prompt."""
+    columns = batch.non_tensor_batch
+    return columns["prompt_row" if "prompt_row" in columns else "uid"].tolist()
 
 
 def num_prompts(batch: DataProto) -> int:
-    return len(Counter(batch.non_tensor_batch["uid"].tolist()))
+    return len(set(prompts_of(batch)))
 
 
 def first_prompts(batch: DataProto, wanted: int) -> DataProto:
     """Select all rows of the first `wanted` prompts."""
-    uids = list(dict.fromkeys(batch.non_tensor_batch["uid"].tolist()))
-    return batch.select_idxs(_rows_of_prompts(batch, set(uids[:wanted])))
-
-
-def _rows_of_prompts(batch: DataProto, uids: set[str]) -> np.ndarray:
-    """Mark (B,) the rows that answer one of these prompts."""
-    return np.array([uid in uids for uid in batch.non_tensor_batch["uid"]], dtype=bool)
+    prompts = prompts_of(batch)
+    chosen = set(list(dict.fromkeys(prompts))[:wanted])
+    return batch.select_idxs(np.array([prompt in chosen for prompt in prompts], dtype=bool))
 
 
 def joined(parts: list[DataProto]) -> DataProto:

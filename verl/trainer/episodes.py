@@ -12,11 +12,17 @@ from verl.rollout.assemble import NO_TURN
 from verl.utils.errors import RewardError, RolloutError
 
 _MOST_BATCHES = 1_000_000  # of a validation
+_MOST_STEPS = 1_000_000_000
 
 
 def validation_record_step(global_step: int, batch_number: int) -> int:
     """Return the `record_step` of a batch of validation: below 0, and each once in a run."""
     return -(global_step * _MOST_BATCHES + batch_number + 1)
+
+
+def greedy_record_step(step: int) -> int:
+    """Return the `record_step` of greedy episodes, whose rows have the numbers of sampled ones."""
+    return _MOST_STEPS + step
 
 
 def with_episodes(prompts: DataProto, played: DataProto, n: int) -> DataProto:
@@ -66,7 +72,8 @@ def _compare_roles_apart(batch: DataProto) -> None:
 def with_given_scores(batch: DataProto) -> DataProto:
     """Add `rm_scores` where the agent loops give the scores themselves.
 
-    Raises RewardError where only some of them do: the others would have none.
+    Raises RewardError where only some of them do: the others would have none. Where all episodes
+    failed there is nothing to score, and all scores are 0.
     """
     rewards = batch.non_tensor_batch["agent_reward"]
     is_learned = batch.batch["response_mask"].bool().any(-1).tolist()
@@ -75,7 +82,7 @@ def with_given_scores(batch: DataProto) -> DataProto:
         if counts:
             given.append(reward is not None)
 
-    if not any(given):
+    if given and not any(given):
         return batch
     if not all(given):
         raise RewardError(
@@ -89,6 +96,21 @@ def with_given_scores(batch: DataProto) -> DataProto:
         scores.append(0.0 if reward is None else float(reward))
     batch.batch["rm_scores"] = at_last_token(batch, scores)
     return batch
+
+
+def require_episodes(batch: DataProto) -> None:
+    """Raise RolloutError where agent loops left no token to learn from."""
+    infos = batch.non_tensor_batch.get("agent_info")
+    if infos is None or batch.batch["response_mask"].any():
+        return
+    failures = [info["failure"] for info in infos if "failure" in info]
+    first = f" The first failed: {failures[0]}" if failures else ""
+    raise RolloutError(
+        f"All {len(set(batch.non_tensor_batch['episode']))} episodes of this step were dropped or "
+        f"masked, so there is nothing to learn from.{first.rstrip('.')}. Fix the tools, the "
+        "environment or the agent loop; actor_rollout_ref.rollout.agent.on_error=stop and "
+        "agent.tool_error=text show the first error where it happens."
+    )
 
 
 def at_last_token(batch: DataProto, scores: list[float]) -> torch.Tensor:
@@ -198,7 +220,7 @@ def agent_metrics(batch: DataProto) -> dict[str, float]:
     """Summarize the turns of a batch that agent loops played."""
     if "num_turns" not in batch.non_tensor_batch:
         return {}
-    turns = np.array(batch.non_tensor_batch["num_turns"], dtype=float)
+    turns = np.array(whole_episodes(batch).non_tensor_batch["num_turns"], dtype=float)
     metrics: dict[str, float] = {
         "num_turns/min": float(turns.min()),
         "num_turns/max": float(turns.max()),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto
+from verl.trainer.episodes import episode_rows
 from verl.utils.timeline import Recorded, recorded_since, write_trace
 
 
@@ -28,6 +29,11 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     columns = batch.batch
     mask = columns["response_mask"].bool()
     counted = mask.any(-1)  # a sample without a reward (a dropped one) has no token left
+    rows = episode_rows(batch)
+    if rows is not None:  # the parts of an episode have its score each
+        is_last = torch.zeros(len(batch), dtype=torch.bool)
+        is_last[rows.last] = True
+        counted &= is_last
     prompt_width = columns["prompts"].shape[1]
     prompt_length = columns["attention_mask"][:, :prompt_width].sum(-1)
     response_attention = columns["attention_mask"][:, prompt_width:]

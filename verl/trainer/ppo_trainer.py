@@ -35,6 +35,7 @@ from verl.trainer.episodes import (
     agent_metrics,
     episode_rows,
     mini_batch_rows,
+    require_episodes,
     validation_record_step,
     whole_episodes,
     with_episodes,
@@ -360,6 +361,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             prompts, rollout.n, draw, rollout.seed, self.global_step, first_row, on_told=on_told
         )
         self.metrics.update(batch.meta_info.pop("metrics", {}))
+        require_episodes(batch)
         return batch
 
     @phase(writes=GENERATED)
@@ -371,6 +373,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         seed: int,
         step: int,
         first_row: int = 0,
+        record_step: int | None = None,
         **call: Any,
     ) -> DataProto:
         numbers = range(first_row, first_row + len(prompts))
@@ -381,10 +384,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.weights.provide()
         call |= {"n": n, "params": params, "seed": seed, "step": step}
         if self.config.actor_rollout_ref.rollout.uses_agents:
-            record_step = step
-            is_validation = seed != self.config.actor_rollout_ref.rollout.seed
-            if is_validation:
-                record_step = validation_record_step(self.global_step, step)
+            record_step = step if record_step is None else record_step
             played = self.rollout_wg.play_episodes(prompts, record_step=record_step, **call)
             return with_episodes(prompts, played, n)
 
@@ -403,7 +403,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         with_scores_of_episodes(batch)
         if self.config.algorithm.turn_rewards:
             add_turn_rewards(batch)
-        self.metrics.update(setup.reward_metrics(result))
+        rows = episode_rows(batch)
+        counted = None if rows is None else rows.last.tolist()
+        self.metrics.update(setup.reward_metrics(result, counted))
         return batch
 
     @phase(reads="prompts responses attention_mask", writes="rm_scores")
@@ -519,13 +521,14 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             batch: trajectories with `advantages` and `returns`.
         """
         samples = self.config.actor_rollout_ref.rollout.n
+        drawn = batch
         batch = chosen_samples(batch, self.config, self.global_step)
 
         if self.critic_wg is not None:
             rows = dealt_by_prompts(batch, self.critic_wg, samples)
             update = self.critic_wg.update_critic
             mini_prompts = self.config.critic.ppo_mini_batch_size
-            mini = mini_batch_rows(batch, mini_prompts, samples, self.critic_wg)
+            mini = mini_batch_rows(drawn, mini_prompts, samples, self.critic_wg)
             self.metrics.update(self.timed("update_critic", update, rows, mini))
 
         if self.global_step > self.config.trainer.critic_warmup:
@@ -534,7 +537,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             update = self.actor_wg.update_actor
             entropy_coeff = self.entropy_controller.value
             mini_prompts = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-            mini = mini_batch_rows(batch, mini_prompts, samples, self.actor_wg)
+            mini = mini_batch_rows(drawn, mini_prompts, samples, self.actor_wg)
             self.metrics.update(self.timed("update_actor", update, rows, entropy_coeff, mini))
             self.entropy_controller.update(self.metrics["actor/entropy"])
 
@@ -567,7 +570,16 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             n = rollout.val_kwargs.n
             draw = setup.validation_params(rollout)
             with self.scoring_ahead(self.val_reward_fn, prompts, n) as on_told:
-                batch = self._generate(prompts, n, draw, rollout.seed + 1, number, on_told=on_told)
+                record_step = validation_record_step(self.global_step, number)
+                batch = self._generate(
+                    prompts,
+                    n,
+                    draw,
+                    rollout.seed + 1,
+                    number,
+                    record_step=record_step,
+                    on_told=on_told,
+                )
                 batch = whole_episodes(batch)
                 if not setup.has_rule(batch):
                     batch = self.add_rm_scores(batch)

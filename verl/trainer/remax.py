@@ -9,6 +9,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.trainer import setup
+from verl.trainer.episodes import add_turn_rewards, greedy_record_step, whole_episodes
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
 from verl.utils.errors import RewardError
 from verl.utils.phases import phase
@@ -23,19 +24,18 @@ class ReMaxTrainer(PPOTrainer):
 
         A prompt without a score for its greedy response has no baseline: its samples are dropped.
         """
-        greedy = self.timed("gen_max", self.generate_greedy, prompts)
+        greedy = self.timed("gen_max", self.generate_greedy, prompts, first_row)
         result = self.timed("reward_max", self.score_greedy, greedy)
         scores = result["reward_tensor"].sum(-1)
-        counted = torch.ones(len(greedy), dtype=torch.bool)
+        counted = greedy.batch["response_mask"].bool().any(-1)  # an episode of agents may fail
         counted[list(result.get("dropped", ()))] = False
         _require_any(counted)
         batch = super().collect(prompts, first_row)
-        prompt_of = torch.tensor(
-            [int(row) - first_row for row in batch.non_tensor_batch["prompt_row"]]
-        )
-        batch.batch["reward_baselines"] = scores[prompt_of]
+        place_of = {uid: place for place, uid in enumerate(greedy.non_tensor_batch["uid"])}
+        places = torch.tensor([place_of.get(uid, -1) for uid in batch.non_tensor_batch["uid"]])
+        batch.batch["reward_baselines"] = torch.where(places >= 0, scores[places], 0.0)
 
-        batch.batch["response_mask"][~counted[prompt_of]] = 0
+        batch.batch["response_mask"][(places < 0) | ~counted[places]] = 0
         _require_any(batch.batch["response_mask"])
         for name, count in result.get("metrics", {}).items():
             if name.startswith("reward/num_"):
@@ -44,16 +44,34 @@ class ReMaxTrainer(PPOTrainer):
         self.metrics["critic/greedy_score/mean"] = scores[counted].mean().item()
         return batch
 
-    def generate_greedy(self, prompts: DataProto) -> DataProto:
-        """Generate the likeliest tokens for (B,) prompts."""
+    def generate_greedy(self, prompts: DataProto, first_row: int = 0) -> DataProto:
+        """Generate the likeliest tokens for (B,) prompts.
+
+        Returns one row for each prompt, or for each of its roles where agents have some.
+        """
         rollout = self.config.actor_rollout_ref.rollout
         draw = replace(setup.sampling_params(rollout), temperature=0.0)
-        return self._generate(prompts.select(), 1, draw, rollout.seed, self.global_step)
+        step = self.global_step
+        greedy = self._generate(
+            prompts.select(),
+            1,
+            draw,
+            rollout.seed,
+            step,
+            first_row,
+            record_step=greedy_record_step(step),
+        )
+        return whole_episodes(greedy)
 
     def score_greedy(self, greedy: DataProto) -> Mapping[str, Any]:
         """Score greedy responses and check the result."""
         result = self.reward_fn(self.add_rm_scores(greedy), return_dict=True)
         setup.check_result(result, greedy.batch["responses"])
+        if self.config.algorithm.turn_rewards:
+            # as the scores that they are the baseline of
+            greedy.batch["token_level_scores"] = result["reward_tensor"].clone()
+            add_turn_rewards(greedy)
+            result = {**result, "reward_tensor": greedy.batch["token_level_scores"]}
         return result
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -267,11 +267,16 @@ def check_agents(
             _warn_of_unused_agents(dataset)
         return
 
+    readable = [dataset for dataset in datasets if isinstance(dataset, RLDataset)]
+
+    def column(name: str) -> Iterator[tuple[str, Any]]:
+        for dataset in readable:
+            yield from dataset.column(name)
+
     runner = AgentRunner(rollout, tokenizer)
     try:
-        for dataset in datasets:
-            if isinstance(dataset, RLDataset):
-                runner.check_rows(dataset.column)
+        if readable:
+            runner.check_rows(column, config.data.prompt_key)
     finally:
         runner.close()
 
@@ -370,10 +375,17 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
     batch.batch["response_mask"][dropped] = 0
 
 
-def reward_metrics(result: dict[str, Any]) -> dict[str, float]:
-    """Count failed rewards and average every numeric extra field over the samples that have it."""
+def reward_metrics(
+    result: dict[str, Any], counted: Sequence[int] | None = None
+) -> dict[str, float]:
+    """Count failed rewards and average every numeric extra field over the samples that have it.
+
+    Args:
+        counted: rows that are averaged; None: all.
+    """
     metrics: dict[str, float] = dict(result.get("metrics", {}))
-    for name, values in result["reward_extra_info"].items():
+    for name, of_rows in result["reward_extra_info"].items():
+        values = of_rows if counted is None else [of_rows[row] for row in counted]
         if all(isinstance(value, _NUMBERS) for value in values):
             numbers = [float(value) for value in values if not math.isnan(value)]
             if numbers:

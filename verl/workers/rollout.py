@@ -187,7 +187,7 @@ class RolloutWorker(Worker):
         assert self.agents is not None, "the configuration names no agent loop"
         if not self.has_weights:
             self.take_weights()
-        episodes = episodes_of(prompts.non_tensor_batch, n, record_step=record_step)
+        episodes = episodes_of(prompts.non_tensor_batch, n, step=step, record_step=record_step)
         self.engine.forget_prefixes()
         longest = self.config.rollout.max_model_len or (
             self.config.rollout.prompt_length + self.config.rollout.response_length

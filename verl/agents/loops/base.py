@@ -13,8 +13,10 @@ from verl.agents.formats.base import without_end
 from verl.agents.formats.tool_parser import decoded
 from verl.agents.interactions import InteractionSet
 from verl.agents.tools import ToolSet
+from verl.agents.user_thread import UserCall
 from verl.config.rollout import RolloutConfig
 from verl.rollout.trajectory import Trajectory
+from verl.utils.errors import DataError, RolloutError
 from verl.utils.registry import Registry
 
 
@@ -29,6 +31,8 @@ class Episode:
         fields: all columns of the row.
         record_step: number of the batch within the run, below 0 for validation. With `row` it is
             the key of recorded tool calls.
+        step: the step that draws depend on: of the training, or the number of the batch within a
+            validation, which is alike in every validation.
     """
 
     row: int
@@ -36,6 +40,7 @@ class Episode:
     prompt_ids: Sequence[int]
     fields: Mapping[str, Any]
     record_step: int = 0
+    step: int = 0
 
     @property
     def name(self) -> str:
@@ -107,6 +112,7 @@ class AgentContext:
         if messages is not None or tools:
             messages = episode.messages if messages is None else messages
             prompt_ids = self.boundary.prompt(messages, tools)
+            check_prompt(episode, prompt_ids, self.config.prompt_length)
         return Conversation(
             episode.row,
             episode.messages if messages is None else messages,
@@ -145,6 +151,28 @@ class AgentContext:
         if self.format is None or not tools:
             return ParsedReply(content=self.text_of(token_ids), calls=())
         return await parse_reply(self.format, self.tokenizer, token_ids, tools)
+
+
+def check_prompt(episode: Episode, prompt_ids: Sequence[int], limit: int) -> None:
+    """Raise DataError for a prompt of a loop's own that is longer than its column."""
+    if len(prompt_ids) > limit:
+        raise DataError(
+            f"The prompt of sample {episode.row} has {len(prompt_ids)} tokens as its agent loop "
+            f"renders it, data.max_prompt_length allows {limit}. Raise it, shorten what the loop "
+            "adds, or drop such episodes: actor_rollout_ref.rollout.agent.on_error=drop."
+        )
+
+
+def require_sound(failure: UserCall | None, on_error: str) -> None:
+    """Raise RolloutError where an environment or simulated user raised, if that is to stop the run.
+
+    A late one only costs its episode.
+    """
+    if failure is not None and failure.outcome == "crashed" and on_error == "stop":
+        raise RolloutError(
+            f"{failure.error} Fix it, or drop such episodes: "
+            "actor_rollout_ref.rollout.agent.on_error=drop."
+        )
 
 
 class AgentLoop(Protocol):

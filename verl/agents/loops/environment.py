@@ -5,15 +5,16 @@ import zlib
 from typing import Any
 
 from verl.agents.environments import EnvironmentSession, open_environment
-from verl.agents.loops.base import AgentContext, Episode, agent_loops
+from verl.agents.loops.base import AgentContext, Episode, agent_loops, require_sound
 from verl.rollout.trajectory import Trajectory
 
 
 class EnvironmentLoop:
     """Play an environment: drawn turns are actions, its observations are the messages after them.
 
-    Its opening messages follow the prompt of the row, or replace it. An episode in which the environment fails is
-    dropped. The score of the episode is the sum of the rewards; each also counts for its turn.
+    Its opening messages follow the prompt of the row, or replace it. An environment that raises
+    stops the run or drops the episode, as `agent.on_error` says; one that is late drops it. The
+    score of the episode is the sum of the rewards; each also counts for its turn.
     """
 
     def __init__(self, context: AgentContext) -> None:
@@ -34,10 +35,10 @@ class EnvironmentLoop:
 
     async def _play(self, episode: Episode, session: EnvironmentSession) -> list[Trajectory]:
         context = self.context
-        limits = context.config.multi_turn
         first = await session.reset(**{"seed": seed_of(episode), **episode.fields})
+        require_sound(session.failure, context.config.agent.on_error)
         if first.done:
-            return []  # failed, or over before the model's first turn
+            return []  # late, or over before the model's first turn
         opening = [*([] if first.replaces_prompt else episode.messages), *first.messages]
         conversation = context.conversation(episode, opening)
         rewards: dict[int, float] = {}
@@ -49,13 +50,14 @@ class EnvironmentLoop:
             action = context.text_of(drawn.token_ids)
             reply = {"role": "assistant", "content": action}
             observation = await session.step(action)
+            require_sound(session.failure, context.config.agent.on_error)
             rewards[turn] = float(observation.reward)
 
             if observation.done:
                 ended_by = "environment"
             elif drawn.finish_reason == "length" or conversation.room <= 0:
                 ended_by = "length"
-            elif conversation.turns == limits.max_assistant_turns:
+            elif self._is_last(conversation.turns):
                 ended_by = "turns"
             if ended_by:
                 conversation.add_reply(reply)
@@ -68,6 +70,8 @@ class EnvironmentLoop:
             "turn_scores": list(rewards.values()),
             "ended_by": ended_by,
         }
+        if session.failure is not None:
+            extra["failure"] = session.failure.error
         trajectories = conversation.trajectories()
         for trajectory in trajectories:
             trajectory.reward = sum(rewards.values())
@@ -77,11 +81,21 @@ class EnvironmentLoop:
             trajectory.extra = extra
         return trajectories
 
+    def _is_last(self, turns: int) -> bool:
+        """Check whether the limits allow no turn after `turns` of them."""
+        limits = self.context.config.multi_turn
+        num_answers = turns - 1
+        return turns == limits.max_assistant_turns or num_answers == limits.max_user_turns
+
 
 def seed_of(episode: Episode) -> int:
-    """Return the seed of a world: the samples of a prompt are compared, so they share it."""
+    """Return the seed of a world: the samples of a prompt are compared, so they share it.
+
+    Validations are compared as well, so a row has one world in all of them.
+    """
     prompt_row = int(episode.fields.get("prompt_row", episode.row))
-    return zlib.crc32(f"{episode.record_step}-{prompt_row}".encode())
+    kind = "validation-" if episode.is_validation else ""
+    return zlib.crc32(f"{kind}{episode.step}-{prompt_row}".encode())
 
 
 agent_loops.register("environment_agent")(EnvironmentLoop)

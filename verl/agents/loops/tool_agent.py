@@ -1,13 +1,14 @@
 """Turns of the model between tools and a simulated user."""
 
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agents.conversation import Conversation, Message
 from verl.agents.formats import ParsedReply, ToolCall, new_call_id
 from verl.agents.interactions import InteractionSession
-from verl.agents.loops.base import AgentContext, Episode, agent_loops
+from verl.agents.loops.base import AgentContext, Episode, agent_loops, require_sound
 from verl.agents.tools import ToolResult, ToolSession
 from verl.rollout.trajectory import Trajectory
 
@@ -18,12 +19,13 @@ class _Play:
 
     episode: Episode
     conversation: Conversation
-    tools: ToolSession | None
-    user: InteractionSession | None
+    offered: list[str] | None  # names of tools; None: all
     schemas: list[dict[str, Any]]
+    tools: ToolSession | None = None
+    user: InteractionSession | None = None
     user_turns: int = 0
     calls: int = 0
-    is_dropped: bool = False
+    failure: str | None = None
     ended_by: str = ""
     turn_rewards: dict[int, float] = field(default_factory=dict)
     turn_scores: list[float] = field(default_factory=list)
@@ -35,6 +37,11 @@ class _Play:
         """Credit the last turn of the model."""
         turn = self.conversation.turns - 1
         self.turn_rewards[turn] = self.turn_rewards.get(turn, 0.0) + reward
+
+    def drop(self, why: str) -> None:
+        """End the episode, of which nothing is learned."""
+        self.failure = why
+        self.ended_by = "dropped"
 
 
 class ToolAgentLoop:
@@ -52,9 +59,10 @@ class ToolAgentLoop:
 
     async def play(self, episode: Episode) -> list[Trajectory]:
         """See `AgentLoop.play`."""
-        play = await self._begin(episode)
+        play = self._begin(episode)
         tool_rewards: dict[str, float] = {}
         try:
+            await self._open(play)
             while not play.ended_by:
                 await self._turn(play)
         finally:
@@ -69,38 +77,38 @@ class ToolAgentLoop:
         self.context.tally.counts[f"ended_by/{play.ended_by}"] += 1
         return self._trajectories(play, tool_rewards)
 
-    async def _begin(self, episode: Episode) -> _Play:
+    def _begin(self, episode: Episode) -> _Play:
         context = self.context
-        tools = None
+        offered = None
         schemas: list[dict[str, Any]] = []
         if context.tools is not None:
-            kwargs = episode.option("tools_kwargs") or {}
-            offered = self._offered(episode, kwargs)
+            kwargs = episode.option("tools_kwargs")
+            offered = offered_tools(episode.option("tool_selection"), kwargs)
             schemas = context.tools.schemas(offered)
-            tools = await context.tools.open(
-                episode.name, kwargs, names=offered, step=episode.record_step, row=episode.row
-            )
-
-        user = None
-        asked = episode.option("interaction_kwargs")
-        if context.interactions is not None and asked:
-            user = context.interactions.session(asked, instance_id=episode.name)
-            await user.start_interaction()
         return _Play(
             episode=episode,
             conversation=context.conversation(episode, tools=schemas),
-            tools=tools,
-            user=user,
+            offered=offered,
             schemas=schemas,
         )
 
-    def _offered(self, episode: Episode, kwargs: dict[str, Any]) -> list[str] | None:
-        """Name the tools that the episode offers to the model; None: all."""
-        selected = episode.option("tool_selection")
-        if selected is not None:
-            return list(selected)
-        named = [name for name, value in kwargs.items() if value is not None]
-        return named or None
+    async def _open(self, play: _Play) -> None:
+        """Open the tools, and begin with the user. Whatever was begun is ended by `play`."""
+        context = self.context
+        episode = play.episode
+        if context.tools is not None:
+            play.tools = await context.tools.open(
+                episode.name,
+                episode.option("tools_kwargs"),
+                names=play.offered,
+                step=episode.record_step,
+                row=episode.row,
+            )
+
+        asked = episode.option("interaction_kwargs")
+        if context.interactions is not None and asked:
+            play.user = context.interactions.session(asked, instance_id=episode.name)
+            await play.user.start_interaction()
 
     async def _turn(self, play: _Play) -> None:
         """Draw one turn, and let tools or the user answer it."""
@@ -175,13 +183,17 @@ class ToolAgentLoop:
         if result.consequence == "mask":
             play.conversation.mask_last_turn()
         elif result.consequence == "drop":
-            play.is_dropped = True
-            play.ended_by = "dropped"
+            play.drop(f"a tool call failed: {result.text}")
 
     async def _ask_user(self, play: _Play, messages: list[Message]) -> list[Message]:
         """Return the user's answer as a message. The user may end the conversation."""
         assert play.user is not None
         answer = await play.user.generate_response(messages)
+        failure = play.user.failure
+        require_sound(failure, self.context.config.agent.on_error)
+        if failure is not None:
+            play.drop(failure.error)
+            return []
         play.turn_scores.append(answer.score)
         play.add_reward(answer.score)
         if answer.should_terminate:
@@ -198,13 +210,30 @@ class ToolAgentLoop:
             "num_tool_calls": play.calls,
             "ended_by": play.ended_by,
         }
+        if play.failure is not None:
+            extra["failure"] = play.failure
         for trajectory in trajectories:
             trajectory.extra = extra
             # The prompt counts as one message, as in verl.
             trajectory.num_turns = play.conversation.turns + play.user_turns + 1
             trajectory.turn_rewards = play.turn_rewards
-            trajectory.is_dropped = play.is_dropped
+            trajectory.is_dropped = play.failure is not None
         return trajectories
+
+
+def offered_tools(
+    selected: Iterable[str] | None, kwargs: Mapping[str, Any] | None
+) -> list[str] | None:
+    """Name the tools that a row offers to the model; None: all.
+
+    Args:
+        selected: `tool_selection` of the row.
+        kwargs: its `tools_kwargs`; a tool without any may have None.
+    """
+    if selected is not None:
+        return list(selected)
+    named = [name for name, value in (kwargs or {}).items() if value is not None]
+    return named or None
 
 
 def message_of(parsed: ParsedReply, turn: int) -> Message:

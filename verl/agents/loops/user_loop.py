@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, Field
 
 from verl.agents.engine_client import Generated
-from verl.agents.loops.base import AgentContext, Episode, agent_loops
+from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
 from verl.rollout.types import SamplingParams
-from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.errors import ConfigError, DataError, RolloutError
 
 
 class AgentLoopMetrics(BaseModel):
@@ -101,7 +101,15 @@ class ServerManager:
         turn = self._turn
         self._turn += 1
         ids = [int(token) for token in prompt_ids]
-        most = self._context.client.max_model_len - len(ids)
+        longest = self._context.client.max_model_len
+        most = longest - len(ids)
+        if most < 1:
+            raise DataError(
+                f"Turn {turn} of sample {self._episode.row} has a prompt of {len(ids)} tokens, "
+                f"which leaves no room in {longest}. End the episode before, raise "
+                "actor_rollout_ref.rollout.max_model_len, or drop such episodes: "
+                "actor_rollout_ref.rollout.agent.on_error=drop."
+            )
         drawn = await self._context.client.generate(
             prompt_ids=ids,
             row=self._episode.row,
@@ -277,6 +285,7 @@ class UserLoop:
             )
         response = response[: self.context.max_response_tokens]
         prompt = [int(token) for token in output.prompt_ids]
+        check_prompt(episode, prompt, self.context.config.prompt_length)
         extra = dict(getattr(output, "extra_fields", None) or {})
         segments = self._segments(prompt, response, mask, server)
         for segment in segments:
