@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import copy
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -277,8 +278,9 @@ def episodes_of(
     """Return n episodes for each row of object columns, with `raw_prompt` and `prompt_row`."""
     episodes = []
     for place, prompt_row in enumerate(columns["prompt_row"]):
-        fields = {name: values[place] for name, values in columns.items()}
         for sample in range(n):
+            # A loop or an environment that changes its fields must not change its siblings'.
+            fields = {name: copy.deepcopy(values[place]) for name, values in columns.items()}
             episode = Episode(
                 row=int(prompt_row) * n + sample,
                 messages=list(fields["raw_prompt"]),

@@ -400,10 +400,10 @@ def test_abandoned_sessions_are_dropped_and_counted(model):
 
     async def agent(run):
         gone = run.agent("gone")
-        kept = run.agent("kept", row=1)
         await say(gone, HELLO)
-        reply = await say(kept, HELLO)
         now[0] = 1.0
+        kept = run.agent("kept", row=1)
+        reply = await say(kept, HELLO)
         await say(kept, [*HELLO, reply, MORE])
         while run.recorder.is_open("gone"):
             await asyncio.sleep(0.01)
