@@ -203,12 +203,21 @@ def test_model_and_data_must_be_named():
             "Set it to tool_agent, or leave it out",
         ),
         ("agent.replay_path=a agent.record_path=b", "or record anew"),
-        ("agent.replay_path=a", "need tools, got 'a' and none. Set multi_turn.tool_config_path"),
+        ("agent.record_path=a", "record_path=a needs tools, got none. Set multi_turn.tool"),
     ],
 )
 def test_unanswered_turns_are_an_error(build: Load, overrides: str, message: str):
     with pytest.raises(ConfigError, match=message):
         build(*(f"{ROLLOUT}.{override}" for override in overrides.split()))
+
+
+def test_a_reward_model_next_to_scores_of_agents_is_an_error(build: Load):
+    with pytest.raises(ConfigError, match="would replace the scores that agent loops"):
+        build(
+            f"{ROLLOUT}.agent.environment.name=number_guessing",
+            "reward_model.enable=True",
+            "reward_model.model.path=a/model",
+        )
 
 
 def test_turn_settings_without_agents_have_no_effect(build: Load, log: pytest.LogCaptureFixture):

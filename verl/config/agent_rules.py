@@ -44,17 +44,24 @@ def turns_have_an_answer(config: TrainConfig) -> Iterator[str]:
             f"{_ROLLOUT}.agent.default_agent_loop=single_turn_agent ends after one turn, so tools "
             "and interactions would never be reached. Set it to tool_agent, or leave it out."
         )
-    recorded = agent.record_path or agent.replay_path
-    if recorded is not None and not any(answers[:2]):
+    if agent.record_path is not None and not any(answers[:2]):
         yield (
-            f"{_ROLLOUT}.agent.record_path and replay_path need tools, got '{recorded}' and none. "
-            "Set multi_turn.tool_config_path or multi_turn.function_tool_path, also for a replay, "
-            "which does not open them."
+            f"{_ROLLOUT}.agent.record_path={agent.record_path} needs tools, got none. Set "
+            "multi_turn.tool_config_path or multi_turn.function_tool_path, or leave it out."
         )
     if agent.replay_path is not None and agent.record_path is not None:
         yield (
             f"{_ROLLOUT}.agent.replay_path and record_path are both set. Replay the recording, or "
             "record anew."
+        )
+
+
+def episodes_have_one_score(config: TrainConfig) -> Iterator[str]:
+    if config.reward_model.enable and config.actor_rollout_ref.rollout.scores_itself:
+        yield (
+            "reward_model.enable=True would replace the scores that agent loops or environments "
+            f"give. Leave the reward model out, or {_ROLLOUT}.agent.gives_reward and "
+            "agent.environment.name."
         )
 
 
@@ -103,4 +110,4 @@ def agent_doubts(config: TrainConfig) -> Iterator[str]:
             )
 
 
-RULES = (turns_have_an_answer, turn_rewards_have_turns)
+RULES = (turns_have_an_answer, turn_rewards_have_turns, episodes_have_one_score)

@@ -43,6 +43,7 @@ CORE_MODULES = (
     "accelerate",
     "packaging",
     "psutil",
+    "pydantic",
     "urllib3",
 )
 _NVIDIA = "0x10de"
