@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.gateway import GatewayConfig
+from verl.config.generation import GenerationRolloutConfig
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.setting import setting
@@ -41,17 +42,8 @@ class ServeRolloutConfig:
     max_model_len: int | None = setting(
         None, "most tokens of prompt and reply; null: the model's, at most 8192", above=0
     )
-    dtype: str | None = setting(
-        None,
-        "dtype of the weights; null: bfloat16 on CUDA, float32 on CPU",
-        choices=("float32", "bfloat16", "float16", "float64"),
-    )
-    gpu_memory_utilization: float = setting(
-        0.85,
-        "share of the memory left free by the weights that key-value pages may fill",
-        above=0,
-        at_most=1,
-    )
+    dtype: str | None = as_in(GenerationRolloutConfig, "dtype")
+    gpu_memory_utilization: float = as_in(GenerationRolloutConfig, "gpu_memory_utilization")
     page_size: int = as_in(RolloutConfig, "page_size")
     num_pages: int | None = as_in(RolloutConfig, "num_pages")
     enable_prefix_caching: bool = as_in(RolloutConfig, "enable_prefix_caching")
