@@ -282,7 +282,7 @@ def check_agents(
 
 
 def _warn_of_unused_agents(dataset: Any) -> None:
-    if not isinstance(dataset, RLDataset):
+    if not isinstance(dataset, RLDataset) or "agent_name" not in dataset.columns:
         return
     for place, name in dataset.column("agent_name"):
         if name is not None:
