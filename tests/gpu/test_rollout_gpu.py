@@ -181,9 +181,9 @@ def test_memory_that_stays_during_sleep_is_listed():
     left = torch.cuda.memory_reserved() - before
     assert kept == awake
     assert kept["graphs"] > 0
-    # A segment of torch has at least 2 MiB; cuBLAS keeps a workspace of 32 MiB for each of two
-    # streams.
-    assert left - 96 * 2**20 <= sum(kept.values()) <= left
+    # A segment of torch has at least 2 MiB, and small tables may lie in one that was there before;
+    # cuBLAS keeps a workspace of 32 MiB for each of two streams.
+    assert left - 96 * 2**20 <= sum(kept.values()) <= left + 2 * 2**20
     assert left <= 0.02 * torch.cuda.get_device_properties(0).total_memory
 
 
