@@ -27,6 +27,6 @@ class GatewayConfig:
     on_mismatch: str = setting(
         "error",
         "a request for other sampling parameters than the rollout's, or for a feature that the "
-        "engine lacks (tool_choice=required); error: it is refused; ignore: it is answered without",
+        "engine lacks (response_format); error: it is refused; ignore: it is answered without",
         choices=("error", "ignore"),
     )

@@ -70,7 +70,7 @@ class ServerConfig:
     )
     on_unsupported: str = setting(
         "error",
-        "a request for a feature that the engine lacks (tool_choice=required, penalties); error: "
+        "a request for a feature that the engine lacks (response_format, penalties); error: "
         "it is refused; ignore: it is answered without",
         choices=("error", "ignore"),
     )

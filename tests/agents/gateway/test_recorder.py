@@ -168,7 +168,7 @@ def test_lenient_reader_ignores_unsupported_options():
         "model": "x",
         "messages": [{"role": "user", "content": "Hi"}],
         "tools": [{"type": "function", "function": {"name": "f"}}],
-        "tool_choice": "required",
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
         "parallel_tool_calls": False,
         "presence_penalty": 1,
         "some_option": 3,

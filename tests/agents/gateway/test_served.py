@@ -27,6 +27,7 @@ WEATHER: Any = [
         },
     }
 ]
+NAMED = {"type": "function", "function": {"name": "weather"}}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 DIALOGUE = [
     {"role": "user", "content": "Weather?"},
@@ -154,10 +155,11 @@ def test_prompts_as_tokens_and_as_text(model):
     assert "".join(log_probs.tokens) == text.choices[0].text
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_tool_call(caller, streams: bool):
+@pytest.mark.parametrize(("streams", "choice"), [(False, "auto"), (True, "required")])
+def test_tool_call(caller, streams: bool, choice: str):
     async def ask(client, messages):
-        asked: Any = {"model": "tiny", "messages": messages, "tools": WEATHER, "temperature": 0}
+        asked: Any = {"model": "tiny", "messages": messages, "temperature": 0}
+        asked |= {"tools": WEATHER, "tool_choice": choice}
         if not streams:
             return (await client.chat.completions.create(**asked)).choices[0]
         async with client.chat.completions.stream(**asked) as stream:
@@ -212,7 +214,7 @@ def test_stop_string_is_removed(caller, streams: bool):
         ({"presence_penalty": 0.5}, 400, "presence_penalty=0.5 would change the answer"),
         ({"response_format": {"type": "json_object"}}, 400, "would change the answer"),
         ({"top_logprobs": 3, "logprobs": True}, 400, "only 0 is accepted"),
-        ({"tool_choice": "required", "tools": WEATHER}, 400, "the draw is not constrained"),
+        ({"tool_choice": NAMED, "tools": WEATHER}, 400, "the draw is not constrained"),
         ({"extra_body": {"best_guess": 1}}, 400, "'best_guess' is not supported"),
         ({"messages": []}, 400, "messages must be a list with at least one message"),
         ({"messages": [{"role": "user"}]}, 400, "message 0 lacks its content"),

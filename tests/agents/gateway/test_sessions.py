@@ -18,7 +18,7 @@ from tests.agents.gateway.stand_ins import (
     training,
     wording_of,
 )
-from tests.agents.gateway.test_served import CALL, DIALOGUE, HELLO, WEATHER
+from tests.agents.gateway.test_served import CALL, DIALOGUE, HELLO, NAMED, WEATHER
 from tests.rollout.engines import forward_log_probs, make_engine
 from tests.tiny_models import tiny_model
 from verl.agents.gateway.recorder import SessionRecorder
@@ -282,7 +282,7 @@ def test_stream_is_recorded(model):
         ({"extra_body": {"top_k": 5}}, "top_k=5 differs from the rollout's -1"),
         ({"stop": "\n"}, "differs from the rollout's ()"),
         ({"seed": 3}, "seed=3 differs from the rollout's"),
-        ({"tools": WEATHER, "tool_choice": "required"}, "the draw is not constrained"),
+        ({"tools": WEATHER, "tool_choice": NAMED}, "the draw is not constrained"),
         ({"parallel_tool_calls": False}, "would change the answer"),
     ],
 )

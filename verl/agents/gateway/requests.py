@@ -3,6 +3,7 @@
 A field that would change the answer is honored or refused. A lenient reader ignores it instead.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from verl.agents.gateway.errors import ApiError
 from verl.data.chat import as_messages
 from verl.utils.errors import DataError
 from verl.utils.json_text import parse_json
+from verl.utils.logging import say_once
 
 MAX_CHOICES = 128
 
@@ -281,10 +283,18 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
     choice = fields.get("tool_choice")
     if choice == "none":
         return []
-    if choice not in (None, "auto") and not fields.lenient:
+    if choice == "required":
+        # Clients such as smolagents always ask for it, and handle a reply without a call. Forcing
+        # the tokens of a call would draw from another distribution than the policy's.
+        say_once(
+            "A client asks for tool_choice='required'. The model is offered the tools, but the "
+            "draw is not constrained: a reply may lack a call.",
+            logging.WARNING,
+        )
+    elif choice not in (None, "auto") and not fields.lenient:
         raise ApiError(
-            f"tool_choice must be 'auto' or 'none', got {choice!r}: the draw is not constrained. "
-            "Ask for the tool in a message.",
+            f"tool_choice must be 'auto', 'required' or 'none', got {choice!r}: the draw is not "
+            "constrained. Offer that tool alone.",
             field="tool_choice",
         )
     return tools
