@@ -47,10 +47,12 @@ def play(
     agent: Any,
     recorder: SessionRecorder | None = None,
     temperature: float = 1.0,
+    stop: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:
     """Run `agent(training)` while the engine serves it."""
-    client = client_of(make_engine(model, max_model_len=256), temperature=temperature)
+    engine = make_engine(model, max_model_len=256)
+    client = client_of(engine, temperature=temperature, stop=stop)
     recorder = recorder or recorder_of()
 
     async def all_of_it():
@@ -280,7 +282,6 @@ def test_stream_is_recorded(model):
         ({"temperature": 0.2}, "temperature=0.2 differs from the rollout's 1.0"),
         ({"top_p": 0.9}, "top_p=0.9 differs from the rollout's 1.0"),
         ({"extra_body": {"top_k": 5}}, "top_k=5 differs from the rollout's -1"),
-        ({"stop": "\n"}, "differs from the rollout's ()"),
         ({"seed": 3}, "seed=3 differs from the rollout's"),
         ({"tools": WEATHER, "tool_choice": NAMED}, "the draw is not constrained"),
         ({"parallel_tool_calls": False}, "would change the answer"),
@@ -303,6 +304,27 @@ def test_other_sampling_parameters_are_rejected(model, asked, says: str):
         return run.recorder.finish("a")
 
     assert ids_of(play(model, lenient, on_mismatch="ignore")[0]) == ids_of(trajectories[0])
+
+
+def test_stop_strings_of_a_request_are_those_of_an_engine(model):
+    async def agent(run):
+        client = run.agent("a")
+        first = await say(client, HELLO, **asked)
+        second = await say(client, [*HELLO, first, MORE], **asked)
+        return first["content"], second["content"], run.recorder.finish("a")
+
+    asked: dict[str, Any] = {}
+    whole, _, _ = play(model, agent)
+    stop = whole[2:4]
+    *engine_texts, (expected,) = play(model, agent, stop=(stop,))
+    asked = {"stop": [stop, "never drawn"]}
+    *texts, (trajectory,) = play(model, agent)
+
+    assert texts[0] == whole.partition(stop)[0]
+    assert texts == engine_texts
+    assert ids_of(trajectory) == ids_of(expected)
+    assert len(trajectory.segments[0].token_ids) < 12
+    check_log_probs(model, trajectory)
 
 
 def test_full_response_is_a_standard_error(model):

@@ -2,6 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from verl.agents.engine_client import EngineClient, Generated
 from verl.agents.gateway.backend import Listen
@@ -9,6 +12,7 @@ from verl.agents.gateway.errors import TOO_LONG, ApiError
 from verl.agents.gateway.recorder import SessionRecorder, Turn
 from verl.agents.gateway.requests import ChatRequest, CompletionRequest, DrawSettings
 from verl.agents.gateway.wording import Reply
+from verl.rollout.stopping import StopRule
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import RolloutError
 
@@ -50,7 +54,7 @@ class SessionBackend:
 
     def stops(self, draw: DrawSettings) -> tuple[str, ...]:
         """See `Backend.stops`."""
-        return self.client.params.stop
+        return (*self.client.params.stop, *(draw.stop or ()))
 
     async def run(self) -> None:
         """See `Backend.run`: drop abandoned sessions."""
@@ -86,13 +90,15 @@ class SessionBackend:
         """Draw and record the replies of a turn."""
         try:
             drawn = await self._draw(turn, draw)
+            if draw.stop:
+                drawn = [self._up_to_stop(each, draw.stop) for each in drawn]
             replies = []
             for number, each in zip(turn.numbers, drawn):
                 reply = self.wording.reply(
                     turn.prompt_ids,
                     each,
                     tools=tools,
-                    stop=self.client.params.stop,
+                    stop=self.stops(draw),
                     name=f"{session}/{number}",
                 )
                 replies.append(reply)
@@ -121,6 +127,25 @@ class SessionBackend:
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _up_to_stop(self, drawn: Generated, stops: tuple[str, ...]) -> Generated:
+        """Return a reply that ends with the token that completes one of the request's stop strings.
+
+        The engine knows the rollout's stop strings alone. Tokens are drawn one after the other, so
+        those before the cut are the ones that an engine with these stop strings would draw.
+        """
+        params = replace(self.client.params, stop=stops)
+        rule = StopRule(params, (), self.wording.tokenizer)
+        token_ids = np.array(drawn.token_ids)
+        for count in range(1, len(token_ids) + 1):
+            if rule.completes_string(token_ids[:count]):
+                return replace(
+                    drawn,
+                    token_ids=drawn.token_ids[:count],
+                    log_probs=drawn.log_probs[:count],
+                    finish_reason="stop",
+                )
+        return drawn
 
     def _check_draw(self, draw: DrawSettings) -> None:
         """Raise ApiError for sampling parameters that are not those of the rollout."""
@@ -154,7 +179,6 @@ def _differences(draw: DrawSettings, params: SamplingParams) -> list[tuple[str, 
         "top_p": params.top_p,
         "top_k": params.top_k or -1,
         "min_p": params.min_p,
-        "stop": params.stop,
         "seed": "own seed",
     }
 
