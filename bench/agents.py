@@ -5,6 +5,8 @@ Every episode draws `--tokens` tokens, waits `--tool-ms` for a tool, reads its a
 tokens an episode in one turn.
 
     python bench/agents.py --model toy --episodes 256 --turns 8 --tool-ms 50
+    python bench/agents.py --shape 1.5b --tokens 128              # random weights, on a GPU
+    python bench/agents.py --shape 1.5b --engine vllm --set 'server_urls=[http://...]'
 """
 
 import argparse
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from rollout_models import SHAPES, random_model, write_config
 
 from verl.agents import AgentContext, EngineClient, EngineSteps, Episode
 from verl.agents.boundary import ChatBoundary
@@ -70,6 +74,11 @@ class Counted:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="toy", help="a packaged name, a folder or a hub name")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead")
+    parser.add_argument("--engine", default="embedded", help="name of the rollout engine")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="more keys of the rollout"
+    )
     parser.add_argument("--episodes", type=int, default=256)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16, help="tokens of a turn")
@@ -115,9 +124,9 @@ def many_turns(
     context: AgentContext, engine: Any, episodes: list[Episode], arguments: argparse.Namespace
 ) -> dict[str, float]:
     """Play all episodes with tools. Return seconds and rates."""
-    counted = Counted(engine)
+    counted: Any = Counted(engine)
     params = SamplingParams(max_new_tokens=arguments.tokens, ignore_eos=True)
-    steps: Any = EngineSteps(counted, params, seed=0, step=0)
+    steps = EngineSteps(counted, params, seed=0, step=0)
     client = EngineClient(steps, max_model_len=context.config.max_model_len or 0)
     context.client = client
     engine.forget_prefixes()
@@ -128,6 +137,7 @@ def many_turns(
         return await asyncio.gather(*(play(context, each, arguments, waits) for each in episodes))
 
     started = time.perf_counter()
+    cpu_started = time.process_time()
     drawn = asyncio.run(client.serve(all_of()))
     seconds = time.perf_counter() - started
     num_turns = arguments.turns * len(episodes)
@@ -135,6 +145,8 @@ def many_turns(
     idle_s = seconds - counted.seconds
     return {
         "seconds": seconds,
+        # of the process: on a shared machine seconds say little
+        "cpu_s": time.process_time() - cpu_started,
         "tokens_per_s": sum(drawn) / seconds,
         "engine_s": counted.seconds,
         "idle_share": idle_s / seconds,
@@ -155,9 +167,21 @@ def one_turn(engine: Any, episodes: list[Episode], arguments: argparse.Namespace
         ids = tuple(episode.prompt_ids)
         requests.append(Request(prompt_ids=ids, sample_ids=(episode.row,)))
     started = time.perf_counter()
+    cpu_started = time.process_time()
     drawn = sum(len(each.token_ids) for each in engine.generate(requests, params, seed=0, step=0))
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "tokens_per_s": drawn / seconds}
+    cpu_s = time.process_time() - cpu_started
+    return {"seconds": seconds, "cpu_s": cpu_s, "tokens_per_s": drawn / seconds}
+
+
+def make_model(arguments: argparse.Namespace, device: torch.device, longest: int) -> Any:
+    if arguments.shape is None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model: Any = load_causal_lm(arguments.model, dtype=dtype, max_length=longest)
+        return model.to(device)
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), arguments.shape, device.type)
+        return random_model(folder, device.type)
 
 
 def main() -> None:
@@ -170,17 +194,21 @@ def main() -> None:
     added = len(boundary.extension(messages, _reply(), _answer(), drawn=[prompt_ids[-1]]))
     response = arguments.turns * (arguments.tokens + added + 4)
     longest = len(prompt_ids) + response
+    more = {}
+    for setting in arguments.set:
+        key, value = setting.split("=", 1)
+        more[key] = yaml.safe_load(value)
     config = RolloutConfig(
+        name=arguments.engine,
         prompt_length=len(prompt_ids),
         response_length=response,
         max_model_len=longest,
-        max_num_seqs=arguments.episodes,
+        **{"max_num_seqs": arguments.episodes, **more},
     )
 
     device = torch.device(arguments.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = load_causal_lm(arguments.model, dtype=dtype, max_length=longest).to(device)
-    engine = create_rollout_engine(config, model=model, tokenizer=tokenizer, device=device)
+    model = make_model(arguments, device, longest)
+    engine: Any = create_rollout_engine(config, model=model, tokenizer=tokenizer, device=device)
     engine.update_weights(model.named_parameters())
     episodes = []
     for row in range(arguments.episodes):
@@ -198,7 +226,9 @@ def main() -> None:
     best_turns = max(turns, key=lambda run: run["tokens_per_s"])
     best_plain = max(plain, key=lambda run: run["tokens_per_s"])
     ratio = best_turns["tokens_per_s"] / best_plain["tokens_per_s"]
-    print(json.dumps({"turns": best_turns, "one_turn": best_plain, "ratio": ratio}, indent=2))
+    cpu_ratio = min(run["cpu_s"] for run in plain) / min(run["cpu_s"] for run in turns)
+    report = {"turns": best_turns, "one_turn": best_plain, "ratio": ratio, "cpu_ratio": cpu_ratio}
+    print(json.dumps(report, indent=2))
 
 
 def _reply() -> dict[str, Any]:

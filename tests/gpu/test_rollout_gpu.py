@@ -140,6 +140,20 @@ def test_a_second_turn_finds_the_keys_of_the_first(family):
     )
 
 
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2"])
+def test_new_tokens_after_cached_ones_see_what_a_prefill_sees(family):
+    """Compare in bf16, where the kernel for packed sequences computes plain attention."""
+    engine = cuda_engine(on_cuda(talkative_model(family, head_dim=16)), dtype="bfloat16")
+    run(engine, PROMPTS, max_new_tokens=2)
+    runner = engine.runner
+    runner.allocate(max(40, runner.num_pages))
+    tokens = [[5 + (7 * i) % 90 for i in range(length)] for length in (37, 50, 100, 17)]
+    pages = [list(range(8 * row, 8 * row + 8)) for row in range(4)]
+    whole = runner.prefill(tokens, pages).float()
+    states = runner.extend(tokens, pages, [32, 16, 48, 16]).float()
+    assert ((states - whole).norm() / whole.norm()).item() < 2e-2
+
+
 def test_late_stops_and_refills_lose_no_token():
     model = on_cuda(talkative_model("qwen2"))
     wide = run(cuda_engine(model, dtype="float32"), PROMPTS, n=12)

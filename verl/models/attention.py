@@ -301,26 +301,37 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fact
         )
         whole = context + length
         window = whole if facts.window is None else min(facts.window, whole)
-        explicit = not facts.is_plain
         seen = None
-        if explicit or context or window < whole:
+        if not facts.is_plain or context or window < whole:
             seen = layout.band(length, context, window)
-
-        if explicit:
-            assert seen is not None
-            out = _explicit(q_block, k_block, v_block, seen, facts)
-        else:
-            out = F.scaled_dot_product_attention(
-                q_block,
-                k_block,
-                v_block,
-                attn_mask=seen,
-                is_causal=seen is None,
-                scale=facts.scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+        out = masked_attention(q_block, k_block, v_block, seen, facts)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.restore)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, facts: Facts) -> Tensor:
+    """Attend with q (s, Hq, L, D) to k (s, Hk, K, D) and v (s, Hk, K, Dv); return (s, Hq, L, Dv).
+
+    Args:
+        q: queries.
+        k: keys, whose positions are 0..K-1.
+        v: values.
+        seen: (L, K) or (s, 1, L, K) bool, the keys that each query sees. None, for plain attention
+            alone: those up to its own.
+        facts: parameters of the layer.
+    """
+    if not facts.is_plain:
+        assert seen is not None
+        return _explicit(q, k, v, seen, facts)
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=seen,
+        is_causal=seen is None,
+        scale=facts.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, facts: Facts) -> Tensor:
@@ -349,7 +360,8 @@ def _scores_to_values(
 ) -> Tensor:
     """Compute attention from its definition.
 
-    q (s, Hq, L, D), k (s, Hk, K, D), v (s, Hk, K, Dv), seen (L, K), bias (Hq, K) -> (s, Hq, L, Dv).
+    q (s, Hq, L, D), k (s, Hk, K, D), v (s, Hk, K, Dv), seen (L, K) or (s, 1, L, K), bias (Hq, K) ->
+    (s, Hq, L, Dv).
     Scores and softmax are in fp32 at least. A sink is one more score per head that takes
     probability and has no value.
     """
@@ -362,6 +374,8 @@ def _scores_to_values(
         scores = cap * torch.tanh(scores / cap)
     if bias is not None:
         scores = scores + bias.unflatten(0, heads).unsqueeze(2)
+    if seen.dim() == 4:
+        seen = seen.unsqueeze(2)  # for the query heads of a key head
     scores = scores.masked_fill(~seen, float("-inf"))
 
     if sinks is None:

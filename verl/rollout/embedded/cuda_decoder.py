@@ -54,7 +54,7 @@ class DeviceStep(NamedTuple):
     num_splits: int
     split_tokens: int | None  # instead of `num_splits`
     workspace: SplitWorkspace | None
-    # Attention rotates and stores the new tokens. Needs rows of different sequences.
+    # Attention rotates and stores the new tokens.
     takes_fresh: bool
 
     def attend(

@@ -233,19 +233,6 @@ class CudaRunner(ModelRunner):
             self._graph(rows).replay()
         return [self._fetch(scheduler, slots)]
 
-    def _rows_step(
-        self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int
-    ) -> DeviceStep:
-        rows = np.arange(len(positions))
-        own = self.state._replace(
-            positions=self.to_device(positions.astype(np.int32)),
-            table=self.to_device(table.astype(np.int32)),
-        )
-        pages = self.to_device(table[rows, positions // size])
-        offsets = self.to_device(positions % size)
-        step = self._device_step(self.to_device(rows.astype(np.int32)), pages, offsets)
-        return step._replace(state=own, takes_fresh=False)
-
     def _prefill_hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep) -> Tensor:
         if not isinstance(self._body, TritonDecoder):
             return self.hidden(ids, positions, step)

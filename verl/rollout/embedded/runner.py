@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from verl.models.attention import Layout
 from verl.models.logprobs import head_logits, head_of
 from verl.rollout.embedded.attention import LayerPages, LayerShape, Paging, PrefillStep, Step
+from verl.rollout.embedded.extension import extend_step
 from verl.rollout.embedded.fused import FusedDecoder, can_fuse
 from verl.rollout.embedded.invariant import head_logits as invariant_head_logits
 from verl.rollout.embedded.invariant import make_invariant, refuse_variant_operations
@@ -146,20 +147,9 @@ class ModelRunner:
 
         Returns the last hidden state of each, (S, H).
         """
-        size = self.page_size
-        lengths = [len(sequence) for sequence in sequences]
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        ids = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
-        owners_of_each = []
-        for mine, length in zip(pages, lengths):
-            owners_of_each.append(np.repeat(np.asarray(mine, np.int64), size)[:length])
-        owners = np.concatenate(owners_of_each)
-
-        ends = np.cumsum([0, *lengths])
-        layout = Layout(tuple(lengths), self.to_device(ends.astype(np.int32)))
-        step = self._prefill_step(layout, self.to_device(owners), self.to_device(positions % size))
-        states = self._prefill_hidden(self.to_device(ids), self.to_device(positions), step)
-        return states.index_select(0, self.to_device(ends[1:] - 1))
+        cached = [0] * len(sequences)
+        ids, positions, new, last = self._pack(sequences, pages, cached)
+        return self._prefill_hidden(ids, positions, new).index_select(0, last)
 
     @torch.inference_mode()
     def extend(
@@ -170,27 +160,43 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Compute sequences that have the keys of their first `cached` tokens in pages.
 
-        Each other token is a row of one decode step. Returns the same states as `prefill`.
+        Returns the same states as `prefill`.
+        """
+        assert self._body is not None
+        ids, positions, new, last = self._pack(sequences, pages, cached)
+        step = extend_step(new, cached, pages, self.page_size)
+        return self._body(ids, positions, step).index_select(0, last)
+
+    def _pack(
+        self,
+        sequences: Sequence[Sequence[int]],
+        pages: Sequence[Sequence[int]],
+        cached: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor, PrefillStep, torch.Tensor]:
+        """Pack the tokens of sequences after their first `cached` ones.
+
+        Returns ids (N,), positions (N,), where their keys and values go, and the place (S,) of the
+        last token of each sequence.
         """
         size = self.page_size
-        counts = []
         new_ids = []
         new_positions = []
-        for sequence, start in zip(sequences, cached):
-            counts.append(len(sequence) - start)
+        owners = []
+        for sequence, mine, start in zip(sequences, pages, cached):
+            position = np.arange(start, len(sequence))
             new_ids.append(np.asarray(sequence[start:], np.int64))
-            new_positions.append(np.arange(start, len(sequence)))
-        ids = np.concatenate(new_ids)
+            new_positions.append(position)
+            owners.append(np.asarray(mine, np.int64)[position // size])
+
+        lengths = tuple(len(each) for each in new_ids)
+        ends = np.cumsum([0, *lengths])
         positions = np.concatenate(new_positions)
-
-        table = np.zeros((len(sequences), max(map(len, pages))), np.int64)
-        for row, mine in enumerate(pages):
-            table[row, : len(mine)] = mine
-
-        step = self._rows_step(positions, np.repeat(table, counts, axis=0), size)
-        assert self._body is not None
-        states = self._body(self.to_device(ids), self.to_device(positions), step)
-        return states.index_select(0, self.to_device(np.cumsum(counts) - 1))
+        layout = Layout(lengths, self.to_device(ends.astype(np.int32)))
+        step = self._prefill_step(
+            layout, self.to_device(np.concatenate(owners)), self.to_device(positions % size)
+        )
+        ids = self.to_device(np.concatenate(new_ids))
+        return ids, self.to_device(positions), step, self.to_device(ends[1:] - 1)
 
     def begin(self, params: SamplingParams, most_tokens: int) -> None:
         """Use `params` for the following draws, of at most `most_tokens` tokens."""
@@ -266,10 +272,6 @@ class ModelRunner:
         self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep
     ) -> torch.Tensor:
         return self.hidden(ids, positions, step)
-
-    def _rows_step(self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int) -> Step:
-        """Return a step of one token a row, at positions (b,) of sequences with pages (b, W)."""
-        raise NotImplementedError
 
     def _prefill_step(
         self, layout: Layout, pages: torch.Tensor, offsets: torch.Tensor

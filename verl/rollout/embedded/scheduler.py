@@ -434,16 +434,16 @@ class Scheduler:
             self._drop_prompt(group)
 
     def _find(self, token_ids: list[int]) -> list[int]:
-        """Return cached pages of the first tokens, if they cover at least half of all tokens.
+        """Return cached pages of the first tokens, if they cover at least a fifth of all tokens.
 
-        The last token is always left to compute. Below half, computing the whole sequence is
-        faster, because a token costs more where a part of its sequence is cached.
+        The last token is always left to compute. Sequences with cached pages are a pass of their
+        own over the weights, so a few cached tokens do not pay.
         """
         if not self.prefix_caching:
             return []
         found = self.pages.find(token_ids[:-1], self.page_size)
-        covers_half = 2 * len(found) * self.page_size >= len(token_ids)
-        return found if covers_half else []
+        pays = 5 * len(found) * self.page_size >= len(token_ids)
+        return found if pays else []
 
     def _make_room(self, needed: int, spare: int, *, idle: bool) -> bool:
         if idle:

@@ -1,0 +1,240 @@
+"""Prefill of sequences that have the keys of their first tokens in pages.
+
+Each sequence gathers its keys once, for all of its new tokens together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from verl.models.attention import Facts, masked_attention, varlen_can
+from verl.models.kernels.attention import torch_attention
+from verl.models.layout import group_by_length
+from verl.rollout.embedded.attention import GATHER_TOKENS, LayerPages, Paging, PrefillStep
+from verl.utils.devices import send
+
+
+class PackedChunk(NamedTuple):
+    """Sequences that one call of a kernel for packed sequences computes."""
+
+    tokens: slice  # their new tokens among the packed ones
+    ends: Tensor  # (s + 1,) int32, offsets of the new tokens
+    key_ends: Tensor  # (s + 1,) int32, offsets of all tokens
+    longest: int
+    pages: Tensor  # (K,) page and offset within it of the key of each token
+    offsets: Tensor  # (K,)
+
+
+class PaddedChunk(NamedTuple):
+    """s sequences with L new tokens and K tokens, padded on the right with their last token."""
+
+    index: Tensor  # (s * L,) packed new tokens
+    positions: Tensor  # (s, L) of these tokens
+    pages: Tensor  # (s, 1, K) page and offset within it of the key of each token
+    offsets: Tensor  # (s, 1, K)
+
+
+@dataclass(frozen=True)
+class ExtendStep:
+    """N packed tokens that continue S sequences.
+
+    Args:
+        new: where the keys and values of the new tokens go.
+        cached: number of tokens of each sequence that have their keys in pages already.
+        table: pages (S, W) of the sequences.
+        page_size: tokens of a page.
+    """
+
+    new: PrefillStep
+    cached: tuple[int, ...]
+    table: NDArray[np.int64]
+    page_size: int
+
+    @property
+    def pages(self) -> Tensor:
+        """Pages (N,) that the keys of the new tokens go to."""
+        return self.new.pages
+
+    @property
+    def offsets(self) -> Tensor:
+        """Offsets (N,) within these pages."""
+        return self.new.offsets
+
+    def attend(
+        self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
+    ) -> Tensor:
+        """Implement `Step.attend`."""
+        self.new.store(pages, k, v)
+        return self.attend_stored(pages, q, facts)
+
+    def attend_stored(
+        self, pages: LayerPages, q: Tensor, facts: Facts, fresh: None = None
+    ) -> Tensor:
+        """Attend with q (N, Hq, D) to all keys, those of the new tokens too; return (N, Hq, Dv)."""
+        assert fresh is None, "the keys of new tokens are stored before attention"
+        if not facts.latent and varlen_can(q, pages.values, facts):
+            return self._attend_packed(pages, q, facts)
+
+        head = torch.arange(pages.keys.shape[1], device=q.device)[:, None]
+        outputs = []
+        for chunk in self._padded:
+            queries = q.index_select(0, chunk.index).unflatten(0, chunk.positions.shape)
+            keys = _gather(pages.keys, chunk, head)
+            values = _gather(pages.values, chunk, head)
+            if facts.latent:
+                keys = torch.cat([keys, values], dim=-1)
+
+            seen = _visible(chunk.positions, keys.shape[2], facts.window)
+            out = masked_attention(queries.transpose(1, 2), keys, values, seen, facts)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self._restore)
+
+    def _attend_packed(self, pages: LayerPages, q: Tensor, facts: Facts) -> Tensor:
+        value_dim = pages.values.shape[3]
+        outputs = []
+        for chunk in self._packed:
+            keys = pages.keys[chunk.pages, :, chunk.offsets]
+            values = pages.values[chunk.pages, :, chunk.offsets]
+            out = torch_attention(
+                q[chunk.tokens],
+                keys,
+                F.pad(values, (0, q.shape[2] - value_dim)),
+                (chunk.longest,),
+                chunk.ends,
+                facts.scale,
+                window=facts.window,
+                key_offsets=chunk.key_ends,
+            )
+            outputs.append(out[..., :value_dim])
+        return torch.cat(outputs)
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """Return the tokens of each sequence, the cached and the new ones."""
+        return [start + count for start, count in zip(self.cached, self.new.layout.lengths)]
+
+    @cached_property
+    def _packed(self) -> list[PackedChunk]:
+        """Return chunks of consecutive sequences, each of at most GATHER_TOKENS tokens."""
+        lengths = self._lengths
+        starts = self.new.layout.starts
+        chunks = []
+        first = 0
+        while first < len(lengths):
+            last = first + 1
+            total = lengths[first]
+            while last < len(lengths) and total + lengths[last] <= GATHER_TOKENS:
+                total += lengths[last]
+                last += 1
+
+            positions = np.concatenate([np.arange(length) for length in lengths[first:last]])
+            owners = np.repeat(np.arange(first, last), lengths[first:last])
+            ends = np.array(starts[first : last + 1], np.int32) - starts[first]
+            key_ends = np.array([0, *accumulate(lengths[first:last])], np.int32)
+            chunks.append(
+                PackedChunk(
+                    tokens=slice(starts[first], starts[last]),
+                    ends=self._send(ends),
+                    key_ends=self._send(key_ends),
+                    longest=max(lengths[first:last]),
+                    pages=self._send(self.table[owners, positions // self.page_size]),
+                    offsets=self._send(positions % self.page_size),
+                )
+            )
+            first = last
+        return chunks
+
+    @cached_property
+    def _members(self) -> list[list[int]]:
+        """Return the numbers of the sequences of each padded chunk."""
+        by_context: dict[int, list[int]] = {}
+        for number, start in enumerate(self.cached):
+            by_context.setdefault(start.bit_length(), []).append(number)
+
+        chunks = []
+        for bits, numbers in by_context.items():
+            counts = [self.new.layout.lengths[number] for number in numbers]
+            for group in group_by_length(counts, 1 << bits):
+                members = [numbers[place] for place in group]
+                most = max(1, GATHER_TOKENS // max(self._lengths[number] for number in members))
+                chunks += [members[cut : cut + most] for cut in range(0, len(members), most)]
+        return chunks
+
+    @cached_property
+    def _padded(self) -> list[PaddedChunk]:
+        starts = np.array(self.new.layout.starts)
+        counts = np.array(self.new.layout.lengths)
+        cached = np.array(self.cached)
+
+        chunks = []
+        for members in self._members:
+            most_new = counts[members].max()
+            place = np.minimum(np.arange(most_new), counts[members, None] - 1)
+            longest = (cached + counts)[members].max()
+            token = np.minimum(np.arange(longest), (cached + counts)[members, None] - 1)
+            owners = np.array(members)[:, None]
+            chunks.append(
+                PaddedChunk(
+                    index=self._send((starts[owners] + place).ravel()),
+                    positions=self._send(cached[owners] + place),
+                    pages=self._send(self.table[owners, token // self.page_size][:, None]),
+                    offsets=self._send((token % self.page_size)[:, None]),
+                )
+            )
+        return chunks
+
+    @cached_property
+    def _restore(self) -> Tensor:
+        """Return the place (N,) of each packed token in the concatenated padded chunks."""
+        starts = self.new.layout.starts
+        counts = self.new.layout.lengths
+        restore = np.empty(starts[-1], np.int64)
+        place = 0
+        for members in self._members:
+            length = max(counts[number] for number in members)
+            for number in members:
+                restore[starts[number] : starts[number + 1]] = place + np.arange(counts[number])
+                place += length
+        return self._send(restore)
+
+    def _send(self, array: NDArray) -> Tensor:
+        return send(torch.from_numpy(array), self.new.pages.device)
+
+
+def extend_step(
+    new: PrefillStep, cached: Sequence[int], pages: Sequence[Sequence[int]], page_size: int
+) -> ExtendStep:
+    """Return the step for sequences that have their first `cached` tokens in `pages`."""
+    table = np.zeros((len(pages), max(map(len, pages))), np.int64)
+    for row, mine in enumerate(pages):
+        table[row, : len(mine)] = mine
+    return ExtendStep(new, tuple(cached), table, page_size)
+
+
+def _gather(cache: Tensor, chunk: PaddedChunk, head: Tensor) -> Tensor:
+    """Return the keys or values (s, Hk, K, D) of a chunk, for head (Hk, 1)."""
+    if cache.is_cuda:  # pages of all layers interleave there
+        return cache[chunk.pages, head, chunk.offsets]
+    # torch's CPU copies whole rows three times as fast.
+    _, heads, size, dim = cache.shape
+    index = (chunk.pages * heads + head) * size + chunk.offsets
+    rows = cache.view(-1, dim).index_select(0, index.flatten())
+    return rows.view(*index.shape, dim)
+
+
+def _visible(positions: Tensor, length: int, window: int | None) -> Tensor:
+    """Return (s, 1, L, K) bool: the keys 0..K-1 that the tokens at `positions` (s, L) see."""
+    last = positions[:, None, :, None]
+    key = torch.arange(length, device=positions.device)
+    seen = key <= last
+    if window is not None:
+        seen = seen & (key > last - window)
+    return seen
