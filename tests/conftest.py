@@ -13,6 +13,7 @@ os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 import importlib
 
+import hypothesis
 import pytest
 import torch
 from jaxtyping import install_import_hook
@@ -21,6 +22,10 @@ from tests.algorithms import typecheck
 from verl.utils.logging import logger, say_once
 
 torch.set_num_threads(1)
+
+# No deadline: an example may be slow on a busy machine.
+hypothesis.settings.register_profile("no clock", deadline=None)
+hypothesis.settings.load_profile("no clock")
 
 # Shapes in signatures of algorithms are checked while tests run, and only then. Here, before any
 # other module imports them.

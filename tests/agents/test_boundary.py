@@ -135,7 +135,7 @@ def check_conversation(boundary, tokenizer, family, conversation):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_conversation_continues_as_the_template_writes_it(name, data):
     conversation = data.draw(conversations(FAMILIES[name]))
     check_conversation(boundary_of(name), tokenizer_of(name), FAMILIES[name], conversation)
@@ -144,7 +144,7 @@ def test_any_conversation_continues_as_the_template_writes_it(name, data):
 @needs_shared("models/minimind-tokenizer")
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_any_conversation_continues_with_a_real_vocabulary(name, data):
     conversation = data.draw(conversations(FAMILIES[name]))
     boundary, tokenizer = boundary_of(name, True), tokenizer_of(name, True)

@@ -303,7 +303,7 @@ TAGS = [
 
 @pytest.mark.parametrize("format_name", FORMATS)
 @given(pieces=st.lists(st.sampled_from(TAGS) | st.text(max_size=5), max_size=25))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_text_raises_an_exception(format_name, pieces):
     text = "".join(pieces)
     reply = parse(format_name, text)

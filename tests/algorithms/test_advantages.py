@@ -14,7 +14,7 @@ from verl.algorithms.group_advantages import group_ids, grpo, grpo_advantages
 from verl.algorithms.masked import masked_mean, masked_var
 from verl.utils.errors import ConfigError
 
-settings.register_profile("algorithms", deadline=None, max_examples=50)
+settings.register_profile("algorithms", max_examples=50)
 settings.load_profile("algorithms")
 discounts = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 

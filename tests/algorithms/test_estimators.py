@@ -14,7 +14,7 @@ from tests.algorithms.tensors import random_columns, random_mask, seeds, widen
 from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
 from verl.utils.errors import ConfigError
 
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=15)
 NAMES = sorted(name for name in advantage_estimators if not name.startswith("test_"))
 groupings = st.lists(st.integers(-2, 2), min_size=1, max_size=8)
 

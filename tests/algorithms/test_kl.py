@@ -21,7 +21,7 @@ from verl.algorithms.kl import (
 )
 from verl.utils.errors import ConfigError
 
-settings.register_profile("algorithms", deadline=None, max_examples=50)
+settings.register_profile("algorithms", max_examples=50)
 settings.load_profile("algorithms")
 
 

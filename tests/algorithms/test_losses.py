@@ -13,7 +13,7 @@ from verl.algorithms.policy_losses import PolicyLossInputs, extra_losses, policy
 from verl.algorithms.value_losses import clipped_value_loss
 from verl.utils.errors import ConfigError
 
-settings.register_profile("algorithms", deadline=None, max_examples=50)
+settings.register_profile("algorithms", max_examples=50)
 settings.load_profile("algorithms")
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
 

@@ -20,7 +20,7 @@ from verl.algorithms.masked import (
 )
 from verl.utils.errors import ConfigError
 
-settings.register_profile("algorithms", deadline=None, max_examples=50)
+settings.register_profile("algorithms", max_examples=50)
 settings.load_profile("algorithms")
 modes = st.sampled_from(AGGREGATION_MODES)
 

@@ -23,7 +23,7 @@ from verl.algorithms.policy_losses import (
 )
 from verl.utils.errors import ConfigError
 
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=15)
 NAMES = sorted(name for name in policy_losses if not name.startswith("test_"))
 modes = st.sampled_from(AGGREGATION_MODES)
 

@@ -14,7 +14,7 @@ from verl.algorithms.policy_losses import PolicyLossInputs
 from verl.algorithms.rollout_correction import correct_rollout, reinforce_of_rollout
 from verl.utils.errors import ConfigError
 
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=15)
 levels = st.sampled_from(["token", "sequence"])
 
 

@@ -113,7 +113,7 @@ def test_no_valid_checkpoint_is_an_error(tmp_path):
 
 
 @given(flip=st.integers(0, 10**6), part=st.sampled_from(["actor", "trainer"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_flipped_bit_is_detected(tmp_path_factory, flip, part):
     manager = CheckpointManager(tmp_path_factory.mktemp("flip"))
     folder = save(manager, 1)

@@ -71,7 +71,7 @@ def two_checkpoints(tmp_path_factory) -> Path:
     value=ODD_JSON,
     place=st.sampled_from(["", "step", "sequence", "saved_at_ns", "format", "files", "entry"]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_odd_manifest_is_valid_or_skipped(tmp_path_factory, two_checkpoints, value, place):
     folder = tmp_path_factory.mktemp("odd")
     shutil.copytree(two_checkpoints, folder, dirs_exist_ok=True)

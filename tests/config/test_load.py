@@ -401,7 +401,7 @@ VALUES = {
 }
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(flat=st.fixed_dictionaries({}, optional=VALUES))
 def test_configuration_survives_a_dictionary(flat: dict):
     if "data.dataset_name" not in flat:

@@ -5,7 +5,7 @@ import random
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.rows import make_rows
@@ -99,7 +99,6 @@ loaders = st.builds(
 
 
 @given(make=loaders, before=st.integers(0, 12))
-@settings(deadline=None)
 def test_resumed_loader_gives_the_remaining_batches(make, before):
     undisturbed = stream(make(), before + 12)
     killed = make()
@@ -114,7 +113,6 @@ def test_resumed_loader_gives_the_remaining_batches(make, before):
 
 
 @given(make=loaders)
-@settings(deadline=None)
 def test_epoch_covers_every_row_once(make):
     loader = make()
     for _ in range(3):

@@ -160,9 +160,7 @@ def dealt_rows(draw: st.DrawFn) -> tuple[list[tuple[int, int]], jobs.Deal, jobs.
     return shapes, (tuple(order),), (tuple(order[:cut]), tuple(order[cut:]))
 
 
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=dealt_rows(),
     setup=st.sampled_from(SETUPS),

@@ -108,7 +108,7 @@ def test_all_layers_and_lengths_share_four_graphs():
     shapes=lists(tuples(integers(1, 20), integers(1, 20)), min_size=1, max_size=6),
     rows=integers(1, 6),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_gradients_do_not_depend_on_compilation(shapes, rows, engines):
     plain, compiled = engines
     budget = TokenBudget(rows=rows)

@@ -61,7 +61,7 @@ def engine32():
 shapes_strategy = lists(tuples(integers(3, 20), integers(1, 20)), min_size=1, max_size=7)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     shapes=shapes_strategy,
     max_tokens=integers(40, 120),

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis.strategies import integers, lists, tuples
 
 from verl.engine.microbatch import SharedPrompts, TokenBudget, plan_micro_batches
@@ -75,7 +75,6 @@ GROUPS = lists(
 )
 
 
-@settings(deadline=None)
 @given(groups=GROUPS, max_tokens=integers(80, 600))
 @example(groups=[(60, [0, 0, 0]), (60, [20] * 9)], max_tokens=80)
 def test_shared_prompts_count_once_and_rows_stay_together(groups, max_tokens):

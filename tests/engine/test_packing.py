@@ -131,7 +131,7 @@ groups_strategy = lists(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     groups=groups_strategy, interleave=booleans(), max_tokens=integers(35, 90), rows=integers(1, 5)
 )

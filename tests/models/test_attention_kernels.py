@@ -32,7 +32,7 @@ def one_by_one(
     return torch.cat(outputs)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(lengths=lists(sampled_from([1, 5, 7, 8, 9, 12, 16, 21]), min_size=1, max_size=7))
 def test_long_and_short_sequences_in_one_batch(lengths: list[int]):
     with pytest.MonkeyPatch.context() as patch:

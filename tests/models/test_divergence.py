@@ -28,7 +28,7 @@ def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head
     return logits if head.cap is None else head.cap * torch.tanh(logits / head.cap)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     tokens=integers(0, 9),
     rows=integers(1, 12),

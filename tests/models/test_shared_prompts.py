@@ -133,7 +133,7 @@ groups_strategy = lists(
 ).filter(lambda groups: any(response for _, responses in groups for response in responses))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(groups=groups_strategy, interleave=booleans(), cut=integers(0, 20))
 def test_any_groups_with_any_split_give_the_plain_gradient(
     modules, groups, interleave, cut
@@ -148,7 +148,7 @@ def test_any_groups_with_any_split_give_the_plain_gradient(
         assert_equal(compute(module, parts), plain, 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(groups=groups_strategy, interleave=booleans())
 def test_a_shared_batch_holds_the_same_sequences(groups, interleave) -> None:
     rows = grouped_rows(groups, interleave=interleave)

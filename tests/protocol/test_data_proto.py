@@ -24,7 +24,7 @@ from verl.protocol import (
     unpad_dataproto,
 )
 
-settings.register_profile("room", deadline=None, max_examples=40)
+settings.register_profile("room", max_examples=40)
 settings.load_profile("room")
 
 

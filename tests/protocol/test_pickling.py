@@ -15,7 +15,7 @@ from tests.protocol.batches import as_rows, batches, dtypes, make_batch
 from verl.protocol import DataProto
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(batches, st.sampled_from([2, 4, 5]))
 def test_pickle_round_trip(data, protocol):
     for part in (data, data[1:], data[::-2]):
@@ -131,7 +131,7 @@ def test_shared_memory_travels_as_a_handle():
     assert data.batch["x"].sum() == 500
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(batches)
 def test_disk_round_trip(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("protocol") / "batch.pkl"

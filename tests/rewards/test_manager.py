@@ -33,7 +33,7 @@ def by_length(data_source, solution_str, ground_truth, extra_info):
 
 
 @given(st.lists(st.text(alphabet="abc", min_size=0, max_size=6), min_size=1, max_size=6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_score_is_on_the_last_real_token_and_nowhere_else(responses):
     batch = make_batch(responses)
     scores = manager(lambda **sample: len(sample["solution_str"]) + 1.0)(batch)

@@ -43,7 +43,7 @@ def reference(q, k, v, longest, ends, scale, *, window, key_offsets) -> Tensor:
     return torch.cat(outputs)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     packed=st.booleans(),
     gathered=st.sampled_from([1 << 18, 40]),

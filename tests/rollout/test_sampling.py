@@ -123,7 +123,7 @@ def test_an_impossible_token_is_never_drawn():
     assert (log_probs == 0).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     rows=st.integers(1, 9),
     chunk=st.integers(1, 9),

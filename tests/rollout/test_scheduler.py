@@ -173,7 +173,7 @@ def drive(
     return scheduler
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     prompts=st.lists(st.integers(1, 11), min_size=1, max_size=4),
     n=st.integers(1, 4),

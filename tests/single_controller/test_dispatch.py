@@ -342,3 +342,18 @@ def test_object_columns_travel_with_their_rows():
     assert list(several(3, Namer).names(with_lengths(lengths)).non_tensor_batch["name"]) == list(
         itertools.chain(f"row {i}" for i in range(4))
     )
+
+
+def test_work_with_effects_is_done_once_for_each_row():
+    """Expect ranks without rows, where other modes repeat rows to give each rank one."""
+
+    class Plays(Counter):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_ANY_ROWS)
+        def play(self, batch: DataProto) -> DataProto:
+            self.seen.append(batch.batch["x"].tolist())
+            return batch.select_idxs(np.repeat(np.arange(len(batch)), 2))
+
+    group = several(3, Plays)
+    answer = group.play(rows(2))
+    assert sorted(answer.batch["x"].tolist()) == [0, 0, 1, 1]
+    assert sorted(worker.seen[0] for worker in workers_of(group)) == [[], [0], [1]]

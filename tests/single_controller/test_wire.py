@@ -34,7 +34,7 @@ def ends(request):
         end.close()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(batch=batches)
 @pytest.mark.parametrize("family", ["memory", "stream"])
 def test_batches_arrive_unchanged(family, batch):

@@ -76,12 +76,18 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
 
 
 def test_two_ranks_train_on_episodes_like_one_process(tmp_path: Path):
-    assert run(tmp_path / "one", *GUESSING) == 0
-    done = launch(2, main, command_line(tmp_path / "two", *GUESSING))
+    # Validate on one prompt, so that one of the ranks has none.
+    own = [*GUESSING, "data.val_max_samples=1"]
+    assert run(tmp_path / "one", *own) == 0
+    done = launch(2, main, command_line(tmp_path / "two", *own))
     assert done.returncode == 0, done.stderr
     one, two = step_lines(tmp_path / "one"), step_lines(tmp_path / "two")
     for name in ("num_turns/mean", "critic/score/mean", "response_length/mean"):
         assert [line[name] for line in two] == pytest.approx([line[name] for line in one])
+    validated = [name for name in one[-1] if name.startswith("val-core/")]
+    assert validated
+    for name in validated:
+        assert two[-1][name] == pytest.approx(one[-1][name])
     left, right = weights(tmp_path / "one", 2), weights(tmp_path / "two", 2)
     for name, weight in left.items():
         assert (weight - right[name]).abs().max() < 1e-5, name

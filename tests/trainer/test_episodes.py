@@ -1,5 +1,6 @@
 """Rows of agents: several per episode, scores by the loop, rewards of turns."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 
 from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
 from verl.algorithms.group_advantages import group_ids
+from verl.config import TrainConfig
 from verl.protocol import DataProto
-from verl.trainer.algorithm import estimated_by_episode
+from verl.trainer.algorithm import chosen_samples, estimated_by_episode
 from verl.trainer.dapo import first_prompts, num_prompts, rows_that_differ
 from verl.trainer.episodes import (
     add_turn_rewards,
@@ -20,6 +22,7 @@ from verl.trainer.episodes import (
     require_episodes,
     with_episodes,
     with_scores_of_episodes,
+    without_failed,
 )
 from verl.trainer.metrics import data_metrics
 from verl.trainer.setup import reward_metrics
@@ -71,8 +74,8 @@ def prompts(count: int, first: int = 0) -> DataProto:
     )
 
 
-def test_rows_are_ordered_by_episode_and_part_without_copies():
-    given = played([(3, 0), (0, 1), (1, 0), (0, 0), (2, 0), (1, 0)])
+def test_rows_are_ordered_by_episode_and_part():
+    given = played([(3, 0), (0, 1), (1, 0), (0, 0), (2, 0)])
     batch = with_episodes(prompts(2), given, n=2)
     columns = batch.non_tensor_batch
     found = list(zip(columns["uid"], columns["episode"], columns["episode_part"]))
@@ -86,7 +89,9 @@ def test_rows_are_ordered_by_episode_and_part_without_copies():
     assert batch.batch["responses"][:, 0].tolist() == [3, 1, 2, 4, 0]
 
 
-def test_a_missing_episode_is_an_error():
+def test_a_missing_or_doubled_episode_is_an_error():
+    with pytest.raises(RolloutError, match="an episode twice"):
+        with_episodes(prompts(1), played([(0, 0), (1, 0), (1, 0)]), n=2)
     with pytest.raises(RolloutError, match="Expected 4 episodes from the agent loops, got 3"):
         with_episodes(prompts(2), played([(0, 0), (1, 0), (3, 0)]), n=2)
 
@@ -221,11 +226,36 @@ def test_rewards_of_turns_are_placed_at_the_end_of_their_turn(given: float | Non
 def test_the_number_of_mini_batches_is_the_configured_one():
     rows = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (3, 0)]
     batch = with_episodes(prompts(2), played(rows), n=2)
-    assert mini_batch_rows(batch, 1, 2, SimpleNamespace(num_shares=1)) == 3
-    assert mini_batch_rows(batch, 1, 2, SimpleNamespace(num_shares=2)) == 4
-    assert mini_batch_rows(batch, None, 2, SimpleNamespace(num_shares=1)) is None
+    assert mini_batch_rows(batch, 6, 1, 2, SimpleNamespace(num_shares=1)) == 3
+    assert mini_batch_rows(batch, 6, 1, 2, SimpleNamespace(num_shares=2)) == 4
+    assert mini_batch_rows(batch, 9, 1, 2, SimpleNamespace(num_shares=1)) == 5
+    assert mini_batch_rows(batch, 6, None, 2, SimpleNamespace(num_shares=1)) is None
     single = with_episodes(prompts(2), played([(0, 0), (1, 0), (2, 0), (3, 0)]), n=2)
-    assert mini_batch_rows(single, 1, 2, SimpleNamespace(num_shares=1)) is None
+    assert mini_batch_rows(single, 4, 1, 2, SimpleNamespace(num_shares=1)) is None
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_pf_ppo_draws_whole_episodes(step: int):
+    rows = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (3, 0)]
+    batch = with_episodes(prompts(2), played(rows), n=2)
+    # The last part has the score: episodes 0 and 3 have none, whatever their other parts say.
+    batch = with_scores(batch, [9.0, 9.0, 0.0, 1.0, 0.0, 2.0, 0.0])
+    config = TrainConfig()
+    config.algorithm.use_pf_ppo = True
+    drawn = chosen_samples(batch, config, step).non_tensor_batch
+    count = Counter(zip(drawn["episode"], drawn["episode_part"]))
+    assert count[1, 0] + count[2, 0] == 4
+    assert count[2, 0] == count[2, 1]
+    assert set(count) <= {(1, 0), (2, 0), (2, 1)}
+
+
+def test_failed_episodes_have_no_score():
+    infos = [{"num_turns": 4}, {"num_turns": 4, "failure": "the sandbox is gone"}]
+    batch = with_episodes(prompts(1), played([(0, 0), (1, 0)], agent_info=infos), n=2)
+    left, causes = without_failed(batch)
+    assert causes == ["the sandbox is gone"]
+    assert left.non_tensor_batch["episode"].tolist() == [0]
+    assert len(without_failed(left)[0]) == 1
 
 
 def test_log_probs_are_compared_turn_by_turn():

@@ -36,7 +36,7 @@ def test_the_fingerprint_is_the_documented_sum(dtype: torch.dtype):
     assert of(tensor) == _signed(total)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(place=st.integers(0, 40_000 - 1), bit=st.integers(0, 15))
 def test_every_bit_changes_the_fingerprint(place: int, bit: int):
     tensor = drawn(200, 200)
@@ -71,7 +71,7 @@ def test_every_position_changes_the_fingerprint():
     halves=st.booleans(),
     ranks=st.integers(1, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_fingerprints_of_parts_add_up_to_the_whole(
     shape: list[int], dim: int, halves: bool, ranks: int
 ):

@@ -230,6 +230,12 @@ def _repeated(batch: DataProto, num_shares: int) -> DataProto:
     return batch.select_idxs(np.arange(num_shares) % _at_least_one(batch))
 
 
+def _unpadded(batch: DataProto, _: int) -> DataProto:
+    """Leave some shares without rows if there are fewer rows than shares."""
+    _at_least_one(batch)
+    return batch
+
+
 def _masked(batch: DataProto, num_shares: int) -> DataProto:
     """Add masked rows until each share has equally many.
 
@@ -293,6 +299,7 @@ def _all(outputs: list[Any], _: Any) -> Any:
 
 
 _split_protos = functools.partial(_split_batches, deal=_deal, pad=_repeated)
+_split_any = functools.partial(_split_batches, deal=_deal, pad=_unpadded)
 _split_for_metrics = functools.partial(_split_batches, deal=_deal_windows, pad=_masked)
 
 MODES: dict[str, DispatchMode] = {
@@ -307,8 +314,9 @@ MODES: dict[str, DispatchMode] = {
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(
         _split_protos, _join_protos, by_data_rank=True, takes_any_deal=True
     ),
-    # Answers say by a column which row of the caller they belong to.
-    Dispatch.DP_COMPUTE_ANY_ROWS: DispatchMode(_split_protos, _concatenated, by_data_rank=True),
+    # Answers say by a column which row of the caller they belong to. No row is computed twice,
+    # because the work may have effects outside (tools), so a rank may get none.
+    Dispatch.DP_COMPUTE_ANY_ROWS: DispatchMode(_split_any, _concatenated, by_data_rank=True),
     # Workers reduce metrics over the ranks, so every rank returns the same ones.
     Dispatch.DP_COMPUTE_METRIC: DispatchMode(_split_for_metrics, _first, by_data_rank=True),
 }

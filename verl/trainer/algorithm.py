@@ -12,7 +12,7 @@ from verl.algorithms.pf_ppo import pf_ppo_rows, pf_ppo_weights
 from verl.algorithms.rollout_correction import correct_rollout
 from verl.config import TrainConfig
 from verl.protocol import DataProto
-from verl.trainer.episodes import EpisodeRows
+from verl.trainer.episodes import EpisodeRows, episode_rows
 from verl.trainer.frozen_models import distillation_term
 from verl.trainer.setup import group_numbers
 from verl.utils.errors import AlgorithmError, ConfigError, RewardError
@@ -266,10 +266,22 @@ def chosen_samples(batch: DataProto, config: TrainConfig, step: int) -> DataProt
         return batch
 
     scores = batch.batch["token_level_scores"].sum(-1)
+    counted = batch.batch["response_mask"].bool().any(-1)
+    episodes = episode_rows(batch)
+    if episodes is not None:
+        scores = scores[episodes.last]
+        num_counted = torch.zeros(len(episodes.last)).index_add_(
+            0, episodes.episode, counted.float()
+        )
+        counted = num_counted > 0
+
     options = config.algorithm.pf_ppo
     weights = pf_ppo_weights(scores, options.reweight_method, options.weight_pow)
-    counted = batch.batch["response_mask"].bool().any(-1)
-    return batch.select_idxs(pf_ppo_rows(torch.where(counted, weights, 0.0), _seed(config, step)))
+    drawn = pf_ppo_rows(torch.where(counted, weights, 0.0), _seed(config, step))
+    if episodes is not None:
+        # All parts of an episode are learned from together.
+        drawn = torch.cat([(episodes.episode == number).nonzero()[:, 0] for number in drawn])
+    return batch.select_idxs(drawn)
 
 
 def _seed(config: TrainConfig, step: int) -> int:

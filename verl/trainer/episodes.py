@@ -33,18 +33,19 @@ def with_episodes(prompts: DataProto, played: DataProto, n: int) -> DataProto:
         played: trajectories of `RolloutWorker.play_episodes`, in any order.
         n: episodes of a prompt.
 
-    Returns the trajectories in the order of prompts, episodes and parts. A share of a rank that had
-    no prompt of its own is a copy; copies are left out. Raises RolloutError for a missing episode.
+    Returns the trajectories in the order of prompts, episodes and parts. Raises RolloutError for an
+    episode that is missing or was played twice.
     """
     keys = list(zip(played.non_tensor_batch["episode"], played.non_tensor_batch["episode_part"]))
-    order: dict[tuple[int, int], int] = {}
-    for place in sorted(range(len(keys)), key=keys.__getitem__):
-        order.setdefault(keys[place], place)
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    if len(set(keys)) < len(keys):
+        raise RolloutError("The agent loops returned an episode twice.")
 
     place_of_row = {int(row): i for i, row in enumerate(prompts.non_tensor_batch["prompt_row"])}
     prompt_of = []
     episodes = set()
-    for sample, _ in order:
+    for place in order:
+        sample = keys[place][0]
         prompt_of.append(place_of_row[sample // n])
         episodes.add(sample)
     if len(episodes) != len(prompts) * n:
@@ -52,7 +53,7 @@ def with_episodes(prompts: DataProto, played: DataProto, n: int) -> DataProto:
             f"Expected {len(prompts) * n} episodes from the agent loops, got {len(episodes)}."
         )
 
-    trajectories = played.select_idxs(np.array(list(order.values())))
+    trajectories = played.select_idxs(np.array(order))
     metrics = played.meta_info
     joined = prompts.select_idxs(np.array(prompt_of)).union(trajectories)
     joined.meta_info.update(metrics)
@@ -103,8 +104,8 @@ def require_episodes(batch: DataProto) -> None:
     infos = batch.non_tensor_batch.get("agent_info")
     if infos is None or batch.batch["response_mask"].any():
         return
-    failures = [info["failure"] for info in infos if "failure" in info]
-    first = f" The first failed: {failures[0]}" if failures else ""
+    _, causes = without_failed(batch)
+    first = f" The first failed: {causes[0]}" if causes else ""
     raise RolloutError(
         f"All {len(set(batch.non_tensor_batch['episode']))} episodes of this step were dropped or "
         f"masked, so there is nothing to learn from.{first.rstrip('.')}. Fix the tools, the "
@@ -202,17 +203,38 @@ def whole_episodes(batch: DataProto) -> DataProto:
     return batch.select_idxs(rows.last.sort().values)
 
 
-def mini_batch_rows(batch: DataProto, mini_prompts: int | None, n: int, group: Any) -> int | None:
+def without_failed(batch: DataProto) -> tuple[DataProto, list[str]]:
+    """Leave out the rows of failed episodes, which have no answer. Return their causes too."""
+    infos = batch.non_tensor_batch.get("agent_info")
+    if infos is None:
+        return batch, []
+    kept = [row for row, info in enumerate(infos) if "failure" not in info]
+    causes = [info["failure"] for info in infos if "failure" in info]
+    if causes:
+        batch = batch.select_idxs(np.array(kept, dtype=np.int64))
+    return batch, causes
+
+
+def mini_batch_rows(
+    batch: DataProto, num_rows: int, mini_prompts: int | None, n: int, group: Any
+) -> int | None:
     """Return the rows of a mini-batch where some episodes have several rows; else None.
 
     The number of mini-batches stays that of the configuration: `mini_prompts` prompts of n samples.
     The rows are a multiple of the shares that the worker group deals a batch to.
+
+    Args:
+        batch: all trajectories of the step.
+        num_rows: number of the rows that are learned from.
+        mini_prompts: prompts of a mini-batch.
+        n: samples of a prompt.
+        group: the workers that learn.
     """
     if mini_prompts is None or episode_rows(batch) is None:
         return None
     num_episodes = len(set(batch.non_tensor_batch["episode"]))
     num_mini_batches = math.ceil(num_episodes / (mini_prompts * n))
-    rows = math.ceil(len(batch) / num_mini_batches)
+    rows = math.ceil(num_rows / num_mini_batches)
     return math.ceil(rows / group.num_shares) * group.num_shares
 
 

@@ -40,6 +40,7 @@ from verl.trainer.episodes import (
     whole_episodes,
     with_episodes,
     with_scores_of_episodes,
+    without_failed,
 )
 from verl.trainer.flat_rewards import FlatRewards
 from verl.trainer.frozen_models import connect_frozen_models
@@ -48,7 +49,6 @@ from verl.trainer.pools import dealt_by_prompts, join_pool
 from verl.trainer.run import TrainingRun
 from verl.trainer.validation import validation_metrics
 from verl.trainer.weights import ActorRolloutGroups, ColocatedLink, RemoteLink, WeightLink
-from verl.utils.errors import RewardError
 from verl.utils.logging import logger
 from verl.utils.phases import declared_phase, declared_phases, may_overlap, phase
 from verl.workers import (
@@ -521,14 +521,14 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             batch: trajectories with `advantages` and `returns`.
         """
         samples = self.config.actor_rollout_ref.rollout.n
-        drawn = batch
+        played = batch
         batch = chosen_samples(batch, self.config, self.global_step)
 
         if self.critic_wg is not None:
             rows = dealt_by_prompts(batch, self.critic_wg, samples)
             update = self.critic_wg.update_critic
             mini_prompts = self.config.critic.ppo_mini_batch_size
-            mini = mini_batch_rows(drawn, mini_prompts, samples, self.critic_wg)
+            mini = mini_batch_rows(played, len(batch), mini_prompts, samples, self.critic_wg)
             self.metrics.update(self.timed("update_critic", update, rows, mini))
 
         if self.global_step > self.config.trainer.critic_warmup:
@@ -537,7 +537,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             update = self.actor_wg.update_actor
             entropy_coeff = self.entropy_controller.value
             mini_prompts = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-            mini = mini_batch_rows(drawn, mini_prompts, samples, self.actor_wg)
+            mini = mini_batch_rows(played, len(batch), mini_prompts, samples, self.actor_wg)
             self.metrics.update(self.timed("update_actor", update, rows, entropy_coeff, mini))
             self.entropy_controller.update(self.metrics["actor/entropy"])
 
@@ -556,12 +556,14 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def validate(self) -> dict[str, float]:
         """Return scores of the whole validation set, per data source.
 
-        Samples go to `trainer.validation_data_dir` and to the trackers.
+        Episodes that failed are counted as `val-aux/dropped_episodes`; no score has them. Samples
+        go to `trainer.validation_data_dir` and to the trackers.
         """
         assert self.val_loader is not None
         self.val_loader.load_state_dict(self.first_val_batch)
         rollout = self.config.actor_rollout_ref.rollout
         rows: list[dict[str, Any]] = []
+        failures: list[str] = []
 
         for number, prompts in enumerate(self.val_loader):
             self.reports.note(number, len(self.val_loader), "batches")
@@ -580,7 +582,10 @@ class PPOTrainer(TrainingRun[TrainConfig]):
                     record_step=record_step,
                     on_told=on_told,
                 )
-                batch = whole_episodes(batch)
+                batch, failed = without_failed(whole_episodes(batch))
+                failures += failed
+                if not len(batch):
+                    continue
                 if not setup.has_rule(batch):
                     batch = self.add_rm_scores(batch)
                 result = self.val_reward_fn(batch, return_dict=True)
@@ -589,7 +594,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             rows += setup.scored_rows(batch, self.tokenizer, result, self.config)
 
         if not rows:
-            raise RewardError(setup.ALL_DROPPED.format("the validation"))
+            raise setup.nothing_scored("the validation", failures)
         if self.config.trainer.validation_data_dir:
             write_samples(Path(self.config.trainer.validation_data_dir), self.global_step, rows)
         if self.config.trainer.log_val_generations > 0:
@@ -597,12 +602,15 @@ class PPOTrainer(TrainingRun[TrainConfig]):
                 rows[: self.config.trainer.log_val_generations], self.global_step
             )
 
-        return validation_metrics(
+        metrics = validation_metrics(
             [row["data_source"] for row in rows],
             [row["uid"] for row in rows],
             [row["score"] for row in rows],
             [setup.vote(row.get("pred")) for row in rows],
         )
+        if failures:
+            metrics["val-aux/dropped_episodes"] = float(len(failures))
+        return metrics
 
     def write_rollouts(self, batch: DataProto) -> None:
         """Write the batch as JSON lines if `trainer.rollout_data_dir` is set."""

@@ -31,13 +31,6 @@ from verl.utils.logging import logger, say_once
 from verl.utils.phases import declared_phase, declared_phases, phase
 from verl.workers.actor import model_source
 
-ALL_DROPPED = (
-    "All samples of {} were dropped: the reward function failed for each of them. Fix the reward "
-    "function (the warning above names the first failure), or set reward_model.on_error=zero or "
-    "stop."
-)
-
-
 _NUMBERS = (int, float, np.integer, np.floating, np.bool_)
 
 
@@ -371,8 +364,27 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
 
     dropped = list(result.get("dropped", ()))
     if len(dropped) == len(batch):
-        raise RewardError(ALL_DROPPED.format("this step"))
+        raise nothing_scored("this step")
     batch.batch["response_mask"][dropped] = 0
+
+
+def nothing_scored(part: str, failures: Sequence[str] = ()) -> RewardError:
+    """Return the error of a step or validation, `part`, in which no sample has a score.
+
+    Args:
+        part: its name.
+        failures: causes of failed episodes.
+    """
+    if failures:
+        return RewardError(
+            f"No sample of {part} has a score, and {len(failures)} episodes failed. The first: "
+            f"{failures[0].rstrip('.')}. Fix the tools, the environment or the agent loop."
+        )
+    return RewardError(
+        f"All samples of {part} were dropped: the reward function failed for each of them. Fix the "
+        "reward function (the warning above names the first failure), or set "
+        "reward_model.on_error=zero or stop."
+    )
 
 
 def reward_metrics(

@@ -1,5 +1,6 @@
 """The rollout role: owns a rollout engine, next to the actor or on ranks of its own."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -368,11 +369,12 @@ class RolloutWorker(Worker):
         """Combine the counters of a generation over all engines."""
         statistics = gather_objects(counters, self.rollout_mesh.data)
         metrics = {}
-        for name in statistics[0]:
+        for name in dict.fromkeys(itertools.chain(*statistics)):
             combine = sum if name.endswith(_ADDED_UP) else max
             # Times are under perf/; all other metrics are the same in every run of a seed.
             key = f"perf/rollout_{name}" if name.endswith("_s") else f"rollout/{name}"
-            metrics[key] = combine(each[name] for each in statistics)
+            # An engine without episodes has counted nothing.
+            metrics[key] = combine(each[name] for each in statistics if name in each)
         return metrics
 
     # ---------------------------------------------------------------- weights

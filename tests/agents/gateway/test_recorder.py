@@ -55,7 +55,7 @@ class Client:
         turn.drop()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data())
 def test_each_drawn_token_is_trained_once_in_its_context(values: DataObject):
     client = Client(recorder_of(max_prompt_tokens=40, max_response_tokens=300))
