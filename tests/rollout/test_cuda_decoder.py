@@ -10,11 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.rollout.interpreter import interpreted
@@ -37,19 +43,31 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 TABLE = (
     torch.randperm(ROWS * WIDTH, generator=torch.Generator().manual_seed(0)).view(ROWS, WIDTH).int()
 )
 
 
 def make_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    model: Any
     if family == "qwen2":  # biases
-        model: Any = Qwen2ForCausalLM(Qwen2Config(**SIZES))
-    else:  # norms per head
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    elif family == "qwen3":  # norms per head
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16))
+    elif family == "qwen3_moe":  # the first layer is dense
+        config = Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, mlp_only_layers=[0])
+        model = Qwen3MoeForCausalLM(config)
+    elif family == "qwen2_moe":  # a shared expert
+        config = Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=40)
+        model = Qwen2MoeForCausalLM(config)
+    else:
+        model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=6, sliding_window=4))
     for parameter in model.parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, 1.0, 0.2)
+        else:  # default ones are too flat for a router to matter
+            torch.nn.init.normal_(parameter, std=0.2)
     return model.to(dtype).eval().requires_grad_(False)
 
 
@@ -101,7 +119,13 @@ def product_of_halves(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(
     ("family", "dtype", "tolerance"),
-    [("qwen2", torch.float16, 1e-2), ("qwen3", torch.float32, 1e-5)],
+    [
+        ("qwen2", torch.float16, 3e-2),
+        ("qwen3", torch.float32, 1e-4),
+        ("qwen3_moe", torch.float32, 1e-4),
+        ("qwen2_moe", torch.float32, 1e-4),
+        ("mixtral", torch.float32, 1e-4),
+    ],
 )
 @interpreted
 def test_decode_steps_equal_transformers(family: str, dtype: torch.dtype, tolerance: float):

@@ -1,4 +1,5 @@
-"""A decode step on CUDA: its inputs, and its computation for Llama-like models."""
+"""A decode step on CUDA: its inputs, and its computation for Llama-like models with and without
+experts."""
 
 from typing import Any, NamedTuple
 
@@ -7,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.models.attention import Facts
+from verl.models.experts import Mixture
 from verl.rollout.embedded.attention import LayerPages, Paging, PrefillStep
 from verl.rollout.embedded.fused import FusedDecoder, Layer, Parts
+from verl.rollout.embedded.kernels.experts import mix_experts, route
 from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
 from verl.rollout.embedded.kernels.paged_attention import Fresh, SplitWorkspace, decode_attention
 from verl.rollout.embedded.kernels.slots import store_tokens
@@ -122,7 +125,10 @@ class TritonDecoder(FusedDecoder):
         for layer in self.layers:
             attention = layer.attention
             qkv = twin.stacked([attention.q_proj, attention.k_proj, attention.v_proj])
-            gate_up = twin.stacked([layer.mlp.gate_proj, layer.mlp.up_proj])
+            mlp = layer.mlp if layer.mixture is None else layer.mixture.shared
+            gate_up: Any = None
+            if mlp is not None:
+                gate_up = twin.stacked([mlp.gate_proj, mlp.up_proj])
             self._projections[id(layer)] = (qkv, gate_up)
 
         self._inner_norms = {layer.post_norm for layer in self.layers}
@@ -189,8 +195,25 @@ class TritonDecoder(FusedDecoder):
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
         """Implement `FusedDecoder.feed_forward`."""
+        if layer.mixture is not None:
+            return self._mix(layer, layer.mixture, normed)
         gate_up = F.linear(normed, *self._projections[id(layer)][1])
         return self._output_projection(swiglu(gate_up), layer.mlp.down_proj)
+
+    def _mix(self, layer: Layer, mixture: Mixture, normed: Tensor) -> Tensor:
+        """Return the outputs (S, b, H) of the chosen experts and of a shared one."""
+        router = mixture.router
+        ids, scores = route(normed, router.weight, None, mixture.routing)
+        parts = mixture.routing.top_k + int(mixture.shared is not None)
+        out = normed.new_empty(parts, *normed.shape)
+        mix_experts(normed, ids, scores, mixture.weights, out)
+
+        if mixture.shared is not None:
+            gate_up = F.linear(normed, *self._projections[id(layer)][1])
+            shared = F.linear(swiglu(gate_up), mixture.shared.down_proj.weight)
+            share = F.linear(normed, mixture.shared_gate.weight).sigmoid_()
+            torch.mul(shared, share, out=out[-1])
+        return out
 
     def _output_projection(self, x: Tensor, linear: Any) -> Tensor:
         """Return x W^T + b (b, N), or the products (S, b, N) of S parts of x and W in fp32.

@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from verl.models.attention import Layout
 from verl.rollout.embedded.attention import LayerPages, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, Slots, TritonDecoder
+from verl.rollout.embedded.fused import can_fuse
 from verl.rollout.embedded.kernels.paged_attention import (
     choose_num_splits,
     fixed_num_splits,
@@ -61,6 +63,13 @@ def ladder(most: int) -> list[int]:
     return [*sizes, most]
 
 
+def _runs_experts_one_by_one(module: PreTrainedModel) -> bool:
+    """Check for the experts of transformers that the host starts, one after the other."""
+    if getattr(module.config, "_experts_implementation", None) != "eager":
+        return False
+    return any(name.endswith("experts") for name, _ in module.named_modules())
+
+
 class CudaRunner(ModelRunner):
     """A `ModelRunner` of a CUDA device.
 
@@ -80,6 +89,8 @@ class CudaRunner(ModelRunner):
                 f"actor_rollout_ref.rollout.dtype={str(twin.dtype).removeprefix('torch.')}."
             )
         super().__init__(twin.module, **base)
+        # Tiles of experts depend on the number of rows, and a rank has a part of each expert.
+        self.fuses_experts = not self.deterministic and self.parallel is None
         if self.page_size < 8 or self.page_size & (self.page_size - 1):
             raise ConfigError(
                 "On CUDA actor_rollout_ref.rollout.page_size must be a power of two of at least 8, "
@@ -87,9 +98,8 @@ class CudaRunner(ModelRunner):
             )
 
         self.twin = twin
-        one_by_one = getattr(
-            self.module.config, "_experts_implementation", None
-        ) == "eager" and any(name.endswith("experts") for name, _ in self.module.named_modules())
+        one_by_one = _runs_experts_one_by_one(self.module)
+        one_by_one = one_by_one and not can_fuse(self.module, experts=self.fuses_experts)
         if one_by_one and not enforce_eager:
             logger.info(
                 "rollout: experts computed one by one wait for the host; decode steps are not CUDA "

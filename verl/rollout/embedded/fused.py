@@ -1,7 +1,7 @@
 """The decode step of Llama-like models with fewer, larger operations than the module's own forward.
 
 The weights are the module's own and are read at every step. Families with exactly the decoder layer
-below are listed; all others decode through their module.
+below, or with experts for its MLP, are listed; all others decode through their module.
 """
 
 import functools
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.models.attention import Facts
+from verl.models.experts import LLAMA_EXPERT_FAMILIES, Mixture
 from verl.models.families import LLAMA_FAMILIES
 from verl.rollout.embedded.attention import LayerShape, Paging, PrefillStep, Step
 from verl.rollout.embedded.invariant import InvariantOperations
@@ -33,17 +34,19 @@ class Layer:
     key_norm: Any
     post_norm: Any
     mlp: Any
+    mixture: Mixture | None  # of experts, instead of the MLP
     facts: Facts
 
 
-def can_fuse(module: PreTrainedModel) -> bool:
-    """Check whether `FusedDecoder` can replace `module`.
+def can_fuse(module: PreTrainedModel, *, experts: bool) -> bool:
+    """Check whether `FusedDecoder` can replace `module`. `experts`: the decoder computes them.
 
     Its parts must be transformers' own, not a user's subclasses, and its layer Llama's:
     h += attention(rms_norm(h)); h += down(silu(gate(n)) * up(n)) with n = rms_norm(h).
     """
     config: Any = module.config
-    if config.model_type not in LLAMA_FAMILIES or config.hidden_act != "silu":
+    families = (*LLAMA_FAMILIES, *LLAMA_EXPERT_FAMILIES) if experts else LLAMA_FAMILIES
+    if config.model_type not in families or config.hidden_act != "silu":
         return False
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         return False
@@ -58,6 +61,9 @@ def can_fuse(module: PreTrainedModel) -> bool:
             layer.input_layernorm,
             layer.post_attention_layernorm,
         ]
+        mixture = Mixture.of(layer.mlp, config.model_type)
+        if mixture is not None:
+            parts += mixture.modules
 
     home = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
     return all(type(part).__module__ == home for part in parts)
@@ -95,6 +101,7 @@ class FusedDecoder(ABC):
                 key_norm=getattr(layer.self_attn, "k_norm", None),
                 post_norm=layer.post_attention_layernorm,
                 mlp=layer.mlp,
+                mixture=Mixture.of(layer.mlp, module.config.model_type),
                 facts=shapes[layer.self_attn].facts,
             )
             for layer in body.layers

@@ -49,6 +49,8 @@ class ModelRunner:
     lag = 0
     # of the slots that must be free before more samples are admitted to a running batch
     refill_share = 0.0
+    # whether the decoder that `make_body` gets computes mixtures of experts
+    fuses_experts = False
 
     def __init__(
         self,
@@ -204,7 +206,7 @@ class ModelRunner:
 
     def make_body(self, fused: Callable[..., FusedDecoder]) -> Body:
         """Return the function that computes the layers of a decode step."""
-        if can_fuse(self.module):
+        if can_fuse(self.module, experts=self.fuses_experts):
             shapes = self.layer_shapes()
             return fused(
                 self.module,

@@ -26,8 +26,8 @@ def add_rms_norm(
     """Norm a sum of tensors by RMSNorm (Zhang and Sennrich 2019, equation 4).
 
     Args:
-        parts: one to three (b, H), contiguous. All but the first may also be (S, b, H) in fp32: S
-            sums whose sum, rounded, is the part.
+        parts: one to three (b, H), contiguous. All but the first may also be (S, b, H), often in
+            fp32: S sums whose sum, rounded, is the part.
         weight: (H,).
         eps: added to the mean of squares.
         writes_sum: write the sum to the first part, and norm the written numbers rather than the
@@ -168,10 +168,11 @@ def _add_rms_norm(
 @triton.jit
 def _part(PART, at, inside, width, SPLITS: tl.constexpr, dtype: tl.constexpr):
     """Load one row of a part, in fp32."""
-    part = tl.load(PART + at, mask=inside, other=0.0)
+    total = tl.load(PART + at, mask=inside, other=0.0).to(tl.float32)
     for number in tl.static_range(1, SPLITS):
-        part += tl.load(PART + number * tl.num_programs(0) * width + at, mask=inside, other=0.0)
-    return part.to(dtype).to(tl.float32)
+        part = tl.load(PART + number * tl.num_programs(0) * width + at, mask=inside, other=0.0)
+        total += part.to(tl.float32)
+    return total.to(dtype).to(tl.float32)
 
 
 @triton.jit
