@@ -46,7 +46,10 @@ def make_engine(backend: str | None, family: str = "qwen2", **settings) -> Train
         compile_backend=backend or "",
         **{"shard": False, **settings},
     )
-    return TrainEngine(PackedCausalLM(tiny_model(family)), options, total_steps=5)
+    model = tiny_model(family)
+    if family == "qwen3_moe":
+        model.set_experts_implementation("grouped_mm")
+    return TrainEngine(PackedCausalLM(model), options, total_steps=5)
 
 
 def gradient(engine: TrainEngine, shapes, budget: TokenBudget) -> torch.Tensor:
@@ -63,8 +66,9 @@ def relative_l2(one: torch.Tensor, other: torch.Tensor) -> float:
     [
         ("qwen2", {"enable_gradient_checkpointing": True, "shard": True}),
         ("gemma2", {}),
+        ("qwen3_moe", {}),
     ],
-    ids=["checkpointing and FSDP2", "gemma2"],
+    ids=["checkpointing and FSDP2", "gemma2", "qwen3_moe"],
 )
 def test_compiled_layers_give_the_same_log_probs_and_gradients(family, how):
     plain = make_engine(None, family, **how)

@@ -13,6 +13,7 @@ from verl.engine.compile import apply_compile
 from verl.engine.options import EngineOptions
 from verl.engine.state import transformer_of
 from verl.models.attention import apply_checkpointing
+from verl.models.grouped_experts import use_grouped_experts
 from verl.models.kernels.swiglu import use_fused_swiglu
 from verl.models.rope import use_fast_rope
 
@@ -34,6 +35,7 @@ def apply_to_module(module: nn.Module, mesh: Mesh, options: EngineOptions) -> Ap
     compiles = options.compiles(hf_model.config.get_text_config().model_type)
     if options.on_cuda:
         use_fast_rope(module)
+    use_grouped_experts(transformer_of(hf_model))
     # Layers that are not compiled compute the same bits with and without gradients.
     fused_mlps = 0
     if options.use_fused_kernels and compiles:

@@ -25,7 +25,20 @@ from verl.utils.logging import logger
 
 # Families that `use_torch_compile=null` compiles on CUDA: an update takes a sixth less time on an
 # H200 (Qwen2.5-1.5B), after 11 to 28 s of compiling.
-FAMILIES = frozenset({"gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
+FAMILIES = frozenset(
+    {
+        "gemma2",
+        "gemma3_text",
+        "llama",
+        "mistral",
+        "mixtral",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+    }
+)
 KEY = "actor_rollout_ref.actor.use_torch_compile"
 # For each function of a layer: with and without gradient, for every model of the process. At
 # torch's limit of 8 a fourth model would run uncompiled, with no more than a warning.
