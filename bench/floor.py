@@ -28,10 +28,15 @@ class Shape:
     """What of a model decides how long a token takes. Parameters of linear layers; a multiply-add
     is two operations."""
 
-    body: int  # parameters of all linear layers but the head
+    body: int  # parameters of all matrices but the head and experts
     head: int
     attention: int  # operations for each pair of a query and a key, all layers
     cache_bytes: int  # keys and values of one token, all layers, fp32
+    experts: int = 0  # parameters of all experts
+    active: float = 1.0  # share of the experts that a token visits
+    # a sliding window, and the share of `cache_bytes` in layers that have it
+    window: int | None = None
+    windowed: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +80,29 @@ def read_shape(folder: Path) -> Shape:
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    linear = {
-        name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)
-    }
-    head = linear.pop("lm_head").weight.numel()
+    embedded = {id(model.get_input_embeddings().weight)}
+    head = model.get_output_embeddings().weight
+    body = experts = 0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or id(parameter) in embedded or parameter is head:
+            continue
+        if ".experts." in name:
+            experts += parameter.numel() if parameter.ndim == 3 else 0
+        else:
+            body += parameter.numel()
+
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     return Shape(
-        body=sum(part.weight.numel() for part in linear.values()),
-        head=head,
+        body=body,
+        head=head.numel(),
         attention=4 * config.num_attention_heads * width * config.num_hidden_layers,
         cache_bytes=8 * config.num_key_value_heads * width * config.num_hidden_layers,
+        experts=experts,
+        active=config.num_experts_per_tok / count if experts else 1.0,
+        window=getattr(config, "sliding_window", None),
+        windowed=kinds.count("sliding_attention") / len(kinds),
     )
 
 

@@ -30,7 +30,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import torch
 from floor import Machine, Shape, read_shape
-from rollout_models import DTYPES, SHAPES, write_config
+from rollout_models import DTYPES, FAMILIES, SHAPES, is_known, shape_of, write_config
 from rollout_work import Job, Workload, parse_lengths
 from roofline import H200, Roofline, rollout_roofline
 
@@ -89,7 +89,10 @@ def parse_plan(words: Sequence[str] | None = None) -> Plan:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", help=f"of {', '.join(SHAPES)}; several with commas [1.5b]")
+    parser.add_argument(
+        "--models",
+        help=f"of {', '.join((*SHAPES, *FAMILIES))}; several with commas, 8 layers by name@8 [1.5b]",
+    )
     parser.add_argument(
         "--engines", help=f"of {', '.join(SCRIPTS)} [ours,vllm; with --tiny or --decode-step: ours]"
     )
@@ -147,10 +150,13 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     chosen = [*engines.split(","), *(["hf"] if arguments.hf else [])]
     models = arguments.models.split(",")
 
-    for kind, names, known in (("--engines", chosen, SCRIPTS), ("--models", models, SHAPES)):
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise ValueError(f"{kind} must be of {', '.join(known)}, got '{unknown[0]}'.")
+    unknown = [name for name in chosen if name not in SCRIPTS]
+    if unknown:
+        raise ValueError(f"--engines must be of {', '.join(SCRIPTS)}, got '{unknown[0]}'.")
+    unknown = [name for name in models if not is_known(name)]
+    if unknown:
+        known = ", ".join((*SHAPES, *FAMILIES))
+        raise ValueError(f"--models must be of {known}, got '{unknown[0]}'.")
 
     samples = [int(number) if number.isdecimal() else 0 for number in arguments.samples.split(",")]
     # A decode step is a difference of two best runs: both must have met the machine at its best.
@@ -272,7 +278,7 @@ def run_side(plan: Plan, model: str, engine: str) -> dict[str, Any] | None:
     job = Job(
         folder=str(folder / "model"),
         device=plan.device,
-        vocabulary=SHAPES[model]["vocab_size"],
+        vocabulary=shape_of(model)["vocab_size"],
         max_num_seqs=plan.max_num_seqs,
         gpu_memory_utilization=0.85,
         deterministic=engine == "ours-deterministic",

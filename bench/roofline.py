@@ -2,10 +2,11 @@
 speeds.
 
 The bound is additive. A decode step of r rows takes max(weights read, matrix products of r rows)
-plus the reading of the keys and values of each row's context so far; prefill computes each distinct
-prompt once. Sampling, norms and launches count nothing. The keys and values of a prompt count for
-each of its samples; a kernel that reads them once for all samples of a prompt may go below this
-bound.
+plus the reading of the keys and values of each row's context so far, within the window of a layer
+that has one; prefill computes each distinct prompt once. Of E experts, r rows that choose k each at
+random read the share 1 - (1 - k / E)^r. Sampling, norms and launches count nothing. The keys and
+values of a prompt count for each of its samples; a kernel that reads them once for all samples of a
+prompt may go below this bound.
 
 Run `python bench/roofline.py` to see what this machine can do: a copy of 4 GiB, read and written,
 and a product of two 8,192 x 8,192 bf16 matrices of random numbers.
@@ -47,10 +48,10 @@ class Roofline:
 
 
 def decode_schedule(
-    limits: NDArray[np.int64], prompt_tokens: int, max_num_seqs: int
+    limits: NDArray[np.int64], prompt_tokens: int, max_num_seqs: int, window: int | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Rows alive in each decode step, and the tokens of context that they read together, their new
-    ones included.
+    ones included, at most `window` of a row.
 
     All samples start together; where they are more than max_num_seqs, the longest start first and a
     slot that falls free is filled at once. A sample's first token comes from the prefill, so that
@@ -66,7 +67,8 @@ def decode_schedule(
         start = heapq.heappop(free_from)
         end = start + limit - 1
         rows[start:end] += 1
-        context[start:end] += prompt_tokens + np.arange(1, limit)
+        read = prompt_tokens + np.arange(1, limit)
+        context[start:end] += read if window is None else np.minimum(read, window)
         heapq.heappush(free_from, end)
     steps = max(free_from)
     return rows[:steps], context[:steps]
@@ -88,21 +90,26 @@ def rollout_roofline(
     bandwidth = machine.gb_per_s * 1e9
     # Embeddings that are not the output projection too are looked up, not read; `shape` leaves them
     # out.
-    weights_read_s = (shape.body + shape.head) * dtype_bytes / bandwidth
     rows, context = decode_schedule(limits, prompt_tokens, max_num_seqs)
-    products_s = 2 * (shape.body + shape.head) * rows / flops
+    _, windowed = decode_schedule(limits, prompt_tokens, max_num_seqs, shape.window)
+    visited = 1 - (1 - shape.active) ** rows
+    dense = shape.body + shape.head
+    weights_read_s = (dense + shape.experts * visited) * dtype_bytes / bandwidth
+    multiplied = shape.body + shape.experts * shape.active
+    products_s = 2 * (multiplied + shape.head) * rows / flops
     cache_bytes = shape.cache_bytes / 4 * dtype_bytes  # `shape` counts fp32
+    read_tokens = context.sum() * (1 - shape.windowed) + windowed.sum() * shape.windowed
     causal_pairs = prompts * prompt_tokens * (prompt_tokens + 1) / 2
     prefill = (
-        2 * shape.body * prompts * prompt_tokens
+        2 * multiplied * prompts * prompt_tokens
         + 2 * shape.head * prompts
         + shape.attention * causal_pairs
     )
 
     return Roofline(
-        prefill_s=max(prefill / flops, weights_read_s),
+        prefill_s=max(prefill / flops, (dense + shape.experts) * dtype_bytes / bandwidth),
         weights_s=float(np.maximum(weights_read_s, products_s).sum()),
-        cache_s=float(context.sum() * cache_bytes / bandwidth),
+        cache_s=float(read_tokens * cache_bytes / bandwidth),
         decode_steps=len(rows),
     )
 

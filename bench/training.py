@@ -39,7 +39,7 @@ import sys
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the FLOPs of the common part
 
 import torch
-from rollout_models import SHAPES, write_config
+from rollout_models import FAMILIES, SHAPES, is_known, shape_of, write_config
 from rollout_work import parse_lengths
 from training_process import run_limited
 from training_work import Job
@@ -79,7 +79,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", help=f"of {', '.join(SHAPES)}; several with commas [1.5b]")
+    parser.add_argument(
+        "--models",
+        help=f"of {', '.join((*SHAPES, *FAMILIES))}; several with commas, 8 layers by name@8 [1.5b]",
+    )
     parser.add_argument("--engines", help="see above; several with commas [ours,torch,hf]")
     parser.add_argument("--compile", action="store_true", help="ours-compiled too, as in --engines")
     parser.add_argument(
@@ -153,12 +156,13 @@ def complete(arguments: argparse.Namespace) -> argparse.Namespace:
     arguments.engines = list(dict.fromkeys(arguments.engines))
     for name in ("models", "lengths", "checkpointing"):
         setattr(arguments, name, getattr(arguments, name).split(","))
-    known = {"engines": ENGINES, "models": SHAPES}
-
-    for option, names in known.items():
-        for name in getattr(arguments, option):
-            if name not in names:
-                raise ValueError(f"--{option} must be of {', '.join(names)}, got '{name}'.")
+    for name in arguments.engines:
+        if name not in ENGINES:
+            raise ValueError(f"--engines must be of {', '.join(ENGINES)}, got '{name}'.")
+    for name in arguments.models:
+        if not is_known(name):
+            known = ", ".join((*SHAPES, *FAMILIES))
+            raise ValueError(f"--models must be of {known}, got '{name}'.")
 
     for checkpointing in arguments.checkpointing:
         if checkpointing not in ("on", "off") and not 0 < float(checkpointing) < 1:
@@ -191,7 +195,7 @@ def make_job(
     return Job(
         folder=str(arguments.out / model / "model"),
         device="cpu" if arguments.tiny else "cuda",
-        vocabulary=SHAPES[model]["vocab_size"],
+        vocabulary=shape_of(model)["vocab_size"],
         lengths=lengths,
         prompt_tokens=arguments.prompt_tokens or max(1, longest // 16),
         samples=arguments.samples,
