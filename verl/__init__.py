@@ -16,11 +16,13 @@ from verl.utils.lazy import lazy_names
 if TYPE_CHECKING:
     from verl.protocol import DataProto as DataProto
 
-    train: Any  # of verl.trainer.api, which rooms below it must not import, not even here
+    # of verl.trainer.api and verl.diagnostics, which rooms below must not import, not even here
+    train: Any
+    load_run: Any
 
 __version__ = "0.1.0"
 
-__all__ = ["DataProto", "__version__", "train"]
+__all__ = ["DataProto", "__version__", "load_run", "train"]
 
 
 class _OldPaths(importlib.abc.MetaPathFinder):
@@ -38,7 +40,14 @@ class _OldPaths(importlib.abc.MetaPathFinder):
 sys.meta_path.append(_OldPaths())
 
 
-__getattr__ = lazy_names(__name__, {"DataProto": "verl.protocol", "train": "verl.trainer.api"})
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "DataProto": "verl.protocol",
+        "load_run": "verl.diagnostics.view.notebook",
+        "train": "verl.trainer.api",
+    },
+)
 
 
 def __dir__() -> list[str]:

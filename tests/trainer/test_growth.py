@@ -20,6 +20,7 @@ def test_a_trainer_keeps_no_objects_of_finished_steps(tmp_path, monkeypatch):
         run_step(self, prompts)
         if self.global_step not in (15, 25):
             return
+        self.recorder.wait()  # it holds the batch of the step until that is written
         timeline._latest.clear()  # the one list that grows, up to its limit
         gc.collect()
         blocks.append(sys.getallocatedblocks())

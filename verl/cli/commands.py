@@ -47,6 +47,13 @@ _ALL = (
         example="verl train data.dataset_name=toy data.train_batch_size=4 trainer.max_steps=10",
     ),
     Command(
+        words="view",
+        module="verl.jobs.main_view",
+        summary="look at recorded runs in a browser: curves, time, samples, tokens",
+        example="verl view checkpoints/toy/toy",
+        takes_keys=False,
+    ),
+    Command(
         words="sft",
         module="verl.jobs.main_sft",
         summary="fine-tune on the assistant's tokens",

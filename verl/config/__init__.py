@@ -36,7 +36,7 @@ from verl.config.reward import (
 )
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, SamplingValConfig, TraceConfig
 from verl.config.train import TrainConfig
-from verl.config.trainer import PlacementConfig, RayInitConfig, TrainerConfig
+from verl.config.trainer import PlacementConfig, RayInitConfig, RecordConfig, TrainerConfig
 from verl.config.validate import validate
 from verl.utils.lazy import lazy_names
 
@@ -73,6 +73,7 @@ __all__ = [
     "PolicyLossConfig",
     "ProfilerConfig",
     "RayInitConfig",
+    "RecordConfig",
     "RefConfig",
     "RewardModelConfig",
     "RewardModelModelConfig",

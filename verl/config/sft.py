@@ -15,7 +15,7 @@ from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
 from verl.config.setting import setting
 from verl.config.shared_keys import SharedKeys, as_in
-from verl.config.trainer import RayInitConfig, TrainerConfig
+from verl.config.trainer import RayInitConfig, RecordConfig, TrainerConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -146,6 +146,7 @@ class SFTTrainerConfig:
     logger: Any = as_in(TrainerConfig, "logger")
     log_interval: int = as_in(TrainerConfig, "log_interval")
     test_freq: int = as_in(TrainerConfig, "test_freq")
+    record: RecordConfig = field(default_factory=RecordConfig)
     val_before_train: bool = setting(
         False, "validate before the first step, where there are validation files"
     )

@@ -29,6 +29,18 @@ class PlacementConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RecordConfig:
+    """The record of a run in `default_local_dir/records`, for `verl view`, `compare`, `capsule`."""
+
+    enable: bool = setting(True, "record every step: metrics, digests, and samples of the newest")
+    keep_steps: int = setting(20, "newest steps whose samples are kept", above=0)
+    max_mib: float = setting(
+        2048.0, "MiB that all kept samples may take; the newest step always stays", above=0
+    )
+    weights: bool = setting(True, "record a fingerprint of every trained tensor after each step")
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     total_epochs: int | None = setting(
         30, "epochs; not read where total_training_steps is given", above=0
@@ -74,6 +86,7 @@ class TrainerConfig:
     validation_data_dir: str | None = setting(
         None, "folder for the validation samples", is_path=True
     )
+    record: RecordConfig = field(default_factory=RecordConfig)
     val_before_train: bool = setting(
         True, "validate before the first step, where there are validation files"
     )

@@ -2,7 +2,7 @@
 
 import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -56,6 +56,8 @@ class RLDataLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
+        # called with the numbers and items of every batch, for the record of the run
+        self.on_drawn: Callable[[list[int], list[dict[str, Any]]], None] | None = None
         self.sampler: Sampler = sampler or SeededSampler(len(dataset), shuffle=shuffle, seed=seed)
         if batch_size < 1:
             raise DataError(f"A batch must have at least 1 prompt, got batch size {batch_size}.")
@@ -88,7 +90,10 @@ class RLDataLoader:
             # Move the cursor before the batch is yielded, so that a state that is taken while the
             # batch is in use counts it.
             self._leave_finished_epoch()
-            yield collate([self.dataset[row] for row in rows])
+            items = [self.dataset[row] for row in rows]
+            if self.on_drawn is not None:
+                self.on_drawn(rows, items)
+            yield collate(items)
 
     def tell_sampler(self, batch: DataProto) -> None:
         """Pass a trained batch to a curriculum sampler."""

@@ -320,6 +320,12 @@ class TrainEngine:
                 yield name, tensor if self._parameters is None else tensor.clone()
                 del tensor  # or it would live while the next one is made
 
+    def trained_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give (name, tensor) of the parameters that learn, where they lie now, whole or sharded."""
+        for name, parameter in self.hf_model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
     @property
     def hf_model(self) -> Any:
         """The Hugging Face module within the wrapper."""

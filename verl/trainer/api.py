@@ -16,6 +16,7 @@ from verl.config.rules import training_data_is_named
 from verl.data.chat import apply_chat_template, as_messages
 from verl.data.collate import collate
 from verl.data.rl_dataset import truncate
+from verl.diagnostics.view.notebook import Page, load_run
 from verl.protocol import DataProto
 from verl.tracking.console import step_line
 from verl.trainer import setup
@@ -307,6 +308,17 @@ class RLTrainer:
         return self._reward_function.score(
             _listed("compute_reward", "responses", responses), prompts, columns
         )
+
+    def show(self, *, height: int = 700) -> Page:
+        """Return the page of `verl view` about this run, for a cell of a notebook.
+
+        Args:
+            height: of the cell, in pixels.
+
+        Raises:
+            DataError: nothing is recorded yet, or `trainer.record.enable` is False.
+        """
+        return load_run(self.ppo.checkpoints.root).show(height=height)
 
     # ---------------------------------------------------------------- parts
 

@@ -98,9 +98,8 @@ def timing_metrics(
     return metrics
 
 
-def write_timeline(path: Path, groups: Iterable[Any], since_wall_ns: int) -> None:
-    """Write a Chrome trace: the driver's phases and calls, and the methods of every rank, each
-    process with rows of its own."""
+def spans_of_processes(groups: Iterable[Any], since_wall_ns: int) -> list[tuple[str, Recorded]]:
+    """Return the driver's phases and calls, and the methods of every rank, process by process."""
     ours = recorded_since(since_wall_ns)
     names = {(ours.machine, ours.pid): ["driver"]}
     found: dict[tuple[str, int], Recorded] = {(ours.machine, ours.pid): ours}
@@ -113,4 +112,9 @@ def write_timeline(path: Path, groups: Iterable[Any], since_wall_ns: int) -> Non
     processes = []
     for key, recorded in found.items():
         processes.append((f"{', '.join(names[key])} (pid {key[1]})", recorded))
-    write_trace(path, processes)
+    return processes
+
+
+def write_timeline(path: Path, groups: Iterable[Any], since_wall_ns: int) -> None:
+    """Write a Chrome trace with rows of its own for each process."""
+    write_trace(path, spans_of_processes(groups, since_wall_ns))

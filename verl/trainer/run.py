@@ -26,6 +26,7 @@ from verl.single_controller.breadcrumbs import Progress
 from verl.single_controller.handles import AnyWorker
 from verl.tracking import Tracker, TrackerSettings
 from verl.trainer.phase_reports import PhaseReports
+from verl.trainer.recorder import StepRecorder
 from verl.trainer.resume import check_config, save_config, when_saved
 from verl.utils.devices import describe_device, memory_metrics, visible_device
 from verl.utils.errors import CheckpointError, NonFiniteError, OutOfMemoryError, VerlError
@@ -60,6 +61,7 @@ class TrainingRun(ABC, Generic[Config]):
     """
 
     pool: Any
+    tokenizer: Any
     train_loader: RLDataLoader
     val_loader: RLDataLoader | None
     total_steps: int
@@ -79,6 +81,7 @@ class TrainingRun(ABC, Generic[Config]):
         self.metrics: dict[str, float] = {}
         self.timer = PhaseTimer()
         self.reports = PhaseReports(self.progress)
+        self.recorder = StepRecorder(trainer.record, self.checkpoints.root)
 
     def start_role(
         self, role: str, worker_class: type[AnyWorker], *args: Any, **kwargs: Any
@@ -171,6 +174,7 @@ class TrainingRun(ABC, Generic[Config]):
                 self.load_checkpoint()
             self.tracker.rewind(self.global_step)
             self.lower_budgets()
+            self.recorder.start(self)
 
             if self.global_step >= self.total_steps:
                 logger.warning(
@@ -191,6 +195,7 @@ class TrainingRun(ABC, Generic[Config]):
                 with self.reports.phase("testing"):
                     metrics = self.validate()
                 self.tracker.log(metrics, 0)
+                self.recorder.add_metrics(0, metrics)
 
             while self.global_step < self.total_steps:
                 for batch in self.train_loader:
@@ -202,6 +207,7 @@ class TrainingRun(ABC, Generic[Config]):
             self.log_results()
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             self.note_shortage(error)
+            self.recorder.note_failure(self, error)
             self.checkpoints.rescue()
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 logger.warning(
@@ -213,6 +219,7 @@ class TrainingRun(ABC, Generic[Config]):
                 )
             raise
         finally:
+            self.recorder.finish()
             self.checkpoints.release()
             self.tracker.finish()
 
@@ -257,6 +264,7 @@ class TrainingRun(ABC, Generic[Config]):
         self.metrics["training/epoch"] = (self.global_step - 1) // len(self.train_loader)
         # Logged before it is saved: a run killed in between repeats the step and rewinds the line.
         self.tracker.log(self.metrics, self.global_step)
+        self.recorder.add_step(self, batch)
 
         if self._is_due(trainer.save_freq):
             with self.reports.phase("save_checkpoint"):

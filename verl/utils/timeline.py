@@ -62,6 +62,16 @@ def recorded_since(wall_ns: int) -> Recorded:
     return Recorded(machine, os.getpid(), offset, recent)
 
 
+def clock_shift_ns(recorded: Recorded, reference: Recorded) -> int:
+    """Return the nanoseconds to add to the times of a process to have them by the clock of `reference`.
+
+    Processes of one machine share their clock; others are aligned by their wall clocks.
+    """
+    if recorded.machine == reference.machine:
+        return 0
+    return recorded.wall_offset_ns - reference.wall_offset_ns
+
+
 def write_trace(path: Path, processes: Sequence[tuple[str, Recorded]]) -> None:
     """Write a file for chrome://tracing or ui.perfetto.dev, with one block of rows per process.
 
@@ -74,8 +84,7 @@ def write_trace(path: Path, processes: Sequence[tuple[str, Recorded]]) -> None:
     numbers = itertools.count()
 
     for pid, (name, recorded) in enumerate(processes):
-        same_clock = recorded.machine == reference.machine
-        shift_ns = 0 if same_clock else recorded.wall_offset_ns - reference.wall_offset_ns
+        shift_ns = clock_shift_ns(recorded, reference)
         events.append(_metadata("process_name", pid, 0, name=name))
         events.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
         rows = list(dict.fromkeys(span.row for span in recorded.spans))

@@ -20,6 +20,7 @@ from torch import Tensor
 # 2654435761, near 2^32 / golden ratio, as a signed number: neighbors get hashes far apart
 _MULTIPLIER = -1640531535
 _CHUNK = 1 << 14  # elements at once on a CPU: intermediate results stay in its caches
+_KEPT_HASHES = 1 << 18  # 2 MiB
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -127,11 +128,26 @@ def _sum_of_bits(bits: Tensor, part: Part) -> Tensor:
             places = torch.arange(first, first + len(values), dtype=torch.int64)
             places = places // part.run * part.stride + places % part.run
             mixed = (places + part.start).to(torch.int32).mul_(_MULTIPLIER)
+        elif part.start + first + len(values) <= _KEPT_HASHES:
+            total += torch.dot(_hashes()[part.start + first :][: len(values)], values)
+            continue
         else:
             mixed = _multiples()[: len(values)] + _signed((part.start + first) * _MULTIPLIER)
-        mixed ^= (mixed >> 15).bitwise_and_(0x1FFFF)  # of a signed number `>>` copies its sign
-        total += torch.dot(mixed.bitwise_or_(1).to(torch.int64), values)
+        total += torch.dot(_mixed(mixed), values)
     return total
+
+
+def _mixed(multiples: Tensor) -> Tensor:
+    """Make odd hashes of multiples, in place."""
+    # of a signed number `>>` copies its sign
+    multiples ^= (multiples >> 15).bitwise_and_(0x1FFFF)
+    return multiples.bitwise_or_(1).to(torch.int64)
+
+
+@functools.cache
+def _hashes() -> Tensor:
+    """Return the hashes of the first positions, which small tensors have alone."""
+    return _mixed(torch.arange(_KEPT_HASHES, dtype=torch.int32).mul_(_MULTIPLIER))
 
 
 @functools.cache

@@ -64,6 +64,27 @@ def gathered(
             log.add(bucket.names, values)
 
 
+@torch.no_grad()
+def whole_fingerprints(named_tensors: NamedTensors) -> tuple[list[str], list[int]]:
+    """Return names and fingerprints of whole tensors, computed from the shards of each rank.
+
+    All ranks that share the tensors must call it; all get the same.
+    """
+    buckets: list[_Bucket] = []
+    values: list[Tensor] = []
+    for bucket in _buckets(named_tensors, 1 << 30, None):
+        bucket.shards = [_local(tensor) for tensor in bucket.shards]
+        if bucket.mesh is not None:
+            bucket.cut()
+        found = bucket.fingerprints(None)
+        buckets.append(bucket)
+        values.append(found if bucket.mesh is None else found.to(_device_of(bucket.mesh)))
+
+    _add_up(buckets, values)
+    names = [name for bucket in buckets for name in bucket.names]
+    return names, torch.cat([value.cpu() for value in values]).tolist() if values else []
+
+
 @dataclass
 class _Bucket:
     """Tensors of one dtype that are sharded alike, or, without a mesh, whole on this rank."""
@@ -84,9 +105,8 @@ class _Bucket:
         if self.mesh is None:
             return
 
+        self.cut()
         size = self.mesh.size(self.axis)
-        rows = [-(-shape[0] // size) for shape in self.shapes]
-        self._chunks = [count * shape[1:].numel() for count, shape in zip(rows, self.shapes)]
         device = _device_of(self.mesh)
         self._whole = torch.empty(size, sum(self._chunks), dtype=self.dtype, device=device)
         mine = self._whole[self.mesh.get_local_rank(self.axis)]
@@ -100,6 +120,13 @@ class _Bucket:
 
         group = self.mesh.get_group(self.axis)
         self._work: Any = _all_gather(self._whole.view(-1), mine, group=group, async_op=True)
+
+    def cut(self) -> None:
+        """Note how many elements of each tensor a rank has; the last ranks may have fewer."""
+        assert self.mesh is not None
+        size = self.mesh.size(self.axis)
+        rows = [-(-shape[0] // size) for shape in self.shapes]
+        self._chunks = [count * shape[1:].numel() for count, shape in zip(rows, self.shapes)]
 
     @torch.no_grad()
     def fingerprints(self, dtype: torch.dtype | None) -> Tensor:

@@ -13,6 +13,7 @@ from verl.models.divergence import FrozenHead
 from verl.models.logprobs import head_of
 from verl.models.lora import apply_lora
 from verl.single_controller import Dispatch, Worker, register
+from verl.weight_sync.shards import whole_fingerprints
 
 
 class EngineWorker(Worker):
@@ -68,6 +69,11 @@ class TrainedWorker(EngineWorker):
         The settings that the model was built by must be the same.
         """
         self.config = config
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_digests(self) -> tuple[list[str], list[int]]:
+        """Return names and fingerprints of the trained tensors, for the record of the run."""
+        return whole_fingerprints(self.engine.trained_parameters())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path, *, in_background: bool = False) -> None:

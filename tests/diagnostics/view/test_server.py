@@ -1,0 +1,84 @@
+"""The server of `verl view` answers its own page alone."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from tests.diagnostics.view.toy_records import HOSTILE, write_record
+from verl.diagnostics.view.answers import Answers
+from verl.diagnostics.view.notebook import load_run
+from verl.diagnostics.view.server import ViewServer
+from verl.utils.errors import DataError
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ViewServer]:
+    write_record(tmp_path / "run", texts=[HOSTILE])
+    server = ViewServer(Answers([load_run(tmp_path / "run")]))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def get(server: ViewServer, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.request("GET", path, headers=headers)
+    reply = connection.getresponse()
+    body = reply.read()
+    connection.close()
+    return reply.status, body, dict(reply.getheaders())
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/api/sample/0/1/0", "/x"])
+def test_without_the_token_there_is_nothing(server: ViewServer, path: str):
+    for headers in ({}, {"X-Verl-Token": "wrong"}, {"X-Verl-Token": server.token[:-1]}):
+        status, body, _ = get(server, path, **headers)
+        assert (status, b"hacked" in body) == (403, False)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"Origin": "http://evil.example"}, {"Origin": "null"}, {"Host": "evil.example:80"}],
+)
+def test_other_origins_and_rebound_names_get_nothing(server: ViewServer, headers: dict[str, str]):
+    status, body, _ = get(server, "/api/runs", **{"X-Verl-Token": server.token, **headers})
+    assert status == 403
+    assert server.token.encode() not in body
+
+
+def test_the_page_and_its_answers_forbid_everything_foreign(server: ViewServer):
+    address = urlsplit(server.url)
+    assert parse_qs(address.query)["token"] == [server.token]
+    status, page, headers = get(server, f"/?{address.query}")
+    assert status == 200
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert b"http://" not in page.replace(b"http://www.w3.org/2000/svg", b"")
+    assert b"https://" not in page
+
+    status, body, headers = get(server, "/api/samples/0/1", **{"X-Verl-Token": server.token})
+    assert status == 200
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    columns = json.loads(body)["columns"]
+    assert columns["response"][0] == HOSTILE
+    assert columns["flat"] == [True] * 4 + [False] * 4
+    assert columns["score"][4:] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["", "runs/1", "sample/0/1", "sample/0/1/99", "samples/9/1", "samples/0/77", "a/../b"],
+)
+def test_questions_without_sense_are_refused(server: ViewServer, question: str):
+    with pytest.raises(DataError):
+        server.answers.answer(question)
+    assert get(server, f"/api/{question}", **{"X-Verl-Token": server.token})[0] == 404

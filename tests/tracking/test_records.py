@@ -1,0 +1,89 @@
+"""The record of a run: read as it was written, bounded, and whole after a crash."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.diagnostics.view.toy_records import toy_table, write_record
+from verl.tracking.records import RecordWriter, load_run, pack_digests, unpack_digests
+from verl.utils.errors import DataError
+
+
+def test_a_record_reads_back_as_written(tmp_path: Path):
+    write_record(tmp_path, steps=3, texts=["one", "two"])
+    run = load_run(tmp_path / "records")
+    assert run.kept_steps == [1, 2, 3]
+    assert run.metric("critic/score/mean") == {1: 1 / 3, 2: 2 / 3, 3: 1.0}
+    samples = run.samples(2)
+    assert [sample.response for sample in samples][:2] == ["one", "two"]
+    last = samples[-1]
+    assert (last.uid, last.score, last.fields["data_source"]) == ("1-1", 3.0, "toy")
+    lengths = {len(values) for values in last.tokens.values()}
+    assert lengths == {len(last.tokens["response_ids"])}
+    assert last.tokens["rollout_log_probs"].dtype == np.float32
+
+
+def test_the_newest_steps_stay_within_the_bounds(tmp_path: Path):
+    writer = write_record(tmp_path, steps=1)
+    size = (writer.folder / "steps" / "1.parquet").stat().st_size
+    few = RecordWriter(tmp_path, keep_steps=3, max_bytes=1 << 30)
+    for step in range(2, 7):
+        few.add_samples(step, toy_table(8, ["x"]))
+    assert load_run(tmp_path).kept_steps == [4, 5, 6]
+    RecordWriter(tmp_path, keep_steps=9, max_bytes=2.5 * size).add_samples(7, toy_table(8, ["x"]))
+    assert load_run(tmp_path).kept_steps == [6, 7]
+    RecordWriter(tmp_path, keep_steps=9, max_bytes=1).add_samples(8, toy_table(8, ["x"]))
+    assert load_run(tmp_path).kept_steps == [8]
+    with pytest.raises(DataError, match=r"step 7 .* are not kept"):
+        load_run(tmp_path).samples(7)
+
+
+def test_a_resumed_run_forgets_the_steps_after_its_checkpoint(tmp_path: Path):
+    writer = write_record(tmp_path, steps=5)
+    with (writer.folder / "steps.jsonl").open("a") as file:
+        file.write('{"step": 6, "ti')  # killed in the middle of a line
+    (writer.folder / "steps" / ".6.parquet.tmp-1").write_bytes(b"PAR1")
+    again = RecordWriter(tmp_path, keep_steps=20, max_bytes=1 << 30)
+    again.start({"config": {}, "started": 0.0}, 3)
+    run = load_run(tmp_path)
+    assert (sorted(run.steps), run.kept_steps, run.damage) == ([1, 2, 3], [1, 2, 3], [])
+    assert [path.name for path in (writer.folder / "steps").glob(".*")] == []
+
+
+def test_a_reader_follows_a_run_that_trains_and_starts_over(tmp_path: Path):
+    writer = write_record(tmp_path, steps=2)
+    run = load_run(tmp_path)
+    with (writer.folder / "steps.jsonl").open("a") as file:
+        file.write('{"step": 3, "time": 1.0, ')
+        file.flush()
+        run.refresh()
+        assert sorted(run.steps) == [1, 2]
+        file.write('"metrics": {}}\n')
+    run.refresh()
+    assert sorted(run.steps) == [1, 2, 3]
+    writer.start({"config": {}, "started": 0.0}, 1)
+    run.refresh()
+    assert sorted(run.steps) == [1]
+
+
+def test_damage_is_named_and_the_rest_is_read(tmp_path: Path):
+    writer = write_record(tmp_path, steps=2)
+    (writer.folder / "steps" / "2.parquet").write_bytes(b"PAR1 torn")
+    with (writer.folder / "steps.jsonl").open("a") as file:
+        file.write("[]\n{}\nnothing\n")
+    run = load_run(tmp_path)
+    assert len(run.damage) == 3
+    assert len(run.samples(1)) == 8
+    with pytest.raises(DataError, match="damaged"):
+        run.samples(2)
+    (writer.folder / "run.json").write_text('{"config"')
+    with pytest.raises(DataError, match="cannot be read"):
+        load_run(tmp_path)
+    with pytest.raises(DataError, match="found no records/run.json"):
+        load_run(tmp_path / "elsewhere")
+
+
+def test_digests_survive_packing():
+    digests = [0, 1, -1, 2**63 - 1, -(2**63)]
+    assert unpack_digests(pack_digests(digests)) == digests

@@ -1,0 +1,307 @@
+"""Answer the questions of the page about recorded runs, as values for JSON.
+
+A question is a path: "runs", "curves/0" (number of the run), "samples/0/7" (step 7), "sample/0/7/3"
+(row 3), "lanes/0/7", "plan/0", "advice/0".
+"""
+
+import functools
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from verl.config.load import config_from_dict
+from verl.diagnostics.view.run_advice import advise_on
+from verl.tracking.records import Run, StepSamples
+from verl.utils.errors import DataError, VerlError
+
+_EXCERPT = 160  # characters of a prompt or response in the table
+_WAITING_ROWS = ("phases", "calls")  # the driver waits in them
+_LIVE_S = 600.0  # a run without an end and without a line for longer is shown as stopped
+
+
+class Answers:
+    """Answers about some runs. Safe to use from several threads.
+
+    Args:
+        runs: recorded runs, in the order of their numbers.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = list(runs)
+        self._lock = threading.Lock()
+        self._plans: dict[int, Any] = {}
+        self._read = functools.lru_cache(maxsize=4)(_read_file)
+
+    def answer(self, question: str) -> Any:
+        """Return the answer to a question. Raises DataError for one that makes no sense."""
+        name, *parts = question.split("/")
+        kinds = {
+            "runs": (self.overview, 0),
+            "curves": (self.curves, 1),
+            "samples": (self.samples, 2),
+            "sample": (self.sample, 3),
+            "lanes": (self.lanes, 2),
+            "plan": (self.plan, 1),
+            "advice": (self.advice, 1),
+        }
+        if name not in kinds or len(parts) != kinds[name][1]:
+            raise DataError(f"Expected one of {', '.join(kinds)}, got the question {question!r}.")
+        if not all(part.isdecimal() for part in parts):
+            raise DataError(f"Expected numbers in the question, got {question!r}.")
+        answer, _ = kinds[name]
+        with self._lock:
+            return answer(*map(int, parts))
+
+    def overview(self) -> list[dict[str, Any]]:
+        """Describe all runs."""
+        rows = []
+        for number, run in enumerate(self.runs):
+            run.refresh()
+            facts = run.facts
+            rows.append(
+                {
+                    "id": number,
+                    "name": run.name,
+                    "folder": str(run.folder),
+                    "state": _state(run),
+                    "steps": max(run.steps, default=0),
+                    "total_steps": facts.get("total_steps"),
+                    "kept": run.kept_steps,
+                    "started": facts.get("started"),
+                    "device": facts.get("device", ""),
+                    "ranks": facts.get("ranks", 1),
+                    "versions": facts.get("versions", {}),
+                    "events": run.events[-50:],
+                    "damage": run.damage[:20],
+                }
+            )
+        return rows
+
+    def curves(self, number: int) -> dict[str, Any]:
+        """Return every metric of a run by step; null where a step has none."""
+        run = self._run(number)
+        run.refresh()
+        steps = sorted(run.steps)
+        names: dict[str, None] = {}
+        for step in steps:
+            names.update(dict.fromkeys(run.steps[step].metrics))
+        metrics = {}
+        for name in names:
+            metrics[name] = [run.steps[step].metrics.get(name) for step in steps]
+        return {"steps": steps, "metrics": metrics}
+
+    def samples(self, number: int, step: int) -> dict[str, Any]:
+        """Return the table of a step's samples by column."""
+        samples = self._samples(number, step)
+        table = samples.table
+        if not len(samples):
+            return {"rows": 0, "columns": {}, "widest": 0}
+        mask = _offsets_and_values(table, "response_mask")
+        lengths = np.diff(mask[0])
+        prompt_offsets, _ = _offsets_and_values(table, "prompt_ids")
+        scores = table["score"].to_numpy()
+        uids = table["uid"].to_pylist()
+
+        groups, group_of = np.unique(np.array(uids, dtype=str), return_inverse=True)
+        lowest = np.full(len(groups), np.inf)
+        highest = np.full(len(groups), -np.inf)
+        np.minimum.at(lowest, group_of, scores)
+        np.maximum.at(highest, group_of, scores)
+        is_flat = (lowest == highest)[group_of]
+
+        widest = int(lengths.max())
+        width = self._config_value(number, "data.max_response_length") or widest
+        columns: dict[str, Any] = {
+            "group": uids,
+            "score": _rounded(scores),
+            "length": lengths.tolist(),
+            "prompt_length": np.diff(prompt_offsets).tolist(),
+            "flat": is_flat.tolist(),
+            "clipped": (lengths >= width).tolist(),
+            "prompt": _excerpts(table["prompt"]),
+            "response": _excerpts(table["response"]),
+        }
+        if "advantages" in table.column_names:
+            columns["advantage"] = _rounded(_masked_mean(table, "advantages", mask))
+        if {"rollout_log_probs", "old_log_probs"} <= set(table.column_names):
+            columns["mismatch"] = _rounded(_largest_gap(table, mask))
+        return {"rows": len(samples), "columns": columns, "widest": widest}
+
+    def sample(self, number: int, step: int, row: int) -> dict[str, Any]:
+        """Return one trajectory with all its token values."""
+        samples = self._samples(number, step)
+        if row >= len(samples):
+            raise DataError(f"Step {step} has {len(samples)} samples, got row {row}.")
+        sample = samples[row]
+        pieces = samples.pieces
+        ids = sample.tokens["response_ids"].tolist()
+        tokens = {}
+        for name, values in sample.tokens.items():
+            if name != "response_ids":
+                tokens[name] = _finite(values)
+
+        fields = dict(sample.fields)
+        messages = _messages(fields)
+        uids = samples.table["uid"].to_pylist()
+        return {
+            "row": row,
+            "group": sample.uid,
+            "members": [other for other, uid in enumerate(uids) if uid == sample.uid],
+            "score": sample.score,
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "prompt_pieces": [pieces.get(token, "") for token in sample.prompt_ids.tolist()],
+            "pieces": [pieces.get(token, "") for token in ids],
+            "ids": ids,
+            "tokens": tokens,
+            "messages": messages,
+            "fields": fields,
+        }
+
+    def lanes(self, number: int, step: int) -> dict[str, Any]:
+        """Return the spans of all processes in a step, and each one's share of idle time."""
+        lanes = self._samples(number, step).lanes
+        line = self.runs[number].steps.get(step)
+        end_s = line.metrics.get("timing_s/step", 0.0) if line is not None else 0.0
+        for lane in lanes:
+            own = [(start, end) for _, row, start, end in lane["spans"] if row not in _WAITING_ROWS]
+            lane["busy_s"] = _covered(own, end_s)
+        return {"end_s": end_s, "lanes": lanes}
+
+    def plan(self, number: int) -> dict[str, Any]:
+        """Return the memory plan of the configuration next to the measured peaks."""
+        if number not in self._plans:
+            self._plans[number] = _plan(self._run(number))
+        return self._plans[number]
+
+    def advice(self, number: int) -> list[dict[str, Any]]:
+        """Return the findings about a run, the most important first."""
+        run = self._run(number)
+        run.refresh()
+        return advise_on(run, is_live=_state(run) == "training")
+
+    def _run(self, number: int) -> Run:
+        if number >= len(self.runs):
+            raise DataError(f"There are {len(self.runs)} runs, got number {number}.")
+        return self.runs[number]
+
+    def _samples(self, number: int, step: int) -> StepSamples:
+        path = self._run(number).samples_file(step)
+        return self._read(path, path.stat().st_mtime_ns)
+
+    def _config_value(self, number: int, key: str) -> Any:
+        value: Any = self.runs[number].config
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                return None
+            value = value[part]
+        return value
+
+
+def _read_file(path: Path, changed_ns: int) -> StepSamples:
+    """Read a file of samples; another attempt at the step has another `changed_ns`."""
+    return StepSamples(path)
+
+
+def _state(run: Run) -> str:
+    """Return "training", "finished", "failed", or "stopped" for a process that was killed."""
+    last_event = run.events[-1]["event"] if run.events else ""
+    if last_event == "end":
+        return "finished"
+    if last_event == "failed":
+        return "failed"
+    newest = max((line.time for line in run.steps.values()), default=run.facts["started"])
+    return "training" if time.time() - newest < _LIVE_S else "stopped"
+
+
+def _plan(run: Run) -> dict[str, Any]:
+    """Plan the memory of a run's configuration; takes seconds, because torch loads."""
+    from verl.diagnostics.profile import profile_memory
+
+    measured = {}
+    for name in ("perf/max_memory_allocated_gb", "rollout/memory_gib", "timing_s/step"):
+        values = run.metric(name)
+        if values:
+            measured[name] = max(values.values())
+    if run.facts.get("kind") != "TrainConfig":
+        return {
+            "text": "",
+            "problem": "verl plan describes runs of verl train.",
+            "measured": measured,
+        }
+    try:
+        profile = profile_memory(config_from_dict(run.config))
+    except VerlError as error:
+        return {"text": "", "problem": str(error), "measured": measured}
+    return {"text": str(profile), "problem": "", "measured": measured}
+
+
+def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Take the conversation out of a row's fields: that of the agent loop, else the prompt's."""
+    info = fields.get("agent_info")
+    if isinstance(info, dict) and isinstance(info.get("messages"), list):
+        return info["messages"]
+    raw = fields.pop("raw_prompt", None)
+    return raw if isinstance(raw, list) else []
+
+
+def _excerpts(column: pa.ChunkedArray) -> list[str]:
+    return [text[:_EXCERPT] for text in column.to_pylist()]
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    values = np.asarray(values, dtype=float)
+    return [round(value, 6) if np.isfinite(value) else None for value in values.tolist()]
+
+
+def _finite(values: np.ndarray) -> list[float | None]:
+    if values.dtype.kind != "f":
+        return values.tolist()
+    return [value if np.isfinite(value) else None for value in values.tolist()]
+
+
+def _offsets_and_values(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+    column = table[name].combine_chunks()
+    if isinstance(column, pa.ChunkedArray):
+        column = column.chunk(0)
+    return column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False)
+
+
+def _masked_mean(table: pa.Table, name: str, mask: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Average the values of each row over its tokens with mask 1."""
+    offsets, counted = mask
+    _, values = _offsets_and_values(table, name)
+    kept = np.where(counted > 0, values, 0.0)
+    sums = np.concatenate([[0.0], np.cumsum(kept)])
+    counts = np.concatenate([[0], np.cumsum(counted > 0)])
+    total = sums[offsets[1:]] - sums[offsets[:-1]]
+    count = counts[offsets[1:]] - counts[offsets[:-1]]
+    return np.divide(total, count, out=np.zeros_like(total), where=count > 0)
+
+
+def _largest_gap(table: pa.Table, mask: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Return the largest |log p_rollout - log p_trainer| of each row."""
+    offsets, counted = mask
+    _, rollout = _offsets_and_values(table, "rollout_log_probs")
+    _, trainer = _offsets_and_values(table, "old_log_probs")
+    gap = np.where(counted > 0, np.abs(rollout - trainer), 0.0)
+    gap = np.concatenate([gap, [0.0]])
+    largest = np.maximum.reduceat(gap, np.minimum(offsets[:-1], len(gap) - 1))
+    return np.where(offsets[1:] > offsets[:-1], largest, 0.0)
+
+
+def _covered(spans: Sequence[tuple[float, float]], end_s: float) -> float:
+    """Return the seconds between 0 and `end_s` that at least one span covers."""
+    covered = 0.0
+    reached = 0.0
+    for start, end in sorted(spans):
+        start, end = max(start, reached), min(end, end_s)
+        if end > start:
+            covered += end - start
+            reached = end
+    return covered

@@ -1,0 +1,401 @@
+"""The record of a run: what every step did, in files that a killed process cannot damage.
+
+- records/run.json: configuration, versions, machine, and the names of the trained tensors
+- records/steps.jsonl: a line for each step or event, with metrics and digests; all are kept
+- records/steps/N.parquet: the samples of step N, one row each; those of the newest steps are kept
+
+A file of samples appears whole or not at all. It has one list column for each column of the batch
+with a value for every response token, and in its metadata the spans of all processes, the prompts
+that were drawn, and the text of each token.
+"""
+
+import base64
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.tracking.files import drop_lines_after, repair_last_line
+from verl.tracking.samples import plain, to_json_line
+from verl.utils.errors import DataError
+from verl.utils.json_text import parse_json
+
+FOLDER = "records"
+RUN_FILE = "run.json"
+STEPS_FILE = "steps.jsonl"
+SAMPLES_FOLDER = "steps"
+FORMAT = 1
+# Keys of a Parquet file's metadata; each holds JSON.
+_LANES = b"verl.lanes"
+_PROMPTS = b"verl.prompts"
+_PIECES = b"verl.pieces"
+_FACTS = b"verl.facts"
+
+
+class RecordWriter:
+    """Write the record of a run in `folder/records`.
+
+    Args:
+        folder: the folder of the run.
+        keep_steps: newest steps whose samples are kept.
+        max_bytes: size that all kept samples may take; the newest step always stays.
+    """
+
+    def __init__(self, folder: Path, keep_steps: int, max_bytes: float) -> None:
+        self.folder = folder / FOLDER
+        self.keep_steps = keep_steps
+        self.max_bytes = max_bytes
+        self._lines = self.folder / STEPS_FILE
+        self._samples = self.folder / SAMPLES_FOLDER
+
+    def start(self, facts: Mapping[str, Any], step: int) -> None:
+        """Write `run.json`, and forget all steps after `step`, from which the run continues."""
+        self._samples.mkdir(parents=True, exist_ok=True)
+        repair_last_line(self._lines)
+        drop_lines_after(self._lines, step if step > 0 else -1)
+        for path in self._files():
+            if int(path.stem) > step or step == 0:
+                path.unlink()
+        for leftover in self._samples.glob(".*.tmp-*"):
+            leftover.unlink()
+        _write_whole(
+            self.folder / RUN_FILE, json.dumps(plain({"format": FORMAT, **facts})).encode()
+        )
+
+    def add_line(self, line: Mapping[str, Any]) -> None:
+        """Append a step or an event; one write, so a reader sees it whole."""
+        with self._lines.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(to_json_line(line))
+
+    def add_samples(self, step: int, table: pa.Table) -> None:
+        """Write the samples of a step, then remove those of the oldest steps."""
+        path = self._samples / f"{step}.parquet"
+        temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+        try:
+            pq.write_table(table, temporary, compression="zstd", use_dictionary=False)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._prune()
+
+    def _prune(self) -> None:
+        files = self._files()
+        sizes = {path: path.stat().st_size for path in files}
+        while len(files) > 1:
+            total = sum(sizes[path] for path in files)
+            if len(files) <= self.keep_steps and total <= self.max_bytes:
+                return
+            files.pop(0).unlink()
+
+    def _files(self) -> list[Path]:
+        return _sample_files(self._samples)
+
+
+def samples_table(
+    columns: Mapping[str, Any],
+    *,
+    lanes: Any = (),
+    prompts: Any = (),
+    pieces: Mapping[int, str] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> pa.Table:
+    """Make the table of a step's samples.
+
+    Args:
+        columns: pyarrow arrays by name.
+        lanes: spans of the processes, see `verl.trainer.recorder`.
+        prompts: rows of the training data that the step drew, [number, row] each.
+        pieces: the text of every token id that occurs.
+        facts: further plain values of the step.
+    """
+    notes = {_LANES: lanes, _PROMPTS: prompts, _PIECES: pieces or {}, _FACTS: facts or {}}
+    metadata = {}
+    for name, value in notes.items():
+        text = json.dumps(plain(value), ensure_ascii=False)
+        metadata[name] = text.encode("utf-8", errors="backslashreplace")
+    return pa.table(dict(columns)).replace_schema_metadata(metadata)
+
+
+def token_lists(values: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
+    """Make a list column of values that follow each other, `lengths` of them in each row."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values)))
+
+
+def pack_digests(values: Sequence[int]) -> str:
+    """Write 64-bit digests as one short text."""
+    return base64.b64encode(np.array(values, dtype="<i8").tobytes()).decode()
+
+
+def unpack_digests(text: str) -> list[int]:
+    """Undo `pack_digests`."""
+    return np.frombuffer(base64.b64decode(text), dtype="<i8").tolist()
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trajectory of a step.
+
+    `tokens` has an array for each column with a value for every response token, such as
+    `response_ids`, `response_mask`, `rollout_log_probs` and `advantages`. `fields` has everything
+    else of the row: score, uid, the parts of the reward, messages of an agent.
+    """
+
+    row: int
+    prompt: str
+    response: str
+    prompt_ids: np.ndarray
+    tokens: dict[str, np.ndarray]
+    fields: dict[str, Any]
+
+    @property
+    def uid(self) -> str:
+        """Return the name of the sample's group."""
+        return self.fields["uid"]
+
+    @property
+    def score(self) -> float:
+        """Return the score of the reward."""
+        return self.fields["score"]
+
+
+class StepSamples:
+    """The samples of one step, read from their file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.table = pq.read_table(path)
+            metadata = self.table.schema.metadata or {}
+            self._notes = {name: metadata[name] for name in (_LANES, _PROMPTS, _PIECES, _FACTS)}
+        except (OSError, pa.ArrowException, KeyError) as error:
+            raise DataError(
+                f"{path} is no file of samples, or is damaged ({error}). The other steps can still "
+                "be read; remove this file."
+            ) from error
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def __getitem__(self, row: int) -> Sample:
+        row = range(len(self))[row]
+        values = {}
+        tokens = {}
+        for name in self.table.column_names:
+            cell = self.table[name][row]
+            if isinstance(cell, pa.ListScalar):
+                tokens[name] = cell.values.to_numpy(zero_copy_only=False)
+            else:
+                values[name] = cell.as_py()
+        fields = {**values, **parse_json(values.pop("fields"))}
+        del fields["fields"]
+        return Sample(
+            row=row,
+            prompt=fields.pop("prompt"),
+            response=fields.pop("response"),
+            prompt_ids=tokens.pop("prompt_ids"),
+            tokens=tokens,
+            fields=fields,
+        )
+
+    def __repr__(self) -> str:
+        return f"{len(self)} samples of {self.path}"
+
+    @property
+    def lanes(self) -> list[dict[str, Any]]:
+        """Return the spans of each process, in seconds from the start of the step."""
+        return parse_json(self._notes[_LANES])
+
+    @property
+    def prompts(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the rows of the training data that the step drew, with their numbers."""
+        return [(number, row) for number, row in parse_json(self._notes[_PROMPTS])]
+
+    @cached_property
+    def pieces(self) -> dict[int, str]:
+        """Return the text of each token id that occurs."""
+        return {int(token): text for token, text in parse_json(self._notes[_PIECES]).items()}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return further values of the step."""
+        return parse_json(self._notes[_FACTS])
+
+
+@dataclass
+class StepLine:
+    """The line of one step: `metrics`, and the digests of its columns and of the weights after it.
+
+    `weights` has for each role the digests of its tensors, in the order of `Run.tensor_names`.
+    """
+
+    step: int
+    time: float
+    metrics: dict[str, float]
+    columns: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Run:
+    """A recorded run. It may still be training: `refresh` reads the lines that came since.
+
+    Example:
+        ```python
+        import verl
+
+        run = verl.load_run("checkpoints/toy/toy")
+        print(run.metric("critic/score/mean"))
+        worst = min(run.samples(run.kept_steps[-1]), key=lambda sample: sample.score)
+        print(worst.prompt, worst.response)
+        ```
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder  # of the run, in which `records` lies
+        self.records = folder / FOLDER
+        self.facts = _read_facts(self.records / RUN_FILE)
+        self.steps: dict[int, StepLine] = {}
+        self.events: list[dict[str, Any]] = []
+        self.damage: list[str] = []
+        self._seen = (0, 0)  # bytes of `steps.jsonl` that were read, and its inode
+        self.refresh()
+
+    @property
+    def name(self) -> str:
+        """Return the last two parts of the folder, which are project and experiment."""
+        return "/".join(self.folder.parts[-2:])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return the configuration as a tree, without secrets."""
+        return self.facts["config"]
+
+    @property
+    def tensor_names(self) -> dict[str, list[str]]:
+        """Return the names of the trained tensors of each role."""
+        return self.facts.get("tensors", {})
+
+    @property
+    def kept_steps(self) -> list[int]:
+        """Return the steps whose samples are kept."""
+        return [int(path.stem) for path in _sample_files(self.records / SAMPLES_FOLDER)]
+
+    def metric(self, name: str) -> dict[int, float]:
+        """Return the values of a metric by step."""
+        found = {}
+        for step, line in self.steps.items():
+            if line.metrics.get(name) is not None:
+                found[step] = line.metrics[name]
+        return found
+
+    def samples(self, step: int) -> StepSamples:
+        """Read the samples of a step. Raises DataError if they are not kept, or damaged."""
+        return StepSamples(self.samples_file(step))
+
+    def samples_file(self, step: int) -> Path:
+        """Return the file of a step's samples. Raises DataError if they are not kept."""
+        path = self.records / SAMPLES_FOLDER / f"{step}.parquet"
+        if not path.is_file():
+            raise DataError(
+                f"The samples of step {step} of {self.folder} are not kept; those of these steps "
+                f"are: {self.kept_steps}. trainer.record.keep_steps keeps more."
+            )
+        return path
+
+    def refresh(self) -> None:
+        """Read the lines that were written since the last call."""
+        path = self.records / STEPS_FILE
+        if not path.is_file():
+            return
+        status = path.stat()
+        offset, inode = self._seen
+        if inode != status.st_ino or status.st_size < offset:
+            offset = 0  # the run was started again, and has dropped lines
+            self.steps.clear()
+            self.events.clear()
+            self.damage.clear()
+
+        with path.open("rb") as file:
+            file.seek(offset)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]  # the rest is being written
+        for line in whole.splitlines():
+            self._add(line)
+        self._seen = offset + len(whole), status.st_ino
+
+    def __repr__(self) -> str:
+        last = max(self.steps, default=0)
+        return f"Run {self.folder}: {last} steps, samples of {len(self.kept_steps)}"
+
+    def _add(self, line: bytes) -> None:
+        try:
+            values = parse_json(line)
+            step = values["step"]
+            if "event" in values:
+                self.events.append(values)
+                return
+            known = self.steps.setdefault(step, StepLine(step, values["time"], {}))
+            known.metrics.update(values["metrics"])
+            known.columns.update(values.get("columns", {}))
+            for role, digests in values.get("weights", {}).items():
+                known.weights[role] = unpack_digests(digests)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self.damage.append(f"A line of {self.records / STEPS_FILE} is damaged ({error!r:.80}).")
+
+
+def load_run(path: Path | str) -> Run:
+    """Read the record of the run in `path`, see `run_folder`."""
+    return Run(run_folder(path))
+
+
+def run_folder(path: Path | str) -> Path:
+    """Return the folder of a recorded run, which may be given by its folder `records`.
+
+    Raises DataError if no record is there.
+    """
+    folder = Path(path).expanduser().absolute()
+    if folder.name == FOLDER and (folder / RUN_FILE).is_file():
+        folder = folder.parent
+    if not (folder / FOLDER / RUN_FILE).is_file():
+        raise DataError(
+            f"Expected the folder of a recorded run, found no {FOLDER}/{RUN_FILE} in {folder}. "
+            "Give the run's trainer.default_local_dir; trainer.record.enable=true records."
+        )
+    return folder
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    try:
+        facts = parse_json(path.read_bytes())
+        if not isinstance(facts, dict) or "config" not in facts:
+            raise ValueError("it has no configuration")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}). Copy the record again.") from error
+    if facts.get("format") != FORMAT:
+        raise DataError(
+            f"{path} has format {facts.get('format')!r:.20}, and this version reads {FORMAT}. Read "
+            "it with the version that wrote it."
+        )
+    return facts
+
+
+def _sample_files(folder: Path) -> list[Path]:
+    files = [path for path in folder.glob("*.parquet") if path.stem.isdigit()]
+    return sorted(files, key=lambda path: int(path.stem))
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

@@ -1,0 +1,378 @@
+"""Collect the record of each step, and write it from a thread while the next step runs."""
+
+import copy
+import hashlib
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+import verl
+from verl.checkpoint.background import Background
+from verl.checkpoint.claim import Claim
+from verl.config.load import config_to_show
+from verl.config.trainer import RecordConfig
+from verl.data import RLDataLoader
+from verl.protocol import DataProto
+from verl.tracking.records import (
+    FOLDER,
+    RecordWriter,
+    pack_digests,
+    samples_table,
+    token_lists,
+)
+from verl.tracking.samples import to_json_line
+from verl.trainer.metrics import spans_of_processes
+from verl.utils.devices import describe_device
+from verl.utils.logging import logger
+from verl.utils.timeline import Recorded, clock_shift_ns
+from verl.utils.timing import PhaseTimer
+from verl.utils.units import MIB
+
+_PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "tensordict", "ray")
+_MOST_SPANS = 2000  # of a process; the longest stay
+# Columns that are views of others, or too large: hidden states.
+_LEFT_OUT = ("prompts", "responses", "input_ids", "attention_mask", "position_ids")
+_LEFT_OUT_FIELDS = ("raw_prompt_ids", "uid", "prompt_row", "turn_rewards")
+
+
+class RecordedRun(Protocol):
+    """The parts of a training run that its record reads."""
+
+    config: Any
+    device: torch.device
+    tokenizer: Any
+    train_loader: RLDataLoader
+    pool: Any
+    global_step: int
+    total_steps: int
+    metrics: dict[str, float]
+    timer: PhaseTimer
+
+    def worker_groups(self) -> list[Any]: ...
+
+    def checkpointed_groups(self) -> Mapping[str, Any]: ...
+
+
+class StepRecorder:
+    """Records a run in `folder/records`, as `trainer.record` says.
+
+    A record that cannot be written ends with a warning; the run goes on without it.
+
+    Args:
+        config: the section `trainer.record`.
+        folder: the folder of the run.
+    """
+
+    def __init__(self, config: RecordConfig, folder: Path) -> None:
+        self.config = config
+        self.folder = folder
+        self._writer = RecordWriter(folder, config.keep_steps, config.max_mib * MIB)
+        self._claim = Claim(folder / FOLDER)
+        self._background = Background()
+        self._is_on = False
+        self._has_failed = False
+        self._step = 0
+        self._tokenizer: Any = None
+        self._pieces: dict[int, str] = {}
+        self._drawn: list[tuple[int, dict[str, Any]]] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether this run is recorded."""
+        return self._is_on
+
+    def start(self, run: RecordedRun) -> None:
+        """Begin the record, or continue it after the step from which the run resumes."""
+        if not self.config.enable:
+            return
+        try:
+            self._claim.file.parent.mkdir(parents=True, exist_ok=True)
+            holder = self._claim.take()
+        except OSError as error:
+            self._stop(error)
+            return
+        if holder is not None:
+            logger.warning(
+                "This run is not recorded, because another one (%s) records into %s. Set "
+                "trainer.experiment_name or trainer.default_local_dir.",
+                holder,
+                self.folder,
+            )
+            return
+
+        # A copy: a fast tokenizer that two threads use at the same time may raise.
+        self._tokenizer = copy.deepcopy(run.tokenizer)
+        self._is_on = True
+        names, digests = self._weight_digests(run)
+        try:
+            self._writer.start(_facts(run, names), run.global_step)
+            self._writer.add_line({"event": "start", "step": run.global_step, "time": time.time()})
+            if run.global_step == 0:
+                self._writer.add_line(_line(0, {}, weights=digests))
+        except OSError as error:
+            self._stop(error)
+            return
+        run.train_loader.on_drawn = self._note_drawn
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics outside of a training step, those of the first validation for example."""
+        self._write(lambda: self._writer.add_line(_line(step, metrics)))
+
+    def add_step(self, run: RecordedRun, batch: DataProto) -> None:
+        """Record the step that has just ended. The files are written while the next one runs."""
+        if not self._is_on:
+            return
+        step = self._step = run.global_step
+        metrics = dict(run.metrics)
+        skipped = {name: value for name, value in metrics.items() if "skipped_updates" in name}
+        _, digests = self._weight_digests(run)
+        spans = spans_of_processes(run.worker_groups(), run.timer.started_at_ns)
+        started_ns = run.timer.started_at_ns
+        drawn = self._take_drawn()
+
+        def write() -> None:
+            columns = self._columns(batch)
+            texts = self._pieces_of(columns)
+            table = samples_table(
+                columns, lanes=_lanes(spans, started_ns), prompts=drawn, pieces=texts
+            )
+            self._writer.add_samples(step, table)
+            metrics.update(_group_metrics(columns))
+            line = _line(step, metrics, weights=digests, columns=_column_digests(columns))
+            self._writer.add_line(line)
+            if any(skipped.values()):
+                self._writer.add_line(_event(step, "skipped", f"updates skipped: {skipped}"))
+
+        self._write(write)
+
+    def note_failure(self, run: RecordedRun, error: BaseException) -> None:
+        """Record the error that ends the run, and the prompts of the step in which it came."""
+        if not self._is_on:
+            return
+        self._has_failed = True
+        step = run.global_step
+        drawn = self._take_drawn()
+
+        def write() -> None:
+            self._writer.add_line(_event(step, "failed", f"{type(error).__name__}: {error}"))
+            if drawn:
+                self._writer.add_samples(step, samples_table({}, prompts=drawn))
+
+        self._write(write)
+
+    def finish(self) -> None:
+        """Wait for everything to be written, and give the folder back."""
+        self.wait()
+        if self._is_on and not self._has_failed:
+            self._write(lambda: self._writer.add_line(_event(self._step, "end", "")))
+            self.wait()
+        self._is_on = False
+        self._claim.give_back()
+
+    def wait(self) -> None:
+        """Wait for the step before to be written."""
+        try:
+            self._background.is_done(wait=True)
+        except (OSError, pa.ArrowException) as error:
+            self._stop(error)
+
+    # ---------------------------------------------------------------- parts
+
+    def _note_drawn(self, rows: Sequence[int], items: Sequence[dict[str, Any]]) -> None:
+        self._drawn += zip(rows, items)
+
+    def _take_drawn(self) -> list[tuple[int, dict[str, Any]]]:
+        drawn = self._drawn
+        self._drawn = []
+        return drawn
+
+    def _weight_digests(self, run: RecordedRun) -> tuple[dict[str, list[str]], dict[str, str]]:
+        """Return names and packed digests of the trained tensors of every role."""
+        names = {}
+        digests = {}
+        if self.config.weights:
+            for role, group in run.checkpointed_groups().items():
+                names[role], values = group.weight_digests()[0]
+                digests[role] = pack_digests(values)
+        return names, digests
+
+    def _write(self, work: Any) -> None:
+        """Do this work after the work before; at most one is under way."""
+        self.wait()
+        if self._is_on:
+            self._background.start(work)
+
+    def _stop(self, error: BaseException) -> None:
+        self._is_on = False
+        logger.warning(
+            "The record of this run ends here, because it cannot be written into %s (%s). "
+            "trainer.record.enable=false leaves it out.",
+            self.folder / FOLDER,
+            error,
+        )
+
+    def _columns(self, batch: DataProto) -> dict[str, Any]:
+        """Return the batch without padding, as arrays by name; nothing without responses."""
+        tensors = batch.batch
+        if tensors is None or "responses" not in tensors.keys():
+            return {}
+        mask = tensors["attention_mask"].bool()
+        width = tensors["prompts"].shape[1]
+        prompt_mask, response_mask = mask[:, :width], mask[:, width:]
+        prompt_lengths = prompt_mask.sum(-1).numpy()
+        lengths = response_mask.sum(-1).numpy()
+
+        prompt_ids = tensors["prompts"][prompt_mask].to(torch.int32).numpy()
+        response_ids = tensors["responses"][response_mask].to(torch.int32).numpy()
+        columns: dict[str, Any] = {
+            "uid": pa.array([str(uid) for uid in batch.non_tensor_batch["uid"]]),
+            "score": pa.array(tensors["token_level_scores"].sum(-1).double().numpy()),
+            "prompt": pa.array(self._texts(prompt_ids, prompt_lengths)),
+            "response": pa.array(self._texts(response_ids, lengths)),
+            "fields": pa.array(_fields(batch)),
+            "prompt_ids": token_lists(prompt_ids, prompt_lengths),
+            "response_ids": token_lists(response_ids, lengths),
+        }
+        for name, tensor in tensors.items():
+            is_of_tokens = tensor.shape == response_mask.shape
+            if is_of_tokens and name not in _LEFT_OUT:
+                columns[name] = token_lists(_narrow(tensor[response_mask]), lengths)
+            elif tensor.dim() == 1:
+                columns[name] = pa.array(_narrow(tensor))
+        return columns
+
+    def _texts(self, ids: np.ndarray, lengths: np.ndarray) -> list[str]:
+        rows = np.split(ids, np.cumsum(lengths)[:-1])
+        texts = self._tokenizer.batch_decode([row.tolist() for row in rows])
+        # Half a character in a text becomes a lone surrogate, which Parquet does not take.
+        return [text.encode("utf-8", errors="replace").decode("utf-8") for text in texts]
+
+    def _pieces_of(self, columns: Mapping[str, Any]) -> dict[int, str]:
+        """Return the text of every token id that occurs."""
+        found: set[int] = set()
+        for name in ("prompt_ids", "response_ids"):
+            if name in columns:
+                found.update(np.unique(columns[name].values.to_numpy()).tolist())
+        for token in found - self._pieces.keys():
+            self._pieces[token] = self._tokenizer.decode([token])
+        return {token: self._pieces[token] for token in sorted(found)}
+
+
+def _facts(run: RecordedRun, tensor_names: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Return the contents of `run.json`."""
+    versions = {"verl": verl.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+
+    loader = run.train_loader.state_dict()
+    return {
+        "config": config_to_show(run.config),
+        "kind": type(run.config).__name__,
+        "trainer": f"{type(run).__module__}.{type(run).__qualname__}",
+        "versions": versions,
+        "machine": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": describe_device(run.device),
+        "ranks": run.pool.world_size,
+        "total_steps": run.total_steps,
+        "data": {"num_rows": loader["num_rows"], "fingerprint": loader["fingerprint"]},
+        "tensors": dict(tensor_names),
+        "started": time.time(),
+    }
+
+
+def _line(
+    step: int,
+    metrics: Mapping[str, float],
+    *,
+    weights: Mapping[str, str] | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    return {
+        "step": step,
+        "time": time.time(),
+        "metrics": dict(metrics),
+        "columns": columns or {},
+        "weights": weights or {},
+    }
+
+
+def _event(step: int, kind: str, text: str) -> dict[str, Any]:
+    return {"event": kind, "step": step, "time": time.time(), "text": text}
+
+
+def _fields(batch: DataProto) -> list[str]:
+    """Return the object columns of each row as JSON, those of the reward and the data first."""
+    columns = batch.non_tensor_batch
+    first = [name for name in batch.meta_info.get("reward_fields", ()) if name in columns]
+    others = [name for name in columns if name not in first and name not in _LEFT_OUT_FIELDS]
+    rows = []
+    for row in range(len(batch)):
+        values = {name: columns[name][row] for name in (*first, *others)}
+        values["reward_parts"] = {name: columns[name][row] for name in first}
+        line = to_json_line(values).rstrip("\n")
+        rows.append(line.encode("utf-8", errors="backslashreplace").decode())
+    return rows
+
+
+def _group_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
+    """Return the share of groups in which all samples have one score."""
+    if "uid" not in columns:
+        return {}
+    scores_of: dict[str, set[float]] = {}
+    for uid, score in zip(columns["uid"].to_pylist(), columns["score"].to_pylist()):
+        scores_of.setdefault(uid, set()).add(score)
+    flat = sum(len(scores) == 1 for scores in scores_of.values())
+    return {"groups/flat_share": flat / len(scores_of)}
+
+
+def _narrow(tensor: torch.Tensor) -> np.ndarray:
+    """Return the values in the narrowest type that holds them exactly."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    if tensor.dtype in (torch.int64, torch.bool) and tensor.numel():
+        lowest, highest = tensor.min().item(), tensor.max().item()
+        if lowest >= -128 and highest < 128:
+            tensor = tensor.to(torch.int8)
+    return tensor.numpy()
+
+
+def _column_digests(columns: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of every column of token values."""
+    digests = {}
+    for name, column in columns.items():
+        if isinstance(column, pa.ListArray):
+            digest = hashlib.blake2b(column.values.to_numpy(), digest_size=8)
+            digest.update(column.offsets.to_numpy())
+            digests[name] = digest.hexdigest()
+    return digests
+
+
+def _lanes(processes: Sequence[tuple[str, Recorded]], started_ns: int) -> list[dict[str, Any]]:
+    """Return the spans of each process, in seconds from the start of the step."""
+    _, reference = processes[0]
+    origin_ns = started_ns - reference.wall_offset_ns
+    lanes = []
+    for name, recorded in processes:
+        shift_ns = clock_shift_ns(recorded, reference) - origin_ns
+        longest = sorted(recorded.spans, key=lambda span: span.start_ns - span.end_ns)
+        spans = []
+        for span in sorted(longest[:_MOST_SPANS], key=lambda span: span.start_ns):
+            start_s = (span.start_ns + shift_ns) / 1e9
+            end_s = (span.end_ns + shift_ns) / 1e9
+            spans.append([span.name, span.row, round(start_s, 6), round(end_s, 6)])
+        lanes.append({"name": name, "spans": spans})
+    return lanes
