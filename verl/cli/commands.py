@@ -54,6 +54,13 @@ _ALL = (
         takes_keys=False,
     ),
     Command(
+        words="compare",
+        module="verl.jobs.main_compare",
+        summary="find the first step, phase, tensor and token in which two runs differ",
+        example="verl compare checkpoints/toy/one checkpoints/toy/other",
+        takes_keys=False,
+    ),
+    Command(
         words="sft",
         module="verl.jobs.main_sft",
         summary="fine-tune on the assistant's tokens",

@@ -209,6 +209,10 @@ class StepSamples:
             fields=fields,
         )
 
+    def values(self, column: str, row: int) -> np.ndarray:
+        """Return the values of a list column in a row."""
+        return self.table[column][row].values.to_numpy(zero_copy_only=False)
+
     def __repr__(self) -> str:
         return f"{len(self)} samples of {self.path}"
 

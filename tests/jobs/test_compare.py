@@ -1,0 +1,90 @@
+"""`verl compare`: the planted difference is found, and nothing else."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import verl
+from tests.trainer.runs import run
+from verl.cli.main import main
+from verl.jobs.compare import Tolerances, compare_runs
+from verl.trainer.ppo_trainer import PPOTrainer
+
+COMMON = [
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "trainer.max_steps=8",
+    "trainer.test_freq=-1",
+]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("first")
+    assert run(folder, *COMMON, "trainer.save_freq=7") == 0
+    return folder
+
+
+def flip_one_bit(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
+    """Flip the last bit of one weight after the update of a step."""
+    update = PPOTrainer.update
+
+    def flipping(self: PPOTrainer, batch) -> None:
+        update(self, batch)
+        if self.global_step == at_step:
+            model = self.actor_wg.worker.engine.hf_model
+            weight = model.get_parameter("model.layers.1.mlp.up_proj.weight").data
+            weight.view(torch.int32)[3, 5] ^= 1
+
+    monkeypatch.setattr(PPOTrainer, "update", flipping)
+
+
+def test_the_same_run_is_equal_to_the_last_bit(first: Path, tmp_path: Path, capsys):
+    assert run(tmp_path, *COMMON) == 0
+    capsys.readouterr()
+    assert main(["compare", str(first), str(tmp_path)]) == 0
+    assert "Steps 0 to 8 are equal to the last bit." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_one_bit_of_one_weight_at_step_7_is_found(
+    first: Path, tmp_path: Path, monkeypatch, capsys, saves: bool
+):
+    flip_one_bit(monkeypatch, at_step=7)
+    assert run(tmp_path, *COMMON, f"trainer.save_freq={7 if saves else -1}") == 0
+    found = compare_runs(verl.load_run(first), verl.load_run(tmp_path))
+    (difference,) = found.differences
+    assert (difference.step, difference.phase) == (7, "update")
+    assert difference.name == "weight model.layers.1.mlp.up_proj.weight (actor)"
+    assert "1 of 30 tensors differ" in difference.place
+    if saves:
+        assert "element [3, 5] of [" in difference.place
+        assert "1 elements differ" in difference.place
+    capsys.readouterr()
+    assert main(["compare", str(first), str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "Steps 0 to 6 are equal" in shown
+
+
+def test_another_seed_and_another_kernel_differ_in_their_own_phase(first: Path, tmp_path: Path):
+    one = verl.load_run(first)
+    assert run(tmp_path / "seed", *COMMON, "actor_rollout_ref.rollout.seed=5") == 0
+    found = compare_runs(one, verl.load_run(tmp_path / "seed"))
+    assert (found.differences[0].step, found.differences[0].phase) == (1, "generate")
+    assert found.differences[0].name == "response_ids"
+    assert any("rollout.seed" in key for key in found.keys)
+
+    # Another engine for the rollout: the same tokens, other roundings of their log-probs.
+    assert run(tmp_path / "engine", *COMMON, "actor_rollout_ref.rollout.name=hf") == 0
+    found = compare_runs(one, verl.load_run(tmp_path / "engine"))
+    assert found.differences[0].phase == "generate"
+    assert found.differences[0].step == 1
+
+
+def test_tolerances_are_by_key(first: Path, tmp_path: Path, monkeypatch):
+    flip_one_bit(monkeypatch, at_step=7)
+    assert run(tmp_path, *COMMON, "trainer.save_freq=7") == 0
+    pair = verl.load_run(first), verl.load_run(tmp_path)
+    assert compare_runs(*pair, Tolerances(atol=1e-3, rtol=1e-3)).differences == []
+    (difference,) = compare_runs(*pair, Tolerances(by_name={"returns": 1e-3})).differences
+    assert difference.step == 7, "the tolerance of another name changes nothing"

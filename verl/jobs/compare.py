@@ -1,0 +1,290 @@
+"""Find the first step, phase, tensor and token in which two recorded runs differ."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl.checkpoint.sharded import MODEL, SHARDED_FOLDER, SavedTensors
+from verl.columns import COLUMNS
+from verl.tracking.records import Run, StepLine, StepSamples
+from verl.utils.errors import DataError
+
+# Metrics that say how long or where, not what.
+_NOT_COMPARED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/")
+_IDS = ("prompt_ids", "response_ids", "response_mask", "turn_of_token")
+_PHASES = ("data", "generate", "score", "evaluate_policies", "estimate_advantages", "update")
+_PHASE_OF = {"prompt_ids": "data", "response_ids": "generate"}
+_MOST_KEYS = 8
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """How far values may differ: |a - b| <= atol + rtol |b|. Ids and masks must be equal.
+
+    Args:
+        by_name: absolute tolerances of single columns and metrics.
+    """
+
+    atol: float = 0.0
+    rtol: float = 0.0
+    by_name: Mapping[str, float] = field(default_factory=dict)
+
+    def allows(self, name: str, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Mark the values that are near enough; without a tolerance those of equal bits."""
+        atol = self.by_name.get(name, self.atol)
+        if name in _IDS or (atol == 0 and self.rtol == 0):
+            return _same_bits(one, other)
+        near = np.abs(one - other) <= atol + self.rtol * np.abs(other)
+        return near | _same_bits(one, other)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything must be equal to the last bit."""
+        return self.atol == 0 and self.rtol == 0 and not any(self.by_name.values())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor or metric in which two runs differ.
+
+    `place` locates the first value that differs, with both values, where they are still known.
+    """
+
+    step: int
+    phase: str
+    name: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}, phase {self.phase}, {self.name}: {self.place}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result: differences of the first step that has any, in the order of the phases.
+
+    Args:
+        keys: configuration keys with other values, as texts.
+        steps: steps that were compared.
+        notes: parts that could not be compared.
+    """
+
+    differences: list[Difference]
+    keys: list[str]
+    steps: list[int]
+    notes: list[str]
+
+    def __str__(self) -> str:
+        lines = []
+        if self.keys:
+            shown = self.keys[:_MOST_KEYS]
+            more = len(self.keys) - len(shown)
+            lines.append(f"Configuration, {len(self.keys)} keys: {'; '.join(shown)}")
+            if more:
+                lines[-1] += f"; and {more} more"
+        if not self.differences:
+            span = f"{self.steps[0]} to {self.steps[-1]}"
+            lines.append(f"Steps {span} are equal to the last bit{self._within}.")
+            return "\n".join([*lines, *self.notes])
+
+        first, *others = self.differences
+        before = [step for step in self.steps if step < first.step]
+        if before:
+            lines.append(f"Steps {before[0]} to {before[-1]} are equal{self._within}.")
+        lines.append(f"The first difference: {first}")
+        lines += [f"  then {other}" for other in others]
+        return "\n".join([*lines, *self.notes])
+
+    @property
+    def _within(self) -> str:
+        return " within the tolerances" if any("tolerance" in note for note in self.notes) else ""
+
+
+def compare_runs(one: Run, other: Run, tolerances: Tolerances | None = None) -> Comparison:
+    """Compare the steps that both runs have recorded.
+
+    Raises DataError if they have none in common.
+    """
+    tolerances = tolerances or Tolerances()
+    steps = sorted(one.steps.keys() & other.steps.keys())
+    if not steps:
+        raise DataError(
+            f"{one.folder} and {other.folder} have no step in common: "
+            f"{sorted(one.steps)[:3]}… and {sorted(other.steps)[:3]}…"
+        )
+
+    notes: list[str] = []
+    if not tolerances.is_exact:
+        notes.append("Compared with a tolerance: weights by the checkpoints of both runs alone.")
+    differences: list[Difference] = []
+    for step in steps:
+        pair = _Step(one, other, step, tolerances, notes)
+        differences = list(pair.differences())
+        if differences:
+            break
+    notes = list(dict.fromkeys(notes))
+    return Comparison(differences, changed_keys(one.config, other.config), steps, notes)
+
+
+def changed_keys(one: Any, other: Any, path: str = "") -> list[str]:
+    """Return the keys of two configurations that have other values, as texts with both."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        found = []
+        for name in dict.fromkeys([*one, *other]):
+            at = f"{path}.{name}" if path else name
+            found += changed_keys(one.get(name), other.get(name), at)
+        return found
+    return [] if one == other else [f"{path} ({one!r:.60}, {other!r:.60})"]
+
+
+class _Step:
+    """One step of two runs."""
+
+    def __init__(
+        self, one: Run, other: Run, step: int, tolerances: Tolerances, notes: list[str]
+    ) -> None:
+        self.runs = (one, other)
+        self.step = step
+        self.tolerances = tolerances
+        self.notes = notes
+        self.lines: tuple[StepLine, StepLine] = (one.steps[step], other.steps[step])
+
+    def differences(self) -> Iterator[Difference]:
+        """Yield the columns, metrics and weights that differ, in the order of the phases."""
+        yield from self._columns()
+        yield from self._metrics()
+        for role in self.lines[0].weights.keys() & self.lines[1].weights.keys():
+            yield from self._weights(role)
+
+    def _columns(self) -> Iterator[Difference]:
+        one, other = (line.columns for line in self.lines)
+        names = sorted(one.keys() & other.keys(), key=_order)
+        unequal = [name for name in names if one[name] != other[name]]
+        if not unequal:
+            return
+        samples = self._samples()
+        for name in unequal:
+            place = "values differ; its samples are no longer kept by both runs"
+            if samples is not None:
+                place = self._first_value(name, *samples)
+            if place is not None:
+                yield Difference(self.step, phase_of(name), name, place)
+
+    def _samples(self) -> tuple[StepSamples, StepSamples] | None:
+        one, other = self.runs
+        if self.step in one.kept_steps and self.step in other.kept_steps:
+            return one.samples(self.step), other.samples(self.step)
+        return None
+
+    def _first_value(self, name: str, one: StepSamples, other: StepSamples) -> str | None:
+        """Locate the first value that differs; None if all are within the tolerance."""
+        if len(one) != len(other):
+            return f"{len(one)} and {len(other)} samples"
+        num_differing = 0
+        largest = 0.0
+        first = None
+        for row in range(len(one)):
+            left = one.values(name, row)
+            right = other.values(name, row)
+            if len(left) != len(right):
+                first = first or f"row {row}: {len(left)} and {len(right)} tokens"
+                num_differing += 1
+                continue
+            wrong = ~self.tolerances.allows(name, left, right)
+            if wrong.any():
+                token = int(wrong.argmax())
+                first = first or (f"row {row}, token {token}: {left[token]!s} and {right[token]!s}")
+                num_differing += int(wrong.sum())
+                gaps = np.abs(left[wrong].astype(float) - right[wrong].astype(float))
+                largest = max(largest, float(gaps.max()))
+        if first is None:
+            return None
+        return f"{first}; {num_differing} values differ, by at most {largest:.3g}"
+
+    def _metrics(self) -> Iterator[Difference]:
+        one, other = (line.metrics for line in self.lines)
+        for name in one:
+            if name.startswith(_NOT_COMPARED) or name not in other:
+                continue
+            left, right = (np.array(metrics[name], dtype=float) for metrics in (one, other))
+            if not self.tolerances.allows(name, left, right).all():
+                place = f"{one[name]!r} and {other[name]!r}"
+                phase = "validation" if name.startswith("val") else "update"
+                yield Difference(self.step, phase, f"metric {name}", place)
+
+    def _weights(self, role: str) -> Iterator[Difference]:
+        one, other = (line.weights[role] for line in self.lines)
+        if one == other:
+            return
+        names = self.runs[0].tensor_names[role]
+        if names != self.runs[1].tensor_names[role]:
+            yield Difference(self.step, "update", f"weights of the {role}", "other tensors")
+            return
+        unequal = [name for name, left, right in zip(names, one, other) if left != right]
+        saved = self._saved(role)
+        if saved is None:
+            if self.tolerances.is_exact:
+                place = f"other bits; {len(unequal)} of {len(names)} tensors differ"
+                yield Difference(self.step, "update", f"weight {unequal[0]} ({role})", place)
+            else:
+                self.notes.append(f"The {role}'s weights after step {self.step} have other bits.")
+            return
+        for name in unequal:
+            place = self._first_element(name, *saved)
+            if place is not None:
+                place += f"; {len(unequal)} of {len(names)} tensors differ"
+                yield Difference(self.step, "update", f"weight {name} ({role})", place)
+                return
+
+    def _saved(self, role: str) -> tuple[SavedTensors, SavedTensors] | None:
+        folders = []
+        for run in self.runs:
+            folder = run.folder / f"global_step_{self.step}" / role / SHARDED_FOLDER
+            if not folder.is_dir():
+                return None
+            folders.append(folder)
+        return SavedTensors(folders[0]), SavedTensors(folders[1])
+
+    def _first_element(self, name: str, one: SavedTensors, other: SavedTensors) -> str | None:
+        key = MODEL + name
+        left = one.read_whole([key])[key]
+        right = other.read_whole([key])[key]
+        shape = tuple(left.shape)
+        flat = left.float().numpy().reshape(-1), right.float().numpy().reshape(-1)
+        wrong = ~self.tolerances.allows(name, *flat)
+        if not wrong.any():
+            if self.tolerances.is_exact:
+                return "the recorded digests differ, and the checkpoints of the step are equal"
+            return None
+        first = int(wrong.argmax())
+        index = ", ".join(str(number) for number in np.unravel_index(first, shape))
+        gap = np.abs(flat[0][wrong].astype(float) - flat[1][wrong].astype(float)).max()
+        return (
+            f"element [{index}] of {list(shape)}: {flat[0][first]!s} and {flat[1][first]!s}; "
+            f"{int(wrong.sum())} elements differ, by at most {gap:.3g}"
+        )
+
+
+def phase_of(column: str) -> str:
+    """Return the phase that writes a column."""
+    if column in _PHASE_OF:
+        return _PHASE_OF[column]
+    if column not in COLUMNS:
+        return "score"  # columns of a reward or of a user's own
+    return COLUMNS[column].written_by.partition(",")[0]
+
+
+def _order(column: str) -> tuple[int, int, str]:
+    phase = phase_of(column)
+    place = _PHASES.index(phase) if phase in _PHASES else 1
+    known = list(COLUMNS)
+    return place, known.index(column) if column in known else -1, column
+
+
+def _same_bits(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    if one.dtype != other.dtype or one.dtype.kind != "f":
+        return one == other
+    bits = f"u{one.dtype.itemsize}"
+    return one.view(bits) == other.view(bits)

@@ -1,0 +1,56 @@
+"""`verl compare A B`: the first difference of two recorded runs."""
+
+import argparse
+import sys
+
+from verl.utils.entry import exit_code
+from verl.utils.errors import ConfigError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the first difference. Return 0 if there is none, 1 for a difference or an error."""
+    parser = argparse.ArgumentParser(
+        prog="verl compare",
+        description="Compare two recorded runs step by step: data, samples, rewards, log-probs, "
+        "advantages, metrics and the weights after each step.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("one", metavar="A", help="folder of a run (trainer.default_local_dir)")
+    parser.add_argument("other", metavar="B", help="folder of another run")
+    parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance of floats")
+    parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance of floats")
+    parser.add_argument(
+        "--tolerance",
+        action="append",
+        default=[],
+        metavar="NAME=ATOL",
+        help="absolute tolerance of one column or metric, such as rollout_log_probs=1e-3",
+    )
+    arguments = parser.parse_args(argv)
+    return exit_code(lambda: compare(arguments))
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Do what the arguments ask for. Imports are local: --help needs no torch."""
+    from verl.jobs.compare import Tolerances, compare_runs
+    from verl.tracking.records import load_run
+
+    tolerances = Tolerances(arguments.atol, arguments.rtol, _by_name(arguments.tolerance))
+    found = compare_runs(load_run(arguments.one), load_run(arguments.other), tolerances)
+    print(found)
+    return 1 if found.differences else 0
+
+
+def _by_name(given: list[str]) -> dict[str, float]:
+    tolerances = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        try:
+            tolerances[name] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"--tolerance takes NAME=NUMBER, got {text!r}.") from error
+    return tolerances
+
+
+if __name__ == "__main__":
+    sys.exit(main())
