@@ -69,7 +69,7 @@ def test_command_module_exists(command):
         (["trian", "data.x=1"], "No command 'trian'. Nearest: train."),
         (["doctro"], "No command 'doctro'. Nearest: doctor."),
         (["reward", "chek"], "No command 'reward chek'. Nearest: reward check."),
-        (["reward"], "No command 'reward'. Nearest: reward check."),
+        (["reward"], "No command 'reward'. Nearest: reward check, replay."),
     ],
 )
 def test_unknown_command_suggests_the_nearest(capsys, called, argv, near):

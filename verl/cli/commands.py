@@ -61,6 +61,20 @@ _ALL = (
         takes_keys=False,
     ),
     Command(
+        words="capsule",
+        module="verl.jobs.main_capsule",
+        summary="put one step of a recorded run into a file",
+        example="verl capsule checkpoints/toy/toy --step 7",
+        takes_keys=False,
+    ),
+    Command(
+        words="replay",
+        module="verl.jobs.main_replay",
+        summary="execute the step of a capsule again, and compare it phase by phase",
+        example="verl replay toy-step-7.zip",
+        takes_keys=False,
+    ),
+    Command(
         words="sft",
         module="verl.jobs.main_sft",
         summary="fine-tune on the assistant's tokens",

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from typing import Any
 
 from verl.utils.entry import exit_code
 from verl.utils.errors import ConfigError
@@ -17,6 +18,24 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("one", metavar="A", help="folder of a run (trainer.default_local_dir)")
     parser.add_argument("other", metavar="B", help="folder of another run")
+    add_tolerances(parser)
+    arguments = parser.parse_args(argv)
+    return exit_code(lambda: compare(arguments))
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Do what the arguments ask for. Imports are local: --help needs no torch."""
+    from verl.jobs.compare import compare_runs
+    from verl.tracking.records import load_run
+
+    pair = load_run(arguments.one), load_run(arguments.other)
+    found = compare_runs(*pair, tolerances_of(arguments))
+    print(found)
+    return 1 if found.differences else 0
+
+
+def add_tolerances(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `tolerances_of` reads."""
     parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance of floats")
     parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance of floats")
     parser.add_argument(
@@ -26,30 +45,20 @@ def main(argv: list[str] | None = None) -> int:
         metavar="NAME=ATOL",
         help="absolute tolerance of one column or metric, such as rollout_log_probs=1e-3",
     )
-    arguments = parser.parse_args(argv)
-    return exit_code(lambda: compare(arguments))
 
 
-def compare(arguments: argparse.Namespace) -> int:
-    """Do what the arguments ask for. Imports are local: --help needs no torch."""
-    from verl.jobs.compare import Tolerances, compare_runs
-    from verl.tracking.records import load_run
+def tolerances_of(arguments: argparse.Namespace) -> Any:
+    """Return the `Tolerances` that the arguments ask for."""
+    from verl.jobs.compare import Tolerances
 
-    tolerances = Tolerances(arguments.atol, arguments.rtol, _by_name(arguments.tolerance))
-    found = compare_runs(load_run(arguments.one), load_run(arguments.other), tolerances)
-    print(found)
-    return 1 if found.differences else 0
-
-
-def _by_name(given: list[str]) -> dict[str, float]:
-    tolerances = {}
-    for text in given:
+    by_name = {}
+    for text in arguments.tolerance:
         name, _, value = text.partition("=")
         try:
-            tolerances[name] = float(value)
+            by_name[name] = float(value)
         except ValueError as error:
             raise ConfigError(f"--tolerance takes NAME=NUMBER, got {text!r}.") from error
-    return tolerances
+    return Tolerances(arguments.atol, arguments.rtol, by_name)
 
 
 if __name__ == "__main__":

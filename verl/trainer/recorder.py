@@ -30,8 +30,10 @@ from verl.tracking.records import (
     token_lists,
 )
 from verl.tracking.samples import to_json_line
+from verl.trainer.capsule import write_capsule
 from verl.trainer.metrics import spans_of_processes
 from verl.utils.devices import describe_device
+from verl.utils.errors import DataError
 from verl.utils.logging import logger
 from verl.utils.timeline import Recorded, clock_shift_ns
 from verl.utils.timing import PhaseTimer
@@ -116,8 +118,7 @@ class StepRecorder:
         try:
             self._writer.start(_facts(run, names), run.global_step)
             self._writer.add_line({"event": "start", "step": run.global_step, "time": time.time()})
-            if run.global_step == 0:
-                self._writer.add_line(_line(0, {}, weights=digests))
+            self._writer.add_line(_line(run.global_step, {}, weights=digests))
         except OSError as error:
             self._stop(error)
             return
@@ -151,6 +152,7 @@ class StepRecorder:
             self._writer.add_line(line)
             if any(skipped.values()):
                 self._writer.add_line(_event(step, "skipped", f"updates skipped: {skipped}"))
+                self._keep_capsule(step)
 
         self._write(write)
 
@@ -166,6 +168,7 @@ class StepRecorder:
             self._writer.add_line(_event(step, "failed", f"{type(error).__name__}: {error}"))
             if drawn:
                 self._writer.add_samples(step, samples_table({}, prompts=drawn))
+                self._keep_capsule(step)
 
         self._write(write)
 
@@ -210,6 +213,15 @@ class StepRecorder:
         self.wait()
         if self._is_on:
             self._background.start(work)
+
+    def _keep_capsule(self, step: int) -> None:
+        """Write a capsule of a step that went wrong, for `verl replay`."""
+        try:
+            path = write_capsule(self.folder, step)
+        except DataError as error:
+            logger.info("No capsule of step %d: %s", step, error)
+        else:
+            logger.warning("Execute step %d again: verl replay %s", step, path)
 
     def _stop(self, error: BaseException) -> None:
         self._is_on = False

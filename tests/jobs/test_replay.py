@@ -1,0 +1,121 @@
+"""Capsules: a step executed again in this and another process, with and without a planted fault."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import verl
+from tests.trainer.runs import run
+from verl.cli.main import main
+from verl.jobs.replay import replay
+from verl.trainer.capsule import write_capsule
+from verl.trainer.ppo_trainer import PPOTrainer
+from verl.utils.errors import DataError, RewardError
+
+COMMON = [
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "trainer.max_steps=5",
+    "trainer.save_freq=2",
+    "trainer.test_freq=2",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    assert run(folder, *COMMON) == 0
+    return folder
+
+
+@pytest.mark.parametrize(("step", "start"), [(5, 4), (4, 2), (1, 0)])
+def test_a_replay_gives_the_same_bits(trained: Path, tmp_path: Path, step: int, start: int):
+    replayed = replay(write_capsule(trained, step, tmp_path / "capsule.zip"))
+    assert replayed.is_equal, str(replayed)
+    assert replayed.comparison.steps == list(range(start, step + 1))
+    assert "equal to the last bit" in str(replayed)
+
+
+def test_another_process_replays_with_the_weights_inside(trained: Path, tmp_path: Path, capsys):
+    capsule = tmp_path / "capsule.zip"
+    arguments = ["capsule", str(trained), "--step", "5", "--weights", "--output", str(capsule)]
+    assert main(arguments) == 0
+    assert f"verl replay {capsule}" in capsys.readouterr().out
+    hidden = trained.rename(trained.with_name("hidden"))  # nothing but the capsule is there
+    try:
+        command = [sys.executable, "-m", "verl.jobs.main_replay", str(capsule)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    finally:
+        hidden.rename(trained)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Steps 4 to 5 are equal to the last bit." in done.stdout
+
+
+def test_a_planted_fault_is_named(trained: Path, tmp_path: Path, monkeypatch):
+    capsule = write_capsule(trained, 5, tmp_path / "capsule.zip")
+    estimate = PPOTrainer.estimate_advantages
+
+    def wrong(self: PPOTrainer, batch):
+        batch = estimate(self, batch)
+        batch.batch["advantages"][3, 0] += 1e-6
+        return batch
+
+    monkeypatch.setattr(PPOTrainer, "estimate_advantages", wrong)
+    replayed = replay(capsule)
+    assert not replayed.is_equal
+    first = replayed.comparison.differences[0]
+    assert (first.step, first.phase, first.name) == (5, "estimate_advantages", "advantages")
+    assert first.place.startswith("row 3, token 0: ")
+
+
+def test_a_step_that_failed_leaves_a_capsule(tmp_path: Path, monkeypatch):
+    score = PPOTrainer.score
+
+    def failing(self: PPOTrainer, batch):
+        if self.global_step == 4:
+            raise RewardError("planted")
+        return score(self, batch)
+
+    monkeypatch.setattr(PPOTrainer, "score", failing)
+    assert run(tmp_path, *COMMON) == 1
+    (capsule,) = (tmp_path / "records" / "capsules").iterdir()
+    assert capsule.name == "step_4.zip"
+    again = replay(capsule)
+    assert again.is_equal
+    assert again.failure_now == "RewardError: planted"
+    assert again.comparison.steps == [2, 3]
+
+    monkeypatch.setattr(PPOTrainer, "score", score)
+    mended = replay(capsule)
+    assert not mended.is_equal
+    assert "Step 4 did not fail in the replay." in str(mended)
+
+
+def test_a_skipped_step_leaves_a_capsule(tmp_path: Path, monkeypatch):
+    estimate = PPOTrainer.estimate_advantages
+
+    def infinite(self: PPOTrainer, batch):
+        batch = estimate(self, batch)
+        if self.global_step == 3:
+            batch.batch["advantages"][:] = float("inf")
+        return batch
+
+    monkeypatch.setattr(PPOTrainer, "estimate_advantages", infinite)
+    assert run(tmp_path, *COMMON) == 0
+    assert [path.name for path in (tmp_path / "records" / "capsules").iterdir()] == ["step_3.zip"]
+    assert [
+        event["step"] for event in verl.load_run(tmp_path).events if event["event"] == "skipped"
+    ] == [3]
+
+
+def test_a_missing_or_other_checkpoint_is_an_error(trained: Path, tmp_path: Path):
+    capsule = write_capsule(trained, 5, tmp_path / "capsule.zip")
+    with pytest.raises(DataError, match="another digest"):
+        replay(capsule, checkpoint=trained / "global_step_2")
+    with pytest.raises(DataError, match="missing here"):
+        replay(capsule, checkpoint=tmp_path / "nothing")
+    with pytest.raises(DataError, match="is no capsule"):
+        replay(trained / "metrics.jsonl")
+    with pytest.raises(DataError, match="not kept"):
+        write_capsule(trained, 9, tmp_path / "no.zip")

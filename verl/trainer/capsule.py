@@ -1,0 +1,130 @@
+"""Put one step of a recorded run into a file, from which `verl replay` executes it again.
+
+A capsule is a zip file: `capsule.json`; `records/` with the lines and samples from the checkpoint
+before the step up to the step; and, if asked for, the checkpoint itself. Noise needs no place in
+it, because it is a function of the seed, the step and the position.
+"""
+
+import hashlib
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.manifest import MANIFEST
+from verl.tracking.records import FOLDER, RUN_FILE, SAMPLES_FOLDER, STEPS_FILE, load_run
+from verl.utils.errors import DataError
+from verl.utils.json_text import parse_json
+
+CAPSULE_FILE = "capsule.json"
+CHECKPOINT_FOLDER = "checkpoint"
+CAPSULES = "capsules"  # in the folder of records: those that a run wrote by itself
+FORMAT = 1
+_MOST_KEPT = 3
+
+
+def write_capsule(
+    folder: Path | str, step: int, path: Path | None = None, *, weights: bool = False
+) -> Path:
+    """Write a capsule of a step, and return its path.
+
+    Args:
+        folder: the folder of the run.
+        step: the step to execute again; it may be the one in which the run failed.
+        path: of the capsule; None: in the folder of records.
+        weights: put the checkpoint into it, instead of a pointer to it and its digest.
+
+    Raises:
+        DataError: the prompts of a step since the last checkpoint are not kept.
+    """
+    run = load_run(folder)
+    start, checkpoint = _start_of(run.folder, step)
+    needed = list(range(start + 1, step + 1))
+    missing = sorted(set(needed) - set(run.kept_steps))
+    if step < 1 or missing:
+        raise DataError(
+            f"A capsule of step {step} begins after step {start}, the newest checkpoint before it, "
+            f"and the samples of these steps are not kept: {missing or needed}. Kept are "
+            f"{run.kept_steps}. Choose one of them, save more often (trainer.save_freq), or keep "
+            "more (trainer.record.keep_steps)."
+        )
+
+    facts: dict[str, Any] = {
+        "format": FORMAT,
+        "step": step,
+        "start": start,
+        "run": str(run.folder),
+        "checkpoint": None,
+    }
+    if checkpoint is not None:
+        facts["checkpoint"] = {
+            "path": str(checkpoint),
+            "sha256": digest_of(checkpoint),
+            "included": weights,
+        }
+
+    automatic = path is None
+    if path is None:
+        path = run.records / CAPSULES / f"step_{step}.zip"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as file:
+            file.writestr(CAPSULE_FILE, json.dumps(facts, indent=1))
+            file.write(run.records / RUN_FILE, f"{FOLDER}/{RUN_FILE}")
+            file.writestr(f"{FOLDER}/{STEPS_FILE}", _lines(run.records / STEPS_FILE, start, step))
+            for each in needed:
+                name = f"{SAMPLES_FOLDER}/{each}.parquet"
+                file.write(run.records / name, f"{FOLDER}/{name}", zipfile.ZIP_STORED)
+            if weights and checkpoint is not None:
+                _add_folder(file, checkpoint)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if automatic:
+        _prune(path)
+    return path
+
+
+def digest_of(checkpoint: Path) -> str:
+    """Return the digest of a checkpoint: that of its manifest, which has the sums of all files."""
+    return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+
+
+def _start_of(folder: Path, step: int) -> tuple[int, Path | None]:
+    """Return the newest checkpoint before a step, with its step; 0 and None for the beginning."""
+    found: dict[int, Path | None] = {0: None}
+    for path in folder.glob("global_step_*"):
+        number = path.name.removeprefix("global_step_")
+        if number.isdecimal() and int(number) < step and (path / MANIFEST).is_file():
+            found[int(number)] = path
+    start = max(found)
+    return start, found[start]
+
+
+def _lines(path: Path, start: int, step: int) -> str:
+    """Return the lines of the steps from `start` to `step`."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            values = parse_json(line)
+        except ValueError:
+            continue  # a torn line; readers of the run report it
+        if isinstance(values, dict) and start <= values.get("step", -1) <= step:
+            kept.append(line)
+    return "".join(kept)
+
+
+def _add_folder(file: zipfile.ZipFile, checkpoint: Path) -> None:
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file():
+            name = f"{CHECKPOINT_FOLDER}/{path.relative_to(checkpoint).as_posix()}"
+            file.write(path, name, zipfile.ZIP_STORED)
+
+
+def _prune(newest: Path) -> None:
+    others = [path for path in newest.parent.glob("step_*.zip") if path != newest]
+    others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in others[_MOST_KEPT - 1 :]:
+        path.unlink()
