@@ -1,8 +1,12 @@
 """Long phases report their name and progress; short ones are silent."""
 
+import io
 import logging
+import re
 import threading
 import time
+
+import pytest
 
 from tests.single_controller.launch import launch
 from tests.single_controller.workers import progress_of_two
@@ -10,6 +14,7 @@ from verl.single_controller.breadcrumbs import Progress
 from verl.single_controller.spmd import LocalPool
 from verl.trainer import phase_reports
 from verl.trainer.phase_reports import PhaseReports
+from verl.utils.logging import logger
 
 
 def wait_for_lines(caplog, count: int) -> list[str]:
@@ -29,7 +34,44 @@ def test_a_long_phase_reports_its_name_and_progress(caplog):
             first, second = wait_for_lines(caplog, 2)[:2]
     for line in (first, second):
         assert line.startswith("Phase gen: ")
-        assert line.endswith(" s so far, 1 of 5 batches, 7 of 16 responses")
+        found = re.fullmatch(
+            r"Phase gen: \d+ s so far, 1 of 5 batches, 7 of 16 responses, "
+            r"(\S+) a second, about (\d+) s left",
+            line,
+        )
+        assert found is not None, line
+        rate, left_s = map(float, found.groups())
+        assert left_s == pytest.approx(9 / rate, abs=0.51)
+
+
+def test_a_terminal_has_one_line_that_goes_away(monkeypatch):
+    """The line is removed before a line of the log, and at the end of the phase."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(phase_reports.sys, "stdout", terminal)
+    monkeypatch.setattr(phase_reports, "_REDRAW_S", 0.02)
+    reports = PhaseReports(lambda: [Progress(1, 4, "responses")])
+    assert reports._status is not None
+    with reports.phase("gen"):
+        gives_up_at = time.monotonic() + 30
+        while "1 of 4 responses" not in terminal.getvalue() and time.monotonic() < gives_up_at:
+            time.sleep(0.01)
+    logger.removeFilter(reports._status._before_log)
+    shown = terminal.getvalue()
+    assert "Phase gen: " in shown
+    assert "\n" not in shown
+    assert shown.endswith(phase_reports._CLEAR)
+
+
+def test_nothing_is_reported_with_progress_off(caplog):
+    caplog.set_level(logging.INFO)
+    reports = PhaseReports(lambda: [], every_s=0.01, is_on=False)
+    with reports.phase("gen"):
+        assert reports._thread is None
 
 
 class Clock:

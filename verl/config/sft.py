@@ -145,6 +145,7 @@ class SFTTrainerConfig:
     experiment_name: str = setting("test", "experiment, for trackers and folders")
     logger: Any = as_in(TrainerConfig, "logger")
     log_interval: int = as_in(TrainerConfig, "log_interval")
+    progress: bool = as_in(TrainerConfig, "progress")
     test_freq: int = as_in(TrainerConfig, "test_freq")
     record: RecordConfig = field(default_factory=RecordConfig)
     val_before_train: bool = setting(

@@ -80,6 +80,11 @@ class TrainerConfig:
     )
     log_interval: int = setting(1, "steps between two lines on the console", above=0)
     log_val_generations: int = setting(0, "validation samples that trackers show", at_least=0)
+    progress: bool = setting(
+        True,
+        "report phases that take long: one line in a terminal, a line of the log every ten "
+        "seconds elsewhere",
+    )
     rollout_data_dir: str | None = setting(
         None, "folder for the training samples of each step", is_path=True
     )

@@ -1,5 +1,10 @@
-"""A line of the log every ten seconds of a long phase: its name, and how far it is."""
+"""Reports on long phases: how far they are, at which rate, and the time left.
 
+A terminal shows one line that is written over; elsewhere the log gets a line every ten seconds.
+"""
+
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +14,8 @@ from verl.single_controller.breadcrumbs import Progress
 from verl.utils.logging import logger
 
 EVERY_S = 10.0
+_REDRAW_S = 0.5
+_CLEAR = "\r\x1b[2K"
 _TICKS = 10  # looks at the clock within that time
 
 
@@ -26,11 +33,20 @@ class PhaseReports:
     Args:
         read: gives how far the ranks are, each for itself, as far as the driver can see them.
         every_s: seconds between two lines.
+        is_on: whether anything is reported.
     """
 
-    def __init__(self, read: Callable[[], Sequence[Progress]], every_s: float = EVERY_S) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Sequence[Progress]],
+        every_s: float = EVERY_S,
+        *,
+        is_on: bool = True,
+    ) -> None:
         self._read = read
-        self._every_s = every_s
+        self._is_on = is_on
+        self._status = StatusLine() if is_on and sys.stdout.isatty() else None
+        self._every_s = _REDRAW_S if self._status else every_s
         self._phases: list[_Phase] = []
         self._running = threading.Event()
         self._thread: threading.Thread | None = None
@@ -38,7 +54,7 @@ class PhaseReports:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Watch a phase of the driver. The innermost of nested phases is reported."""
-        if self._thread is None:
+        if self._thread is None and self._is_on:
             self._thread = threading.Thread(
                 target=self._report_forever, name="verl-watch-phases", daemon=True
             )
@@ -51,6 +67,8 @@ class PhaseReports:
             self._phases.pop()
             if not self._phases:
                 self._running.clear()
+            if self._status is not None:
+                self._status.clear()
 
     def note(self, done: int, total: int, unit: str) -> None:
         """Note how far the driver itself is with the innermost phase."""
@@ -64,13 +82,50 @@ class PhaseReports:
             phases = self._phases.copy()
             if phases and time.monotonic() >= phases[-1].due:
                 phases[-1].due += self._every_s
-                logger.info("%s", self._line(phases))
+                if self._status is None:
+                    logger.info("%s", self._line(phases))
+                else:
+                    self._status.show(self._line(phases))
 
     def _line(self, phases: Sequence[_Phase]) -> str:
         seconds = time.monotonic() - phases[-1].started
-        parts = [f"{phase.own}" for phase in phases if phase.own is not None]
+        known = [phase.own for phase in phases if phase.own is not None]
         by_rank = [progress for progress in self._read() if progress.total > 0]
         if by_rank:
-            parts.append(str(sum(by_rank[1:], start=by_rank[0])))
+            known.append(sum(by_rank[1:], start=by_rank[0]))
+
+        parts = [str(progress) for progress in known]
+        if known and 0 < known[-1].done < known[-1].total and seconds > 0:
+            rate = known[-1].done / seconds
+            left_s = (known[-1].total - known[-1].done) / rate
+            parts.append(f"{rate:.3g} a second, about {left_s:.0f} s left")
         details = "".join(f", {part}" for part in parts)
         return f"Phase {phases[-1].name}: {seconds:.0f} s so far{details}"
+
+
+class StatusLine:
+    """A line of a terminal that is written over, and removed before a line of the log."""
+
+    def __init__(self) -> None:
+        self._is_shown = False
+        self._lock = threading.Lock()
+        logger.addFilter(self._before_log)
+
+    def show(self, text: str) -> None:
+        """Write over the line."""
+        with self._lock:
+            sys.stdout.write(f"{_CLEAR}{text}")
+            sys.stdout.flush()
+            self._is_shown = True
+
+    def clear(self) -> None:
+        """Remove the line, if there is one."""
+        with self._lock:
+            if self._is_shown:
+                sys.stdout.write(_CLEAR)
+                sys.stdout.flush()
+                self._is_shown = False
+
+    def _before_log(self, record: logging.LogRecord) -> bool:
+        self.clear()
+        return True

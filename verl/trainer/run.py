@@ -28,6 +28,7 @@ from verl.tracking import Tracker, TrackerSettings
 from verl.trainer.phase_reports import PhaseReports
 from verl.trainer.recorder import StepRecorder
 from verl.trainer.resume import check_config, save_config, when_saved
+from verl.trainer.summary import RunSummary
 from verl.utils.devices import describe_device, memory_metrics, visible_device
 from verl.utils.errors import CheckpointError, NonFiniteError, OutOfMemoryError, VerlError
 from verl.utils.json_text import parse_json
@@ -80,7 +81,8 @@ class TrainingRun(ABC, Generic[Config]):
         self.skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
         self.timer = PhaseTimer()
-        self.reports = PhaseReports(self.progress)
+        self.reports = PhaseReports(self.progress, is_on=trainer.progress)
+        self.summary = RunSummary()
         self.recorder = StepRecorder(trainer.record, self.checkpoints.root)
 
     def start_role(
@@ -196,6 +198,7 @@ class TrainingRun(ABC, Generic[Config]):
                     metrics = self.validate()
                 self.tracker.log(metrics, 0)
                 self.recorder.add_metrics(0, metrics)
+                self.summary.add(0, metrics)
 
             while self.global_step < self.total_steps:
                 for batch in self.train_loader:
@@ -233,7 +236,9 @@ class TrainingRun(ABC, Generic[Config]):
             )
 
     def log_results(self) -> None:
-        """Log where the run left its checkpoint and metrics, and the command that exports it."""
+        """Log the summary, where the run left its files, and commands to type next."""
+        for line in self.summary.lines():
+            logger.info("%s", line)
         if "file" in self.config.trainer.logger:
             logger.info("Metrics: %s", self.checkpoints.root / "metrics.jsonl")
         name = self.checkpoints.newest_name()
@@ -245,6 +250,9 @@ class TrainingRun(ABC, Generic[Config]):
                 shlex.quote(str(folder / next(iter(self.checkpointed_groups())))),
                 shlex.quote(str(self.checkpoints.root / f"{name}_hf")),
             )
+        if self.recorder.is_on:
+            folder = self.config.trainer.default_local_dir
+            logger.info("Look at the run: verl view %s", shlex.quote(str(folder)))
 
     def run_step(self, prompts: DataProto) -> None:
         """Run one step with everything around it: timing, validation, checkpoint and log."""
@@ -264,6 +272,7 @@ class TrainingRun(ABC, Generic[Config]):
         self.metrics["training/epoch"] = (self.global_step - 1) // len(self.train_loader)
         # Logged before it is saved: a run killed in between repeats the step and rewinds the line.
         self.tracker.log(self.metrics, self.global_step)
+        self.summary.add(self.global_step, self.metrics)
         self.recorder.add_step(self, batch)
 
         if self._is_due(trainer.save_freq):
