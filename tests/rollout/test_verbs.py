@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.rollout.engines import make_engine, talkative_model
-from verl.rollout import Completion, Request, SamplingParams
+from verl.rollout import Completion, Continuation, Request, SamplingParams
 from verl.rollout.base import GenerateOnly
 from verl.utils.errors import RolloutError
 
@@ -101,6 +101,57 @@ def test_an_engine_is_idle_after_its_work_is_aborted():
     assert engine.step() == []
     engine.check_integrity()
     engine.sleep()
+
+
+def continued(requests: list[Request], aborted: dict[int, Completion]) -> list[Request]:
+    """Return requests for the aborted samples, under other ids and in another step's call."""
+    again = []
+    for request in requests:
+        begun = []
+        for sample_id in request.sample_ids:
+            if sample_id in aborted:
+                tokens = tuple(aborted[sample_id].token_ids)
+                log_probs = tuple(aborted[sample_id].log_probs)
+                begun.append(
+                    Continuation(step=1, number=sample_id, token_ids=tokens, log_probs=log_probs)
+                )
+        if begun:
+            again.append(
+                Request(
+                    prompt_ids=request.prompt_ids,
+                    sample_ids=tuple(1000 + each.number for each in begun),
+                    continuations=tuple(begun),
+                )
+            )
+    return again
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 4}, {"deterministic": True}])
+def test_an_interruption_changes_no_draw(settings):
+    whole = by_id(list(small_engine(**settings).generate(requests(4), PARAMS, seed=0, step=1)))
+    engine = small_engine(**settings)
+    engine.submit(requests(4), PARAMS, seed=0, step=1)
+    for steps in (3, 5, 1):
+        for _ in range(steps):
+            assert engine.step() == []
+        aborted = by_id(engine.abort())
+        assert not engine.has_work
+        aborted = {number % 1000: completion for number, completion in aborted.items()}
+        engine.submit(continued(requests(4), aborted), PARAMS, seed=0, step=99)
+
+    found = by_id(finish(engine))
+    assert len(found) == 8
+    for number, completion in whole.items():
+        assert found[1000 + number].token_ids == completion.token_ids
+        np.testing.assert_allclose(found[1000 + number].log_probs, completion.log_probs, atol=1e-4)
+    engine.check_integrity()
+
+
+def test_a_sample_without_room_for_a_token_cannot_continue():
+    done = Continuation(step=1, number=0, token_ids=(5,) * 20, log_probs=(-1.0,) * 20)
+    request = Request(prompt_ids=(5, 6), sample_ids=(0,), continuations=(done,))
+    with pytest.raises(RolloutError, match="has drawn 20 tokens and may draw 20"):
+        small_engine().submit([request], PARAMS, seed=0, step=1)
 
 
 def test_an_iterator_that_is_closed_early_aborts():

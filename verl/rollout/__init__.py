@@ -22,12 +22,13 @@ from verl.rollout.base import (
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.hf import HFEngine
 from verl.rollout.trajectory import Segment, Trajectory
-from verl.rollout.types import Completion, Request, Room, SamplingParams
+from verl.rollout.types import Completion, Continuation, Request, Room, SamplingParams
 from verl.utils.errors import ConfigError
 
 __all__ = [
     "Capabilities",
     "Completion",
+    "Continuation",
     "EmbeddedEngine",
     "EngineClass",
     "HFEngine",

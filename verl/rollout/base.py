@@ -95,6 +95,7 @@ class Capabilities:
     deterministic: bool = False  # honors rollout.deterministic: bits do not depend on the batch
     tensor_parallel: bool = False  # ranks can share an engine, which takes them as `ranks`
     aliases_weights: bool = False  # on a CPU it can compute with the trainer's own tensors
+    continues: bool = False  # goes on with samples that `abort` has ended (`Continuation`)
 
 
 class EngineClass:

@@ -72,6 +72,7 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocabular
                 "each sample needs one of at least 1."
             )
 
+        _check_continuations(number, request)
         for sample_id in request.sample_ids:
             if not -(2**63) <= sample_id < 2**63:
                 raise RolloutError(
@@ -84,7 +85,31 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocabular
             seen.add(sample_id)
 
 
+def _check_continuations(number: int, request: Request) -> None:
+    continuations = request.continuations
+    if continuations is None:
+        return
+    if len(continuations) != len(request.sample_ids):
+        raise RolloutError(
+            f"Request {number} has {len(request.sample_ids)} samples and {len(continuations)} "
+            "continuations; each sample needs one."
+        )
+    for sample_id, begun in zip(request.sample_ids, continuations):
+        if len(begun.token_ids) != len(begun.log_probs):
+            raise RolloutError(
+                f"Sample {sample_id} continues {len(begun.token_ids)} tokens with "
+                f"{len(begun.log_probs)} log-probs; each token needs one."
+            )
+
+
 def response_limits(request: Request, params: SamplingParams, max_model_len: int) -> list[int]:
     """Return how many tokens each sample of `request` may draw."""
     most = min(params.max_new_tokens, max_model_len - len(request.prompt_ids))
-    return [min(most, limit) for limit in request.limits or [most] * len(request.sample_ids)]
+    limits = [min(most, limit) for limit in request.limits or [most] * len(request.sample_ids)]
+    for sample_id, limit, begun in zip(request.sample_ids, limits, request.continuations or ()):
+        if len(begun.token_ids) >= limit:
+            raise RolloutError(
+                f"Sample {sample_id} has drawn {len(begun.token_ids)} tokens and may draw {limit}: "
+                "nothing is left to continue."
+            )
+    return limits

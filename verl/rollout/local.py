@@ -135,6 +135,13 @@ class LocalEngine(EngineClass):
         self._require_ready()
         check_params(params)
         check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
+        if not self.capabilities.continues:
+            for request in requests:
+                if request.continuations is not None:
+                    raise RolloutError(
+                        f"The engine '{self.config.name}' cannot continue samples. Set "
+                        "actor_rollout_ref.rollout.name=embedded."
+                    )
         return StopRule(params, self.eos_ids, self.tokenizer)
 
 

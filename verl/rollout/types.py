@@ -27,17 +27,38 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """The noise of a sample that may outlive a call, and the tokens that it has drawn before.
+
+    Position and noise go on after these tokens, so an interruption changes no draw. Only engines
+    with the capability `continues` take it.
+
+    Args:
+        step, number: fix the noise, in place of the call's step and the sample's id. The samples of
+            several steps can so run at once, under ids that differ.
+        token_ids, log_probs: as `abort` returned them.
+    """
+
+    step: int
+    number: int
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt and the ids of its samples.
 
     `sample_ids` are unique within one `generate` call. With the seed and the step, they fix the
     noise of every sample. `limits` are the most tokens that each sample may draw, where that is
-    less than `SamplingParams.max_new_tokens`.
+    less than `SamplingParams.max_new_tokens`; tokens of a continuation count. `continuations` has
+    one entry for each sample.
     """
 
     prompt_ids: tuple[int, ...]
     sample_ids: tuple[int, ...]
     limits: tuple[int, ...] | None = None
+    continuations: tuple[Continuation, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

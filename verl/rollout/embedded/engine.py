@@ -51,7 +51,9 @@ class EmbeddedEngine(LocalEngine):
     graphs since the engine was made), generate_s, tokens_per_s.
     """
 
-    capabilities = Capabilities(deterministic=True, tensor_parallel=True, aliases_weights=True)
+    capabilities = Capabilities(
+        deterministic=True, tensor_parallel=True, aliases_weights=True, continues=True
+    )
 
     @classmethod
     def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
@@ -137,7 +139,8 @@ class EmbeddedEngine(LocalEngine):
         try:
             completions = run.finished
             run.finished = []
-            launched = self._launch(run)
+            # After `abort` there may be nothing left but samples that ended meanwhile.
+            launched = self._launch(run) if run.scheduler.has_work else []
             run.flight.extend(launched)
             # The host reads tokens while the device computes the next step.
             while run.flight and (not launched or len(run.flight) > self.runner.lag):
@@ -251,18 +254,19 @@ class EmbeddedEngine(LocalEngine):
     def _samples(
         self, requests: Sequence[Request], params: SamplingParams, seed: int, step: int
     ) -> list[Sample]:
-        ids: list[int] = []
-        for request in requests:
-            ids += request.sample_ids
-        keys = iter(sample_keys(seed, step, np.array(ids, np.int64)))
-
+        keys = iter(_keys(requests, seed, step))
         groups = []
         for request in requests:
-            group = Group(prompt=tuple(request.prompt_ids), unstarted=len(request.sample_ids))
+            group = Group(prompt=tuple(request.prompt_ids), unstarted=0)
             limits = response_limits(request, params, self.max_model_len)
+            begun = request.continuations or (None,) * len(limits)
             samples = []
-            for sample_id, limit in zip(request.sample_ids, limits):
+            for sample_id, limit, continued in zip(request.sample_ids, limits, begun):
                 sample = Sample(sample_id=sample_id, group=group, limit=limit, key=next(keys))
+                if continued is not None and continued.token_ids:
+                    sample.begin_with(continued.token_ids, continued.log_probs)
+                else:
+                    group.unstarted += 1
                 samples.append(sample)
             groups.append(samples)
 
@@ -511,6 +515,27 @@ class EmbeddedEngine(LocalEngine):
             completions = scheduler.finish(slots[done].tolist(), set(slots[stopped].tolist()))
         run.progress.note(scheduler, len(completions), run.counts["generated_tokens"])
         return completions
+
+
+def _keys(requests: Sequence[Request], seed: int, step: int) -> np.ndarray:
+    """Return the noise key of every sample, in the order of the requests."""
+    steps: list[int] = []
+    numbers: list[int] = []
+    for request in requests:
+        if request.continuations is None:
+            steps += [step] * len(request.sample_ids)
+            numbers += request.sample_ids
+        else:
+            steps += [each.step for each in request.continuations]
+            numbers += [each.number for each in request.continuations]
+
+    keys = np.empty(len(steps), np.uint64)
+    of_samples = np.array(steps, np.int64)
+    ids = np.array(numbers, np.int64)
+    for each in set(steps):
+        own = of_samples == each
+        keys[own] = sample_keys(seed, each, ids[own])
+    return keys
 
 
 @dataclass

@@ -37,6 +37,13 @@ class Sample:
     key: np.uint64
     token_ids: list[int] = field(default_factory=list)  # drawn before it was pre-empted
     log_probs: list[float] = field(default_factory=list)
+    begun: int = 0  # first tokens, which an earlier request drew; they are never drawn again
+
+    def begin_with(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Go on after the tokens that an earlier request drew."""
+        self.token_ids = list(token_ids)
+        self.log_probs = list(log_probs)
+        self.begun = len(self.token_ids)
 
 
 @dataclass(slots=True)
@@ -476,10 +483,11 @@ class Scheduler:
         if self.redraw:
             # Drawing again gives the same tokens and the same bits of their keys. A prefill would
             # give keys with other bits.
-            self.discarded += len(sample.token_ids)
-            sample.token_ids = []
-            sample.log_probs = []
-            sample.group.unstarted += 1
+            self.discarded += len(sample.token_ids) - sample.begun
+            sample.token_ids = sample.token_ids[: sample.begun]
+            sample.log_probs = sample.log_probs[: sample.begun]
+            if not sample.begun:
+                sample.group.unstarted += 1
         self.waiting.appendleft(sample)
         self._release(slot)
         self.running = self.running[:-1]
