@@ -1,11 +1,13 @@
 """Training on episodes of agents: the same numbers as without agents for a single turn, exact
 tokens in every turn, and the same weights on several ranks."""
 
+import json
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.agents.scripted import chat_tokenizer
 from tests.launches import launch
 from tests.trainer.runs import (
     TOY,
@@ -20,6 +22,8 @@ from verl.config import load_config
 from verl.trainer.api import RLTrainer
 from verl.trainer.main_ppo import main
 from verl.trainer.remax import ReMaxTrainer
+from verl.trainer.setup import build_loaders
+from verl.utils.errors import DataError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 GUESSING = [
@@ -239,3 +243,39 @@ def test_a_rollout_of_the_api_gives_one_text_for_each_episode(tmp_path: Path):
     ends = batch.batch["responses"][batch.non_tensor_batch["episode_part"] == 1]
     said = trainer.tokenizer.batch_decode(ends, skip_special_tokens=True)
     assert [text for each in texts for text in each] == said
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_prompts_are_filtered_with_their_tools(tmp_path: Path, drops: bool):
+    tools = tmp_path / "tools.py"
+    tools.write_text(
+        'async def add(a: int) -> int:\n    """Add one.\n\n    Args:\n        a: it."""\n'
+    )
+    rows = []
+    for words in (3, 500):
+        row = {"prompt": "one " * words, "data_source": "toy", "reward_model": {"ground_truth": ""}}
+        rows.append(json.dumps(row))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+
+    tokenizer = chat_tokenizer()
+    limit = len(tokenizer.encode("one " * 500)) + 99  # enough without the schema of the tool
+    config = load_config(
+        [
+            f"data.train_files={tmp_path}/rows.jsonl",
+            f"data.val_files={tmp_path}/rows.jsonl",
+            "data.train_batch_size=1",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+            "actor_rollout_ref.model.path=toy",
+            f"data.max_prompt_length={limit}",
+            f"data.filter_overlong_prompts={drops}",
+            f"{ROLLOUT}.multi_turn.enable=True",
+            f"{ROLLOUT}.multi_turn.function_tool_path={tools}",
+        ]
+    )
+    if not drops:
+        with pytest.raises(DataError, match=r"row 1: .* with the tools .*filter_overlong_prompts"):
+            build_loaders(config, tokenizer)
+        return
+    for loader in build_loaders(config, tokenizer):
+        assert loader is not None
+        assert [item["index"] for item in loader.dataset] == [0]

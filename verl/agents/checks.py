@@ -61,10 +61,24 @@ def check_rows(
 def check_prompts(context: AgentContext, column: Column, prompt_key: str) -> None:
     """Check that the longest prompts fit their column with the tools that they offer.
 
-    The length filter of the data counts them without tools. Rows are taken by their characters,
-    2,000 at most. A shorter row that is too long all the same fails when it is played.
+    The length check of the data counts them without tools. Raises DataError naming file and row.
+    """
+    for place, length in prompts_too_long(context, column, prompt_key):
+        raise DataError(
+            f"{place}: the prompt has {length} tokens with the tools that it offers, "
+            f"data.max_prompt_length allows {context.config.prompt_length}. Raise it, offer the "
+            "row fewer tools (extra_info.tools_kwargs), or set data.filter_overlong_prompts=true "
+            "(drop such rows)."
+        )
 
-    Raises DataError naming file and row.
+
+def prompts_too_long(
+    context: AgentContext, column: Column, prompt_key: str
+) -> Iterator[tuple[str, int]]:
+    """Give (file and row, tokens) of prompts that do not fit with the tools that they offer.
+
+    Rows are taken by their characters, until 2,000 have fit. A shorter row that is too long all the
+    same fails when it is played.
     """
     tools = context.tools
     if tools is None:
@@ -82,15 +96,15 @@ def check_prompts(context: AgentContext, column: Column, prompt_key: str) -> Non
         rows.append((len(str(messages)) + characters[key], place, messages, offered))
 
     rows.sort(key=lambda row: row[0], reverse=True)
-    limit = context.config.prompt_length
-    for _, place, messages, offered in rows[:_NUM_RENDERED]:
+    fitting = 0
+    for _, place, messages, offered in rows:
         prompt_ids = context.boundary.prompt(as_messages(messages), tools.schemas(offered))
-        if len(prompt_ids) > limit:
-            raise DataError(
-                f"{place}: the prompt has {len(prompt_ids)} tokens with the tools that it offers, "
-                f"data.max_prompt_length allows {limit}. Raise it, or offer the row fewer tools "
-                "(extra_info.tools_kwargs). data.filter_overlong_prompts counts without tools."
-            )
+        if len(prompt_ids) > context.config.prompt_length:
+            yield place, len(prompt_ids)
+            continue
+        fitting += 1
+        if fitting == _NUM_RENDERED:
+            return
 
 
 def _answering(config: RolloutConfig) -> Iterator[tuple[str, str | None, str]]:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from verl.agents.boundary import ChatBoundary
-from verl.agents.checks import Column, check_prompts, check_rows
+from verl.agents.checks import Column, check_prompts, check_rows, prompts_too_long
 from verl.agents.conversation import failed
 from verl.agents.engine_client import EngineClient
 from verl.agents.formats import ToolFormat, recognise_format, tool_format, tool_formats
@@ -102,6 +102,10 @@ class AgentRunner:
         """Check the data against what is configured; see `verl.agents.checks`."""
         check_rows(self.config, self.context.tools, self.context.interactions, column)
         check_prompts(self.context, column, prompt_key)
+
+    def prompts_too_long(self, column: Column, prompt_key: str) -> list[str]:
+        """Return the rows with prompts that do not fit with their tools."""
+        return [place for place, _ in prompts_too_long(self.context, column, prompt_key)]
 
     def close(self) -> None:
         """End the processes and connections of tools and interactions. `play` makes them anew."""

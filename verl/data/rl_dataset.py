@@ -2,7 +2,7 @@
 
 import difflib
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -76,12 +76,7 @@ class RLDataset(Dataset):
         # (rows, 2): number of the file, number of the row in it
         self._kept = np.concatenate([self._kept_rows(number) for number in range(len(self.files))])
 
-        if len(self._kept) == 0:
-            raise DataError(
-                f"All prompts of {', '.join(self.files)} are longer than data.max_prompt_length="
-                f"{config.max_prompt_length} tokens, and data.filter_overlong_prompts drops them. "
-                "Raise the limit."
-            )
+        self._require_rows()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -114,6 +109,24 @@ class RLDataset(Dataset):
                 if number in kept:
                     yield f"{file}, row {number}", value
 
+    def drop_overlong(self, places: Collection[str]) -> None:
+        """Drop rows that `column` gives at `places`, for prompts that are longer than they seem."""
+        if not places:
+            return
+        total = len(self._kept)
+        kept = [number for number, place in enumerate(self._places()) if place not in places]
+        self._kept = self._kept[kept]
+        self._require_rows()
+        logger.info(
+            "Kept %d of %d rows of %s; with their tools the prompts of %d are longer than "
+            "data.max_prompt_length=%d.",
+            len(kept),
+            total,
+            ", ".join(self.files),
+            total - len(kept),
+            self.config.max_prompt_length,
+        )
+
     def keep_at_most(self, num_rows: int, *, shuffle: bool, seed: int) -> None:
         """Keep the first `num_rows` rows, or with `shuffle` a random choice that the seed fixes.
 
@@ -127,6 +140,19 @@ class RLDataset(Dataset):
             drawn = np.random.default_rng(seed).choice(total, size=num_rows, replace=False)
             chosen = np.sort(drawn)
         self._kept = self._kept[chosen]
+
+    def _places(self) -> Iterator[str]:
+        """Yield file and number of every kept row, as `column` does."""
+        for source, number in self._kept.tolist():
+            yield f"{self.files[source]}, row {number}"
+
+    def _require_rows(self) -> None:
+        if len(self._kept) == 0:
+            raise DataError(
+                f"All prompts of {', '.join(self.files)} are longer than data.max_prompt_length="
+                f"{self.config.max_prompt_length} tokens, and data.filter_overlong_prompts drops "
+                "them. Raise the limit."
+            )
 
     @property
     def fingerprint(self) -> str:

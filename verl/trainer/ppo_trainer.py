@@ -142,7 +142,6 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.train_loader, self.val_loader = setup.build_loaders(
             config, self.tokenizer, train_dataset, val_dataset
         )
-        setup.check_agents(config, self.tokenizer, self.train_loader, self.val_loader)
         if reward_fn is None:
             setup.check_reward(config, self.reward_fn, self.train_loader, self.val_loader)
 

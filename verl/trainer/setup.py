@@ -139,7 +139,7 @@ def build_loaders(
 ) -> tuple[RLDataLoader, RLDataLoader | None]:
     """Build the loaders of training batches, reshuffled every epoch, and of validation batches.
 
-    The second is None where there is no validation set.
+    Checks the rows for agents, see `check_agents`. The second is None where there is no validation set.
     """
     data = config.data
     if train_dataset is None:
@@ -147,6 +147,7 @@ def build_loaders(
         assert train_dataset is not None, "without training data build_dataset raises"
     if val_dataset is None:
         val_dataset = build_dataset(config, tokenizer, split="val")
+    check_agents(config, tokenizer, train_dataset, val_dataset)
 
     train_loader = RLDataLoader(
         train_dataset,
@@ -242,19 +243,15 @@ def check_reward(
 
 
 def check_agents(
-    config: TrainConfig,
-    tokenizer: Any,
-    train_loader: RLDataLoader,
-    val_loader: RLDataLoader | None = None,
+    config: TrainConfig, tokenizer: Any, train_dataset: Any, val_dataset: Any = None
 ) -> None:
     """Check that every row can be played by an agent loop, and that all that is configured is used.
 
-    Makes the tools once, so that a wrong file or class fails before a weight is loaded.
+    Makes the tools once, so that a wrong file or class fails before a weight is loaded. Drops rows
+    whose prompts are too long with their tools, under `data.filter_overlong_prompts`.
     """
     rollout = config.actor_rollout_ref.rollout
-    datasets = [train_loader.dataset]
-    if val_loader is not None:
-        datasets.append(val_loader.dataset)
+    datasets = [dataset for dataset in (train_dataset, val_dataset) if dataset is not None]
     if not rollout.uses_agents:
         for dataset in datasets:
             _warn_of_unused_agents(dataset)
@@ -267,9 +264,13 @@ def check_agents(
             yield from dataset.column(name)
 
     runner = AgentRunner(rollout, tokenizer)
+    prompt_key = config.data.prompt_key
     try:
+        if config.data.filter_overlong_prompts:
+            for dataset in readable:
+                dataset.drop_overlong(runner.prompts_too_long(dataset.column, prompt_key))
         if readable:
-            runner.check_rows(column, config.data.prompt_key)
+            runner.check_rows(column, prompt_key)
     finally:
         runner.close()
 
