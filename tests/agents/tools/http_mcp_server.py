@@ -1,7 +1,8 @@
-"""A small MCP server over HTTP, on the port that is given."""
+"""A small MCP server over HTTP (`/mcp`) and server-sent events (`/sse`), on the given port."""
 
 import sys
 
+import uvicorn
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("small")
@@ -14,4 +15,6 @@ def add(a: int, b: int) -> str:
 
 
 if __name__ == "__main__":
-    server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+    app = server.streamable_http_app()
+    app.router.routes += server.sse_app().routes
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]))

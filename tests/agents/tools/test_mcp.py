@@ -133,8 +133,11 @@ def url():
     process.wait()
 
 
-def test_a_server_over_http(tmp_path, url):
-    path = write_config(tmp_path, {"url": url, "auth_token": "secret"})
+@pytest.mark.parametrize("transport", ["http", "sse"])
+def test_a_server_over_http(tmp_path, url, transport):
+    address = url if transport == "http" else url.replace("/mcp", "/sse")
+    server = {"url": address, "auth_token": "secret", "type": transport}
+    path = write_config(tmp_path, server)
     tools = ToolSet.from_config(path, timeout_s=30)
     (result,) = calls_of(tools, ("add", {"a": 1, "b": 2}))
     tools.close()

@@ -4,7 +4,8 @@
                     "web": {"url": "https://host/mcp", "auth_token": "..."}}}
 
 A server with `command` is started and spoken to over its standard streams; one with `url` over
-streamable HTTP. All connections live in an event loop of their own, whatever loop uses them.
+streamable HTTP, or over server-sent events where its `type` (or `transport`) is "sse". All
+connections live in an event loop of their own, whatever loop uses them.
 """
 
 import asyncio
@@ -24,9 +25,20 @@ from verl.utils.registry import nearest_names
 
 START_TIMEOUT_S = 60.0
 INSTALL = "pip install 'verl[mcp]'"
-_SERVER_KEYS = {"url", "auth_token", "headers", "command", "args", "env", "cwd"}
+_SERVER_KEYS = {
+    "url",
+    "auth_token",
+    "headers",
+    "command",
+    "args",
+    "env",
+    "cwd",
+    "type",
+    "transport",
+}
+_TRANSPORTS = ("stdio", "http", "streamable-http", "streamable_http", "sse")
 # Keys for other programs that read such files; they have no meaning here.
-_IGNORED_KEYS = {"type", "transport", "disabled", "autoApprove", "timeout", "description"}
+_IGNORED_KEYS = {"disabled", "autoApprove", "timeout", "description"}
 
 
 class McpToolError(RuntimeError):
@@ -228,6 +240,9 @@ class _Server:
         headers = dict(config.get("headers") or {})
         if config.get("auth_token"):
             headers["Authorization"] = f"Bearer {config['auth_token']}"
+        if _transport(config) == "sse":
+            sse = require("mcp.client.sse", "A tool of an MCP server", INSTALL)
+            return mcp.Client(sse.sse_client(config["url"], headers=headers))
         if not headers:
             return mcp.Client(config["url"])
 
@@ -259,6 +274,11 @@ def read_servers(path: str | Path) -> dict[str, dict[str, Any]]:
     for name, config in servers.items():
         if not isinstance(config, dict) or ("url" in config) == ("command" in config):
             raise ConfigError(f"'{path}', server '{name}': expected one of 'url' and 'command'.")
+        if _transport(config) not in (None, *_TRANSPORTS):
+            raise ConfigError(
+                f"'{path}', server '{name}': type must be one of {', '.join(_TRANSPORTS)}, got "
+                f"'{_transport(config)}'."
+            )
         for key in config:
             if key not in _SERVER_KEYS | _IGNORED_KEYS:
                 raise ConfigError(
@@ -266,6 +286,11 @@ def read_servers(path: str | Path) -> dict[str, dict[str, Any]]:
                     f"{nearest_names(key, sorted(_SERVER_KEYS))}."
                 )
     return servers
+
+
+def _transport(config: dict[str, Any]) -> str | None:
+    """Return the transport that a server's settings name; programs disagree on the key."""
+    return config.get("type") or config.get("transport")
 
 
 async def _read_schemas(client: Any) -> dict[str, dict[str, Any]]:
