@@ -73,6 +73,13 @@ COLUMNS: dict[str, Column] = {
             "log-prob of each token as the rollout engine saw it",
         ),
         Column(
+            "token_age",
+            "int32",
+            "B R",
+            "generate, asynchronous",
+            "versions between the weights that drew a token and those updated, -1 elsewhere",
+        ),
+        Column(
             "turn_of_token",
             "int32",
             "B R",

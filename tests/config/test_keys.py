@@ -81,7 +81,6 @@ def test_unknown_key_suggests_the_nearest(written: str, nearest: str):
     [
         ("sglang_endpoint", "name=embedded"),
         ("actor_rollout_ref.rollout.server_urls", "name=embedded"),
-        ("trainer.mode", "asynchronous training is not in this version"),
         ("actor_rollout_ref.actor.megatron.param_offload", "FSDP2"),
     ],
 )

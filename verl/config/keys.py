@@ -172,10 +172,6 @@ _ABSENT = {
     ),
     "sglang_endpoint": _SERVERS,
     "server_urls": _SERVERS,
-    "trainer.mode": (
-        "asynchronous training is not in this version. Leave it out: generation and update take "
-        "turns, and the reward runs at the same time."
-    ),
 }
 
 

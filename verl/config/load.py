@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import evaluation, generation, serve, sft
 from verl.config.actor import ExtraLossConfig
+from verl.config.async_rules import with_async_defaults
 from verl.config.command_line import USAGE, CommandLine, parse_command_line
 from verl.config.keys import Key, flatten, keys_of, nest, owner_of, rename_aliases
 from verl.config.rules import RULES, RULES_OF_FILES, Rule, doubtful
@@ -55,7 +56,7 @@ ROOTS = {
             "alone, nothing is trained."
         ),
         rules_of_files=RULES_OF_FILES,
-        with_defaults=with_toy_defaults,
+        with_defaults=lambda given: with_async_defaults(with_toy_defaults(given)),
     ),
     "generation": Root(
         generation.GenerationConfig,

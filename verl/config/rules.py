@@ -9,6 +9,8 @@ from verl.config.agent_rules import RULES as AGENT_RULES
 from verl.config.agent_rules import agent_doubts
 from verl.config.algorithm_rules import RULES as ALGORITHM_RULES
 from verl.config.algorithm_rules import doubts
+from verl.config.async_rules import RULES as ASYNC_RULES
+from verl.config.async_rules import async_doubts
 from verl.config.checkpoint import CHECKPOINT_PARTS
 from verl.config.choices import TRACKERS
 from verl.config.micro_batch import (
@@ -462,6 +464,7 @@ RULES: tuple[Rule, ...] = (
     reward_has_what_it_needs,
     *ALGORITHM_RULES,
     *AGENT_RULES,
+    *ASYNC_RULES,
 )
 # Values that a command line must name, and a program may give as objects.
 RULES_OF_FILES: tuple[Rule, ...] = (training_data_is_named, validation_has_data)
@@ -473,6 +476,7 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
     yield from placement_doubts(config)
     yield from reward_doubts(config)
     yield from agent_doubts(config)
+    yield from async_doubts(config)
     actor = config.actor_rollout_ref.actor
     validation = config.actor_rollout_ref.rollout.val_kwargs
 

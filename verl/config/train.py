@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from verl.config.actor_rollout_ref import ActorRolloutRefConfig
 from verl.config.algorithm import AlgorithmConfig
+from verl.config.async_training import AsyncTrainingConfig
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig
@@ -23,6 +24,7 @@ class TrainConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
     @property

@@ -50,6 +50,15 @@ class TrainerConfig:
         None, "steps; null: total_epochs over the data", above=0
     )
     max_steps: int | None = setting(None, "steps", alias_of="trainer.total_training_steps")
+    mode: str = setting(
+        "sync",
+        (
+            "the schedule: generation and update take turns (sync); the next batch is generated "
+            "during the update (one_step_off); generation runs ahead, see async_training "
+            "(fully_async)"
+        ),
+        choices=("sync", "one_step_off", "fully_async"),
+    )
     seed: int = setting(
         0,
         "seed of everything that is drawn: order of rows and sampling noise follow it",

@@ -11,6 +11,7 @@ from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
 
 NO_TURN = -1  # in the column `turn_of_token`: a token that no model drew
+NO_AGE = -1  # in the column `token_age`: a token that no model drew
 
 
 def assemble(
@@ -20,13 +21,15 @@ def assemble(
     response_length: int,
     pad_token_id: int,
     with_turns: bool = False,
+    version: int | None = None,
 ) -> dict[str, Tensor]:
     """Return the tensor columns of phase "generate", one row for each trajectory.
 
     The columns are prompts (B, P), responses (B, R), input_ids, attention_mask, position_ids
     (B, T), response_mask (B, R), which is 1 for the model's own tokens alone, and rollout_log_probs
     (B, R) fp32, which is 0 for others. `with_turns` adds `turn_of_token` (B, R): the number of the
-    model's turn that drew a token, or -1.
+    model's turn that drew a token, or -1. `version`, that of the weights to be updated, adds
+    `token_age` (B, R): versions between the weights that drew a token and these, or -1.
 
     Raises RolloutError naming the sample that is empty or longer than its columns, or that does
     not have one finite log-prob for each token of the model.
@@ -39,6 +42,7 @@ def assemble(
     response_mask = torch.zeros((rows, response_length), dtype=torch.int64)
     log_probs = torch.zeros((rows, response_length), dtype=torch.float32)
     turns = torch.full((rows, response_length), NO_TURN, dtype=torch.int32)
+    ages = torch.full((rows, response_length), NO_AGE, dtype=torch.int32)
 
     for row, trajectory in enumerate(trajectories):
         _check(trajectory, prompt_length, response_length)
@@ -56,6 +60,7 @@ def assemble(
                 response_mask[row, columns] = int(is_trained)
                 log_probs[row, columns] = torch.tensor(segment.log_probs, dtype=torch.float32)
                 turns[row, columns] = segment.turn
+                ages[row, columns] = 0 if version is None else version - segment.version
         real[row, :place] = 1
 
     attention_mask = torch.cat([prompt_mask, real], dim=1)
@@ -70,6 +75,8 @@ def assemble(
     }
     if with_turns:
         columns["turn_of_token"] = turns
+    if version is not None:
+        columns["token_age"] = ages
     return columns
 
 

@@ -11,7 +11,13 @@ from verl.single_controller.dispatch import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from verl.single_controller.handles import GroupOf, of_all_ranks, start
+from verl.single_controller.handles import (
+    GroupOf,
+    num_shares,
+    of_all_ranks,
+    of_each_share,
+    start,
+)
 from verl.single_controller.host import Colocated, OnTold, tell
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerGroup
@@ -29,7 +35,9 @@ __all__ = [
     "breadcrumb",
     "get_predefined_dispatch_fn",
     "note_progress",
+    "num_shares",
     "of_all_ranks",
+    "of_each_share",
     "register",
     "register_dispatch_mode",
     "start",

@@ -27,6 +27,21 @@ def start(
     return call(*args, **kwargs, blocking=False)
 
 
+def num_shares(group: Any) -> int:
+    """Return the number of shares that the arguments of `of_each_share` have."""
+    return group.num_shares
+
+
+def of_each_share(method: Callable[..., Answer], *args: Any) -> list[Answer]:
+    """Call a method of a group that takes one share of each argument (`Dispatch.DP_COMPUTE`).
+
+    Args:
+        args: lists with one entry for each share.
+    """
+    call: Any = method
+    return call(*args)
+
+
 def of_all_ranks(
     method: Callable[Parameters, Answer], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> list[Answer]:

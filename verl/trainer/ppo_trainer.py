@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -101,6 +101,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         ```
     """
 
+    mode: ClassVar[str] = "sync"  # the schedule: `trainer.mode` of the configurations it takes
+
     # A subclass that reads `old_log_probs` before the update sets this: the pass is never skipped
     # then.
     reads_old_log_probs = False
@@ -126,6 +128,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         super().__init__(config, setup.checkpoints_to_keep(config))
         setup.load_user_code(config)
         setup.check_names(config)
+        setup.check_mode(config, type(self))
         if type(self) is PPOTrainer:
             setup.check_step(config)
         self.pool = join_pool(config, self.device)
@@ -375,20 +378,23 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         record_step: int | None = None,
         **call: Any,
     ) -> DataProto:
-        numbers = range(first_row, first_row + len(prompts))
-        uids = [f"{step}-{row}" for row in numbers]
-        prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
-        prompts.non_tensor_batch["prompt_row"] = np.array(numbers, dtype=object)
-
+        number_prompts(prompts, step, first_row)
         self.weights.provide()
         call |= {"n": n, "params": params, "seed": seed, "step": step}
-        if self.config.actor_rollout_ref.rollout.uses_agents:
-            record_step = step if record_step is None else record_step
-            played = self.rollout_wg.play_episodes(prompts, record_step=record_step, **call)
-            return with_episodes(prompts, played, n)
+        drawn = self.generation_call(step if record_step is None else record_step)(prompts, **call)
+        return self.with_prompts(prompts, drawn, n)
 
-        generated = self.rollout_wg.generate_sequences(prompts, **call)
-        return prompts.repeat(n, interleave=True).union(generated)
+    def generation_call(self, record_step: int) -> Callable[..., DataProto]:
+        """Return the rollout's method that generates: by agent loops, or one response a sample."""
+        if self.config.actor_rollout_ref.rollout.uses_agents:
+            return partial(self.rollout_wg.play_episodes, record_step=record_step)
+        return self.rollout_wg.generate_sequences
+
+    def with_prompts(self, prompts: DataProto, drawn: DataProto, n: int) -> DataProto:
+        """Put the columns of the prompts next to the trajectories of a `generation_call`."""
+        if self.config.actor_rollout_ref.rollout.uses_agents:
+            return with_episodes(prompts, drawn, n)
+        return prompts.repeat(n, interleave=True).union(drawn)
 
     @phase(reads="prompts responses attention_mask rm_scores", writes="token_level_scores")
     def score(self, batch: DataProto) -> DataProto:
@@ -653,6 +659,14 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         super().load_state_dict(state)
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.entropy_controller.load_state_dict(state["entropy_controller"])
+
+
+def number_prompts(prompts: DataProto, step: int, first_row: int = 0) -> None:
+    """Write `uid` and `prompt_row`: the place of (B,) prompts in a step, which fixes their noise."""
+    numbers = range(first_row, first_row + len(prompts))
+    uids = [f"{step}-{row}" for row in numbers]
+    prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+    prompts.non_tensor_batch["prompt_row"] = np.array(numbers, dtype=object)
 
 
 # The name under which users' recipes subclass it.

@@ -7,7 +7,7 @@ import os
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -154,6 +154,10 @@ class TrainingRun(ABC, Generic[Config]):
     def checkpointed_groups(self) -> Mapping[str, GroupOf[TrainedWorker]]:
         """Return the worker groups that save something, under the names of their folders."""
 
+    def batches(self) -> Iterable[DataProto]:
+        """Return the batches of the loader's next epoch, or of a part of it, one for each step."""
+        return self.train_loader
+
     def after_step(self, batch: DataProto) -> None:
         """Use a step's batch before validation and logging."""
 
@@ -201,7 +205,7 @@ class TrainingRun(ABC, Generic[Config]):
                 self.summary.add(0, metrics)
 
             while self.global_step < self.total_steps:
-                for batch in self.train_loader:
+                for batch in self.batches():
                     self.run_step(batch)
                     if self.global_step >= self.total_steps:
                         break

@@ -31,6 +31,12 @@ from verl.utils.logging import logger, say_once
 from verl.utils.phases import declared_phase, declared_phases, phase
 from verl.workers.actor import model_source
 
+# Classes of `verl.trainer` by `trainer.mode`.
+_SCHEDULES = {
+    "sync": "PPOTrainer",
+    "one_step_off": "schedules.one_step_off.OneStepOffTrainer",
+    "fully_async": "schedules.fully_async.FullyAsyncTrainer",
+}
 _NUMBERS = (int, float, np.integer, np.floating, np.bool_)
 
 
@@ -72,6 +78,16 @@ def check_rollout_model(config: TrainConfig, device: torch.device) -> None:
     roles = config.actor_rollout_ref
     model = load_model_config(**model_source(roles.model))
     check_engine_model(roles.rollout, model, on_cuda=device.type == "cuda")
+
+
+def check_mode(config: TrainConfig, kind: Any) -> None:
+    """Check that the trainer's class has the schedule that `trainer.mode` names."""
+    asked = config.trainer.mode
+    if asked != kind.mode:
+        raise ConfigError(
+            f"trainer.mode={asked} needs verl.trainer.{_SCHEDULES[asked]} or a subclass of it, got "
+            f"{kind.__name__}, which runs trainer.mode={kind.mode}."
+        )
 
 
 def check_step(config: TrainConfig) -> None:

@@ -4,10 +4,16 @@ from verl.config import TrainConfig
 from verl.trainer.dapo import DAPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.remax import ReMaxTrainer
+from verl.trainer.schedules.fully_async import FullyAsyncTrainer
+from verl.trainer.schedules.one_step_off import OneStepOffTrainer
 
 
 def trainer_class(config: TrainConfig) -> type[PPOTrainer]:
     """Return the trainer class that the configuration asks for."""
+    if config.trainer.mode == "fully_async":
+        return FullyAsyncTrainer
+    if config.trainer.mode == "one_step_off":
+        return OneStepOffTrainer
     if config.algorithm.filter_groups.enable:
         return DAPOTrainer
     if config.algorithm.adv_estimator == "remax":

@@ -1,6 +1,7 @@
 """The rollout role: owns a rollout engine, next to the actor or on ranks of its own."""
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from verl.rollout import (
     generate,
     trajectories_of,
 )
+from verl.rollout.goal import Goal
 from verl.rollout.stopping import end_of_sequence_ids
 from verl.rollout.trajectory import Trajectory
 from verl.rollout.types import Completion, Request, Room, SamplingParams
@@ -32,6 +34,7 @@ from verl.utils.errors import RolloutError
 from verl.utils.imports import import_user_code
 from verl.weight_sync import DirectSender, Endpoint, Meeting, WeightReceiver, join, receive_into
 from verl.workers.actor import ActorWorker, model_source
+from verl.workers.stream import Orders, Progressed, advance, freeze
 
 _WAY_OUT = (
     "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or "
@@ -209,6 +212,35 @@ class RolloutWorker(Worker):
             non_tensors=_episode_columns(trajectories),
             meta_info={"metrics": metrics},
         )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def start_samples(self, orders: Orders) -> None:
+        """Submit samples to the engine, also while others run. `advance_samples` draws tokens."""
+        if not self.has_weights:
+            self.take_weights()
+        if not self.engine.has_work:
+            self.engine.forget_prefixes()
+        with self._names_out_of_memory("generation"):
+            self.engine.submit(orders.requests, orders.params, seed=orders.seed, step=0)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def advance_samples(self, goal: Goal, most_steps: int | None) -> Progressed:
+        """Draw tokens until `goal` is reached, or for `most_steps` steps of the engine."""
+        started = time.perf_counter()
+        with self._names_out_of_memory("generation"):
+            finished = advance(self.engine, goal, most_steps)
+        return Progressed(finished=finished, seconds=time.perf_counter() - started)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def freeze_samples(self) -> Progressed:
+        """Take all samples out of the engine, which has no work afterwards.
+
+        Every rank must call it.
+        """
+        news = freeze(self.engine)
+        news.metrics = self._metrics(self.engine.statistics())
+        self._make_room()
+        return news
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_agents(self) -> None:

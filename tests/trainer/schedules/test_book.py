@@ -1,0 +1,215 @@
+"""The books of asynchronous training hold under every schedule, on a fake clock."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.trainer.schedules.fake_engine import FakeEngine
+from verl.rollout.goal import Goal, GoalWatch
+from verl.trainer.schedules.book import Book, Pace, State
+
+SCHEDULES = 10_000
+
+
+class Run:
+    """A run of a few steps under drawn settings, with the books checked after every event."""
+
+    def __init__(self, rng: random.Random, **fixed: object) -> None:
+        self.rng = rng
+        staleness = rng.choice([0, 0, 1, 1, 2, 3])
+        per_version = rng.choice([1, 1, 1, 2, 3])
+        groups = rng.randint(1, 4)
+        least = groups * per_version
+        settings = {
+            "groups_per_step": groups,
+            "max_staleness": staleness,
+            "steps_per_version": per_version,
+            "max_started": least + rng.randint(0, 2 * least),
+            "is_partial": rng.random() < 0.8,
+        }
+        self.pace = Pace(**{**settings, **fixed})
+        self.steps = rng.randint(2, 6)
+        self.samples = rng.randint(1, 3)
+        self.book = Book(self.pace, self.samples)
+        self.longest = rng.choice([2, 5, 12])
+        self.lengths: dict[int, int] = {}
+        self.engine = FakeEngine(self.book, self.length_of, slots=rng.randint(1, 12))
+        self.overlaps = rng.random() < 0.5
+        self.consumed: list[int] = []
+        self.started_at: dict[int, int] = {}
+
+    def length_of(self, sample_id: int) -> int:
+        if sample_id not in self.lengths:
+            long = self.rng.random() < 0.2
+            self.lengths[sample_id] = self.rng.randint(1, self.longest if long else 2)
+        return self.lengths[sample_id]
+
+    def admit(self) -> None:
+        left = self.steps * self.pace.groups_per_step - self.book.admitted
+        for _ in range(min(left, self.book.wanted())):
+            self.book.admit(step=1, row=self.book.admitted)
+
+    def play(self) -> None:
+        for step in range(1, self.steps + 1):
+            self.admit()
+            self.engine.start()
+            self.engine.run_to_goal()
+            if not self.overlaps:
+                self.engine.freeze()
+            self.check()
+            self.take(step)
+            self.check()
+            if self.overlaps:
+                self.generate_during_the_update()
+            if step % self.pace.steps_per_version == 0:
+                self.engine.freeze()
+                self.book.hand_over()
+            if self.rng.random() < 0.2:
+                self.kill_and_resume()
+
+    def generate_during_the_update(self) -> None:
+        self.admit()
+        self.engine.start()
+        for _ in range(self.rng.randint(0, 6)):
+            self.engine.tick()
+            self.check()
+
+    def kill_and_resume(self) -> None:
+        """Go on with books from a checkpoint."""
+        self.engine.freeze()
+        state = self.book.state_dict()
+        book = Book(self.pace, self.samples)
+        book.load_state_dict(state, [None] * len(state["groups"]))
+        assert book.counts() == self.book.counts()
+        self.book = self.engine.book = book
+
+    def take(self, step: int) -> None:
+        batch = self.book.take()
+        assert len(batch) == self.pace.groups_per_step
+        now = self.pace.version_of(step)
+        for group in batch:
+            assert step <= self.pace.last_step(group.born), "no prompt starves"
+            for sample in group.samples:
+                assert sample.state is State.CONSUMED
+                versions = [segment.version for segment in sample.segments]
+                assert versions == sorted(versions)
+                assert now - versions[0] <= self.pace.max_staleness, "the oldest token"
+                first = sample.sample_id * 1000
+                length = self.length_of(sample.sample_id)
+                assert sample.token_ids == tuple(range(first, first + length))
+                self.consumed.append(sample.sample_id)
+
+    def check(self) -> None:
+        """Every trajectory is in one place, and in one state."""
+        kept = [each.sample_id for group in self.book.groups for each in group.samples]
+        everyone = Counter(kept + self.consumed)
+        assert everyone == Counter(range(self.book.admitted * self.samples))
+        counts = self.book.counts()
+        assert sum(counts.values()) == self.book.admitted * self.samples
+        assert counts["consumed"] == len(self.consumed)
+        assert counts["running"] == len(self.engine.drawn)
+
+
+def test_10_000_random_schedules():
+    for seed in range(SCHEDULES):
+        run = Run(random.Random(seed))
+        run.play()
+        # All that was generated is learned from, so the lengths are those that were drawn.
+        assert sorted(run.consumed) == list(range(run.book.admitted * run.samples))
+        assert run.book.admitted == run.steps * run.pace.groups_per_step
+        assert run.book.discarded_tokens == 0
+
+
+def test_lengths_of_batches_are_those_generated():
+    """Kolmogorov-Smirnov: batches in the middle of a run have no bias to short samples."""
+    rng = random.Random(1)
+    run = Run(rng, groups_per_step=8, max_staleness=2, steps_per_version=1, max_started=24)
+    run.steps, run.samples, run.longest, run.overlaps = 200, 4, 200, False
+    run.book = run.engine.book = Book(run.pace, run.samples)
+    run.engine.slots = 64
+    run.play()
+    middle = run.consumed[len(run.consumed) // 4 : 3 * len(run.consumed) // 4]
+    trained = sorted(run.lengths[number] for number in middle)
+    generated = sorted(run.lengths.values())
+    distance = 0.0
+    for length in set(generated):
+        share = sum(each <= length for each in trained) / len(trained)
+        distance = max(
+            distance, abs(share - sum(each <= length for each in generated) / len(generated))
+        )
+    critical = 1.36 * (1 / len(trained) + 1 / len(generated)) ** 0.5
+    assert distance < critical
+
+
+def test_the_tail_is_trained_on_while_others_run():
+    """With one version of slack a batch need not wait for the longest sample."""
+    lengths = {0: 100, 1: 3, 2: 3, 3: 3}
+    book = Book(Pace(groups_per_step=2, max_staleness=1, max_started=4), samples=1)
+    engine = FakeEngine(book, lambda sample_id: lengths.get(sample_id, 4), slots=8)
+    for row in range(4):
+        book.admit(1, row)
+    engine.start()
+    engine.run_to_goal()
+    engine.freeze()
+    assert engine.ticks == 3
+    assert [group.serial for group in book.take()] == [1, 2]
+    assert book.counts()["frozen"] == 1
+
+
+def test_staleness_zero_starts_no_group_of_the_next_batch():
+    book = Book(Pace(groups_per_step=2, max_staleness=0), samples=1)
+    assert book.wanted() == 2
+    for row in range(3):
+        book.admit(1, row)
+    engine = FakeEngine(book, lambda _: 2, slots=8)
+    engine.start()
+    assert book.counts()["admitted"] == 1
+    engine.run_to_goal()
+    book.take()
+    engine.start()
+    assert book.counts()["running"] == 0, "the weights are still the old ones"
+    book.hand_over()
+    engine.start()
+    assert book.counts()["running"] == 1
+
+
+def test_what_exceeds_the_bound_is_dropped_and_counted():
+    lengths = {0: 9}
+    pace = Pace(groups_per_step=1, max_staleness=0, max_started=2, is_bound=False)
+    book = Book(pace, samples=1)
+    engine = FakeEngine(book, lambda sample_id: lengths.get(sample_id, 3), slots=4)
+    for row in range(4):
+        book.admit(1, row)
+    for serials in ([1], [2]):
+        engine.start()
+        engine.run_to_goal()
+        engine.freeze()
+        book.discard_stale()
+        assert [group.serial for group in book.take()] == serials
+        book.hand_over()
+    engine.start()
+    engine.run_to_goal()
+    engine.freeze()
+    assert [group.serial for group in book.discard_stale()] == [0]
+    assert book.discarded_tokens == 9
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3])
+def test_goals_of_engines_together_are_the_goal(shares):
+    rng = random.Random(shares)
+    for _ in range(300):
+        groups = tuple((number,) for number in range(rng.randint(1, 9)))
+        needs = []
+        for _ in range(rng.randint(0, 3)):
+            among = rng.randint(1, len(groups))
+            needs.append((among, rng.randint(1, among)))
+        whole = GoalWatch(Goal(groups, tuple(needs)))
+        parts = [GoalWatch(part) for part in Goal(groups, tuple(needs)).shares(shares)]
+        order = rng.sample(range(len(groups)), len(groups))
+        for number in order:
+            for watch in (whole, *parts):
+                watch.note([number])
+            if all(part.is_reached for part in parts):
+                assert whole.is_reached
+        assert all(part.is_reached for part in parts)

@@ -1,0 +1,133 @@
+"""Whole runs of the asynchronous schedules: staleness 0 has the bits of the synchronous run."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.runs import (
+    PPO,
+    run,
+    run_in_child,
+    same_bits,
+    step_lines,
+    weights,
+    without_times,
+)
+from verl.protocol import DataProto
+from verl.trainer.ppo_trainer import PPOTrainer
+from verl.utils.errors import ConfigError
+
+STEPS = 6
+BASE = [f"trainer.max_steps={STEPS}", f"trainer.save_freq={STEPS}", "data.train_batch_size=3"]
+ASYNC = "trainer.mode=fully_async"
+
+
+def numbers(folder: Path) -> list[dict]:
+    """Return the metrics that the synchronous run has, too."""
+    lines = []
+    for line in without_times(step_lines(folder)):
+        lines.append({key: line[key] for key in line if not key.startswith("fully_async/")})
+    return lines
+
+
+@pytest.mark.parametrize("algorithm", [[], PPO], ids=["grpo", "ppo"])
+def test_staleness_zero_has_the_bits_of_the_synchronous_run(tmp_path, algorithm):
+    assert run(tmp_path / "sync", *BASE, *algorithm) == 0
+    zero = [ASYNC, "async_training.staleness_threshold=0"]
+    assert run(tmp_path / "async", *BASE, *algorithm, *zero) == 0
+    assert numbers(tmp_path / "async") == numbers(tmp_path / "sync")
+    for role in ("actor", "critic")[: 2 if algorithm else 1]:
+        ours = weights(tmp_path / "async", STEPS, role)
+        assert same_bits(ours, weights(tmp_path / "sync", STEPS, role))
+    for line in step_lines(tmp_path / "async"):
+        assert line["fully_async/age/max"] == 0
+
+
+def test_a_run_with_stale_tokens_keeps_the_bound(tmp_path):
+    assert run(tmp_path, *BASE, ASYNC) == 0
+    lines = step_lines(tmp_path)
+    assert len(lines) == STEPS
+    ages = [line["fully_async/age/max"] for line in lines]
+    assert max(ages) == 1
+    assert any(line["fully_async/partial/total_partial_num"] > 0 for line in lines)
+    assert lines[-1]["fully_async/discarded_tokens"] == 0
+    last = {
+        name: lines[-1][f"fully_async/book/{name}"] for name in ("running", "frozen", "waiting")
+    }
+    assert set(last.values()) == {0}, "all that was generated is learned from"
+    assert lines[-1]["fully_async/book/consumed"] == STEPS * 3 * 4
+
+
+@pytest.mark.parametrize("mode", ["fully_async", "one_step_off"])
+def test_a_killed_run_resumes_with_the_same_bits(tmp_path, mode):
+    """No finished group is lost or repeated, and frozen responses go on."""
+    command = [*BASE[:1], "trainer.save_freq=2", f"trainer.mode={mode}", *BASE[2:]]
+    assert run(tmp_path / "whole", *command) == 0
+
+    def until_killed() -> int:
+        update = PPOTrainer.update
+
+        def die(self: PPOTrainer, batch: DataProto) -> None:
+            update(self, batch)
+            if self.global_step == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        PPOTrainer.update = die
+        return run(tmp_path / "killed", *command)
+
+    assert os.WTERMSIG(run_in_child(until_killed)) == signal.SIGKILL
+    assert not (tmp_path / "killed" / "global_step_4").exists()
+    assert run(tmp_path / "killed", *command) == 0
+    assert without_times(step_lines(tmp_path / "killed")) == without_times(
+        step_lines(tmp_path / "whole")
+    )
+    ours = weights(tmp_path / "killed", STEPS)
+    assert same_bits(ours, weights(tmp_path / "whole", STEPS))
+
+
+def test_one_step_off_learns_from_the_last_weights_but_one(tmp_path):
+    """The second batch is drawn by the first weights, before the first update."""
+    command = [*BASE, "algorithm.rollout_correction.bypass_mode=True"]
+    assert run(tmp_path / "sync", *command) == 0
+    assert run(tmp_path / "ahead", *command, "trainer.mode=one_step_off") == 0
+    ahead = numbers(tmp_path / "ahead")
+    sync = numbers(tmp_path / "sync")
+    assert ahead[0] == sync[0]
+    assert len(ahead) == STEPS
+    assert ahead[2] != sync[2]
+
+
+@pytest.mark.parametrize("policy", ["mask", "reweight", "drop"])
+def test_tokens_beyond_the_bound_are_treated_as_asked(tmp_path, policy):
+    """A bound of 0 with prompts ahead: all that is older is masked, weighed down or dropped."""
+    bound = ["async_training.max_staleness=0", f"async_training.on_stale={policy}"]
+    bound.append("async_training.staleness_threshold=0.34")  # one prompt more than a batch
+    assert run(tmp_path, *BASE, ASYNC, *bound) == 0
+    lines = step_lines(tmp_path)
+    beyond = sum(line["fully_async/tokens_beyond_bound"] for line in lines)
+    discarded = lines[-1]["fully_async/discarded_tokens"]
+    assert (beyond == 0) == (policy == "drop")
+    assert (discarded > 0) == (policy == "drop")
+
+
+def test_a_trainer_of_another_schedule_is_refused():
+    keys = {"data.dataset_name": "toy", "trainer.mode": "fully_async"}
+    with pytest.raises(ConfigError, match="fully_async.FullyAsyncTrainer or a subclass"):
+        PPOTrainer(keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["algorithm.filter_groups.enable=True"], "draws more within the step"),
+        (["async_training.trigger_parameter_sync_step=2"], "needs ranks of its own"),
+        (["async_training.require_batches=3"], "is the batch of a step, got 3 x 3"),
+        (["actor_rollout_ref.rollout.mode=async"], "cannot freeze the episodes"),
+        (["actor_rollout_ref.rollout.name=hf"], "goes on with frozen responses"),
+    ],
+)
+def test_impossible_schedules_are_refused(tmp_path, keys, message, capfd):
+    assert run(tmp_path, *BASE, ASYNC, *keys) != 0
+    assert message in capfd.readouterr().err

@@ -1,0 +1,1 @@
+"""Schedules: the order in which the phases of a step run, and what generates meanwhile."""

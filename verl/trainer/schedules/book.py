@@ -1,0 +1,380 @@
+"""The books of asynchronous training: every trajectory is in exactly one state.
+
+    admitted -> running -> waiting -> consumed
+                  |  ^
+                  v  |
+                 frozen
+
+The book holds no model and no clock. It decides which groups may start, when enough of them are
+whole, and which make the next batch. Three rules keep each token within the bound and throw nothing
+away:
+
+1. A group that starts under weights v is due at the last step at which v is within the bound.
+2. It may start only where the steps until then have room for all groups that have started.
+3. A batch takes whole groups, those due first; it waits where the others could not all be in time.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from verl.rollout.goal import Goal
+from verl.rollout.trajectory import MODEL, Segment
+
+
+class State(str, Enum):
+    """Where a trajectory is."""
+
+    ADMITTED = "admitted"  # its prompt was read; no token is drawn
+    RUNNING = "running"  # in an engine
+    FROZEN = "frozen"  # out of the engine, with the tokens drawn so far
+    WAITING = "waiting"  # whole, and not learned from yet
+    CONSUMED = "consumed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How far generation may run ahead.
+
+    Args:
+        groups_per_step: groups (prompts) in a batch.
+        max_staleness: most versions between the weights that drew a token and those that learn from
+            it.
+        steps_per_version: training steps between two hand-overs of weights.
+        max_started: most groups that have started and are not consumed.
+        is_bound: whether batches wait for groups that are due. If not, `max_staleness` is no bound.
+        is_partial: whether unfinished samples may be frozen. If not, all that run end first.
+    """
+
+    groups_per_step: int
+    max_staleness: int = 1
+    steps_per_version: int = 1
+    max_started: int = 1 << 62
+    is_bound: bool = True
+    is_partial: bool = True
+
+    def version_of(self, step: int) -> int:
+        """Return the version of the weights that step `step`, counted from 1, updates."""
+        return (step - 1) // self.steps_per_version
+
+    def last_step(self, version: int) -> int:
+        """Return the last step that may learn from a token of `version`."""
+        return (version + self.max_staleness + 1) * self.steps_per_version
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One trajectory: its state, and its tokens as one segment for each version of the weights."""
+
+    sample_id: int
+    state: State = State.ADMITTED
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens drawn so far."""
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def log_probs(self) -> tuple[float, ...]:
+        """One for each token."""
+        return tuple(value for segment in self.segments for value in segment.log_probs or ())
+
+    def grow(self, token_ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:
+        """Take all tokens of the sample; those that are new were drawn by `version`."""
+        known = sum(len(segment.token_ids) for segment in self.segments)
+        assert len(token_ids) >= known, "tokens that were drawn are kept"
+        if len(token_ids) > known:
+            new = Segment(
+                source=MODEL,
+                token_ids=token_ids[known:],
+                log_probs=log_probs[known:],
+                version=version,
+            )
+            self.segments.append(new)
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """The samples of one prompt, which are learned from together.
+
+    Args:
+        serial: its place in the order of admission, from 0.
+        step, row: number of its batch of prompts and its row there, which fix the noise.
+        born: version of its oldest token; while none is drawn, of the weights it was started with.
+    """
+
+    serial: int
+    step: int
+    row: int
+    samples: list[Sample]
+    payload: Any = None
+    born: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all samples have ended."""
+        return all(sample.state is State.WAITING for sample in self.samples)
+
+    @property
+    def age_order(self) -> tuple[int, int]:
+        """Sort key: oldest first."""
+        assert self.born is not None
+        return self.born, self.serial
+
+
+class Book:
+    """The groups of a run, from admission to consumption.
+
+    Args:
+        pace: how far generation may run ahead.
+        samples: of a prompt.
+    """
+
+    def __init__(self, pace: Pace, samples: int) -> None:
+        self.pace = pace
+        self.num_samples = samples
+        self.version = 0  # of the weights that generate
+        self.next_step = 1  # the step whose batch is taken next
+        self.admitted = 0  # groups so far
+        self.discarded_groups = 0
+        self.discarded_tokens = 0
+        self.groups: list[Group] = []  # not consumed, in the order of admission
+        self._by_id: dict[int, tuple[Group, Sample]] = {}
+
+    # ---------------------------------------------------------------- admission
+
+    def admit(self, step: int, row: int, payload: Any = None) -> Group:
+        """Add the prompt at `row` of batch `step`."""
+        first = self.admitted * self.num_samples
+        samples = [Sample(first + number) for number in range(self.num_samples)]
+        group = Group(self.admitted, step, row, samples, payload)
+        self.admitted += 1
+        self._add(group)
+        return group
+
+    def room(self) -> int:
+        """Return how many groups may start now."""
+        pace = self.pace
+        started = sum(group.born is not None for group in self.groups)
+        most = pace.max_started
+        if pace.is_bound:
+            steps = pace.last_step(self.version) - self.next_step + 1
+            most = min(most, steps * pace.groups_per_step)
+        return max(0, most - started)
+
+    def wanted(self) -> int:
+        """Return how many groups must be admitted so that all that may start can."""
+        unstarted = sum(group.born is None for group in self.groups)
+        return max(0, self.room() - unstarted)
+
+    # ---------------------------------------------------------------- generation
+
+    def start(self) -> list[Group]:
+        """Return the groups with samples to submit, oldest first; they run afterwards.
+
+        These are the frozen ones, and as many new ones as may start.
+        """
+        room = self.room()
+        started = []
+        for group in self.groups:
+            if group.born is None and room > 0:
+                room -= 1
+                group.born = self.version
+            if group.born is None:
+                continue
+            idle = [each for each in group.samples if each.state in (State.ADMITTED, State.FROZEN)]
+            for sample in idle:
+                sample.state = State.RUNNING
+            if idle:
+                started.append(group)
+        return sorted(started, key=lambda group: group.age_order)
+
+    def goal(self) -> Goal:
+        """Return the groups that generation has to finish before the next batch can be taken."""
+        pace = self.pace
+        started = sorted(
+            (group for group in self.groups if group.born is not None),
+            key=lambda group: group.age_order,
+        )
+        unfinished = [group for group in started if not group.is_whole]
+        num_whole = len(started) - len(unfinished)
+
+        needs = [(len(unfinished), pace.groups_per_step - num_whole)]
+        if not pace.is_partial:
+            needs.append((len(unfinished), len(unfinished)))
+        if pace.is_bound:
+            needs += self._needs_of_those_due(started)
+
+        running = []
+        for group in unfinished:
+            ids = [each.sample_id for each in group.samples if each.state is State.RUNNING]
+            running.append(tuple(ids))
+        return Goal(tuple(running), tuple(need for need in needs if need[1] > 0))
+
+    def _needs_of_those_due(self, started: Sequence[Group]) -> list[tuple[int, int]]:
+        """Return, for each due step, how many groups must be whole so that all can be in time."""
+        pace = self.pace
+        needs = []
+        num_due = 0
+        num_whole = 0
+        for place, group in enumerate(started):
+            assert group.born is not None
+            num_due += 1
+            num_whole += group.is_whole
+            due = pace.last_step(group.born)
+            following = started[place + 1] if place + 1 < len(started) else None
+            if following is not None and pace.last_step(following.born or 0) == due:
+                continue
+            later = max(0, due - self.next_step) * pace.groups_per_step
+            needs.append((num_due - num_whole, num_due - later - num_whole))
+        return needs
+
+    def finish(self, sample_id: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Record a sample that has ended, with all of its tokens."""
+        _, sample = self._running(sample_id)
+        sample.grow(token_ids, log_probs, self.version)
+        sample.state = State.WAITING
+
+    def freeze(self, sample_id: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Record a sample that was aborted, with the tokens drawn so far."""
+        group, sample = self._running(sample_id)
+        sample.grow(token_ids, log_probs, self.version)
+        sample.state = State.FROZEN if sample.segments else State.ADMITTED
+        if all(each.state is State.ADMITTED for each in group.samples):
+            group.born = None
+
+    def hand_over(self) -> None:
+        """Record that the engines have new weights. No sample runs meanwhile."""
+        assert not any(s.state is State.RUNNING for g in self.groups for s in g.samples)
+        self.version += 1
+
+    # ---------------------------------------------------------------- consumption
+
+    def can_take(self) -> bool:
+        """Return whether the next batch is there."""
+        goal = self.goal()
+        return not goal.needs
+
+    def take(self) -> list[Group]:
+        """Return the groups of the next batch in the order of admission. They are consumed."""
+        assert self.can_take(), "generation stops at its goal"
+        whole = [group for group in self.groups if group.is_whole]
+        whole.sort(key=lambda group: group.age_order)
+        batch = whole[: self.pace.groups_per_step]
+        self._remove(batch)
+        self.next_step += 1
+        return sorted(batch, key=lambda group: group.serial)
+
+    def discard_stale(self) -> list[Group]:
+        """Drop whole groups with a token beyond the bound, count their tokens, and return them."""
+        now = self.pace.version_of(self.next_step)
+        stale = []
+        for group in self.groups:
+            assert group.born is None or group.born <= now
+            is_old = group.born is not None and now - group.born > self.pace.max_staleness
+            if is_old and group.is_whole:
+                stale.append(group)
+                self.discarded_groups += 1
+                self.discarded_tokens += sum(len(each.token_ids) for each in group.samples)
+        self._remove(stale)
+        return stale
+
+    # ---------------------------------------------------------------- the books themselves
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of trajectories in each state; consumed ones are those that left."""
+        counts = dict.fromkeys((state.value for state in State), 0)
+        for group in self.groups:
+            for sample in group.samples:
+                counts[sample.state.value] += 1
+        counts[State.CONSUMED.value] = (self.admitted - len(self.groups)) * self.num_samples
+        return counts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the books in plain values, without payloads. No sample may run."""
+        groups = []
+        for group in self.groups:
+            samples = []
+            for sample in group.samples:
+                assert sample.state is not State.RUNNING
+                samples.append((sample.state.value, _packed(sample.segments)))
+            groups.append(
+                {
+                    "serial": group.serial,
+                    "step": group.step,
+                    "row": group.row,
+                    "born": group.born,
+                    "samples": samples,
+                }
+            )
+        return {
+            "version": self.version,
+            "next_step": self.next_step,
+            "admitted": self.admitted,
+            "discarded_groups": self.discarded_groups,
+            "discarded_tokens": self.discarded_tokens,
+            "groups": groups,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], payloads: Sequence[Any]) -> None:
+        """Undo `state_dict`; `payloads` has one entry for each of its groups."""
+        self.version = state["version"]
+        self.next_step = state["next_step"]
+        self.admitted = state["admitted"]
+        self.discarded_groups = state["discarded_groups"]
+        self.discarded_tokens = state["discarded_tokens"]
+        self.groups = []
+        self._by_id = {}
+        for saved, payload in zip(state["groups"], payloads, strict=True):
+            samples = []
+            for number, (of_sample, segments) in enumerate(saved["samples"]):
+                sample_id = saved["serial"] * self.num_samples + number
+                samples.append(Sample(sample_id, State(of_sample), _unpacked(segments)))
+            group = Group(
+                saved["serial"], saved["step"], saved["row"], samples, payload, saved["born"]
+            )
+            self._add(group)
+
+    def _add(self, group: Group) -> None:
+        self.groups.append(group)
+        for sample in group.samples:
+            self._by_id[sample.sample_id] = group, sample
+
+    def _remove(self, groups: Iterable[Group]) -> None:
+        leaving = {group.serial for group in groups}
+        self.groups = [group for group in self.groups if group.serial not in leaving]
+        for group in groups:
+            for sample in group.samples:
+                sample.state = State.CONSUMED
+                del self._by_id[sample.sample_id]
+
+    def _running(self, sample_id: int) -> tuple[Group, Sample]:
+        group, sample = self._by_id[sample_id]
+        assert sample.state is State.RUNNING, f"sample {sample_id} is {sample.state.value}"
+        return group, sample
+
+
+def _packed(segments: Iterable[Segment]) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    packed = []
+    for segment in segments:
+        token_ids = np.asarray(segment.token_ids, np.int64)
+        packed.append((segment.version, token_ids, np.asarray(segment.log_probs, np.float32)))
+    return packed
+
+
+def _unpacked(packed: Iterable[tuple[int, np.ndarray, np.ndarray]]) -> list[Segment]:
+    segments = []
+    for version, token_ids, log_probs in packed:
+        segments.append(
+            Segment(
+                source=MODEL,
+                token_ids=token_ids.tolist(),
+                log_probs=log_probs.tolist(),
+                version=version,
+            )
+        )
+    return segments

@@ -1,0 +1,187 @@
+"""Fully asynchronous training: generation runs ahead of the updates, within a bound.
+
+A step takes whole groups from the books (`book`) instead of generating its own. On shared devices
+generation and update take turns: unfinished responses are frozen while the device is the trainer's,
+and go on under the new weights from where they were.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any
+
+from verl.protocol import DataProto
+from verl.rollout import Trajectory, assemble
+from verl.rollout.base import capabilities_of
+from verl.single_controller import OnTold
+from verl.trainer import setup
+from verl.trainer.ppo_trainer import GENERATED, PPOTrainer, number_prompts
+from verl.trainer.run import TrainingRun
+from verl.trainer.schedules.book import Book, Group, Pace
+from verl.trainer.schedules.generation import Generation, prompt_ids_of
+from verl.trainer.schedules.packing import packed, unpacked
+from verl.trainer.schedules.staleness import (
+    apply_policy,
+    staleness_metrics,
+    with_staleness_weights,
+)
+from verl.utils.errors import ConfigError, DataError
+from verl.utils.phases import phase
+
+
+class FullyAsyncTrainer(PPOTrainer):
+    """PPOTrainer with `trainer.mode=fully_async`: the phases are the same, `generate` differs.
+
+    With `async_training.staleness_threshold=0` nothing runs ahead, and every bit is that of the
+    synchronous run.
+    """
+
+    mode = "fully_async"
+
+    def __init__(self, config: Any, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        options = self.config.async_training
+        rollout = self.config.actor_rollout_ref.rollout
+        if not capabilities_of(rollout.name).continues:
+            raise ConfigError(
+                "trainer.mode=fully_async needs an engine that goes on with frozen responses, got "
+                f"actor_rollout_ref.rollout.name={rollout.name}. Set name=embedded, or "
+                "trainer.mode=one_step_off."
+            )
+        groups = self.config.data.train_batch_size
+        pace = Pace(
+            groups_per_step=groups,
+            max_staleness=options.bound,
+            steps_per_version=options.trigger_parameter_sync_step,
+            max_started=options.most_started(groups),
+            is_bound=options.on_stale == "wait",
+            is_partial=options.partial_rollout,
+        )
+        self.book = Book(pace, rollout.n)
+
+    def init_workers(self) -> None:
+        """Load the models, see `PPOTrainer.init_workers`, and connect the books with the engines."""
+        super().init_workers()
+        rollout = self.config.actor_rollout_ref.rollout
+        params = setup.sampling_params(rollout)
+        self.generation = Generation(self.book, self.rollout_wg, params, rollout.seed)
+
+    # ---------------------------------------------------------------- prompts
+
+    def batches(self) -> Iterable[DataProto]:
+        """Return no prompts: `generate` reads as many as may start."""
+        return repeat(DataProto())
+
+    def admit(self, prompts: DataProto) -> None:
+        """Enter a batch of prompts in the books."""
+        groups = self.book.pace.groups_per_step
+        if len(prompts) != groups:
+            raise DataError(
+                f"Expected batches of data.train_batch_size={groups} prompts, got {len(prompts)}."
+            )
+        step = self.book.admitted // groups + 1
+        number_prompts(prompts, step)
+        for row in range(groups):
+            self.book.admit(step, row, prompts.slice(row, row + 1))
+
+    def _admit_what_may_start(self) -> None:
+        groups_of_the_run = self.total_steps * self.book.pace.groups_per_step
+        while self.book.wanted() > 0:
+            if self.book.admitted >= groups_of_the_run + self.book.discarded_groups:
+                break
+            self.admit(next(iter(self.train_loader)))
+
+    # ---------------------------------------------------------------- the phases that differ
+
+    @phase(writes=GENERATED)
+    def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
+        """Generate until a batch of groups is whole, and return it.
+
+        Args:
+            prompts: read in addition to those that this reads itself; usually none.
+        """
+        if len(prompts):
+            self.admit(prompts)
+        self.weights.provide()
+        self._generate_a_batch()
+
+        groups = self.book.take()
+        batch = self._batch_of(groups)
+        self.metrics.update(self.generation.metrics)
+        self.metrics.update(staleness_metrics(batch, groups, self.book))
+        self.metrics.update(apply_policy(batch, self.config.async_training))
+        return batch
+
+    def correct_rollout(self, batch: DataProto) -> DataProto:
+        """Weigh or reject rows, see `PPOTrainer.correct_rollout`; weigh down tokens beyond the
+        bound."""
+        return with_staleness_weights(super().correct_rollout(batch))
+
+    def sync_weights(self) -> None:
+        """Hand the weights over, after every `async_training.trigger_parameter_sync_step`-th
+        step."""
+        if self.global_step % self.book.pace.steps_per_version == 0:
+            self.weights.sync()
+            self.book.hand_over()
+
+    def _generate_a_batch(self) -> None:
+        """Generate until the next batch can be taken; all samples are frozen afterwards."""
+        self._discard()
+        while not self.book.can_take():
+            self._admit_what_may_start()
+            self.generation.start()
+            self.generation.advance()
+            self._discard()
+        self.generation.freeze()
+
+    def _discard(self) -> None:
+        if self.config.async_training.on_stale == "drop":
+            self.book.discard_stale()
+
+    def _batch_of(self, groups: Sequence[Group]) -> DataProto:
+        """Return the columns of phase "generate" of whole groups."""
+        rollout = self.config.actor_rollout_ref.rollout
+        trajectories = []
+        for group in groups:
+            for sample in group.samples:
+                trajectories.append(
+                    Trajectory(
+                        row=len(trajectories),
+                        prompt_ids=prompt_ids_of(group),
+                        segments=sample.segments,
+                    )
+                )
+        columns = assemble(
+            trajectories,
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            pad_token_id=self.tokenizer.pad_token_id,
+            version=self.book.pace.version_of(self.global_step),
+        )
+        prompts = DataProto.concat([group.payload for group in groups])
+        repeated = prompts.repeat(self.book.num_samples, interleave=True)
+        return repeated.union(DataProto.from_dict(tensors=columns))
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def load_checkpoint(self) -> None:
+        """Go back to a checkpoint; see `TrainingRun.load_checkpoint`.
+
+        The engines get the weights of the checkpoint, also between two hand-overs: their tokens
+        then count as older than they are.
+        """
+        TrainingRun.load_checkpoint(self)
+        self.weights.sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the driver's own part of a checkpoint, with the books and their prompts."""
+        prompts = None
+        if self.book.groups:
+            prompts = DataProto.concat([group.payload for group in self.book.groups])
+        return super().state_dict() | {"book": self.book.state_dict(), "prompts": packed(prompts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`."""
+        super().load_state_dict(state)
+        prompts = unpacked(state["prompts"]) or DataProto()
+        payloads = [prompts.slice(row, row + 1) for row in range(len(prompts))]
+        self.book.load_state_dict(state["book"], payloads)
