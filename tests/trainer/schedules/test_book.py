@@ -89,6 +89,7 @@ class Run:
         assert len(batch) == self.pace.groups_per_step
         now = self.pace.version_of(step)
         for group in batch:
+            assert group.born is not None
             assert step <= self.pace.last_step(group.born), "no prompt starves"
             for sample in group.samples:
                 assert sample.state is State.CONSUMED

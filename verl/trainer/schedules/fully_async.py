@@ -2,13 +2,15 @@
 
 A step takes whole groups from the books (`book`) instead of generating its own. On shared devices
 generation and update take turns: unfinished responses are frozen while the device is the trainer's,
-and go on under the new weights from where they were.
+and go on under the new weights from where they were. A rollout on ranks of its own goes on generating
+while the trainer learns, and is interrupted for the hand-over of weights alone.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
+from verl.config.placement import rollout_is_apart
 from verl.protocol import DataProto
 from verl.rollout import Trajectory, assemble
 from verl.rollout.base import capabilities_of
@@ -21,6 +23,7 @@ from verl.trainer.schedules.generation import Generation, prompt_ids_of
 from verl.trainer.schedules.packing import packed, unpacked
 from verl.trainer.schedules.staleness import (
     apply_policy,
+    book_metrics,
     staleness_metrics,
     with_staleness_weights,
 )
@@ -57,6 +60,7 @@ class FullyAsyncTrainer(PPOTrainer):
             is_partial=options.partial_rollout,
         )
         self.book = Book(pace, rollout.n)
+        self.is_apart = rollout_is_apart(self.config)
 
     def init_workers(self) -> None:
         """Load the models, see `PPOTrainer.init_workers`, and connect the books with the engines."""
@@ -83,13 +87,6 @@ class FullyAsyncTrainer(PPOTrainer):
         for row in range(groups):
             self.book.admit(step, row, prompts.slice(row, row + 1))
 
-    def _admit_what_may_start(self) -> None:
-        groups_of_the_run = self.total_steps * self.book.pace.groups_per_step
-        while self.book.wanted() > 0:
-            if self.book.admitted >= groups_of_the_run + self.book.discarded_groups:
-                break
-            self.admit(next(iter(self.train_loader)))
-
     # ---------------------------------------------------------------- the phases that differ
 
     @phase(writes=GENERATED)
@@ -105,9 +102,11 @@ class FullyAsyncTrainer(PPOTrainer):
         self._generate_a_batch()
 
         groups = self.book.take()
+        if self.is_apart:
+            self._start_samples()
+            self.generation.run_ahead()
         batch = self._batch_of(groups)
-        self.metrics.update(self.generation.metrics)
-        self.metrics.update(staleness_metrics(batch, groups, self.book))
+        self.metrics.update(staleness_metrics(batch, groups))
         self.metrics.update(apply_policy(batch, self.config.async_training))
         return batch
 
@@ -119,19 +118,51 @@ class FullyAsyncTrainer(PPOTrainer):
     def sync_weights(self) -> None:
         """Hand the weights over, after every `async_training.trigger_parameter_sync_step`-th
         step."""
+        self.generation.pause()
         if self.global_step % self.book.pace.steps_per_version == 0:
+            self.generation.freeze()
             self.weights.sync()
             self.book.hand_over()
 
+    def validate(self) -> dict[str, float]:
+        """Validate with the weights of the rollout; see `PPOTrainer.validate`."""
+        self.generation.freeze()
+        return super().validate()
+
+    def after_step(self, batch: DataProto) -> None:
+        """Add the engines' metrics and the state of the books; see `PPOTrainer.after_step`."""
+        super().after_step(batch)
+        self.metrics.update(self.generation.metrics)
+        self.metrics.update(book_metrics(self.book))
+
+    def step_metrics(self, batch: DataProto) -> dict[str, float]:
+        """Add the shares of the step in which trainer and rollout waited for each other."""
+        metrics = super().step_metrics(batch)
+        if self.is_apart:
+            step_s = self.timer.seconds["step"]
+            metrics["trainer/idle_ratio"] = self.timer.seconds["gen"] / step_s
+            metrics["rollouter/idle_ratio"] = max(0.0, 1 - self.generation.seconds / step_s)
+        self.generation.seconds = 0.0
+        return metrics
+
     def _generate_a_batch(self) -> None:
-        """Generate until the next batch can be taken; all samples are frozen afterwards."""
+        """Generate until the next batch can be taken. Samples in shared devices are frozen then."""
         self._discard()
         while not self.book.can_take():
-            self._admit_what_may_start()
-            self.generation.start()
+            self._start_samples()
             self.generation.advance()
             self._discard()
-        self.generation.freeze()
+        if not self.is_apart:
+            self.generation.leave_device()
+
+    def _start_samples(self) -> None:
+        """Read prompts, and submit all samples that may run."""
+        groups_of_the_run = self.total_steps * self.book.pace.groups_per_step
+        while self.book.wanted() > 0:
+            if self.book.admitted >= groups_of_the_run + self.book.discarded_groups:
+                break
+            self.admit(next(iter(self.train_loader)))
+        self.generation.start()
 
     def _discard(self) -> None:
         if self.config.async_training.on_stale == "drop":
@@ -174,6 +205,7 @@ class FullyAsyncTrainer(PPOTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's own part of a checkpoint, with the books and their prompts."""
+        self.generation.freeze()
         prompts = None
         if self.book.groups:
             prompts = DataProto.concat([group.payload for group in self.book.groups])

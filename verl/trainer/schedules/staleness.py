@@ -10,8 +10,8 @@ from verl.trainer.schedules.book import Book, Group
 from verl.utils.errors import RolloutError
 
 
-def staleness_metrics(batch: DataProto, groups: Sequence[Group], book: Book) -> dict[str, float]:
-    """Describe the ages of a batch's tokens, in versions, and the state of the books.
+def staleness_metrics(batch: DataProto, groups: Sequence[Group]) -> dict[str, float]:
+    """Describe the ages of a batch's tokens, in versions.
 
     Under verl's names `fully_async/*`: `count/stale_samples_processed` are prompts and
     `count/stale_trajectory_processed` responses of this step with a token of older weights;
@@ -35,10 +35,15 @@ def staleness_metrics(batch: DataProto, groups: Sequence[Group], book: Book) -> 
         "fully_async/partial/max_partial_span": float(max(spans)),
         "fully_async/age/max": float(ages.max()),
         "fully_async/age/mean": ages[drawn].double().mean().item(),
-        "fully_async/discarded_tokens": float(book.discarded_tokens),
     }
     for age, count in enumerate(torch.bincount(ages[drawn]).tolist()):
         metrics[f"fully_async/age/tokens_{age}"] = float(count)
+    return metrics
+
+
+def book_metrics(book: Book) -> dict[str, float]:
+    """Count the trajectories in each state, and the tokens that were discarded so far."""
+    metrics = {"fully_async/discarded_tokens": float(book.discarded_tokens)}
     for state, count in book.counts().items():
         metrics[f"fully_async/book/{state}"] = float(count)
     return metrics
