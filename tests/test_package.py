@@ -33,6 +33,14 @@ def test_importing_it_loads_nothing_heavy(module):
     )
 
 
+def test_the_trainer_loads_agents_only_where_a_run_has_them():
+    code = (
+        "import sys; from verl.trainer import ppo_trainer; "
+        "print([name for name in sys.modules if name.startswith('verl.agents.')])"
+    )
+    assert python(code) == "[]"
+
+
 def test_importing_it_is_instant():
     timed = (
         "import time; start = time.process_time(); import verl; verl.__version__; "

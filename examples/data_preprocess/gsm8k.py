@@ -1,8 +1,8 @@
 """GSM8K as train.parquet (7,473 rows) and test.parquet (1,319 rows) for `data.train_files` and
 `data.val_files`.
 
-    python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k # from the hub python
-    examples/data_preprocess/gsm8k.py --local_dataset_path raw/gsm8k --local_save_dir ~/data/gsm8k
+    python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k  # from the hub
+    python examples/data_preprocess/gsm8k.py --local_dataset_path raw/gsm8k --local_save_dir ~/data/gsm8k
 
 A local folder holds train.jsonl and test.jsonl, one {"question", "answer"} a line, the answer
 ending in "#### number".
@@ -10,7 +10,7 @@ ending in "#### number".
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +69,29 @@ def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
+def write_splits(
+    make_row: Callable[[dict[str, Any], str, int], dict[str, Any]],
+    arguments: list[str] | None,
+    *,
+    description: str | None,
+    folder: str,
+) -> None:
+    """Write a file of rows for each split, as the command line says.
+
+    Args:
+        make_row: called with a raw row, its split and its number.
+        arguments: of the command line; None: those of the process.
+        description: of the script.
+        folder: to write to by default.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--local_dataset_path", help="folder of train.jsonl and test.jsonl; default: the hub"
     )
     parser.add_argument(
-        "--local_save_dir", "--local_dir", default="~/data/gsm8k", help="folder to write to"
+        "--local_save_dir", "--local_dir", default=folder, help="folder to write to"
     )
 
     options = parser.parse_args(arguments)
@@ -91,6 +105,10 @@ def main(arguments: list[str] | None = None) -> None:
         ]
         pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
         print(f"wrote {len(rows):,} rows to {target / split}.parquet")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    write_splits(make_row, arguments, description=__doc__, folder="~/data/gsm8k")
 
 
 if __name__ == "__main__":

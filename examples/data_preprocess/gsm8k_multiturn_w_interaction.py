@@ -6,14 +6,10 @@ Rows are those of gsm8k.py with a system prompt, and in `extra_info` the `intera
 name of the interaction that answers, and the right answer that it starts with.
 """
 
-import argparse
 import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from verl.utils.entry import exit_code
 
@@ -55,27 +51,7 @@ def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--local_dataset_path", help="folder of train.jsonl and test.jsonl; default: the hub"
-    )
-    parser.add_argument(
-        "--local_save_dir",
-        "--local_dir",
-        default="~/data/gsm8k_interaction",
-        help="folder to write to",
-    )
-    options = parser.parse_args(arguments)
-    target = Path(options.local_save_dir).expanduser()
-    target.mkdir(parents=True, exist_ok=True)
-
-    for split in gsm8k.SPLITS:
-        raw_rows = gsm8k.read_raw(options.local_dataset_path, split)
-        rows = [make_row(raw, split, index) for index, raw in enumerate(raw_rows)]
-        pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
-        print(f"wrote {len(rows):,} rows to {target / split}.parquet")
+    gsm8k.write_splits(make_row, arguments, description=__doc__, folder="~/data/gsm8k_interaction")
 
 
 if __name__ == "__main__":

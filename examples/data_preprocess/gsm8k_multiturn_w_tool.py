@@ -8,14 +8,10 @@ Rows are those of gsm8k.py with a system prompt that names the tool `calc_gsm8k_
 the agent loop.
 """
 
-import argparse
 import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from verl.utils.entry import exit_code
 
@@ -64,30 +60,7 @@ def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--local_dataset_path", help="folder of train.jsonl and test.jsonl; default: the hub"
-    )
-    parser.add_argument(
-        "--local_save_dir",
-        "--local_dir",
-        default="~/data/gsm8k_multiturn",
-        help="folder to write to",
-    )
-
-    options = parser.parse_args(arguments)
-    target = Path(options.local_save_dir).expanduser()
-    target.mkdir(parents=True, exist_ok=True)
-
-    for split in gsm8k.SPLITS:
-        rows = [
-            make_row(raw, split, i)
-            for i, raw in enumerate(gsm8k.read_raw(options.local_dataset_path, split))
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
-        print(f"wrote {len(rows):,} rows to {target / split}.parquet")
+    gsm8k.write_splits(make_row, arguments, description=__doc__, folder="~/data/gsm8k_multiturn")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ from verl.rollout.base import RolloutEngine
 from verl.rollout.types import Completion, Request, SamplingParams
 from verl.utils.errors import RolloutError
 
-# Rows of a batch are below this, so that a sample id holds row, turn and branch side by side.
+# Rows of a batch are below this, so that a sample id holds row and turn side by side.
 _ROWS = 1 << 32
 _TURNS = 1 << 20
-_BRANCHES = 1 << 10
 # Rounds of the event loop between two steps of the engine. Agents that a completion wakes come to
 # their next request within a few rounds, and requests that come together are prefilled together.
 _ROUNDS = 4
@@ -95,12 +94,11 @@ def merged(requests: Sequence[Request]) -> list[Request]:
     return joined
 
 
-def turn_id(row: int, turn: int, branch: int = 0) -> int:
+def turn_id(row: int, turn: int) -> int:
     """Return the sample id of a turn, which fixes its noise. That of turn 0 is `row` itself."""
     assert 0 <= row < _ROWS
     assert 0 <= turn < _TURNS
-    assert 0 <= branch < _BRANCHES
-    return (branch * _TURNS + turn) * _ROWS + row
+    return turn * _ROWS + row
 
 
 class EngineClient:
@@ -150,7 +148,6 @@ class EngineClient:
         row: int,
         turn: int = 0,
         limit: int | None = None,
-        branch: int = 0,
     ) -> Generated:
         """Draw one turn after `prompt_ids`. A caller that is cancelled aborts it.
 
@@ -158,18 +155,17 @@ class EngineClient:
             row: number of the sample in the whole batch.
             turn: number of the model's turn in the episode.
             limit: most tokens; None: those of the sampling parameters.
-            branch: number of the agent or branch, where several share the row.
 
         Raises RolloutError for a prompt that the engine cannot continue, and after `serve`, when
         nothing would answer.
         """
         if self._is_over:
             raise RolloutError("The episodes of this batch are over; no turn can be drawn.")
-        sample_id = turn_id(row, turn, branch)
+        sample_id = turn_id(row, turn)
         if sample_id in self._waiting:
             raise RolloutError(
                 f"Turn {turn} of sample {row} is being generated already. Give each request of an "
-                "episode a turn or a branch of its own."
+                "episode a turn of its own."
             )
         most = self.params.max_new_tokens
         limits = (most if limit is None else min(limit, most),)

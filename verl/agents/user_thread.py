@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from verl.agents.tools.threads import LoopThread, run_in_thread
 from verl.utils.errors import line_in
 from verl.utils.logging import say_once
 
@@ -48,15 +48,16 @@ class UserThread:
         self.serial = serial
         self.outcomes: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: LoopThread | None = None
 
     async def call(
         self, function: Callable[..., Any], /, *args: Any, timeout_s: float, **kwargs: Any
     ) -> UserCall:
         """Call `function` in the thread and wait for it, at most `timeout_s` seconds.
 
-        A coroutine that is late is cancelled. A plain function that is late keeps its thread, and
-        its result is dropped. If the caller is cancelled, so is the call.
+        A coroutine that is late is cancelled. A plain function that is late is interrupted at its
+        next Python instruction, and its result is dropped. If the caller is cancelled, so is the
+        call.
         """
         begin = time.monotonic()
         loop, running = self._submit(self._run(function, args, kwargs, begin))
@@ -78,20 +79,14 @@ class UserThread:
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+            loop.close()
 
-    def _submit(
-        self, work: Coroutine[Any, Any, _Outcome]
-    ) -> tuple[asyncio.AbstractEventLoop, "Future[_Outcome]"]:
+    def _submit(self, work: Coroutine[Any, Any, _Outcome]) -> tuple[LoopThread, "Future[_Outcome]"]:
         """Queue a coroutine in the loop, and start one if there is none."""
         with self._lock:  # so that `stop` cannot close the loop in between
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                serve = threading.Thread(
-                    target=_serve, args=(self._loop,), name=self.name, daemon=True
-                )
-                serve.start()
-            return self._loop, asyncio.run_coroutine_threadsafe(work, self._loop)
+                self._loop = LoopThread(self.name)
+            return self._loop, self._loop.submit(work)
 
     async def _run(
         self,
@@ -115,7 +110,7 @@ class UserThread:
             if self.serial or inspect.iscoroutinefunction(function):
                 value = plain_call()
             else:
-                value = await _in_a_thread(plain_call, self.name)
+                value = await run_in_thread(plain_call)
             if inspect.isawaitable(value):
                 value = await value
         except asyncio.CancelledError:
@@ -125,18 +120,14 @@ class UserThread:
             return None, error
         return value, None
 
-    async def _abandon_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _abandon_if_stuck(self, loop: LoopThread) -> None:
         """Give up a loop that a blocking call keeps from running."""
-        answered = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_nothing(), loop))
-        await asyncio.wait([answered], timeout=_UNSTUCK_GRACE_S)
-        if answered.done():
+        if await loop.answers(_UNSTUCK_GRACE_S):
             return
-
-        answered.cancel()
         with self._lock:
             if self._loop is loop:
                 self._loop = None
-        loop.call_soon_threadsafe(loop.stop)
+        loop.close()
 
 
 def taken_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,45 +144,6 @@ def taken_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[
 def name_of(function: Callable[..., Any]) -> str:
     """Return a function's name as messages show it, with its class."""
     return getattr(function, "__qualname__", type(function).__name__)
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        pending = asyncio.all_tasks(loop)
-        for task in pending:
-            task.cancel()
-        if pending:
-            loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        loop.close()
-
-
-async def _in_a_thread(function: Callable[[], Any], name: str) -> Any:
-    """Run a plain function in a daemon thread: one that hangs must not keep the program alive."""
-    loop = asyncio.get_running_loop()
-    finished: asyncio.Future[_Outcome] = loop.create_future()
-
-    def deliver(value: Any, error: BaseException | None) -> None:
-        if not finished.done():
-            finished.set_result((value, error))
-
-    def work() -> None:
-        value, error = None, None
-        try:
-            value = function()
-        except BaseException as raised:  # noqa: BLE001 - handed to whoever waits
-            error = raised
-        with suppress(RuntimeError):  # the loop was closed, so no call waits for it
-            loop.call_soon_threadsafe(deliver, value, error)
-
-    threading.Thread(target=work, name=f"{name}-call", daemon=True).start()
-    value, error = await finished
-    if error is not None:
-        raise error
-    return value
 
 
 def _result(
@@ -222,7 +174,3 @@ def _place(function: Callable[..., Any], raised: BaseException) -> str:
     file = getattr(code, "co_filename", None)
     line = line_in(raised, file)
     return "" if line is None else f" ({file}:{line})"
-
-
-async def _nothing() -> None:
-    """Answer as soon as the loop runs."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.agents import AgentRunner
+from verl import agents
 from verl.algorithms.advantages import advantage_estimators
 from verl.algorithms.group_advantages import group_ids
 from verl.algorithms.padded import PaddedPolicyLoss
@@ -279,7 +279,7 @@ def check_agents(
         for dataset in readable:
             yield from dataset.column(name)
 
-    runner = AgentRunner(rollout, tokenizer)
+    runner = agents.AgentRunner(rollout, tokenizer)
     prompt_key = config.data.prompt_key
     try:
         if config.data.filter_overlong_prompts:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.agents import AgentRunner, EngineClient, EngineSteps, Work, episodes_of
+from verl import agents
 from verl.config import ActorRolloutRefConfig
 from verl.distributed.collectives import gather_objects
 from verl.distributed.mesh import init_mesh, init_rollout_mesh
@@ -107,10 +107,10 @@ class RolloutWorker(Worker):
             self.engine, world=self.mesh.world, sharing=self.rollout_mesh.tensor
         )
         self._weights_version = 0
-        self.agents: AgentRunner | None = None
+        self.agents: agents.AgentRunner | None = None
         if config.rollout.uses_agents:
             stop_ids = end_of_sequence_ids(model, tokenizer)
-            self.agents = AgentRunner(config.rollout, tokenizer, stop_ids=stop_ids)
+            self.agents = agents.AgentRunner(config.rollout, tokenizer, stop_ids=stop_ids)
 
     @property
     def data_rank(self) -> int:
@@ -191,14 +191,16 @@ class RolloutWorker(Worker):
         assert self.agents is not None, "the configuration names no agent loop"
         if not self.has_weights:
             self.take_weights()
-        episodes = episodes_of(prompts.non_tensor_batch, n, step=step, record_step=record_step)
+        episodes = agents.episodes_of(
+            prompts.non_tensor_batch, n, step=step, record_step=record_step
+        )
         self.engine.forget_prefixes()
         longest = self.config.rollout.max_model_len or (
             self.config.rollout.prompt_length + self.config.rollout.response_length
         )
         self.engine.reserve(Room(sequences=len(episodes), tokens=longest))
 
-        steps = EngineSteps(self.engine, params, seed, step)
+        steps = agents.EngineSteps(self.engine, params, seed, step)
         with self._names_out_of_memory("generation"):
             if self.rollout_mesh.tensor.rank == 0:
                 trajectories, counters = self._lead(episodes, steps, longest)
@@ -249,7 +251,7 @@ class RolloutWorker(Worker):
             self.agents.close()
 
     def _lead(
-        self, episodes: list[Any], steps: EngineSteps, longest: int
+        self, episodes: list[Any], steps: "agents.EngineSteps", longest: int
     ) -> tuple[list[Trajectory], dict[str, float]]:
         """Play episodes, and give the engine's work to the ranks that share it."""
         assert self.agents is not None
@@ -257,7 +259,7 @@ class RolloutWorker(Worker):
         announce = None
         if sharing.size > 1:
             announce = partial(gather_objects, axis=sharing)
-        client = EngineClient(
+        client = agents.EngineClient(
             steps,
             max_model_len=longest,
             version=self._weights_version,
@@ -280,11 +282,11 @@ class RolloutWorker(Worker):
             gather_objects(answer, sharing)
         return answer
 
-    def _follow(self, steps: EngineSteps) -> tuple[list[Trajectory], dict[str, float]]:
+    def _follow(self, steps: "agents.EngineSteps") -> tuple[list[Trajectory], dict[str, float]]:
         """Make the engine's calls as the first of its ranks does."""
         while True:
             message = gather_objects(None, self.rollout_mesh.tensor)[0]
-            if not isinstance(message, Work):
+            if not isinstance(message, agents.Work):
                 break
             steps.take(message)
         steps.engine.abort()

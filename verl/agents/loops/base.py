@@ -123,7 +123,7 @@ class AgentContext:
             follow_template=self.config.multi_turn.use_inference_chat_template,
         )
 
-    async def draw(self, conversation: Conversation, branch: int = 0) -> Generated:
+    async def draw(self, conversation: Conversation) -> Generated:
         """Draw the next turn of a conversation and append it."""
         limit = conversation.room
         most = self.config.multi_turn.max_tokens_per_turn
@@ -134,7 +134,6 @@ class AgentContext:
             row=conversation.row,
             turn=conversation.turns,
             limit=limit,
-            branch=branch,
         )
         conversation.add_drawn(drawn)
         return drawn

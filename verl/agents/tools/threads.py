@@ -114,6 +114,14 @@ class LoopThread:
             coroutine.close()
             raise
 
+    async def answers(self, within_s: float) -> bool:
+        """Return whether the loop makes a step within so many seconds."""
+        answered = self.submit(_nothing())
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(answered), within_s)
+            return True
+        return False
+
     def close(self) -> None:
         """End the loop; its thread ends with the step that it is in."""
         self._ended = True
@@ -140,6 +148,8 @@ class LoopThread:
         if tasks:
             with contextlib.suppress(RuntimeError):  # as in `_run`
                 self.loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_S))
+        with contextlib.suppress(RuntimeError):
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
 
 
 class WatchedLoop(LoopThread):
@@ -187,9 +197,7 @@ class WatchedLoop(LoopThread):
         """Ask the loop after a call was late there. No answer within ANSWER_S: it is blocked."""
         if self._ended:
             return
-        answered = self.submit(_nothing())
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.wrap_future(answered), ANSWER_S)
+        if await self.answers(ANSWER_S):
             return
         self._asked_at = float("-inf")
         self.loop.call_soon_threadsafe(self._answer)
