@@ -11,6 +11,7 @@ import pytest
 
 from tests.diagnostics.view.browser import CHROMIUM, Browser
 from tests.diagnostics.view.toy_records import HOSTILE, write_record
+from tests.trainer.runs import run
 from verl.diagnostics.view.answers import Answers
 from verl.diagnostics.view.notebook import load_run
 from verl.diagnostics.view.page import exported_page
@@ -18,6 +19,13 @@ from verl.diagnostics.view.server import ViewServer
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
 
+GUESSING = [
+    "actor_rollout_ref.rollout.agent.environment.name=number_guessing",
+    "actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=4",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
+    "data.max_response_length=200",
+    "data.max_prompt_length=256",
+]
 VIEWS = ("overview", "curves", "time", "samples", "group", "trajectory", "plan")
 MESSAGES = [
     {"role": "system", "content": "be brief"},
@@ -66,6 +74,33 @@ def test_every_view_renders_and_hostile_texts_stay_texts(tmp_path: Path):
             assert all(request.startswith(url.split("?")[0]) for request in browser.requests)
 
     with serving(tmp_path / "agents", tmp_path / "toy") as url:
+        asyncio.run(look(url))
+
+
+def test_real_runs_with_and_without_agents_render(tmp_path: Path):
+    assert run(tmp_path / "toy", "actor_rollout_ref.actor.ppo_mini_batch_size=2") == 0
+    assert run(tmp_path / "agents", *GUESSING) == 0
+
+    async def look(url: str) -> None:
+        async with Browser() as browser:
+            await browser.open(url)
+            for number in (0, 1):
+                for view in VIEWS:
+                    await browser.show(view, run=number, row=2)
+                    assert await browser.run("document.querySelector('#problem').hidden"), view
+
+            await browser.show("trajectory", run=1, row=2, by="response_mask")
+            roles = "[...document.querySelectorAll('.message h3')].map((each) => each.textContent)"
+            assert "assistant" in await browser.run(roles)
+            await browser.show("curves", run=0)
+            charts = "[...document.querySelectorAll('figcaption')].map((each) => each.textContent)"
+            assert "critic/score/mean" in await browser.run(charts)
+            await browser.show("time", run=0)
+            lanes = "[...document.querySelectorAll('.span')].map((each) => each.textContent)"
+            assert {"step", "gen", "update_actor"} <= set(await browser.run(lanes))
+            assert browser.problems == []
+
+    with serving(tmp_path / "toy", tmp_path / "agents") as url:
         asyncio.run(look(url))
 
 

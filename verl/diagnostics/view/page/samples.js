@@ -124,14 +124,15 @@ async function showGroup(main, page) {
   const numbers = first.members.slice(0, MOST_MEMBERS);
   const members = await Promise.all(numbers.map((each) => ask(`sample/${run.id}/${step}/${each}`)));
   const by = state.get("by", colorings(first)[0][0]);
+  const scale = members.flatMap((sample) => learnedValues(sample, by));
   main.append(
     el("h2", {}, `Group ${first.group}: ${first.members.length} samples`),
     el("pre", { class: "panel" }, first.prompt),
-    el("div", { class: "bar" }, coloringControl(first, by)),
+    el("div", { class: "bar" }, coloringControl(first, by, scale)),
     el("div", { class: "members", tabindex: 0, role: "region", "aria-label": "Samples of the group, side by side" }, members.map((sample) =>
       el("article", { class: "panel member" + (sample.row === row ? " shown" : ""), "aria-label": "Sample " + sample.row },
         el("h3", {}, el("a", { href: state.link({ view: "trajectory", row: sample.row }) }, `Row ${sample.row}`),
           ` score ${number(sample.score)}, ${sample.ids.length} tokens`),
-        strip(sample, by, 1500)))));
+        strip(sample, by, 1500, null, scale)))));
   if (first.members.length > MOST_MEMBERS) main.append(el("p", { class: "quiet" }, `The first ${MOST_MEMBERS} are shown.`));
 }

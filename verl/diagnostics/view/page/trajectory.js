@@ -62,12 +62,12 @@ function colorings(sample) {
   const names = Object.keys(sample.tokens);
   if (names.includes("rollout_log_probs") && names.includes("old_log_probs")) names.push("ratio");
   const order = Object.keys(NAMES);
-  names.sort((one, other) => (order.indexOf(one) + 99) % 100 - (order.indexOf(other) + 99) % 100);
+  const rank = (name) => (order.includes(name) ? order.indexOf(name) : order.length);
+  names.sort((one, other) => rank(one) - rank(other));
   return names.map((name) => [name, NAMES[name] || name]);
 }
 
-function coloringControl(sample, by) {
-  const values = valuesOf(sample, by).filter((value) => value !== null);
+function coloringControl(sample, by, values = learnedValues(sample, by)) {
   const legend = el("span", { class: "scale", "aria-hidden": "true" });
   legend.style.background = `linear-gradient(90deg, ${colorOf(by, least(values), values)}, ${colorOf(by, (least(values) + most(values)) / 2, values)}, ${colorOf(by, most(values), values)})`;
   const range = values.length ? [number(least(values), 3), legend, number(most(values), 3)] : ["no values"];
@@ -79,6 +79,12 @@ function valuesOf(sample, by) {
   const rollout = sample.tokens.rollout_log_probs;
   return sample.tokens.old_log_probs.map((value, place) =>
     value === null || rollout[place] === null ? null : Math.exp(value - rollout[place]));
+}
+
+// The values of the tokens that are learned from, which set the scale of the colors.
+function learnedValues(sample, by) {
+  const mask = sample.tokens.response_mask || [];
+  return valuesOf(sample, by).filter((value, place) => value !== null && (by === "response_mask" || mask[place] !== 0));
 }
 
 function colorOf(by, value, values) {
@@ -101,9 +107,8 @@ function colorOf(by, value, values) {
 }
 
 // The tokens as text. With `detail` they can be chosen by pointer and arrow keys.
-function strip(sample, by, limit, detail = null) {
+function strip(sample, by, limit, detail = null, known = learnedValues(sample, by)) {
   const values = valuesOf(sample, by);
-  const known = values.filter((value) => value !== null);
   const mask = sample.tokens.response_mask || [];
   const box = el("div", { class: "strip", tabindex: detail ? 0 : null, role: detail ? "group" : null,
     "aria-label": detail ? "Tokens of the response. Arrow keys choose one." : null });
@@ -112,7 +117,7 @@ function strip(sample, by, limit, detail = null) {
   const addUntil = (end) => {
     for (let place = spans.length; place < Math.min(end, sample.pieces.length); place++) {
       const span = el("span", { class: mask[place] === 0 ? "masked" : null, "data-place": place }, sample.pieces[place] || "∅");
-      colored(span, colorOf(by, values[place], known));
+      if (by === "response_mask" || mask[place] !== 0) colored(span, colorOf(by, values[place], known));
       spans.push(span);
       box.append(span);
     }
