@@ -20,6 +20,7 @@ from tests.tiny_models import tiny_model
 from verl.config import load_config
 from verl.diagnostics.hosts import CARDS
 from verl.diagnostics.profile import profile_memory
+from verl.rollout import check_engine_service
 from verl.trainer.main_ppo import main
 from verl.utils.errors import ConfigError
 
@@ -209,26 +210,22 @@ def users_argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return argv
 
 
-def test_the_script_of_several_turns_is_planned_with_a_line_for_the_unavailable_engine(
-    tmp_path, monkeypatch, capfd
-):
+def test_the_script_of_several_turns_is_planned(tmp_path, monkeypatch, capfd):
     argv = users_argv(tmp_path, monkeypatch)
     assert main([*argv, "--dry-run", "--device-gib", "H100"]) == 0
     output, errors = capfd.readouterr()
     remarks, plan = output.split("Model: ")
     assert "Batch: 256 prompts x 16 samples = 4096 rows of at most 2048 tokens" in plan
     assert "It fits" in plan
-    keys = [
-        line.split("=")[0].removeprefix("W actor_rollout_ref.rollout.")
-        for line in remarks.splitlines()
-    ]
-    assert keys == ["name"]
+    assert remarks == ""
+    assert "Cache: in the memory of servers" in plan
     assert errors == ""
 
 
-def test_the_script_of_several_turns_names_the_unavailable_engine(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"name=sglang is not available.*Set .*name=embedded"):
-        load_config(users_argv(tmp_path, monkeypatch))
+def test_the_script_of_several_turns_says_how_to_start_its_missing_engine(tmp_path, monkeypatch):
+    config = load_config(users_argv(tmp_path, monkeypatch))
+    with pytest.raises(ConfigError, match=r"name=sglang needs SGLang.*sglang.launch_server"):
+        check_engine_service(config.actor_rollout_ref.rollout)
 
 
 def gsm8k_rows(folder: Path) -> Path:

@@ -90,7 +90,6 @@ def test_configuration_survives_its_dictionary(root):
         (["data.output_path=out.csv"], "data.output_path must name the .parquet file"),
         (["data.output_path=in.parquet"], "is also read as data.path"),
         (["model.path=null"], "model.path is not set"),
-        (["rollout.name=vllm"], "rollout.name=vllm is not available"),
         (
             ["trainer.n_gpus_per_node=3", "rollout.tensor_model_parallel_size=2"],
             "must divide the number of ranks",

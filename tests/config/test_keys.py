@@ -79,8 +79,6 @@ def test_unknown_key_suggests_the_nearest(written: str, nearest: str):
 @pytest.mark.parametrize(
     ("written", "way"),
     [
-        ("sglang_endpoint", "name=embedded"),
-        ("actor_rollout_ref.rollout.server_urls", "name=embedded"),
         ("actor_rollout_ref.actor.megatron.param_offload", "FSDP2"),
     ],
 )

@@ -179,7 +179,6 @@ APART = HYBRID | {"critic_placement": [2, 3]}
             {"rollout_config": {"temprature": 2}},
             f"Unknown key '{ROLLOUT}.temprature'. Nearest known: {ROLLOUT}.temper",
         ),
-        ({"sglang_endpoint": "http://h"}, "servers are not in this version.*name=embedded"),
         ({"rollout_config": {"lr": 2}}, f"Unknown key '{ROLLOUT}.lr'"),
         ({"critic_config": [1]}, "critic_config must be a mapping of keys of critic"),
         (
@@ -187,7 +186,6 @@ APART = HYBRID | {"critic_placement": [2, 3]}
             f"'actor_config: lr' sets {ACTOR}.optim.lr=2.0, which is 1.0 already",
         ),
         ({"lr": "fast"}, f"{ACTOR}.optim.lr expects a number, got 'fast'"),
-        ({"backend": "vllm"}, "name=vllm is not available in this version.* Set .*name=embedded"),
         ({"amp": "yes"}, "amp must be True or False, got 'yes'"),
         ({"enable_hybrid_engine": 3}, "enable_hybrid_engine must be True or False, got 3"),
         (
@@ -253,3 +251,16 @@ def test_wrong_config_type_or_missing_file_is_an_error(tmp_path: Path):
         made(tmp_path / "nothing.yaml")
     with pytest.raises(ConfigError, match=r"must end in .yaml, got 'run.yml'. Rename it"):
         made("run.yml")
+
+
+def test_servers_are_keywords():
+    config = config_from_keywords(
+        None,
+        {
+            "backend": "sglang",
+            "sglang_endpoint": "http://h:1",
+            "actor_rollout_ref.model.path": "toy",
+        },
+    )
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.name, rollout.server_urls) == ("sglang", ["http://h:1"])

@@ -49,14 +49,16 @@ def factory(**parts):
         ({"deterministic": True}, "name={}. Set name=embedded, or deterministic=false"),
         (
             {"tensor_model_parallel_size": 2},
-            "name={}. Set name=embedded, or tensor_model_parallel_size=1",
+            "name={}. Set name=embedded, or name=sglang, or name=vllm, or tensor_model_parallel_",
         ),
+        ({"server_urls": ["http://h"]}, "name={}. Set name=sglang, or name=vllm, or leave them"),
     ],
-    ids=["deterministic", "tensor parallel"],
+    ids=["deterministic", "tensor parallel", "servers"],
 )
 def test_an_engine_rejects_settings_that_it_does_not_declare(register, setting, way_out):
     register("undeclared", factory)
-    check_engine(RolloutConfig(name="embedded", **setting))
+    if "server_urls" not in setting:
+        check_engine(RolloutConfig(name="embedded", **setting))
     for name in ("hf", "undeclared"):
         check_engine(RolloutConfig(name=name))
         with pytest.raises(ConfigError, match=way_out.format(name)):
@@ -72,7 +74,7 @@ def test_a_factory_can_declare_capabilities_and_is_named_as_an_alternative(regis
     check_engine(RolloutConfig(name="capable", deterministic=True))
     with pytest.raises(ConfigError, match="Set name=capable, or name=embedded, or determ"):
         check_engine(RolloutConfig(name="hf", deterministic=True))
-    with pytest.raises(ConfigError, match="name=capable. Set name=embedded, or tensor_m"):
+    with pytest.raises(ConfigError, match="name=capable. Set name=embedded, or name=sglang, or n"):
         check_engine(RolloutConfig(name="capable", tensor_model_parallel_size=2))
 
 

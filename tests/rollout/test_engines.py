@@ -265,14 +265,6 @@ def test_tied_weights_stay_tied_and_either_name_is_known():
     run(engine, PROMPTS)
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_engines_of_other_projects_have_no_adapter_yet(name):
-    with pytest.raises(
-        ConfigError, match=f"no adapter for '{name}', but the engines embedded, hf.*name=embedded"
-    ):
-        make_engine(talkative_model("qwen2"), name)
-
-
 def test_only_the_embedded_engine_is_deterministic():
     with pytest.raises(ConfigError, match="name=hf. Set name=embedded, or deterministic=false"):
         make_engine(talkative_model("qwen2"), "hf", deterministic=True)

@@ -66,6 +66,10 @@ class GenerationModelConfig:
 @dataclass(kw_only=True, slots=True)
 class GenerationRolloutConfig:
     name: str = as_in(RolloutConfig, "name")
+    server_urls: Any = as_in(RolloutConfig, "server_urls")
+    server_python: str | None = as_in(RolloutConfig, "server_python")
+    num_servers: int = as_in(RolloutConfig, "num_servers")
+    server_timeout_s: float = as_in(RolloutConfig, "server_timeout_s")
     mode: str = as_in(RolloutConfig, "mode")
     seed: int = as_in(RolloutConfig, "seed")
     n: int = setting(5, "responses a prompt", alias_of="data.n_samples")
@@ -179,6 +183,8 @@ PLACE_AND_SPEED = (
     "rollout.enforce_eager",
     "rollout.enable_prefix_caching",
     "rollout.tensor_model_parallel_size",
+    "rollout.server_",
+    "rollout.num_servers",
 )
 
 

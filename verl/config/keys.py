@@ -161,17 +161,11 @@ def rename_aliases(
 
 
 # Parts of names for features that this version does not have, with the way out.
-_SERVERS = (
-    "engines that run as servers are not in this version. Leave it out, and set "
-    "actor_rollout_ref.rollout.name=embedded: the engine runs with the trainer."
-)
 _ABSENT = {
     "megatron": (
         "there is no Megatron backend. Shard with FSDP2 (strategy=fsdp) and split the rollout "
         "engine by actor_rollout_ref.rollout.tensor_model_parallel_size."
     ),
-    "sglang_endpoint": _SERVERS,
-    "server_urls": _SERVERS,
 }
 
 

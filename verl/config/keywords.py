@@ -28,6 +28,7 @@ KEYWORDS = {
     "reference_placement": ("trainer.placement.reference",),
     "reward_model_placement": ("trainer.placement.reward_model",),
     "backend": (f"{_ROLLOUT}.name",),
+    "sglang_endpoint": (f"{_ROLLOUT}.server_urls",),
     "max_new_tokens": ("data.max_response_length",),
     "gradient_clip_val": (f"{_ACTOR}.grad_clip", f"{_CRITIC}.grad_clip"),
     "lr": (f"{_ACTOR}.optim.lr",),

@@ -6,7 +6,7 @@ from typing import Any
 from verl.config.multi_turn import AgentConfig, MultiTurnConfig
 from verl.config.setting import setting
 
-_OTHER_ENGINES = "read by the vllm and sglang engines only, which are not available in this version"
+_OWN_MEMORY = "vllm and sglang are servers here, which manage their own memory"
 _ONE_COPY = "the engine takes its weights straight from the trainer's module"
 
 
@@ -28,8 +28,8 @@ class SamplingValConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EngineKwargsConfig:
-    vllm: dict[str, Any] = setting({}, "arguments for vLLM", no_effect=_OTHER_ENGINES)
-    sglang: dict[str, Any] = setting({}, "arguments for SGLang", no_effect=_OTHER_ENGINES)
+    vllm: dict[str, Any] = setting({}, "flags of vLLM servers that the run starts")
+    sglang: dict[str, Any] = setting({}, "flags of SGLang servers that the run starts")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,9 +46,31 @@ class TraceConfig:
 class RolloutConfig:
     name: str = setting(
         "embedded",
-        "registered engine: embedded, or hf (slow reference)",
-        planned="there is no adapter for this engine yet",
-        planned_values=("vllm", "sglang"),
+        "registered engine: embedded, vllm or sglang (servers), or hf (slow reference)",
+    )
+    server_urls: Any = setting(
+        [],
+        "address (or list of addresses) of vLLM or SGLang servers that you have started",
+        many=True,
+    )
+    sglang_endpoint: Any = setting(
+        None, "old name", alias_of="actor_rollout_ref.rollout.server_urls"
+    )
+    server_python: str | None = setting(
+        None,
+        "interpreter of an environment with vLLM or SGLang: the run starts servers with it; null: "
+        "its own",
+        is_path=True,
+    )
+    num_servers: int = setting(1, "servers that the run starts", above=0)
+    server_weights_dir: str | None = setting(
+        None,
+        "folder for new weights, under the same path for all servers; null: in shared memory of "
+        "this machine",
+        is_path=True,
+    )
+    server_timeout_s: float = setting(
+        600.0, "wait so long for a server to start, or to come back when none answers", above=0
     )
     mode: str = setting(
         "sync", "async: every row goes through an agent loop", choices=("sync", "async")
@@ -154,7 +176,7 @@ class RolloutConfig:
         True, "no engine statistics", no_effect="statistics are metrics of each step"
     )
     multi_stage_wake_up: bool = setting(
-        False, "wake weights and cache apart", no_effect=_OTHER_ENGINES
+        False, "wake weights and cache apart", no_effect=_OWN_MEMORY
     )
     update_weights_bucket_megabytes: int = setting(
         512,

@@ -32,6 +32,10 @@ class ServeModelConfig:
 @dataclass(kw_only=True, slots=True)
 class ServeRolloutConfig:
     name: str = as_in(RolloutConfig, "name")
+    server_urls: Any = as_in(RolloutConfig, "server_urls")
+    server_python: str | None = as_in(RolloutConfig, "server_python")
+    num_servers: int = as_in(RolloutConfig, "num_servers")
+    server_timeout_s: float = as_in(RolloutConfig, "server_timeout_s")
     seed: int = setting(0, "seed of the noise of requests without one", at_least=0)
     temperature: float = setting(1.0, "of requests that name none", at_least=0)
     top_k: int = setting(-1, "of requests that name none; -1: all tokens", at_least=-1)

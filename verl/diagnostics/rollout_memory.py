@@ -43,6 +43,8 @@ class RolloutPlan:
         }
 
     def __str__(self) -> str:
+        if self.page_tokens == 0:
+            return f"in the memory of servers; {self.at_once} of {self.samples} samples at once"
         return (
             f"{self.pages} pages of {self.page_tokens} tokens, {self.page_bytes / 2**20:.2f} MiB "
             f"each; {self.at_once} of {self.samples} samples run at once at full length"
@@ -52,8 +54,8 @@ class RolloutPlan:
 def as_planned(config: RolloutConfig) -> RolloutConfig:
     """Return the section with a registered engine.
 
-    An engine that this version does not have is planned as the default one. Raises ConfigError for
-    a setting that the engine does not support.
+    An engine of the user's, whose code is not loaded, is planned as the default one. Raises
+    ConfigError for a setting that the engine does not support.
     """
     if config.name not in rollout_engines:
         config = replace(config, name=RolloutConfig().name)
@@ -84,7 +86,8 @@ def plan_rollout(
     """
     parts = config.tensor_model_parallel_size
     itemsize = _itemsize(config, shape, on_cuda)
-    is_copy = not (aliases and capabilities_of(config.name).aliases_weights)
+    capabilities = capabilities_of(config.name)
+    is_copy = not (capabilities.external or (aliases and capabilities.aliases_weights))
     weights = _weight_numbers(shape, parts) * itemsize if is_copy else 0
     token_bytes = shape.layers * shape.cached // parts * itemsize
 

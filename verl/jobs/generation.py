@@ -20,7 +20,7 @@ from verl.data.toy import TOY, toy_files
 from verl.jobs.finished_batches import FinishedBatches
 from verl.models.load import resolve_path
 from verl.protocol import DataProto
-from verl.rollout import check_engine
+from verl.rollout import check_engine, check_engine_service
 from verl.trainer import setup
 from verl.trainer.pools import join_pool
 from verl.utils.devices import describe_device, visible_device
@@ -72,6 +72,7 @@ def _check_engine(rollout: RolloutConfig) -> None:
     """Raise ConfigError, with this program's names of keys, for unsupported settings."""
     try:
         check_engine(rollout)
+        check_engine_service(rollout)
     except ConfigError as error:
         raise ConfigError(SHARED.names_here(str(error))) from error
 

@@ -17,7 +17,7 @@ from verl.agents.gateway.wording import Wording
 from verl.config.serve import SHARED, ServeConfig
 from verl.config.train import TrainConfig
 from verl.models.load import load_model_config
-from verl.rollout import RolloutEngine, Room, check_engine, generate
+from verl.rollout import RolloutEngine, Room, check_engine, check_engine_service, generate
 from verl.rollout.types import Request, SamplingParams
 from verl.trainer import setup
 from verl.utils.devices import describe_device, visible_device
@@ -58,6 +58,7 @@ def build_backend(config: ServeConfig) -> ServedBackend:
     device = visible_device(config.trainer.device)
     setup.load_user_code(train)
     check_engine(rollout)
+    check_engine_service(rollout)
 
     rollout.max_model_len = _most_tokens(train)
     tokenizer = setup.build_tokenizer(train)

@@ -6,7 +6,6 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
-from verl.config.setting import setting_of
 from verl.distributed.collectives import ALONE, Axis
 from verl.rollout.assemble import assemble, trajectories_of
 from verl.rollout.base import (
@@ -14,13 +13,16 @@ from verl.rollout.base import (
     EngineClass,
     GenerateOnly,
     RolloutEngine,
+    capabilities_of,
     check_engine,
     check_engine_model,
+    check_engine_service,
     generate,
     rollout_engines,
 )
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.hf import HFEngine
+from verl.rollout.servers import ServerEngine, ServerSender
 from verl.rollout.trajectory import Segment, Trajectory
 from verl.rollout.types import Completion, Continuation, Request, Room, SamplingParams
 from verl.utils.errors import ConfigError
@@ -37,10 +39,14 @@ __all__ = [
     "Room",
     "SamplingParams",
     "Segment",
+    "ServerEngine",
+    "ServerSender",
     "Trajectory",
     "assemble",
+    "capabilities_of",
     "check_engine",
     "check_engine_model",
+    "check_engine_service",
     "create_rollout_engine",
     "generate",
     "rollout_engines",
@@ -63,7 +69,6 @@ def create_rollout_engine(
     `ranks` share one engine, and each of them makes every call on it alike. Raises ConfigError for
     an unknown name, and for a setting or a model that the engine does not support.
     """
-    _refuse_planned(config.name)
     check_engine(config)
     check_engine_model(config, model.config, on_cuda=device.type == "cuda")
 
@@ -81,15 +86,3 @@ def create_rollout_engine(
         f"The rollout engine '{config.name}' lacks {', '.join(missing)}. It needs submit, step, "
         "abort and has_work, or generate alone (verl.rollout.RolloutEngine)."
     )
-
-
-def _refuse_planned(name: str) -> None:
-    """Raise ConfigError for an engine of another project that the key declares as planned."""
-    key = setting_of(RolloutConfig.__dataclass_fields__["name"])
-    assert key is not None
-    if name in key.planned_values and name not in rollout_engines:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.name={name}: this version has no adapter for '{name}', "
-            f"but the engines {', '.join(sorted(rollout_engines))}. Set "
-            f"actor_rollout_ref.rollout.name={RolloutConfig().name}."
-        )

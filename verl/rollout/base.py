@@ -96,6 +96,8 @@ class Capabilities:
     tensor_parallel: bool = False  # ranks can share an engine, which takes them as `ranks`
     aliases_weights: bool = False  # on a CPU it can compute with the trainer's own tensors
     continues: bool = False  # goes on with samples that `abort` has ended (`Continuation`)
+    # computes in servers: needs no module with weights here, and one rank feeds those of all
+    external: bool = False
 
 
 class EngineClass:
@@ -111,6 +113,10 @@ class EngineClass:
     @classmethod
     def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
         """Raise ConfigError for a model that the engine does not support. Reads no weights."""
+
+    @classmethod
+    def check_service(cls, config: RolloutConfig) -> None:
+        """Raise an error if a service that the engine needs does not answer."""
 
     @classmethod
     def plan(cls, config: RolloutConfig, load: EngineLoad) -> EngineMemory:
@@ -144,6 +150,11 @@ def check_engine_model(config: RolloutConfig, model: PreTrainedConfig, *, on_cud
     _declared(config.name, "check_model")(config, model, on_cuda=on_cuda)
 
 
+def check_engine_service(config: RolloutConfig) -> None:
+    """Raise an error if a service that the engine needs does not answer. Waits for the network."""
+    _declared(config.name, "check_service")(config)
+
+
 def plan_engine(config: RolloutConfig, load: EngineLoad) -> EngineMemory:
     """Return the memory terms of the engine that `config` names."""
     return _declared(config.name, "plan")(config, load)
@@ -154,6 +165,12 @@ def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> Non
     section = "actor_rollout_ref.rollout"
     ranks = config.tensor_model_parallel_size
 
+    if (config.server_urls or config.server_python is not None) and not capabilities.external:
+        raise ConfigError(
+            f"{section}.server_urls={config.server_urls} and server_python="
+            f"{config.server_python} are for engines that are servers, got {section}.name="
+            f"{config.name}. Set {_names_with('external')}leave them out."
+        )
     if config.deterministic and not capabilities.deterministic:
         raise ConfigError(
             f"{section}.deterministic=true needs an engine that computes each sample independently "

@@ -23,7 +23,7 @@ from verl.rewards.manager import RewardManager, check_result, ground_truth_of
 from verl.rewards.managers import reward_managers
 from verl.rewards.preflight import preflight
 from verl.rewards.rules import find_rule, require_truth
-from verl.rollout import check_engine, check_engine_model
+from verl.rollout import check_engine, check_engine_model, check_engine_service
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.imports import import_user_code
@@ -73,11 +73,13 @@ def check_names(config: TrainConfig) -> None:
 def check_rollout_model(config: TrainConfig, device: torch.device) -> None:
     """Raise ConfigError for a model that the rollout engine does not support.
 
-    Reads the model's config.json alone, so it fails before any weight is loaded.
+    Reads the model's config.json alone, and asks servers that the user started, so it fails before
+    any weight is loaded.
     """
     roles = config.actor_rollout_ref
     model = load_model_config(**model_source(roles.model))
     check_engine_model(roles.rollout, model, on_cuda=device.type == "cuda")
+    check_engine_service(roles.rollout)
 
 
 def check_mode(config: TrainConfig, kind: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,20 +19,32 @@ from verl.engine.memory import reports_out_of_memory
 from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
 from verl.protocol import DataProto
 from verl.rollout import (
+    ServerEngine,
+    ServerSender,
     assemble,
+    capabilities_of,
     check_engine_model,
     create_rollout_engine,
     generate,
     trajectories_of,
 )
 from verl.rollout.goal import Goal
+from verl.rollout.servers.server import Drawn
 from verl.rollout.stopping import end_of_sequence_ids
 from verl.rollout.trajectory import Trajectory
 from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.single_controller import Dispatch, Worker, note_progress, register, tell
-from verl.utils.errors import RolloutError
+from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.imports import import_user_code
-from verl.weight_sync import DirectSender, Endpoint, Meeting, WeightReceiver, join, receive_into
+from verl.weight_sync import (
+    DirectSender,
+    Endpoint,
+    Meeting,
+    WeightReceiver,
+    WeightSender,
+    join,
+    receive_into,
+)
 from verl.workers.actor import ActorWorker, model_source
 from verl.workers.stream import Orders, Progressed, advance, freeze
 
@@ -89,13 +101,24 @@ class RolloutWorker(Worker):
         else:
             self.mesh = actor.engine.mesh
         self.device = self.mesh.device
-        size = config.rollout.tensor_model_parallel_size
+        self.is_external = capabilities_of(config.rollout.name).external
+        if self.is_external and actor is None and not loads_weights:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name={config.rollout.name} is fed by the actor's "
+                "ranks: its servers need no ranks of their own. Leave trainer.placement.rollout "
+                "unset."
+            )
+        # Ranks that share an engine. Servers split their model over devices of their own.
+        size = 1 if self.is_external else config.rollout.tensor_model_parallel_size
         self.rollout_mesh = init_rollout_mesh(self.mesh, size)
         model_config = load_model_config(**model_source(config.model))
         check_engine_model(config.rollout, model_config, on_cuda=self.device.type == "cuda")
 
         with self._names_out_of_memory("loading"):
-            model = self._load(loads_weights) if actor is None else actor.engine.hf_model
+            if actor is None:
+                model = self._load(loads_weights and not self.is_external)
+            else:
+                model = actor.engine.hf_model
             self.engine = create_rollout_engine(
                 config.rollout,
                 model=model,
@@ -103,9 +126,7 @@ class RolloutWorker(Worker):
                 device=self.device,
                 ranks=self.rollout_mesh.tensor,
             )
-        self._direct = DirectSender(
-            self.engine, world=self.mesh.world, sharing=self.rollout_mesh.tensor
-        )
+        self._direct = self._sender()
         self._weights_version = 0
         self.agents: agents.AgentRunner | None = None
         if config.rollout.uses_agents:
@@ -394,6 +415,8 @@ class RolloutWorker(Worker):
 
     def _make_room(self) -> None:
         """Give the device to the actor of this process, if the configuration says so."""
+        if self.is_external:
+            return  # servers have memory of their own
         if self.actor is not None and self.config.rollout.free_cache_engine:
             self.engine.sleep()
             self.is_asleep = True
@@ -454,6 +477,33 @@ class RolloutWorker(Worker):
             self.has_weights = True
 
     # ---------------------------------------------------------------- inner parts
+
+    def _sender(self) -> WeightSender:
+        """Return the way of the actor's weights in this process."""
+        if self.is_external:
+            engine = cast(ServerEngine, self.engine)
+            return ServerSender(engine, self._own_log_probs, world=self.mesh.world)
+        return DirectSender(self.engine, world=self.mesh.world, sharing=self.rollout_mesh.tensor)
+
+    def _own_log_probs(
+        self, prompt_ids: Sequence[int], drawn: Sequence[Drawn]
+    ) -> list[list[float]]:
+        """Compute the actor's log-probs of tokens that were drawn after one prompt."""
+        assert self.actor is not None
+        completions = []
+        for number, each in enumerate(drawn):
+            completions.append(
+                Completion(
+                    sample_id=number,
+                    token_ids=each.token_ids,
+                    log_probs=each.log_probs,
+                    finish_reason=each.finish_reason,
+                )
+            )
+        prompts = [tuple(prompt_ids)] * len(drawn)
+        batch = DataProto.from_dict(tensors=self._columns(trajectories_of(prompts, completions)))
+        own = self.actor.compute_log_prob(batch).batch["old_log_probs"]
+        return [row[: len(each.token_ids)].tolist() for row, each in zip(own, drawn)]
 
     def _load(self, weights: bool) -> Any:
         rollout = self.config.rollout

@@ -1,0 +1,273 @@
+"""A small server with the documented exchanges of vLLM and SGLang, over a real tiny model.
+
+Its faults are those of real servers: a push that is confirmed and dropped, half of it, a head or
+cached keys that stay old, a restart with the first weights, an end in the middle of a draw.
+"""
+
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny_models import tiny_tokenizer
+
+
+class FakeServer:
+    """One server at a port of this machine.
+
+    Args:
+        model: the weights that it starts with; a copy of its own.
+        dialect: "vllm" or "sglang".
+        version: of the program. vLLM before 0.29 records no version of the weights.
+        port: 0: a free one.
+    """
+
+    def __init__(self, make_model, dialect="vllm", version=None, port=0, name="tiny"):
+        self.make_model = make_model
+        self.dialect = dialect
+        self.version = version or {"vllm": "0.32.0", "sglang": "0.5.23"}[dialect]
+        self.name = name
+        self.log_probs_mode = "processed"
+        self.faults = set()
+        self.delay_s = 0.0
+        self.draws = 0
+        self.flush_refused = False
+        self.tokenizer = tiny_tokenizer()
+        self.aborted = set()
+        self._port = port
+        self._of_thread = threading.local()
+        self.start()
+
+    def start(self):
+        """Start, or start again with the first weights."""
+        self.model = self.make_model().eval()
+        self.weight_version = "default"
+        self.cached = {}  # prompt -> weights that computed its keys
+        self.is_paused = False
+        self._ended = ended = threading.Event()
+        self._connections = connections = []
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                self._answer(None)
+
+            def do_POST(self):
+                length = int(self.headers.get("Content-Length") or 0)
+                self._answer(json.loads(self.rfile.read(length) or b"{}"))
+
+            def setup(self):
+                super().setup()
+                connections.append(self.connection)
+
+            def _answer(self, body):
+                answer = fake.answer(urlsplit(self.path).path, body, ended)
+                if ended.is_set():
+                    self.close_connection = True
+                    return
+                status, value = answer
+                data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args):
+                pass
+
+        class Listener(ThreadingHTTPServer):
+            daemon_threads = True
+            allow_reuse_address = True
+
+            def handle_error(self, request, client_address):
+                pass  # a client or this server has closed the connection
+
+        self._listener = Listener(("127.0.0.1", self._port), Handler)
+        self._port = self._listener.server_address[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        threading.Thread(target=self._listener.serve_forever, args=(0.01,), daemon=True).start()
+
+    def end(self):
+        """End as after kill -9: running draws get no answer."""
+        self._ended.set()
+        self._listener.shutdown()
+        self._listener.server_close()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    # ---------------------------------------------------------------- routes
+
+    def answer(self, path, body, ended):
+        self._of_thread.ended = ended
+        routes = getattr(self, f"_{self.dialect}_routes")()
+        route = routes.get(path)
+        return (404, {"detail": "Not Found"}) if route is None else route(body)
+
+    def _vllm_routes(self):
+        routes = {
+            "/version": lambda body: (200, {"version": self.version}),
+            "/v1/models": lambda body: (
+                200,
+                {"data": [{"id": self.name, "root": self.name, "max_model_len": 64}]},
+            ),
+            "/tokenize": self._tokenize,
+            "/inference/v1/generate": self._vllm_generate,
+            "/pause": lambda body: self._pause(True, {"status": "paused"}),
+            "/resume": lambda body: self._pause(False, {"status": "resumed"}),
+            "/abort_requests": self._vllm_abort,
+            "/reset_prefix_cache": lambda body: (200, {"success": self._flush()}),
+            "/collective_rpc": lambda body: self._load(
+                body["kwargs"]["weights_path"], {"results": [None]}
+            ),
+        }
+        if tuple(map(int, self.version.split(".")[:2])) >= (0, 29):
+            routes["/weight_info"] = lambda body: (200, {"weight_version": self.weight_version})
+            routes["/update_weight_version"] = lambda body: self._record(body["new_version"])
+        return routes
+
+    def _sglang_routes(self):
+        return {
+            "/server_info": lambda body: (
+                200,
+                {"model_path": self.name, "version": self.version, "context_length": 64},
+            ),
+            "/model_info": lambda body: (
+                200,
+                {"model_path": self.name, "weight_version": self.weight_version},
+            ),
+            "/generate": self._sglang_generate,
+            "/pause_generation": lambda body: self._pause(True, {"status": "ok"}),
+            "/continue_generation": lambda body: self._pause(False, {"status": "ok"}),
+            "/abort_request": lambda body: self._abort([body["rid"]], {}),
+            "/flush_cache": lambda body: (200, "Cache flushed.") if self._flush() else (400, "no"),
+            "/update_weights_from_disk": self._sglang_load,
+        }
+
+    # ---------------------------------------------------------------- draws
+
+    def _vllm_generate(self, body):
+        if "no scale out" in self.faults:
+            return 403, {"error": "scale-out APIs are disabled"}
+        asked = body["sampling_params"]
+        if "empty" in self.faults:
+            return 200, {"choices": []}
+        stops = set(asked.get("stop_token_ids", ()))
+        ids, rows, reason = self._draw(
+            body["token_ids"], asked["max_tokens"], asked, stops, body.get("request_id")
+        )
+        content = []
+        for token, row in zip(ids, rows):
+            best = row.topk(max(asked["logprobs"], 1))
+            top = [
+                {"token_id": int(i), "logprob": float(v)} for v, i in zip(best.values, best.indices)
+            ]
+            content.append({"token_id": token, "logprob": float(row[token]), "top_logprobs": top})
+        choice = {
+            "index": 0,
+            "token_ids": ids,
+            "logprobs": {"content": content},
+            "finish_reason": reason,
+        }
+        if "/weight_info" in self._vllm_routes():
+            span = {"version": self.weight_version, "start": 0, "end": len(ids)}
+            choice["weight_versions"] = [span]
+        return 200, {"request_id": "generate-tokens-x", "choices": [choice]}
+
+    def _sglang_generate(self, body):
+        asked = body["sampling_params"]
+        stops = set(asked.get("stop_token_ids", ()))
+        seeded = {**asked, "seed": asked.get("sampling_seed", 0)}
+        ids, rows, reason = self._draw(
+            body["input_ids"], asked["max_new_tokens"], seeded, stops, body.get("rid")
+        )
+        top = []
+        for row in rows:
+            best = row.topk(2)
+            top.append([[float(v), int(i), None] for v, i in zip(best.values, best.indices)])
+        meta = {
+            "finish_reason": {"type": reason},
+            "output_token_logprobs": [[float(r[i]), i, None] for i, r in zip(ids, rows)],
+            "output_top_logprobs": top,
+            "weight_version": self.weight_version,
+        }
+        return 200, {"text": "", "output_ids": ids, "meta_info": meta}
+
+    def _draw(self, prompt, limit, asked, stops, request_id):
+        """Draw with a generator of the seed; a cached prompt keeps the weights of its keys."""
+        self.draws += 1
+        model = self.cached.setdefault(tuple(prompt), self.model)
+        noise = torch.Generator().manual_seed(asked.get("seed") or 0)
+        ids, rows = [], []
+        with torch.no_grad():
+            while len(ids) < limit:
+                if self.delay_s:
+                    time.sleep(self.delay_s)
+                if self._of_thread.ended.is_set() or str(request_id) in self.aborted:
+                    return ids, rows, "abort"
+                logits = model(torch.tensor([[*prompt, *ids]])).logits[0, -1]
+                temperature = asked["temperature"] or 1.0
+                row = (logits / temperature).log_softmax(-1)
+                token = int(torch.multinomial(row.exp(), 1, generator=noise))
+                ids.append(token)
+                rows.append(row if self.log_probs_mode == "processed" else logits.log_softmax(-1))
+                if token in stops:
+                    return ids, rows, "stop"
+        return ids, rows, "length"
+
+    def _vllm_abort(self, body):
+        return self._abort(body["request_ids"], {"status": "aborted"})
+
+    def _abort(self, names, answer):
+        self.aborted |= {name.removeprefix("generate-tokens-") for name in names}
+        return 200, answer
+
+    # ---------------------------------------------------------------- weights
+
+    def _tokenize(self, body):
+        return 200, {"tokens": self.tokenizer.encode(body["prompt"], add_special_tokens=False)}
+
+    def _pause(self, is_paused, answer):
+        self.is_paused = is_paused
+        return 200, answer
+
+    def _flush(self):
+        if "flush refused" in self.faults:
+            return False
+        if "stale cache" not in self.faults:
+            self.cached.clear()
+        return True
+
+    def _record(self, version):
+        self.weight_version = version
+        return 200, {"success": True}
+
+    def _sglang_load(self, body):
+        status, answer = self._load(body["model_path"], {"success": True, "message": "ok"})
+        self._record(body["weight_version"])
+        return status, answer
+
+    def _load(self, folder, answer):
+        assert self.is_paused
+        weights = {}
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            weights |= load_file(file)
+        if "dropped" in self.faults:
+            weights = {}
+        if "half" in self.faults:
+            weights = dict(list(weights.items())[: len(weights) // 2])
+        if "stale head" in self.faults:
+            weights.pop("lm_head.weight", None)
+        model = self.make_model().eval()
+        model.load_state_dict({**self.model.state_dict(), **weights}, strict=False)
+        self.model = model
+        return 200, answer

@@ -1,0 +1,308 @@
+"""Engines of servers against fakes that speak vLLM's and SGLang's documented exchanges."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.rollout.servers.fake import FakeServer
+from tests.tiny_models import save_tiny, tiny_model, tiny_tokenizer
+from tests.workers.batches import CPU, R, actor_of, config, prompts
+from verl.config import config_from_dict
+from verl.rollout import check_engine, check_engine_service
+from verl.rollout.servers.fleet import Member, Placement
+from verl.rollout.types import Request, SamplingParams
+from verl.utils.errors import ConfigError, RolloutError
+from verl.workers import RolloutWorker
+
+# Dialect and version: vLLM 0.24 records no version of the weights.
+KINDS = [("vllm", "0.32.0"), ("vllm", "0.24.0"), ("sglang", "0.5.23"), ("sglang", "0.5.3")]
+PARAMS = SamplingParams(max_new_tokens=R)
+
+
+def untied_copy():
+    """Make the model of a server: with a head of its own, as vLLM has one on a CPU."""
+    tied = tiny_model("qwen2", tie_word_embeddings=True)
+    model = tiny_model("qwen2", tie_word_embeddings=False)
+    weights = tied.state_dict()
+    model.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
+    return model
+
+
+@pytest.fixture
+def start():
+    servers = []
+
+    def start(*arguments, **keywords):
+        servers.append(FakeServer(untied_copy, *arguments, **keywords))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.end()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", tie_word_embeddings=True)
+
+
+@pytest.fixture
+def settings(folder):
+    settings = config(folder)
+    rollout = settings.actor_rollout_ref.rollout
+    rollout.server_timeout_s = 3.0
+    rollout.fingerprint_interval = 1
+    return settings
+
+
+def rollout_on(settings, *servers, actor=None, **keys):
+    rollout = settings.actor_rollout_ref.rollout
+    rollout.name = servers[0].dialect
+    rollout.server_urls = [server.url for server in servers]
+    for name, value in keys.items():
+        setattr(rollout, name, value)
+    return RolloutWorker(
+        settings.actor_rollout_ref,
+        device=CPU,
+        tokenizer=tiny_tokenizer(),
+        actor=actor or actor_of(settings),
+    )
+
+
+def move(actor):
+    """Change every weight, as an update does."""
+    with torch.no_grad():
+        for parameter in actor.engine.module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def draw(rollout, count=4, step=1):
+    return rollout.generate_sequences(prompts(count), n=2, params=PARAMS, seed=0, step=step)
+
+
+@pytest.mark.parametrize(("dialect", "version"), KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_the_trainers_after_every_push(
+    settings, start, dialect, version, temperature
+):
+    server = start(dialect, version)
+    actor = actor_of(settings)
+    rollout = rollout_on(settings, server, actor=actor, temperature=temperature)
+    params = SamplingParams(max_new_tokens=R, temperature=temperature)
+    for step in range(3):
+        rollout.take_weights()
+        batch = rollout.generate_sequences(prompts(4), n=2, params=params, seed=0, step=step)
+        again = rollout.generate_sequences(prompts(4), n=2, params=params, seed=0, step=step)
+        assert torch.equal(batch.batch["responses"], again.batch["responses"])
+        metrics = actor.compute_log_prob(batch).meta_info["metrics"]
+        assert abs(metrics["training/rollout_kl"]) < 1e-5
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4
+        move(actor)
+
+
+@pytest.mark.parametrize("fault", ["dropped", "half", "stale head", "stale cache", "flush refused"])
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_a_push_that_did_not_arrive_whole_is_caught(settings, start, dialect, fault):
+    server = start(dialect)
+    actor = actor_of(settings)
+    rollout = rollout_on(settings, server, actor=actor)
+    rollout.take_weights()
+    draw(rollout)
+    move(actor)
+    server.faults.add(fault)
+    message = "did not drop its prefix cache" if fault == "flush refused" else "other weights than"
+    with pytest.raises(RolloutError, match=message):
+        rollout.take_weights()
+    assert not server.is_paused, "others who use the server can go on"
+
+
+def test_a_push_to_another_model_is_caught(settings, start):
+    server = start()
+    actor = actor_of(settings)
+    rollout = rollout_on(settings, server, actor=actor)
+    other = tiny_model("qwen2", tie_word_embeddings=True, num_hidden_layers=1)
+    server.make_model = lambda: other
+    with pytest.raises(RolloutError, match="other weights than the trainer's"):
+        rollout.take_weights()
+
+
+@pytest.mark.parametrize(("dialect", "version"), KINDS)
+def test_a_restarted_server_gets_the_weights_before_it_draws(settings, start, dialect, version):
+    server = start(dialect, version)
+    actor = actor_of(settings)
+    rollout = rollout_on(settings, server, actor=actor)
+    move(actor)
+    rollout.take_weights()
+    expected = draw(rollout).batch["responses"]
+    server.end()
+    server.start()
+    assert torch.equal(draw(rollout).batch["responses"], expected)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+@pytest.mark.parametrize("others", [0, 1])
+def test_samples_of_a_server_that_ends_are_drawn_again(settings, start, dialect, others):
+    """End it in the middle of its draws; without another server, it comes back with old weights."""
+    servers = [start(dialect) for _ in range(others + 1)]
+    actor = actor_of(settings)
+    rollout = rollout_on(settings, *servers, actor=actor)
+    move(actor)
+    rollout.take_weights()
+    expected = draw(rollout).batch["responses"]
+
+    for server in servers:
+        server.delay_s = 0.02
+    before = servers[0].draws
+
+    def interrupt():
+        while servers[0].draws < before + 3:
+            time.sleep(0.005)
+        servers[0].end()
+        if not others:
+            servers[0].start()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    batch = draw(rollout)
+    thread.join()
+    assert torch.equal(batch.batch["responses"], expected), "each sample once, by the same noise"
+    assert batch.meta_info["metrics"]["rollout/num_redrawn"] >= 1
+    assert abs(actor.compute_log_prob(batch).meta_info["metrics"]["training/rollout_kl"]) < 1e-5
+
+
+def test_a_run_ends_with_the_reason_if_no_server_comes_back(settings, start):
+    server = start()
+    rollout = rollout_on(settings, server)
+    rollout.take_weights()
+    rollout.engine.fleet._patience_s = 0.3
+    server.end()
+    with pytest.raises(RolloutError, match=f"No server has answered.*vLLM at {server.url}"):
+        draw(rollout)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_aborted_samples_keep_their_tokens_and_others_go_on(settings, start, dialect):
+    server = start(dialect)
+    rollout = rollout_on(settings, server)
+    rollout.take_weights()
+    server.delay_s = 0.02
+    engine = rollout.engine
+    requests = [Request(prompt_ids=(5, 6, 7), sample_ids=(0, 1), limits=(R, 3))]
+    engine.submit(requests, PARAMS, seed=0, step=0)
+    time.sleep(0.1)
+    [aborted] = engine.abort([0])
+    assert aborted.finish_reason == "abort"
+    assert 0 < len(aborted.token_ids) == len(aborted.log_probs) < R
+    completions = []
+    while engine.has_work:
+        completions += engine.step()
+    assert [(each.sample_id, len(each.token_ids)) for each in completions] == [(1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda server: server.end(), "does not answer.*loopback.*Start one with .*8000"),
+        (lambda server: server.faults.add("empty"), "in a form that is not vLLM's.*Start one"),
+        (lambda server: server.faults.add("no scale out"), "403 .*--enable-scale-out"),
+        (lambda server: setattr(server, "version", "0.8.4"), "version 0.8.4.*vllm>="),
+        (lambda server: setattr(server, "name", "/models/other"), "runs the model '/models/other'"),
+        (lambda server: setattr(server, "dialect", "sglang"), "not vLLM's.*rollout.name fits"),
+    ],
+    ids=["unreachable", "empty", "forbidden", "old", "other model", "other protocol"],
+)
+def test_a_server_that_cannot_draw_is_one_error_at_start(settings, start, break_it, message):
+    server = start()
+    name = server.dialect
+    break_it(server)
+    rollout = settings.actor_rollout_ref.rollout
+    rollout.name = name
+    rollout.server_urls = [server.url]
+    with pytest.raises((RolloutError, ConfigError), match=f"(?s)vLLM at {server.url}.*{message}"):
+        check_engine_service(rollout)
+        server.dialect = name
+        rollout_on(settings, server)
+
+
+def test_another_tokenizer_is_an_error(settings, start):
+    server = start()
+    server.tokenizer = tiny_tokenizer()
+    server.tokenizer.encode = lambda *_, **__: [1, 2, 3]
+    with pytest.raises(ConfigError, match="has another tokenizer"):
+        rollout_on(settings, server)
+
+
+@pytest.mark.parametrize(
+    ("mode", "keys", "message"),
+    [
+        ("raw", {"temperature": 0.7}, "from before the temperature.*processed_logprobs"),
+        ("processed", {"top_p": 0.9}, "over the tokens that top_p.*raw_logprobs"),
+        ("processed", {"top_k": 5}, "over the tokens that top_p.*raw_logprobs"),
+        ("raw", {"top_p": 0.9}, None),
+        ("processed", {"temperature": 0.7}, None),
+    ],
+)
+def test_log_probs_of_another_definition_are_refused(settings, start, mode, keys, message):
+    server = start()
+    server.log_probs_mode = mode
+    if message is None:
+        rollout_on(settings, server, **keys)
+        return
+    with pytest.raises(ConfigError, match=message):
+        rollout_on(settings, server, **keys)
+
+
+def test_prompts_go_to_the_server_that_knows_their_beginning_unless_it_is_busy():
+    knows, other = Member(None), Member(None)
+    prompt = tuple(range(320))
+    knows.blocks.update(Placement(prompt, 10).blocks)
+    longer = Placement((*prompt, 1, 2, 3), 10)
+    assert longer.cost(knows) == 3
+    assert longer.cost(other) == 323
+    assert Placement((9, *prompt), 10).cost(knows) == 321, "another beginning"
+    knows.tokens_in_flight = 1000
+    assert longer.cost(other) < longer.cost(knows)
+
+
+def test_servers_share_the_samples(settings, start):
+    servers = [start(), start()]
+    rollout = rollout_on(settings, *servers)
+    rollout.take_weights()
+    for server in servers:
+        server.delay_s = 0.002
+        server.draws = 0
+    draw(rollout, count=8)
+    assert sum(server.draws for server in servers) == 16
+    assert min(server.draws for server in servers) >= 5
+
+
+def test_servers_need_no_ranks_of_their_own(settings, start):
+    rollout = settings.actor_rollout_ref.rollout
+    rollout.name = "vllm"
+    with pytest.raises(ConfigError, match="need no ranks of their own.*placement.rollout"):
+        RolloutWorker(settings.actor_rollout_ref, device=CPU, tokenizer=tiny_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "needs vLLM, which is not installed.*server_urls=.*server_python.*name=embedded"),
+        ({"server_urls": ["host:8000"]}, "addresses such as http://host:8000, got 'host:8000'"),
+        ({"server_urls": ["http://h"], "server_python": "python"}, "Set one of them"),
+        ({"server_python": "/nowhere/python"}, "must be a Python interpreter"),
+        ({"deterministic": True, "server_urls": ["http://h"]}, "name=vllm. Set name=embedded"),
+    ],
+)
+def test_settings_of_servers_are_checked(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        loaded = config_from_dict(
+            {
+                "data": {"dataset_name": "toy", "train_batch_size": 4},
+                "actor_rollout_ref": {"rollout": {"name": "vllm", **keys}},
+            }
+        )
+        rollout = loaded.actor_rollout_ref.rollout
+        check_engine(rollout)
+        check_engine_service(rollout)

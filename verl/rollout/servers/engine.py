@@ -1,0 +1,454 @@
+"""A rollout engine of servers: it sends requests, and keeps what a server may lose."""
+
+import importlib.util
+import secrets
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from verl.config.rollout import RolloutConfig
+from verl.rollout.base import Capabilities, EngineClass, check_capabilities, rollout_engines
+from verl.rollout.checks import check_params, check_requests, longest_sequence, response_limits
+from verl.rollout.memory import EngineLoad, EngineMemory
+from verl.rollout.sampling import sample_keys
+from verl.rollout.servers.fleet import Fleet, Member, Placement
+from verl.rollout.servers.health import check_log_probs, check_server, how_to_start
+from verl.rollout.servers.owned import OwnedServers
+from verl.rollout.servers.server import Draw, Drawn, Server, ServerLostError
+from verl.rollout.servers.sglang import SGLangServer
+from verl.rollout.servers.vllm import VLLMServer
+from verl.rollout.servers.weights import WeightFolder
+from verl.rollout.stopping import StopRule, end_of_sequence_ids
+from verl.rollout.twin import engine_dtype
+from verl.rollout.types import Completion, Request, Room, SamplingParams
+from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.logging import logger
+from verl.weight_sync.base import NamedTensors
+from verl.weight_sync.fingerprint import Fingerprint
+
+_WAIT_S = 0.01  # of a step without a completion: agents get their turn in between
+_ABORT_S = 60.0
+_MOST_ATTEMPTS = 10
+_PROBE_PROMPT = 48
+_PROBE_TOKENS = 16
+_NO_TOKENS = Drawn(token_ids=[], log_probs=[], finish_reason="abort")
+
+
+class _Sample:
+    """A sample on its way."""
+
+    def __init__(self, sample_id: int, draw: Draw) -> None:
+        self.sample_id = sample_id
+        self.draw = draw
+        self.member: Member | None = None
+        self.is_aborted = False
+
+
+class ServerEngine(EngineClass):
+    """A `RolloutEngine` whose samples are drawn by servers, which have their own weights.
+
+    A sample whose server ends is drawn again, with the same seed, by another server or by the same
+    one after its restart. Before a generation every server must have the version of the weights
+    that was pushed last; one that lost it (a restart) gets the weights again.
+
+    Statistics: prefill_tokens, generated_tokens, generate_s, tokens_per_s, num_redrawn,
+    update_weights_s, update_weights_gb_per_s.
+    """
+
+    capabilities = Capabilities(external=True, tensor_parallel=True)
+    server_class: ClassVar[type[Server]]
+
+    @classmethod
+    def check(cls, config: RolloutConfig) -> None:
+        """Implement `EngineClass.check`."""
+        check_capabilities(config, cls.capabilities)
+        section = "actor_rollout_ref.rollout"
+        for url in config.server_urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(
+                    f"{section}.server_urls must be addresses such as http://host:8000, got "
+                    f"{url!r}."
+                )
+        if config.server_urls and config.server_python is not None:
+            raise ConfigError(
+                f"{section}.server_urls names servers that run, and {section}.server_python asks "
+                "to start some. Set one of them."
+            )
+
+    @classmethod
+    def check_service(cls, config: RolloutConfig) -> None:
+        """Raise RolloutError or ConfigError if no server can be used, or none be started."""
+        for url in config.server_urls:
+            check_server(cls.server_class(url), config)
+        if config.server_urls:
+            return
+
+        section = "actor_rollout_ref.rollout"
+        package = cls.server_class.package
+        if config.server_python is not None:
+            if shutil.which(config.server_python) is None:
+                raise ConfigError(
+                    f"{section}.server_python must be a Python interpreter of an environment with "
+                    f"{cls.server_class.title}, got {config.server_python!r}."
+                )
+            return
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{section}.name={config.name} needs {cls.server_class.title}, which is not "
+                f"installed next to this package. Start a server and set "
+                f"{section}.server_urls=[http://host:8000]: {how_to_start(cls.server_class)}; or "
+                f"set {section}.server_python to the interpreter of an environment that has it; or "
+                f"set {section}.name={RolloutConfig().name}."
+            )
+
+    @classmethod
+    def plan(cls, config: RolloutConfig, load: EngineLoad) -> EngineMemory:
+        """Implement `EngineClass.plan`: the servers' memory is their own."""
+        return EngineMemory(page_tokens=0, pages_a_sample=1, pages=load.samples, working=0)
+
+    def __init__(
+        self, *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.model = model
+        self.eos_ids = end_of_sequence_ids(model, tokenizer)
+        self.max_model_len = longest_sequence(config, model)
+        embeddings: Any = model.get_input_embeddings()
+        self.vocabulary: int = embeddings.num_embeddings
+        self._dtype = engine_dtype(config.dtype, model, device)
+        self._device = device
+        self._folder: WeightFolder | None = None
+        self._fleet: Fleet | None = None
+        self._pushes = 0
+        self._run_name = secrets.token_hex(4)
+
+        self._waiting: SimpleQueue[_Sample] = SimpleQueue()
+        self._num_threads = 0
+        self._samples: dict[int, _Sample] = {}
+        self._ended: SimpleQueue[tuple[_Sample, Drawn | BaseException]] = SimpleQueue()
+        self._calls = 0
+        self._started = 0.0
+        self._counts: Counter[str] = Counter()
+        self._hand_over: dict[str, float] = {}
+
+    # ---------------------------------------------------------------- servers
+
+    def open(self) -> tuple[str, ...]:
+        """Find or start the servers, on one rank. Return their addresses for `join`.
+
+        Each must draw tokens of the configured model, with log-probs in our definition.
+        """
+        owned = None
+        urls = tuple(self.config.server_urls)
+        if not urls:
+            owned = OwnedServers(self.server_class, self.config, self.model, self._dtype)
+            urls = owned.urls
+        self.join(urls, owned)
+        for member in self.fleet.members:
+            check_server(member.server, self.config, self.model, self.tokenizer, self.max_model_len)
+            check_log_probs(member.server, self.config, self._probe_ids())
+        return urls
+
+    def join(self, urls: Sequence[str], owned: OwnedServers | None = None) -> None:
+        """Use the servers at `urls`."""
+        connections = self.config.max_num_seqs
+        members = [Member(self.server_class(url, connections=connections)) for url in urls]
+        self._fleet = Fleet(members, self.config.server_timeout_s, owned, self._probe)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The servers."""
+        if self._fleet is None:
+            self.open()
+        assert self._fleet is not None
+        return self._fleet
+
+    @property
+    def has_work(self) -> bool:
+        """Implement `RolloutEngine.has_work`."""
+        return bool(self._samples)
+
+    def reserve(self, room: Room) -> None:
+        """Implement `RolloutEngine.reserve`: servers have their own tables."""
+
+    # ---------------------------------------------------------------- samples
+
+    def submit(
+        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
+    ) -> None:
+        """Add requests; see `RolloutEngine.submit`."""
+        check_params(params)
+        check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
+        rule = StopRule(params, self.eos_ids, self.tokenizer)
+        stop_ids = tuple(rule.token_ids.tolist())
+        if not self.has_work:
+            self._begin()
+        self._calls += 1
+        for request in requests:
+            ids = np.array(request.sample_ids, np.int64)
+            keys = sample_keys(seed, step, ids).tolist()
+            limits = response_limits(request, params, self.max_model_len)
+            for sample_id, key, limit in zip(request.sample_ids, keys, limits):
+                draw = Draw(
+                    request_id=f"{self._run_name}-{self._calls}-{sample_id}",
+                    prompt_ids=request.prompt_ids,
+                    params=params,
+                    limit=limit,
+                    seed=key,
+                    stop_token_ids=stop_ids,
+                )
+                sample = _Sample(sample_id, draw)
+                self._samples[sample_id] = sample
+                self._counts["prefill_tokens"] += len(request.prompt_ids)
+                self._waiting.put(sample)
+        self._start_threads()
+
+    def step(self) -> list[Completion]:
+        """Wait a moment for completions; see `RolloutEngine.step`."""
+        completions = []
+        timeout = _WAIT_S
+        while self._samples:
+            try:
+                sample, outcome = self._ended.get(timeout=timeout)
+            except Empty:
+                break
+            timeout = 0.0
+            if self._samples.get(sample.sample_id) is not sample:
+                continue  # given up since
+            del self._samples[sample.sample_id]
+            if isinstance(outcome, BaseException):
+                self.abort()
+                raise outcome
+            completions.append(self._completion(sample, outcome))
+        return completions
+
+    def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:
+        """Abort samples; see `RolloutEngine.abort`. The servers return their tokens so far."""
+        wanted = set(self._samples) if sample_ids is None else set(sample_ids) & set(self._samples)
+        stopping = [self._samples[sample_id] for sample_id in sorted(wanted)]
+        for sample in stopping:
+            sample.is_aborted = True
+        running: dict[int, tuple[Member, list[str]]] = {}
+        for sample in stopping:
+            member = sample.member
+            if member is not None:
+                running.setdefault(id(member), (member, []))[1].append(sample.draw.request_id)
+        for member, request_ids in running.values():
+            try:
+                member.server.abort(request_ids)
+            except ServerLostError as error:
+                logger.warning("%s", error)
+
+        outcomes = self._await(wanted)
+        completions = []
+        for sample in stopping:
+            drawn = outcomes.get(sample.sample_id, _NO_TOKENS)
+            if isinstance(drawn, BaseException):
+                drawn = _NO_TOKENS
+            completion = self._completion(sample, drawn)
+            completions.append(
+                Completion(
+                    sample_id=sample.sample_id,
+                    token_ids=completion.token_ids,
+                    log_probs=completion.log_probs,
+                    finish_reason="abort",
+                )
+            )
+            self._samples.pop(sample.sample_id, None)
+        return completions
+
+    def _await(self, wanted: set[int]) -> dict[int, Drawn | BaseException]:
+        """Collect the outcomes of aborted samples. Those of others go back to the queue."""
+        outcomes: dict[int, Drawn | BaseException] = {}
+        others = []
+        deadline = time.monotonic() + _ABORT_S
+        while len(outcomes) < len(wanted) and time.monotonic() < deadline:
+            try:
+                sample, outcome = self._ended.get(timeout=0.1)
+            except Empty:
+                continue
+            if self._samples.get(sample.sample_id) is not sample:
+                continue
+            if sample.sample_id in wanted:
+                outcomes[sample.sample_id] = outcome
+            else:
+                others.append((sample, outcome))
+        for each in others:
+            self._ended.put(each)
+        return outcomes
+
+    def _start_threads(self) -> None:
+        """Have a thread for each sample at work, up to max_num_seqs; others wait for one."""
+        wanted = min(len(self._samples), self.config.max_num_seqs)
+        while self._num_threads < wanted:
+            self._num_threads += 1
+            # A daemon: a draw without an answer must not keep a failed run from ending.
+            threading.Thread(target=self._work, name="verl-server", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            sample = self._waiting.get()
+            outcome: Drawn | BaseException
+            try:
+                outcome = self._draw(sample)
+            except BaseException as error:  # noqa: BLE001 - `step` raises it in its own thread
+                outcome = error
+            self._ended.put((sample, outcome))
+
+    def _draw(self, sample: _Sample) -> Drawn:
+        for _ in range(_MOST_ATTEMPTS):
+            if sample.is_aborted:
+                return _NO_TOKENS
+            placement = Placement(sample.draw.prompt_ids, sample.draw.limit)
+            with self.fleet.chosen(placement) as member:
+                sample.member = member
+                try:
+                    drawn = member.server.draw(sample.draw)
+                except ServerLostError as error:
+                    self.fleet.note_lost(member, error)
+                    drawn = None
+                finally:
+                    sample.member = None
+
+            if drawn is not None and self.fleet.is_current(drawn):
+                return drawn
+            self._counts["num_redrawn"] += 1
+            if drawn is not None:
+                # It lost the weights in between. Nothing that it drew is used.
+                self.fleet.make_current(member)
+        raise RolloutError(
+            f"Sample {sample.sample_id} was drawn {_MOST_ATTEMPTS} times, and its server ended or "
+            "changed its weights every time. Look into the server's log."
+        )
+
+    def _completion(self, sample: _Sample, drawn: Drawn) -> Completion:
+        """Check the form of an answer. Raises RolloutError for tokens without log-probs."""
+        if len(drawn.token_ids) != len(drawn.log_probs):
+            raise RolloutError(
+                f"A server returned {len(drawn.token_ids)} tokens and {len(drawn.log_probs)} "
+                f"log-probs for sample {sample.sample_id}; one for each token is due."
+            )
+        self._counts["generated_tokens"] += len(drawn.token_ids)
+        return Completion(
+            sample_id=sample.sample_id,
+            token_ids=drawn.token_ids,
+            log_probs=drawn.log_probs,
+            finish_reason=drawn.finish_reason,
+        )
+
+    def _begin(self) -> None:
+        """Begin a generation: every server that answers has the weights of the last push."""
+        self.fleet.check_versions()
+        self._started = time.perf_counter()
+        self._counts = Counter()
+
+    # ---------------------------------------------------------------- weights
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Implement `WeightTaker.weight_dtype`."""
+        return self._dtype
+
+    def weight_place(self, name: str) -> None:
+        """Implement `WeightTaker.weight_place`: no tensor of a server can be written into."""
+
+    def weight_fingerprints(self) -> Mapping[str, Fingerprint]:
+        """Refuse: servers do not show their tensors; `probe` is the proof."""
+        raise NotImplementedError
+
+    def update_weights(self, named_tensors: NamedTensors) -> None:
+        """Push weights to all servers; see `RolloutEngine.update_weights`."""
+        started = time.perf_counter()
+        if self._folder is None:
+            self._folder = WeightFolder(self.config.server_weights_dir, self.model, self._dtype)
+        self._pushes += 1
+        version = f"verl-{self._run_name}-{self._pushes}"
+        folder, num_bytes = self._folder.write(named_tensors, version)
+        self.fleet.push(folder, version)
+        seconds = time.perf_counter() - started
+        per_s = num_bytes / seconds / 1e9
+        self._hand_over = {"update_weights_s": seconds, "update_weights_gb_per_s": per_s}
+
+    def probe(self) -> list[Drawn]:
+        """Draw the same few tokens on every server that answers, with the settings of training."""
+        return [self._probe(member.server) for member in self.fleet.living()]
+
+    def probe_prompt(self) -> tuple[int, ...]:
+        """Return the prompt of `probe`."""
+        return self._probe_ids()
+
+    def _probe(self, server: Server) -> Drawn:
+        temperature = self.config.temperature if self.config.do_sample else 1.0
+        draw = Draw(
+            request_id=f"{self._run_name}-probe-{secrets.token_hex(4)}",
+            prompt_ids=self._probe_ids(),
+            params=SamplingParams(max_new_tokens=_PROBE_TOKENS, temperature=temperature),
+            limit=min(_PROBE_TOKENS, self.config.response_length),
+            seed=12345 << 33,
+            stop_token_ids=(),
+        )
+        return server.draw(draw)
+
+    def _probe_ids(self) -> tuple[int, ...]:
+        """Return fixed tokens that are spread over the vocabulary, special ones left out."""
+        special = set(getattr(self.tokenizer, "all_special_ids", ()))
+        most = min(self.vocabulary, len(self.tokenizer))
+        length = min(_PROBE_PROMPT, self.config.prompt_length)
+        ids = []
+        place = most // 3
+        while len(ids) < length:
+            place = (place * 31 + 7919) % most
+            if place not in special:
+                ids.append(place)
+            else:
+                place += 1
+        return tuple(ids)
+
+    # ---------------------------------------------------------------- the rest
+
+    def sleep(self) -> None:
+        """Implement `RolloutEngine.sleep`: servers keep their memory."""
+
+    def wake(self) -> None:
+        """Implement `RolloutEngine.wake`."""
+
+    def forget_prefixes(self) -> None:
+        """Implement `RolloutEngine.forget_prefixes`. Servers at work for other ranks keep them."""
+        self.fleet.flush()
+
+    def statistics(self) -> dict[str, float]:
+        """Return the counters of this generation, which the class lists."""
+        seconds = max(time.perf_counter() - self._started, 1e-9)
+        return {
+            "prefill_tokens": float(self._counts["prefill_tokens"]),
+            "generated_tokens": float(self._counts["generated_tokens"]),
+            "num_redrawn": float(self._counts["num_redrawn"]),
+            "generate_s": seconds,
+            "tokens_per_s": self._counts["generated_tokens"] / seconds,
+            **self._hand_over,
+        }
+
+
+@rollout_engines.register("vllm")
+class VLLMEngine(ServerEngine):
+    """Servers of vLLM."""
+
+    server_class = VLLMServer
+
+
+@rollout_engines.register("sglang")
+class SGLangEngine(ServerEngine):
+    """Servers of SGLang."""
+
+    server_class = SGLangServer

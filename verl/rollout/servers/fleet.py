@@ -1,0 +1,257 @@
+"""The servers of an engine: which one draws a sample, which have ended, which have old weights."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.rollout.servers.server import Drawn, Server, ServerLostError
+from verl.utils.errors import RolloutError
+from verl.utils.logging import logger
+
+_BLOCK = 32  # tokens of a prompt that are cached together, roughly as servers do
+_AGAIN_S = 2.0  # from one look at a lost server to the next, while others draw
+
+
+class Restarter(Protocol):
+    """Starts a server again."""
+
+    def restart(self, url: str) -> None:
+        """Start the server at `url` again if its process has ended."""
+        ...
+
+
+@dataclass
+class Member:
+    """A server and its work."""
+
+    server: Server
+    tokens_in_flight: int = 0
+    blocks: set[int] = field(default_factory=set)  # beginnings of prompts that it has seen
+    fault: Exception | None = None  # why it is lost; None: it answers
+    signature: Drawn | None = None  # its probe after the last push, where it records no version
+
+
+class Placement:
+    """The load of a sample, and the beginnings of its prompt."""
+
+    def __init__(self, prompt_ids: Sequence[int], limit: int) -> None:
+        self.tokens = len(prompt_ids) + limit
+        self._length = len(prompt_ids)
+        self.blocks: list[int] = []
+        mark = 0
+        for start in range(0, len(prompt_ids) - _BLOCK + 1, _BLOCK):
+            mark = hash((mark, *prompt_ids[start : start + _BLOCK]))
+            self.blocks.append(mark)
+
+    def cost(self, member: Member) -> int:
+        """Return the tokens before this sample: those in flight, and the part to compute anew."""
+        known = 0
+        for mark in self.blocks:
+            if mark not in member.blocks:
+                break
+            known += _BLOCK
+        return member.tokens_in_flight + self._length - known
+
+
+class Fleet:
+    """Chooses servers, and brings lost ones back with the weights of the last push.
+
+    Args:
+        members: the servers.
+        patience_s: how long to wait for a server while none answers.
+        restarter: starts servers again; None: their owner does.
+        probe: draws fixed tokens on a server.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        patience_s: float,
+        restarter: Restarter | None,
+        probe: Callable[[Server], Drawn],
+    ) -> None:
+        self.members = list(members)
+        self._patience_s = patience_s
+        self._restarter = restarter
+        self._probe = probe
+        self._lock = threading.Lock()
+        self._recovery = threading.RLock()
+        self._looked = 0.0
+        self._folder: Path | None = None
+        self._version: str | None = None
+        self._versions: set[str] = set()
+
+    # ---------------------------------------------------------------- work
+
+    @contextmanager
+    def chosen(self, placement: Placement) -> Iterator[Member]:
+        """Give a server for a sample: few tokens in flight, and much of the prompt cached.
+
+        Raises RolloutError if no server answers for `patience_s`.
+        """
+        member = self._choose(placement)
+        try:
+            yield member
+        finally:
+            with self._lock:
+                member.tokens_in_flight -= placement.tokens
+
+    def _choose(self, placement: Placement) -> Member:
+        while True:
+            self._look_again()
+            with self._lock:
+                living = [member for member in self.members if member.fault is None]
+                if living:
+                    best = min(living, key=placement.cost)
+                    best.tokens_in_flight += placement.tokens
+                    best.blocks.update(placement.blocks)
+                    return best
+            self._wait_for_one()
+
+    def is_current(self, drawn: Drawn) -> bool:
+        """Return whether weights of this run drew the tokens."""
+        return self._version is None or drawn.versions <= self._versions
+
+    def note_lost(self, member: Member, error: Exception) -> None:
+        """Give no work to a server that has not answered, until it does."""
+        with self._lock:
+            is_new = member.fault is None
+            member.fault = error
+            member.blocks.clear()
+            self._looked = time.monotonic()
+        if is_new:
+            logger.warning("%s. Its samples are drawn again.", error)
+
+    def flush(self) -> None:
+        """Drop the cached prefixes of all servers that are idle."""
+        for member in self.living():
+            try:
+                member.server.flush()
+            except ServerLostError as error:
+                self.note_lost(member, error)
+            member.blocks.clear()
+
+    # ---------------------------------------------------------------- weights
+
+    def push(self, folder: Path, version: str) -> None:
+        """Give all servers the weights in `folder`, and check that they record the version."""
+        self.adopt((folder, version, None))
+        for member in self.members:
+            try:
+                self._load(member)
+                member.fault = None
+            except ServerLostError as error:
+                self.note_lost(member, error)
+        if not self.living():
+            self._wait_for_one()
+
+    def state(self) -> Any:
+        """Return what another rank's `adopt` needs to know of the last push."""
+        signatures = [member.signature for member in self.members]
+        return self._folder, self._version, signatures
+
+    def adopt(self, state: Any) -> None:
+        """Take the weights of a push, here or on another rank, as the current ones."""
+        self._folder, self._version, signatures = state
+        if self._version is not None:
+            self._versions.add(self._version)
+        for number, member in enumerate(self.members):
+            member.signature = None if signatures is None else signatures[number]
+            member.blocks.clear()
+
+    def check_versions(self) -> None:
+        """Make every server that answers current. Called before a generation."""
+        for member in self.members:
+            try:
+                self.make_current(member)
+                member.fault = None
+            except ServerLostError as error:
+                self.note_lost(member, error)
+        if not self.living():
+            self._wait_for_one()
+
+    def make_current(self, member: Member) -> None:
+        """Give a server the weights of the last push again if it has others."""
+        with self._recovery:
+            if self._version is None:
+                member.server.facts()
+            elif self._is_stale(member):
+                logger.warning(
+                    "%s does not have the weights of this run any more (a restart?). It gets them "
+                    "again: %s.",
+                    member.server.name,
+                    self._version,
+                )
+                self._load(member)
+
+    def _is_stale(self, member: Member) -> bool:
+        version = member.server.weight_version()
+        if version is not None:
+            return version != self._version
+        probe = self._probe(member.server)
+        return member.signature is None or probe.log_probs != member.signature.log_probs
+
+    def _load(self, member: Member) -> None:
+        assert self._folder is not None
+        assert self._version is not None
+        member.server.load(self._folder, self._version)
+        recorded = member.server.weight_version()
+        if recorded is None:
+            member.signature = self._probe(member.server)
+        elif recorded != self._version:
+            raise RolloutError(
+                f"{member.server.name} confirmed new weights, but has the version '{recorded}' "
+                f"instead of '{self._version}'. Another run may push weights to it: give each run "
+                "servers of its own."
+            )
+
+    # ---------------------------------------------------------------- lost servers
+
+    def living(self) -> list[Member]:
+        """Return the servers that answer."""
+        with self._lock:
+            return [member for member in self.members if member.fault is None]
+
+    def _look_again(self) -> None:
+        """Try lost servers now and then, while others draw."""
+        with self._lock:
+            is_due = time.monotonic() - self._looked > _AGAIN_S
+            lost = [member for member in self.members if member.fault is not None]
+            if not lost or not is_due:
+                return
+            self._looked = time.monotonic()
+        self._bring_back(lost)
+
+    def _bring_back(self, lost: Sequence[Member]) -> None:
+        with self._recovery:
+            for member in lost:
+                if self._restarter is not None:
+                    self._restarter.restart(member.server.url)
+                try:
+                    self.make_current(member)
+                except ServerLostError as error:
+                    member.fault = error
+                else:
+                    member.fault = None
+                    logger.info("%s answers again.", member.server.name)
+
+    def _wait_for_one(self) -> None:
+        """Wait until a server answers."""
+        deadline = time.monotonic() + self._patience_s
+        with self._recovery:
+            while not self.living():
+                self._bring_back(self.members)
+                if self.living():
+                    return
+                if time.monotonic() > deadline:
+                    faults = "; ".join(str(member.fault) for member in self.members)
+                    raise RolloutError(
+                        f"No server has answered for {self._patience_s:.0f} s: {faults}. Look "
+                        "into its log, and start it again with more memory or fewer sequences; "
+                        "actor_rollout_ref.rollout.server_timeout_s sets how long to wait."
+                    )
+                time.sleep(0.5)

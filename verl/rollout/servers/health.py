@@ -1,0 +1,168 @@
+"""Checks of a server before a run begins: a real generation, the model, the tokenizer."""
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from verl.config.rollout import RolloutConfig
+from verl.rollout.servers.server import Draw, Server, ServerFacts, ServerLostError
+from verl.rollout.types import SamplingParams
+from verl.utils.errors import ConfigError, RolloutError
+
+_TEXT = "The quick brown fox: 12 + 34 = 46.\n"
+# With the temperature in the log-probs, gaps between them double at half the temperature.
+_HALF = 0.5
+
+
+def how_to_start(server_class: type[Server], model: str = "MODEL") -> str:
+    """Return the command that starts a server."""
+    words = []
+    for name, value in server_class.environment().items():
+        words.append(f"{name}={value}")
+    command = server_class.command("python", model, 8000)
+    return shlex.join([*words, *command])
+
+
+def check_server(
+    server: Server,
+    config: RolloutConfig,
+    model: Any = None,
+    tokenizer: Any = None,
+    longest: int | None = None,
+) -> None:
+    """Raise RolloutError or ConfigError for a server that cannot draw for this run.
+
+    Args:
+        server: asked for its model, and for a few tokens.
+        config: names the server.
+        model: the trainer's; None: the server's model is not compared.
+        tokenizer: the trainer's.
+        longest: most tokens of a prompt and its response.
+    """
+    path = "MODEL" if model is None else str(model.name_or_path)
+    way = (
+        f"Start one with `{how_to_start(type(server), path)}`, or correct "
+        "actor_rollout_ref.rollout.server_urls and name."
+    )
+    try:
+        facts = server.facts()
+        _check_version(server, facts)
+        drawn = server.draw(
+            Draw(
+                request_id="verl-health",
+                prompt_ids=(0, 1),
+                params=SamplingParams(max_new_tokens=2, temperature=1.0),
+                limit=2,
+                seed=0,
+                stop_token_ids=(),
+            )
+        )
+    except ServerLostError as error:
+        raise RolloutError(f"{error}. {way}") from error
+    except ConfigError:
+        raise
+    except RolloutError as error:
+        raise RolloutError(f"{error} {way}") from error
+
+    if not drawn.token_ids or len(drawn.token_ids) != len(drawn.log_probs):
+        raise RolloutError(
+            f"{server.name} was asked for 2 tokens with their log-probs and returned "
+            f"{len(drawn.token_ids)} and {len(drawn.log_probs)}. {way}"
+        )
+    if not all(map(math.isfinite, drawn.log_probs)):
+        raise RolloutError(
+            f"{server.name} draws tokens with log-probs that are not finite: its weights are "
+            f"broken. Restart it. {way}"
+        )
+    if longest is not None and facts.max_model_len is not None and facts.max_model_len < longest:
+        raise ConfigError(
+            f"{server.name} takes {facts.max_model_len} tokens of a prompt and its response, and "
+            f"this run needs {longest}. Start it with a larger limit, or lower "
+            "data.max_prompt_length or data.max_response_length."
+        )
+    if model is not None:
+        _check_model(server, facts, path)
+    if tokenizer is not None:
+        _check_tokenizer(server, tokenizer)
+
+
+def check_log_probs(server: Server, config: RolloutConfig, prompt_ids: Sequence[int]) -> None:
+    """Raise ConfigError if the server's log-probs are not those of the whole vocabulary, after the
+    temperature, for the sampling settings of training."""
+    if not config.do_sample:
+        return
+    is_filtered = config.top_p < 1 or config.top_k > 0 or config.min_p > 0
+    if config.temperature == 1 and not (is_filtered and server.filters_log_probs):
+        return
+
+    first, second = server.top_two(prompt_ids, 1.0)
+    cold_first, cold_second = server.top_two(prompt_ids, _HALF)
+    ratio = (cold_first - cold_second) / (first - second) if first > second else math.nan
+    has_temperature = ratio > 1.5
+    if config.temperature != 1 and not has_temperature:
+        raise ConfigError(
+            f"{server.name} returns log-probs from before the temperature, and "
+            f"actor_rollout_ref.rollout.temperature={config.temperature}: they cannot be "
+            "converted. Start vLLM with --logprobs-mode processed_logprobs (SGLang without "
+            "SGLANG_RETURN_ORIGINAL_LOGPROB), or set temperature=1."
+        )
+    if is_filtered and server.filters_log_probs and has_temperature:
+        raise ConfigError(
+            f"{server.name} normalizes log-probs over the tokens that top_p, top_k and min_p keep; "
+            "they cannot be converted to those of the whole vocabulary. Set "
+            "actor_rollout_ref.rollout.top_p=1, top_k=-1 and min_p=0; or start vLLM with "
+            "--logprobs-mode raw_logprobs and set temperature=1."
+        )
+
+
+def _check_version(server: Server, facts: ServerFacts) -> None:
+    try:
+        is_old = Version(facts.version).release < Version(server.oldest).release
+    except InvalidVersion:
+        return  # a build from source
+    if is_old:
+        raise ConfigError(
+            f"{server.name} is version {facts.version}; the calls of this engine are tested with "
+            f"{server.oldest} and later. Upgrade it in its own environment: pip install "
+            f"'{server.package}>={server.oldest}'."
+        )
+
+
+def _check_model(server: Server, facts: ServerFacts, path: str) -> None:
+    """Compare names, and of two local folders the configurations: a folder may have moved."""
+    if facts.model == path or Path(facts.model).name == Path(path).name:
+        return
+    theirs = _config_of(facts.model)
+    ours = _config_of(path)
+    if theirs is not None and theirs == ours:
+        return
+    raise ConfigError(
+        f"{server.name} runs the model '{facts.model}', and actor_rollout_ref.model.path is "
+        f"'{path}'. Start it with that model, or correct server_urls."
+    )
+
+
+def _config_of(folder: str) -> dict[str, Any] | None:
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        return None
+    values = json.loads(file.read_text(encoding="utf-8"))
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        values.pop(name, None)
+    return values
+
+
+def _check_tokenizer(server: Server, tokenizer: Any) -> None:
+    theirs = server.tokenize(_TEXT)
+    ours = tokenizer.encode(_TEXT, add_special_tokens=False)
+    if theirs is not None and theirs != ours:
+        raise ConfigError(
+            f"{server.name} has another tokenizer: it reads {_TEXT!r} as {theirs[:12]}, and the "
+            f"run's tokenizer as {ours[:12]}. Start it with the model's own tokenizer, or set "
+            "data.tokenizer."
+        )

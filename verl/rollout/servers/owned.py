@@ -1,0 +1,160 @@
+"""Servers that the run starts, watches and ends."""
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.config.rollout import RolloutConfig
+from verl.rollout.servers.server import Server, ServerLostError
+from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.logging import logger
+
+_SHOWN_LINES = 15
+# Ends the server, and the processes that it has started, when this process ends for any reason:
+# its end of the pipe is then closed.
+_KEEPER = """
+import os, signal, subprocess, sys, threading
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+def watch():
+    sys.stdin.buffer.read()
+    try:
+        os.killpg(server.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    os._exit(0)
+threading.Thread(target=watch, daemon=True).start()
+os._exit(server.wait() % 256)
+"""
+
+
+class OwnedServers:
+    """Servers of this machine, started with `rollout.server_python`.
+
+    Args:
+        server_class: the dialect.
+        config: how many servers, and their settings; `engine_kwargs` become flags.
+        model: its folder is served.
+        dtype: of the weights.
+    """
+
+    def __init__(
+        self, server_class: type[Server], config: RolloutConfig, model: Any, dtype: torch.dtype
+    ) -> None:
+        self._class = server_class
+        self._config = config
+        self._model = str(model.name_or_path)
+        self._dtype = str(dtype).removeprefix("torch.")
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs = Path(tempfile.mkdtemp(prefix=f"verl-{config.name}-"))
+        self.urls = tuple(f"http://127.0.0.1:{port}" for port in _free_ports(config.num_servers))
+        atexit.register(self.close)
+        for url in self.urls:
+            self.restart(url)
+        self._wait_until_ready()
+
+    def restart(self, url: str) -> None:
+        """Start the server at `url` if it is not running."""
+        process = self._processes.get(url)
+        if process is not None and process.poll() is None:
+            return
+        port = url.rpartition(":")[2]
+        log = self._log(url)
+        command = self._command(port)
+        logger.info("Starting %s at %s; log: %s", self._class.title, url, log)
+        with log.open("ab") as output:
+            self._processes[url] = subprocess.Popen(
+                [sys.executable, "-c", _KEEPER, *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**self._environment(), **os.environ, **self._class.environment()},
+            )
+
+    def close(self) -> None:
+        """End all servers."""
+        for process in self._processes.values():
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes.values():
+            process.wait(timeout=30)
+        self._processes.clear()
+
+    def _command(self, port: str) -> list[str]:
+        config = self._config
+        options: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "dtype": self._dtype,
+            "max_model_len": config.max_model_len or config.prompt_length + config.response_length,
+            "tensor_parallel_size": config.tensor_model_parallel_size,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "max_num_seqs": config.max_num_seqs,
+            "enforce_eager": config.enforce_eager,
+        }
+        given = {"vllm": config.engine_kwargs.vllm, "sglang": config.engine_kwargs.sglang}
+        options |= given.get(config.name, {})
+        python = config.server_python or sys.executable
+        return self._class.command(python, self._model, port, **options)
+
+    def _environment(self) -> dict[str, str]:
+        """Return defaults for a machine without network, and for vLLM on a CPU."""
+        return {
+            "HF_HUB_OFFLINE": "1" if Path(self._model).is_dir() else "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._config.server_timeout_s
+        for url in self.urls:
+            server = self._class(url)
+            while True:
+                try:
+                    server.facts()
+                    break
+                except ServerLostError:
+                    pass
+                process = self._processes[url]
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise self._failure(url, process.poll())
+                time.sleep(0.25)
+
+    def _failure(self, url: str, status: int | None) -> RolloutError:
+        log = self._log(url)
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        fact = f"ended with status {status}"
+        if status is None:
+            fact = f"was not ready within {self._config.server_timeout_s:.0f} s"
+        self.close()
+        tail = "\n".join(lines[-_SHOWN_LINES:])
+        return RolloutError(
+            f"{self._class.title}, started with {self._config.server_python or sys.executable}, "
+            f"{fact}. The end of its log {log}:\n{tail}\nFlags go into "
+            f"actor_rollout_ref.rollout.engine_kwargs.{self._config.name}; "
+            "rollout.server_timeout_s sets how long to wait."
+        )
+
+    def _log(self, url: str) -> Path:
+        return self._logs / f"{url.rpartition(':')[2]}.log"
+
+
+def _free_ports(count: int) -> Sequence[int]:
+    """Return ports of this machine that are free now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    except OSError as error:
+        raise ConfigError(f"No free port on this machine: {error}.") from error
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,80 @@
+"""The hand-over from the trainer's ranks to servers: one rank pushes, all learn the outcome."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verl.distributed.collectives import ALONE, Axis, gather_objects
+from verl.rollout.servers.engine import ServerEngine
+from verl.rollout.servers.server import Drawn
+from verl.rollout.servers.weights import prove
+from verl.utils.errors import RolloutError
+from verl.weight_sync.base import NamedTensors
+from verl.weight_sync.fingerprint import FingerprintLog
+
+# Returns the trainer's log-probs of drawn tokens, on every rank: (prompt, drawn of each) -> lists.
+TrainerLogProbs = Callable[[Sequence[int], Sequence[Drawn]], Sequence[Sequence[float]]]
+
+
+class ServerSender:
+    """A `WeightSender` to the servers of an engine. The first rank finds, starts and feeds them.
+
+    Args:
+        engine: of this rank.
+        log_probs: computes the trainer's log-probs for the proof. Every rank calls it at once.
+        world: the ranks that hand over together.
+    """
+
+    def __init__(
+        self, engine: ServerEngine, log_probs: TrainerLogProbs, *, world: Axis = ALONE
+    ) -> None:
+        self._engine = engine
+        self._log_probs = log_probs
+        self._world = world
+        urls = self._on_first(engine.open)
+        if world.rank > 0:
+            engine.join(urls)
+
+    def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
+        """Send as `WeightSender.send` describes.
+
+        The proof: each server draws a few tokens, and its log-probs must be the trainer's.
+        """
+        tensors = iter(named_tensors)
+
+        def push() -> tuple[Any, list[str], list[Drawn] | None]:
+            if log is not None:
+                # So that the prompt is cached: keys that outlive the push would show.
+                self._engine.probe()
+            self._engine.update_weights(tensors)
+            probes = None if log is None else self._engine.probe()
+            names = [member.server.name for member in self._engine.fleet.living()]
+            return self._engine.fleet.state(), names, probes
+
+        state, names, probes = self._on_first(push, then=lambda: _exhaust(tensors))
+        self._engine.fleet.adopt(state)
+        if probes is None:
+            return
+
+        own = self._log_probs(self._engine.probe_prompt(), probes)
+        prove(names, probes, own, self._engine.weight_dtype)
+
+    def _on_first(self, act: Callable[[], Any], then: Callable[[], None] | None = None) -> Any:
+        """Act on the first rank; return its result, or raise its error, on every rank."""
+        result = None
+        fault: Exception | None = None
+        if self._world.rank == 0:
+            try:
+                result = act()
+            except (RolloutError, ValueError) as error:
+                fault = error
+        if then is not None:
+            then()  # the ranks gather tensors together: all read them to the end
+        fault, result = gather_objects((fault, result), self._world)[0]
+        if fault is not None:
+            raise fault
+        return result
+
+
+def _exhaust(tensors: Any) -> None:
+    for _ in tensors:
+        pass

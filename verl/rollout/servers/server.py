@@ -1,0 +1,223 @@
+"""One inference server: the calls that every dialect has, and the HTTP below them."""
+
+import json
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+import urllib3
+
+from verl.rollout.types import SamplingParams
+from verl.utils.errors import RolloutError
+
+_CONNECT_S = 5.0
+_ANSWER_S = 3600.0  # of a draw; trainer.deadline_s ends a call that hangs before
+QUICK_S = 20.0  # of questions about the server itself
+LOAD_S = 1800.0  # of new weights
+_SHOWN = 400  # characters of an answer in an error
+
+
+class ServerLostError(RolloutError):
+    """A server did not answer: it is not running, ended, or cannot be reached."""
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """The model that a server has, as the server describes it."""
+
+    model: str
+    version: str
+    max_model_len: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """One sample to draw."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    limit: int
+    seed: int
+    stop_token_ids: tuple[int, ...]  # all of them, the model's end of sequence included
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """The tokens of one sample, and the versions of the weights that drew them, if known."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    versions: frozenset[str] = field(default=frozenset())
+
+
+class Server(ABC):
+    """One server. Its methods may be called from any number of threads.
+
+    Raises ServerLostError where no answer comes, and RolloutError with the server's own words for
+    an answer that is an error or has another form than documented.
+    """
+
+    title: ClassVar[str]
+    package: ClassVar[str]  # that must be importable where the run starts servers
+    oldest: ClassVar[str]  # version that has the calls used here
+    # Whether log-probs after the temperature are normalized over the tokens that top-k, top-p and
+    # min-p keep, which is not our definition.
+    filters_log_probs: ClassVar[bool] = False
+
+    def __init__(self, url: str, *, connections: int = 64) -> None:
+        self.url = url.rstrip("/")
+        self._http = urllib3.PoolManager(maxsize=connections, retries=False)
+
+    # ---------------------------------------------------------------- a dialect defines
+
+    @classmethod
+    @abstractmethod
+    def command(cls, python: str, model: str, port: int | str, **options: Any) -> list[str]:
+        """Return the command that starts a server."""
+
+    @classmethod
+    def environment(cls) -> Mapping[str, str]:
+        """Return variables that `command` needs."""
+        return {}
+
+    @abstractmethod
+    def facts(self) -> ServerFacts:
+        """Ask for the model."""
+
+    @abstractmethod
+    def draw(self, draw: Draw) -> Drawn:
+        """Draw a sample to its end."""
+
+    @abstractmethod
+    def top_two(self, prompt_ids: Sequence[int], temperature: float) -> tuple[float, float]:
+        """Return the log-probs of the two likeliest next tokens."""
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End running draws, which then return their tokens so far."""
+
+    @abstractmethod
+    def load(self, folder: Path, version: str) -> None:
+        """Read weights from a folder, forget all cached keys, and record the version.
+
+        Returns when the server has confirmed each of these.
+        """
+
+    @abstractmethod
+    def flush(self) -> bool:
+        """Drop cached prefixes. Returns False where the server refuses because it is at work."""
+
+    @abstractmethod
+    def weight_version(self) -> str | None:
+        """Return the recorded version of the weights; None: this server records none."""
+
+    def tokenize(self, text: str) -> list[int] | None:
+        """Return the server's own tokens of a text; None if it has no tokenizer."""
+        status, answer = self.ask("POST", "/tokenize", self._tokenize_body(text))
+        if status != 200 or not isinstance(answer, dict) or "tokens" not in answer:
+            return None
+        return list(answer["tokens"])
+
+    def _tokenize_body(self, text: str) -> dict[str, Any]:
+        return {"prompt": text, "add_special_tokens": False}
+
+    @contextmanager
+    def resumed(self, path: str) -> Iterator[None]:
+        """Let the server go on after a pause, also where new weights were refused."""
+        try:
+            yield
+        except RolloutError:
+            with suppress(RolloutError):
+                self.call(path)
+            raise
+        self.call(path)
+
+    def require_flushed(self, done: bool) -> None:
+        """Raise RolloutError if cached keys of the old weights are still there."""
+        if not done:
+            raise RolloutError(
+                f"{self.name} did not drop its prefix cache after new weights, so its next tokens "
+                "would rest on keys of the old ones. Start it without a prefix cache "
+                "(vLLM: --no-enable-prefix-caching, SGLang: --disable-radix-cache), or restart it."
+            )
+
+    # ---------------------------------------------------------------- HTTP
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = QUICK_S,
+    ) -> tuple[int, Any]:
+        """Return the status and the JSON value of an answer, or its text if it is none."""
+        timeout = urllib3.Timeout(connect=_CONNECT_S, read=timeout_s)
+        try:
+            answer = self._http.request(method, self.url + path, json=body, timeout=timeout)
+        except urllib3.exceptions.HTTPError as error:
+            raise ServerLostError(f"{self.name} does not answer{self._where()}: {error}") from error
+
+        text = answer.data.decode("utf-8", "replace")
+        try:
+            return answer.status, json.loads(text)
+        except ValueError:
+            return answer.status, text
+
+    def call(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = QUICK_S
+    ) -> Any:
+        """Return the JSON value that a POST answers. Raises RolloutError for another status."""
+        status, answer = self.ask("POST", path, {} if body is None else body, timeout_s=timeout_s)
+        if status != 200:
+            raise self.refusal(path, status, answer)
+        return answer
+
+    def draw_call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the JSON object of a draw, which may take long."""
+        answer = self.call(path, body, timeout_s=_ANSWER_S)
+        if not isinstance(answer, dict):
+            raise self.unexpected(path, answer)
+        return answer
+
+    def refusal(self, path: str, status: int, answer: Any) -> RolloutError:
+        """Return the error for an error status."""
+        return RolloutError(f"{self.name} answered {status} to {path}: {str(answer)[:_SHOWN]}")
+
+    def unexpected(self, path: str, answer: Any) -> RolloutError:
+        """Return the error for an answer of another form."""
+        return RolloutError(
+            f"{self.name} answered {path} in a form that is not {self.title}'s: "
+            f"{str(answer)[:_SHOWN]!r}. Check that rollout.name fits the server at this address."
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the server in messages."""
+        return f"{self.title} at {self.url}"
+
+    def _where(self) -> str:
+        """Say which machine a loopback address means."""
+        host = urlsplit(self.url).hostname or ""
+        if host in ("localhost", "::1") or host.startswith("127."):
+            return f" (this loopback address means {socket.gethostname()}, where this worker runs)"
+        return ""
+
+
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """Return command-line flags: {"max_model_len": 8, "enforce_eager": True} for example."""
+    flags = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if value is not True:
+            flags.append(str(value))
+    return flags

@@ -1,0 +1,143 @@
+"""SGLang's dialect: its native /generate and the routes for weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.rollout.servers.server import LOAD_S, Draw, Drawn, Server, ServerFacts, flags_of
+from verl.utils.errors import RolloutError
+
+_REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class SGLangServer(Server):
+    """One `sglang.launch_server`. Its log-probs are over the whole vocabulary, before filters."""
+
+    title = "SGLang"
+    package = "sglang"
+    oldest = "0.5"
+
+    @classmethod
+    def command(cls, python: str, model: str, port: int | str, **options: Any) -> list[str]:
+        """Implement `Server.command`."""
+        names = {
+            "max_model_len": "context_length",
+            "tensor_parallel_size": "tp_size",
+            "gpu_memory_utilization": "mem_fraction_static",
+            "max_num_seqs": "max_running_requests",
+            "enforce_eager": "disable_cuda_graph",
+        }
+        options.pop("logprobs_mode", None)
+        named = {names.get(name, name): value for name, value in options.items()}
+        command = [python, "-m", "sglang.launch_server", "--model-path", model]
+        # Without it, a seed in a request has no effect.
+        command += ["--port", str(port), "--enable-deterministic-inference"]
+        return command + flags_of(named)
+
+    def facts(self) -> ServerFacts:
+        """Implement `Server.facts`."""
+        status, server = self._info("server")
+        try:
+            longest = server.get("context_length") or server.get("max_req_input_len")
+            return ServerFacts(str(server["model_path"]), str(server["version"]), longest)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise self.unexpected("/server_info", (status, server)) from error
+
+    def draw(self, draw: Draw) -> Drawn:
+        """Implement `Server.draw`."""
+        params = draw.params
+        sampling: dict[str, Any] = {
+            "max_new_tokens": draw.limit,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k if params.top_k > 0 else -1,
+            "min_p": params.min_p,
+            "sampling_seed": draw.seed >> 33,  # a signed number of 32 bits
+            "stop_token_ids": list(draw.stop_token_ids),
+            "ignore_eos": True,  # the ids above are all that end a response
+            "repetition_penalty": 1.0,
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+        }
+        if params.stop:
+            sampling["stop"] = list(params.stop)
+        body = {"input_ids": list(draw.prompt_ids), "sampling_params": sampling}
+        answer = self.draw_call(
+            "/generate", {**body, "rid": draw.request_id, "return_logprob": True}
+        )
+        try:
+            meta = answer["meta_info"]
+            # The pairs are the tokens that were drawn; output_ids may be trimmed.
+            pairs = meta["output_token_logprobs"]
+            drawn = Drawn(
+                token_ids=[int(each[1]) for each in pairs],
+                log_probs=[float(each[0]) for each in pairs],
+                finish_reason=_REASONS[meta["finish_reason"]["type"]],
+                versions=_versions(meta),
+            )
+        except (KeyError, IndexError, TypeError) as error:
+            raise self.unexpected("/generate", answer) from error
+        return drawn
+
+    def top_two(self, prompt_ids: Sequence[int], temperature: float) -> tuple[float, float]:
+        """Implement `Server.top_two`."""
+        sampling = {"max_new_tokens": 1, "temperature": temperature, "top_p": 1.0}
+        body = {"input_ids": list(prompt_ids), "sampling_params": sampling}
+        answer = self.draw_call(
+            "/generate", {**body, "return_logprob": True, "top_logprobs_num": 2}
+        )
+        try:
+            likeliest = answer["meta_info"]["output_top_logprobs"][0]
+            return float(likeliest[0][0]), float(likeliest[1][0])
+        except (KeyError, IndexError, TypeError) as error:
+            raise self.unexpected("/generate", answer) from error
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Implement `Server.abort`."""
+        for each in request_ids:
+            self.call("/abort_request", {"rid": each})
+
+    def load(self, folder: Path, version: str) -> None:
+        """Implement `Server.load`."""
+        # "retract" drops the keys of running requests, which are computed again afterwards.
+        self.call("/pause_generation", {"mode": "retract"})
+        with self.resumed("/continue_generation"):
+            weights = {"model_path": str(folder), "weight_version": version, "flush_cache": True}
+            answer = self.call("/update_weights_from_disk", weights, timeout_s=LOAD_S)
+            if not isinstance(answer, dict) or answer.get("success") is not True:
+                raise RolloutError(
+                    f"{self.name} did not take the weights in {folder}: {str(answer)[:400]}. "
+                    "Restart it, and check that it runs the model that is trained."
+                )
+            self.require_flushed(self.flush())
+
+    def flush(self) -> bool:
+        """Implement `Server.flush`."""
+        status, answer = self.ask("POST", "/flush_cache")
+        if status not in (200, 400):
+            raise self.refusal("/flush_cache", status, answer)
+        return status == 200
+
+    def weight_version(self) -> str | None:
+        """Implement `Server.weight_version`."""
+        status, model = self._info("model")
+        if status != 200 or not isinstance(model, dict):
+            raise self.unexpected("/model_info", model)
+        version = model.get("weight_version")
+        return None if version is None else str(version)
+
+    def _info(self, kind: str) -> tuple[int, Any]:
+        """Ask for facts of the server or its model. Releases before 0.5.6 begin the path by get."""
+        status, answer = self.ask("GET", f"/{kind}_info")
+        if status == 404:
+            status, answer = self.ask("GET", f"/get_{kind}_info")
+        return status, answer
+
+
+def _versions(meta: dict[str, Any]) -> frozenset[str]:
+    """Return the versions of the weights that drew a response, one of them or several spans."""
+    spans = meta.get("weight_versions")
+    if spans:
+        return frozenset(str(span["version"]) for span in spans)
+    version = meta.get("weight_version")
+    return frozenset() if version is None else frozenset([str(version)])

@@ -1,0 +1,143 @@
+"""vLLM's dialect: the token-in, token-out route and the routes of its development mode."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.rollout.servers.server import LOAD_S, Draw, Drawn, Server, ServerFacts, flags_of
+from verl.utils.errors import RolloutError
+
+_GENERATE = "/inference/v1/generate"
+_ID_PREFIX = "generate-tokens-"  # the engine's name of a request is this and ours
+
+
+class VLLMServer(Server):
+    """One `vllm.entrypoints.openai.api_server` in development mode."""
+
+    title = "vLLM"
+    package = "vllm"
+    oldest = "0.20"
+    filters_log_probs = True
+
+    @classmethod
+    def command(cls, python: str, model: str, port: int | str, **options: Any) -> list[str]:
+        """Implement `Server.command`."""
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        command += ["--port", str(port), "--enable-scale-out"]
+        command += ["--logprobs-mode", options.pop("logprobs_mode", "processed_logprobs")]
+        return command + flags_of(options)
+
+    @classmethod
+    def environment(cls) -> Mapping[str, str]:
+        """Implement `Server.environment`."""
+        return {"VLLM_SERVER_DEV_MODE": "1"}
+
+    def facts(self) -> ServerFacts:
+        """Implement `Server.facts`."""
+        status, models = self.ask("GET", "/v1/models")
+        _, version = self.ask("GET", "/version")
+        try:
+            first = models["data"][0]
+            model = str(first.get("root") or first["id"])
+            longest = first.get("max_model_len")
+            return ServerFacts(model, str(version["version"]), longest)
+        except (KeyError, IndexError, TypeError) as error:
+            raise self.unexpected("/v1/models and /version", (status, models, version)) from error
+
+    def draw(self, draw: Draw) -> Drawn:
+        """Implement `Server.draw`."""
+        params = draw.params
+        sampling: dict[str, Any] = {
+            "max_tokens": draw.limit,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": max(params.top_k, 0),
+            "min_p": params.min_p,
+            "seed": draw.seed >> 1,  # a signed number of 64 bits
+            "stop_token_ids": list(draw.stop_token_ids),
+            "ignore_eos": True,  # the ids above are all that end a response
+            "repetition_penalty": 1.0,  # the model's folder may ask for another one
+            "logprobs": 0,
+            "detokenize": bool(params.stop),
+        }
+        if params.stop:
+            sampling |= {"stop": list(params.stop), "include_stop_str_in_output": True}
+            sampling["skip_special_tokens"] = False
+
+        answer = self.draw_call(_GENERATE, self._body(draw.prompt_ids, sampling, draw.request_id))
+        try:
+            choice = answer["choices"][0]
+            content = choice["logprobs"]["content"] if choice["logprobs"] else []
+            spans = choice.get("weight_versions") or []
+            drawn = Drawn(
+                token_ids=list(choice["token_ids"] or []),
+                log_probs=[each["logprob"] for each in content],
+                finish_reason=choice["finish_reason"],
+                versions=frozenset(span["version"] for span in spans),
+            )
+        except (KeyError, IndexError, TypeError) as error:
+            raise self.unexpected(_GENERATE, answer) from error
+        return drawn
+
+    def top_two(self, prompt_ids: Sequence[int], temperature: float) -> tuple[float, float]:
+        """Implement `Server.top_two`."""
+        sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 2, "top_p": 1.0}
+        answer = self.draw_call(_GENERATE, self._body(prompt_ids, sampling))
+        try:
+            likeliest = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+            first, second = sorted((each["logprob"] for each in likeliest), reverse=True)[:2]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise self.unexpected(_GENERATE, answer) from error
+        return first, second
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Implement `Server.abort`."""
+        names = [*request_ids, *(_ID_PREFIX + each for each in request_ids)]
+        self.call("/abort_requests", {"request_ids": names})
+
+    def load(self, folder: Path, version: str) -> None:
+        """Implement `Server.load`."""
+        self.call("/pause?mode=keep")
+        with self.resumed("/resume"):
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            self.call("/collective_rpc", reload, timeout_s=LOAD_S)
+            # Requests that wait meanwhile are computed again: no key of the old weights stays.
+            self.require_flushed(self.flush(running=True))
+            status, answer = self.ask("POST", "/update_weight_version", {"new_version": version})
+            if status not in (200, 404):  # older versions record none
+                raise self.refusal("/update_weight_version", status, answer)
+
+    def flush(self, running: bool = False) -> bool:
+        """Implement `Server.flush`. With `running`, running requests are computed again."""
+        path = "/reset_prefix_cache"
+        answer = self.call(f"{path}?reset_running_requests=true" if running else path)
+        # Older versions answer an empty body.
+        return answer["success"] is True if isinstance(answer, dict) else True
+
+    def weight_version(self) -> str | None:
+        """Implement `Server.weight_version`."""
+        status, answer = self.ask("GET", "/weight_info")
+        if status == 404:
+            return None
+        if status != 200 or not isinstance(answer, dict) or "weight_version" not in answer:
+            raise self.unexpected("/weight_info", answer)
+        return str(answer["weight_version"])
+
+    def refusal(self, path: str, status: int, answer: Any) -> RolloutError:
+        """Name the flag or variable that the server was started without."""
+        fix = ""
+        if status == 403 and path == _GENERATE:
+            fix = " Start it with --enable-scale-out."
+        elif status == 404:
+            fix = (
+                f" Start it with VLLM_SERVER_DEV_MODE=1; tested with vLLM {self.oldest} and later."
+            )
+        return RolloutError(f"{super().refusal(path, status, answer)}{fix}")
+
+    def _body(
+        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str | None = None
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {"token_ids": list(prompt_ids), "sampling_params": dict(sampling)}
+        if request_id is not None:
+            body["request_id"] = request_id
+        return body
