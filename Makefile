@@ -23,7 +23,11 @@ SMOKE := tests/config tests/data tests/protocol tests/algorithms tests/tracking 
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= \
   $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-seed=0
 
-.PHONY: quickstart install smoke test check format bench docs clean
+# vLLM's pins exclude those of this package, so it gets an environment of its own.
+VLLM_VENV ?= .venv-vllm
+VLLM_PINS := tests/rollout_servers/requirements.txt tests/rollout_servers/overrides.txt
+
+.PHONY: quickstart install smoke test test-vllm check format bench docs clean
 
 quickstart: install
 	$(BIN)/python -m verl.trainer.main_ppo data.dataset_name=toy data.train_batch_size=4 \
@@ -50,6 +54,19 @@ smoke: install
 test: check
 	$(TEST)
 
+test-vllm: install $(VLLM_VENV)/.installed
+	VLLM_PYTHON=$(VLLM_VENV)/bin/python OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+	  $(BIN)/python -m pytest -m vllm tests/rollout_servers
+
+# pip cannot leave out the CUDA-only packages that vLLM names; uv can.
+$(VLLM_VENV)/.installed: $(VLLM_PINS)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install -q uv $(TORCH)
+	UV_COMPILE_BYTECODE=1 UV_SYSTEM_CERTS=1 $(VLLM_VENV)/bin/uv pip install -q \
+	  --python $(VLLM_VENV)/bin/python --overrides tests/rollout_servers/overrides.txt \
+	  -r tests/rollout_servers/requirements.txt
+	touch $@
+
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -65,4 +82,4 @@ $(VENV)/.docs: pyproject.toml | install
 	touch $@
 
 clean:
-	rm -rf $(VENV) build site *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build site *.egg-info

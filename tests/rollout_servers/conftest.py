@@ -1,0 +1,42 @@
+"""Real vLLM servers on the CPU. `make test-vllm` makes their environment and runs these tests."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.tiny_models import save_tiny
+from verl.config.rollout import RolloutConfig
+from verl.models.load import load_causal_lm, resolve_path
+from verl.rollout.servers.owned import OwnedServers
+from verl.rollout.servers.vllm import VLLMServer
+
+
+@pytest.fixture(scope="session")
+def tied_folder(tmp_path_factory):
+    """Save a model whose head is its embedding: the case that goes stale in vLLM on a CPU."""
+    folder = tmp_path_factory.mktemp("models") / "tied"
+    return save_tiny(folder, "llama", tie_word_embeddings=True, head_dim=32)
+
+
+@pytest.fixture(scope="session")
+def servers(tied_folder):
+    """Start a server of the packaged toy model and one of the tied model, at the same time."""
+
+    def start(path):
+        config = RolloutConfig(
+            name="vllm",
+            server_python=os.environ["VLLM_PYTHON"],
+            prompt_length=120,
+            response_length=120,
+            enforce_eager=True,
+        )
+        model = load_causal_lm(path, dtype=torch.float32)
+        return OwnedServers(VLLMServer, config, model, torch.float32)
+
+    with ThreadPoolExecutor() as pool:
+        toy, tied = pool.map(start, [resolve_path("toy"), tied_folder])
+    yield {"toy": toy, "tied": tied}
+    toy.close()
+    tied.close()
