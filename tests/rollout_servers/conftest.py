@@ -24,7 +24,7 @@ def tied_folder(tmp_path_factory):
 def servers(tied_folder):
     """Start a server of the packaged toy model and one of the tied model, at the same time."""
 
-    def start(path):
+    def start(model):
         config = RolloutConfig(
             name="vllm",
             server_python=os.environ["VLLM_PYTHON"],
@@ -32,11 +32,12 @@ def servers(tied_folder):
             response_length=120,
             enforce_eager=True,
         )
-        model = load_causal_lm(path, dtype=torch.float32)
         return OwnedServers(VLLMServer, config, model, torch.float32)
 
+    folders = [resolve_path("toy"), tied_folder]
+    models = [load_causal_lm(folder, dtype=torch.float32) for folder in folders]
     with ThreadPoolExecutor() as pool:
-        toy, tied = pool.map(start, [resolve_path("toy"), tied_folder])
+        toy, tied = pool.map(start, models)
     yield {"toy": toy, "tied": tied}
     toy.close()
     tied.close()

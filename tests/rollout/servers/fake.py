@@ -122,6 +122,7 @@ class FakeServer:
             ),
             "/tokenize": self._tokenize,
             "/inference/v1/generate": self._vllm_generate,
+            "/v1/completions": self._vllm_complete,
             "/pause": lambda body: self._pause(True, {"status": "paused"}),
             "/resume": lambda body: self._pause(False, {"status": "resumed"}),
             "/abort_requests": self._vllm_abort,
@@ -182,6 +183,22 @@ class FakeServer:
             span = {"version": self.weight_version, "start": 0, "end": len(ids)}
             choice["weight_versions"] = [span]
         return 200, {"request_id": "generate-tokens-x", "choices": [choice]}
+
+    def _vllm_complete(self, body):
+        """Answer as the route of completions does, which names no versions."""
+        asked = {**body, "max_tokens": body["max_tokens"]}
+        stops = set(asked.get("stop_token_ids", ()))
+        ids, rows, reason = self._draw(
+            body["prompt"], asked["max_tokens"], asked, stops, body.get("request_id")
+        )
+        top = []
+        for row in rows:
+            best = row.topk(2)
+            top.append({str(int(i)): float(v) for v, i in zip(best.values, best.indices)})
+        log_probs = [float(row[token]) for row, token in zip(rows, ids)]
+        found = {"token_logprobs": log_probs, "top_logprobs": top}
+        choice = {"token_ids": ids, "logprobs": found, "finish_reason": reason}
+        return 200, {"id": "cmpl-x", "choices": [choice]}
 
     def _sglang_generate(self, body):
         asked = body["sampling_params"]

@@ -102,6 +102,18 @@ def test_log_probs_are_the_trainers_after_every_push(
         move(actor)
 
 
+def test_a_server_without_the_route_of_tokens_completes(settings, start):
+    server = start()
+    server.faults.add("no scale out")
+    actor = actor_of(settings)
+    rollout = rollout_on(settings, server, actor=actor, temperature=0.7)
+    params = SamplingParams(max_new_tokens=R, temperature=0.7)
+    rollout.take_weights()
+    batch = rollout.generate_sequences(prompts(4), n=2, params=params, seed=0, step=0)
+    metrics = actor.compute_log_prob(batch).meta_info["metrics"]
+    assert abs(metrics["training/rollout_kl"]) < 1e-5
+
+
 @pytest.mark.parametrize("fault", ["dropped", "half", "stale head", "stale cache", "flush refused"])
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_a_push_that_did_not_arrive_whole_is_caught(settings, start, dialect, fault):
@@ -206,12 +218,11 @@ def test_aborted_samples_keep_their_tokens_and_others_go_on(settings, start, dia
     [
         (lambda server: server.end(), "does not answer.*loopback.*Start one with .*8000"),
         (lambda server: server.faults.add("empty"), "in a form that is not vLLM's.*Start one"),
-        (lambda server: server.faults.add("no scale out"), "403 .*--enable-scale-out"),
         (lambda server: setattr(server, "version", "0.8.4"), "version 0.8.4.*vllm>="),
         (lambda server: setattr(server, "name", "/models/other"), "runs the model '/models/other'"),
         (lambda server: setattr(server, "dialect", "sglang"), "not vLLM's.*rollout.name fits"),
     ],
-    ids=["unreachable", "empty", "forbidden", "old", "other model", "other protocol"],
+    ids=["unreachable", "empty", "old", "other model", "other protocol"],
 )
 def test_a_server_that_cannot_draw_is_one_error_at_start(settings, start, break_it, message):
     server = start()

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -54,6 +55,7 @@ class OwnedServers:
         self._model = str(model.name_or_path)
         self._dtype = str(dtype).removeprefix("torch.")
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._unknown_flags: set[str] = set()
         self._logs = Path(tempfile.mkdtemp(prefix=f"verl-{config.name}-"))
         self.urls = tuple(f"http://127.0.0.1:{port}" for port in _free_ports(config.num_servers))
         atexit.register(self.close)
@@ -102,7 +104,8 @@ class OwnedServers:
         given = {"vllm": config.engine_kwargs.vllm, "sglang": config.engine_kwargs.sglang}
         options |= given.get(config.name, {})
         python = config.server_python or sys.executable
-        return self._class.command(python, self._model, port, **options)
+        command = self._class.command(python, self._model, port, **options)
+        return [word for word in command if word not in self._unknown_flags]
 
     def _environment(self) -> dict[str, str]:
         """Return defaults for a machine without network, and for vLLM on a CPU."""
@@ -123,9 +126,21 @@ class OwnedServers:
                 except ServerLostError:
                     pass
                 process = self._processes[url]
+                if process.poll() is not None and self._drop_unknown_flags(url):
+                    self.restart(url)
+                    continue
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise self._failure(url, process.poll())
                 time.sleep(0.25)
+
+    def _drop_unknown_flags(self, url: str) -> bool:
+        """Return whether the server's version refused an optional flag, which it can do without."""
+        text = self._log(url).read_text(encoding="utf-8", errors="replace")
+        refused = re.search(r"unrecognized arguments: (.*)", text)
+        new = set(refused.group(1).split() if refused else ()) & set(self._class.optional_flags)
+        new -= self._unknown_flags
+        self._unknown_flags |= new
+        return bool(new)
 
     def _failure(self, url: str, status: int | None) -> RolloutError:
         log = self._log(url)

@@ -16,7 +16,7 @@ from verl.rollout.types import SamplingParams
 from verl.utils.errors import RolloutError
 
 _CONNECT_S = 5.0
-_ANSWER_S = 3600.0  # of a draw; trainer.deadline_s ends a call that hangs before
+DRAW_S = 3600.0  # of a draw; trainer.deadline_s ends a call that hangs before
 QUICK_S = 20.0  # of questions about the server itself
 LOAD_S = 1800.0  # of new weights
 _SHOWN = 400  # characters of an answer in an error
@@ -70,6 +70,7 @@ class Server(ABC):
     # Whether log-probs after the temperature are normalized over the tokens that top-k, top-p and
     # min-p keep, which is not our definition.
     filters_log_probs: ClassVar[bool] = False
+    optional_flags: ClassVar[tuple[str, ...]] = ()  # of `command`; older versions lack them
 
     def __init__(self, url: str, *, connections: int = 64) -> None:
         self.url = url.rstrip("/")
@@ -182,7 +183,7 @@ class Server(ABC):
 
     def draw_call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the JSON object of a draw, which may take long."""
-        answer = self.call(path, body, timeout_s=_ANSWER_S)
+        answer = self.call(path, body, timeout_s=DRAW_S)
         if not isinstance(answer, dict):
             raise self.unexpected(path, answer)
         return answer

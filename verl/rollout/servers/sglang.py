@@ -16,6 +16,7 @@ class SGLangServer(Server):
     title = "SGLang"
     package = "sglang"
     oldest = "0.5"
+    optional_flags = ("--enable-deterministic-inference",)
 
     @classmethod
     def command(cls, python: str, model: str, port: int | str, **options: Any) -> list[str]:

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.rollout.servers.server import LOAD_S, Draw, Drawn, Server, ServerFacts, flags_of
+from verl.rollout.servers.server import DRAW_S, LOAD_S, Draw, Drawn, Server, ServerFacts, flags_of
 from verl.utils.errors import RolloutError
 
 _GENERATE = "/inference/v1/generate"
-_ID_PREFIX = "generate-tokens-"  # the engine's name of a request is this and ours
+_COMPLETIONS = "/v1/completions"
 
 
 class VLLMServer(Server):
@@ -18,6 +18,11 @@ class VLLMServer(Server):
     package = "vllm"
     oldest = "0.20"
     filters_log_probs = True
+    optional_flags = ("--enable-scale-out",)
+
+    def __init__(self, url: str, *, connections: int = 64) -> None:
+        super().__init__(url, connections=connections)
+        self._route = _GENERATE
 
     @classmethod
     def command(cls, python: str, model: str, port: int | str, **options: Any) -> list[str]:
@@ -64,35 +69,41 @@ class VLLMServer(Server):
             sampling |= {"stop": list(params.stop), "include_stop_str_in_output": True}
             sampling["skip_special_tokens"] = False
 
-        answer = self.draw_call(_GENERATE, self._body(draw.prompt_ids, sampling, draw.request_id))
+        answer = self._generate(draw.prompt_ids, sampling, draw.request_id)
         try:
             choice = answer["choices"][0]
-            content = choice["logprobs"]["content"] if choice["logprobs"] else []
             spans = choice.get("weight_versions") or []
             drawn = Drawn(
                 token_ids=list(choice["token_ids"] or []),
-                log_probs=[each["logprob"] for each in content],
+                log_probs=_log_probs(choice["logprobs"]),
                 finish_reason=choice["finish_reason"],
                 versions=frozenset(span["version"] for span in spans),
             )
         except (KeyError, IndexError, TypeError) as error:
-            raise self.unexpected(_GENERATE, answer) from error
+            raise self.unexpected(self._route, answer) from error
         return drawn
 
     def top_two(self, prompt_ids: Sequence[int], temperature: float) -> tuple[float, float]:
         """Implement `Server.top_two`."""
         sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 2, "top_p": 1.0}
-        answer = self.draw_call(_GENERATE, self._body(prompt_ids, sampling))
+        answer = self._generate(prompt_ids, sampling)
         try:
-            likeliest = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-            first, second = sorted((each["logprob"] for each in likeliest), reverse=True)[:2]
+            found = answer["choices"][0]["logprobs"]
+            if "content" in found:
+                likeliest = [each["logprob"] for each in found["content"][0]["top_logprobs"]]
+            else:
+                likeliest = list(found["top_logprobs"][0].values())
+            first, second = sorted(likeliest, reverse=True)[:2]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise self.unexpected(_GENERATE, answer) from error
+            raise self.unexpected(self._route, answer) from error
         return first, second
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Implement `Server.abort`."""
-        names = [*request_ids, *(_ID_PREFIX + each for each in request_ids)]
+        names = [*request_ids]
+        for each in request_ids:
+            # The engine's own names of the requests of both routes.
+            names += [f"generate-tokens-{each}", f"cmpl-{each}", f"cmpl-{each}-0"]
         self.call("/abort_requests", {"request_ids": names})
 
     def load(self, folder: Path, version: str) -> None:
@@ -124,20 +135,34 @@ class VLLMServer(Server):
         return str(answer["weight_version"])
 
     def refusal(self, path: str, status: int, answer: Any) -> RolloutError:
-        """Name the flag or variable that the server was started without."""
+        """Name the variable that the server was started without."""
         fix = ""
-        if status == 403 and path == _GENERATE:
-            fix = " Start it with --enable-scale-out."
-        elif status == 404:
-            fix = (
-                f" Start it with VLLM_SERVER_DEV_MODE=1; tested with vLLM {self.oldest} and later."
-            )
+        if status == 404 and path != _COMPLETIONS:
+            fix = " Start it with VLLM_SERVER_DEV_MODE=1, which opens the routes for weights."
         return RolloutError(f"{super().refusal(path, status, answer)}{fix}")
 
-    def _body(
+    def _generate(
         self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str | None = None
     ) -> dict[str, Any]:
-        body: dict[str, Any] = {"token_ids": list(prompt_ids), "sampling_params": dict(sampling)}
-        if request_id is not None:
-            body["request_id"] = request_id
-        return body
+        """Ask the route of tokens, or the one of completions where the former is closed."""
+        named = {} if request_id is None else {"request_id": request_id}
+        if self._route == _GENERATE:
+            body = {"token_ids": list(prompt_ids), "sampling_params": dict(sampling), **named}
+            status, answer = self.ask("POST", _GENERATE, body, timeout_s=DRAW_S)
+            if status == 200 and isinstance(answer, dict):
+                return answer
+            if status not in (403, 404):
+                raise self.refusal(_GENERATE, status, answer)
+            self._route = _COMPLETIONS  # a server without --enable-scale-out
+        flat = {**sampling, "prompt": list(prompt_ids), "return_token_ids": True}
+        flat.pop("detokenize", None)
+        return self.draw_call(_COMPLETIONS, {**flat, **named})
+
+
+def _log_probs(found: Mapping[str, Any] | None) -> list[float]:
+    """Return the log-probs of the drawn tokens, in the form of either route."""
+    if not found:
+        return []
+    if "content" in found:
+        return [each["logprob"] for each in found["content"]]
+    return list(found["token_logprobs"])

@@ -1,0 +1,148 @@
+"""GRPO steps with `rollout.name=vllm` and with the embedded engine, and vLLM's own generation of as
+much, in one call on one CUDA device: the hand-over of weights, and the step as a whole.
+
+The run starts the server with the interpreter that runs this script, or with `--server-python`; it
+shares the device with the trainer. The work is that of `gpu_step.py`. vLLM alone is `rollout.py
+--engines vllm`. The bound of a step is vLLM's own generation and our update.
+
+Run `python bench/vllm_server.py`, with `--models 1.5b,7b` for several shapes; on a CPU
+`python bench/vllm_server.py --tiny --server-python VENV/bin/python` tries the script.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gpu_step
+import torch
+from rollout_models import SHAPES
+
+from verl.trainer.ppo_trainer import PPOTrainer
+
+PHASES = ("gen", "old_log_prob", "update_actor", "sync_weights", "step")
+# vLLM has no kernel for smaller heads on a CPU.
+TINY: dict[str, Any] = {**SHAPES["tiny"], "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="1.5b", help="of 0.5b, 1.5b, 7b [1.5b]")
+    parser.add_argument("--engines", default="vllm,embedded", help="[vllm,embedded]")
+    parser.add_argument("--steps", type=int, default=4, help="the first is a warm-up [4]")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument(
+        "--server-memory", type=float, default=0.3, help="share of the device [0.3]"
+    )
+    parser.add_argument("--server-python", default=sys.executable)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
+    parser.add_argument("--folder", type=Path, help="where the temporary folder goes")
+    arguments = parser.parse_args()
+    arguments.micro_tokens = None
+    arguments.no_checkpointing = False
+    if arguments.tiny:
+        arguments.models = "tiny"
+        arguments.prompts = 4
+        arguments.samples = 2
+        arguments.prompt_tokens = 16
+        arguments.new_tokens = 12
+    return arguments
+
+
+def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict) -> dict[str, Any]:
+    """Run the steps with one engine; return means of the phases after the warm-up."""
+    device = torch.device("cpu" if arguments.tiny else "cuda")
+    config = gpu_step.make_config(arguments, folder, device)
+    config.trainer.default_local_dir = str(folder / engine)
+    rollout = config.actor_rollout_ref.rollout
+    rollout.name = engine
+    rollout.fingerprint_interval = 1
+    if engine == "vllm":
+        rollout.server_python = arguments.server_python
+        rollout.gpu_memory_utilization = arguments.server_memory
+        rollout.enforce_eager = arguments.tiny
+    prompts = gpu_step.RandomPrompts(
+        arguments.prompts * 2, arguments.prompt_tokens, shape["vocab_size"]
+    )
+    trainer = PPOTrainer(
+        config,
+        reward_fn=gpu_step.even_share,
+        val_reward_fn=gpu_step.even_share,
+        train_dataset=prompts,
+    )
+    trainer.init_workers()
+    trainer.fit()
+    lines = (folder / engine / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line) for line in lines][1:]
+    if engine == "vllm":
+        trainer.rollout_wg.worker.engine.fleet._restarter.close()
+    del trainer
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+    means = {}
+    for phase in PHASES:
+        values = [step.get(f"timing_s/{phase}", 0.0) for step in steps]
+        means[phase] = sum(values) / len(values)
+    for name in ("perf/rollout_update_weights_s", "perf/rollout_update_weights_gb_per_s"):
+        values = [step.get(name, float("nan")) for step in steps]
+        means[name.rpartition("rollout_")[2]] = sum(values) / len(values)
+    means["mismatch"] = max(step["training/rollout_probs_diff_mean"] for step in steps)
+    return means
+
+
+def vllm_alone(arguments: argparse.Namespace, model: str) -> float:
+    """Return the seconds that vLLM takes for the same generation within its own process."""
+    script = Path(__file__).with_name("rollout.py")
+    command = [
+        *(arguments.server_python, str(script), "--models", model, "--engines", "vllm"),
+        *("--prompts", str(arguments.prompts), "--samples", str(arguments.samples)),
+        *("--prompt-tokens", str(arguments.prompt_tokens)),
+        *("--lengths", f"fixed:{arguments.new_tokens}"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(done.stdout[-3000:], done.stderr[-3000:], flush=True)
+    done.check_returncode()
+    [row] = [line for line in done.stdout.splitlines() if line.startswith("| vLLM")]
+    return float(row.split("|")[3].strip().replace(",", ""))
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    rows = []
+    for model in arguments.models.split(","):
+        shape = TINY if arguments.tiny else SHAPES[model]
+        device = torch.device("cpu" if arguments.tiny else "cuda")
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+            folder = Path(temporary)
+            gpu_step.write_model(folder / "model", shape, device)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            alone = None if arguments.tiny else vllm_alone(arguments, model)
+            for engine in arguments.engines.split(","):
+                rows.append((model, engine, alone, train(arguments, folder, engine, shape)))
+
+    print(
+        "\n| model | engine | " + " | ".join(PHASES) + " | hand-over s | GB/s | vLLM alone s "
+        "| step / (vLLM alone + our update) | mean difference of probabilities |"
+    )
+    print("|---" * (len(PHASES) + 7) + "|")
+    for model, engine, alone, means in rows:
+        cells = [f"{means[phase]:.3f}" for phase in PHASES]
+        bound = None if alone is None else alone + means["update_actor"] + means["old_log_prob"]
+        ratio = "" if bound is None else f"{means['step'] / bound:.3f}"
+        cells += [f"{means['update_weights_s']:.3f}", f"{means['update_weights_gb_per_s']:.2f}"]
+        cells += ["" if alone is None else f"{alone:.3f}", ratio, f"{means['mismatch']:.1e}"]
+        print(f"| {model} | {engine} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
