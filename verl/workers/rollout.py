@@ -482,8 +482,14 @@ class RolloutWorker(Worker):
         """Return the way of the actor's weights in this process."""
         if self.is_external:
             engine = cast(ServerEngine, self.engine)
-            return ServerSender(engine, self._own_log_probs, world=self.mesh.world)
+            return ServerSender(
+                engine, self._own_log_probs, self._actor_tensors, world=self.mesh.world
+            )
         return DirectSender(self.engine, world=self.mesh.world, sharing=self.rollout_mesh.tensor)
+
+    def _actor_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self.actor is not None
+        return self.actor.named_weights(self.engine.weight_dtype)
 
     def _own_log_probs(
         self, prompt_ids: Sequence[int], drawn: Sequence[Drawn]

@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -22,11 +22,11 @@ from verl.rollout.memory import EngineLoad, EngineMemory
 from verl.rollout.sampling import sample_keys
 from verl.rollout.servers.fleet import Fleet, Member, Placement
 from verl.rollout.servers.health import check_log_probs, check_server, how_to_start
-from verl.rollout.servers.owned import OwnedServers
-from verl.rollout.servers.server import Draw, Drawn, Server, ServerLostError
+from verl.rollout.servers.owned import OwnedServers, takes_memory
+from verl.rollout.servers.server import Draw, Drawn, Server, ServerLostError, WeightSource
 from verl.rollout.servers.sglang import SGLangServer
 from verl.rollout.servers.vllm import VLLMServer
-from verl.rollout.servers.weights import WeightFolder
+from verl.rollout.servers.weights import MemorySource, WeightFolder, with_head
 from verl.rollout.stopping import StopRule, end_of_sequence_ids
 from verl.rollout.twin import engine_dtype
 from verl.rollout.types import Completion, Request, Room, SamplingParams
@@ -72,6 +72,11 @@ class ServerEngine(EngineClass):
         """Implement `EngineClass.check`."""
         check_capabilities(config, cls.capabilities)
         section = "actor_rollout_ref.rollout"
+        if config.weight_transport == "broadcast":
+            raise ConfigError(
+                f"{section}.weight_transport=broadcast reaches no server. Leave it unset, or set "
+                "disk."
+            )
         for url in config.server_urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -129,6 +134,9 @@ class ServerEngine(EngineClass):
         self._dtype = engine_dtype(config.dtype, model, device)
         self._device = device
         self._folder: WeightFolder | None = None
+        self._memory: MemorySource | None = None
+        # Gives the trainer's tensors anew, where this process has all of them.
+        self.tensors_again: Callable[[], NamedTensors] | None = None
         self._fleet: Fleet | None = None
         self._pushes = 0
         self._run_name = secrets.token_hex(4)
@@ -370,15 +378,36 @@ class ServerEngine(EngineClass):
     def update_weights(self, named_tensors: NamedTensors) -> None:
         """Push weights to all servers; see `RolloutEngine.update_weights`."""
         started = time.perf_counter()
-        if self._folder is None:
-            self._folder = WeightFolder(self.config.server_weights_dir, self.model, self._dtype)
         self._pushes += 1
         version = f"verl-{self._run_name}-{self._pushes}"
-        folder, num_bytes = self._folder.write(named_tensors, version)
-        self.fleet.push(folder, version)
+        self.fleet.push(self._source(named_tensors, version), version)
         seconds = time.perf_counter() - started
+        num_bytes = self.model.num_parameters() * self._dtype.itemsize
         per_s = num_bytes / seconds / 1e9
         self._hand_over = {"update_weights_s": seconds, "update_weights_gb_per_s": per_s}
+
+    def _source(self, named_tensors: NamedTensors, version: str) -> WeightSource:
+        """Choose the way of new weights: memory of this machine, or a folder."""
+        asked = self.config.weight_transport
+        again = self.tensors_again
+        if asked is not None and asked != "disk" and again is None:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.weight_transport={asked} hands weights from one rank "
+                "to servers, and here several train. Leave it unset."
+            )
+        if again is not None and (asked in ("ipc", "host") or takes_memory(self.config)):
+            if self._memory is None:
+                model = self.model
+                self._memory = MemorySource(
+                    lambda: with_head(again(), model),
+                    device=self._device,
+                    bucket_bytes=self.config.update_weights_bucket_megabytes << 20,
+                    dtype=self._dtype,
+                )
+            return self._memory
+        if self._folder is None:
+            self._folder = WeightFolder(self.config.server_weights_dir, self.model, self._dtype)
+        return self._folder.write(named_tensors, version)
 
     def probe(self) -> list[Drawn]:
         """Draw the same few tokens on every server that answers, with the settings of training."""

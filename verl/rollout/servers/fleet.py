@@ -5,10 +5,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
-from verl.rollout.servers.server import Drawn, Server, ServerLostError
+from verl.rollout.servers.server import Drawn, Server, ServerLostError, WeightSource
 from verl.utils.errors import RolloutError
 from verl.utils.logging import logger
 
@@ -81,7 +80,7 @@ class Fleet:
         self._lock = threading.Lock()
         self._recovery = threading.RLock()
         self._looked = 0.0
-        self._folder: Path | None = None
+        self._source: WeightSource | None = None
         self._version: str | None = None
         self._versions: set[str] = set()
 
@@ -137,9 +136,9 @@ class Fleet:
 
     # ---------------------------------------------------------------- weights
 
-    def push(self, folder: Path, version: str) -> None:
-        """Give all servers the weights in `folder`, and check that they record the version."""
-        self.adopt((folder, version, None))
+    def push(self, source: WeightSource, version: str) -> None:
+        """Give all servers new weights, and check that they record the version."""
+        self.adopt((source, version, None))
         for member in self.members:
             try:
                 self._load(member)
@@ -152,11 +151,11 @@ class Fleet:
     def state(self) -> Any:
         """Return what another rank's `adopt` needs to know of the last push."""
         signatures = [member.signature for member in self.members]
-        return self._folder, self._version, signatures
+        return self._source, self._version, signatures
 
     def adopt(self, state: Any) -> None:
         """Take the weights of a push, here or on another rank, as the current ones."""
-        self._folder, self._version, signatures = state
+        self._source, self._version, signatures = state
         if self._version is not None:
             self._versions.add(self._version)
         for number, member in enumerate(self.members):
@@ -196,9 +195,9 @@ class Fleet:
         return member.signature is None or probe.log_probs != member.signature.log_probs
 
     def _load(self, member: Member) -> None:
-        assert self._folder is not None
+        assert self._source is not None
         assert self._version is not None
-        member.server.load(self._folder, self._version)
+        member.server.load(self._source, self._version)
         recorded = member.server.weight_version()
         if recorded is None:
             member.signature = self._probe(member.server)

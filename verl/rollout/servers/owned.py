@@ -37,6 +37,13 @@ os._exit(server.wait() % 256)
 """
 
 
+def takes_memory(config: RolloutConfig) -> bool:
+    """Return whether servers that the run starts read weights from memory of this machine."""
+    is_owned = not config.server_urls
+    is_possible = config.name == "vllm" and config.tensor_model_parallel_size == 1
+    return is_owned and is_possible and config.weight_transport != "disk"
+
+
 class OwnedServers:
     """Servers of this machine, started with `rollout.server_python`.
 
@@ -78,7 +85,7 @@ class OwnedServers:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**self._environment(), **os.environ, **self._class.environment()},
+                env=self._environment(),
             )
 
     def close(self) -> None:
@@ -100,6 +107,7 @@ class OwnedServers:
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "max_num_seqs": config.max_num_seqs,
             "enforce_eager": config.enforce_eager,
+            "takes_memory": takes_memory(config),
         }
         given = {"vllm": config.engine_kwargs.vllm, "sglang": config.engine_kwargs.sglang}
         options |= given.get(config.name, {})
@@ -108,12 +116,18 @@ class OwnedServers:
         return [word for word in command if word not in self._unknown_flags]
 
     def _environment(self) -> dict[str, str]:
-        """Return defaults for a machine without network, and for vLLM on a CPU."""
-        return {
+        """Return the environment of a server."""
+        defaults = {
             "HF_HUB_OFFLINE": "1" if Path(self._model).is_dir() else "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
+        environment = {**defaults, **os.environ, **self._class.environment()}
+        if takes_memory(self._config):
+            # vLLM's worker imports our extension from here.
+            paths = [str(Path(__file__).parents[3]), environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(paths).rstrip(os.pathsep)
+        return environment
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._config.server_timeout_s

@@ -1,6 +1,6 @@
 """The hand-over from the trainer's ranks to servers: one rank pushes, all learn the outcome."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from verl.distributed.collectives import ALONE, Axis, gather_objects
@@ -21,15 +21,23 @@ class ServerSender:
     Args:
         engine: of this rank.
         log_probs: computes the trainer's log-probs for the proof. Every rank calls it at once.
+        tensors: gives the trainer's tensors, as `send` gets them, anew.
         world: the ranks that hand over together.
     """
 
     def __init__(
-        self, engine: ServerEngine, log_probs: TrainerLogProbs, *, world: Axis = ALONE
+        self,
+        engine: ServerEngine,
+        log_probs: TrainerLogProbs,
+        tensors: Callable[[], NamedTensors],
+        *,
+        world: Axis = ALONE,
     ) -> None:
         self._engine = engine
         self._log_probs = log_probs
         self._world = world
+        if world.size == 1:
+            engine.tensors_again = tensors
         urls = self._on_first(engine.open)
         if world.rank > 0:
             engine.join(urls)
@@ -50,7 +58,7 @@ class ServerSender:
             names = [member.server.name for member in self._engine.fleet.living()]
             return self._engine.fleet.state(), names, probes
 
-        state, names, probes = self._on_first(push, then=lambda: _exhaust(tensors))
+        state, names, probes = self._on_first(push, then=lambda: self._exhaust(tensors))
         self._engine.fleet.adopt(state)
         if probes is None:
             return
@@ -68,13 +76,14 @@ class ServerSender:
             except (RolloutError, ValueError) as error:
                 fault = error
         if then is not None:
-            then()  # the ranks gather tensors together: all read them to the end
+            then()
         fault, result = gather_objects((fault, result), self._world)[0]
         if fault is not None:
             raise fault
         return result
 
-
-def _exhaust(tensors: Any) -> None:
-    for _ in tensors:
-        pass
+    def _exhaust(self, tensors: Iterator[Any]) -> None:
+        """Read to the end where ranks gather tensors together."""
+        if self._world.size > 1:
+            for _ in tensors:
+                pass

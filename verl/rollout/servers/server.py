@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
 import urllib3
@@ -55,6 +55,14 @@ class Drawn:
     log_probs: list[float]
     finish_reason: str
     versions: frozenset[str] = field(default=frozenset())
+
+
+class WeightSource(Protocol):
+    """Weights that servers can take, as often as needed until the next update."""
+
+    def fill(self, server: "Server", version: str) -> None:
+        """Have a server that is paused take the weights."""
+        ...
 
 
 class Server(ABC):
@@ -105,11 +113,22 @@ class Server(ABC):
         """End running draws, which then return their tokens so far."""
 
     @abstractmethod
-    def load(self, folder: Path, version: str) -> None:
-        """Read weights from a folder, forget all cached keys, and record the version.
+    def load(self, source: "WeightSource", version: str) -> None:
+        """Take weights, forget all cached keys, and record the version.
 
         Returns when the server has confirmed each of these.
         """
+
+    @abstractmethod
+    def read_folder(self, folder: Path, version: str) -> None:
+        """Read weights from a folder. Called by a `WeightSource`."""
+
+    def read_memory(self, address: str, key: bytes) -> None:
+        """Read weights from the memory of the process that listens at `address`."""
+        raise RolloutError(
+            f"{self.title} servers read weights from a folder alone: leave "
+            "actor_rollout_ref.rollout.weight_transport unset."
+        )
 
     @abstractmethod
     def flush(self) -> bool:

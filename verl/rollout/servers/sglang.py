@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.rollout.servers.server import LOAD_S, Draw, Drawn, Server, ServerFacts, flags_of
+from verl.rollout.servers.server import (
+    LOAD_S,
+    Draw,
+    Drawn,
+    Server,
+    ServerFacts,
+    WeightSource,
+    flags_of,
+)
 from verl.utils.errors import RolloutError
 
 _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -28,7 +36,8 @@ class SGLangServer(Server):
             "max_num_seqs": "max_running_requests",
             "enforce_eager": "disable_cuda_graph",
         }
-        options.pop("logprobs_mode", None)
+        for name in ("logprobs_mode", "takes_memory"):
+            options.pop(name, None)
         named = {names.get(name, name): value for name, value in options.items()}
         command = [python, "-m", "sglang.launch_server", "--model-path", model]
         # Without it, a seed in a request has no effect.
@@ -98,19 +107,23 @@ class SGLangServer(Server):
         for each in request_ids:
             self.call("/abort_request", {"rid": each})
 
-    def load(self, folder: Path, version: str) -> None:
+    def load(self, source: WeightSource, version: str) -> None:
         """Implement `Server.load`."""
         # "retract" drops the keys of running requests, which are computed again afterwards.
         self.call("/pause_generation", {"mode": "retract"})
         with self.resumed("/continue_generation"):
-            weights = {"model_path": str(folder), "weight_version": version, "flush_cache": True}
-            answer = self.call("/update_weights_from_disk", weights, timeout_s=LOAD_S)
-            if not isinstance(answer, dict) or answer.get("success") is not True:
-                raise RolloutError(
-                    f"{self.name} did not take the weights in {folder}: {str(answer)[:400]}. "
-                    "Restart it, and check that it runs the model that is trained."
-                )
+            source.fill(self, version)
             self.require_flushed(self.flush())
+
+    def read_folder(self, folder: Path, version: str) -> None:
+        """Implement `Server.read_folder`."""
+        weights = {"model_path": str(folder), "weight_version": version, "flush_cache": True}
+        answer = self.call("/update_weights_from_disk", weights, timeout_s=LOAD_S)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise RolloutError(
+                f"{self.name} did not take the weights in {folder}: {str(answer)[:400]}. "
+                "Restart it, and check that it runs the model that is trained."
+            )
 
     def flush(self) -> bool:
         """Implement `Server.flush`."""

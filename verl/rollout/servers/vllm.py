@@ -4,8 +4,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.rollout.servers.server import DRAW_S, LOAD_S, Draw, Drawn, Server, ServerFacts, flags_of
+from verl.rollout.servers.server import (
+    DRAW_S,
+    LOAD_S,
+    Draw,
+    Drawn,
+    Server,
+    ServerFacts,
+    WeightSource,
+    flags_of,
+)
 from verl.utils.errors import RolloutError
+from verl.weight_sync.vllm_worker import EXTENSION, METHOD
 
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"
@@ -30,6 +40,8 @@ class VLLMServer(Server):
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--port", str(port), "--enable-scale-out"]
         command += ["--logprobs-mode", options.pop("logprobs_mode", "processed_logprobs")]
+        if options.pop("takes_memory", False):
+            command += ["--worker-extension-cls", EXTENSION]
         return command + flags_of(options)
 
     @classmethod
@@ -106,17 +118,26 @@ class VLLMServer(Server):
             names += [f"generate-tokens-{each}", f"cmpl-{each}", f"cmpl-{each}-0"]
         self.call("/abort_requests", {"request_ids": names})
 
-    def load(self, folder: Path, version: str) -> None:
+    def load(self, source: WeightSource, version: str) -> None:
         """Implement `Server.load`."""
         self.call("/pause?mode=keep")
         with self.resumed("/resume"):
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            self.call("/collective_rpc", reload, timeout_s=LOAD_S)
+            source.fill(self, version)
             # Requests that wait meanwhile are computed again: no key of the old weights stays.
             self.require_flushed(self.flush(running=True))
             status, answer = self.ask("POST", "/update_weight_version", {"new_version": version})
             if status not in (200, 404):  # older versions record none
                 raise self.refusal("/update_weight_version", status, answer)
+
+    def read_folder(self, folder: Path, version: str) -> None:
+        """Implement `Server.read_folder`."""
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self.call("/collective_rpc", reload, timeout_s=LOAD_S)
+
+    def read_memory(self, address: str, key: bytes) -> None:
+        """Implement `Server.read_memory`: by our extension of vLLM's worker."""
+        ask = {"method": METHOD, "kwargs": {"address": address, "key": key.hex()}}
+        self.call("/collective_rpc", ask, timeout_s=LOAD_S)
 
     def flush(self, running: bool = False) -> bool:
         """Implement `Server.flush`. With `running`, running requests are computed again."""

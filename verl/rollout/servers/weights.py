@@ -3,7 +3,12 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +16,84 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.checkpoint.hf import save_weights
-from verl.rollout.servers.server import Drawn
+from verl.rollout.servers.server import Drawn, Server
 from verl.utils.errors import RolloutError
 from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.buckets import travel_dtype
+from verl.weight_sync.link import Offer, Route
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Mean difference of log-probs between two correct implementations. Measured: 1e-6 in float32;
 # 0.12 in bfloat16 with random weights, which are the flattest.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 _TOLERANCE_OF_HALVES = 0.2
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """A `WeightSource` that any rank, and a server on any machine that sees the folder, can use."""
+
+    folder: Path
+
+    def fill(self, server: Server, version: str) -> None:
+        """Implement `WeightSource.fill`."""
+        server.read_folder(self.folder, version)
+
+
+class MemorySource:
+    """A `WeightSource` for servers on the trainer's GPU, or on its host for a trainer on a CPU.
+
+    Args:
+        tensors: gives all tensors anew at each call, until the next update.
+        device: of the trainer.
+        bucket_bytes: two such buckets are in memory.
+        dtype: of the servers.
+    """
+
+    def __init__(
+        self,
+        tensors: Callable[[], NamedTensors],
+        *,
+        device: torch.device,
+        bucket_bytes: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+
+    def fill(self, server: Server, version: str) -> None:
+        """Implement `WeightSource.fill`. Connects anew each time: the server may have restarted."""
+        offer = self._offer()
+        meeting = offer.meeting
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(server.read_memory, meeting.address, meeting.key)
+            # A refused call never connects: a connection of our own ends the wait.
+            asked.add_done_callback(lambda _: _connect(meeting.address))
+            try:
+                offer.accept().send(self._tensors())
+            except (EOFError, OSError, AuthenticationError, RolloutError):
+                asked.result()  # the server's own reason comes first
+                raise
+            asked.result()
+
+    def _offer(self) -> Offer:
+        on_gpu = self._device.type == "cuda"
+        route = Route("ipc" if on_gpu else "host", 0, (0,), "127.0.0.1")
+        return Offer(
+            route,
+            device=self._device,
+            bucket_bytes=self._bucket_bytes,
+            dtype=self._dtype,
+            folder=Path(),
+        )
+
+
+def _connect(address: str) -> None:
+    """End the wait of a listener, if it still waits."""
+    with suppress(OSError, AuthenticationError, EOFError):
+        Client(address, family="AF_UNIX").close()
 
 
 class WeightFolder:
@@ -45,32 +118,34 @@ class WeightFolder:
         self._dtype = dtype
         self._last: Path | None = None
 
-    def write(self, named_tensors: NamedTensors, version: str) -> tuple[Path, int]:
-        """Write whole tensors; return the folder and its bytes."""
+    def write(self, named_tensors: NamedTensors, version: str) -> FolderSource:
+        """Write whole tensors."""
         folder = self._root / version
         folder.mkdir()
         save_weights(folder, self._model, self._owned(named_tensors))
         if self._last is not None:
             shutil.rmtree(self._last)
         self._last = folder
-        return folder, sum(file.stat().st_size for file in folder.iterdir())
+        return FolderSource(folder)
 
     def _owned(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield copies, and a tied head under its own name.
-
-        vLLM on a CPU keeps a packed copy of the head, which a file without it leaves stale.
-        """
-        tied = tied_names(self._model)
-        head = None
-        for name, tensor in named_tensors:
+        """Yield copies on the host, in the servers' dtype."""
+        for name, tensor in with_head(named_tensors, self._model):
             # Copies: the next tensor may reuse the memory of this one.
             cast = tensor.detach().to(travel_dtype(tensor, self._dtype))
-            copied = cast.to("cpu", copy=True)
-            if tied is not None and name in tied:
-                head = copied
-            yield name, copied
-        if tied is not None and head is not None:
-            yield tied[1], head.clone()
+            yield name, cast.to("cpu", copy=True)
+
+
+def with_head(named_tensors: NamedTensors, model: PreTrainedModel) -> NamedTensors:
+    """Yield the tensors, and a tied head under its own name, too.
+
+    vLLM on a CPU keeps a packed copy of the head, which would stay as it was.
+    """
+    tied = tied_names(model)
+    for name, tensor in named_tensors:
+        yield name, tensor
+        if tied is not None and name in tied:
+            yield tied[1] if name == tied[0] else tied[0], tensor
 
 
 def tied_names(model: PreTrainedModel) -> tuple[str, str] | None:

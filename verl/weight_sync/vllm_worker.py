@@ -1,0 +1,53 @@
+"""The end of a hand-over within a vLLM server: memory of the same GPU or host, instead of a folder.
+
+vLLM mixes the class into its worker: `--worker-extension-cls` names it, and PYTHONPATH of the
+server must have this package.
+"""
+
+from collections.abc import Iterator
+from multiprocessing.connection import Client
+from typing import Any
+
+import torch
+
+from verl.weight_sync.ipc import SharedMemoryReceiver
+
+EXTENSION = "verl.weight_sync.vllm_worker.TakesWeights"
+METHOD = "verl_take_weights"
+
+
+class TakesWeights:
+    """Methods that a vLLM worker gets in addition; `device` and `model_runner` are its own."""
+
+    device: torch.device
+    model_runner: Any
+
+    def verl_take_weights(self, address: str, key: str) -> None:
+        """Take the weights of one hand-over from the trainer that listens at `address`.
+
+        Args:
+            address: a socket of this machine.
+            key: hexadecimal; proves to the trainer that the caller may read its weights.
+        """
+        connection: Any = Client(address, family="AF_UNIX", authkey=bytes.fromhex(key))
+        receiver = SharedMemoryReceiver(connection, self.device)
+        tensors = receiver.tensors()
+        try:
+            self._verl_load(tensors)
+        except Exception as error:
+            # Read to the end: the trainer would wait forever.
+            for _ in tensors:
+                pass
+            receiver.report(f"{type(error).__name__}: {error}")
+            raise
+        receiver.report(None)
+
+    def _verl_load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if self.device.type == "cpu":
+            # Layers are packed on a CPU, and vLLM keeps tensors until their layer is complete;
+            # the memory of these is used again before.
+            copies = ((name, tensor.clone()) for name, tensor in tensors)
+            self.model_runner.reload_weights(weights_iterator=copies)
+            return
+        for named in tensors:
+            self.model_runner.model.load_weights([named])
