@@ -185,7 +185,7 @@ def tiny_model(
         )
         if any(name.endswith("experts") for name, _ in model.named_modules()):
             model.set_experts_implementation("eager")  # grouped products do not support float64
-        _make_fierce(model)
+        make_fierce(model)
     model.to(dtype)  # pyright: ignore[reportArgumentType]
     return model.eval()
 
@@ -220,7 +220,7 @@ def save_tiny(folder: Path, family: str = "qwen2", **arguments: Any) -> Path:
     return folder
 
 
-def _make_fierce(model: PreTrainedModel) -> None:
+def make_fierce(model: PreTrainedModel) -> None:
     """Redraw every matrix at a gain well above 1 and perturb every vector, under the caller's
     seed."""
     embeddings = {

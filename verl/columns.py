@@ -46,6 +46,13 @@ COLUMNS: dict[str, Column] = {
             "anything the reward needs: index, split, answer, ...",
         ),
         Column("index", "object", "B", "data", "row number in its file"),
+        Column(
+            "prepared_pictures",
+            "object",
+            "B",
+            "data, with a model that reads pictures",
+            "prepared pictures of the prompt, in the order of their tokens",
+        ),
         Column("uid", "object", "B", "generate", "one string per prompt; its G responses share it"),
         Column("prompts", "int64", "B P", "generate", "prompt ids, left-padded"),
         Column("responses", "int64", "B R", "generate", "response ids, right-padded"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config import DataConfig, TrainConfig
 from verl.data.files import has_split
 from verl.data.loader import MapDataset
+from verl.data.pictures import PictureReader
 from verl.data.rl_dataset import RLDataset
 from verl.data.sampler import Sampler
 from verl.data.toy import PACKAGED, packaged_files
@@ -19,17 +20,24 @@ if TYPE_CHECKING:
 
 
 def build_dataset(
-    config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", *, split: str
+    config: TrainConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    split: str,
+    pictures: PictureReader | None = None,
 ) -> MapDataset | None:
-    """Build the dataset of `split` ("train" or "val"); None if there is no validation data."""
+    """Build the dataset of `split` ("train" or "val"); None if there is no validation data.
+
+    `pictures` reads images; None: the model reads text alone.
+    """
     data = config.data
     files = data_files(data, split)
     if files is None:
         return None
     if data.custom_cls.path is None:
-        dataset: MapDataset = RLDataset(files, tokenizer, data, split=split)
+        dataset: MapDataset = RLDataset(files, tokenizer, data, split=split, pictures=pictures)
     else:
-        dataset = _custom_dataset(data, files, tokenizer, split)
+        dataset = _custom_dataset(data, files, tokenizer, split, pictures)
     _limit(dataset, data, split)
     return dataset
 
@@ -101,13 +109,19 @@ def build_sampler(data: DataConfig, dataset: MapDataset) -> Sampler | None:
 
 
 def _custom_dataset(
-    data: DataConfig, files: Any, tokenizer: "PreTrainedTokenizerBase", split: str
+    data: DataConfig,
+    files: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    split: str,
+    pictures: PictureReader | None,
 ) -> MapDataset:
     kind = load_extern_type(str(data.custom_cls.path), str(data.custom_cls.name))
     arguments: dict[str, Any] = {"data_files": files, "tokenizer": tokenizer, "config": data}
     accepted = inspect.signature(kind).parameters
     if "processor" in accepted:
-        arguments["processor"] = None  # of images, which are not supported
+        arguments["processor"] = None if pictures is None else pictures.processor.processor
+    if "pictures" in accepted:
+        arguments["pictures"] = pictures
     if "split" in accepted:
         arguments["split"] = split
     made = kind(**arguments)

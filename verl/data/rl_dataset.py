@@ -2,8 +2,12 @@
 
 import difflib
 import hashlib
+import os
+import time
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +15,7 @@ from torch.utils.data import Dataset
 
 from verl.columns import COLUMNS
 from verl.config import DataConfig
-from verl.data.chat import Message, apply_chat_template, as_messages
+from verl.data.chat import Message, Messages, apply_chat_template, as_messages
 from verl.data.files import (
     Rows,
     as_file_list,
@@ -22,11 +26,15 @@ from verl.data.files import (
     require_column,
 )
 from verl.data.lengths import prompt_lengths, tokenizer_fingerprint
+from verl.data.pictures import without_picture_parts
+from verl.models.pictures import Pictures
 from verl.utils.errors import DataError
 from verl.utils.logging import logger, say_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from verl.data.pictures import PictureReader
 
 # Names of columns that training writes. A file's own column of such a name would clash with it.
 _WRITTEN_LATER = {name for name, column in COLUMNS.items() if column.written_by != "data"}
@@ -54,21 +62,24 @@ class RLDataset(Dataset):
         config: DataConfig,
         *,
         split: str = "train",
+        pictures: "PictureReader | None" = None,
     ) -> None:
         """Read and check all rows.
 
         Args:
             data_files: a path or a list of paths.
             split: "train" or "val", to select from folders of several splits.
+            pictures: reads the images of rows; None: a row that has any is an error.
         """
         self.files = as_file_list(data_files)
         self.tokenizer = tokenizer
         self.config = config
+        self.pictures = pictures
         self._sources = [open_rows(file, split) for file in self.files]
 
         for file, rows in zip(self.files, self._sources):
             check_columns(file, rows, config)
-            check_rows(file, rows, config)
+            check_rows(file, rows, config, reads_pictures=pictures is not None)
 
         self.columns = _kept_columns(self._sources, config.prompt_key)
         # The split is part of the content, because a folder may have several.
@@ -84,18 +95,30 @@ class RLDataset(Dataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         source, number = map(int, self._kept[item])
         row = self._sources[source].row(number)
-        messages = as_messages(row[self.config.prompt_key])
-        with errors_at(f"{self.files[source]}, row {number}"):
-            ids = apply_chat_template(self.tokenizer, messages)
+        ids, messages, pictures = self._encoded(source, number, row)
 
         limit = self.config.max_prompt_length
         if len(ids) > limit:
-            if self.config.truncation == "error":
+            if self.config.truncation == "error" or pictures:
                 raise DataError(_too_long(self.files[source], number, len(ids), limit))
             ids = truncate(ids, limit, self.config.truncation)
 
-        columns = {name: row.get(name) for name in self.columns}
-        return {"raw_prompt_ids": ids, "raw_prompt": messages, "index": number, **columns}
+        values: dict[str, Any] = {"raw_prompt_ids": ids, "raw_prompt": messages, "index": number}
+        if self.pictures is not None:
+            values["prepared_pictures"] = pictures
+        return {**values, **{name: row.get(name) for name in self.columns}}
+
+    def _encoded(
+        self, source: int, number: int, row: dict[str, Any]
+    ) -> tuple[list[int], Messages, Pictures]:
+        """Return token ids, messages and pictures of a row."""
+        prompt = row[self.config.prompt_key]
+        with errors_at(f"{self.files[source]}, row {number}"):
+            if self.pictures is None:
+                messages = as_messages(prompt)
+                return apply_chat_template(self.tokenizer, messages), messages, ()
+            images = row.get(self.config.image_key)
+            return self.pictures.encode(prompt, images, Path(self.files[source]).parent)
 
     def column(self, name: str) -> Iterator[tuple[str, Any]]:
         """Yield the place (file and number) of every row, and its value in a column of the files.
@@ -175,8 +198,9 @@ class RLDataset(Dataset):
         limit = self.config.max_prompt_length
         numbers = np.arange(len(rows))
 
-        if self.config.filter_overlong_prompts or self.config.truncation == "error":
-            lengths = self._lengths(source)
+        has_pictures = self.pictures is not None and self._has_images(source)
+        if has_pictures or self.config.filter_overlong_prompts or self.config.truncation == "error":
+            lengths, pictured = self._lengths(source)
             long = lengths > limit
             if self.config.filter_overlong_prompts:
                 numbers = numbers[~long]
@@ -189,13 +213,46 @@ class RLDataset(Dataset):
                         int(long.sum()),
                         limit,
                     )
-            elif long.any():
+                return np.stack([np.full_like(numbers, source), numbers], axis=1)
+
+            if self.config.truncation != "error":
+                long &= pictured  # a cut could go through a picture
+            if long.any():
                 first = int(np.argmax(long))
                 raise DataError(_too_long(file, first, int(lengths[first]), limit, int(long.sum())))
 
         return np.stack([np.full_like(numbers, source), numbers], axis=1)
 
-    def _lengths(self, source: int) -> np.ndarray:
+    def _has_images(self, source: int) -> bool:
+        return self.config.image_key in self._sources[source].columns
+
+    def _lengths_with_pictures(self, source: int) -> tuple[np.ndarray, np.ndarray]:
+        """Measure prompts with their pictures, which also finds the pictures that cannot be read.
+
+        Decoding and resizing release the interpreter, so threads prepare several rows at once.
+        """
+        rows = self._sources[source]
+        start = time.perf_counter()
+
+        def measure(number: int) -> tuple[int, bool]:
+            ids, _, pictures = self._encoded(source, number, rows.row(number))
+            return len(ids), bool(pictures)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            measured = list(pool.map(measure, range(len(rows))))
+        lengths, pictured = map(np.array, zip(*measured))
+        logger.info(
+            "Read the pictures of %s rows of %s in %.1f s.",
+            f"{len(rows):,}",
+            self.files[source],
+            time.perf_counter() - start,
+        )
+        return lengths, pictured
+
+    def _lengths(self, source: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of tokens of each row, and whether it has pictures."""
+        if self.pictures is not None and self._has_images(source):
+            return self._lengths_with_pictures(source)
         parts = (
             _OWN_CACHE_VERSION,
             self._content[source],
@@ -205,9 +262,10 @@ class RLDataset(Dataset):
         key = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
         rows = self._sources[source]
         conversations = map(as_messages, rows.column(self.config.prompt_key))
-        return prompt_lengths(
+        lengths = prompt_lengths(
             self.tokenizer, conversations, count=len(rows), key=key, name=self.files[source]
         )
+        return lengths, np.zeros(len(rows), dtype=bool)
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
@@ -245,19 +303,20 @@ def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
     require_column(file, rows, config.prompt_key, "data.prompt_key")
 
 
-def check_rows(file: str, rows: Rows, config: DataConfig) -> None:
+def check_rows(file: str, rows: Rows, config: DataConfig, *, reads_pictures: bool = False) -> None:
     """Raise DataError for the first invalid row.
 
-    A row is invalid if its prompt is empty, if it has images or videos, or if a column that this
-    package reads has the wrong type.
+    A row is invalid if its prompt is empty, if it has videos, or images without a model that reads
+    them, or if a column that this package reads has the wrong type.
     """
     key = config.prompt_key
-    refuse_media(file, rows, config.image_key)
+    if not reads_pictures:
+        refuse_media(file, rows, config.image_key)
     refuse_media(file, rows, config.video_key)
 
     for number, value in enumerate(rows.column(key)):
         with errors_at(f"{file}, row {number}, column '{key}'"):
-            last = as_messages(value)[-1]
+            last = (without_picture_parts(value) if reads_pictures else as_messages(value))[-1]
             if last["role"] != "tool" and not _has_content(last):
                 raise DataError(
                     f"ends with an empty message, so there is nothing to answer: {str(last)[:80]}"

@@ -11,6 +11,7 @@ from verl.columns import COLUMNS
 from verl.distributed.collectives import ALONE, Axis
 from verl.engine.microbatch import SharedPrompts
 from verl.models.packed import PackedBatch
+from verl.models.pictures import Pictures, picture_tokens
 from verl.protocol import DataProto
 from verl.utils.devices import send
 from verl.utils.errors import DataError
@@ -60,12 +61,14 @@ class MiniBatch:
         self.input_ids: torch.Tensor = batch.batch["input_ids"]
         self.attention_mask: torch.Tensor = batch.batch["attention_mask"]
         self.columns: dict[str, torch.Tensor] = {name: batch.batch[name] for name in columns}
+        self.pictures = self._find_pictures(batch)
         self.uids: np.ndarray | None = batch.non_tensor_batch.get("uid")
         self.response_length: int = batch.batch["response_mask"].shape[1]
         start = self.attention_mask.shape[1] - self.response_length
         self.present = self.attention_mask[:, start:].bool()
         self.device = device
         self.sequence = sequence
+        self._check_pictures()
         self.prompts = self._find_shared_prompts() if share_prompts else None
 
     def __len__(self) -> int:
@@ -75,6 +78,12 @@ class MiniBatch:
     def lengths(self) -> list[int]:
         """Number of real tokens of each row."""
         return self.attention_mask.sum(dim=1).tolist()
+
+    @cached_property
+    def prompt_lengths(self) -> list[int]:
+        """Number of real prompt tokens of each row."""
+        end = self.attention_mask.shape[1] - self.response_length
+        return self.attention_mask[:, :end].sum(dim=1).tolist()
 
     def pack(self, rows: Sequence[int]) -> MicroBatch:
         """Pack some rows: tokens, columns (M,), row numbers (M,); no rows give one token, M = 0."""
@@ -87,8 +96,13 @@ class MiniBatch:
             )
         else:
             packed = PackedBatch.from_sequences([[0]])
+        packed_rows = [row for row in rows if self.lengths[row]]
+        if rows and self.pictures is not None:
+            pictures = [self.pictures[row] for row in packed_rows]
+            packed = packed.with_pictures(
+                pictures, [self.prompt_lengths[row] for row in packed_rows]
+            )
         if rows and self.prompts is not None:
-            packed_rows = [row for row in rows if self.lengths[row]]
             numbers = [self.prompts.number[row] for row in packed_rows]
             prompt_lengths = [self.prompts.lengths[row] for row in packed_rows]
             packed = packed.with_shared_prompts(numbers, prompt_lengths)
@@ -119,15 +133,32 @@ class MiniBatch:
         result[order] = in_plan_order
         return result
 
+    def _find_pictures(self, batch: DataProto) -> list[Pictures] | None:
+        """Return the pictures of each row; None if no row has any."""
+        column = batch.non_tensor_batch.get("prepared_pictures")
+        if column is None or not any(column):
+            return None
+        return [tuple(own or ()) for own in column]
+
+    def _check_pictures(self) -> None:
+        """Raise DataError for the first row whose picture tokens and features differ in number."""
+        end = self.attention_mask.shape[1] - self.response_length
+        for row, own in enumerate(self.pictures or ()):
+            if own and self.lengths[row]:
+                real = self.attention_mask[row, :end].bool()
+                picture_tokens(self.input_ids[row, :end][real], own, self.describe(row))
+
     def _find_shared_prompts(self) -> SharedPrompts | None:
         """Find rows with equal prompts, token for token, where sharing saves enough; else None."""
         end = self.attention_mask.shape[1] - self.response_length
         ids = self.input_ids[:, :end].cpu().numpy()
         mask = self.attention_mask[:, :end].bool().cpu().numpy()
-        prompt_lengths: list[int] = mask.sum(axis=1).tolist()
-        rows_of: dict[bytes, list[int]] = {}
+        prompt_lengths = self.prompt_lengths
+        rows_of: dict[tuple[bytes, tuple[str, ...]], list[int]] = {}
         for row in range(len(self)):
-            rows_of.setdefault(ids[row][mask[row]].tobytes(), []).append(row)
+            seen: Pictures = () if self.pictures is None else self.pictures[row]
+            keys = tuple(picture.key for picture in seen)
+            rows_of.setdefault((ids[row][mask[row]].tobytes(), keys), []).append(row)
 
         unshared = list(range(len(self)))
         number = list(unshared)

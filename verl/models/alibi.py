@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from verl.models.vision import attention_settings
+
 
 class KeyBias(NamedTuple):
     """A bias for each query head and key: a slope times the position of the key.
@@ -57,7 +59,7 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
     if any(has_key_bias(module) for module in model.modules()):
         model.config._attn_implementation = implementation
     else:
-        model.set_attn_implementation(implementation)
+        model.set_attn_implementation(attention_settings(model.config, implementation))
 
 
 def route_attention(model: nn.Module) -> None:

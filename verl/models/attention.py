@@ -31,6 +31,7 @@ from verl.models.alibi import KeyBias, route_attention, set_attention
 from verl.models.kernels.attention import choose_kernel, torch_attention
 from verl.models.layout import Layout
 from verl.models.shared_prompts import shared_prompt_attention
+from verl.models.vision import language_parts
 from verl.utils.errors import ModelError
 
 IMPLEMENTATION = "verl_packed"
@@ -106,10 +107,9 @@ def prepare(model: nn.Module) -> PackingSlot:
     route_attention(model)
     for module in model.modules():
         setattr(module, _SLOT, slot)
-        if not isinstance(module, PreTrainedModel):
-            continue
-        if module.config._attn_implementation != IMPLEMENTATION:
-            set_attention(module, IMPLEMENTATION)
+    for part in language_parts(model):
+        if part.config._attn_implementation != IMPLEMENTATION:
+            set_attention(part, IMPLEMENTATION)
     return slot
 
 

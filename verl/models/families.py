@@ -27,6 +27,9 @@ _RECURRENT = (
 )
 # Families with Llama's decoder layer: rotary embeddings of whole heads, and a gated MLP (SwiGLU).
 LLAMA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# The same within models that read pictures. The three parts of a text position are equal, and
+# rotate as one.
+LLAMA_VISION_FAMILIES = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -26,6 +27,7 @@ from verl.models.attention import IMPLEMENTATION, prepare
 from verl.models.families import override, refuse_unpackable, zero_dropout, zero_module_dropout
 from verl.models.logprobs import head_of
 from verl.models.probe import check_packed
+from verl.models.vision import attention_settings, family_of, reads_pictures
 from verl.utils.errors import ModelError
 from verl.utils.logging import say_once
 
@@ -194,20 +196,24 @@ def load_transformer(
     kind = {
         "dtype": torch_dtype(dtype),
         "trust_remote_code": trust_remote_code,
-        "attn_implementation": IMPLEMENTATION,
+        "attn_implementation": attention_settings(config, IMPLEMENTATION),
     }
+    chosen: Any = auto_class
+    if auto_class is AutoModelForCausalLM and reads_pictures(config):
+        family_of(config)
+        chosen = AutoModelForImageTextToText
 
     model: Any
     missing: list[str] = []
     try:
         with quiet_transformers():
             if weights:
-                model, info = auto_class.from_pretrained(
+                model, info = chosen.from_pretrained(
                     source, config=config, output_loading_info=True, **kind
                 )
                 missing = sorted(info["missing_keys"])
             else:
-                model = _without_weights(auto_class, source, config, kind)
+                model = _without_weights(chosen, source, config, kind)
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         if IMPLEMENTATION in str(error):
             raise ModelError(

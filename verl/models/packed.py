@@ -13,6 +13,14 @@ from transformers import PreTrainedModel
 from verl.models.attention import Layout, PackingSlot, prepare
 from verl.models.divergence import Divergence, token_divergence
 from verl.models.logprobs import Head, head_of, token_log_probs
+from verl.models.pictures import (
+    Picture,
+    Placed,
+    picture_tokens,
+    place_pictures,
+    three_part_positions,
+)
+from verl.models.vision import language_inputs, text_body
 from verl.utils.devices import send
 from verl.utils.errors import DataError, ModelError
 
@@ -29,7 +37,7 @@ class PackedBatch:
     """
 
     input_ids: Tensor  # (N,) int64
-    position_ids: Tensor  # (N,) int64, of each token in its sequence
+    position_ids: Tensor  # (N,) int64, of each token in its sequence; (3, N) with pictures' parts
     cu_seqlens: Tensor  # (S+1,) int32, where each segment begins, and N
     lengths: tuple[int, ...]  # S lengths on the host: reading them needs no synchronization
     shared: tuple[int, ...] = ()  # number of responses of each shared prompt, as in `Layout`
@@ -40,6 +48,7 @@ class PackedBatch:
     num_predictions: int = 0  # M, in a part of `split`
     # (M, H) each, of the whole batch: hidden states of other models at the predicting tokens
     states: Mapping[str, Tensor] = field(default_factory=dict)
+    placed: Placed | None = None  # the tokens that get features of pictures
 
     @property
     def max_seqlen(self) -> int:
@@ -97,6 +106,32 @@ class PackedBatch:
             mask[row, : len(sequence)] = 1
         return cls.from_rows(ids, mask, longest - 1)
 
+    def with_pictures(
+        self, pictures: Sequence[Sequence[Picture]], prompt_lengths: Sequence[int]
+    ) -> "PackedBatch":
+        """Return these S sequences with the pictures of each, which stand in its prompt.
+
+        Raises DataError where a prompt has not as many picture tokens as its pictures have
+        features.
+        """
+        assert not self.shared, "pictures come before prompts are shared"
+        starts = [0, *accumulate(self.lengths)]
+        places: list[Tensor] = []
+        for number, (own, length) in enumerate(zip(pictures, prompt_lengths)):
+            prompt = self.input_ids[starts[number] : starts[number] + length]
+            places.append(picture_tokens(prompt, own, f"packed sequence {number}"))
+
+        placed = place_pictures(starts[:-1], places, pictures)
+        if placed is None:
+            return self
+        positions = self.position_ids
+        if placed.pictures[0].grid is not None:
+            parts = []
+            for length, own_places, own in zip(self.lengths, places, pictures):
+                parts.append(three_part_positions(length, own_places, own)[0])
+            positions = torch.cat(parts, dim=1)
+        return replace(self, position_ids=positions, placed=placed)
+
     def with_shared_prompts(
         self, prompts: Sequence[int], prompt_lengths: Sequence[int]
     ) -> "PackedBatch":
@@ -145,11 +180,12 @@ class PackedBatch:
         return replace(
             self,
             input_ids=self.input_ids[kept],
-            position_ids=self.position_ids[kept],
+            position_ids=self.position_ids[..., kept],
             cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device),
             lengths=lengths,
             shared=tuple(len(responses) for responses in shared.values()),
             predict=place.to(device)[self.predict],
+            placed=self._placed_at(kept),
         )
 
     def split(self, parts: int, part: int) -> "PackedBatch":
@@ -164,7 +200,9 @@ class PackedBatch:
         added = -len(self.input_ids) % parts
         lengths = (added, *self.lengths) if added else self.lengths
         ids = torch.cat([self.input_ids.new_zeros(added), self.input_ids])
-        positions = torch.cat([torch.arange(added).to(self.position_ids), self.position_ids])
+        filled = torch.arange(added).to(self.position_ids)
+        filled = filled.expand(*self.position_ids.shape[:-1], added)
+        positions = torch.cat([filled, self.position_ids], dim=-1)
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         size = len(ids) // parts
         predict = self.predict + added
@@ -174,14 +212,27 @@ class PackedBatch:
         return replace(
             self,
             input_ids=ids[own],
-            position_ids=positions[own],
+            position_ids=positions[..., own],
             cu_seqlens=ends.to(self.cu_seqlens.device),
             lengths=lengths,
             predict=predict[places] - own.start,
             targets=self.targets[places],
             places=places,
             num_predictions=len(self.targets),
+            placed=self._placed_at(torch.arange(own.start, own.stop) - added),
         )
+
+    def _placed_at(self, kept: Tensor) -> Placed | None:
+        """Return the picture tokens among `kept`, the packed tokens that stay (below 0: none)."""
+        if self.placed is None:
+            return None
+        place = torch.full((len(self.input_ids),), -1)
+        is_token = kept >= 0
+        place[kept[is_token]] = is_token.nonzero().squeeze(1)
+        tokens = place[self.placed.tokens]
+        stays = tokens >= 0
+        # Every part computes all pictures, so that ranks make the same calls of a sharded tower.
+        return self.placed._replace(tokens=tokens[stays], rows=self.placed.rows[stays])
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy every tensor to `device`, without waiting for the copy."""
@@ -190,18 +241,21 @@ class PackedBatch:
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
                 moved[item.name] = send(value, device)
+            elif isinstance(value, Placed):
+                tokens = send(value.tokens, device)
+                moved[item.name] = value._replace(tokens=tokens, rows=send(value.rows, device))
         return replace(self, **moved)
 
 
-def packed_hidden_states(body: nn.Module, slot: PackingSlot, batch: PackedBatch) -> Tensor:
-    """Compute the last hidden states (N, H) of a base model on a packed batch or a part of one."""
+def packed_hidden_states(model: PreTrainedModel, slot: PackingSlot, batch: PackedBatch) -> Tensor:
+    """Compute the last hidden states (N, H) of a model on a packed batch or a part of one."""
     assert (batch.places is None) == (slot.sequence_parallel is None), (
         "parts are for ranks that share their tokens"
     )
+    positions = batch.position_ids.unsqueeze(-2)  # (1, N), or (3, 1, N)
     with slot.holding(Layout(batch.lengths, batch.cu_seqlens, batch.shared)):
-        output = body(
-            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False
-        )
+        inputs = language_inputs(model, batch.input_ids, batch.placed)
+        output = text_body(model)(**inputs, position_ids=positions, use_cache=False)
     return output.last_hidden_state[0]
 
 
@@ -246,7 +300,7 @@ class PackedCausalLM(nn.Module):
                 exp(2 log_prob - log_prob at half the temperature) of any token.
             divergences: add those with states in the batch, (M,) each, under their names.
         """
-        hidden = packed_hidden_states(self.model.base_model, self.slot, batch)
+        hidden = packed_hidden_states(self.model, self.slot, batch)
         hidden = hidden.index_select(0, batch.predict)
         linear: Any = self.model.get_output_embeddings()
         log_probs, entropies = token_log_probs(
@@ -372,7 +426,7 @@ class PackedRewardModel(nn.Module):
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Compute `rewards` (M,), the head's output at each response token, in at least fp32."""
         assert batch.places is None, "a score is read from the token after the one that predicts it"
-        hidden = packed_hidden_states(self.model.base_model, self.slot, batch)
+        hidden = packed_hidden_states(self.model, self.slot, batch)
         hidden = hidden.index_select(0, batch.predict + 1)
         head: Any = self.model.score
         # Use fp32, because a score in bf16 has only three digits.

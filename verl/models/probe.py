@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from verl.models.attention import attention_switched, prepare
+from verl.models.attention import PackingSlot, attention_switched, prepare
 from verl.models.logprobs import head_of, token_log_probs
 from verl.models.packed import PackedBatch, packed_hidden_states
+from verl.models.vision import example_picture, model_arguments, reads_pictures
 from verl.utils.errors import ModelError
 
 # Largest relative error. In half precision, two correct kernels differ by some percent on single
@@ -37,11 +38,13 @@ def check_packed(model: PreTrainedModel) -> None:
     batch = PackedBatch.from_sequences(sequences).to(device)
     slot.seen = []
     try:
-        packed = packed_hidden_states(model.base_model, slot, batch)
+        packed = packed_hidden_states(model, slot, batch)
         asked = [facts.window for facts in slot.seen]
     finally:
         slot.seen = None
     _check_layers(model, asked)
+    if reads_pictures(model.config):
+        _check_pictures(model, slot, sequences)
 
     padded = _padded(sequences, device)
     real = padded["attention_mask"].bool()
@@ -67,6 +70,38 @@ def check_packed(model: PreTrainedModel) -> None:
         fault = "its logits are not the linear head's with a known scale and soft cap"
         _compare(model, fault, ours[:, None], theirs)
     model.train(training)
+
+
+def _check_pictures(model: PreTrainedModel, slot: PackingSlot, sequences: list[list[int]]) -> None:
+    """Raise ModelError unless packed sequences with pictures have transformers' own states.
+
+    A picture that two sequences share, and one of another, must not be mixed up.
+    """
+    body: Any = model.base_model
+    token: int = model.config.image_token_id  # pyright: ignore[reportAttributeAccessIssue]
+    one, other = (example_picture(model, seed) for seed in range(2))
+    text = [[0 if each == token else each for each in sequence] for sequence in sequences]
+    short, long = text
+    pictures = [(one,), (other, one)]
+    ids = [
+        [*short[:2], *one.token_ids, *short[2:]],
+        [*long[:3], *other.token_ids, *long[3:6], *one.token_ids, *long[6:]],
+    ]
+
+    lengths = [len(each) for each in ids]
+    batch = PackedBatch.from_sequences(ids).with_pictures(pictures, lengths)
+    packed = packed_hidden_states(model, slot, batch.to(model.device))
+    kept = getattr(body, "rope_deltas", None)
+    expected = []
+    with attention_switched(model, "eager"):
+        for each, own in zip(ids, pictures):
+            arguments = model_arguments(model, torch.tensor([each]), own)
+            expected.append(body(**arguments, use_cache=False).last_hidden_state[0])
+    if hasattr(body, "rope_deltas"):
+        body.rope_deltas = kept  # a later call of transformers' own would read it
+
+    fault = "its hidden states differ between packed and separate sequences with pictures"
+    _compare(model, fault, packed, torch.cat(expected))
 
 
 def _sequences(model: PreTrainedModel) -> list[list[int]]:

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedModel
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
+from verl.models.pictures import picture_tokens
+from verl.models.vision import reads_pictures
 from verl.rollout.types import Request, SamplingParams
-from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.errors import ConfigError, DataError, RolloutError
 
 
 def longest_sequence(config: RolloutConfig, model: PreTrainedModel) -> int:
@@ -100,6 +103,22 @@ def _check_continuations(number: int, request: Request) -> None:
                 f"Sample {sample_id} continues {len(begun.token_ids)} tokens with "
                 f"{len(begun.log_probs)} log-probs; each token needs one."
             )
+
+
+def check_pictures(requests: Sequence[Request], config: PreTrainedConfig) -> None:
+    """Raise RolloutError for pictures that the model does not read, or that a prompt does not fit."""
+    for number, request in enumerate(requests):
+        if not request.pictures:
+            continue
+        if not reads_pictures(config):
+            raise RolloutError(
+                f"Request {number} has pictures, but the family '{config.model_type}' reads text "
+                "alone. Give a model with a vision tower."
+            )
+        try:
+            picture_tokens(torch.tensor(request.prompt_ids), request.pictures, f"Request {number}")
+        except DataError as error:
+            raise RolloutError(str(error)) from error
 
 
 def response_limits(request: Request, params: SamplingParams, max_model_len: int) -> list[int]:

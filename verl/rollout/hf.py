@@ -19,6 +19,8 @@ from transformers import (
 )
 
 from verl.config.rollout import RolloutConfig
+from verl.models.pictures import Pictures
+from verl.models.vision import model_arguments
 from verl.rollout.base import Capabilities, rollout_engines
 from verl.rollout.checks import response_limits
 from verl.rollout.local import LocalEngine, not_finite
@@ -34,6 +36,7 @@ class _Row:
     prompt: tuple[int, ...]
     limit: int
     key: np.uint64
+    pictures: Pictures
 
 
 @dataclass(eq=False)
@@ -92,7 +95,8 @@ class HFEngine(LocalEngine):
         for request in requests:
             limits = response_limits(request, params, self.max_model_len)
             for sample_id, limit in zip(request.sample_ids, limits):
-                rows.append(_Row(sample_id, request.prompt_ids, limit, next(keys)))
+                row = _Row(sample_id, request.prompt_ids, limit, next(keys), request.pictures)
+                rows.append(row)
 
         if not self.has_work:
             self._started = time.perf_counter()
@@ -184,8 +188,9 @@ class HFEngine(LocalEngine):
         recorder = _Recorder(params, rule, rows)
         with torch.inference_mode():
             generate: Any = self.twin.module.generate
+            pictures = [picture for row in rows for picture in row.pictures]
             generate(
-                input_ids=input_ids.to(self.device),
+                **model_arguments(self.twin.module, input_ids, pictures),
                 attention_mask=mask.to(self.device),
                 # Our recorder ends rows, so transformers needs no end-of-sequence id, only one to
                 # fill up with.

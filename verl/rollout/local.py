@@ -9,7 +9,12 @@ from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
 from verl.rollout.base import Completions, EngineClass, RolloutEngine, generate
-from verl.rollout.checks import check_params, check_requests, longest_sequence
+from verl.rollout.checks import (
+    check_params,
+    check_pictures,
+    check_requests,
+    longest_sequence,
+)
 from verl.rollout.stopping import StopRule, end_of_sequence_ids
 from verl.rollout.twin import ModelTwin, engine_dtype
 from verl.rollout.types import Request, Room, SamplingParams
@@ -134,6 +139,7 @@ class LocalEngine(EngineClass):
         """Check requests. Return the rule that ends their responses."""
         self._require_ready()
         check_params(params)
+        check_pictures(requests, self.twin.module.config)
         check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
         if not self.capabilities.continues:
             for request in requests:

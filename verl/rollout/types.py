@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from verl.models.pictures import Pictures
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -59,6 +61,7 @@ class Request:
     sample_ids: tuple[int, ...]
     limits: tuple[int, ...] | None = None
     continuations: tuple[Continuation, ...] | None = None
+    pictures: Pictures = ()  # of the prompt, in the order of their tokens
 
 
 @dataclass(frozen=True, kw_only=True)

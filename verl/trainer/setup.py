@@ -16,7 +16,9 @@ from verl.algorithms.policy_losses import extra_losses, policy_losses
 from verl.config import RewardModelConfig, RolloutConfig, TrainConfig
 from verl.data import RLDataLoader, RLDataset
 from verl.data.build import build_dataset, build_sampler
+from verl.data.pictures import PictureReader
 from verl.models.load import load_model_config, load_tokenizer
+from verl.models.processor import load_picture_processor
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward as build_reward
 from verl.rewards.manager import RewardManager, check_result, ground_truth_of
@@ -116,6 +118,16 @@ def build_tokenizer(config: TrainConfig) -> Any:
     )
 
 
+def build_picture_reader(config: TrainConfig, tokenizer: Any) -> PictureReader | None:
+    """Build the reader of images; None where the actor reads text alone."""
+    model = config.actor_rollout_ref.model
+    assert model.path is not None, "the configuration was checked"
+    processor = load_picture_processor(
+        model.path, tokenizer, trust_remote_code=model.trust_remote_code
+    )
+    return None if processor is None else PictureReader(processor, tokenizer)
+
+
 def reward_input_tokenizer(config: TrainConfig, tokenizer: Any) -> Any:
     """Return the tokenizer that decodes the actor's tokens for the reward model: `tokenizer`,
     unless another is configured."""
@@ -160,11 +172,12 @@ def build_loaders(
     Checks the rows for agents, see `check_agents`. The second is None where there is no validation set.
     """
     data = config.data
+    pictures = build_picture_reader(config, tokenizer)
     if train_dataset is None:
-        train_dataset = build_dataset(config, tokenizer, split="train")
+        train_dataset = build_dataset(config, tokenizer, split="train", pictures=pictures)
         assert train_dataset is not None, "without training data build_dataset raises"
     if val_dataset is None:
-        val_dataset = build_dataset(config, tokenizer, split="val")
+        val_dataset = build_dataset(config, tokenizer, split="val", pictures=pictures)
     check_agents(config, tokenizer, train_dataset, val_dataset)
 
     train_loader = RLDataLoader(

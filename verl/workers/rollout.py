@@ -17,6 +17,7 @@ from verl.distributed.collectives import gather_objects
 from verl.distributed.mesh import init_mesh, init_rollout_mesh
 from verl.engine.memory import reports_out_of_memory
 from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
+from verl.models.pictures import Pictures
 from verl.protocol import DataProto
 from verl.rollout import (
     ServerEngine,
@@ -165,7 +166,8 @@ class RolloutWorker(Worker):
         completions = []
         total = len(rows) * n
         speaks = self.rollout_mesh.tensor.rank == 0  # for the ranks that share an engine
-        for completion in self._generate(prompt_ids, rows, n, params, seed, step):
+        pictures = pictures_of(prompts)
+        for completion in self._generate(prompt_ids, rows, n, params, seed, step, pictures):
             completions.append(completion)
             if speaks:
                 note_progress(len(completions), total, "responses")
@@ -361,7 +363,8 @@ class RolloutWorker(Worker):
         rows = list(map(int, prompts.non_tensor_batch["prompt_row"]))
 
         finished = {}
-        for completion in self._generate(prompt_ids, rows, n, params, seed, step=0):
+        pictures = pictures_of(prompts)
+        for completion in self._generate(prompt_ids, rows, n, params, seed, 0, pictures):
             finished[completion.sample_id] = completion
         wanted: list[int] = []
         for row in rows:
@@ -396,6 +399,7 @@ class RolloutWorker(Worker):
         params: SamplingParams,
         seed: int,
         step: int,
+        pictures: Sequence[Pictures],
     ) -> Iterator[Completion]:
         """Sample n responses to each prompt, with the sample ids of the whole batch."""
         if not self.has_weights:
@@ -404,9 +408,9 @@ class RolloutWorker(Worker):
                 "(`sync_weights`)."
             )
         requests = []
-        for row, ids in zip(rows, prompt_ids):
+        for row, ids, own in zip(rows, prompt_ids, pictures):
             sample_ids = tuple(range(row * n, (row + 1) * n))
-            requests.append(Request(prompt_ids=ids, sample_ids=sample_ids))
+            requests.append(Request(prompt_ids=ids, sample_ids=sample_ids, pictures=own))
 
         # A resumed run starts without the prefixes of earlier prompts.
         self.engine.forget_prefixes()
@@ -529,6 +533,14 @@ class RolloutWorker(Worker):
         way_out = _WAY_OUT if self.actor is None else _WAY_OUT_NEXT_TO_THE_ACTOR
         rank = "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}"
         return reports_out_of_memory(phase, self.device, way_out, rank=rank)
+
+
+def pictures_of(prompts: DataProto) -> list[Pictures]:
+    """Return the pictures of each of B prompts."""
+    column = prompts.non_tensor_batch.get("prepared_pictures")
+    if column is None:
+        return [()] * len(prompts)
+    return [tuple(own or ()) for own in column]
 
 
 def _episode_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:

@@ -24,6 +24,7 @@ from verl.models.attention import (
     prepare,
     refuse_unsupported,
 )
+from verl.models.vision import language_parts
 from verl.rollout.embedded import invariant
 from verl.rollout.embedded.latent import LatentLayer, is_latent
 
@@ -204,8 +205,8 @@ class Paging:
             setattr(module, _PAGING, self)
             if is_latent(module):
                 self.latent_layers[module] = LatentLayer(module, self._is_prefill)
-            if isinstance(module, PreTrainedModel):
-                set_attention(module, IMPLEMENTATION)
+        for part in language_parts(model):
+            set_attention(part, IMPLEMENTATION)
 
         self.layers: dict[nn.Module, LayerPages] = {}
         # a dict while the model's layers are being counted

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.models.attention import Layout
+from verl.models.vision import reads_pictures
 from verl.rollout.embedded.attention import LayerPages, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, Slots, TritonDecoder
 from verl.rollout.embedded.fused import can_fuse
@@ -111,6 +112,10 @@ class CudaRunner(ModelRunner):
         self.state = Slots.allocate(
             max_num_seqs + 1, -(-self.max_model_len // self.page_size), self.device
         )
+        # By slot: a position behind pictures against its place; None for models of text.
+        self._shifts: Tensor | None = None
+        if reads_pictures(self.module.config):
+            self._shifts = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self._memory: ReservedMemory | None = None
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._settings = torch.zeros(4, device=self.device)
@@ -226,6 +231,8 @@ class CudaRunner(ModelRunner):
         )
         state.drawn.index_copy_(0, index, self.to_device(scheduler.drawn[slots].astype(np.int32)))
         state.keys.index_copy_(0, index, self.to_device(scheduler.keys[slots].view(np.int64)))
+        if self._shifts is not None:
+            self._shifts.index_copy_(0, index, self.to_device(scheduler.shifts[slots]))
         self._draw_rows(hidden, len(slots), moves=0)
         return self._fetch(scheduler, slots)
 
@@ -297,6 +304,8 @@ class CudaRunner(ModelRunner):
             self.page_size,
             (ids, positions, pages, offsets),
         )
+        if self._shifts is not None:
+            positions = positions + self._shifts.index_select(0, slots)
         hidden = self._body(ids, positions, self._device_step(slots, pages, offsets))
         self._draw_rows(hidden, rows, moves=1)
 
@@ -342,6 +351,8 @@ class CudaRunner(ModelRunner):
             workspace = split_workspace(rows, heads, widest, splits, self.device)
 
         takes_fresh = fixed is None and rows * fewest <= FRESH_PROGRAMS * self._num_sms
+        # The attention kernel would rotate a fresh token by its place.
+        takes_fresh = takes_fresh and self._shifts is None
         return DeviceStep(slots, self.state, pages, offsets, splits, fixed, workspace, takes_fresh)
 
     def _graph(self, rows: int) -> torch.cuda.CUDAGraph:

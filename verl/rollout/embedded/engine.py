@@ -257,7 +257,7 @@ class EmbeddedEngine(LocalEngine):
         keys = iter(_keys(requests, seed, step))
         groups = []
         for request in requests:
-            group = Group(prompt=tuple(request.prompt_ids), unstarted=0)
+            group = Group.of(request)
             limits = response_limits(request, params, self.max_model_len)
             begun = request.continuations or (None,) * len(limits)
             samples = []
@@ -459,23 +459,27 @@ class EmbeddedEngine(LocalEngine):
             sequences = []
             pages = []
             cached_tokens = []
+            prompts = []
             for number, prefill in enumerate(admission.prefills):
                 if (prefill.cached > 0) == cached:
                     numbers.append(number)
                     sequences.append(prefill.token_ids)
                     pages.append(prefill.pages)
                     cached_tokens.append(prefill.cached)
+                    prompts.append(prefill.group)
 
             if not numbers:
                 continue
             if cached:
-                hidden = self.runner.extend(sequences, pages, cached_tokens)
+                shifts = [group.shift for group in prompts]
+                hidden = self.runner.extend(sequences, pages, cached_tokens, shifts)
             else:
-                hidden = self.runner.prefill(sequences, pages)
+                pictured = [(len(group.prompt), group.pictures) for group in prompts]
+                hidden = self.runner.prefill(sequences, pages, pictured)
             states.update(zip(numbers, hidden))
 
         for number, prefill in enumerate(admission.prefills):
-            if prefill.group is not None:
+            if prefill.is_prompt:
                 prefill.group.hidden = states[number]
 
         rows = []

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import Facts
 from verl.models.experts import LLAMA_EXPERT_FAMILIES, Mixture
-from verl.models.families import LLAMA_FAMILIES
+from verl.models.families import LLAMA_FAMILIES, LLAMA_VISION_FAMILIES
+from verl.models.vision import family_of, reads_pictures, text_body
 from verl.rollout.embedded.attention import LayerShape, Paging, PrefillStep, Step
 from verl.rollout.embedded.invariant import InvariantOperations
 from verl.rollout.embedded.tensor_parallel import TensorParallel
@@ -44,14 +45,18 @@ def can_fuse(module: PreTrainedModel, *, experts: bool) -> bool:
     Its parts must be transformers' own, not a user's subclasses, and its layer Llama's:
     h += attention(rms_norm(h)); h += down(silu(gate(n)) * up(n)) with n = rms_norm(h).
     """
-    config: Any = module.config
-    families = (*LLAMA_FAMILIES, *LLAMA_EXPERT_FAMILIES) if experts else LLAMA_FAMILIES
+    config: Any = module.config.get_text_config()
+    families = (*LLAMA_FAMILIES, *LLAMA_VISION_FAMILIES)
+    if experts:
+        families = (*families, *LLAMA_EXPERT_FAMILIES)
     if config.model_type not in families or config.hidden_act != "silu":
         return False
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         return False
-    body: Any = module.base_model
-    parts = [module, body, body.norm, body.rotary_emb]
+    body: Any = text_body(module)
+    parts = [body, body.norm, body.rotary_emb]
+    if not reads_pictures(module.config):
+        parts.append(module)
 
     for layer in body.layers:
         parts += [
@@ -65,7 +70,8 @@ def can_fuse(module: PreTrainedModel, *, experts: bool) -> bool:
         if mixture is not None:
             parts += mixture.modules
 
-    home = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
+    family = config.model_type.removesuffix("_text")
+    home = f"transformers.models.{family}.modeling_{family}"
     return all(type(part).__module__ == home for part in parts)
 
 
@@ -89,7 +95,7 @@ class FusedDecoder(ABC):
         max_positions: int,
         parallel: TensorParallel | None = None,
     ) -> None:
-        body: Any = module.base_model
+        body: Any = text_body(module)
         self.paging = paging
         self.embeddings: Any = module.get_input_embeddings()
         self.norm: Any = body.norm
@@ -109,7 +115,10 @@ class FusedDecoder(ABC):
 
         weight = self.embeddings.weight
         positions = torch.arange(max_positions, device=weight.device)
-        cos, sin = body.rotary_emb(weight.new_empty(1, 1), positions[None])
+        if reads_pictures(module.config) and family_of(module.config).three_parts:
+            positions = positions.expand(3, -1)
+        # Position ids are (1, P), or (3, 1, P).
+        cos, sin = body.rotary_emb(weight.new_empty(1, 1), positions.unsqueeze(-2))
         self.cos: Tensor = cos[0].contiguous()
         self.sin: Tensor = sin[0].contiguous()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.models.attention import Facts
 from verl.models.logprobs import Head
+from verl.models.vision import reads_pictures
 from verl.rollout.embedded import host_lanes, invariant
 from verl.rollout.embedded.attention import DecodeStep, LayerPages, Paging, PrefillStep, plan_chunks
 from verl.rollout.embedded.fused import StackedDecoder, TorchDecoder
@@ -130,7 +131,8 @@ class HostRunner(ModelRunner):
         else:
             table = scheduler.table[slots, : int(positions.max()) // self.page_size + 1]
             step = self._rows_step(positions, table, self.page_size)
-        hidden = self._body(torch.from_numpy(last), torch.from_numpy(positions), step)
+        rotary = positions + scheduler.shifts[slots]
+        hidden = self._body(torch.from_numpy(last), torch.from_numpy(rotary), step)
         if keeps_rows:
             self._key_rows.advance(scheduler, steps)(slice(0, len(slots)))
         return [self.start(scheduler, slots, hidden)]
@@ -190,7 +192,13 @@ class HostRunner(ModelRunner):
         return Draws(slots, scheduler.epoch[slots], lambda: answer)
 
     def _is_small(self) -> bool:
-        """Return whether copies of the weights are cheap and change no more than the last bits."""
+        """Return whether copies of the weights are cheap and change no more than the last bits.
+
+        Prompts with pictures are computed by the module, whose keys have another order than those
+        of the copies.
+        """
+        if reads_pictures(self.module.config):
+            return False
         is_exact = self.dtype in (torch.float32, torch.float64)
         return self._weight_bytes <= STACKED_BYTES and is_exact and not self.deterministic
 

@@ -12,6 +12,9 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import Layout
 from verl.models.logprobs import head_logits, head_of
+from verl.models.packed import PackedBatch
+from verl.models.pictures import Pictures
+from verl.models.vision import language_inputs, text_body
 from verl.rollout.embedded.attention import LayerPages, LayerShape, Paging, PrefillStep, Step
 from verl.rollout.embedded.extension import extend_step
 from verl.rollout.embedded.fused import FusedDecoder, can_fuse
@@ -143,15 +146,49 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill(
-        self, sequences: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]
+        self,
+        sequences: Sequence[Sequence[int]],
+        pages: Sequence[Sequence[int]],
+        pictured: Sequence[tuple[int, Pictures]] = (),
     ) -> torch.Tensor:
         """Compute S whole sequences and fill their pages.
 
         Returns the last hidden state of each, (S, H).
+
+        Args:
+            sequences: token ids of each.
+            pages: pages of each.
+            pictured: of each, how many tokens are its prompt, and the pictures in it.
         """
         cached = [0] * len(sequences)
         ids, positions, new, last = self._pack(sequences, pages, cached)
-        return self._prefill_hidden(ids, positions, new).index_select(0, last)
+        if any(pictures for _, pictures in pictured):
+            states = self._hidden_with_pictures(sequences, pictured, new)
+        else:
+            states = self._prefill_hidden(ids, positions, new)
+        return states.index_select(0, last)
+
+    def _hidden_with_pictures(
+        self,
+        sequences: Sequence[Sequence[int]],
+        pictured: Sequence[tuple[int, Pictures]],
+        step: PrefillStep,
+    ) -> torch.Tensor:
+        """Compute hidden states (N, H) of packed sequences, some of them with pictures."""
+        prompt_lengths = [length for length, _ in pictured]
+        pictures = [own for _, own in pictured]
+        batch = PackedBatch.from_sequences(sequences).with_pictures(pictures, prompt_lengths)
+        batch = batch.to(self.device)
+        with self.paging.computing(step):
+            inputs = language_inputs(self.module, batch.input_ids, batch.placed)
+            output = text_body(self.module)(
+                **inputs,
+                position_ids=batch.position_ids.unsqueeze(-2),
+                attention_mask=None,
+                past_key_values=None,
+                use_cache=False,
+            )
+        return output.last_hidden_state[0]
 
     @torch.inference_mode()
     def extend(
@@ -159,13 +196,16 @@ class ModelRunner:
         sequences: Sequence[Sequence[int]],
         pages: Sequence[Sequence[int]],
         cached: Sequence[int],
+        shifts: Sequence[int],
     ) -> torch.Tensor:
         """Compute sequences that have the keys of their first `cached` tokens in pages.
 
-        Returns the same states as `prefill`.
+        Returns the same states as `prefill`. Positions are `shifts` off the places of their tokens.
         """
         assert self._body is not None
         ids, positions, new, last = self._pack(sequences, pages, cached)
+        counts = torch.tensor([len(own) - start for own, start in zip(sequences, cached)])
+        positions = positions + send(torch.tensor(shifts).repeat_interleave(counts), self.device)
         step = extend_step(new, cached, pages, self.page_size)
         return self._body(ids, positions, step).index_select(0, last)
 
@@ -254,7 +294,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Compute hidden states (N, H) of ids (N,) at positions (N,) by the module's own layers."""
         with self.paging.computing(step):
-            output = self.module.base_model(
+            output = text_body(self.module)(
                 input_ids=ids[None],
                 position_ids=positions[None],
                 attention_mask=None,

@@ -3,6 +3,7 @@
 The last hidden state of a prompt is the only tensor here.
 """
 
+import hashlib
 import heapq
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,8 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from verl.models.pictures import Pictures, picture_tokens, three_part_positions
 from verl.rollout.embedded.pages import PageAllocator
-from verl.rollout.types import Completion
+from verl.rollout.types import Completion, Request
 from verl.utils.errors import RolloutError
 
 
@@ -23,8 +25,36 @@ class Group:
 
     prompt: tuple[int, ...]
     unstarted: int  # samples that have not been admitted yet
+    pictures: Pictures = ()
+    # The ids by which pages are found: a picture's tokens are named by its content. Empty: `prompt`.
+    names: tuple[int, ...] = ()
+    text_begins: int = 0  # the place behind the last picture token
+    shift: int = 0  # of the positions from there on against the places
     pages: list[int] | None = None  # of the prompt, once computed
     hidden: torch.Tensor | None = None  # (H,), predicts the first response token
+
+    @classmethod
+    def of(cls, request: Request) -> "Group":
+        """Return the group of a request; its samples are to be added."""
+        prompt = tuple(request.prompt_ids)
+        group = cls(prompt=prompt, unstarted=0, pictures=request.pictures)
+        if not request.pictures:
+            return group
+
+        places = picture_tokens(torch.tensor(prompt), request.pictures, "a request")
+        names = list(prompt)
+        begin = 0
+        for picture in request.pictures:
+            own = places[begin : begin + picture.num_tokens].tolist()
+            begin += picture.num_tokens
+            digest = hashlib.blake2b(picture.key.encode(), digest_size=8).digest()
+            for place in own:
+                names[place] = -1 - int.from_bytes(digest, "big")  # no token has a negative id
+        group.names = tuple(names)
+        group.text_begins = int(places[-1]) + 1
+        if request.pictures[0].grid is not None:
+            _, group.shift = three_part_positions(len(prompt), places, request.pictures)
+        return group
 
 
 @dataclass(eq=False, slots=True)
@@ -48,15 +78,17 @@ class Sample:
 
 @dataclass(slots=True)
 class Prefill:
-    """A sequence to compute: a prompt (for `group`), or a pre-empted sample's prompt and tokens.
+    """A sequence to compute: the prompt of `group`, or also the tokens of a pre-empted sample.
 
     The keys of its first `cached` tokens are in its pages already.
     """
 
     token_ids: list[int]
+    names: list[int]  # see `Group.names`
     pages: list[int]
     cached: int
-    group: Group | None
+    group: Group
+    is_prompt: bool
 
 
 @dataclass(slots=True)
@@ -126,6 +158,7 @@ class Scheduler:
         self.epoch = np.zeros(slots, np.int64)
         self.limits = np.zeros(slots, np.int64)
         self.keys = np.zeros(slots, np.uint64)
+        self.shifts = np.zeros(slots, np.int64)  # see `Group.shift`
         self.token_ids = np.zeros((slots, longest), np.int64)
         self.log_probs = np.zeros((slots, longest), np.float32)
         # slots with a row of `table` that changed since the last `take_changed`
@@ -231,7 +264,8 @@ class Scheduler:
             if sample.token_ids or group.pages is None:
                 token_ids = [*group.prompt, *sample.token_ids]
                 needed = -(-len(token_ids) // self.page_size)
-                found = self._find(token_ids)
+                names = [*(group.names or group.prompt), *sample.token_ids]
+                found = self._find(names, group)
                 uncached = len(token_ids) - len(found) * self.page_size
                 # A sequence longer than the whole budget is computed alone.
                 if admission.prefills and uncached > budget:
@@ -244,7 +278,7 @@ class Scheduler:
                 pages = [*self.pages.share(found), *self.pages.allocate(needed - len(found))]
                 cached = len(token_ids) - uncached
                 admission.prefills.append(
-                    Prefill(token_ids, pages, cached, None if sample.token_ids else group)
+                    Prefill(token_ids, names, pages, cached, group, not sample.token_ids)
                 )
                 if not sample.token_ids:
                     group.pages = pages
@@ -255,7 +289,7 @@ class Scheduler:
 
         if self.prefix_caching:
             for prefill in admission.prefills:
-                self.pages.register(prefill.token_ids, prefill.pages, self.page_size)
+                self.pages.register(prefill.names, prefill.pages, self.page_size)
 
         return admission if admission.slots else None
 
@@ -363,7 +397,8 @@ class Scheduler:
         for slot in slots:
             sample = self._save(slot)
             if self.prefix_caching:
-                known = [*sample.group.prompt, *sample.token_ids][: self.cached[slot]]
+                group = sample.group
+                known = [*(group.names or group.prompt), *sample.token_ids][: self.cached[slot]]
                 self.pages.register(known, self._held[slot], self.page_size)
             completions.append(_completion(sample, "stop" if slot in stopped else reason))
             self._release(slot)
@@ -428,6 +463,7 @@ class Scheduler:
         self.launched[slot] = self.drawn[slot] = len(sample.token_ids)
         self.limits[slot] = sample.limit
         self.keys[slot] = sample.key
+        self.shifts[slot] = group.shift
         self._samples[slot] = sample
         self.running = np.append(self.running, slot)
         admission.slots.append(slot)
@@ -440,17 +476,20 @@ class Scheduler:
         for group in [group for group in self._prompts if group.unstarted == 0]:
             self._drop_prompt(group)
 
-    def _find(self, token_ids: list[int]) -> list[int]:
+    def _find(self, names: list[int], group: Group) -> list[int]:
         """Return cached pages of the first tokens, if they cover at least a fifth of all tokens.
+
+        They must cover the last picture, because the rest is computed from tokens alone.
 
         The last token is always left to compute. Sequences with cached pages are a pass of their
         own over the weights, so a few cached tokens do not pay.
         """
         if not self.prefix_caching:
             return []
-        found = self.pages.find(token_ids[:-1], self.page_size)
-        pays = 5 * len(found) * self.page_size >= len(token_ids)
-        return found if pays else []
+        found = self.pages.find(names[:-1], self.page_size)
+        covered = len(found) * self.page_size
+        pays = 5 * covered >= len(names)
+        return found if pays and covered >= group.text_begins else []
 
     def _make_room(self, needed: int, spare: int, *, idle: bool) -> bool:
         if idle:

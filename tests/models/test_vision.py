@@ -1,0 +1,224 @@
+"""Packed sequences with pictures have the numbers and gradients of transformers' own models, one by
+one, and would not if positions, features or the bounds of a picture were wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.rows import KeepFloat64
+from tests.tiny_vision_models import FAMILIES, IMAGE, save_tiny_vision, tiny_vision_model
+from verl.models import packed as packed_module
+from verl.models.attention import attention_switched
+from verl.models.load import load_causal_lm
+from verl.models.packed import PackedBatch, PackedCausalLM
+from verl.models.pictures import Picture, three_part_positions
+from verl.models.probe import check_packed
+from verl.models.vision import example_picture, freeze_vision_tower, model_arguments
+from verl.utils.errors import DataError, ModelError
+
+STAND_IN = 100  # a token that no row has
+Sequences = tuple[list[list[int]], list[tuple[Picture, ...]], list[int]]
+
+
+def sequences(model: Any) -> Sequences:
+    """Return ids, pictures and prompt lengths of four rows, two of them with one prompt."""
+    one, other = (example_picture(model, seed) for seed in (0, 1))
+    prompt = [5, 9, *one.token_ids, 14, 7]
+    two = [11, *other.token_ids, 8, 3, *one.token_ids, 12]
+    # The policy may draw the id of a picture token; it is a token like any other then.
+    ids = [[*prompt, 31, 32, IMAGE, 33], [*prompt, 41, 42], [*two, 51, 52, 53], [17, 18, 19, 20]]
+    pictures = [(one,), (one,), (other, one), ()]
+    return ids, pictures, [len(prompt), len(prompt), len(two), 2]
+
+
+def packed_batch(model: Any, *, shared: bool = True) -> PackedBatch:
+    ids, pictures, prompts = sequences(model)
+    batch = PackedBatch.from_sequences(ids).with_pictures(pictures, prompts)
+    # Predict the responses alone.
+    starts = [0]
+    for each in ids:
+        starts.append(starts[-1] + len(each))
+    places = []
+    for start, each, prompt in zip(starts, ids, prompts):
+        places += range(start + prompt, start + len(each))
+    index = torch.tensor(places)
+    batch = packed_module.replace(batch, predict=index - 1, targets=batch.input_ids[index])
+    return batch.with_shared_prompts([0, 0, 2, 3], prompts) if shared else batch
+
+
+def expected_log_probs(model: Any) -> Tensor:
+    """Compute log-probs by transformers' own forward, row by row.
+
+    A row's response is fed as text: transformers would look for a picture at a drawn picture token.
+    """
+    log_probs = []
+    with attention_switched(model, "eager"):
+        for each, own, prompt in zip(*sequences(model)):
+            ids = torch.tensor([each])
+            arguments = model_arguments(model, ids, own)
+            body = model.base_model
+            if own and IMAGE in each[prompt:]:
+                arguments = with_drawn_picture_token(model, ids, own, prompt)
+            states = body(**arguments, use_cache=False).last_hidden_state
+            logits = model.get_output_embeddings()(states)[0].double().log_softmax(-1)
+            targets = ids[0, prompt:, None]
+            log_probs.append(logits[prompt - 1 : -1].gather(1, targets)[:, 0])
+    if hasattr(model.base_model, "rope_deltas"):
+        model.base_model.rope_deltas = None
+    return torch.cat(log_probs)
+
+
+def with_drawn_picture_token(
+    model: Any, ids: Tensor, own: tuple[Picture, ...], prompt: int
+) -> dict[str, Any]:
+    """Let transformers see another token, and give its embedding the values of the drawn one."""
+    changed = ids.clone()
+    changed[0, prompt:][ids[0, prompt:] == IMAGE] = STAND_IN
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight[STAND_IN] = weight[IMAGE]
+    return model_arguments(model, changed, own)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_log_probs_are_those_of_single_rows(family: str, shared: bool) -> None:
+    model = tiny_vision_model(family)
+    expected = expected_log_probs(model).detach()
+    with torch.no_grad():
+        ours = PackedCausalLM(model)(packed_batch(model, shared=shared))["log_probs"]
+    assert expected.std() > 0.5
+    torch.testing.assert_close(ours.double(), expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_single_rows(family: str) -> None:
+    model = tiny_vision_model(family, dtype=torch.float64)
+    with KeepFloat64():
+        expected_log_probs(model).square().sum().backward()
+    expected = {name: each.grad for name, each in model.named_parameters()}
+    rows: Any = model.get_input_embeddings().weight.grad
+    rows[IMAGE] += rows[STAND_IN]
+    rows[STAND_IN] = 0
+    model.zero_grad(set_to_none=True)
+
+    batch = packed_batch(model)
+    with KeepFloat64():
+        PackedCausalLM(model)(batch)["log_probs"].square().sum().backward()
+    # A bias of keys has the gradient 0 but for rounding.
+    least = 1e-6 * max(float(each.norm()) for each in expected.values() if each is not None)
+    compared = 0
+    for name, parameter in model.named_parameters():
+        want = expected[name]
+        if want is None or parameter.grad is None:
+            assert want is None or not want.any(), name
+            continue
+        error = (parameter.grad - want).norm() / want.norm().clamp(min=least)
+        assert error < 1e-7, (name, error)
+        compared += 1
+    assert compared > 30
+    towers = [
+        name for name, each in model.named_parameters() if "vis" in name and each.grad is not None
+    ]
+    assert len(towers) > 10
+
+
+def log_prob_distance(model: Any) -> float:
+    expected = expected_log_probs(model).detach()
+    with torch.no_grad():
+        ours = PackedCausalLM(model)(packed_batch(model))["log_probs"]
+    return (ours.double() - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_plain_positions_are_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(length: int, places: Tensor, pictures: Any) -> tuple[Tensor, int]:
+        return torch.arange(length).expand(3, -1), 0
+
+    monkeypatch.setattr(packed_module, "three_part_positions", plain)
+    model = tiny_vision_model(family)
+    assert log_prob_distance(model) > 1e-2
+    with pytest.raises(ModelError, match="with pictures"):
+        check_packed(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_swapped_features_are_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = packed_module.place_pictures
+
+    def swapped(*arguments: Any) -> Any:
+        placed = place(*arguments)
+        return placed._replace(rows=placed.rows.flip(0))
+
+    monkeypatch.setattr(packed_module, "place_pictures", swapped)
+    model = tiny_vision_model(family)
+    assert log_prob_distance(model) > 1e-2
+    with pytest.raises(ModelError, match="with pictures"):
+        check_packed(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_passes_the_check_at_load(family: str) -> None:
+    check_packed(tiny_vision_model(family))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_positions_are_those_of_transformers(family: str) -> None:
+    model = tiny_vision_model(family)
+    ids, pictures, prompts = sequences(model)
+    for each, own, prompt in zip(ids, pictures, prompts):
+        if not own:
+            continue
+        row = torch.tensor(each)
+        kinds = (row == IMAGE).int()
+        kinds[prompt:] = 0
+        grids = torch.cat([picture.inputs["image_grid_thw"] for picture in own])
+        body: Any = model.base_model
+        want, delta = body.get_rope_index(row[None], kinds[None], image_grid_thw=grids)
+        places = kinds.nonzero().squeeze(1)
+        ours, shift = three_part_positions(len(each), places, own)
+        assert torch.equal(ours, want[:, 0])
+        assert shift == delta.item()
+
+
+def test_the_vision_tower_runs_once_for_each_picture() -> None:
+    model = tiny_vision_model("qwen2_5_vl")
+    calls: list[int] = []
+    tower: Any = model.base_model.visual
+    tower.register_forward_hook(
+        lambda module, args, kwargs, out: calls.append(len(args[0])), with_kwargs=True
+    )
+    batch = packed_batch(model)
+    patches = len(example_picture(model).inputs["pixel_values"])
+    calls.clear()
+    with torch.no_grad():
+        PackedCausalLM(model)(batch)
+    assert calls == [2 * patches]  # two pictures in four sequences of which three have one
+
+
+def test_a_cut_prompt_is_an_error_before_the_forward() -> None:
+    model = tiny_vision_model("qwen2_5_vl")
+    picture = example_picture(model)
+    ids = [[5, *picture.token_ids[:-1], 9, 10]]
+    with pytest.raises(DataError, match=r"5 picture tokens .* have 6 features"):
+        PackedBatch.from_sequences(ids).with_pictures([(picture,)], [len(ids[0]) - 1])
+
+
+def test_a_folder_is_loaded_with_its_vision_tower(tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, "qwen2_5_vl")
+    model: Any = load_causal_lm(tmp_path, dtype="float32")
+    assert model.base_model.visual.config._attn_implementation == "sdpa"
+    assert model.base_model.language_model.config._attn_implementation == "verl_packed"
+    freeze_vision_tower(model)
+    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
+    assert frozen
+    assert all(".visual." in name for name in frozen)
+
+
+def test_an_unknown_family_is_refused_by_name(tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, "gemma3")
+    with pytest.raises(ModelError, match=r"'gemma3' .* see one another"):
+        load_causal_lm(tmp_path, dtype="float32")

@@ -1,0 +1,130 @@
+"""Engines answer pictures as transformers' own `generate` does, and tell prompts with equal tokens
+and different pictures apart."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rollout.engines import make_engine, tokens_of
+from tests.tiny_vision_models import FAMILIES, tiny_vision_model
+from verl.models.attention import attention_switched
+from verl.models.pictures import Picture
+from verl.models.vision import example_picture, model_arguments
+from verl.rollout import Completion, Request, SamplingParams
+from verl.rollout.embedded import scheduler
+from verl.utils.errors import ConfigError, RolloutError
+
+NEW_TOKENS = 20
+
+
+def questions(model: Any) -> list[tuple[tuple[int, ...], tuple[Picture, ...]]]:
+    """Return prompts and pictures: two with equal tokens, one of two pictures, and one of text."""
+    one, other, third = (example_picture(model, seed) for seed in range(3))
+    around = (5, 9), (14, 7, 11, 8)
+    return [
+        ((*around[0], *one.token_ids, *around[1]), (one,)),
+        ((*around[0], *other.token_ids, *around[1]), (other,)),
+        ((3, *third.token_ids, 6, *one.token_ids, *around[1], *range(20, 45)), (third, one)),
+        ((17, 18, 19, 20, 21), ()),
+    ]
+
+
+def answers(engine: Any, asked: list[Any], n: int = 1, **params: Any) -> list[Completion]:
+    requests = []
+    for number, (prompt, pictures) in enumerate(asked):
+        ids = tuple(range(number * n, (number + 1) * n))
+        requests.append(Request(prompt_ids=prompt, sample_ids=ids, pictures=pictures))
+    settings = SamplingParams(**{"max_new_tokens": NEW_TOKENS, "temperature": 0.0, **params})
+    completions = list(engine.generate(requests, settings, seed=0, step=0))
+    return sorted(completions, key=lambda each: each.sample_id)
+
+
+def expected_answers(model: Any, asked: list[Any]) -> list[list[int]]:
+    expected = []
+    with attention_switched(model, "eager"):
+        for prompt, pictures in asked:
+            arguments = model_arguments(model, torch.tensor([prompt]), pictures)
+            output = model.generate(
+                **arguments,
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            expected.append(output[0, len(prompt) :].tolist())
+    return expected
+
+
+@pytest.mark.parametrize("name", ["embedded", "hf"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str, name: str) -> None:
+    model = tiny_vision_model(family)
+    asked = questions(model)
+    expected = expected_answers(model, asked)
+    assert expected[0] != expected[1], "the pictures make no difference"
+    assert len({token for answer in expected for token in answer}) > 20
+    engine = make_engine(model, name)
+    assert tokens_of(answers(engine, asked)) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_preempted_samples_and_small_caches_change_nothing(family: str) -> None:
+    model = tiny_vision_model(family)
+    asked = questions(model)
+    whole = answers(make_engine(model), asked, n=3, temperature=1.0)
+    engine = make_engine(model, num_pages=24, page_size=4, max_num_batched_tokens=32)
+    assert tokens_of(answers(engine, asked, n=3, temperature=1.0)) == tokens_of(whole)
+    assert engine.statistics()["preemptions"] > 0
+    engine.check_integrity()
+
+
+def test_prefixes_are_found_by_the_content_of_pictures() -> None:
+    model = tiny_vision_model("qwen2_5_vl")
+    asked = questions(model)[:2]
+    engine = make_engine(model, page_size=4, enable_prefix_caching=True)
+    answers(engine, asked)
+    assert engine.statistics()["cached_tokens"] == 0  # equal tokens, other pictures
+
+    longer = [((*prompt, 33, 34, 35), pictures) for prompt, pictures in asked]
+    second = answers(engine, longer)
+    assert engine.statistics()["cached_tokens"] == sum(len(prompt) for prompt, _ in asked)
+    assert tokens_of(second) == expected_answers(model, longer)
+
+
+def test_the_vision_tower_runs_once_for_a_group() -> None:
+    model = tiny_vision_model("qwen2_5_vl")
+    engine = make_engine(model)
+    calls: list[int] = []
+    tower: Any = engine.twin.module.base_model.visual
+    tower.register_forward_hook(lambda module, inputs, output: calls.append(len(inputs[0])))
+    asked = questions(model)[:1]
+    answers(engine, asked, n=8, temperature=1.0)
+    assert calls == [len(asked[0][1][0].inputs["pixel_values"])]
+
+
+def test_a_lost_shift_of_positions_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "three_part_positions", lambda *arguments: (None, 0))
+    model = tiny_vision_model("qwen2_5_vl")
+    asked = questions(model)
+    assert tokens_of(answers(make_engine(model), asked)) != expected_answers(model, asked)
+
+
+def test_names_without_content_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = scheduler.hashlib.blake2b(b"the same for all", digest_size=8)
+    monkeypatch.setattr(scheduler.hashlib, "blake2b", lambda *arguments, **settings: digest)
+    model = tiny_vision_model("qwen2_5_vl")
+    asked = questions(model)[:2]
+    engine = make_engine(model, page_size=2, enable_prefix_caching=True, max_num_seqs=1)
+    long = [((*prompt, *range(40, 60)), pictures) for prompt, pictures in asked]
+    assert tokens_of(answers(engine, long)) != expected_answers(model, long)
+
+
+def test_pictures_that_do_not_fit_are_refused() -> None:
+    model = tiny_vision_model("qwen2_5_vl")
+    prompt, pictures = questions(model)[0]
+    engine = make_engine(model)
+    with pytest.raises(RolloutError, match="Request 0: the prompt has 5 picture tokens"):
+        answers(engine, [((*prompt[:2], *prompt[3:]), pictures)])
+    with pytest.raises(ConfigError, match="deterministic=true does not support models that read"):
+        make_engine(model, deterministic=True)

@@ -1,0 +1,138 @@
+"""Tiny random models that read pictures, with large weights so that a parity test can fail."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from tests.tiny_models import make_fierce
+
+VOCABULARY = 128
+IMAGE, START, END, VIDEO = 120, 121, 122, 123
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
+_QWEN_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        **_QWEN_TOKENS,
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {
+            "depth": 2,
+            "embed_dim": 32,
+            "num_heads": 4,
+            "hidden_size": 32,
+            "mlp_ratio": 2,
+            "patch_size": 4,
+        },
+    },
+    "qwen2_5_vl": {
+        **_QWEN_TOKENS,
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 4,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    },
+    "qwen3_vl": {
+        **_QWEN_TOKENS,
+        "text_config": {
+            **_TEXT,
+            "head_dim": 8,
+            "rope_parameters": {**_MROPE, "mrope_interleaved": True, "mrope_section": [2, 1, 1]},
+        },
+        "vision_config": {
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 4,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
+    "internvl": {
+        "tie_word_embeddings": False,
+        "image_token_id": IMAGE,
+        "image_seq_length": 4,
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_SIGLIP, "image_size": [16, 16], "patch_size": [4, 4]},
+    },
+    "smolvlm": {
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": _SIGLIP,
+    },
+    "llava_onevision": {
+        "image_token_index": IMAGE,
+        "video_token_index": VIDEO,
+        "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]],
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {
+            **_SIGLIP,
+            "model_type": "siglip_vision_model",
+            "vision_use_head": False,
+        },
+    },
+}
+FAMILIES = tuple(_CONFIGS)
+# Its picture tokens see one another.
+_CONFIGS["gemma3"] = {
+    "image_token_index": IMAGE,
+    "mm_tokens_per_image": 4,
+    "text_config": {**_TEXT, "model_type": "gemma3_text", "head_dim": 8},
+    "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+}
+
+
+def tiny_vision_model(
+    family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> PreTrainedModel:
+    """Return a tiny model of `family` in eval mode, see `tests.tiny_models.tiny_model`."""
+    config = AutoConfig.for_model(family, **_CONFIGS[family])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(
+            config, dtype=torch.float64, attn_implementation="eager"
+        )
+        make_fierce(model)
+    model.to(dtype)  # pyright: ignore[reportArgumentType]
+    return model.eval()
+
+
+def save_tiny_vision(folder: Path, family: str, **arguments: Any) -> Path:
+    """Save the weights and the configuration of a tiny model."""
+    tiny_vision_model(family, **arguments).save_pretrained(folder)
+    return folder

@@ -1,0 +1,293 @@
+"""Read the pictures of a row: from files, bytes or objects to prepared pictures in its prompt."""
+
+import base64
+import hashlib
+import io
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from verl.data.chat import Messages, apply_chat_template, as_messages
+from verl.models.pictures import Picture, Pictures
+from verl.utils.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.models.processor import PictureProcessor
+
+PLACEHOLDER = "<image>"  # in the text of a message
+KEPT_BYTES = 1 << 30  # most bytes of prepared pictures that are kept
+_PART = "image"
+_SOURCES = ("image", "image_url", "url", "path", "bytes")  # keys of a part with its own picture
+_BASE64 = re.compile(r"data:image/[\w.+-]+;base64,")
+
+
+class PictureReader:
+    """Prepares each picture once, by its content, and keeps the latest."""
+
+    def __init__(self, processor: "PictureProcessor", tokenizer: "PreTrainedTokenizerBase") -> None:
+        self.processor = processor
+        self.tokenizer = tokenizer
+        self._kept: OrderedDict[str, Picture] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = Lock()
+
+    def encode(
+        self, prompt: Any, images: Any, folder: Path
+    ) -> tuple[list[int], Messages, Pictures]:
+        """Return token ids, messages and pictures of a row.
+
+        A message's `<image>`, or a part {"type": "image"} of its content, stands for the next of
+        the row's images; a part may also have a picture of its own. In the messages that are
+        returned, each is the part {"type": "image"}.
+
+        Args:
+            prompt: messages, or a text.
+            images: the row's images, see `open_picture`; one or a list, or None.
+            folder: where relative paths begin.
+        """
+        given = _as_list(images)
+        if not given and not _has_picture_parts(prompt):
+            messages = as_messages(prompt)
+            return apply_chat_template(self.tokenizer, messages), messages, ()
+
+        messages, sources = picture_parts(prompt, given)
+        pictures: list[Picture] = []
+        for number, source in enumerate(sources):
+            try:
+                pictures.append(self.prepare(source, folder))
+            except DataError as error:
+                raise DataError(f"image {number} of the row: {error}") from error
+
+        ids = apply_chat_template(self.tokenizer, messages)
+        return self._expanded(ids, pictures), messages, tuple(pictures)
+
+    def prepare(self, source: Any, folder: Path = Path()) -> Picture:
+        """Return a prepared picture, from memory where its content was seen before."""
+        content = _content_of(source, folder)
+        encoded = content if isinstance(content, bytes) else _pixels(content)
+        digest = hashlib.blake2b(encoded, digest_size=16)
+        digest.update(self.processor.fingerprint.encode())
+        key = digest.hexdigest()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+
+        image = open_picture(content) if isinstance(content, bytes) else content
+        picture = self.processor.prepare(image.convert("RGB"), key)
+        return self._keep(picture)
+
+    def _keep(self, picture: Picture) -> Picture:
+        with self._lock:
+            if picture.key in self._kept:  # another thread was faster
+                return self._kept[picture.key]
+            self._kept[picture.key] = picture
+            self._kept_bytes += _num_bytes(picture)
+            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                _, oldest = self._kept.popitem(last=False)
+                self._kept_bytes -= _num_bytes(oldest)
+        return picture
+
+    def _expanded(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
+        """Replace the placeholder of each picture by its tokens."""
+        token = self.processor.token_id
+        found = ids.count(token)
+        if found != len(pictures):
+            raise DataError(
+                f"the chat template writes {found} of its picture tokens "
+                f"('{self.processor.placeholder}') for {len(pictures)} images. Set "
+                "data.custom_chat_template to one that writes images, and keep this token out of "
+                "texts"
+            )
+        rest = iter(pictures)
+        expanded: list[int] = []
+        for each in ids:
+            if each == token:
+                expanded += next(rest).token_ids
+            else:
+                expanded.append(each)
+        return expanded
+
+
+def picture_parts(prompt: Any, images: Sequence[Any]) -> tuple[Messages, list[Any]]:
+    """Split contents into parts at their pictures; return messages and the sources of pictures.
+
+    Raises DataError where placeholders and images differ in number.
+    """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        as_messages(prompt)  # raises the error of a prompt that is none
+
+    # A message is checked as if its pictures were texts.
+    rest = iter(images)
+    placeholders = 0
+    messages: Messages = []
+    sources: list[Any] = []
+    checked = without_picture_parts(prompt)
+    for message, plain in zip(prompt, checked):
+        parts: list[dict[str, Any]] = []
+        for part in _parts(message.get("content")):
+            if part["type"] == _PART:
+                own = _own_source(part)
+                placeholders += own is None
+                source = next(rest, None) if own is None else own
+                sources.append(source)
+                part = {"type": _PART}
+            parts.append(part)
+        messages.append({**plain, "content": parts} if parts else plain)
+
+    if placeholders != len(images):
+        raise DataError(
+            f"has {placeholders} placeholders ({PLACEHOLDER}, or parts of type image) for "
+            f"{len(images)} images. Write one where each image belongs"
+        )
+    return messages, sources
+
+
+def open_picture(encoded: bytes) -> Any:
+    """Decode an image. Raises DataError for one that is damaged or has too many pixels."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(io.BytesIO(encoded))
+        pixels = image.width * image.height
+        limit = Image.MAX_IMAGE_PIXELS
+        if limit is not None and pixels > limit:
+            raise DataError(_too_large(f"{image.width} x {image.height}", limit))
+        image.load()
+    except Image.DecompressionBombError as error:
+        raise DataError(_too_large(str(error), Image.MAX_IMAGE_PIXELS)) from error
+    except UnidentifiedImageError as error:
+        raise DataError(
+            f"{len(encoded)} bytes are no image that pillow knows, they begin with "
+            f"{encoded[:16]!r}. Write it as PNG or JPEG"
+        ) from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"the image is damaged or not complete ({error}). Copy it again, or leave the row out"
+        ) from error
+    return image
+
+
+def _too_large(found: str, limit: int | None) -> str:
+    return (
+        f"an image may have {limit} pixels, got {found}. Make it smaller, or raise "
+        "PIL.Image.MAX_IMAGE_PIXELS in model.external_lib"
+    )
+
+
+def _content_of(source: Any, folder: Path) -> Any:
+    """Return the encoded bytes of an image, or an image of PIL."""
+    if isinstance(source, dict):
+        given = [source[key] for key in (*_SOURCES[::-1],) if source.get(key) is not None]
+        if not given:
+            raise DataError(f"expected one of the keys {', '.join(_SOURCES)}, got {list(source)}")
+        return _content_of(given[0], folder)
+    if isinstance(source, bytes | bytearray):
+        return bytes(source)
+    if isinstance(source, str):
+        return _read(source, folder)
+    if hasattr(source, "convert") and hasattr(source, "tobytes"):
+        return source
+    raise DataError(
+        "expected a path, bytes, a dict with bytes or path, or an image of PIL, got "
+        f"{type(source).__name__}: {str(source)[:60]!r}"
+    )
+
+
+def _read(source: str, folder: Path) -> bytes:
+    encoded = _BASE64.match(source)
+    if encoded is not None:
+        return base64.b64decode(source[encoded.end() :])
+    if source.startswith(("http://", "https://")):
+        raise DataError(
+            f"images are not fetched from the network in training, got {source[:80]!r}. Download "
+            "them, and give paths or bytes"
+        )
+    path = Path(source.removeprefix("file://")).expanduser()
+    places = [path] if path.is_absolute() else [folder / path, path]
+    for place in places:
+        if place.is_file():
+            return place.read_bytes()
+    looked = " and ".join(f"'{place}'" for place in dict.fromkeys(places))
+    raise DataError(f"there is no file {looked}. Correct the path, or write the image as bytes")
+
+
+def _pixels(image: Any) -> bytes:
+    image = image.convert("RGB")
+    return f"{image.size}".encode() + image.tobytes()
+
+
+def _parts(content: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a content: texts, split at placeholders, and images."""
+    for part in content if isinstance(content, list) else [content]:
+        if _is_picture(part):
+            yield {**part, "type": _PART}
+            continue
+        text = part.get("text") if isinstance(part, dict) else part
+        pieces = (text or "").split(PLACEHOLDER)
+        for number, piece in enumerate(pieces):
+            if number:
+                yield {"type": _PART}
+            if piece:
+                yield {"type": "text", "text": piece}
+
+
+def _is_picture(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    kind = part.get("type")
+    return kind in ("image", "image_url") or (kind is None and part.get("image") is not None)
+
+
+def _has_picture_parts(prompt: Any) -> bool:
+    for message in prompt if isinstance(prompt, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and any(map(_is_picture, content)):
+            return True
+    return False
+
+
+def without_picture_parts(prompt: Any) -> Messages:
+    """Return a prompt's messages as `as_messages` does, with an image where each part has one."""
+    if not isinstance(prompt, list):
+        return as_messages(prompt)
+    return as_messages([_without_pictures(message) for message in prompt])
+
+
+def _without_pictures(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    texts = [PLACEHOLDER if _is_picture(part) else part for part in content]
+    return {**message, "content": texts}
+
+
+def _own_source(part: dict[str, Any]) -> Any:
+    for key in _SOURCES:
+        value = part.get(key)
+        if value is not None:
+            return value
+    return None
+
+
+def _as_list(images: Any) -> list[Any]:
+    if images is None:
+        return []
+    if isinstance(images, list | tuple):
+        return list(images)
+    if hasattr(images, "tolist") and not hasattr(images, "tobytes"):
+        return images.tolist()
+    return [images]
+
+
+def _num_bytes(picture: Picture) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in picture.inputs.values())

@@ -1,0 +1,125 @@
+"""Pictures of a conversation: their tensors, their tokens, and the positions of these tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from verl.utils.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A picture as the model's processor prepared it. Rows and roles share one object.
+
+    `token_ids` replace the placeholder in a prompt. The model reads features of the picture at
+    those that equal `token_id`, the others are plain tokens around them.
+    """
+
+    key: str  # digest of the content and of the processor's settings
+    token_ids: tuple[int, ...]
+    token_id: int
+    inputs: Mapping[str, Tensor]  # arguments of the model's `get_image_features`
+    # Rows and columns of the tokens, where positions have three parts (Qwen-VL); else None.
+    grid: tuple[int, int] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens that get features."""
+        return self.token_ids.count(self.token_id)
+
+
+Pictures = tuple[Picture, ...]
+
+
+class Placed(NamedTuple):
+    """Features in N packed tokens: token `tokens[i]` gets row `rows[i]` of all features."""
+
+    pictures: Pictures  # each once; their features are joined in this order
+    tokens: Tensor  # (K,) int64
+    rows: Tensor  # (K,) int64
+
+
+def picture_tokens(ids: Tensor, pictures: Sequence[Picture], name: str) -> Tensor:
+    """Return the places (k,) of the tokens in a prompt's ids (P,) that get features.
+
+    Raises DataError, which begins with `name`, if their number is not that of the features.
+    """
+    expected = sum(picture.num_tokens for picture in pictures)
+    if not pictures:
+        return torch.empty(0, dtype=torch.int64)
+    places = (ids == pictures[0].token_id).nonzero().squeeze(1)
+    if len(places) != expected:
+        raise DataError(
+            f"{name}: the prompt has {len(places)} picture tokens (id {pictures[0].token_id}), its "
+            f"{len(pictures)} pictures have {expected} features. A prompt must not be cut or "
+            "encoded again after its pictures were read."
+        )
+    return places
+
+
+def three_part_positions(
+    length: int, places: Tensor, pictures: Sequence[Picture]
+) -> tuple[Tensor, int]:
+    """Return the positions (3, length) of a sequence with picture tokens at `places`.
+
+    Text advances all parts by 1 for each token. A picture of r rows and c columns of tokens has the
+    parts (start, start + row, start + column), and text goes on at start + max(r, c): the rule of
+    Qwen2-VL (arXiv:2409.12191, section 2.1).
+
+    The second value is the distance of position and place for all text after the last picture.
+    """
+    steps = torch.ones(length, dtype=torch.int64)
+    begin = 0
+    offsets = []  # within each picture, (3, tokens)
+    for picture in pictures:
+        assert picture.grid is not None
+        rows, columns = picture.grid
+        own = places[begin : begin + rows * columns]
+        begin += rows * columns
+        # The last token of a picture advances text by all that the picture takes.
+        steps[own] = 0
+        steps[own[-1]] = max(rows, columns)
+        row = torch.arange(rows).repeat_interleave(columns)
+        column = torch.arange(columns).repeat(rows)
+        offsets.append(torch.stack([torch.zeros_like(row), row, column]))
+
+    ends = steps.cumsum(0)
+    positions = (ends - steps).expand(3, -1).clone()
+    if offsets:
+        positions[:, places] += torch.cat(offsets, dim=1)
+    shift = int(ends[-1]) - length if length else 0
+    return positions, shift
+
+
+def place_pictures(
+    starts: Sequence[int], places: Sequence[Tensor], pictures: Sequence[Sequence[Picture]]
+) -> Placed | None:
+    """Join the picture tokens of packed sequences; None without any.
+
+    Args:
+        starts: the first packed token of each sequence.
+        places: the picture tokens within each, of all of its pictures.
+        pictures: the pictures of each, in the order of their tokens.
+    """
+    first_row: dict[str, int] = {}
+    once: list[Picture] = []
+    tokens: list[Tensor] = []
+    rows: list[Tensor] = []
+    total = 0
+
+    for start, own_places, own in zip(starts, places, pictures):
+        tokens.append(own_places + start)
+        for picture in own:
+            if picture.key not in first_row:
+                first_row[picture.key] = total
+                once.append(picture)
+                total += picture.num_tokens
+            row = first_row[picture.key]
+            rows.append(torch.arange(row, row + picture.num_tokens))
+
+    if not once:
+        return None
+    return Placed(tuple(once), torch.cat(tokens), torch.cat(rows))

@@ -1,0 +1,140 @@
+"""The picture part of a model's own processor: from an image to tensors and tokens."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.processing_auto import (
+    PROCESSOR_MAPPING_NAMES,
+    processor_class_from_name,
+)
+
+from verl.models.load import load_model_config, resolve_path
+from verl.models.pictures import Picture
+from verl.models.vision import family_of, reads_pictures
+from verl.utils.errors import DataError, ModelError
+from verl.utils.imports import require
+
+# Outputs of a processor that are not read by the vision tower.
+_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+class PictureProcessor:
+    """Prepares pictures one by one, by the model's own processor.
+
+    A prompt has one placeholder for each picture, the token `token_id`; `Picture.token_ids`
+    replace it.
+    """
+
+    def __init__(self, processor: Any, config: PreTrainedConfig) -> None:
+        self.processor = processor
+        self.family = family_of(config)
+        self.token_id: int = config.image_token_id  # pyright: ignore[reportAttributeAccessIssue]
+        self.placeholder: str = processor.tokenizer.convert_ids_to_tokens(self.token_id)
+        settings = json.dumps(processor.image_processor.to_dict(), sort_keys=True, default=str)
+        text = f"{type(processor).__name__} {settings} {self.token_id}"
+        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def prepare(self, image: Any, key: str) -> Picture:
+        """Prepare one RGB image of PIL. Raises DataError if the processor refuses it."""
+        try:
+            output = self.processor(
+                text=[self.placeholder],
+                images=[image],
+                add_special_tokens=False,
+                return_tensors="pt",
+            )
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            raise DataError(
+                f"the model's processor refuses a picture of {image.width} x {image.height} "
+                f"pixels: {error}"
+            ) from error
+
+        ids = tuple(output["input_ids"][0].tolist())
+        inputs: dict[str, torch.Tensor] = {}
+        for name, value in output.items():
+            if name not in _OF_TEXT:
+                inputs[name] = torch.as_tensor(value)
+
+        grid = None
+        if self.family.three_parts:
+            merge = self.processor.image_processor.merge_size
+            _, rows, columns = inputs["image_grid_thw"][0].tolist()
+            grid = (rows // merge, columns // merge)
+        return Picture(key=key, token_ids=ids, token_id=self.token_id, inputs=inputs, grid=grid)
+
+
+def load_picture_processor(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> PictureProcessor | None:
+    """Load the processor of a model; None if the model reads text alone.
+
+    A tokenizer without a chat template gets the processor's. Needs pillow; the faster torchvision
+    is used where it is installed.
+    """
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    if not reads_pictures(config):
+        return None
+    require("PIL.Image", "Reading pictures", "pip install 'verl[vision]'")
+    source = resolve_path(path)
+    if tokenizer.convert_ids_to_tokens(config.image_token_id) is None:  # pyright: ignore
+        raise ModelError(
+            f"The model in '{source}' reads pictures at token {config.image_token_id}, which its "  # pyright: ignore
+            "tokenizer does not have. Use the tokenizer that belongs to the model."
+        )
+
+    try:
+        images = AutoImageProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
+        kind: Any = processor_class_from_name(str(PROCESSOR_MAPPING_NAMES[config.model_type]))
+        settings = _settings(kind, source)
+        processor = _of_images_alone(kind)(image_processor=images, tokenizer=tokenizer, **settings)
+    except ImportError as error:
+        raise ModelError(
+            f"Cannot load the processor of pictures from '{source}': {error}"
+        ) from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"Cannot load the processor of pictures from '{source}': {error}. Copy "
+            f"{' or '.join(_SETTINGS_FILES)} of the model there."
+        ) from error
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = processor.chat_template
+    return PictureProcessor(processor, config)
+
+
+def _of_images_alone(kind: Any) -> Any:
+    """Derive a processor that does without a processor of videos, which would need torchvision."""
+
+    class WithoutVideos(kind):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument is None:
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    WithoutVideos.__name__ = kind.__name__
+    return WithoutVideos
+
+
+def _settings(kind: Any, source: str) -> dict[str, Any]:
+    """Return the arguments of a processor class, in addition to its parts."""
+    settings: dict[str, Any] = {}
+    parts = kind.get_attributes()
+    values, _ = kind.get_processor_dict(source) if _has_settings(source) else ({}, {})
+    for name, value in values.items():
+        if name not in ("processor_class", "auto_map", *parts):
+            settings[name] = value
+    if "video_processor" in parts:
+        settings["video_processor"] = None
+    return settings
+
+
+def _has_settings(source: str) -> bool:
+    folder = Path(source)
+    if not folder.is_dir():
+        return True
+    files = ("processor_config.json", "chat_template.json", "chat_template.jinja")
+    return any((folder / name).is_file() for name in files)

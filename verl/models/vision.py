@@ -1,0 +1,274 @@
+"""Language models that read pictures: their parts, and the inputs of their language model.
+
+transformers' own modules compute everything. A packed forward calls the vision tower once for each
+picture of the batch, writes the features over the embeddings of the picture's tokens, and runs the
+language model from these embeddings, with positions that were computed with the batch. The model's
+own `forward` is not used, because it keeps `rope_deltas` between calls, and takes every token with
+the picture's id for a picture, also one that the policy drew.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from verl.models.pictures import Picture, Placed
+from verl.utils.devices import send
+from verl.utils.errors import ModelError
+
+# Attention within the vision tower: bidirectional, within one picture.
+VISION_ATTENTION = "sdpa"
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's pictures become features.
+
+    `example` makes the inputs and the grid of a small random picture, for the check at load.
+    """
+
+    example: Callable[[Any, torch.Generator], tuple[dict[str, Tensor], tuple[int, int] | None]]
+    three_parts: bool = False  # positions
+    one_picture: bool = False  # the processor treats pictures of a row of several differently
+
+
+def _qwen_example(
+    config: Any, generator: torch.Generator
+) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    vision = config.vision_config
+    merge = vision.spatial_merge_size
+    rows, columns = 2, 3
+    grid = (rows * merge, columns * merge)
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    width = channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.randn(grid[0] * grid[1], width, generator=generator)
+    return {
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, *grid]]),
+    }, (rows, columns)
+
+
+def _square(config: Any) -> tuple[int, int]:
+    size = config.vision_config.image_size
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _tile_example(config: Any, generator: torch.Generator) -> tuple[dict[str, Tensor], None]:
+    height, width = _square(config)
+    return {"pixel_values": torch.randn(1, 3, height, width, generator=generator)}, None
+
+
+def _smolvlm_example(config: Any, generator: torch.Generator) -> tuple[dict[str, Tensor], None]:
+    inputs, _ = _tile_example(config, generator)
+    return {"pixel_values": inputs["pixel_values"][None]}, None
+
+
+def _llava_example(config: Any, generator: torch.Generator) -> tuple[dict[str, Tensor], None]:
+    height, width = _square(config)
+    return {
+        "pixel_values": torch.randn(1, 2, 3, height, width, generator=generator),
+        "image_sizes": torch.tensor([[height, width]]),
+    }, None
+
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen2_vl": Family(_qwen_example, three_parts=True),
+    "qwen2_5_vl": Family(_qwen_example, three_parts=True),
+    "qwen3_vl": Family(_qwen_example, three_parts=True),
+    "internvl": Family(_tile_example),
+    "smolvlm": Family(_smolvlm_example),
+    "llava_onevision": Family(_llava_example, one_picture=True),
+}
+
+
+@torch.no_grad()
+def example_picture(model: PreTrainedModel, seed: int = 0) -> Picture:
+    """Make a small picture of random pixels, with as many tokens as the model gives it features."""
+    config: Any = model.config
+    generator = torch.Generator().manual_seed(seed)
+    inputs, grid = family_of(config).example(config, generator)
+    draft = Picture(key=f"example {seed}", token_ids=(), token_id=0, inputs=inputs, grid=grid)
+    features, _ = picture_features(model, [draft])
+    token = config.image_token_id
+    return replace(draft, token_id=token, token_ids=(token,) * len(features))
+
+
+def reads_pictures(config: PreTrainedConfig) -> bool:
+    """Return whether a model of this configuration has a vision tower."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """Return the family of a model with a vision tower. Raises ModelError for an unknown one."""
+    known = FAMILIES.get(config.model_type)
+    if known is None:
+        reason = ""
+        if config.model_type.startswith("gemma"):
+            reason = " (its picture tokens see one another, which packed attention does not do)"
+        raise ModelError(
+            f"The family '{config.model_type}' reads pictures in a way that is not supported"
+            f"{reason}. Supported with pictures: {', '.join(FAMILIES)}. For text alone, give the "
+            "folder of its language model."
+        )
+    return known
+
+
+def text_body(model: PreTrainedModel) -> nn.Module:
+    """Return the module from tokens or embeddings to hidden states: that of the language alone."""
+    if not reads_pictures(model.config):
+        return model.base_model
+    body: Any = model.base_model
+    return body.get_decoder()
+
+
+def vision_parts(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules around the language model: vision tower and connector."""
+    if not reads_pictures(model.config):
+        return []
+    text = text_body(model)
+    return [part for part in model.base_model.children() if part is not text]
+
+
+def attention_settings(config: PreTrainedConfig, implementation: str) -> str | dict[str, str]:
+    """Return the attention of a model for transformers: vision towers keep one of its own."""
+    if not reads_pictures(config):
+        return implementation
+    text = config.get_text_config()
+    settings = {"": implementation}
+    for name in config.sub_configs:
+        part = getattr(config, name)
+        settings[name] = implementation if part is text else VISION_ATTENTION
+    return settings
+
+
+def language_parts(root: nn.Module) -> list[PreTrainedModel]:
+    """Return the transformers models within `root`, itself included, except vision towers."""
+    parts = [part for part in root.modules() if isinstance(part, PreTrainedModel)]
+    towers: set[int] = set()
+    for part in parts:
+        for tower in vision_parts(part):
+            towers |= {id(module) for module in tower.modules()}
+    return [part for part in parts if id(part) not in towers]
+
+
+def picture_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the parameters that only pictures use."""
+    if not reads_pictures(model.config):
+        return []
+    of_text = {id(parameter) for parameter in text_body(model).parameters()}
+    return [each for each in model.base_model.parameters() if id(each) not in of_text]
+
+
+def freeze_vision_tower(model: PreTrainedModel) -> None:
+    """Exclude the vision tower from training; a connector of its own is trained."""
+    towers = [part for part in vision_parts(model) if isinstance(part, PreTrainedModel)]
+    if not towers:
+        raise ModelError(
+            f"freeze_vision_tower=true needs a model that reads pictures, got the family "
+            f"'{model.config.model_type}'. Set it to false."
+        )
+    for tower in towers:
+        tower.requires_grad_(False)
+
+
+def picture_features(
+    model: PreTrainedModel, pictures: Sequence[Picture]
+) -> tuple[Tensor, list[Tensor]]:
+    """Run the vision tower: features (F, H) of all pictures, and those that layers add to states.
+
+    The second value is not empty for families with DeepStack (Qwen3-VL): (F, H) for each of the
+    first layers.
+    """
+    body: Any = model.base_model
+    inputs = _joined_inputs(pictures, next(model.parameters()).device)
+    # Frozen towers keep nothing for a backward pass.
+    trained = any(parameter.requires_grad for parameter in picture_parameters(model))
+    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+        output = body.get_image_features(**inputs, return_dict=True)
+    features = _rows(output.pooler_output)
+    deep = getattr(output, "deepstack_features", None) or []
+    return features, [_rows(layer) for layer in deep]
+
+
+def model_arguments(
+    model: PreTrainedModel, ids: Tensor, pictures: Sequence[Picture]
+) -> dict[str, Tensor]:
+    """Return the arguments of transformers' own `forward` or `generate` for a batch of ids (b, T).
+
+    `pictures` are those of all rows, in the order of their tokens.
+    """
+    device = torch.device(model.device)  # pyright: ignore[reportArgumentType]
+    arguments = {"input_ids": ids.to(device)}
+    if not pictures:
+        return arguments
+    arguments |= _joined_inputs(pictures, device)
+    if pictures[0].grid is not None:
+        arguments["mm_token_type_ids"] = (ids == pictures[0].token_id).int().to(device)
+    return arguments
+
+
+def _joined_inputs(pictures: Sequence[Picture], device: torch.device) -> dict[str, Tensor]:
+    inputs: dict[str, Tensor] = {}
+    for name in pictures[0].inputs:
+        parts = [picture.inputs[name] for picture in pictures]
+        inputs[name] = send(_joined(parts), device)
+    return inputs
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Join along the first dimension; tiles of fewer parts are filled up with zeros."""
+    if len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(parts)
+    most = max(part.shape[1] for part in parts)
+    filled = []
+    for part in parts:
+        room = part.new_zeros(part.shape[0], most - part.shape[1], *part.shape[2:])
+        filled.append(torch.cat([part, room], dim=1))
+    return torch.cat(filled)
+
+
+def _rows(features: Any) -> Tensor:
+    """Return features as (F, H): transformers gives a list for each picture, or (tiles, n, H)."""
+    if isinstance(features, Tensor):
+        return features.reshape(-1, features.shape[-1])
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in features])
+
+
+def language_inputs(
+    model: PreTrainedModel, ids: Tensor, placed: Placed | None
+) -> dict[str, Tensor | list[Tensor]]:
+    """Return the arguments of `text_body` for N packed tokens, apart from positions.
+
+    Without pictures these are the ids alone, as for a model of text.
+    """
+    if placed is None:
+        if not (torch.is_grad_enabled() and reads_pictures(model.config)):
+            return {"input_ids": ids[None]}
+        return _without_pictures(model, ids)
+
+    features, deep = picture_features(model, placed.pictures)
+    embeddings = model.get_input_embeddings()(ids)
+    features = features.to(embeddings.dtype)
+    embeddings = embeddings.index_copy(0, placed.tokens, features.index_select(0, placed.rows))
+    inputs: dict[str, Tensor | list[Tensor]] = {"inputs_embeds": embeddings[None]}
+    if deep:
+        is_picture = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        is_picture[placed.tokens] = True
+        # The language model adds row i to the i-th picture token.
+        order = placed.rows[placed.tokens.argsort()]
+        inputs["visual_pos_masks"] = is_picture[None]
+        inputs["deepstack_visual_embeds"] = [layer.index_select(0, order) for layer in deep]
+    return inputs
+
+
+def _without_pictures(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor | list[Tensor]]:
+    """Give a trained vision tower a gradient of zero, so that all ranks reduce the same tensors."""
+    trained = [each for each in picture_parameters(model) if each.requires_grad]
+    if not trained:
+        return {"input_ids": ids[None]}
+    nothing = torch.stack([each.sum() * 0 for each in trained]).sum()
+    embeddings = model.get_input_embeddings()(ids)
+    return {"inputs_embeds": (embeddings + nothing.to(embeddings.dtype))[None]}
