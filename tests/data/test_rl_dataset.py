@@ -92,7 +92,7 @@ def test_reserved_column_is_dropped(parquet, tokenizer):
         ({"extra_info": [1]}, r"row 1, column 'extra_info': must be a dict, got list"),
         (
             {"images": [{"bytes": "x"}], "prompt": "<image>Hi"},
-            r"row 1, column 'images': must be empty, .* text only in this version, got list",
+            r"row 1, column 'images': must be empty, .* does not read it, got list",
         ),
         ({"videos": ["a.mp4"]}, r"row 1, column 'videos': must be empty"),
         (

@@ -117,6 +117,9 @@ class ActorConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     grad_clip: float = setting(1.0, "largest L2 norm of the gradient", above=0)
+    freeze_vision_tower: bool = setting(
+        False, "models that read pictures: train all but the vision tower"
+    )
     ulysses_sequence_parallel_size: int = setting(
         1, "ranks that share the tokens of a sequence", above=0
     )

@@ -5,8 +5,7 @@ from typing import Any
 
 from verl.config.setting import setting
 
-_TEXT_ONLY = "images and videos are not read in this version"
-_REFUSED = "a row that has any is an error, because models read text only in this version"
+_IN_MEMORY = "the latest prepared images always stay in memory"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,9 +99,15 @@ class DataConfig:
     custom_chat_template: str | None = setting(
         None, "Jinja chat template", alias_of="actor_rollout_ref.model.custom_chat_template"
     )
-    image_key: str = setting("images", f"column of images; {_REFUSED}")
-    video_key: str = setting("videos", f"column of videos; {_REFUSED}")
-    return_multi_modal_inputs: bool = setting(True, "keep processed images", no_effect=_TEXT_ONLY)
+    image_key: str = setting(
+        "images",
+        (
+            "column of images: paths, bytes, {bytes, path} or PIL; <image> in a message stands for "
+            "the next one; an error with a model that reads text alone"
+        ),
+    )
+    video_key: str = setting("videos", "column of videos; a row that has any is an error")
+    return_multi_modal_inputs: bool = setting(True, "keep processed images", no_effect=_IN_MEMORY)
     trust_remote_code: bool = setting(
         False, "run Python code that comes with a tokenizer (model.trust_remote_code does too)"
     )

@@ -63,6 +63,7 @@ class SFTDataConfig:
     max_token_len_per_gpu: int | None = as_in(ActorConfig, "ppo_max_token_len_per_gpu")
     prompt_key: str = setting("question", "column with the prompt: a text, or a list of messages")
     response_key: str = setting("answer", "column with the answer, a text")
+    image_key: str = as_in(DataConfig, "image_key")
     prompt_dict_keys: list[str] | None = setting(
         None, "where in the prompt column: keys of nested dicts, outermost first"
     )
@@ -108,6 +109,7 @@ class SFTModelConfig(ModelConfig):
     )
     strategy: str = as_in(ActorConfig, "strategy")
     use_torch_compile: bool | None = as_in(ActorConfig, "use_torch_compile")
+    freeze_vision_tower: bool = as_in(ActorConfig, "freeze_vision_tower")
     fsdp_config: SFTFSDPConfig = field(default_factory=SFTFSDPConfig)
 
 
@@ -181,6 +183,7 @@ SHARED = SharedKeys(
         ("model.fsdp_config.", "actor_rollout_ref.actor.fsdp_config."),
         ("model.strategy", "actor_rollout_ref.actor.strategy"),
         ("model.use_torch_compile", "actor_rollout_ref.actor.use_torch_compile"),
+        ("model.freeze_vision_tower", "actor_rollout_ref.actor.freeze_vision_tower"),
         ("model.", "actor_rollout_ref.model."),
         ("optim.clip_grad", "actor_rollout_ref.actor.grad_clip"),
         ("optim.", "actor_rollout_ref.actor.optim."),

@@ -9,6 +9,7 @@ from verl.utils.logging import logger
 
 TOY = "toy"
 CALCULATOR = "calculator"
+SHAPES = "shapes"
 _TOOL = Path(__file__).parents[1] / "agents" / "tools" / "calculator.py"
 
 # For the ten prompts, whatever model answers them.
@@ -56,10 +57,27 @@ CALCULATOR_DATA_DEFAULTS: dict[str, Any] = {
     "trainer.experiment_name": "calculator",
     "trainer.total_training_steps": 60,
 }
+# For the shapes, whatever model answers them.
+SHAPES_DATA_DEFAULTS: dict[str, Any] = {
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.model.path": SHAPES,
+    "actor_rollout_ref.rollout.n": 8,
+    "data.train_batch_size": 32,
+    "data.max_prompt_length": 64,
+    "data.max_response_length": 4,
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+    "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+    "actor_rollout_ref.rollout.val_kwargs.n": 4,
+    "trainer.test_freq": 20,
+    "trainer.project_name": "shapes",
+    "trainer.experiment_name": "shapes",
+    "trainer.total_training_steps": 100,
+}
 # Data set and its packaged model have the same name.
 _DEFAULTS = {
     TOY: (TOY_DATA_DEFAULTS, TOY_MODEL_DEFAULTS),
     CALCULATOR: (CALCULATOR_DATA_DEFAULTS, TOY_MODEL_DEFAULTS),
+    SHAPES: (SHAPES_DATA_DEFAULTS, TOY_MODEL_DEFAULTS),
 }
 
 

@@ -79,8 +79,8 @@ def _text_of_part(number: int, part: Any) -> str:
     kind = part.get("type") or next(iter(given), "text")
     if kind != "text" or given:
         raise DataError(
-            f"message {number} has a part of type '{kind}', but models read text only in this "
-            "version. Leave the row out, or keep only its text parts"
+            f"message {number} has a part of type '{kind}', which this model does not read. Leave "
+            "the row out, or keep only its text parts"
         )
 
     text = part.get("text")

@@ -146,9 +146,9 @@ def refuse_media(file: str | Path, rows: Rows, column: str) -> None:
         is_empty = value is None or (isinstance(value, (list, dict, str, bytes)) and not value)
         if not is_empty:
             raise DataError(
-                f"{file}, row {number}, column '{column}': must be empty, because models read text "
-                f"only in this version, got {type(value).__name__}. Leave such rows out, or the "
-                "column if the text is complete without it."
+                f"{file}, row {number}, column '{column}': must be empty, because this model does "
+                f"not read it, got {type(value).__name__}. Leave such rows out, or the column if "
+                "the text is complete without it, or give a model that reads images."
             )
 
 

@@ -50,21 +50,27 @@ class PictureReader:
             images: the row's images, see `open_picture`; one or a list, or None.
             folder: where relative paths begin.
         """
-        given = _as_list(images)
-        if not given and not _has_picture_parts(prompt):
-            messages = as_messages(prompt)
-            return apply_chat_template(self.tokenizer, messages), messages, ()
+        messages, sources = messages_and_images(prompt, images)
+        pictures = self.prepare_all(sources, folder)
+        ids = apply_chat_template(self.tokenizer, messages)
+        for place, tokens in reversed(self.expanded_places(ids, pictures)):
+            ids[place : place + 1] = tokens
+        return ids, messages, pictures
 
-        messages, sources = picture_parts(prompt, given)
+    def prepare_all(self, sources: Sequence[Any], folder: Path) -> Pictures:
+        """Prepare the pictures of a row. Raises DataError with the number of a bad one."""
         pictures: list[Picture] = []
         for number, source in enumerate(sources):
             try:
                 pictures.append(self.prepare(source, folder))
             except DataError as error:
                 raise DataError(f"image {number} of the row: {error}") from error
-
-        ids = apply_chat_template(self.tokenizer, messages)
-        return self._expanded(ids, pictures), messages, tuple(pictures)
+        if self.processor.family.one_picture and len(pictures) > 1:
+            raise DataError(
+                f"has {len(pictures)} images, but this model's family is supported with one image "
+                "a row. Leave the row out, or join the images to one"
+            )
+        return tuple(pictures)
 
     def prepare(self, source: Any, folder: Path = Path()) -> Picture:
         """Return a prepared picture, from memory where its content was seen before."""
@@ -93,25 +99,33 @@ class PictureReader:
                 self._kept_bytes -= _num_bytes(oldest)
         return picture
 
-    def _expanded(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
-        """Replace the placeholder of each picture by its tokens."""
+    def expanded_places(
+        self, ids: list[int], pictures: Sequence[Picture]
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the place of each picture's placeholder, and the tokens that replace it."""
         token = self.processor.token_id
-        found = ids.count(token)
-        if found != len(pictures):
+        places = [place for place, each in enumerate(ids) if each == token]
+        if len(places) != len(pictures):
+            found = len(places)
             raise DataError(
                 f"the chat template writes {found} of its picture tokens "
                 f"('{self.processor.placeholder}') for {len(pictures)} images. Set "
                 "data.custom_chat_template to one that writes images, and keep this token out of "
                 "texts"
             )
-        rest = iter(pictures)
-        expanded: list[int] = []
-        for each in ids:
-            if each == token:
-                expanded += next(rest).token_ids
-            else:
-                expanded.append(each)
-        return expanded
+        return [(place, picture.token_ids) for place, picture in zip(places, pictures)]
+
+
+def messages_and_images(prompt: Any, images: Any) -> tuple[Messages, tuple[Any, ...]]:
+    """Return the messages of a row, and its images at their places. Most rows have none.
+
+    `images` is the row's image column: one image, a list of them, or None.
+    """
+    given = _as_list(images)
+    if not given and not _has_picture_parts(prompt):
+        return as_messages(prompt), ()
+    messages, sources = picture_parts(prompt, given)
+    return messages, tuple(sources)
 
 
 def picture_parts(prompt: Any, images: Sequence[Any]) -> tuple[Messages, list[Any]]:

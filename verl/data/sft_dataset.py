@@ -3,9 +3,10 @@
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import repeat, takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from verl.data.files import (
     refuse_media,
     require_column,
 )
+from verl.data.pictures import PictureReader, messages_and_images
 from verl.protocol import DataProto
 from verl.utils.errors import DataError
 from verl.utils.logging import logger
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK = 1000  # conversations tokenized in one call
-_MEDIA_COLUMNS = ("images", "videos")
+_VIDEOS = "videos"  # column that is refused
 # A template that marks the assistant's text itself.
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -50,6 +52,7 @@ class Conversation(NamedTuple):
     messages: Messages
     first_learnt: int
     template_arguments: dict[str, Any]
+    images: tuple[Any, ...] = ()  # in the order of their parts in the messages
 
 
 class Rendered(NamedTuple):
@@ -64,6 +67,7 @@ class Example(NamedTuple):
 
     ids: np.ndarray
     learnt: np.ndarray
+    images: tuple[Any, ...] = ()
 
 
 def render(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> Rendered:
@@ -76,7 +80,7 @@ def render(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> 
     Raises DataError if the template refuses the messages, or writes a turn differently when others
     follow.
     """
-    messages, first, arguments = conversation
+    messages, first, arguments, _ = conversation
     turns = []
     for number in range(first, len(messages)):
         if messages[number]["role"] == "assistant":
@@ -110,7 +114,7 @@ def _text(
 def _render_marked(
     tokenizer: "PreTrainedTokenizerBase", template: str, conversation: Conversation, turns: int
 ) -> Rendered:
-    messages, first, arguments = conversation
+    messages, first, arguments, _ = conversation
     rendered: Any = render_jinja_template(
         conversations=[messages],
         chat_template=template,
@@ -249,24 +253,32 @@ class SFTDataset(Dataset):
         config: SFTDataConfig,
         *,
         split: str = "train",
+        pictures: PictureReader | None = None,
     ) -> None:
         """Read and tokenize all rows.
 
         Args:
             data_files: a path or a list of paths.
             split: "train" or "val", to select from folders of several splits.
+            pictures: reads the images of rows; None: a row that has any is an error.
         """
         self.config = config
         self.tokenizer = tokenizer
+        self.pictures = pictures
+        # by row: its images, and the folder where their paths begin
+        self._images: dict[int, tuple[tuple[Any, ...], Path]] = {}
         started = time.perf_counter()
         examples: list[Example] = []
         self._names: list[str] = []
         for file in as_file_list(data_files):
             rows = open_rows(file, split)
-            for column in _MEDIA_COLUMNS:
-                refuse_media(file, rows, column)
+            if pictures is None:
+                refuse_media(file, rows, config.image_key)
+            refuse_media(file, rows, _VIDEOS)
             for number, example in enumerate(self._examples(file, rows)):
                 self._names.append(f"{file}, row {number}")
+                if example.images:
+                    self._images[len(examples)] = example.images, Path(file).parent
                 examples.append(self._cut(self._names[-1], example))
 
         self._ends = np.cumsum([len(example.ids) for example in examples])
@@ -289,12 +301,18 @@ class SFTDataset(Dataset):
         ids = self._ids[start:end]
         learnt = self._learnt[start:end]
         first = int(learnt.argmax())
-        return {
+        values = {
             "raw_prompt_ids": ids[:first].tolist(),
             "response_ids": ids[first:].tolist(),
             "learnt": learnt[first:].tolist(),
             "uid": self._names[item],
         }
+        if self.pictures is not None:
+            images, folder = self._images.get(item, ((), Path()))
+            with errors_at(self._names[item]):
+                prepared = self.pictures.prepare_all(images, folder)
+            values["prepared_pictures"] = prepared
+        return values
 
     @property
     def fingerprint(self) -> str:
@@ -310,7 +328,38 @@ class SFTDataset(Dataset):
     def _examples(self, file: str, rows: Rows) -> Iterator[Example]:
         read = self._dialogues if self.config.multiturn.enable else self._pairs
         conversations = read(file, rows)
-        return encoded_in_chunks(file, conversations, partial(encode, self.tokenizer), chunk=_CHUNK)
+        encode_many = partial(self._encode, Path(file).parent)
+        return encoded_in_chunks(file, conversations, encode_many, chunk=_CHUNK)
+
+    def _encode(self, folder: Path, conversations: Sequence[Conversation]) -> list[Example]:
+        """Tokenize conversations, with the tokens of their pictures."""
+        examples = encode(self.tokenizer, conversations)
+        if self.pictures is None:
+            return examples
+        pictured = []
+        for conversation, example in zip(conversations, examples):
+            ids, learnt, _ = example
+            pictures = self.pictures.prepare_all(conversation.images, folder)
+            places = self.pictures.expanded_places(ids.tolist(), pictures)
+            first = int(learnt.argmax())
+            last = max((place for place, _ in places), default=-1)
+            if last >= first and learnt.any():
+                raise DataError(
+                    "has an image after the first answer that is learnt. Make a row of each answer "
+                    "(data.prompt_key: the messages before it, data.response_key: the answer)"
+                )
+            for place, tokens in reversed(places):
+                ids = np.concatenate([ids[:place], np.int32(tokens), ids[place + 1 :]])
+                plain = np.zeros(len(tokens), dtype=bool)
+                learnt = np.concatenate([learnt[:place], plain, learnt[place + 1 :]])
+            pictured.append(Example(ids, learnt, conversation.images))
+        return pictured
+
+    def _messages(self, prompt: Any, images: Any) -> tuple[Messages, tuple[Any, ...]]:
+        """Return messages, and the images at their places."""
+        if self.pictures is None:
+            return as_messages(prompt), ()
+        return messages_and_images(prompt, images)
 
     def _pairs(self, file: str, rows: Rows) -> Iterator[Conversation]:
         config = self.config
@@ -318,9 +367,11 @@ class SFTDataset(Dataset):
         require_column(file, rows, config.response_key, "data.response_key")
         prompts = rows.column(config.prompt_key)
         answers = rows.column(config.response_key)
-        for number, (prompt, answer) in enumerate(zip(prompts, answers)):
+        columns = zip(prompts, answers, self._image_column(rows))
+        for number, (prompt, answer, images) in enumerate(columns):
             with errors_at(f"{file}, row {number}, column '{config.prompt_key}'"):
-                messages = as_messages(_inner(prompt, config.prompt_dict_keys))
+                prompt = _inner(prompt, config.prompt_dict_keys)
+                messages, sources = self._messages(prompt, images)
             with errors_at(f"{file}, row {number}, column '{config.response_key}'"):
                 answer = _inner(answer, config.response_dict_keys)
                 if not isinstance(answer, str) or not answer:
@@ -328,7 +379,11 @@ class SFTDataset(Dataset):
                 check_text(answer)
 
             whole = [*messages, {"role": "assistant", "content": answer}]
-            yield Conversation(whole, len(messages), {})
+            yield Conversation(whole, len(messages), {}, sources)
+
+    def _image_column(self, rows: Rows) -> Iterable[Any]:
+        has_images = self.pictures is not None and self.config.image_key in rows.columns
+        return rows.column(self.config.image_key) if has_images else repeat(None)
 
     def _dialogues(self, file: str, rows: Rows) -> Iterator[Conversation]:
         keys = self.config.multiturn
@@ -336,22 +391,23 @@ class SFTDataset(Dataset):
         optional = {"tools": keys.tools_key, "enable_thinking": keys.enable_thinking_key}
         given = {name: column for name, column in optional.items() if column in rows.columns}
         columns = [rows.column(column) for column in (keys.messages_key, *given.values())]
-        for number, (messages, *values) in enumerate(zip(*columns)):
+        columns.append(self._image_column(rows))
+        for number, (messages, *values, images) in enumerate(zip(*columns)):
             with errors_at(f"{file}, row {number}, column '{keys.messages_key}'"):
                 if isinstance(messages, str):
                     raise DataError(f"must be a list of messages, got a text: {messages[:80]!r}")
-                messages = as_messages(messages)
+                messages, sources = self._messages(messages, images)
 
             arguments = {name: value for name, value in zip(given, values) if value is not None}
-            yield Conversation(messages, 0, arguments)
+            yield Conversation(messages, 0, arguments, sources)
 
     def _cut(self, name: str, example: Example) -> Example:
         limit = self.config.max_length
         side = self.config.truncation
-        ids, learnt = example
+        ids, learnt, images = example
         long = len(ids) > limit
         if long:
-            if side == "error":
+            if side == "error" or images:  # a cut could go through a picture
                 raise DataError(
                     f"{name}: {len(ids)} tokens, data.max_length allows {limit}. Raise it, leave "
                     "the row out, or set data.truncation=left or right, which names the side to "
@@ -367,7 +423,7 @@ class SFTDataset(Dataset):
             if long:
                 why = f"within data.max_length={limit}, data.truncation={side}"
             raise DataError(f"{name}: no token to learn ({why}). Leave the row out.")
-        return Example(ids, learnt)
+        return Example(ids, learnt, images)
 
 
 def pad_examples(batch: DataProto) -> DataProto:
@@ -392,7 +448,10 @@ def pad_examples(batch: DataProto) -> DataProto:
         learnt[row, width : own.stop] = torch.tensor(mask, dtype=torch.int64)
 
     tensors = {"input_ids": ids, "attention_mask": attention, "response_mask": learnt[:, width:]}
-    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": columns["uid"]})
+    kept = {"uid": columns["uid"]}
+    if "prepared_pictures" in columns:
+        kept["prepared_pictures"] = columns["prepared_pictures"]
+    return DataProto.from_dict(tensors=tensors, non_tensors=kept)
 
 
 def _inner(value: Any, keys: Sequence[str] | None) -> Any:

@@ -2,10 +2,13 @@
 
 `toy`: ten sums with one right answer each, and a model that gives it a third of the time.
 `calculator`: products of two three-digit numbers, which need the packaged tool; with five demos
-for a supervised start. `examples/toy` has the scripts that made them.
+for a supervised start. `shapes`: pictures with a question, see `verl.data.shapes`. `examples/toy`
+has the scripts that made them.
 """
 
 from pathlib import Path
+
+from verl.data.shapes import SHAPES, shapes_file
 
 _FOLDER = Path(__file__).parent
 
@@ -20,16 +23,18 @@ _FILES = {
     (CALCULATOR, "train"): _FOLDER / "calculator" / "train.jsonl",
     (CALCULATOR, "val"): _FOLDER / "calculator" / "test.jsonl",
 }
-PACKAGED = tuple(dict.fromkeys(name for name, _ in _FILES))
+PACKAGED = (*dict.fromkeys(name for name, _ in _FILES), SHAPES)
 
 
 def packaged_files(name: str, split: str) -> list[str]:
     """Return the files of a packaged set, as `RLDataset` takes them.
 
     Args:
-        name: "toy" or "calculator".
+        name: "toy", "calculator" or "shapes".
         split: "train" or "val". The toy set validates on itself.
     """
+    if name == SHAPES:
+        return [shapes_file(split)]
     return [str(_FILES[name, split])]
 
 

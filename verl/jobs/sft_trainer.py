@@ -50,10 +50,13 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         self.pool = join_pool(train, self.device)
         self.tokenizer = tokenizer or setup.build_tokenizer(train)
         data = config.data
+        pictures = setup.build_picture_reader(train, self.tokenizer)
         if train_dataset is None:
-            train_dataset = SFTDataset(data.train_files, self.tokenizer, data)
+            train_dataset = SFTDataset(data.train_files, self.tokenizer, data, pictures=pictures)
         if val_dataset is None and data.val_files:
-            val_dataset = SFTDataset(data.val_files, self.tokenizer, data, split="val")
+            val_dataset = SFTDataset(
+                data.val_files, self.tokenizer, data, split="val", pictures=pictures
+            )
 
         self.train_loader = RLDataLoader(
             train_dataset,

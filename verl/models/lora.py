@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from verl.distributed.fsdp import full_tensor, shard_like
+from verl.models.vision import reads_pictures, vision_parts
 from verl.utils.errors import CheckpointError, ModelError
 from verl.utils.imports import require
 from verl.utils.json_text import parse_json
@@ -55,7 +56,7 @@ def apply_lora(
         model: a causal LM, or the body of a critic.
         rank: rank of the factors.
         alpha: the update is scaled by alpha / rank.
-        target_modules: "all-linear" (all but the head), a list of names or ends of names, or a
+        target_modules: "all-linear" (all but the head and the vision tower), a list of names or ends of names, or a
             regular expression that matches whole names, as in peft.
         exclude_modules: layers without adapters, in the same forms.
         section: the configuration section that errors name.
@@ -67,6 +68,8 @@ def apply_lora(
     targets = _as_given(target_modules)
     excluded = None if exclude_modules is None else _as_given(exclude_modules)
     chosen = _chosen(model, targets, excluded, section)
+    if targets == ALL_LINEAR and reads_pictures(model.config):
+        targets = chosen  # peft's own choice would have the vision tower as well
 
     # Not at the top: peft and accelerate take a second to import, and most runs train all weights.
     peft = require("peft", "LoRA", "pip install peft")
@@ -366,7 +369,8 @@ def _chosen(
                 f"matrices ({stacks[0]}), which cannot have adapters, so most weights would not be "
                 f"trained. {fix[:-1]} to accept that."
             )
-        chosen = linear
+        of_vision = {id(part) for tower in vision_parts(model) for part in tower.modules()}
+        chosen = [name for name in linear if id(modules[name]) not in of_vision]
     else:
         chosen = _matching(list(modules), targets, f"{section}.target_modules", linear, fix)
     if excluded is not None:

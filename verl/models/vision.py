@@ -167,7 +167,7 @@ def freeze_vision_tower(model: PreTrainedModel) -> None:
     towers = [part for part in vision_parts(model) if isinstance(part, PreTrainedModel)]
     if not towers:
         raise ModelError(
-            f"freeze_vision_tower=true needs a model that reads pictures, got the family "
+            f"actor_rollout_ref.actor.freeze_vision_tower=true needs a model that reads pictures, got the family "
             f"'{model.config.model_type}'. Set it to false."
         )
     for tower in towers:

@@ -24,6 +24,7 @@ from verl.models.divergence import Divergence
 from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.lora import adapters_off
 from verl.models.packed import PackedCausalLM
+from verl.models.vision import freeze_vision_tower
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.utils.imports import import_user_code
@@ -67,6 +68,8 @@ class ActorWorker(TrainedWorker):
             weights=self.reads_weights,
         )
         check_vocabulary(model, tokenizer)
+        if actor.freeze_vision_tower:
+            freeze_vision_tower(model)
         add_adapters(model, model_config, "actor_rollout_ref.model")
 
         self.objective = PolicyObjective(actor)

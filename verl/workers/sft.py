@@ -10,6 +10,7 @@ from verl.engine.microbatch import TokenBudget
 from verl.engine.options import EngineOptions
 from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.packed import PackedCausalLM
+from verl.models.vision import freeze_vision_tower
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.utils.imports import import_user_code
@@ -52,6 +53,8 @@ class SFTWorker(TrainedWorker):
             weights=self.reads_weights,
         )
         check_vocabulary(model, tokenizer)
+        if actor.freeze_vision_tower:
+            freeze_vision_tower(model)
         add_adapters(model, section, "actor_rollout_ref.model")
 
         self.objective = LanguageModelObjective()

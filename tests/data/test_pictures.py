@@ -1,0 +1,205 @@
+"""Images of rows become pictures in the prompt, and every bad one is an error with file and row."""
+
+import base64
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_vision_models import IMAGE
+from tests.vision_folders import FAMILIES, save_vision_folder, some_image
+from verl.config import DataConfig
+from verl.data.collate import collate
+from verl.data.pictures import PictureReader
+from verl.data.rl_dataset import RLDataset
+from verl.models.load import load_tokenizer
+from verl.models.processor import load_picture_processor
+from verl.utils.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_vision_folder(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture
+def reader(folder: Path) -> PictureReader:
+    tokenizer = load_tokenizer(folder)
+    processor = load_picture_processor(folder, tokenizer)
+    assert processor is not None
+    return PictureReader(processor, tokenizer)
+
+
+def png(seed: int = 0, size: tuple[int, int] = (40, 24)) -> bytes:
+    stream = io.BytesIO()
+    some_image(seed, size).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def bomb(side: int) -> bytes:
+    """Return the header of a PNG of side x side pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        check = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"0" * 999))
+
+
+def dataset(folder: Path, reader: PictureReader, *rows: dict[str, Any], **config: Any) -> RLDataset:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"max_prompt_length": 512, **config}
+    return RLDataset(str(file), reader.tokenizer, DataConfig(**settings), pictures=reader)
+
+
+def row(text: str = "<image>Hi", **columns: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": text}], "data_source": "x", **columns}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_and_inputs_are_those_of_the_models_own_processor(
+    family: str, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(save_vision_folder(tmp_path, family))
+    processor = load_picture_processor(tmp_path, tokenizer)
+    assert processor is not None
+    reader = PictureReader(processor, tokenizer)
+    images = [some_image(0), some_image(1, (16, 30))][: 1 if processor.family.one_picture else 2]
+    text = "A <image> and " + "<image>?" * (len(images) - 1)
+    ids, messages, pictures = reader.encode(text, images, Path())
+
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    whole = processor.processor(
+        text=[rendered], images=images, add_special_tokens=False, return_tensors="pt"
+    )
+    assert ids == whole["input_ids"][0].tolist()
+    for name in pictures[0].inputs:
+        joined = torch.cat([picture.inputs[name] for picture in pictures])
+        assert torch.equal(joined, torch.as_tensor(whole[name])), name
+    assert sum(picture.num_tokens for picture in pictures) == ids.count(IMAGE)
+
+
+def test_images_come_as_paths_bytes_dicts_addresses_and_objects(
+    folder: Path, reader: PictureReader
+) -> None:
+    (folder / "one.png").write_bytes(png())
+    encoded = base64.b64encode(png()).decode()
+    sources = [
+        "one.png",
+        str(folder / "one.png"),
+        f"file://{folder}/one.png",
+        png(),
+        {"bytes": png(), "path": None},
+        {"bytes": None, "path": "one.png"},
+        f"data:image/png;base64,{encoded}",
+        {"url": f"data:image/png;base64,{encoded}"},
+    ]
+    first = reader.prepare(sources[0], folder)
+    for source in sources:
+        assert reader.prepare(source, folder) is first  # prepared once
+    pixels = reader.prepare(some_image(), folder)
+    assert torch.equal(pixels.inputs["pixel_values"], first.inputs["pixel_values"])
+
+
+def test_placeholders_and_parts_take_images_in_order(folder: Path, reader: PictureReader) -> None:
+    for number in range(3):
+        (folder / f"{number}.png").write_bytes(png(number))
+    own = {"type": "image", "image": "2.png"}
+    content = [{"type": "image"}, {"type": "text", "text": "then"}, own, "and <image>"]
+    rows = dataset(
+        folder,
+        reader,
+        {"prompt": [{"role": "user", "content": content}], "images": ["0.png", "1.png"]},
+        {"prompt": [{"role": "user", "content": "no picture <here>"}], "images": []},
+    )
+    pictures = rows[0]["prepared_pictures"]
+    expected = [reader.prepare(f"{number}.png", folder) for number in (0, 2, 1)]
+    assert list(pictures) == expected
+    assert rows[0]["raw_prompt"][0]["content"][-2:] == [
+        {"type": "text", "text": "and "},
+        {"type": "image"},
+    ]
+    assert rows[1]["prepared_pictures"] == ()
+    batch = collate([rows[0], rows[1]]).repeat(3)
+    assert batch.non_tensor_batch["prepared_pictures"][2][0] is pictures[0]
+
+
+def test_long_prompts_are_dropped_by_their_picture_tokens(
+    folder: Path, reader: PictureReader
+) -> None:
+    (folder / "small.png").write_bytes(png(0, (16, 16)))
+    (folder / "large.png").write_bytes(png(1, (32, 32)))
+    files = ["small.png", "large.png"]
+    rows = [row(images=[name]) for name in files]
+    both = dataset(folder, reader, *rows)
+    lengths = [len(both[number]["raw_prompt_ids"]) for number in range(2)]
+    assert lengths[1] - lengths[0] == 16 - 4
+    kept = dataset(
+        folder, reader, *rows, max_prompt_length=lengths[0], filter_overlong_prompts=True
+    )
+    assert len(kept) == 1
+    for truncation in ("error", "left"):
+        with pytest.raises(DataError, match=rf"rows.jsonl, row 1: the prompt has {lengths[1]} tok"):
+            dataset(folder, reader, *rows, max_prompt_length=lengths[0], truncation=truncation)
+
+
+def test_only_rows_of_text_are_cut(folder: Path, reader: PictureReader) -> None:
+    (folder / "small.png").write_bytes(png(0, (16, 16)))
+    rows = [row(images=["small.png"]), row("x" * 300)]
+    cut = dataset(folder, reader, *rows, max_prompt_length=60, truncation="left")
+    assert len(cut[1]["raw_prompt_ids"]) == 60
+
+
+BAD = {
+    "missing": ("missing.png", r"there is no file .*missing.png' .*Correct the path"),
+    "truncated": ("truncated.png", r"damaged or not complete"),
+    "text": ("text.png", r"no image that pillow knows"),
+    "bomb": ("bomb.png", r"an image may have \d+ pixels, got .*1600000000"),
+    "large": ("large.png", r"an image may have \d+ pixels, got 10000 x 10000"),
+    "web": ("https://example.com/a.png", r"not fetched from the network"),
+    "number": (7, r"expected a path, bytes"),
+    "keys": ({"file": "a.png"}, r"expected one of the keys"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_image_is_an_error_with_file_and_row(
+    folder: Path, reader: PictureReader, name: str
+) -> None:
+    (folder / "good.png").write_bytes(png())
+    (folder / "truncated.png").write_bytes(png(1)[:-400])
+    (folder / "text.png").write_text("hello")
+    (folder / "bomb.png").write_bytes(bomb(40_000))
+    (folder / "large.png").write_bytes(bomb(10_000))
+    source, message = BAD[name]
+    rows = [row(images=["good.png"]), row(images=[source])]
+    with pytest.raises(DataError, match=rf"rows.jsonl, row 1: image 0 of the row: .*{message}"):
+        dataset(folder, reader, *rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Hi", "has 0 placeholders .* for 1 images"),
+        ("<image><image>Hi", "has 2 placeholders .* for 1 images"),
+        ("<image>Hi <|image_pad|>", "writes 2 of its picture tokens .* for 1 images"),
+    ],
+)
+def test_placeholders_that_differ_in_number_are_errors(
+    folder: Path, reader: PictureReader, text: str, message: str
+) -> None:
+    (folder / "good.png").write_bytes(png())
+    with pytest.raises(DataError, match=f"rows.jsonl, row 1: .*{message}"):
+        dataset(folder, reader, row(images=["good.png"]), row(text, images=["good.png"]))
+
+
+def test_videos_stay_an_error(folder: Path, reader: PictureReader) -> None:
+    with pytest.raises(DataError, match="row 0, column 'videos': must be empty"):
+        dataset(folder, reader, row("Hi", videos=["a.mp4"]))

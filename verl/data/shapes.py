@@ -1,0 +1,109 @@
+"""The packaged task `shapes`: count the shapes of one colour and kind in a small picture.
+
+Pictures are drawn when a file of the task is first asked for, from a fixed seed, and are kept in
+the cache folder as PNG within the rows.
+"""
+
+import base64
+import io
+import json
+import os
+import random
+import tempfile
+from typing import Any
+
+from verl.data.lengths import cache_folder
+from verl.utils.imports import require
+
+SHAPES = "shapes"  # the name of the data set and of its model
+COLORS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220)}
+KINDS = ("square", "circle", "cross")
+CELLS = 4  # cells in a row and in a column; each has at most one shape
+CELL = 8  # pixels
+MOST = 4  # largest right answer
+SIZES = {"train": 1024, "val": 128, "demos": 1024}
+_SEEDS = {"train": 1, "val": 2, "demos": 3}
+_VERSION = 1  # raise it when rows change
+
+
+def shapes_file(split: str) -> str:
+    """Return the file of a split, "train", "val" or "demos" (for supervised training)."""
+    path = cache_folder() / SHAPES / f"{split}-v{_VERSION}.jsonl"
+    if not path.is_file():
+        text = "".join(json.dumps(row) + "\n" for row in rows(split))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
+            stream.write(text)
+        os.replace(stream.name, path)
+    return str(path)
+
+
+def rows(split: str) -> list[dict[str, Any]]:
+    """Draw the rows of a split. Demos have the answer in addition."""
+    draw = random.Random(_SEEDS[split])
+    made = []
+    for number in range(SIZES[split]):
+        cells, color, kind, count = scene(draw)
+        question = f"<image>how many {color} {kind}s ?"
+        row = {
+            "data_source": SHAPES,
+            "prompt": [{"role": "user", "content": question}],
+            "images": [picture(cells)],
+            "reward_model": {"style": "rule", "ground_truth": str(count)},
+            "extra_info": {"index": number, "split": split},
+        }
+        if split == "demos":
+            row["answer"] = str(count)
+        made.append(row)
+    return made
+
+
+Cells = list[tuple[str, str] | None]
+
+
+def scene(draw: random.Random) -> tuple[Cells, str, str, int]:
+    """Draw what is in each cell, and a question with its answer; all answers are as frequent."""
+    color = draw.choice(list(COLORS))
+    kind = draw.choice(KINDS)
+    count = draw.randint(0, MOST)
+    others = [(c, k) for c in COLORS for k in KINDS if (c, k) != (color, kind)]
+    cells: Cells = [(color, kind)] * count
+    cells += [draw.choice(others) for _ in range(draw.randint(2, 6))]
+    cells += [None] * (CELLS**2 - len(cells))
+    draw.shuffle(cells)
+    return cells, color, kind, count
+
+
+def picture(cells: Cells) -> str:
+    """Draw a scene, and return it as an address with the PNG in it."""
+    image = require("PIL.Image", "The data set shapes", "pip install 'verl[vision]'")
+    size = CELLS * CELL
+    canvas = image.new("RGB", (size, size), (255, 255, 255))
+    for number, content in enumerate(cells):
+        if content is None:
+            continue
+        color, kind = content
+        left = number % CELLS * CELL
+        top = number // CELLS * CELL
+        for x in range(CELL):
+            for y in range(CELL):
+                if _covers(kind, x, y):
+                    canvas.putpixel((left + x, top + y), COLORS[color])
+
+    stream = io.BytesIO()
+    canvas.save(stream, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+def _covers(kind: str, x: int, y: int) -> bool:
+    """Return whether a shape covers a pixel of its cell, whose border stays free."""
+    middle = (CELL - 1) / 2
+    across = abs(x - middle)
+    down = abs(y - middle)
+    if max(across, down) > middle - 1:
+        return False
+    if kind == "circle":
+        return across**2 + down**2 <= (middle - 0.5) ** 2
+    if kind == "cross":
+        return min(across, down) < 1
+    return True
