@@ -20,20 +20,22 @@ from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.logging import logger
 
 _SHOWN_LINES = 15
-# Ends the server, and the processes that it has started, when this process ends for any reason:
-# its end of the pipe is then closed.
+# Ends the server, and the processes that it has started, when this process ends for any reason (its
+# end of the pipe is then closed) or the server itself is killed: its workers would keep the memory.
 _KEEPER = """
 import os, signal, subprocess, sys, threading
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
-def watch():
-    sys.stdin.buffer.read()
+def end(status):
     try:
         os.killpg(server.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    os._exit(0)
+    os._exit(status)
+def watch():
+    sys.stdin.buffer.read()
+    end(0)
 threading.Thread(target=watch, daemon=True).start()
-os._exit(server.wait() % 256)
+end(server.wait() % 256)
 """
 
 
