@@ -37,6 +37,13 @@ def test_a_replay_gives_the_same_bits(trained: Path, tmp_path: Path, step: int, 
     assert "equal to the last bit" in str(replayed)
 
 
+def test_a_schedule_that_draws_ahead_is_replayed(tmp_path: Path):
+    assert run(tmp_path / "run", *COMMON, "trainer.mode=one_step_off") == 0
+    replayed = replay(write_capsule(tmp_path / "run", 5, tmp_path / "capsule.zip"))
+    assert replayed.is_equal, str(replayed)
+    assert replayed.comparison.steps == [4, 5]
+
+
 def test_another_process_replays_with_the_weights_inside(trained: Path, tmp_path: Path, capsys):
     capsule = tmp_path / "capsule.zip"
     arguments = ["capsule", str(trained), "--step", "5", "--weights", "--output", str(capsule)]

@@ -11,8 +11,8 @@ from verl.columns import COLUMNS
 from verl.tracking.records import Run, StepLine, StepSamples
 from verl.utils.errors import DataError
 
-# Metrics that say how long or where, not what.
-_NOT_COMPARED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/")
+# Metrics of time, of machines, and of how far a schedule has drawn ahead.
+_NOT_COMPARED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/", "fully_async/")
 _IDS = ("prompt_ids", "response_ids", "response_mask", "turn_of_token")
 _PHASES = ("data", "generate", "score", "evaluate_policies", "estimate_advantages", "update")
 _PHASE_OF = {"prompt_ids": "data", "response_ids": "generate"}

@@ -3,7 +3,7 @@
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from verl.config import TrainConfig
 from verl.config.load import config_from_dict
 from verl.jobs.compare import Comparison, Tolerances, compare_runs
 from verl.tracking.records import Run, load_run
-from verl.trainer.capsule import CAPSULE_FILE, CHECKPOINT_FOLDER, FORMAT, digest_of
+from verl.trainer.capsule import CAPSULE_FILE, CHECKPOINT_FOLDER, FORMAT, ROWS_FILE, digest_of
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.variants import trainer_class
 from verl.utils.errors import ConfigError, DataError, VerlError
@@ -84,6 +84,8 @@ def replay(
         comparison = None
         if then.steps.keys() & now.steps.keys():
             comparison = compare_runs(then, now, tolerances)
+            asked = [text for text in comparison.keys if text.partition(" ")[0] in (keys or {})]
+            comparison = replace(comparison, keys=asked)
         failure_then = failures[-1]["text"] if failures else ""
         return Replayed(facts["step"], comparison, failure_then, failure_now)
 
@@ -98,8 +100,8 @@ class RecordedRows:
         self._num_rows: int = run.facts["data"]["num_rows"]
         self._rows: dict[int, dict[str, Any]] = {}
         self.is_training = False
-        for step in run.kept_steps:
-            self._rows.update(run.samples(step).prompts)
+        for number, row in parse_json((run.folder / ROWS_FILE).read_bytes()):
+            self._rows[number] = row
 
     def __len__(self) -> int:
         return self._num_rows

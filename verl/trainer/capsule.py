@@ -1,8 +1,9 @@
 """Put one step of a recorded run into a file, from which `verl replay` executes it again.
 
 A capsule is a zip file: `capsule.json`; `records/` with the lines and samples from the checkpoint
-before the step up to the step; and, if asked for, the checkpoint itself. Noise needs no place in
-it, because it is a function of the seed, the step and the position.
+before the step up to the step; `rows.json`, the rows of the training data that were drawn; and, if
+asked for, the checkpoint itself. Noise needs no place in it, because it is a function of the seed,
+the step and the position.
 """
 
 import hashlib
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.manifest import MANIFEST
-from verl.tracking.records import FOLDER, RUN_FILE, SAMPLES_FOLDER, STEPS_FILE, load_run
+from verl.tracking.records import FOLDER, RUN_FILE, SAMPLES_FOLDER, STEPS_FILE, Run, load_run
 from verl.utils.errors import DataError
 from verl.utils.json_text import parse_json
 
 CAPSULE_FILE = "capsule.json"
+ROWS_FILE = "rows.json"
 CHECKPOINT_FOLDER = "checkpoint"
 CAPSULES = "capsules"  # in the folder of records: those that a run wrote by itself
 FORMAT = 1
@@ -74,6 +76,7 @@ def write_capsule(
             file.writestr(CAPSULE_FILE, json.dumps(facts, indent=1))
             file.write(run.records / RUN_FILE, f"{FOLDER}/{RUN_FILE}")
             file.writestr(f"{FOLDER}/{STEPS_FILE}", _lines(run.records / STEPS_FILE, start, step))
+            file.writestr(ROWS_FILE, json.dumps(_rows(run, step)))
             for each in needed:
                 name = f"{SAMPLES_FOLDER}/{each}.parquet"
                 file.write(run.records / name, f"{FOLDER}/{name}", zipfile.ZIP_STORED)
@@ -90,6 +93,18 @@ def write_capsule(
 def digest_of(checkpoint: Path) -> str:
     """Return the digest of a checkpoint: that of its manifest, which has the sums of all files."""
     return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+
+
+def _rows(run: Run, step: int) -> list[tuple[int, dict[str, Any]]]:
+    """Return the rows of the training data that were drawn, with their numbers.
+
+    Asynchronous schedules draw ahead, so steps before the checkpoint count as well.
+    """
+    rows = {}
+    for each in run.kept_steps:
+        if each <= step:
+            rows.update(run.samples(each).prompts)
+    return list(rows.items())
 
 
 def _start_of(folder: Path, step: int) -> tuple[int, Path | None]:

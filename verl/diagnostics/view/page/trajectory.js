@@ -1,12 +1,12 @@
 // A trajectory: its conversation, and its tokens in the colors of one of their values.
 const NAMES = {
   advantages: "advantage", rollout_log_probs: "log-prob, rollout", old_log_probs: "log-prob, trainer", ref_log_prob: "log-prob, reference",
-  entropys: "entropy", response_mask: "mask", ratio: "ratio trainer / rollout", weight_versions: "weight version",
-  turn_of_token: "turn", values: "value of the critic", token_level_rewards: "reward", returns: "return", token_level_scores: "score",
+  entropys: "entropy", response_mask: "mask", ratio: "ratio trainer / rollout",
+  token_age: "age of the weights", turn_of_token: "turn", values: "value of the critic", token_level_rewards: "reward", returns: "return", token_level_scores: "score",
 };
 // Values whose sign, or distance from a middle, matters; for others more color means more or less.
 const MIDDLE = { advantages: 0, ratio: 1, values: 0, token_level_rewards: 0, returns: 0, token_level_scores: 0 };
-const DISCRETE = ["response_mask", "turn_of_token", "weight_versions"];
+const DISCRETE = ["response_mask", "turn_of_token", "token_age"];
 const MOST_TOKENS = 6000;
 
 async function showTrajectory(main, page) {
