@@ -11,7 +11,11 @@ from tests.algorithms.tensors import random_columns, random_mask, seeds, shapes
 from verl.algorithms.entropy import AdaptiveEntropyController
 from verl.algorithms.pf_ppo import pf_ppo_rows, pf_ppo_weights
 from verl.algorithms.policy_losses import PolicyLossInputs
-from verl.algorithms.rollout_correction import correct_rollout, reinforce_of_rollout
+from verl.algorithms.rollout_correction import (
+    correct_rollout,
+    loglinear_proximal,
+    reinforce_of_rollout,
+)
 from verl.utils.errors import ConfigError
 
 few = settings(max_examples=15)
@@ -223,3 +227,33 @@ def test_the_weight_of_a_response_is_the_product_and_has_no_gradient():
     product = torch.full_like(new, math.exp(0.5))
     torch.testing.assert_close(used, product)
     torch.testing.assert_close(gradient, -2 * product)
+
+
+def test_responses_are_rejected_by_their_mean_k3():
+    old = torch.tensor([[-1.0, -1.0], [-1.0, -3.0]])
+    drawn = torch.full((2, 2), -1.0)
+    mask = torch.ones(2, 2)
+    divergence = (math.exp(-2) - 1 + 2) / 2  # of the second response: log rho is 0 and -2
+    for bound, kept in ((divergence + 1e-4, True), (divergence - 1e-4, False)):
+        got = correct_rollout(old, drawn, mask, reject_by="k3", accept_band=(0.0, bound))
+        assert got.mask[0].all()
+        assert bool(got.mask[1].any()) == kept
+
+
+def test_normalized_weights_have_a_mean_of_one():
+    old, drawn = random_columns(3, 4, 6, 2)
+    mask = random_mask(3, 4, 6)
+    plain = correct_rollout(old, drawn, mask, weigh_by="token")
+    got = correct_rollout(old, drawn, mask, weigh_by="token", normalize=True)
+    kept = got.weights[got.mask]
+    assert kept.mean().item() == pytest.approx(1, abs=1e-6)
+    ratio = kept / plain.weights[plain.mask]
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
+
+
+def test_loglinear_log_probs_go_from_the_rollout_to_the_current_policy():
+    current = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    drawn = torch.full((3,), -3.0)
+    got = loglinear_proximal(current, drawn, torch.tensor([0, 1, 3]))
+    torch.testing.assert_close(got, torch.tensor([-3.0, -2.0, -1.5]))
+    assert not got.requires_grad

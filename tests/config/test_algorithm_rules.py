@@ -126,3 +126,19 @@ def test_loss_without_expected_gradient_gives_a_warning(
     config = build(*distilling, f"{loss}.use_policy_gradient=True")
     assert "expected gradient of 0" not in caplog.text
     assert config.advantages_read_old_log_probs
+
+
+def test_bounds_of_two_numbers_and_presets_set_single_keys(build: Load):
+    prefix = "algorithm.rollout_correction"
+    icepop = build(f"{prefix}.rollout_is=token", f"{prefix}.rollout_is_threshold=0.5_5.0")
+    correction = icepop.algorithm.rollout_correction
+    assert correction.weight_band == (0.5, 5.0)
+    assert correction.rollout_is_mode == "mask"
+
+    correction = build(f"{prefix}.preset=decoupled_geo_rs_token_tis").algorithm.rollout_correction
+    assert correction.rollout_is == "token"
+    assert correction.accept_band == (0.999, 1.001)
+    own = build(f"{prefix}.preset=decoupled_token_is", f"{prefix}.rollout_is_threshold=5")
+    assert own.algorithm.rollout_correction.weight_band == (0.0, 5.0)
+    with pytest.raises(ConfigError, match="must be a number or two as in 0.5_2.0, got 'a_b'"):
+        build(f"{prefix}.rollout_is=token", f"{prefix}.rollout_is_threshold=a_b")

@@ -6,6 +6,7 @@ rho_t = pi_t / mu_t:
     token      w_it = rho_it
     sequence   w_it = product over t of rho_it          unbiased, large variance for long responses
     geometric  w_it = exp(mean over t of log rho_it)    for rejection only: mismatch per token
+    k3         w_it = mean over t of rho_it - 1 - log rho_it    for rejection only: KL(mu || pi)
 """
 
 from typing import NamedTuple
@@ -38,16 +39,20 @@ def importance_ratios(
     response_mask: Shaped[Tensor, "B R"],
     level: str,
 ) -> Float[Tensor, "B R"]:
-    """Compute w of every token by `level`, its logarithm cut at 20; 0 outside the mask."""
+    """Compute w of every token by `level`, logarithms cut at 20; 0 outside the mask."""
     mask = response_mask.bool()
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, 0.0).double()
     if level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
     elif level == "geometric":
         log_ratio = masked_mean(log_ratio, mask, -1)[:, None].expand_as(log_ratio)
+    elif level == "k3":
+        bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        divergence = masked_mean(bounded.exp() - 1 - bounded, mask, -1)[:, None]
+        return torch.where(mask, divergence.expand_as(log_ratio), 0.0)
     elif level != "token":
         raise ConfigError(
-            f"Importance ratios are taken by token, sequence or geometric, got '{level}'."
+            f"Importance ratios are taken by token, sequence, geometric or k3, got '{level}'."
         )
     return torch.where(mask, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0.0)
 
@@ -60,6 +65,7 @@ def correct_rollout(
     weigh_by: str | None = None,
     weight_band: tuple[float, float] = (0.0, 2.0),
     outside: str = "truncate",
+    normalize: bool = False,
     reject_by: str | None = None,
     accept_band: tuple[float, float] = (0.5, 2.0),
     veto_below: float | None = None,
@@ -71,7 +77,8 @@ def correct_rollout(
         training") or by sequence; a lower bound lifts.
     weigh_by, with `outside="mask"`: w = rho within the band and 0 outside (IcePop, Ling team 2025,
         arXiv:2510.18855). Tokens outside still count in the loss's mean.
-    reject_by: tokens (token) or whole responses (sequence, geometric) whose ratio lies outside
+    normalize: divide the weights by their mean over the tokens of the batch.
+    reject_by: tokens (token) or whole responses (sequence, geometric, k3) whose ratio lies outside
         `accept_band` leave the mask, as though they had not been drawn.
     veto_below: responses with a token whose rho is below it leave the mask.
 
@@ -94,9 +101,11 @@ def correct_rollout(
     outside_share = 0.0
     if weigh_by is not None:
         ratios = importance_ratios(old_log_probs, rollout_log_probs, given, weigh_by)
-        bounded, inside = _bounded(ratios, weight_band, outside)
+        bounded, inside = bounded_weights(ratios, weight_band, outside)
         weights = torch.where(mask, bounded, 0.0)
         outside_share = masked_mean((~inside).double(), mask).item()
+        if normalize:
+            weights = weights / masked_mean(weights, mask).clamp(min=1e-30)
 
     metrics = _metrics(old_log_probs, rollout_log_probs, given, tokens) if given.any() else {}
     metrics |= {
@@ -110,6 +119,25 @@ def correct_rollout(
         "rollout_corr/rejected_seqs": masked_mean((~mask.any(-1)).double(), given.any(-1)).item(),
     }
     return RolloutCorrection(weights.to(old_log_probs.dtype), mask, metrics)
+
+
+def loglinear_proximal(
+    log_probs: Float[Tensor, "*tokens"],
+    rollout_log_probs: Float[Tensor, "*tokens"],
+    age: Shaped[Tensor, "*tokens"],
+) -> Float[Tensor, "*tokens"]:
+    """Estimate the log-probs before the update without a pass, for the decoupled objective.
+
+    They lie on the line from the weights that drew a token to those that are updated, which are
+    `age` and one version more ahead (Fu et al. 2025, "AReaL", arXiv:2505.24298, the decoupled
+    objective; the interpolation is its `prox_logp_method=loglinear`):
+
+        log pi_old = log mu + age / (age + 1) * (log pi - log mu)
+
+    A token of the present version has age 0, and pi_old = mu.
+    """
+    share = age.clamp(min=0) / (age.clamp(min=0) + 1.0)
+    return rollout_log_probs + share * (log_probs.detach() - rollout_log_probs)
 
 
 def reinforce_of_rollout(
@@ -140,7 +168,7 @@ def reinforce_of_rollout(
     if weigh_by == "sequence":
         log_ratio = inputs.sequence_sum(log_ratio)
     ratios = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    bounded, inside = _bounded(ratios, weight_band, outside)
+    bounded, inside = bounded_weights(ratios, weight_band, outside)
     weights = bounded.to(plain.dtype)
 
     means = means_of(inputs, clipped=~inside)
@@ -148,7 +176,7 @@ def reinforce_of_rollout(
     return PolicyLossOutput(loss=weighted(weights * plain, inputs), means=means)
 
 
-def _bounded(
+def bounded_weights(
     ratios: Float[Tensor, "*tokens"], band: tuple[float, float], outside: str
 ) -> tuple[Float[Tensor, "*tokens"], Bool[Tensor, "*tokens"]]:
     """Return the weights, and which ratios lie within the band."""

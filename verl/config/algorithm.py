@@ -1,6 +1,7 @@
 """From rewards to advantages."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl.config.choices import KL_ESTIMATORS
 from verl.config.setting import setting
@@ -27,6 +28,33 @@ class PFPPOConfig:
     weight_pow: float = setting(2.0, "power of the weights", at_least=0)
 
 
+# verl's presets of the correction, by name: the keys that they set.
+CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
+    "disabled": {},
+    "decoupled_token_is": {"rollout_is": "token", "rollout_is_threshold": 2.0},
+    "decoupled_seq_is": {"rollout_is": "sequence", "rollout_is_threshold": 2.0},
+    "decoupled_seq_is_rs": {
+        **{"rollout_is": "sequence", "rollout_is_threshold": 2.0},
+        **{"rollout_rs": "sequence", "rollout_rs_threshold": "0.5_2.0"},
+    },
+    "decoupled_geo_rs": {"rollout_rs": "geometric", "rollout_rs_threshold": "0.999_1.001"},
+    "decoupled_geo_rs_token_tis": {
+        **{"rollout_is": "token", "rollout_is_threshold": 2.0},
+        **{"rollout_rs": "geometric", "rollout_rs_threshold": "0.999_1.001"},
+    },
+    "decoupled_k3_rs": {"rollout_rs": "k3", "rollout_rs_threshold": 0.01},
+    "decoupled_k3_rs_token_tis": {
+        **{"rollout_is": "token", "rollout_is_threshold": 2.0},
+        **{"rollout_rs": "k3", "rollout_rs_threshold": 0.01},
+    },
+    "bypass_ppo_clip": {"bypass_mode": True},
+    "bypass_pg_is": {
+        **{"bypass_mode": True, "loss_type": "reinforce"},
+        **{"rollout_is": "sequence", "rollout_is_threshold": 2.0},
+    },
+}
+
+
 @dataclass(kw_only=True, slots=True)
 class RolloutCorrectionConfig:
     """Correction for rollout probabilities that differ from the trainer's.
@@ -45,6 +73,23 @@ class RolloutCorrectionConfig:
         "smallest weight; null: 0, or with rollout_is_mode=mask the inverse of the largest",
         at_least=0,
     )
+    preset: str | None = setting(
+        None,
+        "sets the other keys of this section that are unset, as verl's presets of these names do",
+        choices=tuple(CORRECTION_PRESETS),
+    )
+    rollout_is_batch_normalize: bool = setting(
+        False, "divide the weights by their mean over the batch"
+    )
+    proximal: str = setting(
+        "recompute",
+        (
+            "old log-probs of the decoupled objective: by a pass (recompute), or with "
+            "trainer.mode=fully_async between those of the rollout and the current ones, by the "
+            "token's age (loglinear)"
+        ),
+        choices=("recompute", "loglinear"),
+    )
     rollout_is_mode: str = setting(
         "truncate",
         "weights outside the bounds become the bound (TIS), or 0 (mask: IcePop)",
@@ -54,9 +99,9 @@ class RolloutCorrectionConfig:
         None,
         (
             "rejection: of tokens (token), or of responses by the product (sequence) or the mean "
-            "(geometric) of rho"
+            "(geometric) of rho, or by the mean KL (k3)"
         ),
-        choices=("token", "sequence", "geometric"),
+        choices=("token", "sequence", "geometric", "k3"),
     )
     rollout_rs_threshold: float = setting(2.0, "largest ratio that is accepted", above=0)
     rollout_rs_threshold_lower: float | None = setting(
@@ -85,7 +130,13 @@ class RolloutCorrectionConfig:
     def changes_update(self) -> bool:
         """Return whether the update weighs or rejects by the trainer's own old log-probs."""
         asked = (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold)
-        return not self.bypass_mode and asked != (None, None, None)
+        recomputes = not self.bypass_mode and self.proximal == "recompute"
+        return recomputes and asked != (None, None, None)
+
+    @property
+    def needs_no_pass(self) -> bool:
+        """Return whether old log-probs follow from the rollout's own."""
+        return self.bypass_mode or self.proximal == "loglinear"
 
     @property
     def weight_band(self) -> tuple[float, float]:
@@ -99,6 +150,8 @@ class RolloutCorrectionConfig:
     def accept_band(self) -> tuple[float, float]:
         """Return the smallest and the largest ratio that is accepted."""
         lower = self.rollout_rs_threshold_lower
+        if self.rollout_rs == "k3":
+            lower = 0.0
         if lower is None:
             lower = 1 / self.rollout_rs_threshold
         return lower, self.rollout_rs_threshold

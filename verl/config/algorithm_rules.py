@@ -65,6 +65,14 @@ def rollout_is_corrected_once(config: TrainConfig) -> Iterator[str]:
                 f"log-probs, which {prefix}.bypass_mode=True does not compute. Set one of them."
             )
 
+    normalizes = correction.rollout_is_batch_normalize
+    if normalizes and (correction.bypass_mode or correction.rollout_is is None):
+        yield (
+            f"{prefix}.rollout_is_batch_normalize=True divides the weights of rollout_is, known "
+            f"before the update, by their mean. Set {prefix}.rollout_is=token or sequence with "
+            "bypass_mode=False, or leave it out."
+        )
+
     is_reinforce = correction.loss_type == "reinforce"
     if correction.bypass_mode and correction.rollout_is is not None and not is_reinforce:
         yield (
@@ -105,6 +113,8 @@ def rollout_is_corrected_once(config: TrainConfig) -> Iterator[str]:
             correction.rollout_rs_threshold_lower,
         ),
     ):
+        if correction.rollout_rs == "k3" and key.startswith("rollout_rs"):
+            continue
         if (1 / upper if lower is None and key.startswith("rollout_rs") else lower or 0.0) > upper:
             yield (
                 f"{prefix}.{key}_lower must not exceed {key}, got {lower} and {upper}. A band "
@@ -224,7 +234,7 @@ def _thresholds_that_leave_nothing(config: TrainConfig) -> Iterator[str]:
             correction.rollout_rs_threshold_lower,
         ),
     ):
-        if asked is not None and (upper < 1 or (lower is not None and lower > 1)):
+        if asked not in (None, "k3") and (upper < 1 or (lower is not None and lower > 1)):
             yield (
                 f"{prefix}.{name}_threshold={upper} with {name}_threshold_lower={lower} leaves out "
                 "a ratio of 1, where rollout and trainer agree. A band about 1 is usual, [0.5, 2] "

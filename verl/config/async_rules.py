@@ -3,13 +3,43 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verl.config.algorithm import CORRECTION_PRESETS
 from verl.config.async_training import AsyncTrainingConfig
 from verl.config.placement import rollout_is_apart
 from verl.config.train import TrainConfig
+from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
 _CORRECTION = "algorithm.rollout_correction."
 _BYPASS = _CORRECTION + "bypass_mode"
+
+
+def with_correction_forms(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` with a preset of the correction, and with bounds "low_high", in single keys.
+
+    A weight threshold of two numbers is IcePop's: weights outside are 0.
+    """
+    written = dict(given)
+    preset = given.get(_CORRECTION + "preset")
+    for name, value in CORRECTION_PRESETS.get(str(preset), {}).items():
+        written.setdefault(_CORRECTION + name, value)
+
+    for kind in ("is", "rs"):
+        key = f"{_CORRECTION}rollout_{kind}_threshold"
+        bounds = written.get(key)
+        if not isinstance(bounds, str) or "_" not in bounds:
+            continue
+        lower, _, upper = bounds.partition("_")
+        try:
+            written[key] = float(upper)
+            written.setdefault(f"{key}_lower", float(lower))
+        except ValueError as error:
+            raise ConfigError(
+                f"{key} must be a number or two as in 0.5_2.0, got '{bounds}'. Set {key}=0.5_2.0."
+            ) from error
+        if kind == "is":
+            written.setdefault(_CORRECTION + "rollout_is_mode", "mask")
+    return written
 
 
 def with_async_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,6 +110,37 @@ def _fully_async_is_possible(config: TrainConfig) -> Iterator[str]:
     yield from _batch_is_required(config, options)
 
 
+def proximal_is_known(config: TrainConfig) -> Iterator[str]:
+    correction = config.algorithm.rollout_correction
+    if correction.proximal != "loglinear":
+        return
+    prefix = f"{_CORRECTION}proximal=loglinear"
+    if config.trainer.mode != "fully_async":
+        yield (
+            f"{prefix} interpolates by the age of each token, which trainer.mode=fully_async "
+            f"records, got {config.trainer.mode}. Set trainer.mode=fully_async, or "
+            "proximal=recompute."
+        )
+    asked = {
+        "bypass_mode": correction.bypass_mode,
+        "rollout_rs": correction.rollout_rs is not None,
+        "rollout_token_veto_threshold": correction.rollout_token_veto_threshold is not None,
+        "rollout_is=sequence": correction.rollout_is == "sequence",
+        "rollout_is_batch_normalize": correction.rollout_is_batch_normalize,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            yield (
+                f"{prefix} knows old log-probs within the update alone, so {name} cannot be "
+                "applied before it. Leave it out, or set proximal=recompute."
+            )
+    if config.advantages_read_old_log_probs:
+        yield (
+            f"{prefix} makes no pass for old log-probs, which the advantages of this run read. Set "
+            "proximal=recompute."
+        )
+
+
 def _batch_is_required(config: TrainConfig, options: AsyncTrainingConfig) -> Iterator[str]:
     batch = config.data.train_batch_size
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size or batch
@@ -101,11 +162,12 @@ def async_doubts(config: TrainConfig) -> Iterator[str]:
         is_stale = _may_be_stale(
             options.staleness_threshold, options.max_staleness, options.on_stale
         )
-    if is_stale and not correction.bypass_mode and not correction.changes_update:
+    is_corrected = correction.needs_no_pass or correction.changes_update
+    if is_stale and not is_corrected:
         yield (
             f"trainer.mode={config.trainer.mode} learns from tokens that older weights drew, and "
             f"nothing corrects for that. Set {_BYPASS}=True, or rollout_is=token."
         )
 
 
-RULES = (schedule_is_possible,)
+RULES = (schedule_is_possible, proximal_is_known)

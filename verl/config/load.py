@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import evaluation, generation, serve, sft
 from verl.config.actor import ExtraLossConfig
-from verl.config.async_rules import with_async_defaults
+from verl.config.async_rules import with_async_defaults, with_correction_forms
 from verl.config.command_line import USAGE, CommandLine, parse_command_line
 from verl.config.keys import Key, flatten, keys_of, nest, owner_of, rename_aliases
 from verl.config.rules import RULES, RULES_OF_FILES, Rule, doubtful
@@ -46,6 +46,11 @@ class Root:
     with_defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
 
+def _with_training_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` with the defaults that depend on other keys."""
+    return with_async_defaults(with_correction_forms(with_toy_defaults(given)))
+
+
 ROOTS = {
     "ppo_trainer": Root(
         TrainConfig,
@@ -56,7 +61,7 @@ ROOTS = {
             "alone, nothing is trained."
         ),
         rules_of_files=RULES_OF_FILES,
-        with_defaults=lambda given: with_async_defaults(with_toy_defaults(given)),
+        with_defaults=_with_training_defaults,
     ),
     "generation": Root(
         generation.GenerationConfig,

@@ -56,7 +56,7 @@ class TrainConfig:
         policy is then the current one, and the update computes its log-probs anyway.
         """
         correction = self.algorithm.rollout_correction
-        if correction.bypass_mode:
+        if correction.needs_no_pass:
             return False
 
         actor = self.actor_rollout_ref.actor

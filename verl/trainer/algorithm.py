@@ -17,7 +17,7 @@ from verl.trainer.frozen_models import distillation_term
 from verl.trainer.setup import group_numbers
 from verl.utils.errors import AlgorithmError, ConfigError, RewardError
 from verl.utils.user_parts import NamedPart
-from verl.workers.losses import RolloutReinforce, describe_loss
+from verl.workers.losses import LoglinearProximal, RolloutReinforce, describe_loss
 
 
 def describe_algorithm(config: TrainConfig) -> list[str]:
@@ -92,6 +92,18 @@ def penalised_scores(
 
     metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coefficient}
     return apply_kl_penalty(scores, kl, mask, coefficient), metrics
+
+
+def loglinear(config: TrainConfig) -> LoglinearProximal | None:
+    """Return the old log-probs of `algorithm.rollout_correction.proximal=loglinear`, or None."""
+    correction = config.algorithm.rollout_correction
+    if correction.proximal != "loglinear":
+        return None
+    return LoglinearProximal(
+        weighs=correction.rollout_is is not None,
+        weight_band=correction.weight_band,
+        outside=correction.rollout_is_mode,
+    )
 
 
 def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
@@ -304,6 +316,7 @@ def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto,
         weigh_by=options.rollout_is,
         weight_band=options.weight_band,
         outside=options.rollout_is_mode,
+        normalize=options.rollout_is_batch_normalize,
         reject_by=options.rollout_rs,
         accept_band=options.accept_band,
         veto_below=options.rollout_token_veto_threshold,

@@ -27,6 +27,7 @@ from verl.trainer.algorithm import (
     distilled,
     entropy_controller,
     estimated_by_episode,
+    loglinear,
     penalised_scores,
     rollout_reinforce,
 )
@@ -212,6 +213,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
                 device=self.device,
             )
         connect_frozen_models(self.config, self.actor_wg, self.ref_policy_wg, self.teacher_wg)
+        proximal = loglinear(self.config)
+        if proximal is not None:
+            self.actor_wg.use_loglinear_proximal(proximal)
         reinforce = rollout_reinforce(self.config)
         if reinforce is not None:
             self.actor_wg.use_rollout_reinforce(reinforce)
@@ -481,7 +485,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         That is `TrainConfig.needs_old_log_probs`, and True wherever a user's own code between the
         rollout and the update may read them.
         """
-        if self.config.algorithm.rollout_correction.bypass_mode:
+        if self.config.algorithm.rollout_correction.needs_no_pass:
             return False
 
         names = ("fit", "run_step", "step", "estimate_advantages", "update")

@@ -29,7 +29,13 @@ from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.utils.imports import import_user_code
 from verl.weight_sync import Endpoint, FingerprintLog, Meeting, Offer, ProofSchedule, Route
-from verl.workers.losses import DistillationTerm, PolicyObjective, RolloutReinforce, mismatch_of_all
+from verl.workers.losses import (
+    DistillationTerm,
+    LoglinearProximal,
+    PolicyObjective,
+    RolloutReinforce,
+    mismatch_of_all,
+)
 from verl.workers.reference import reference_columns
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
@@ -130,6 +136,11 @@ class ActorWorker(TrainedWorker):
     def distill(self, term: DistillationTerm) -> None:
         """Add a divergence from a teacher to the loss."""
         self.objective.distillation = term
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def use_loglinear_proximal(self, proximal: LoglinearProximal) -> None:
+        """Interpolate the old log-probs in the update, by the age of each token."""
+        self.objective.proximal = proximal
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_rollout_reinforce(self, loss: RolloutReinforce) -> None:

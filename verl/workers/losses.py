@@ -2,7 +2,7 @@
 
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from verl.algorithms.divergences import DIVERGENCES
 from verl.algorithms.importance import mismatch_metrics
-from verl.algorithms.kl import kl_penalty
+from verl.algorithms.kl import MAX_LOG_RATIO, kl_penalty
 from verl.algorithms.padded import loss_settings
 from verl.algorithms.policy_losses import (
     PolicyLossInputs,
@@ -21,7 +21,11 @@ from verl.algorithms.policy_losses import (
     policy_losses,
     selections,
 )
-from verl.algorithms.rollout_correction import reinforce_of_rollout
+from verl.algorithms.rollout_correction import (
+    bounded_weights,
+    loglinear_proximal,
+    reinforce_of_rollout,
+)
 from verl.algorithms.value_losses import clipped_value_loss
 from verl.config import ActorConfig
 from verl.distributed.collectives import ALONE, Axis, gather_objects
@@ -115,6 +119,31 @@ class RolloutReinforce:
         return f"reinforce: -sg(w) A log pi, w = r {bounds}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoglinearProximal:
+    """Old log-probs of the decoupled objective without a pass, see `loglinear_proximal`.
+
+    With `weighs`, tokens also weigh pi_old / mu, bounded by `weight_band` as in `correct_rollout`.
+    """
+
+    weighs: bool
+    weight_band: tuple[float, float]
+    outside: str  # truncate or mask
+
+    def columns(self, log_probs: torch.Tensor, columns: Columns) -> Columns:
+        """Return `old_log_probs`, and `rollout_is_weights` if tokens are weighed."""
+        rollout = columns["rollout_log_probs"]
+        old = loglinear_proximal(log_probs, rollout, columns["token_age"])
+        if not self.weighs:
+            return {"old_log_probs": old}
+
+        ratios = (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        weights, _ = bounded_weights(ratios, self.weight_band, self.outside)
+        if "rollout_is_weights" in columns:  # those of tokens beyond the bound on staleness
+            weights = weights * columns["rollout_is_weights"]
+        return {"old_log_probs": old, "rollout_is_weights": weights}
+
+
 class PolicyObjective(Objective):
     """The actor's loss.
 
@@ -133,6 +162,7 @@ class PolicyObjective(Objective):
 
         self.distillation: DistillationTerm | None = None
         self.reinforce: RolloutReinforce | None = None
+        self.proximal: LoglinearProximal | None = None
         self.extra_terms: list[tuple[NamedPart, float]] = []
 
         for term in config.loss_extra:
@@ -140,6 +170,7 @@ class PolicyObjective(Objective):
             self.extra_terms.append((part, term.coef))
 
         self._seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._seen_by_age: list[tuple[torch.Tensor, ...]] = []
         self._is_looking_for_offenders = False
 
     def columns(self, available: set[str]) -> list[str]:
@@ -148,6 +179,7 @@ class PolicyObjective(Objective):
             "old_log_probs",
             "rollout_log_probs",
             "rollout_is_weights",
+            "token_age",
             "selected",
         ]
 
@@ -174,6 +206,18 @@ class PolicyObjective(Objective):
             self._seen.append(
                 (log_probs.detach(), columns["rollout_log_probs"], columns["response_mask"])
             )
+
+        if "token_age" in columns and not self._is_looking_for_offenders:
+            self._seen_by_age.append(
+                (
+                    log_probs.detach(),
+                    columns["rollout_log_probs"],
+                    columns["response_mask"],
+                    columns["token_age"],
+                )
+            )
+        if self.proximal is not None:
+            columns = {**columns, **self.proximal.columns(log_probs, columns)}
 
         # Without the column the whole batch is one update: the old policy is the current one.
         columns = {"old_log_probs": log_probs.detach(), **columns}
@@ -285,6 +329,7 @@ class PolicyObjective(Objective):
     def restart(self) -> None:
         """Forget the rows of this mini-batch. See `Objective.restart`."""
         self._seen = []
+        self._seen_by_age = []
 
     def end(self) -> None:
         """End the passes: rows that run again do not count again in the mismatch."""
@@ -294,14 +339,41 @@ class PolicyObjective(Objective):
         """Return how far trainer and rollout engine disagree on the tokens of the last update.
 
         Tokens are those of all ranks along `data`. Empty unless the update computed the old
-        log-probs itself.
+        log-probs itself, except for the mismatch by age, where tokens have one.
         """
         seen = self._seen
         self._seen = []
+        by_age = mismatch_by_age(self._seen_by_age, data)
+        self._seen_by_age = []
         if not seen:
-            return {}
+            return by_age
         trainer, rollout, mask = map(torch.cat, zip(*seen))
-        return mismatch_of_all(rollout, trainer, mask, data)
+        return {**mismatch_of_all(rollout, trainer, mask, data), **by_age}
+
+
+def mismatch_by_age(seen: Sequence[tuple[torch.Tensor, ...]], data: Axis) -> dict[str, float]:
+    """Compute the mismatch apart for tokens of each age, over all ranks along `data`.
+
+    `fully_async/age_<a>/kl` is the mean of log p_rollout - log p_trainer in the update, an estimate
+    of the KL divergence; `fully_async/age_<a>/ess` the effective share of these tokens under
+    importance weighting, see `mismatch_metrics`.
+
+    Args:
+        seen: log-probs of the trainer and of the rollout, mask and age of packed tokens.
+    """
+    if not seen:
+        return {}
+    trainer, rollout, mask, age = map(torch.cat, zip(*seen))
+    keep = mask.bool()
+    mine = tuple(column[keep].cpu() for column in (trainer, rollout, age))
+    trainer, rollout, age = map(torch.cat, zip(*gather_objects(mine, data)))
+    metrics = {}
+    for each in age.unique().tolist():
+        own = age == each
+        found = mismatch_metrics(rollout[own], trainer[own], own[own])
+        metrics[f"fully_async/age_{each}/kl"] = found["training/rollout_kl"]
+        metrics[f"fully_async/age_{each}/ess"] = found["training/rollout_ess"]
+    return metrics
 
 
 def _is_shortage(error: Exception) -> bool:

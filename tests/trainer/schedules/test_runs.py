@@ -112,6 +112,20 @@ def test_tokens_beyond_the_bound_are_treated_as_asked(tmp_path, policy):
     assert (discarded > 0) == (policy == "drop")
 
 
+def test_old_log_probs_are_interpolated_by_age(tmp_path):
+    correction = "algorithm.rollout_correction"
+    keys = [f"{correction}.proximal=loglinear", f"{correction}.rollout_is=token"]
+    assert run(tmp_path, *BASE, ASYNC, *keys) == 0
+    lines = step_lines(tmp_path)
+    assert all("timing_s/old_log_prob" not in line for line in lines), "no pass computes them"
+    first = lines[0]
+    assert first["fully_async/age_0/kl"] == pytest.approx(0, abs=1e-5)
+    assert first["fully_async/age_0/ess"] == pytest.approx(1, abs=1e-5)
+    older = [line["fully_async/age_1/ess"] for line in lines if "fully_async/age_1/ess" in line]
+    assert older
+    assert min(older) < 0.9999, "other weights drew these tokens"
+
+
 def test_a_trainer_of_another_schedule_is_refused():
     keys = {"data.dataset_name": "toy", "trainer.mode": "fully_async"}
     with pytest.raises(ConfigError, match="fully_async.FullyAsyncTrainer or a subclass"):
