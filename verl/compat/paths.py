@@ -51,6 +51,10 @@ OLD_PROGRAMS = {
     "verl.trainer.main_generation": "verl.jobs.main_generation",
     "verl.trainer.main_eval": "verl.jobs.main_eval",
     "verl.model_merger": "verl.jobs.main_merge",
+    "verl.experimental.fully_async_policy.fully_async_main": (
+        "verl.trainer.schedules.main_fully_async"
+    ),
+    "verl.experimental.one_step_off_policy.main_ppo": "verl.trainer.schedules.main_one_step_off",
 }
 
 # {old module: {name: new module}}, or {old module: {name: (new module, new name)}}
@@ -102,6 +106,8 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         _REWARDS, "compute_reward get_custom_reward_fn load_reward_manager"
     ),
     "verl.experimental": {},
+    "verl.experimental.fully_async_policy": {},
+    "verl.experimental.one_step_off_policy": {},
     "verl.experimental.dataset": {},
     "verl.experimental.dataset.sampler": {
         "AbstractCurriculumSampler": ("verl.data.sampler", "CurriculumSampler"),

@@ -8,6 +8,7 @@ from verl.rollout.goal import Goal
 from verl.single_controller import GroupOf, num_shares, of_each_share
 from verl.trainer.schedules.book import Book, Group, State
 from verl.workers import RolloutWorker
+from verl.workers.rollout import pictures_of
 from verl.workers.stream import Orders
 
 # Steps of the engines between two looks at whether the trainer wants the rollout to pause.
@@ -132,6 +133,7 @@ class Generation:
             prompt_ids=prompt_ids_of(group),
             sample_ids=tuple(sample.sample_id for sample in samples),
             continuations=tuple(begun),
+            pictures=pictures_of(group.payload)[0],
         )
 
 

@@ -1,0 +1,16 @@
+"""`python -m verl.trainer.schedules.main_fully_async key=value ...`: `main_ppo` with
+`trainer.mode=fully_async`."""
+
+import sys
+
+from verl.trainer import main_ppo
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train with the schedule, and return the exit code; see `main_ppo.main`."""
+    given = sys.argv[1:] if argv is None else argv
+    return main_ppo.main(["trainer.mode=fully_async", *given])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
