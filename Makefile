@@ -74,6 +74,12 @@ format: install
 bench: install
 	$(BIN)/python bench/grpo_cpu.py
 
+# Faults at random moments, then faults by phase: tables of what survived and how soon errors came.
+TRIES ?= 10
+chaos: install
+	$(BIN)/python -m tests.chaos --tries $(TRIES)
+	$(BIN)/python bench/faults.py
+
 docs: $(VENV)/.docs
 	$(BIN)/python -m mkdocs build --strict
 

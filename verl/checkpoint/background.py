@@ -14,6 +14,7 @@ class Background:
 
     def __init__(self) -> None:
         self._future: Future[None] | None = None
+        self._thread: Thread | None = None
 
     def start(self, work: Callable[[], None]) -> None:
         """Start the work. `is_done` must have returned True for the work before."""
@@ -26,7 +27,8 @@ class Background:
             except BaseException as error:  # noqa: BLE001 - raised again in `is_done`
                 future.set_exception(error)
 
-        Thread(target=run, name="checkpoint", daemon=True).start()
+        self._thread = Thread(target=run, name="verl-background", daemon=True)
+        self._thread.start()
 
     def is_done(self, *, wait: bool) -> bool:
         """Return whether nothing is left to do. Raises the work's error, once.
@@ -44,4 +46,7 @@ class Background:
             future.result()
         finally:
             self._future = None
+            # The thread still frees what the work held, which must not overlap with the exit.
+            if self._thread is not None:
+                self._thread.join()
         return True
