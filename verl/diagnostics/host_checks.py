@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 
-from verl.diagnostics.findings import Finding
+from verl.diagnostics.findings import Finding, Verdict
 from verl.diagnostics.world import Network, World
 from verl.utils.units import GIB
 
@@ -65,9 +65,13 @@ def open_files(world: World) -> Iterator[Finding]:
     elif hard < wanted:
         limits = "/etc/security/limits.conf"
         fix = f"echo '* - nofile {wanted}' | sudo tee -a {limits}  # then log in again"
-    verdict = "broken" if soft < FEWEST_OPEN_FILES else "warn"
+    verdict = _verdict(soft < FEWEST_OPEN_FILES)
     evidence = f"{soft}: Ray and data workers open more files at once"
     yield Finding("ulimit -n", verdict, evidence, fix)
+
+
+def _verdict(is_broken: bool) -> Verdict:
+    return "broken" if is_broken else "warn"
 
 
 def memory(world: World) -> Iterator[Finding]:
@@ -78,7 +82,7 @@ def memory(world: World) -> Iterator[Finding]:
 
     evidence = f"{host.ram / GIB:.0f} GiB, {host.ram_available / GIB:.1f} available"
     if host.ram_available < RAM:
-        verdict = "broken" if host.ram_available < LEAST_RAM else "warn"
+        verdict = _verdict(host.ram_available < LEAST_RAM)
         evidence += ": loading a model may fail (Errno 12)"
         yield Finding("RAM", verdict, evidence, "ps aux --sort=-rss | head")
     else:
@@ -116,7 +120,7 @@ def disks(world: World) -> Iterator[Finding]:
         if free >= needed:
             roomy.append(f"{use}: {evidence}")
             continue
-        verdict = "broken" if free < LEAST_DISK else "warn"
+        verdict = _verdict(free < LEAST_DISK)
         yield Finding(f"disk, {use}", verdict, evidence, fixes[use])
 
     if roomy:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl.algorithms.divergences import divergence, divergence_gradient
-from verl.models.logprobs import Head, add_product, chunk_rows, head_logits
+from verl.models.logprobs import Head, HeadGradients, chunk_rows, head_logits
 
 # A chunk of log-probs has one tensor of logits, a chunk of a divergence up to this many.
 CHUNK_TENSORS = 6
@@ -131,11 +131,8 @@ class _TokenDivergence(torch.autograd.Function):
         settings: _Settings = ctx.settings
         head = settings.head
         temperature = settings.temperature
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         precise = torch.promote_types(weight.dtype, torch.float32)
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=precise) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=precise) if needs_bias else None
+        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], precise)
 
         for start in range(0, hidden.shape[0], settings.rows):
             rows = slice(start, start + settings.rows)
@@ -150,20 +147,6 @@ class _TokenDivergence(torch.autograd.Function):
                 grad.mul_(1 - (y * (temperature / head.cap)).square_())
             grad.mul_(slope)
             del y
+            gradients.add(rows, grad)
 
-            words = grad.shape[1]
-            if grad_bias is not None:
-                grad_bias[:words] += grad.sum(0)
-            grad = grad.to(weight.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = grad @ weight[:words]
-            if grad_weight is not None:
-                add_product(grad_weight[:words], grad.t(), hidden[rows])
-
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+        return *gradients.result(), None, None

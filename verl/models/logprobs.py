@@ -6,6 +6,7 @@ would take 10 GB in fp32, several times over in a backward pass written by autog
 
 import importlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,44 +295,88 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, normalizers, entropies, kept = ctx.saved_tensors
         settings: _Settings = ctx.settings
         head = settings.head
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         precise = normalizers.dtype
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=precise) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=precise) if needs_bias else None
+        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], precise)
+        if not settings.entropy:
+            grad_entropy = None
 
         for start in range(0, hidden.shape[0], settings.rows):
             rows = slice(start, start + settings.rows)
-            part = hidden[rows]
             y = kept
             if y is None:
-                y = head_logits(part, weight, bias, head, temperature=settings.temperature)
+                y = head_logits(hidden[rows], weight, bias, head, temperature=settings.temperature)
             grad = _row_operations(y).grad_linear(
                 y,
                 targets[rows],
                 normalizers[rows],
-                entropies[rows] if settings.entropy else None,
-                None if grad_log_probs is None else grad_log_probs[rows],
-                None if grad_entropy is None or not settings.entropy else grad_entropy[rows],
+                _of(rows, entropies if settings.entropy else None),
+                _of(rows, grad_log_probs),
+                _of(rows, grad_entropy),
                 slope=settings.slope,
                 bound=settings.bound,
-                dtype=precise if needs_bias else weight.dtype,
+                dtype=gradients.dtype,
             )
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-                grad = grad.to(weight.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = grad @ weight
-            if grad_weight is not None:
-                add_product(grad_weight, grad.t(), part)
+            gradients.add(rows, grad)
 
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+        return *gradients.result(), None, None
+
+
+def _of(rows: slice, values: Tensor | None) -> Tensor | None:
+    return None if values is None else values[rows]
+
+
+class HeadGradients:
+    """Gradients of a head's input (M, H), weight (V, H) and bias (V,), chunk by chunk.
+
+    Those of weight and bias are summed in `precise`. What nothing needs is not computed.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: Sequence[bool],
+        precise: torch.dtype,
+    ) -> None:
+        self._input = hidden
+        self._head = (weight, bias)
+        self._hidden: Tensor | None = None
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self.dtype = weight.dtype  # in which `add` takes gradients
+        needs_hidden, needs_weight, needs_bias = needs
+
+        if needs_hidden:
+            self._hidden = torch.empty_like(hidden)
+        if needs_weight:
+            self._weight = torch.zeros_like(weight, dtype=precise)
+        if needs_bias:
+            assert bias is not None
+            self._bias = torch.zeros_like(bias, dtype=precise)
+            self.dtype = precise
+
+    def add(self, rows: slice, grad: Tensor) -> None:
+        """Add a gradient of the logits (m, n) of some rows and the first n words."""
+        weight = self._head[0]
+        words = grad.shape[1]
+        if self._bias is not None:
+            self._bias[:words] += grad.sum(0)
+        grad = grad.to(weight.dtype)
+        if self._hidden is not None:
+            self._hidden[rows] = grad @ weight[:words]
+        if self._weight is not None:
+            add_product(self._weight[:words], grad.t(), self._input[rows])
+
+    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of input, weight and bias in the dtypes of these."""
+        weight, bias = self._head
+        if self._weight is not None:
+            self._weight = self._weight.to(weight.dtype)
+        if self._bias is not None:
+            assert bias is not None
+            self._bias = self._bias.to(bias.dtype)
+        return self._hidden, self._weight, self._bias
 
 
 def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:

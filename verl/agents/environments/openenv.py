@@ -58,7 +58,9 @@ class OpenEnvEnvironment:
     async def step(self, action: str) -> Observation:
         """Send the model's text as an action."""
         fields = {**self.action_fields, self.action_field: action}
-        sent = fields if self.action_class is None else self.action_class(**fields)
+        sent: Any = fields
+        if self.action_class is not None:
+            sent = self.action_class(**fields)
         return self._observation(await _awaited(self.unwrapped.step(sent)))
 
     async def close(self) -> None:
@@ -68,13 +70,14 @@ class OpenEnvEnvironment:
     def _observation(self, result: Any) -> Observation:
         seen = result.observation
         done = bool(getattr(result, "done", False) or getattr(result, "truncated", False))
-        found = (
-            seen.get(self.observation_field)
-            if isinstance(seen, Mapping)
-            else getattr(seen, self.observation_field, None)
-        )
+        if isinstance(seen, Mapping):
+            fields = seen
+            found = seen.get(self.observation_field)
+        else:
+            fields = getattr(seen, "__dict__", {})
+            found = getattr(seen, self.observation_field, None)
+
         if not isinstance(found, str) and not (found is None and done):
-            fields = seen if isinstance(seen, Mapping) else getattr(seen, "__dict__", {})
             raise RolloutError(
                 f"observation_field '{self.observation_field}' must be a text in the observation, "
                 f"got {type(found).__name__}. Fields: {', '.join(sorted(fields)) or 'none'}."
@@ -106,7 +109,9 @@ def make_openenv(
         MissingDependencyError: OpenEnv is not installed.
     """
     core = require("openenv.core", "The environment 'openenv'", _INSTALL)
-    kind = core.GenericEnvClient if client_class is None else load_class(client_class)
+    kind = core.GenericEnvClient
+    if client_class is not None:
+        kind = load_class(client_class)
     return OpenEnvEnvironment(
         kind(base_url=base_url, **kwargs),
         observation_field=observation_field,
@@ -117,4 +122,6 @@ def make_openenv(
 
 
 async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+    if inspect.isawaitable(value):
+        return await value
+    return value

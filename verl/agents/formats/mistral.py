@@ -44,8 +44,10 @@ def _parse(text: str, start: int) -> ParsedReply:
     calls: list[ToolCall] = []
     for segment in segments:
         stripped = segment.lstrip()
-        read = _read_list if stripped.startswith(("[", "{")) else _read_named
-        found, rest = read(stripped)
+        if stripped.startswith(("[", "{")):
+            found, rest = _read_list(stripped)
+        else:
+            found, rest = _read_named(stripped)
         calls.extend(found)
         pieces.append(rest)
     return ParsedReply(content=joined(pieces, calls), calls=tuple(calls))
@@ -60,7 +62,9 @@ def _read_list(text: str) -> tuple[list[ToolCall], str]:
         return [malformed(str(problem), _LIST, raw=raw, name=name_within(text))], ""
 
     raw = _TAG + text[:end]
-    values = value if isinstance(value, list) else [value]
+    values = value
+    if not isinstance(value, list):
+        values = [value]
     if not values:
         return [malformed("the list of calls is empty", _LIST, raw=raw)], text[end:]
     calls = [call_from(each, raw=raw, expected=_LIST) for each in values]
@@ -70,13 +74,18 @@ def _read_list(text: str) -> tuple[list[ToolCall], str]:
 def _read_named(text: str) -> tuple[list[ToolCall], str]:
     """Return the call that has its name before its arguments, and the text behind it."""
     brace = text.find("{")
-    head = text[:brace] if brace >= 0 else text
+    head = text
+    if brace >= 0:
+        head = text[:brace]
     head, _, _ = head.partition(_ARGUMENTS)
     name, _, call_id = head.partition(_ID)
     name = name.strip()
 
-    if not name or brace < 0:
-        problem = "the arguments are missing" if name else "the name of the tool is missing"
+    if not name:
+        problem = "the name of the tool is missing"
+        return [malformed(problem, _NAMED, raw=_TAG + text)], ""
+    if brace < 0:
+        problem = "the arguments are missing"
         return [malformed(problem, _NAMED, raw=_TAG + text, name=name[:128])], ""
     try:
         arguments, end = read_json_at(text, brace)
@@ -90,4 +99,6 @@ def _read_named(text: str) -> tuple[list[ToolCall], str]:
 
 def _valid_id(call_id: str | None) -> str | None:
     """Return an id that the family's templates accept; None for any other."""
-    return call_id if call_id and _VALID_ID.fullmatch(call_id) else None
+    if call_id and _VALID_ID.fullmatch(call_id):
+        return call_id
+    return None

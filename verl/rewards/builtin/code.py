@@ -71,7 +71,9 @@ def score(
         RewardError: the ground truth has none of the forms above, or the sandbox itself fails.
     """
     runner = runner or default_runner()
-    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    truth = ground_truth
+    if isinstance(ground_truth, str):
+        truth = json.loads(ground_truth)
     code = extract_code(solution_str)
 
     match truth:
@@ -108,9 +110,14 @@ def score(
                 f"'outputs'}}, got {str(ground_truth)[:200]!r}."
             )
 
-    passed = sum(verdicts) / len(verdicts) if verdicts else 0.0
+    passed = 0.0
+    if verdicts:
+        passed = sum(verdicts) / len(verdicts)
+    score = passed
+    if not partial_credit:
+        score = float(passed == 1.0)
     return {
-        "score": passed if partial_credit else float(passed == 1.0),
+        "score": score,
         "passed": passed,
         "timed_out": float(late),
     }
@@ -139,7 +146,9 @@ def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[str
         arguments = given
         if isinstance(given, str):
             arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
-        result = json.loads(expected) if isinstance(expected, str) else expected
+        result = expected
+        if isinstance(expected, str):
+            result = json.loads(expected)
         tests.append(f"assert {find}(*{_plain(arguments)!r}) == {_plain(result)!r}")
     return tests
 

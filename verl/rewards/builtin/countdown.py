@@ -74,8 +74,12 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
 
 def _task(ground_truth: Any) -> tuple[Fraction, list[int]]:
     """Return target and numbers of a row's ground truth: a mapping, or the same as JSON text."""
-    task = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    numbers = task.get("numbers", task.get("nums")) if isinstance(task, Mapping) else None
+    task = ground_truth
+    if isinstance(ground_truth, str):
+        task = json.loads(ground_truth)
+    numbers = None
+    if isinstance(task, Mapping):
+        numbers = task.get("numbers", task.get("nums"))
     if not isinstance(task, Mapping) or "target" not in task or not isinstance(numbers, Iterable):
         raise RewardError(
             f"The countdown rule expects ground_truth = {{'target': 24, 'numbers': [3, 8, 1]}}, "
@@ -103,10 +107,16 @@ def score(
     """
     target, given = _task(ground_truth)
     equation = extract_equation(solution_str)
-    result = evaluate(equation) if equation else None
+    result = None
+    if equation:
+        result = evaluate(equation)
     if result is None:
         return 0.0
 
     value, used = result
-    allowed = Counter(used) == Counter(given) if use_all else Counter(used) <= Counter(given)
-    return 1.0 if allowed and value == target else format_score
+    allowed = Counter(used) <= Counter(given)
+    if use_all:
+        allowed = Counter(used) == Counter(given)
+    if allowed and value == target:
+        return 1.0
+    return format_score
