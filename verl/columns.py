@@ -2,7 +2,8 @@
 
 Letters used in shapes all over the package:
 B rows of a batch, P padded prompt length, R padded response length, T = P + R, N packed tokens, M
-response tokens among them, S packed sequences, V vocabulary, H hidden size, G responses per prompt.
+response tokens among them, S packed sequences, V vocabulary, H hidden size, G responses per prompt,
+C choices of experts of a token: layers with experts x experts that a token visits.
 
 Prompts are padded on the left, responses on the right, so column P of a (B, T) tensor is always the
 first response token. Only batches are padded: models see packed tokens.
@@ -85,6 +86,14 @@ COLUMNS: dict[str, Column] = {
             "B R",
             "generate, asynchronous",
             "versions between the weights that drew a token and those updated, -1 elsewhere",
+        ),
+        Column(
+            "routed_experts",
+            "uint8",
+            "B R C",
+            "generate with R3, evaluate_policies with R2",
+            "experts of the token before each token, layer by layer; the dtype's largest number for "
+            "none; int16 for more than 255 experts",
         ),
         Column(
             "turn_of_token",

@@ -2,6 +2,7 @@
 tests/gpu has whole rollouts."""
 
 import copy
+import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -10,6 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -44,6 +51,11 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+WINDOWS: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 TABLE = (
     torch.randperm(ROWS * WIDTH, generator=torch.Generator().manual_seed(0)).view(ROWS, WIDTH).int()
 )
@@ -61,6 +73,16 @@ def make_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
     elif family == "qwen2_moe":  # a shared expert
         config = Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=40)
         model = Qwen2MoeForCausalLM(config)
+    elif family == "gemma2":  # caps, norms after each part
+        model = Gemma2ForCausalLM(
+            Gemma2Config(**SIZES, **WINDOWS, attn_logit_softcapping=1.0, query_pre_attn_scalar=4)
+        )
+    elif family == "gemma3":  # norms per head, two kinds of angles
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOWS, query_pre_attn_scalar=4))
+    elif family == "gpt_oss":  # sinks, biases of experts
+        model = GptOssForCausalLM(
+            GptOssConfig(**SIZES, **WINDOWS, num_local_experts=6, num_experts_per_tok=2)
+        )
     else:
         model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=6, sliding_window=4))
     for parameter in model.parameters():
@@ -125,6 +147,9 @@ def product_of_halves(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> 
         ("qwen3_moe", torch.float32, 1e-4),
         ("qwen2_moe", torch.float32, 1e-4),
         ("mixtral", torch.float32, 1e-4),
+        ("gemma2", torch.float32, 1e-4),
+        ("gemma3", torch.float32, 1e-4),
+        ("gpt_oss", torch.float32, 1e-4),
     ],
 )
 @interpreted
@@ -156,3 +181,40 @@ def test_decode_steps_equal_transformers(family: str, dtype: torch.dtype, tolera
         torch.testing.assert_close(
             decoder(ids[0, rest], rest, step).float(), truth[0, rest], rtol=0, atol=tolerance
         )
+
+
+DROPPED: dict[str, dict[str, Any]] = {
+    "gemma2": {"cap": None, "window": None},
+    "gemma3": {"window": None},
+    "gpt_oss": {"sinks": None, "window": None},
+}
+
+
+@pytest.mark.parametrize("family", list(DROPPED))
+@interpreted
+def test_prefill_equals_transformers_and_parts_of_attention_matter(family: str):
+    """Compute whole sequences at once, and again without the window, the cap or the sinks."""
+    model = make_model(family, torch.float32)
+    decoder = make_decoder(model)
+    ids = torch.randint(50, (LENGTH,))
+    truth = cast(Any, model).model(input_ids=ids[None]).last_hidden_state[0]
+    positions = torch.arange(LENGTH)
+    ends = torch.tensor([0, LENGTH], dtype=torch.int32)
+    pages = TABLE[0, positions // PAGE_SIZE].long()
+    step = PrefillStep(Layout((LENGTH,), ends), pages, positions % PAGE_SIZE)
+
+    def computed() -> Tensor:
+        with decoder.paging.computing(step):
+            return decoder(ids, positions, step)
+
+    torch.testing.assert_close(computed(), truth, rtol=0, atol=1e-4)
+    layers = decoder.layers
+    for name, value in DROPPED[family].items():
+        changed = []
+        for layer in layers:
+            changed.append(dataclasses.replace(layer, facts=layer.facts._replace(**{name: value})))
+        for old, new in zip(layers, changed):
+            decoder._projections[id(new)] = decoder._projections[id(old)]
+        decoder.layers = changed
+        assert (computed() - truth).abs().max() > 0.02, f"{name} changes nothing"
+    decoder.layers = layers

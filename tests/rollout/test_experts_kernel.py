@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
@@ -42,8 +43,9 @@ def make_block(family: str) -> nn.Module:
 def mixed(block: nn.Module, family: str, states: Tensor, routing: Routing) -> Tensor:
     mixture = Mixture.of(block, family)
     assert mixture is not None
-    bias = getattr(mixture.router, "bias", None)
-    ids, scores = route(states, mixture.router.weight, bias, routing)
+    router = mixture.router
+    logits = F.linear(states, router.weight, getattr(router, "bias", None))
+    ids, scores = route(logits, routing)
     return mix_experts(states, ids, scores, mixture.weights).sum(0)
 
 

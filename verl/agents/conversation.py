@@ -72,6 +72,7 @@ class Conversation:
             log_probs=drawn.log_probs,
             version=drawn.version,
             turn=self.turns,
+            routed_experts=drawn.routed_experts,
         )
         self._current.segments.append(segment)
         self._ids = [*self._ids, *drawn.token_ids]

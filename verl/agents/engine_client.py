@@ -5,6 +5,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from verl.rollout.base import RolloutEngine
 from verl.rollout.types import Completion, Request, SamplingParams
 from verl.utils.errors import RolloutError
@@ -71,12 +74,14 @@ class Generated:
         log_probs: one for each token.
         finish_reason: "stop", "length" or "abort".
         version: number of the weights that drew them.
+        routed_experts: see `Completion.routed_experts`.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
     version: int = 0
+    routed_experts: NDArray[np.integer] | None = None
 
 
 def merged(requests: Sequence[Request]) -> list[Request]:
@@ -185,6 +190,7 @@ class EngineClient:
             log_probs=completion.log_probs,
             finish_reason=completion.finish_reason,
             version=self.version,
+            routed_experts=completion.routed_experts,
         )
 
     async def serve(self, work: Awaitable[Any]) -> Any:

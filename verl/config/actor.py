@@ -3,7 +3,12 @@
 from dataclasses import dataclass, field
 
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.choices import KL_ESTIMATORS, LOSS_AGGREGATIONS, STRATEGIES
+from verl.config.choices import (
+    KL_ESTIMATORS,
+    LOSS_AGGREGATIONS,
+    ROUTER_REPLAYS,
+    STRATEGIES,
+)
 from verl.config.fsdp import FSDPConfig
 from verl.config.optim import OptimConfig
 from verl.config.setting import setting
@@ -51,6 +56,20 @@ class ExtraLossConfig:
 
     name: str
     coef: float = 1.0
+
+
+@dataclass(kw_only=True, slots=True)
+class RouterReplayConfig:
+    """Routing of a mixture of experts, held fixed between passes over the same tokens."""
+
+    mode: str = setting(
+        "disabled",
+        (
+            "R2: the update routes response tokens to the experts that the pass for old log-probs "
+            "chose; R3: both route them to those of the rollout"
+        ),
+        choices=ROUTER_REPLAYS,
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,6 +135,7 @@ class ActorConfig:
     shuffle: bool = setting(False, "new order of rows in each pass over a batch")
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     grad_clip: float = setting(1.0, "largest L2 norm of the gradient", above=0)
     freeze_vision_tower: bool = setting(
         False, "models that read pictures: train all but the vision tower"

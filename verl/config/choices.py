@@ -1,6 +1,7 @@
 """Names that a key may take, where the set is closed, and limits that several keys share."""
 
 STRATEGIES = ("fsdp", "fsdp2")
+ROUTER_REPLAYS = ("disabled", "R2", "R3")
 LOSS_AGGREGATIONS = (
     "token-mean",
     "seq-mean-token-sum",

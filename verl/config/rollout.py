@@ -127,6 +127,11 @@ class RolloutConfig:
     )
     enforce_eager: bool = setting(False, "on CUDA, decode without CUDA graphs")
     free_cache_engine: bool = setting(True, "give the engine's memory back while training")
+    enable_rollout_routing_replay: bool = setting(
+        False,
+        "record the experts of every drawn token that is fed back, for "
+        "actor_rollout_ref.actor.router_replay.mode=R3",
+    )
     deterministic: bool = setting(
         False,
         (

@@ -303,6 +303,17 @@ def losses_make_sense(config: TrainConfig) -> Iterator[str]:
             )
 
 
+def routes_are_recorded(config: TrainConfig) -> Iterator[str]:
+    mode = config.actor_rollout_ref.actor.router_replay.mode
+    recorded = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    if (mode == "R3") != recorded:
+        yield (
+            "actor_rollout_ref.actor.router_replay.mode=R3 replays the experts that "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=true records, got mode="
+            f"{mode} and {str(recorded).lower()}. Set both, or neither."
+        )
+
+
 def kl_in_reward_is_estimated(config: TrainConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
@@ -455,6 +466,7 @@ RULES: tuple[Rule, ...] = (
     activations_are_checkpointed,
     algorithm_has_what_it_needs,
     losses_make_sense,
+    routes_are_recorded,
     kl_in_reward_is_estimated,
     training_samples_vary,
     adapters_can_be_trained,

@@ -180,9 +180,15 @@ class TrainEngine:
 
     @torch.no_grad()
     def infer(
-        self, batch: DataProto, budget: TokenBudget, **forward_arguments: Any
+        self,
+        batch: DataProto,
+        budget: TokenBudget,
+        columns: Iterable[str] = (),
+        **forward_arguments: Any,
     ) -> dict[str, torch.Tensor]:
         """Compute the outputs of the module for every response token.
+
+        `columns` names those of the batch that the module reads in addition to its tokens.
 
         They are (B, R) fp32 on the host, zero where no token is; vectors are (B, R, H) in their own
         dtype.
@@ -191,7 +197,7 @@ class TrainEngine:
         tensors would leak.
         """
         self.module.train()
-        mini_batch = self._mini_batch(batch, ())
+        mini_batch = self._mini_batch(batch, columns)
 
         def passes(plan: list[list[int]]) -> dict[str, torch.Tensor]:
             pieces: dict[str, list[torch.Tensor]] = {}

@@ -21,8 +21,8 @@ from verl.utils.errors import DataError
 # time where 14 % were left out, 0.8 where 24 % and 1.07 where 8 %: responses apart from their
 # prompt cost an attention call more for each prompt and layer.
 MIN_SAVING = 0.1
-# Columns of hidden states, which the module reads rather than the loss.
-STATES = frozenset(column.name for column in COLUMNS.values() if column.shape == "B R H")
+# Columns of vectors (hidden states, choices of experts), which the module reads, not the loss.
+STATES = frozenset(column.name for column in COLUMNS.values() if column.shape in ("B R H", "B R C"))
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,10 @@ class PackingSlot:
         self.kernel = "auto"  # see `kernels.attention.choose_kernel`
         # Set if the model computes a part of the tokens.
         self.sequence_parallel: SequenceParallel | None = None
+        # Of `verl.models.routing`: layers with watched routers, and the ids (N, k) that they choose
+        # by number of the layer, while a caller records them.
+        self.routes_layers = 0
+        self.recorded: dict[int, Tensor] | None = None
 
     def holding(self, layout: Layout | None) -> "_Holding":
         """Return a context in which the model's layers compute on `layout`."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # Families with Llama's decoder layer, in which all or some layers have experts for an MLP.
-LLAMA_EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+FUSED_EXPERT_FAMILIES = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 class Routing(NamedTuple):

@@ -72,7 +72,15 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts)
 
 def _sum_pairs(rows: Tensor, places: Tensor, top_k: int) -> Tensor:
     """Sum the k rows of each token: sorted (N * k, ...) -> (N, ...)."""
-    return rows[places].unflatten(0, (-1, top_k)).sum(1)
+    if not torch.compiler.is_compiling() or top_k == 1:
+        return rows[places].unflatten(0, (-1, top_k)).sum(1)
+    # Element by element, k loads each: a compiled reduction over rows so far apart took 0.97 ms for
+    # 196,608 x 2,048 on an H200, five times as long as reading them.
+    dtype = rows.dtype
+    total = rows[places[::top_k]].to(torch.promote_types(dtype, torch.float32))
+    for number in range(1, top_k):
+        total = total + rows[places[number::top_k]]
+    return total.to(dtype)
 
 
 class _Gather(torch.autograd.Function):

@@ -50,6 +50,8 @@ class Layout:
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     shared: tuple[int, ...] = ()
+    # (N, C) experts that the tokens of this pass are routed to (`verl.models.routing`); None: free
+    routes: Tensor | None = None
     _bands: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
     _keys: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 

@@ -20,6 +20,7 @@ from verl.models.pictures import (
     place_pictures,
     three_part_positions,
 )
+from verl.models.routing import joined, spread
 from verl.models.vision import language_inputs, text_body
 from verl.utils.devices import send
 from verl.utils.errors import DataError, ModelError
@@ -46,7 +47,8 @@ class PackedBatch:
     # (m,) int64, in a part of `split`: numbers of the predictions that are made from it
     places: Tensor | None = None
     num_predictions: int = 0  # M, in a part of `split`
-    # (M, H) each, of the whole batch: hidden states of other models at the predicting tokens
+    # (M, H) each, of the whole batch: hidden states of other models at the predicting tokens, and
+    # (M, C) `routed_experts`, to which these tokens are routed
     states: Mapping[str, Tensor] = field(default_factory=dict)
     placed: Placed | None = None  # the tokens that get features of pictures
 
@@ -247,13 +249,18 @@ class PackedBatch:
         return replace(self, **moved)
 
 
-def packed_hidden_states(model: PreTrainedModel, slot: PackingSlot, batch: PackedBatch) -> Tensor:
-    """Compute the last hidden states (N, H) of a model on a packed batch or a part of one."""
+def packed_hidden_states(
+    model: PreTrainedModel, slot: PackingSlot, batch: PackedBatch, routes: Tensor | None = None
+) -> Tensor:
+    """Compute the last hidden states (N, H) of a model on a packed batch or a part of one.
+
+    Tokens are routed to the experts of `routes` (N, C), if given.
+    """
     assert (batch.places is None) == (slot.sequence_parallel is None), (
         "parts are for ranks that share their tokens"
     )
     positions = batch.position_ids.unsqueeze(-2)  # (1, N), or (3, 1, N)
-    with slot.holding(Layout(batch.lengths, batch.cu_seqlens, batch.shared)):
+    with slot.holding(Layout(batch.lengths, batch.cu_seqlens, batch.shared, routes)):
         inputs = language_inputs(model, batch.input_ids, batch.placed)
         output = text_body(model)(**inputs, position_ids=positions, use_cache=False)
     return output.last_hidden_state[0]
@@ -265,6 +272,16 @@ def _of_whole_batch(slot: PackingSlot, batch: PackedBatch, values: Tensor) -> Te
         return values
     assert slot.sequence_parallel is not None
     return slot.sequence_parallel.gather(values, batch.places, batch.num_predictions)
+
+
+def _routes(batch: PackedBatch) -> Tensor | None:
+    """Return the experts (N, C) that the tokens of this part are routed to, where it has some."""
+    chosen = batch.states.get("routed_experts")
+    if chosen is None:
+        return None
+    if batch.places is not None:
+        chosen = chosen.index_select(0, batch.places)
+    return spread(chosen, batch.predict, len(batch.input_ids))
 
 
 class PackedCausalLM(nn.Module):
@@ -286,6 +303,7 @@ class PackedCausalLM(nn.Module):
         states: bool = False,
         sum_pi_squared: bool = False,
         divergences: Sequence[Divergence] = (),
+        routed_experts: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
         """Compute `log_probs` (M,), in fp32 (float64 in a float64 model), and further outputs.
 
@@ -299,8 +317,12 @@ class PackedCausalLM(nn.Module):
             sum_pi_squared: add the sum of squared probabilities (M,) over the vocabulary:
                 exp(2 log_prob - log_prob at half the temperature) of any token.
             divergences: add those with states in the batch, (M,) each, under their names.
+            routed_experts: add `routed_experts` (M, C) in this dtype, the experts that the
+                predicting tokens are routed to (`verl.models.routing`).
         """
-        hidden = packed_hidden_states(self.model, self.slot, batch)
+        self.slot.recorded = None if routed_experts is None else {}
+        routes = _routes(batch)
+        hidden = packed_hidden_states(self.model, self.slot, batch, routes)
         hidden = hidden.index_select(0, batch.predict)
         linear: Any = self.model.get_output_embeddings()
         log_probs, entropies = token_log_probs(
@@ -318,6 +340,11 @@ class PackedCausalLM(nn.Module):
             outputs["entropy"] = entropies
         if states:
             outputs["states"] = hidden
+        if routed_experts is not None:
+            assert self.slot.recorded, "`watch_routers` comes first"
+            chosen = joined(self.slot.recorded, routed_experts)
+            outputs["routed_experts"] = chosen.index_select(0, batch.predict)
+            self.slot.recorded = None
         if sum_pi_squared:
             sharper, _ = token_log_probs(
                 hidden,

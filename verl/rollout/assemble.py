@@ -29,7 +29,8 @@ def assemble(
     (B, T), response_mask (B, R), which is 1 for the model's own tokens alone, and rollout_log_probs
     (B, R) fp32, which is 0 for others. `with_turns` adds `turn_of_token` (B, R): the number of the
     model's turn that drew a token, or -1. `version`, that of the weights to be updated, adds
-    `token_age` (B, R): versions between the weights that drew a token and these, or -1.
+    `token_age` (B, R): versions between the weights that drew a token and these, or -1. Where the
+    engine recorded them there is `routed_experts` (B, R, C), see `Completion`.
 
     Raises RolloutError naming the sample that is empty or longer than its columns, or that does
     not have one finite log-prob for each token of the model.
@@ -43,6 +44,7 @@ def assemble(
     log_probs = torch.zeros((rows, response_length), dtype=torch.float32)
     turns = torch.full((rows, response_length), NO_TURN, dtype=torch.int32)
     ages = torch.full((rows, response_length), NO_AGE, dtype=torch.int32)
+    routes = _no_routes(trajectories, response_length)
 
     for row, trajectory in enumerate(trajectories):
         _check(trajectory, prompt_length, response_length)
@@ -61,6 +63,8 @@ def assemble(
                 log_probs[row, columns] = torch.tensor(segment.log_probs, dtype=torch.float32)
                 turns[row, columns] = segment.turn
                 ages[row, columns] = 0 if version is None else version - segment.version
+                if routes is not None and segment.routed_experts is not None:
+                    routes[row, columns] = torch.from_numpy(segment.routed_experts)
         real[row, :place] = 1
 
     attention_mask = torch.cat([prompt_mask, real], dim=1)
@@ -77,7 +81,20 @@ def assemble(
         columns["turn_of_token"] = turns
     if version is not None:
         columns["token_age"] = ages
+    if routes is not None:
+        columns["routed_experts"] = routes
     return columns
+
+
+def _no_routes(trajectories: Sequence[Trajectory], response_length: int) -> Tensor | None:
+    """Return a column (B, R, C) without a choice of experts; None where no token has one."""
+    for trajectory in trajectories:
+        for segment in trajectory.segments:
+            if segment.routed_experts is not None:
+                like = torch.from_numpy(segment.routed_experts)
+                size = (len(trajectories), response_length, like.shape[1])
+                return like.new_full(size, torch.iinfo(like.dtype).max)
+    return None
 
 
 def trajectories_of(
@@ -92,7 +109,10 @@ def trajectories_of(
     for row, prompt in enumerate(prompts):
         completion = by_sample[row]
         drawn = Segment(
-            source=MODEL, token_ids=completion.token_ids, log_probs=completion.log_probs
+            source=MODEL,
+            token_ids=completion.token_ids,
+            log_probs=completion.log_probs,
+            routed_experts=completion.routed_experts,
         )
         trajectories.append(Trajectory(row=row, prompt_ids=prompt, segments=[drawn]))
     return trajectories

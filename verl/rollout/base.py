@@ -94,6 +94,7 @@ class Capabilities:
 
     deterministic: bool = False  # honors rollout.deterministic: bits do not depend on the batch
     tensor_parallel: bool = False  # ranks can share an engine, which takes them as `ranks`
+    routed_experts: bool = False  # completions can tell the experts that their tokens visited
     aliases_weights: bool = False  # on a CPU it can compute with the trainer's own tensors
     continues: bool = False  # goes on with samples that `abort` has ended (`Continuation`)
     # computes in servers: needs no module with weights here, and one rank feeds those of all
@@ -176,6 +177,12 @@ def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> Non
             f"{section}.deterministic=true needs an engine that computes each sample independently "
             f"of its batch, got {section}.name={config.name}. "
             f"Set {_names_with('deterministic')}deterministic=false."
+        )
+    if config.enable_rollout_routing_replay and not capabilities.routed_experts:
+        raise ConfigError(
+            f"{section}.enable_rollout_routing_replay=true needs an engine that records the experts "
+            f"of its tokens, got {section}.name={config.name}. "
+            f"Set {_names_with('routed_experts')}enable_rollout_routing_replay=false."
         )
     if ranks > 1 and not capabilities.tensor_parallel:
         raise ConfigError(

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 MODEL = "model"  # drawn by the engine: the only tokens that are trained on
 SOURCES = (MODEL, "tool", "user", "template")
 
@@ -19,6 +22,7 @@ class Segment:
         version: number of the weights that drew the tokens.
         turn: number of the model's turn within its episode, from 0.
         is_trained: whether the model's tokens are learned from.
+        routed_experts: of a completion, see `Completion.routed_experts`.
     """
 
     source: str
@@ -27,6 +31,7 @@ class Segment:
     version: int = 0
     turn: int = 0
     is_trained: bool = True
+    routed_experts: NDArray[np.integer] | None = None
 
     @property
     def is_model(self) -> bool:

@@ -1,6 +1,9 @@
 """The input and output of a rollout engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from verl.models.pictures import Pictures
 
@@ -72,6 +75,9 @@ class Completion:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str  # "stop", "length" or "abort"
+    # (R, C), where the engine records them: experts of the token before each token, layer by layer.
+    # The dtype's largest number stands for a token that was not recorded, as the prompt's last.
+    routed_experts: NDArray[np.integer] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

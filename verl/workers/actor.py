@@ -20,10 +20,12 @@ from verl.engine.base import TrainEngine
 from verl.engine.flops import FlopsModel, model_flops_utilization
 from verl.engine.microbatch import TokenBudget
 from verl.engine.options import EngineOptions
+from verl.models.attention import prepare
 from verl.models.divergence import Divergence
 from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.lora import adapters_off
 from verl.models.packed import PackedCausalLM
+from verl.models.routing import route_dtype, watch_routers
 from verl.models.vision import freeze_vision_tower
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
@@ -78,6 +80,8 @@ class ActorWorker(TrainedWorker):
             freeze_vision_tower(model)
         add_adapters(model, model_config, "actor_rollout_ref.model")
 
+        if actor.router_replay.mode != "disabled":
+            watch_routers(model, prepare(model))
         self.objective = PolicyObjective(actor)
         self.divergences: tuple[Divergence, ...] = ()
         self.engine = TrainEngine(
@@ -91,16 +95,22 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto, sum_pi_squared: bool = False) -> DataProto:
-        """Compute `old_log_probs` and `entropys` (B, R) of the current weights, and
-        `sum_pi_squared` (B, R) if asked for."""
+        """Compute `old_log_probs` and `entropys` (B, R) of the current weights.
+
+        Adds `sum_pi_squared` (B, R) if asked for, and `routed_experts` (B, R, C) in mode R2 of
+        `actor.router_replay`.
+        """
         budget = TokenBudget(
             *log_prob_micro_batch(self.config.rollout),
             key="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
             phase="the pass for old log-probs",
         )
+        replay = self.config.actor.router_replay.mode
         answer = self.engine.infer(
             batch,
             budget,
+            ["routed_experts"] if replay == "R3" else [],
+            routed_experts=route_dtype(self.engine.hf_model) if replay == "R2" else None,
             temperature=self.config.rollout.temperature,
             entropy=True,
             sum_pi_squared=sum_pi_squared,
@@ -109,6 +119,8 @@ class ActorWorker(TrainedWorker):
         columns = {"old_log_probs": answer["log_probs"], "entropys": answer["entropy"]}
         if sum_pi_squared:
             columns["sum_pi_squared"] = answer["sum_pi_squared"]
+        if replay == "R2":
+            columns["routed_experts"] = answer["routed_experts"]
         metrics: dict[str, float] = {}
 
         if "rollout_log_probs" in batch.batch.keys():

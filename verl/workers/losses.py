@@ -183,6 +183,8 @@ class PolicyObjective(Objective):
             "selected",
         ]
 
+        if self.config.router_replay.mode != "disabled":
+            wanted.append("routed_experts")
         if self.config.needs_exact_kl:
             wanted.append("ref_states")
         elif self.config.use_kl_loss:

@@ -10,7 +10,7 @@ from torch import Tensor
 from verl.models.attention import Facts
 from verl.models.experts import Mixture
 from verl.rollout.embedded.attention import LayerPages, Paging, PrefillStep
-from verl.rollout.embedded.fused import FusedDecoder, Layer, Parts
+from verl.rollout.embedded.fused import GEMMA_FAMILIES, FusedDecoder, Layer, Parts
 from verl.rollout.embedded.kernels.experts import mix_experts, route
 from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
 from verl.rollout.embedded.kernels.paged_attention import Fresh, SplitWorkspace, decode_attention
@@ -132,21 +132,28 @@ class TritonDecoder(FusedDecoder):
             self._projections[id(layer)] = (qkv, gate_up)
 
         self._inner_norms = {layer.post_norm for layer in self.layers}
+        self._is_gemma = self.family in GEMMA_FAMILIES
+        self._epsilon: float = self.norm.eps if self._is_gemma else self.norm.variance_epsilon
+        self._shift = 1.0 if self._is_gemma else 0.0  # factors of a norm are 1 + weight
+        # transformers rounds before it multiplies by the factors
+        self._rounds_last = not self._is_gemma and self.family != "gpt_oss"
 
-    def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
+    def add_norm(self, parts: Parts, norm: Any, inner: Any) -> tuple[Tensor, Parts]:
         """Implement `FusedDecoder.add_norm`.
 
         Rounding follows the trainer, which compiles each layer by itself: a layer ends with a sum
         of three that is rounded once, and the last norm, outside of the layers, rounds as
         transformers does.
         """
-        writes = norm not in self._inner_norms
+        writes = norm not in self._inner_norms or inner is not None
         normed = add_rms_norm(
             parts,
             norm.weight,
-            norm.variance_epsilon,
+            self._epsilon,
             writes_sum=writes,
-            round_normed=norm is self.norm,
+            round_normed=self._rounds_last and norm is self.norm,
+            shift=self._shift,
+            inner=None if inner is None else inner.weight,
         )
         if writes:
             parts = parts[:1]
@@ -160,23 +167,18 @@ class TritonDecoder(FusedDecoder):
         """Implement `FusedDecoder.attend`."""
         pages = self.paging.layers[layer.attention]
         qkv = F.linear(normed, *self._projections[id(layer)][0])
-        query_norm = layer.query_norm
-        key_norm = layer.key_norm
-        norms: dict[str, Any] = {"query_norm": None, "key_norm": None, "eps": 0.0}
-        if query_norm is not None:
-            norms["query_norm"] = query_norm.weight
-            norms["eps"] = query_norm.variance_epsilon
-        if key_norm is not None:
-            norms["key_norm"] = key_norm.weight
+        norms: dict[str, Any] = {"eps": self._epsilon, "shift": self._shift}
+        for name, norm in (("query_norm", layer.query_norm), ("key_norm", layer.key_norm)):
+            norms[name] = None if norm is None else norm.weight
         num_keys = pages.keys.shape[1]
         dim = pages.keys.shape[3]
         q, k, v = qkv.unflatten(1, (-1, dim)).tensor_split((-2 * num_keys, -num_keys), dim=1)
 
         fresh = None
         if isinstance(step, DeviceStep) and step.takes_fresh:
-            fresh = Fresh(k, v, self.cos, self.sin, **norms)
+            fresh = Fresh(k, v, *layer.rotary, **norms)
         else:
-            rope_store(qkv, self.cos, self.sin, places, step.pages, step.offsets, *pages, **norms)
+            rope_store(qkv, *layer.rotary, places, step.pages, step.offsets, *pages, **norms)
 
         if isinstance(step, PrefillStep):
             attended = self._prefill_attention(layer, q, k, v)
@@ -190,7 +192,17 @@ class TritonDecoder(FusedDecoder):
         v = v.transpose(0, 1)[None]
         facts = layer.facts
         attend = self.paging.prefill_attention
-        out, _ = attend(layer.attention, q, k, v, None, facts.scale, sliding_window=facts.window)
+        out, _ = attend(
+            layer.attention,
+            q,
+            k,
+            v,
+            None,
+            facts.scale,
+            sliding_window=facts.window,
+            softcap=facts.cap,
+            s_aux=facts.sinks,
+        )
         return out[0]
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
@@ -198,12 +210,17 @@ class TritonDecoder(FusedDecoder):
         if layer.mixture is not None:
             return self._mix(layer, layer.mixture, normed)
         gate_up = F.linear(normed, *self._projections[id(layer)][1])
-        return self._output_projection(swiglu(gate_up), layer.mlp.down_proj)
+        active = swiglu(gate_up, gelu=self._is_gemma)
+        return self._output_projection(active, layer.mlp.down_proj)
 
     def _mix(self, layer: Layer, mixture: Mixture, normed: Tensor) -> Tensor:
         """Return the outputs (S, b, H) of the chosen experts and of a shared one."""
         router = mixture.router
-        ids, scores = route(normed, router.weight, None, mixture.routing)
+        logits = F.linear(normed, router.weight, getattr(router, "bias", None))
+        ids, scores = route(logits, mixture.routing)
+        recorded = self.paging.packing.recorded
+        if recorded is not None:
+            recorded[len(recorded)] = ids
         parts = mixture.routing.top_k + int(mixture.shared is not None)
         out = normed.new_empty(parts, *normed.shape)
         mix_experts(normed, ids, scores, mixture.weights, out)

@@ -20,10 +20,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.models.attention import Layout
+from verl.models.experts import FUSED_EXPERT_FAMILIES
+from verl.models.families import LLAMA_FAMILIES, LLAMA_VISION_FAMILIES
 from verl.models.vision import reads_pictures
 from verl.rollout.embedded.attention import LayerPages, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, Slots, TritonDecoder
-from verl.rollout.embedded.fused import can_fuse
+from verl.rollout.embedded.fused import GEMMA_FAMILIES, can_fuse
 from verl.rollout.embedded.kernels.paged_attention import (
     choose_num_splits,
     fixed_num_splits,
@@ -90,8 +92,10 @@ class CudaRunner(ModelRunner):
                 f"actor_rollout_ref.rollout.dtype={str(twin.dtype).removeprefix('torch.')}."
             )
         super().__init__(twin.module, **base)
-        # Tiles of experts depend on the number of rows, and a rank has a part of each expert.
-        self.fuses_experts = not self.deterministic and self.parallel is None
+        self.fused_families = (*LLAMA_FAMILIES, *LLAMA_VISION_FAMILIES, *GEMMA_FAMILIES)
+        if not self.deterministic and self.parallel is None:
+            # Tiles of experts depend on the number of rows, and a rank has a part of each expert.
+            self.fused_families += FUSED_EXPERT_FAMILIES
         if self.page_size < 8 or self.page_size & (self.page_size - 1):
             raise ConfigError(
                 "On CUDA actor_rollout_ref.rollout.page_size must be a power of two of at least 8, "
@@ -100,7 +104,7 @@ class CudaRunner(ModelRunner):
 
         self.twin = twin
         one_by_one = _runs_experts_one_by_one(self.module)
-        one_by_one = one_by_one and not can_fuse(self.module, experts=self.fuses_experts)
+        one_by_one = one_by_one and not can_fuse(self.module, self.fused_families)
         if one_by_one and not enforce_eager:
             logger.info(
                 "rollout: experts computed one by one wait for the host; decode steps are not CUDA "
@@ -133,6 +137,9 @@ class CudaRunner(ModelRunner):
             settings=self._settings,
             tokens=torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device),
             log_probs=torch.zeros(max_num_seqs, device=self.device),
+        )
+        self._routes = torch.zeros(
+            max_num_seqs, self.num_routes, dtype=self.route_dtype, device=self.device
         )
         vocabulary: int = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
         self._workspace = Workspace(max_num_seqs, vocabulary, self.device)
@@ -200,8 +207,15 @@ class CudaRunner(ModelRunner):
 
         tables = []
         if isinstance(self._body, TritonDecoder):
-            tables = [self._body.cos, self._body.sin]
-        rows = [*self.state, *self._fed, self._slots, self._draw.tokens, self._draw.log_probs]
+            tables = [table for pair in self._body.tables.values() for table in pair]
+        rows = [
+            *self.state,
+            *self._fed,
+            self._slots,
+            self._routes,
+            self._draw.tokens,
+            self._draw.log_probs,
+        ]
         return {
             "graphs": pool_bytes,
             "scratch of the draw": self._workspace.num_bytes,
@@ -248,7 +262,7 @@ class CudaRunner(ModelRunner):
             self._step(rows)
         else:
             self._graph(rows).replay()
-        return [self._fetch(scheduler, slots)]
+        return [self._fetch(scheduler, slots, has_routes=self.num_routes > 0)]
 
     def _prefill_hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep) -> Tensor:
         if not isinstance(self._body, TritonDecoder):
@@ -306,7 +320,11 @@ class CudaRunner(ModelRunner):
         )
         if self._shifts is not None:
             positions = positions + self._shifts.index_select(0, slots)
-        hidden = self._body(ids, positions, self._device_step(slots, pages, offsets))
+        with self.recording() as recorded:
+            hidden = self._body(ids, positions, self._device_step(slots, pages, offsets))
+            routes = recorded()
+            if routes is not None:
+                self._routes[:rows].copy_(routes)
         self._draw_rows(hidden, rows, moves=1)
 
     def _draw_rows(self, hidden: Tensor, rows: int, *, moves: int) -> None:
@@ -404,13 +422,20 @@ class CudaRunner(ModelRunner):
         self._slots.copy_(shown)
         return graph
 
-    def _fetch(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> Draws:
-        """Start the copy of the drawn tokens to the host."""
+    def _fetch(
+        self, scheduler: Scheduler, slots: NDArray[np.int64], *, has_routes: bool = False
+    ) -> Draws:
+        """Start the copy of the drawn tokens, and of the experts of those fed, to the host."""
         count = len(slots)
         tokens = torch.empty(count, dtype=torch.int64, pin_memory=True)
         log_probs = torch.empty(count, dtype=torch.float32, pin_memory=True)
         tokens.copy_(self._draw.tokens[:count], non_blocking=True)
         log_probs.copy_(self._draw.log_probs[:count], non_blocking=True)
+
+        routes = None
+        if has_routes:
+            routes = torch.empty(count, self.num_routes, dtype=self.route_dtype, pin_memory=True)
+            routes.copy_(self._routes[:count], non_blocking=True)
 
         arrived = torch.cuda.Event()
         arrived.record()
@@ -419,4 +444,5 @@ class CudaRunner(ModelRunner):
             arrived.synchronize()
             return tokens.numpy(), log_probs.numpy()
 
-        return Draws(slots, scheduler.epoch[slots], result)
+        chosen = None if routes is None else routes.numpy()
+        return Draws(slots, scheduler.epoch[slots], result, chosen)

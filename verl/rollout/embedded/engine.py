@@ -52,7 +52,11 @@ class EmbeddedEngine(LocalEngine):
     """
 
     capabilities = Capabilities(
-        deterministic=True, tensor_parallel=True, aliases_weights=True, continues=True
+        deterministic=True,
+        tensor_parallel=True,
+        routed_experts=True,
+        aliases_weights=True,
+        continues=True,
     )
 
     @classmethod
@@ -237,6 +241,7 @@ class EmbeddedEngine(LocalEngine):
             "device": self.device,
             "dtype": self.twin.dtype,
             "parallel": self.parallel,
+            "records_routes": self.config.enable_rollout_routing_replay,
         }
         if self.device.type == "cpu":
             return HostRunner(self.twin, **settings)
@@ -357,6 +362,9 @@ class EmbeddedEngine(LocalEngine):
             least_slots=max(slots, self._reserved.sequences),
             least_tokens=self._reserved.tokens,
         )
+        if self.runner.num_routes:
+            ids = torch.empty(0, dtype=self.runner.route_dtype).numpy()
+            scheduler.keep_routes(self.runner.num_routes, ids.dtype)
         self.runner.begin(params, most_tokens)
         return _Run(params, rule, scheduler, _Progress(len(samples)))
 
@@ -501,12 +509,13 @@ class EmbeddedEngine(LocalEngine):
         slots = draws.slots[current]
         tokens = tokens[current]
         log_probs = log_probs[current]
+        routes = None if draws.routes is None else draws.routes[current]
         run.counts["generated_tokens"] += len(slots)
         if not np.isfinite(log_probs).all():
             first = int(slots[np.flatnonzero(~np.isfinite(log_probs))[0]])
             raise not_finite(scheduler.sample_id_of(first))
 
-        drawn = scheduler.record(slots, tokens, log_probs)
+        drawn = scheduler.record(slots, tokens, log_probs, routes)
         stopped = run.rule.ends(tokens)
         if run.rule.strings:
             for row in np.flatnonzero(~stopped).tolist():

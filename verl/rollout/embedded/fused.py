@@ -1,7 +1,8 @@
 """The decode step of Llama-like models with fewer, larger operations than the module's own forward.
 
-The weights are the module's own and are read at every step. Families with exactly the decoder layer
-below, or with experts for its MLP, are listed; all others decode through their module.
+The weights are the module's own and are read at every step. A decoder lists the families that it
+computes; all others decode through their module. On CUDA these include layers with experts for the
+MLP (Qwen3-MoE, Mixtral, gpt-oss) and layers that norm each part before it is added (Gemma).
 """
 
 import functools
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.models.attention import Facts
-from verl.models.experts import LLAMA_EXPERT_FAMILIES, Mixture
-from verl.models.families import LLAMA_FAMILIES, LLAMA_VISION_FAMILIES
+from verl.models.experts import Mixture
+from verl.models.families import LLAMA_VISION_FAMILIES, rope_settings
 from verl.models.vision import family_of, reads_pictures, text_body
 from verl.rollout.embedded.attention import LayerShape, Paging, PrefillStep, Step
 from verl.rollout.embedded.invariant import InvariantOperations
@@ -31,41 +32,50 @@ class Layer:
 
     input_norm: Any
     attention: Any
-    query_norm: Any  # None but for Qwen3
+    query_norm: Any  # None but for Qwen3 and Gemma3
     key_norm: Any
     post_norm: Any
     mlp: Any
     mixture: Mixture | None  # of experts, instead of the MLP
     facts: Facts
+    rotary: tuple[Tensor, Tensor]  # cos and sin (positions, D)
+    # of the outputs of attention and of the feed-forward part, before they are added; Gemma's alone
+    attention_norm: Any = None
+    feed_forward_norm: Any = None
 
 
-def can_fuse(module: PreTrainedModel, *, experts: bool) -> bool:
-    """Check whether `FusedDecoder` can replace `module`. `experts`: the decoder computes them.
+# Families that norm both parts of a layer before they are added.
+GEMMA_FAMILIES = ("gemma2", "gemma3_text")
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+def can_fuse(module: PreTrainedModel, families: Sequence[str]) -> bool:
+    """Check whether a decoder of `families` can replace `module`.
 
     Its parts must be transformers' own, not a user's subclasses, and its layer Llama's:
     h += attention(rms_norm(h)); h += down(silu(gate(n)) * up(n)) with n = rms_norm(h).
+    Gemma has GELU for SiLU, and norms what is added to h.
     """
     config: Any = module.config.get_text_config()
-    families = (*LLAMA_FAMILIES, *LLAMA_VISION_FAMILIES)
-    if experts:
-        families = (*families, *LLAMA_EXPERT_FAMILIES)
-    if config.model_type not in families or config.hidden_act != "silu":
+    pictures = reads_pictures(module.config)
+    if config.model_type not in families:
         return False
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if pictures and config.model_type not in LLAMA_VISION_FAMILIES:
         return False
+    is_gemma = config.model_type in GEMMA_FAMILIES
+    activation = config.hidden_activation if is_gemma else config.hidden_act
+    if activation != _ACTIVATIONS[is_gemma]:
+        return False
+    for settings in rope_settings(config):
+        if settings.get("partial_rotary_factor", 1.0) != 1.0:
+            return False
+
     body: Any = text_body(module)
     parts = [body, body.norm, body.rotary_emb]
-    if not reads_pictures(module.config):
+    if not pictures:
         parts.append(module)
-
     for layer in body.layers:
-        parts += [
-            layer,
-            layer.self_attn,
-            layer.mlp,
-            layer.input_layernorm,
-            layer.post_attention_layernorm,
-        ]
+        parts += [layer, layer.self_attn, layer.mlp, *_norms(layer)]
         mixture = Mixture.of(layer.mlp, config.model_type)
         if mixture is not None:
             parts += mixture.modules
@@ -73,6 +83,36 @@ def can_fuse(module: PreTrainedModel, *, experts: bool) -> bool:
     family = config.model_type.removesuffix("_text")
     home = f"transformers.models.{family}.modeling_{family}"
     return all(type(part).__module__ == home for part in parts)
+
+
+def _norms(layer: Any) -> tuple[Any, ...]:
+    """Return the norms of a layer: before attention, before the MLP, and Gemma's after each."""
+    if hasattr(layer, "pre_feedforward_layernorm"):
+        before = layer.pre_feedforward_layernorm
+        return (
+            layer.input_layernorm,
+            before,
+            layer.post_attention_layernorm,
+            layer.post_feedforward_layernorm,
+        )
+    return layer.input_layernorm, layer.post_attention_layernorm
+
+
+def _rotary_tables(
+    body: Any, weight: Tensor, positions: Tensor, kind: str | None
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (positions, D) of layers of one type; None: of all layers.
+
+    `positions` are (1, P), or (3, 1, P).
+    """
+    names = (kind,) if kind is not None else ()
+    tables = []
+    for table in body.rotary_emb(weight.new_empty(1, 1), positions, *names):
+        table = table[0]
+        if table.shape[-1] * 2 == body.layers[0].self_attn.head_dim:
+            table = torch.cat([table, table], dim=-1)  # gpt-oss has each angle once
+        tables.append(table.contiguous())
+    return tables[0], tables[1]
 
 
 # The residual stream is the sum of these tensors (b, H); some decoders leave (S, b, H), to be added
@@ -99,28 +139,38 @@ class FusedDecoder(ABC):
         self.paging = paging
         self.embeddings: Any = module.get_input_embeddings()
         self.norm: Any = body.norm
-        self.layers = [
-            Layer(
-                input_norm=layer.input_layernorm,
+        weight = self.embeddings.weight
+        # Gemma multiplies embeddings by the root of their size, rounded.
+        scale = getattr(self.embeddings, "embed_scale", None)
+        self.embedding_scale = None if scale is None else scale.to(weight.dtype)
+        positions = torch.arange(max_positions, device=weight.device)[None]
+        if reads_pictures(module.config) and family_of(module.config).three_parts:
+            positions = positions.expand(3, 1, -1)
+        config: Any = module.config.get_text_config()
+        self.family: str = config.model_type
+        self.tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+        self.layers = []
+        for number, layer in enumerate(body.layers):
+            # Gemma3's layers with windows have other angles than those without.
+            kind = config.layer_types[number] if config.model_type == "gemma3_text" else None
+            if kind not in self.tables:
+                self.tables[kind] = _rotary_tables(body, weight, positions, kind)
+            input_norm, post_norm, *inner = _norms(layer)
+            fused = Layer(
+                input_norm=input_norm,
                 attention=layer.self_attn,
                 query_norm=getattr(layer.self_attn, "q_norm", None),
                 key_norm=getattr(layer.self_attn, "k_norm", None),
-                post_norm=layer.post_attention_layernorm,
+                post_norm=post_norm,
                 mlp=layer.mlp,
-                mixture=Mixture.of(layer.mlp, module.config.model_type),
+                mixture=Mixture.of(layer.mlp, config.model_type),
                 facts=shapes[layer.self_attn].facts,
+                rotary=self.tables[kind],
+                attention_norm=inner[0] if inner else None,
+                feed_forward_norm=inner[1] if inner else None,
             )
-            for layer in body.layers
-        ]
-
-        weight = self.embeddings.weight
-        positions = torch.arange(max_positions, device=weight.device)
-        if reads_pictures(module.config) and family_of(module.config).three_parts:
-            positions = positions.expand(3, -1)
-        # Position ids are (1, P), or (3, 1, P).
-        cos, sin = body.rotary_emb(weight.new_empty(1, 1), positions.unsqueeze(-2))
-        self.cos: Tensor = cos[0].contiguous()
-        self.sin: Tensor = sin[0].contiguous()
+            self.layers.append(fused)
+        self.cos, self.sin = self.layers[0].rotary
 
         if parallel is not None:
             # Before the methods themselves, so that one rank alone has nothing more to do.
@@ -130,21 +180,27 @@ class FusedDecoder(ABC):
 
     def __call__(self, ids: Tensor, positions: Tensor, step: PrefillStep | Step) -> Tensor:
         """Compute hidden states (b, H) of token ids (b,) at positions (b,)."""
-        parts: Parts = (F.embedding(ids, self.embeddings.weight),)
+        states = F.embedding(ids, self.embeddings.weight)
+        if self.embedding_scale is not None:
+            states = states * self.embedding_scale
+        parts: Parts = (states,)
         places = self.places(positions)
+        inner = None
         with InvariantOperations() if self.paging.invariant else nullcontext():
             for layer in self.layers:
-                normed, parts = self.add_norm(parts, layer.input_norm)
+                normed, parts = self.add_norm(parts, layer.input_norm, inner)
                 parts = (*parts, self.attend(layer, normed, places, step))
-                normed, parts = self.add_norm(parts, layer.post_norm)
+                normed, parts = self.add_norm(parts, layer.post_norm, layer.attention_norm)
                 parts = (*parts, self.feed_forward(layer, normed))
-            return self.add_norm(parts, self.norm)[0]
+                inner = layer.feed_forward_norm
+            return self.add_norm(parts, self.norm, inner)[0]
 
     @abstractmethod
-    def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
+    def add_norm(self, parts: Parts, norm: Any, inner: Any) -> tuple[Tensor, Parts]:
         """Return the RMS norm of the sum of `parts`, and parts with the same sum.
 
-        May overwrite the first part.
+        May overwrite the first part. `inner` norms the last of two parts before it is added; only
+        decoders of Gemma get it.
         """
 
     @abstractmethod
@@ -174,7 +230,7 @@ class TorchDecoder(FusedDecoder):
     In bf16 a log-prob is nearer to the trainer's by a seventh.
     """
 
-    def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
+    def add_norm(self, parts: Parts, norm: Any, inner: Any) -> tuple[Tensor, Parts]:
         """Implement `FusedDecoder.add_norm`."""
         residual = _added_up(parts)
         return self._norm(residual, norm), (residual,)
@@ -245,7 +301,7 @@ class StackedDecoder(FusedDecoder):
             self._layer_stacks[id(layer)] = _part(self.stacks, number)
         self.last_factors = self.norm.weight * self.norm.weight.shape[0] ** 0.5
 
-    def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
+    def add_norm(self, parts: Parts, norm: Any, inner: Any) -> tuple[Tensor, Parts]:
         """Implement `FusedDecoder.add_norm` without factors, which the next matrix has.
 
         The last norm applies its own.

@@ -132,10 +132,13 @@ class HostRunner(ModelRunner):
             table = scheduler.table[slots, : int(positions.max()) // self.page_size + 1]
             step = self._rows_step(positions, table, self.page_size)
         rotary = positions + scheduler.shifts[slots]
-        hidden = self._body(torch.from_numpy(last), torch.from_numpy(rotary), step)
+        with self.recording() as recorded:
+            hidden = self._body(torch.from_numpy(last), torch.from_numpy(rotary), step)
+            routes = recorded()
         if keeps_rows:
             self._key_rows.advance(scheduler, steps)(slice(0, len(slots)))
-        return [self.start(scheduler, slots, hidden)]
+        draws = self.start(scheduler, slots, hidden)
+        return [draws if routes is None else draws._replace(routes=routes.numpy())]
 
     def _decode_in(
         self,

@@ -1,7 +1,7 @@
 """Run the engine's module: packed prefill, batched decode, logits, and the draw."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from verl.models.attention import Layout
+from verl.models.families import LLAMA_FAMILIES, LLAMA_VISION_FAMILIES
 from verl.models.logprobs import head_logits, head_of
 from verl.models.packed import PackedBatch
 from verl.models.pictures import Pictures
+from verl.models.routing import joined, route_dtype, watch_routers
 from verl.models.vision import language_inputs, text_body
 from verl.rollout.embedded.attention import LayerPages, LayerShape, Paging, PrefillStep, Step
 from verl.rollout.embedded.extension import extend_step
@@ -31,11 +33,13 @@ class Draws(NamedTuple):
     """One draw for each of `slots`, launched in `epochs`.
 
     `result` returns the tokens (b,) and their log-probs (b,). It waits while the device computes.
+    `routes` (b, C) are the experts of the tokens that were fed, valid after `result`.
     """
 
     slots: NDArray[np.int64]
     epochs: NDArray[np.int64]
     result: Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
+    routes: NDArray[np.integer] | None = None
 
 
 # Token ids (b,) and positions (b,) of one step -> hidden states (b, H).
@@ -52,8 +56,8 @@ class ModelRunner:
     lag = 0
     # of the slots that must be free before more samples are admitted to a running batch
     refill_share = 0.0
-    # whether the decoder that `make_body` gets computes mixtures of experts
-    fuses_experts = False
+    # that the decoder of `make_body` computes
+    fused_families: tuple[str, ...] = (*LLAMA_FAMILIES, *LLAMA_VISION_FAMILIES)
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         parallel: TensorParallel | None = None,
+        records_routes: bool = False,
     ) -> None:
         self.module = module
         self.max_model_len = max_model_len
@@ -79,6 +84,9 @@ class ModelRunner:
             parallel.sum_outputs(module)
 
         self.paging = Paging(module, invariant=deterministic)
+        # choices of experts that each step records (see `verl.models.routing`), and their dtype
+        self.num_routes = watch_routers(module, self.paging.packing) if records_routes else 0
+        self.route_dtype = route_dtype(module) if records_routes else torch.uint8
         self.head = head_of(module)
         self.num_pages = 0
         self.capture_s = 0.0
@@ -244,9 +252,19 @@ class ModelRunner:
         """Use `params` for the following draws, of at most `most_tokens` tokens."""
         raise NotImplementedError
 
+    @contextmanager
+    def recording(self) -> Iterator[Callable[[], torch.Tensor | None]]:
+        """Record the experts that a step chooses; call the result for them, (b, C), if asked for."""
+        packing = self.paging.packing
+        packing.recorded = {} if self.num_routes else None
+        try:
+            yield lambda: joined(packing.recorded, self.route_dtype) if packing.recorded else None
+        finally:
+            packing.recorded = None
+
     def make_body(self, fused: Callable[..., FusedDecoder]) -> Body:
         """Return the function that computes the layers of a decode step."""
-        if can_fuse(self.module, experts=self.fuses_experts):
+        if can_fuse(self.module, self.fused_families):
             shapes = self.layer_shapes()
             return fused(
                 self.module,

@@ -68,6 +68,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)  # drawn before it was pre-empted
     log_probs: list[float] = field(default_factory=list)
     begun: int = 0  # first tokens, which an earlier request drew; they are never drawn again
+    routes: NDArray[np.integer] | None = None  # of these tokens, if they are recorded
 
     def begin_with(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
         """Go on after the tokens that an earlier request drew."""
@@ -161,6 +162,8 @@ class Scheduler:
         self.shifts = np.zeros(slots, np.int64)  # see `Group.shift`
         self.token_ids = np.zeros((slots, longest), np.int64)
         self.log_probs = np.zeros((slots, longest), np.float32)
+        # (slots, longest, C) experts, if draws have them; see `Completion.routed_experts`
+        self.routes: NDArray[np.integer] | None = None
         # slots with a row of `table` that changed since the last `take_changed`
         self._changed: set[int] = set()
 
@@ -364,11 +367,26 @@ class Scheduler:
         self.launched[slots] += max(fed, 1)
         self.cached[slots] += fed
 
+    def keep_routes(self, choices: int, dtype: np.dtype) -> None:
+        """Make room for the experts of every token, `choices` ids each."""
+        size = (*self.token_ids.shape, choices)
+        self.routes = np.full(size, np.iinfo(dtype).max, dtype)
+
     def record(
-        self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], log_probs: NDArray[np.float32]
+        self,
+        slots: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        log_probs: NDArray[np.float32],
+        routes: NDArray[np.integer] | None = None,
     ) -> NDArray[np.int64]:
-        """Record the tokens drawn by slots (b,). Return the number of tokens of each, (b,)."""
+        """Record the tokens drawn by slots (b,). Return the number of tokens of each, (b,).
+
+        `routes` (b, C) are the experts of the tokens that were fed; None after a prefill.
+        """
         place = self.drawn[slots]
+        if self.routes is not None:
+            unknown = np.iinfo(self.routes.dtype).max
+            self.routes[slots, place] = unknown if routes is None else routes
         self.token_ids[slots, place] = token_ids
         self.log_probs[slots, place] = log_probs
         self.drawn[slots] = place + 1
@@ -449,6 +467,10 @@ class Scheduler:
             self.cached[slot] = len(group.prompt) + len(sample.token_ids)
             self.token_ids[slot, : len(sample.token_ids)] = sample.token_ids
             self.log_probs[slot, : len(sample.token_ids)] = sample.log_probs
+            if self.routes is not None:
+                unknown = np.iinfo(self.routes.dtype).max
+                restored = unknown if sample.routes is None else sample.routes
+                self.routes[slot, : len(sample.token_ids)] = restored
         else:
             assert group.pages is not None
             self._held[slot] = self.pages.share(group.pages)
@@ -525,6 +547,8 @@ class Scheduler:
             self.discarded += len(sample.token_ids) - sample.begun
             sample.token_ids = sample.token_ids[: sample.begun]
             sample.log_probs = sample.log_probs[: sample.begun]
+            if sample.routes is not None:
+                sample.routes = sample.routes[: sample.begun]
             if not sample.begun:
                 sample.group.unstarted += 1
         self.waiting.appendleft(sample)
@@ -539,6 +563,8 @@ class Scheduler:
         count = self.drawn[slot]
         sample.token_ids = self.token_ids[slot, :count].tolist()
         sample.log_probs = self.log_probs[slot, :count].tolist()
+        if self.routes is not None:
+            sample.routes = self.routes[slot, :count].copy()
         return sample
 
     def _release(self, slot: int) -> None:
@@ -555,4 +581,5 @@ def _completion(sample: Sample, reason: str) -> Completion:
         token_ids=sample.token_ids,
         log_probs=sample.log_probs,
         finish_reason=reason,
+        routed_experts=sample.routes,
     )

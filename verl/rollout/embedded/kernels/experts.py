@@ -54,39 +54,26 @@ class Order(NamedTuple):
     stop: Tensor  # (T,) int32
 
 
-def route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor]:
-    """Choose experts for states x (b, H) with a router (E, H): ids (b, k) int32, scores (b, k) fp32.
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Choose experts by logits (b, E): ids (b, k) int32 and scores (b, k) fp32.
 
-    Logits are rounded to the dtype of x, as transformers rounds them. Of equal logits the first is
-    larger.
+    Of equal logits the first counts as larger.
     """
-    rows, inner = x.shape
-    experts = weight.shape[0]
-    ids = torch.empty(rows, routing.top_k, dtype=torch.int32, device=x.device)
-    scores = torch.empty(rows, routing.top_k, dtype=torch.float32, device=x.device)
-    block_k = 32 if x.dtype == torch.float32 else 128
-    _route[(triton.cdiv(rows, 16),)](
-        x,
-        weight,
-        bias,
+    rows, experts = logits.shape
+    ids = torch.empty(rows, routing.top_k, dtype=torch.int32, device=logits.device)
+    scores = torch.empty(rows, routing.top_k, dtype=torch.float32, device=logits.device)
+    _route[(rows,)](
+        logits,
         ids,
         scores,
-        rows,
-        inner,
         experts,
-        x.stride(0),
         OF_CHOSEN=routing.of_chosen,
         NORMALIZED=routing.normalized,
         ROUNDED=routing.rounded,
         TOP_K=routing.top_k,
         SLOTS=triton.next_power_of_2(routing.top_k),
-        BLOCK_M=16,
-        BLOCK_N=max(16, triton.next_power_of_2(experts)),
-        BLOCK_K=block_k,
-        num_warps=4,
-        num_stages=3,
+        BLOCK=triton.next_power_of_2(experts),
+        num_warps=1,
     )
     return ids, scores
 
@@ -113,20 +100,26 @@ def sort_pairs(ids: Tensor, experts: int, tile_m: int) -> Order:
 
 
 def tiles_of(rows: int, top_k: int, experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
-    """Choose the tiles of the two products, by the mean number of pairs of an expert."""
+    """Choose the tiles of the two products, by the mean number of pairs of an expert.
+
+    On an H200, Qwen3-30B-A3B's took 225 + 126 us for 1,024 tokens, 200 + 111 for 512, 194 + 105 for
+    256 and 187 + 100 for 96: 3.4 to 4.2 TB/s of weights, where a copy makes 4.26.
+    """
     if dtype == torch.float32:
         small = Tile(16, 32, 32, num_warps=4, num_stages=2, weights_first=False)
         return small, small
     pairs = rows * top_k / experts
-    if pairs <= 12:
-        tile = Tile(16, 64, 128, num_warps=4, num_stages=4, weights_first=True)
-    elif pairs <= 28:
-        tile = Tile(32, 64, 64, num_warps=4, num_stages=4, weights_first=True)
-    elif pairs <= 96:
-        tile = Tile(64, 64, 64, num_warps=4, num_stages=4, weights_first=False)
+    if pairs <= 9:
+        tile = Tile(16, 64, 128, num_warps=4, num_stages=3, weights_first=True)
+        return tile, tile
+    if pairs <= 24:
+        tile = Tile(32, 64, 64, num_warps=4, num_stages=5, weights_first=True)
+        return tile, tile
+    if pairs <= 96:
+        first = Tile(64, 64, 64, num_warps=4, num_stages=3, weights_first=True)
     else:
-        tile = Tile(128, 64, 64, num_warps=8, num_stages=4, weights_first=False)
-    return tile, tile._replace(n=128)
+        first = Tile(128, 128, 64, num_warps=8, num_stages=4, weights_first=False)
+    return first, Tile(first.m, 128, 64, num_warps=8, num_stages=3, weights_first=False)
 
 
 def mix_experts(
@@ -210,60 +203,43 @@ def run_down(
 
 @triton.jit
 def _route(
-    X,
-    WEIGHT,
-    BIAS,
+    LOGITS,
     IDS,
     SCORES,
-    rows,
-    inner,
     experts,
-    x_row,
     OF_CHOSEN: tl.constexpr,
     NORMALIZED: tl.constexpr,
     ROUNDED: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    expert = tl.arange(0, BLOCK_N)
-    real_row = row[:, None] < rows
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
     real = expert < experts
-    dtype = X.dtype.element_ty
+    logits = tl.load(LOGITS + row * experts + expert, real, other=float("-inf")).to(tl.float32)
+    weights = tl.exp(logits - tl.max(logits, axis=0))
 
-    wide = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, inner, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        inside = k[None, :] < inner
-        states = tl.load(X + row[:, None] * x_row + k[None, :], real_row & inside, other=0.0)
-        weight = WEIGHT + expert[:, None] * inner + k[None, :]
-        weight = tl.load(weight, real[:, None] & inside, other=0.0)
-        wide = tl.dot(states, tl.trans(weight), wide, input_precision="ieee")
-    if BIAS is not None:
-        wide += tl.load(BIAS + expert, real, other=0.0).to(tl.float32)[None, :]
-    logits = tl.where(real[None, :], wide.to(dtype).to(tl.float32), float("-inf"))
-
-    weights = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    slot = tl.arange(0, SLOTS)[None, :]
-    scores = tl.zeros((BLOCK_M, SLOTS), tl.float32)
+    slot = tl.arange(0, SLOTS)
+    ids = tl.zeros((SLOTS,), tl.int32)
+    scores = tl.zeros((SLOTS,), tl.float32)
+    remaining = logits
     for number in tl.static_range(TOP_K):
-        best = tl.argmax(logits, axis=1)
-        is_best = expert[None, :] == best[:, None]
-        score = tl.sum(tl.where(is_best, weights, 0.0), axis=1)
-        scores = tl.where(slot == number, score[:, None], scores)
-        logits = tl.where(is_best, float("-inf"), logits)
-        tl.store(IDS + row * TOP_K + number, best.to(tl.int32), row < rows)
+        best = tl.argmax(remaining, axis=0)
+        is_best = expert == best
+        ids = tl.where(slot == number, best, ids)
+        scores = tl.where(slot == number, tl.sum(tl.where(is_best, weights, 0.0)), scores)
+        remaining = tl.where(is_best, float("-inf"), remaining)
 
     if OF_CHOSEN or NORMALIZED:
-        scores = scores / tl.sum(scores, axis=1)[:, None]
+        scores = scores / tl.sum(scores)
     else:
-        scores = scores / tl.sum(tl.where(real[None, :], weights, 0.0), axis=1)[:, None]
+        scores = scores / tl.sum(weights)
     if ROUNDED:
-        scores = scores.to(dtype).to(tl.float32)
-    tl.store(SCORES + row[:, None] * TOP_K + slot, scores, real_row & (slot < TOP_K))
+        scores = scores.to(LOGITS.dtype.element_ty).to(tl.float32)
+    inside = slot < TOP_K
+    tl.store(IDS + row * TOP_K + slot, ids, inside)
+    tl.store(SCORES + row * TOP_K + slot, scores, inside)
 
 
 @triton.jit

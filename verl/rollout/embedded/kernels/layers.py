@@ -22,6 +22,8 @@ def add_rms_norm(
     *,
     writes_sum: bool,
     round_normed: bool = False,
+    shift: float = 0.0,
+    inner: Tensor | None = None,
 ) -> Tensor:
     """Norm a sum of tensors by RMSNorm (Zhang and Sennrich 2019, equation 4).
 
@@ -33,6 +35,8 @@ def add_rms_norm(
         writes_sum: write the sum to the first part, and norm the written numbers rather than the
             exact sum.
         round_normed: round the normed states before they are multiplied by the weight.
+        shift: added to weights (Gemma has factors 1 + weight).
+        inner: (H,), of another norm, which norms the last of two parts before they are added.
     """
     first, *others = parts
     second, third = (*others, None, None)[:2]
@@ -48,6 +52,8 @@ def add_rms_norm(
         out,
         width,
         eps,
+        shift,
+        inner,
         SECOND_SPLITS=_num_splits(second),
         THIRD_SPLITS=_num_splits(third),
         WRITES_SUM=writes_sum and bool(others),
@@ -63,15 +69,17 @@ def _num_splits(part: Tensor | None) -> int:
     return 1 if part is None or part.ndim == 2 else len(part)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
     """Compute silu(gate) * up (b, I) of `gate_up` (b, 2 I), the gates in front.
 
-    Shazeer 2020, equation 6.
+    Shazeer 2020, equation 6. `gelu`: with the tanh approximation of GELU for SiLU.
     """
     rows = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    _swiglu[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, BLOCK=_BLOCK, num_warps=4)
+    _swiglu[(rows, triton.cdiv(width, _BLOCK))](
+        gate_up, out, width, GELU=gelu, BLOCK=_BLOCK, num_warps=4
+    )
     return out
 
 
@@ -88,13 +96,14 @@ def rope_store(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 0.0,
+    shift: float = 0.0,
 ) -> None:
     """Rotate queries and keys in place, and store keys and values in their pages.
 
     The rotation is equation 34 of Su et al. 2021, with the halves apart. qkv (b, (Hq + 2 Hk) D);
     cos and sin (positions, D); positions, pages and offsets (b,) int64; keys and values
     (num_pages, Hk, page_size, D). With `query_norm` and `key_norm` (D,), each head is RMS-normed
-    first (Qwen3).
+    first (Qwen3), with factors shift + norm.
     """
     heads_k = keys.shape[1]
     width = keys.shape[3]
@@ -119,6 +128,7 @@ def rope_store(
         query_norm,
         key_norm,
         eps,
+        shift,
         HQ=heads_q,
         HK=heads_k,
         D=width,
@@ -138,6 +148,8 @@ def _add_rms_norm(
     OUT,
     width,
     eps,
+    shift,
+    INNER,
     SECOND_SPLITS: tl.constexpr,
     THIRD_SPLITS: tl.constexpr,
     WRITES_SUM: tl.constexpr,
@@ -150,7 +162,12 @@ def _add_rms_norm(
     dtype = FIRST.dtype.element_ty
     wide = tl.load(FIRST + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if SECOND is not None:
-        wide += _part(SECOND, row * width + column, inside, width, SECOND_SPLITS, dtype)
+        second = _part(SECOND, row * width + column, inside, width, SECOND_SPLITS, dtype)
+        if INNER is not None:
+            scale = tl.rsqrt(tl.sum(second * second, axis=0) / width + eps)
+            factor = tl.load(INNER + column, mask=inside, other=0.0).to(tl.float32) + shift
+            second = (second * scale * factor).to(dtype).to(tl.float32)
+        wide += second
     if THIRD is not None:
         wide += _part(THIRD, row * width + column, inside, width, THIRD_SPLITS, dtype)
 
@@ -161,7 +178,7 @@ def _add_rms_norm(
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
     if ROUND_NORMED:
         normed = normed.to(dtype).to(tl.float32)
-    weight = tl.load(WEIGHT + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(WEIGHT + column, mask=inside, other=0.0).to(tl.float32) + shift
     tl.store(OUT + row * width + column, (normed * weight).to(dtype), mask=inside)
 
 
@@ -176,14 +193,18 @@ def _part(PART, at, inside, width, SPLITS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _swiglu(GATE_UP, OUT, width, BLOCK: tl.constexpr):
+def _swiglu(GATE_UP, OUT, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(GATE_UP + row * 2 * width + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * width + width + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    active = wide / (1.0 + tl.exp(-wide))
+    exponent = wide
+    if GELU:
+        # x / 2 * (1 + tanh(y)) = x / (1 + exp(-2 y)), y = sqrt(2 / pi) (x + 0.044715 x^3)
+        exponent = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    active = wide / (1.0 + tl.exp(-exponent))
     tl.store(OUT + row * width + column, (active * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
@@ -207,6 +228,7 @@ def _rope_store(
     QUERY_NORM,
     KEY_NORM,
     eps,
+    shift,
     HQ: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
@@ -225,12 +247,12 @@ def _rope_store(
     head, column, mask = _tile(BLOCK_Q, HQ, HALF, D)
 
     at = source + head * D + column
-    low, high = _rotate(at, mask, cos, sin, QUERY_NORM, eps, D)
+    low, high = _rotate(at, mask, cos, sin, QUERY_NORM, eps, shift, D)
     tl.store(at, low, mask=mask)
     tl.store(at + D // 2, high, mask=mask)
     head, column, mask = _tile(BLOCK_K, HK, HALF, D)
     at = source + (HQ + head) * D + column
-    low, high = _rotate(at, mask, cos, sin, KEY_NORM, eps, D)
+    low, high = _rotate(at, mask, cos, sin, KEY_NORM, eps, shift, D)
     tl.store(at, low, mask=mask)
 
     tl.store(at + D // 2, high, mask=mask)
@@ -252,7 +274,7 @@ def _tile(BLOCK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, D: tl.co
 
 
 @triton.jit
-def _rotate(AT, mask, cos, sin, NORM, eps, D: tl.constexpr):
+def _rotate(AT, mask, cos, sin, NORM, eps, shift, D: tl.constexpr):
     """Load the two halves of heads at AT, norm them if there is a NORM, and rotate them."""
     low = tl.load(AT, mask=mask, other=0.0)
     high = tl.load(AT + D // 2, mask=mask, other=0.0)
@@ -267,7 +289,7 @@ def _rotate(AT, mask, cos, sin, NORM, eps, D: tl.constexpr):
         high_norm = tl.load(NORM + D // 2 + column, mask=column < D // 2, other=0.0).to(tl.float32)[
             None, :
         ]
-        low = (low * scale * low_norm).to(dtype).to(tl.float32)
-        high = (high * scale * high_norm).to(dtype).to(tl.float32)
+        low = (low * scale * (low_norm + shift)).to(dtype).to(tl.float32)
+        high = (high * scale * (high_norm + shift)).to(dtype).to(tl.float32)
 
     return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)

@@ -70,6 +70,7 @@ class Fresh(NamedTuple):
     query_norm: Tensor | None  # (D,): each head is RMS-normed first (Qwen3)
     key_norm: Tensor | None
     eps: float
+    shift: float = 0.0  # added to the norms' weights
 
 
 def split_workspace(
@@ -304,6 +305,7 @@ def _attend(
     QUERY_NORM,
     KEY_NORM,
     eps,
+    shift,
     KEYS,
     VALUES,
     TABLE,
@@ -383,13 +385,15 @@ def _attend(
         q = tl.load(query + dims, mask=q_mask, other=0.0)
     else:
         position = stop - 1
-        q = _turned(query, dims, q_mask, COS, SIN, position, QUERY_NORM, eps, DIM)
+        q = _turned(query, dims, q_mask, COS, SIN, position, QUERY_NORM, eps, shift, DIM)
         if end == stop:
             # The new token comes before the loop: a read from its page would have to wait for the
             # write.
             last = tl.where(begin < position, position, 0)  # a block without any key would give NaN
             new = row * q_row + kv_head * q_head
-            k = _turned(NEW_KEYS + new, dims, dims < DIM, COS, SIN, position, KEY_NORM, eps, DIM)
+            k = _turned(
+                NEW_KEYS + new, dims, dims < DIM, COS, SIN, position, KEY_NORM, eps, shift, DIM
+            )
             v = tl.load(NEW_VALUES + new + dims, mask=dims < DIM, other=0.0)
             own, place = tl.load(pages + position // PAGE_SIZE).to(tl.int64), position % PAGE_SIZE
             tl.store(keys + own * key_page + place * key_token + dims, k, mask=dims < DIM)
@@ -432,7 +436,7 @@ def _attend(
 
 
 @triton.jit
-def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, DIM: tl.constexpr):
+def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, shift, DIM: tl.constexpr):
     """Load heads (M, BLOCK_DIM) at AT, norm them if there is a NORM, and rotate them.
 
     A product needs them in one piece, not in halves.
@@ -448,8 +452,10 @@ def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, DIM: tl.constexpr):
 
     if NORM is not None:
         scale = tl.rsqrt(tl.sum(one * one, 1) / DIM + eps)[:, None]
-        one *= scale * tl.load(NORM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-        other *= scale * tl.load(NORM + partner, mask=dims < DIM, other=0.0).to(tl.float32)
+        factor = tl.load(NORM + dims, mask=dims < DIM, other=0.0).to(tl.float32) + shift
+        one *= scale * factor
+        factor = tl.load(NORM + partner, mask=dims < DIM, other=0.0).to(tl.float32) + shift
+        other *= scale * factor
         one, other = one.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
 
     cos = tl.load(COS + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
