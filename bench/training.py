@@ -104,6 +104,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--lora", type=int, default=0, help="rank of adapters; 0 trains all weights [0]"
     )
+    parser.add_argument(
+        "--keep-gathered",
+        action="store_true",
+        help="ours with fsdp_config.reshard_after_forward=false: weights stay from pass to pass",
+    )
     parser.add_argument("--no-optimizer", action="store_true", help="gradients alone")
     parser.add_argument(
         "--optimizer", action="store_true", help="the optimizer step also of the 7b shape"
@@ -206,6 +211,7 @@ def make_job(
         optimizer=fits and not arguments.no_optimizer,
         lora=arguments.lora,
         entropy=not arguments.no_entropy,
+        keep_gathered=arguments.keep_gathered,
         **{"compile": False, "share_prompts": False, **ENGINES[engine][1]},
         # On a CPU inductor would need a C++ compiler and a minute, to try a script.
         backend="aot_eager" if arguments.tiny else "inductor",

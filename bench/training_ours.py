@@ -15,7 +15,7 @@ from rollout_models import versions
 from tensordict import TensorDict
 from training_work import CLIP_NORM, LEARNING_RATE, Job, Numbers, Row, serve, trained_model
 
-from verl.config import ActorConfig, OptimConfig
+from verl.config import ActorConfig, FSDPConfig, OptimConfig
 from verl.distributed.fsdp import full_tensor
 from verl.engine.base import LossOutput, TrainEngine
 from verl.engine.microbatch import TokenBudget
@@ -46,6 +46,7 @@ class Ours:
             PackedCausalLM(model),
             EngineOptions(
                 device=torch.device(job.device),
+                fsdp_config=FSDPConfig(reshard_after_forward=False if job.keep_gathered else None),
                 optim=OptimConfig(lr=LEARNING_RATE),  # its moments come with the first step
                 grad_clip=CLIP_NORM,
                 enable_gradient_checkpointing=job.checkpointing,

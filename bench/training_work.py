@@ -52,6 +52,7 @@ class Job:
     repeats: int
     seed: int
     checkpointing_share: float = 1.0  # of the layers, which only ours can choose
+    keep_gathered: bool = False  # ours: bf16 weights stay from pass to pass
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
