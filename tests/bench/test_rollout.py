@@ -102,6 +102,30 @@ def test_untied_embeddings_are_not_read(tmp_path):
     assert shape.cache_bytes == 2 * 4 * 4 * 128 * 28
 
 
+def test_experts_that_rows_visit_are_read(tmp_path):
+    write_config(tmp_path, "qwen3-30b-a3b@2", "cuda")
+    shape = read_shape(tmp_path)
+    assert shape.experts == 2 * 128 * 3 * 2048 * 768
+    assert shape.body == 2 * 2048 * (2 * 32 * 128 + 2 * 4 * 128 + 128)
+    assert shape.active == 8 / 128
+    sizes = {"prompts": 1, "prompt_tokens": 8, "max_num_seqs": 1024, "dtype_bytes": 2}
+    dense = (shape.body + shape.head) * 2 / 4.3e12
+    few = rollout_roofline(H200, shape, np.array([2]), **sizes)
+    assert few.weights_s == pytest.approx(dense + shape.experts / 16 * 2 / 4.3e12)
+    many = rollout_roofline(H200, shape, np.full(512, 2), **sizes)
+    assert many.weights_s == pytest.approx(dense + shape.experts * 2 / 4.3e12)
+
+
+def test_windows_bound_the_keys_that_are_read(tmp_path):
+    write_config(tmp_path, "gemma3-4b", "cuda")
+    shape = read_shape(tmp_path)
+    assert (shape.window, shape.windowed) == (1024, 29 / 34)
+    sizes = {"prompts": 1, "prompt_tokens": 4096, "max_num_seqs": 1024, "dtype_bytes": 2}
+    bound = rollout_roofline(H200, shape, np.array([2]), **sizes)
+    tokens = 4097 * 5 / 34 + 1024 * 29 / 34
+    assert bound.cache_s == pytest.approx(tokens * shape.cache_bytes / 2 / 4.3e12)
+
+
 def test_long_tail_is_as_documented():
     limits = draw_limits("tail:1024", 100_000, seed=1)
     assert limits.min() == 16
