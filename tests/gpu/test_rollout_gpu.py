@@ -95,6 +95,22 @@ def test_graphs_draw_what_eager_steps_draw(family):
         assert tokens_of(drawn) == tokens_of(run(eager, PROMPTS, n=5, **params))
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_graphs_record_the_experts_that_a_cpu_records(family):
+    settings = {"dtype": "float32", "enable_rollout_routing_replay": True}
+    model = talkative_model(family)
+    expected = run(make_engine(model, **settings), PROMPTS, n=2, temperature=0)
+    drawn = run(cuda_engine(on_cuda(model), **settings), PROMPTS, n=2, temperature=0)
+    assert tokens_of(drawn) == tokens_of(expected)
+    for one, other in zip(drawn, expected):
+        assert one.routed_experts is not None
+        # sets: equal scores may come in another order
+        shape = (len(one.token_ids), -1, 2)
+        ours = np.sort(one.routed_experts.reshape(shape), -1)
+        theirs = np.sort(other.routed_experts.reshape(shape), -1)
+        assert (ours == theirs).mean() > 0.99
+
+
 def test_many_samples_of_long_prompts_attend_to_all_of_them():
     model = on_cuda(talkative_model("qwen2"))
     engine = cuda_engine(model, dtype="float32", prompt_length=128)
