@@ -149,6 +149,7 @@ def product_of_halves(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> 
         ("mixtral", torch.float32, 1e-4),
         ("gemma2", torch.float32, 1e-4),
         ("gemma3", torch.float32, 1e-4),
+        ("gemma3", torch.float16, 6e-2),
         ("gpt_oss", torch.float32, 1e-4),
     ],
 )
