@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +14,15 @@ import torch
 
 from tests.tiny_models import tiny_tokenizer
 from tests.workers.batches import CPU, actor_of, config, prompts
-from verl.jobs.main_generation import main as generate
-from verl.rollout import create_rollout_engine
+from verl.config import config_from_dict
+from verl.jobs.main_generation import main as main_generation
+from verl.models.load import load_tokenizer
+from verl.rollout import create_rollout_engine, generate
 from verl.rollout.servers import weights
 from verl.rollout.types import Request, SamplingParams
 from verl.trainer import RLTrainer
 from verl.utils.errors import RolloutError
-from verl.workers import RolloutWorker
+from verl.workers import ActorWorker, RolloutWorker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -97,33 +100,37 @@ def test_the_proof_finds_the_stale_head_of_a_real_server(tied, monkeypatch):
     rollout.take_weights()
 
 
-def test_responses_end_as_those_of_the_embedded_engine(tied):
-    """Stop tokens and stop strings are kept, limits count, and an abort returns the tokens."""
-    actor, rollout = tied
-    rollout.take_weights()
-    engine = rollout.engine
-    embedded = create_rollout_engine(
-        type(actor.config.rollout)(prompt_length=12, response_length=10),
-        model=actor.engine.hf_model,
-        tokenizer=tiny_tokenizer(),
-        device=CPU,
+def test_responses_end_as_those_of_the_embedded_engine(servers):
+    """Stop tokens and stop strings are kept, and limits count."""
+    settings = config_from_dict(
+        {
+            "data": {"dataset_name": "toy", "train_batch_size": 4},
+            "actor_rollout_ref": {"model": {"path": "toy"}},
+        }
     )
-    request = Request(prompt_ids=(5, 6, 7, 8), sample_ids=(0,))
+    tokenizer = load_tokenizer("toy")
+    actor = ActorWorker(settings.actor_rollout_ref, total_steps=1, device=CPU, tokenizer=tokenizer)
+    rollout = settings.actor_rollout_ref.rollout
+    parts = {"model": actor.engine.hf_model, "tokenizer": tokenizer, "device": CPU}
+    embedded = create_rollout_engine(rollout, **parts)
+    on_server = replace(rollout, name="vllm", server_urls=list(servers["toy"].urls))
+    section = replace(settings.actor_rollout_ref, rollout=on_server)
+    worker = RolloutWorker(section, device=CPU, tokenizer=tokenizer, actor=actor)
+    worker.take_weights()
 
-    def greedy(which, **stops):
+    prompt = tuple(tokenizer.encode("3 + 11 = ?"))
+    request = Request(prompt_ids=prompt, sample_ids=(0,))
+
+    def greedy(engine, **stops):
         params = SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True, **stops)
-        which.submit([request], params, seed=0, step=0)
-        completions = []
-        while which.has_work:
-            completions += which.step()
-        return completions[0]
+        [completion] = generate(engine, [request], params, seed=0, step=0)
+        return completion
 
     free = greedy(embedded)
-    known = [token for token in free.token_ids[2:] if token < len(tiny_tokenizer())]
-    word = tiny_tokenizer().decode(known[:1])
-    for stops in ({}, {"stop_token_ids": (known[0],)}, {"stop": (word,)}):
+    word = tokenizer.decode(free.token_ids[1:3])
+    for stops in ({}, {"stop_token_ids": (free.token_ids[2],)}, {"stop": (word,)}):
         ours = greedy(embedded, **stops)
-        theirs = greedy(engine, **stops)
+        theirs = greedy(worker.engine, **stops)
         assert theirs.token_ids == ours.token_ids, stops
         assert theirs.finish_reason == ours.finish_reason
         np.testing.assert_allclose(theirs.log_probs, ours.log_probs, atol=1e-4)
@@ -153,7 +160,7 @@ def test_a_server_that_is_killed_loses_no_sample(servers, tmp_path):
 
 def test_main_generation_draws_on_a_server(servers, tmp_path):
     output = tmp_path / "out.parquet"
-    generate(
+    main_generation(
         [
             "data.path=toy",
             f"data.output_path={output}",

@@ -21,7 +21,6 @@ from verl.models.pictures import Pictures
 from verl.protocol import DataProto
 from verl.rollout import (
     ServerEngine,
-    ServerSender,
     assemble,
     capabilities_of,
     check_engine_model,
@@ -30,7 +29,6 @@ from verl.rollout import (
     trajectories_of,
 )
 from verl.rollout.goal import Goal
-from verl.rollout.servers.server import Drawn
 from verl.rollout.stopping import end_of_sequence_ids
 from verl.rollout.trajectory import Trajectory
 from verl.rollout.types import Completion, Request, Room, SamplingParams
@@ -47,6 +45,7 @@ from verl.weight_sync import (
     receive_into,
 )
 from verl.workers.actor import ActorWorker, model_source
+from verl.workers.served import server_sender
 from verl.workers.stream import Orders, Progressed, advance, freeze
 
 _WAY_OUT = (
@@ -486,34 +485,8 @@ class RolloutWorker(Worker):
         """Return the way of the actor's weights in this process."""
         if self.is_external:
             engine = cast(ServerEngine, self.engine)
-            return ServerSender(
-                engine, self._own_log_probs, self._actor_tensors, world=self.mesh.world
-            )
+            return server_sender(engine, self.actor, self.tokenizer, self.mesh.world)
         return DirectSender(self.engine, world=self.mesh.world, sharing=self.rollout_mesh.tensor)
-
-    def _actor_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        assert self.actor is not None
-        return self.actor.named_weights(self.engine.weight_dtype)
-
-    def _own_log_probs(
-        self, prompt_ids: Sequence[int], drawn: Sequence[Drawn]
-    ) -> list[list[float]]:
-        """Compute the actor's log-probs of tokens that were drawn after one prompt."""
-        assert self.actor is not None
-        completions = []
-        for number, each in enumerate(drawn):
-            completions.append(
-                Completion(
-                    sample_id=number,
-                    token_ids=each.token_ids,
-                    log_probs=each.log_probs,
-                    finish_reason=each.finish_reason,
-                )
-            )
-        prompts = [tuple(prompt_ids)] * len(drawn)
-        batch = DataProto.from_dict(tensors=self._columns(trajectories_of(prompts, completions)))
-        own = self.actor.compute_log_prob(batch).batch["old_log_probs"]
-        return [row[: len(each.token_ids)].tolist() for row, each in zip(own, drawn)]
 
     def _load(self, weights: bool) -> Any:
         rollout = self.config.rollout

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -35,6 +36,7 @@ from verl.utils.logging import logger
 from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.fingerprint import Fingerprint
 
+_SECTION = "actor_rollout_ref.rollout"
 _WAIT_S = 0.01  # of a step without a completion: agents get their turn in between
 _ABORT_S = 60.0
 _MOST_ATTEMPTS = 10
@@ -71,22 +73,21 @@ class ServerEngine(EngineClass):
     def check(cls, config: RolloutConfig) -> None:
         """Implement `EngineClass.check`."""
         check_capabilities(config, cls.capabilities)
-        section = "actor_rollout_ref.rollout"
         if config.weight_transport == "broadcast":
             raise ConfigError(
-                f"{section}.weight_transport=broadcast reaches no server. Leave it unset, or set "
+                f"{_SECTION}.weight_transport=broadcast reaches no server. Leave it unset, or set "
                 "disk."
             )
         for url in config.server_urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ConfigError(
-                    f"{section}.server_urls must be addresses such as http://host:8000, got "
+                    f"{_SECTION}.server_urls must be addresses such as http://host:8000, got "
                     f"{url!r}."
                 )
         if config.server_urls and config.server_python is not None:
             raise ConfigError(
-                f"{section}.server_urls names servers that run, and {section}.server_python asks "
+                f"{_SECTION}.server_urls names servers that run, and {_SECTION}.server_python asks "
                 "to start some. Set one of them."
             )
 
@@ -98,22 +99,21 @@ class ServerEngine(EngineClass):
         if config.server_urls:
             return
 
-        section = "actor_rollout_ref.rollout"
         package = cls.server_class.package
         if config.server_python is not None:
             if shutil.which(config.server_python) is None:
                 raise ConfigError(
-                    f"{section}.server_python must be a Python interpreter of an environment with "
+                    f"{_SECTION}.server_python must be a Python interpreter of an environment with "
                     f"{cls.server_class.title}, got {config.server_python!r}."
                 )
             return
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"{section}.name={config.name} needs {cls.server_class.title}, which is not "
+                f"{_SECTION}.name={config.name} needs {cls.server_class.title}, which is not "
                 f"installed next to this package. Start a server and set "
-                f"{section}.server_urls=[http://host:8000]: {how_to_start(cls.server_class)}; or "
-                f"set {section}.server_python to the interpreter of an environment that has it; or "
-                f"set {section}.name={RolloutConfig().name}."
+                f"{_SECTION}.server_urls=[http://host:8000]: {how_to_start(cls.server_class)}; or "
+                f"set {_SECTION}.server_python to the interpreter of an environment that has it; or "
+                f"set {_SECTION}.name={RolloutConfig().name}."
             )
 
     @classmethod
@@ -198,6 +198,10 @@ class ServerEngine(EngineClass):
         """Add requests; see `RolloutEngine.submit`."""
         check_params(params)
         check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
+        if any(request.continuations is not None for request in requests):
+            raise RolloutError(
+                f"Servers cannot continue samples by the same noise. Set {_SECTION}.name=embedded."
+            )
         rule = StopRule(params, self.eos_ids, self.tokenizer)
         stop_ids = tuple(rule.token_ids.tolist())
         if not self.has_work:
@@ -238,7 +242,8 @@ class ServerEngine(EngineClass):
             if isinstance(outcome, BaseException):
                 self.abort()
                 raise outcome
-            completions.append(self._completion(sample, outcome))
+            self._counts["generated_tokens"] += len(outcome.token_ids)
+            completions.append(_completion(sample.sample_id, outcome))
         return completions
 
     def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:
@@ -264,15 +269,8 @@ class ServerEngine(EngineClass):
             drawn = outcomes.get(sample.sample_id, _NO_TOKENS)
             if isinstance(drawn, BaseException):
                 drawn = _NO_TOKENS
-            completion = self._completion(sample, drawn)
-            completions.append(
-                Completion(
-                    sample_id=sample.sample_id,
-                    token_ids=completion.token_ids,
-                    log_probs=completion.log_probs,
-                    finish_reason="abort",
-                )
-            )
+            completion = _completion(sample.sample_id, drawn)
+            completions.append(replace(completion, finish_reason="abort"))
             self._samples.pop(sample.sample_id, None)
         return completions
 
@@ -340,21 +338,6 @@ class ServerEngine(EngineClass):
             "changed its weights every time. Look into the server's log."
         )
 
-    def _completion(self, sample: _Sample, drawn: Drawn) -> Completion:
-        """Check the form of an answer. Raises RolloutError for tokens without log-probs."""
-        if len(drawn.token_ids) != len(drawn.log_probs):
-            raise RolloutError(
-                f"A server returned {len(drawn.token_ids)} tokens and {len(drawn.log_probs)} "
-                f"log-probs for sample {sample.sample_id}; one for each token is due."
-            )
-        self._counts["generated_tokens"] += len(drawn.token_ids)
-        return Completion(
-            sample_id=sample.sample_id,
-            token_ids=drawn.token_ids,
-            log_probs=drawn.log_probs,
-            finish_reason=drawn.finish_reason,
-        )
-
     def _begin(self) -> None:
         """Begin a generation: every server that answers has the weights of the last push."""
         self.fleet.check_versions()
@@ -409,9 +392,10 @@ class ServerEngine(EngineClass):
             self._folder = WeightFolder(self.config.server_weights_dir, self.model, self._dtype)
         return self._folder.write(named_tensors, version)
 
-    def probe(self) -> list[Drawn]:
+    def probe(self) -> list[Completion]:
         """Draw the same few tokens on every server that answers, with the settings of training."""
-        return [self._probe(member.server) for member in self.fleet.living()]
+        drawn = [self._probe(member.server) for member in self.fleet.living()]
+        return [_completion(number, each) for number, each in enumerate(drawn)]
 
     def probe_prompt(self) -> tuple[int, ...]:
         """Return the prompt of `probe`."""
@@ -467,6 +451,21 @@ class ServerEngine(EngineClass):
             "tokens_per_s": self._counts["generated_tokens"] / seconds,
             **self._hand_over,
         }
+
+
+def _completion(sample_id: int, drawn: Drawn) -> Completion:
+    """Check the form of an answer. Raises RolloutError for tokens without log-probs."""
+    if len(drawn.token_ids) != len(drawn.log_probs):
+        raise RolloutError(
+            f"A server returned {len(drawn.token_ids)} tokens and {len(drawn.log_probs)} "
+            f"log-probs for sample {sample_id}; one for each token is due."
+        )
+    return Completion(
+        sample_id=sample_id,
+        token_ids=drawn.token_ids,
+        log_probs=drawn.log_probs,
+        finish_reason=drawn.finish_reason,
+    )
 
 
 @rollout_engines.register("vllm")

@@ -5,14 +5,14 @@ from typing import Any
 
 from verl.distributed.collectives import ALONE, Axis, gather_objects
 from verl.rollout.servers.engine import ServerEngine
-from verl.rollout.servers.server import Drawn
 from verl.rollout.servers.weights import prove
+from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
 from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.fingerprint import FingerprintLog
 
-# Returns the trainer's log-probs of drawn tokens, on every rank: (prompt, drawn of each) -> lists.
-TrainerLogProbs = Callable[[Sequence[int], Sequence[Drawn]], Sequence[Sequence[float]]]
+# Returns the trainer's log-probs of completions of one prompt. Every rank calls it at once.
+TrainerLogProbs = Callable[[tuple[int, ...], Sequence[Completion]], Sequence[Sequence[float]]]
 
 
 class ServerSender:
@@ -49,7 +49,7 @@ class ServerSender:
         """
         tensors = iter(named_tensors)
 
-        def push() -> tuple[Any, list[str], list[Drawn] | None]:
+        def push() -> tuple[Any, list[str], list[Completion] | None]:
             if log is not None:
                 # So that the prompt is cached: keys that outlive the push would show.
                 self._engine.probe()

@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.checkpoint.hf import save_weights
-from verl.rollout.servers.server import Drawn, Server
+from verl.rollout.servers.server import Server
+from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
 from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.buckets import travel_dtype
@@ -161,7 +162,7 @@ def tied_names(model: PreTrainedModel) -> tuple[str, str] | None:
 
 
 def prove(
-    servers: Sequence[str], drawn: Sequence[Drawn], own: Sequence[Sequence[float]], dtype: Any
+    servers: Sequence[str], drawn: Sequence[Completion], own: Sequence[Sequence[float]], dtype: Any
 ) -> float:
     """Raise RolloutError for a server whose log-probs are not the trainer's.
 

@@ -1,0 +1,39 @@
+"""The trainer's part in feeding an engine of servers: its weights, and its log-probs as proof."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from verl.distributed.collectives import Axis
+from verl.protocol import DataProto
+from verl.rollout import Completion, ServerEngine, ServerSender, assemble, trajectories_of
+from verl.workers.actor import ActorWorker
+
+
+def server_sender(
+    engine: ServerEngine, actor: ActorWorker | None, tokenizer: Any, world: Axis
+) -> ServerSender:
+    """Find or start the servers of an engine; return the way of the actor's weights to them.
+
+    Without an actor the servers keep their own weights.
+    """
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        assert actor is not None
+        return actor.named_weights(engine.weight_dtype)
+
+    def log_probs(prompt: tuple[int, ...], drawn: Sequence[Completion]) -> list[list[float]]:
+        assert actor is not None
+        rollout = actor.config.rollout
+        columns = assemble(
+            trajectories_of([prompt] * len(drawn), drawn),
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        batch = DataProto.from_dict(tensors=columns)
+        own = actor.compute_log_prob(batch).batch["old_log_probs"]
+        return [row[: len(each.token_ids)].tolist() for row, each in zip(own, drawn)]
+
+    return ServerSender(engine, log_probs, tensors, world=world)
