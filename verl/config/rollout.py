@@ -149,7 +149,7 @@ class RolloutConfig:
     )
     weight_transport: str | None = setting(
         None,
-        "how a rollout on ranks of its own gets the weights; null: chosen by where they are",
+        "how a rollout on ranks of its own, or a server, gets the weights; null: chosen by where they are",
         choices=("broadcast", "disk", "host", "ipc"),
     )
     log_prob_micro_batch_size: int | None = setting(

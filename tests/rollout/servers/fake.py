@@ -17,6 +17,20 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_models import tiny_tokenizer
+from verl.weight_sync.vllm_worker import METHOD, TakesWeights
+
+
+class Worker(TakesWeights):
+    """A worker of vLLM with our extension."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.model_runner = self
+        self.weights = {}
+
+    def reload_weights(self, weights_iterator):
+        self.weights = dict(weights_iterator)
 
 
 class FakeServer:
@@ -127,9 +141,7 @@ class FakeServer:
             "/resume": lambda body: self._pause(False, {"status": "resumed"}),
             "/abort_requests": self._vllm_abort,
             "/reset_prefix_cache": lambda body: (200, {"success": self._flush()}),
-            "/collective_rpc": lambda body: self._load(
-                body["kwargs"]["weights_path"], {"results": [None]}
-            ),
+            "/collective_rpc": self._rpc,
         }
         if tuple(map(int, self.version.split(".")[:2])) >= (0, 29):
             routes["/weight_info"] = lambda body: (200, {"weight_version": self.weight_version})
@@ -273,11 +285,22 @@ class FakeServer:
         self._record(body["weight_version"])
         return status, answer
 
+    def _rpc(self, body):
+        kwargs = body["kwargs"]
+        if body["method"] == METHOD:
+            worker = Worker()
+            worker.verl_take_weights(**kwargs)
+            return self._take(worker.weights, {"results": [None]})
+        return self._load(kwargs["weights_path"], {"results": [None]})
+
     def _load(self, folder, answer):
-        assert self.is_paused
         weights = {}
         for file in sorted(Path(folder).glob("*.safetensors")):
             weights |= load_file(file)
+        return self._take(weights, answer)
+
+    def _take(self, weights, answer):
+        assert self.is_paused
         if "dropped" in self.faults:
             weights = {}
         if "half" in self.faults:

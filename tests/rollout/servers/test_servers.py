@@ -140,6 +140,38 @@ def test_a_push_to_another_model_is_caught(settings, start):
         rollout.take_weights()
 
 
+def test_weights_can_come_through_memory(settings, start):
+    server = start()
+    actor = actor_of(settings)
+    rollout = rollout_on(settings, server, actor=actor, weight_transport="host")
+    for _ in range(2):
+        rollout.take_weights()
+        expected = draw(rollout)
+        metrics = actor.compute_log_prob(expected).meta_info["metrics"]
+        assert abs(metrics["training/rollout_kl"]) < 1e-5
+        move(actor)
+
+    rollout.take_weights()
+    expected = draw(rollout).batch["responses"]
+    server.end()
+    server.start()
+    assert torch.equal(draw(rollout).batch["responses"], expected), (
+        "the tensors are asked for again"
+    )
+    server.faults.add("half")
+    move(actor)
+    with pytest.raises(RolloutError, match="other weights than"):
+        rollout.take_weights()
+
+
+def test_a_server_that_does_not_know_the_extension_ends_the_wait(settings, start):
+    server = start()
+    rollout = rollout_on(settings, server, weight_transport="host")
+    server._rpc = lambda body: (500, {"error": "no method verl_take_weights"})
+    with pytest.raises(RolloutError, match="500 to /collective_rpc: .*no method"):
+        rollout.take_weights()
+
+
 @pytest.mark.parametrize(("dialect", "version"), KINDS)
 def test_a_restarted_server_gets_the_weights_before_it_draws(settings, start, dialect, version):
     server = start(dialect, version)
