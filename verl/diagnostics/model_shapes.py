@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
@@ -22,7 +21,7 @@ from verl.config import (
 from verl.engine.footprint import EngineFootprint, EngineSetup
 from verl.engine.model_shape import ModelShape
 from verl.models.critic import CriticModel
-from verl.models.load import load_model_config, torch_dtype
+from verl.models.load import causal_lm_class, load_model_config, torch_dtype
 from verl.models.reward_model import load_reward_config
 from verl.rollout import check_engine_model
 from verl.utils.imports import import_user_code
@@ -51,7 +50,8 @@ class ModelShapes:
         dtype = parameter_dtype(model, device, is_trained=is_trained)
 
         def make() -> PreTrainedModel:
-            module = AutoModelForCausalLM.from_config(_config(model), dtype=torch_dtype(dtype))
+            config = _config(model)
+            module = causal_lm_class(config).from_config(config, dtype=torch_dtype(dtype))
             if is_trained:
                 add_adapters(module, model, "actor_rollout_ref.model")
             return module if is_trained else module.requires_grad_(False)
@@ -96,7 +96,8 @@ class ModelShapes:
                 trust_remote_code=model.trust_remote_code,
                 override_config=model.override_config,
             )
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
+            kind = causal_lm_class(config)
+            return kind.from_config(config, dtype=dtype).requires_grad_(False)
 
         key = (device.type, model.model_path, model.dtype, repr(model.override_config))
         return self._shape(("teacher", *key), make)

@@ -22,6 +22,7 @@ from verl.models.lora import (
     merged_state,
     save_adapters,
 )
+from verl.models.processor import copy_processor
 from verl.utils.errors import CheckpointError
 from verl.utils.json_text import parse_json
 
@@ -72,6 +73,7 @@ def save_state(
     if tokenizer is not None and writes:
         for place in places:
             tokenizer.save_pretrained(place)
+            copy_processor(transformer_of(hf_model), place)
 
     barrier(writer.world)  # the folder exists now
     tensors = {} if adapted else _weights(hf_model)

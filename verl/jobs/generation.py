@@ -94,7 +94,9 @@ def generate(config: GenerationConfig) -> None:
     pool = join_pool(train, device)
 
     tokenizer = setup.build_tokenizer(train)
-    prompts = Prompts(toy_files() if data.path == [TOY] else data.path, tokenizer, train.data)
+    files = toy_files() if data.path == [TOY] else data.path
+    pictures = setup.build_picture_reader(train, tokenizer)
+    prompts = Prompts(files, tokenizer, train.data, pictures=pictures)
     table = prompts.table()
 
     if data.response_key in table.column_names:
@@ -131,8 +133,11 @@ def generate(config: GenerationConfig) -> None:
         )
         progress = Progress(sum(map(len, waiting.values())), data.n_samples)
         for number, rows in waiting.items():
-            ids = [prompts[row]["raw_prompt_ids"] for row in rows]
-            columns = {"raw_prompt_ids": ids, "prompt_row": list(rows)}
+            items = [prompts[row] for row in rows]
+            columns: dict[str, Any] = {"prompt_row": list(rows)}
+            for name in ("raw_prompt_ids", "prepared_pictures"):
+                if name in items[0]:
+                    columns[name] = [item[name] for item in items]
             answer = group.generate_texts(
                 DataProto.from_dict(non_tensors=columns),
                 n=data.n_samples,

@@ -20,7 +20,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from verl.checkpoint.hf import (
     MAX_FILE_BYTES,
@@ -33,6 +33,7 @@ from verl.checkpoint.hf import (
 from verl.checkpoint.manifest import MANIFEST, SHARD_METADATA, verify_files
 from verl.checkpoint.sharded import MODEL, SHARDED_FOLDER, SavedTensors
 from verl.models.critic import VALUE_HEAD_FILE
+from verl.models.load import causal_lm_class
 from verl.models.lora import ADAPTER_FOLDER, merged_shape, merged_weight, read_adapters
 from verl.utils.errors import CheckpointError
 from verl.utils.json_text import parse_json
@@ -201,9 +202,11 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
     config, factors = read_adapters(folder)
     scaling = config["lora_alpha"] / config["r"]
     is_critic = (folder / VALUE_HEAD_FILE).is_file()
-    auto_class: Any = AutoModel if is_critic else AutoModelForCausalLM
     base = base_model or config["base_model_name_or_path"]
     try:
+        auto_class: Any = AutoModel
+        if not is_critic:
+            auto_class = causal_lm_class(AutoConfig.from_pretrained(base))
         model = auto_class.from_pretrained(base, dtype="auto")
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(

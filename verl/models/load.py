@@ -151,6 +151,14 @@ def load_causal_lm(
     return model
 
 
+def causal_lm_class(config: PreTrainedConfig) -> Any:
+    """Return the class of transformers that loads a language model, with or without pictures."""
+    if not reads_pictures(config):
+        return AutoModelForCausalLM
+    family_of(config)
+    return AutoModelForImageTextToText
+
+
 def load_model_config(
     path: str | Path,
     *,
@@ -198,10 +206,7 @@ def load_transformer(
         "trust_remote_code": trust_remote_code,
         "attn_implementation": attention_settings(config, IMPLEMENTATION),
     }
-    chosen: Any = auto_class
-    if auto_class is AutoModelForCausalLM and reads_pictures(config):
-        family_of(config)
-        chosen = AutoModelForImageTextToText
+    chosen = causal_lm_class(config) if auto_class is AutoModelForCausalLM else auto_class
 
     model: Any
     missing: list[str] = []

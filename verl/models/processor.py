@@ -2,11 +2,18 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase
+from huggingface_hub import try_to_load_from_cache
+from transformers import (
+    AutoImageProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.processing_auto import (
     PROCESSOR_MAPPING_NAMES,
     processor_class_from_name,
@@ -104,6 +111,20 @@ def load_picture_processor(
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template
     return PictureProcessor(processor, config)
+
+
+def copy_processor(model: PreTrainedModel, folder: Path) -> None:
+    """Copy the processor of a model that reads pictures, from where the model was loaded."""
+    if not reads_pictures(model.config):
+        return
+    source = str(model.name_or_path)
+    for name in (*_SETTINGS_FILES, "chat_template.json"):
+        file = Path(source) / name
+        if not Path(source).is_dir():
+            cached = try_to_load_from_cache(source, name)
+            file = Path(cached) if isinstance(cached, str) else file
+        if file.is_file():
+            shutil.copyfile(file, folder / name)
 
 
 def _of_images_alone(kind: Any) -> Any:

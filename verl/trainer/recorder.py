@@ -43,7 +43,9 @@ _PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "tensordict", "ray")
 _MOST_SPANS = 2000  # of a process; the longest stay
 # Columns that are views of others, or too large: hidden states.
 _LEFT_OUT = ("prompts", "responses", "input_ids", "attention_mask", "position_ids")
-_LEFT_OUT_FIELDS = ("raw_prompt_ids", "uid", "prompt_row", "turn_rewards")
+_LEFT_OUT_FIELDS = (
+    *("raw_prompt_ids", "prepared_pictures", "images", "uid", "prompt_row", "turn_rewards"),
+)
 
 
 class RecordedRun(Protocol):

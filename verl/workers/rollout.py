@@ -211,6 +211,11 @@ class RolloutWorker(Worker):
             record_step: number of the batch within the run, below 0 for validation.
         """
         assert self.agents is not None, "the configuration names no agent loop"
+        if any(pictures_of(prompts)):
+            raise RolloutError(
+                "Agent loops cannot play prompts with pictures yet. Leave the images out, or set "
+                "actor_rollout_ref.rollout.multi_turn.enable=False and name no agent loop."
+            )
         if not self.has_weights:
             self.take_weights()
         episodes = agents.episodes_of(

@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
+from verl.models.vision import reads_pictures
 from verl.rollout.base import Capabilities, EngineClass, check_capabilities, rollout_engines
 from verl.rollout.checks import check_params, check_requests, longest_sequence, response_limits
 from verl.rollout.memory import EngineLoad, EngineMemory
@@ -89,6 +90,16 @@ class ServerEngine(EngineClass):
             raise ConfigError(
                 f"{_SECTION}.server_urls names servers that run, and {_SECTION}.server_python asks "
                 "to start some. Set one of them."
+            )
+
+    @classmethod
+    def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
+        """Implement `EngineClass.check_model`."""
+        if reads_pictures(model):
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name={config.name} sends token ids alone to its "
+                f"servers, so it does not support models that read pictures, got the family "
+                f"'{model.model_type}'. Set it to embedded."
             )
 
     @classmethod
