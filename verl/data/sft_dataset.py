@@ -349,7 +349,8 @@ class SFTDataset(Dataset):
                     "(data.prompt_key: the messages before it, data.response_key: the answer)"
                 )
             for place, tokens in reversed(places):
-                ids = np.concatenate([ids[:place], np.int32(tokens), ids[place + 1 :]])
+                new = np.asarray(tokens, np.int32)
+                ids = np.concatenate([ids[:place], new, ids[place + 1 :]])
                 plain = np.zeros(len(tokens), dtype=bool)
                 learnt = np.concatenate([learnt[:place], plain, learnt[place + 1 :]])
             pictured.append(Example(ids, learnt, conversation.images))
