@@ -56,7 +56,7 @@ def command(given: argparse.Namespace, schedule: str, seed: int, folder: Path) -
         f"{rollout}.multi_turn.max_tokens_per_turn={TOKENS_OF_A_TURN}",
         f"{rollout}.ignore_eos=True",
         "algorithm.adv_estimator=grpo",
-        "algorithm.rollout_correction.bypass_mode=True",
+        f"algorithm.rollout_correction.preset={given.correction}",
         f"trainer.total_training_steps={given.steps}",
         f"trainer.seed={seed}",
         "trainer.device=cpu",
@@ -106,6 +106,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--epochs", type=int, default=1, help="of an update [1]")
     parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument(
+        "--correction", default="decoupled_token_is", help="preset of the correction, for all"
+    )
     parser.add_argument("--seeds", default="1,2,3", help="by commas")
     parser.add_argument("--json", type=Path, help="file for the result")
     return parser.parse_args()

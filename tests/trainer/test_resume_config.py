@@ -86,6 +86,7 @@ def test_length_outputs_and_speed_may_change_silently(folder, log):
             "actor_rollout_ref.actor.optim.optimizer=Muon",
             "actor_rollout_ref.actor.optim.optimizer ('AdamW' then, 'Muon' now)",
         ),
+        ("trainer.mode=fully_async", "trainer.mode ('sync' then, 'fully_async' now)"),
     ],
 )
 def test_a_mixture_of_two_runs_is_rejected_with_the_alternatives(folder, capfd, override, key):

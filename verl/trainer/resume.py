@@ -19,7 +19,7 @@ from verl.utils.logging import logger
 CONFIG_FILE = "config.json"  # next to the driver's own state
 # A key with one of these endings must not change: the resumed run would be neither the old one nor
 # the new one. Models and tokenizers may have moved: the same last part of a path is the same one.
-_FIXED = ("algorithm.adv_estimator", "optim.optimizer", "data.dataset_name")
+_FIXED = ("algorithm.adv_estimator", "optim.optimizer", "data.dataset_name", "trainer.mode")
 _FIXED_PATHS = ("actor_rollout_ref.model.path", "model.path", "critic.model.path", "data.tokenizer")
 # Keys that may change without a word: they say where and how fast a run computes, how long it is,
 # and which records it keeps. Each entry stands for all keys that contain it.
@@ -32,7 +32,10 @@ _FREE = (
     *("bucket_megabytes", "fingerprint_interval", "max_concurrent", "timeout_s", "requests."),
     *("preflight", "val_files", "val_batch_size", "validation_shuffle", "val_kwargs."),
 )
-_NOT_FREE = ("trainer.seed", "trainer.critic_warmup", "fsdp_config.compute_dtype")
+_NOT_FREE = (
+    *("trainer.seed", "trainer.critic_warmup", "trainer.mode"),
+    "fsdp_config.compute_dtype",
+)
 _MAX_LISTED = 20
 
 
