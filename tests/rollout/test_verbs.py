@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.rollout.engines import make_engine, talkative_model
 from verl.rollout import Completion, Continuation, Request, SamplingParams
@@ -228,3 +229,36 @@ def test_an_iterator_with_a_failed_step_aborts_nothing_later(monkeypatch):
     engine.step()
     failed.close()
     assert by_id(finish(engine)).keys() == set(range(6))
+
+
+def frozen_then_continued(engine: Any, others: Any) -> dict[int, Completion]:
+    """Draw some tokens, hand over the weights of the model `others`, and go on after them."""
+    engine.submit(requests(2), PARAMS, seed=0, step=1)
+    for _ in range(9):
+        engine.step()
+    aborted = by_id(engine.abort())
+    engine.update_weights(others.named_parameters())
+    engine.submit(continued(requests(2), aborted), PARAMS, seed=0, step=1)
+    return by_id(finish(engine))
+
+
+def test_samples_that_go_on_use_no_key_of_the_old_weights(monkeypatch):
+    """The probe notices an engine that does not flush its cache of prefixes."""
+    others = talkative_model("qwen2")
+    with torch.no_grad():
+        for parameter in others.parameters():
+            parameter.mul_(1.1)
+    plain = frozen_then_continued(small_engine(enable_prefix_caching=False), others)
+    cached = frozen_then_continued(small_engine(enable_prefix_caching=True), others)
+    for number, completion in plain.items():
+        np.testing.assert_allclose(cached[number].log_probs, completion.log_probs, atol=1e-4)
+
+    engine = small_engine(enable_prefix_caching=True)
+    monkeypatch.setattr(engine, "_begin_books", lambda: None)
+    stale = frozen_then_continued(engine, others)
+    worst = 0.0
+    for number, completion in plain.items():
+        same = min(len(completion.log_probs), len(stale[number].log_probs))
+        difference = np.subtract(stale[number].log_probs[:same], completion.log_probs[:same])
+        worst = max(worst, float(np.abs(difference).max()))
+    assert worst > 1e-3
