@@ -93,7 +93,8 @@ def train(given: argparse.Namespace) -> None:
         ),
     )
     trainer.init_workers()
-    impose_lengths(trainer.rollout_wg.worker.engine, given)
+    group: Any = trainer.rollout_wg
+    impose_lengths(group.worker.engine, given)
     trainer.fit()
 
 

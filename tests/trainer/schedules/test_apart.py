@@ -1,11 +1,15 @@
 """Asynchronous schedules with a rollout on ranks of its own: two ranks under gloo."""
 
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.launches import launch
 from tests.trainer.runs import command_line, same_bits, step_lines, weights, without_times
+from verl.rollout.twin import ModelTwin
 from verl.trainer.main_ppo import main
 
 STEPS = 5
@@ -67,3 +71,28 @@ def test_one_step_off_generates_during_the_update(tmp_path):
     assert numbers(lines) == numbers(step_lines(tmp_path / "together"))
     ours = weights(tmp_path / "apart", STEPS)
     assert same_bits(ours, weights(tmp_path / "together", STEPS))
+
+
+def train_with_one_update_withheld(command: list[str]) -> int:
+    """Run the main job with a rollout that drops the third hand-over of weights."""
+    update = ModelTwin.update
+    calls = 0
+
+    def withheld(self: ModelTwin, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            deque(named_tensors, maxlen=0)
+        else:
+            update(self, named_tensors)
+
+    ModelTwin.update = withheld
+    return main(command)
+
+
+def test_an_update_that_a_rollout_does_not_take_is_noticed(tmp_path):
+    proved = "actor_rollout_ref.rollout.fingerprint_interval=1"
+    command = command_line(tmp_path, *BASE, "trainer.mode=fully_async", proved)
+    done = launch(2, train_with_one_update_withheld, command)
+    assert done.returncode != 0
+    assert "fingerprint" in done.stderr
