@@ -27,7 +27,7 @@ from verl.trainer.schedules.staleness import (
     staleness_metrics,
     with_staleness_weights,
 )
-from verl.utils.errors import ConfigError, DataError
+from verl.utils.errors import ConfigError, DataError, RolloutError
 from verl.utils.phases import phase
 
 
@@ -150,6 +150,12 @@ class FullyAsyncTrainer(PPOTrainer):
         self._discard()
         while not self.book.can_take():
             self._start_samples()
+            if not self.generation.is_running:
+                raise RolloutError(
+                    f"Step {self.global_step} needs {self.book.pace.groups_per_step} prompts with "
+                    f"whole groups, and none is left to generate: {self.book.counts()}. The run "
+                    f"reads prompts for {self.total_steps} steps."
+                )
             self.generation.advance()
             self._discard()
         if not self.is_apart:
