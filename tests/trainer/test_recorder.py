@@ -64,13 +64,20 @@ def test_two_ranks_record_the_digests_of_whole_tensors(tmp_path: Path):
     assert len(record.samples(2).lanes) == 2
 
 
-def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path, monkeypatch, capfd):
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), ValueError("a column of a user's own")]
+)
+def test_an_error_ends_the_record_and_not_the_run(
+    tmp_path: Path, monkeypatch, capfd, error: Exception
+):
+    def failing(*_: object, **__: object) -> None:
+        raise error
 
-    monkeypatch.setattr(pq, "write_table", full)
+    monkeypatch.setattr(pq, "write_table", failing)
     assert run(tmp_path) == 0
-    assert "The record of this run ends here" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert f"({type(error).__name__}: {error})" in out
+    assert out.count("The record of this run ends here") == 1
     assert len(step_lines(tmp_path)) == 2
 
 
@@ -116,6 +123,22 @@ def test_the_error_that_ends_a_run_is_recorded_with_its_prompts(tmp_path: Path, 
     record = verl.load_run(tmp_path)
     assert record.events[-1]["event"] == "failed"
     assert "planted" in record.events[-1]["text"]
+
+
+def test_a_notebook_shows_the_page_in_a_frame_without_access(tmp_path: Path):
+    keys = {
+        "data.dataset_name": "toy",
+        "data.train_batch_size": 2,
+        "trainer.max_steps": 1,
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "trainer.default_local_dir": str(tmp_path),
+    }
+    trainer = verl.train(keys, rollout_config={"n": 2})
+    cell = trainer.show(height=300)._repr_html_()
+    assert cell.startswith('<iframe sandbox="allow-scripts" ')
+    assert cell.count("<") == 2, "the page itself is escaped"
+    assert "&quot;samples/0/1&quot;" in cell
 
 
 def test_records_can_be_left_out(tmp_path: Path):

@@ -187,7 +187,7 @@ class StepRecorder:
         """Wait for the step before to be written."""
         try:
             self._background.is_done(wait=True)
-        except (OSError, pa.ArrowException) as error:
+        except Exception as error:  # noqa: BLE001 - reported; the training is worth more
             self._stop(error)
 
     # ---------------------------------------------------------------- parts
@@ -228,17 +228,18 @@ class StepRecorder:
     def _stop(self, error: BaseException) -> None:
         self._is_on = False
         logger.warning(
-            "The record of this run ends here, because it cannot be written into %s (%s). "
+            "The record of this run ends here, because it cannot be written into %s (%s: %s). "
             "trainer.record.enable=false leaves it out.",
             self.folder / FOLDER,
+            type(error).__name__,
             error,
         )
 
     def _columns(self, batch: DataProto) -> dict[str, Any]:
         """Return the batch without padding, as arrays by name; nothing without responses."""
-        tensors = batch.batch
-        if tensors is None or "responses" not in tensors.keys():
+        if batch.batch is None or "responses" not in batch.batch.keys():
             return {}
+        tensors = batch.batch.cpu()
         mask = tensors["attention_mask"].bool()
         width = tensors["prompts"].shape[1]
         prompt_mask, response_mask = mask[:, :width], mask[:, width:]
