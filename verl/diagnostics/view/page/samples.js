@@ -66,28 +66,49 @@ function virtualTable(rows, columns, shown, sort, down) {
 
   let chosen = Math.max(0, rows.indexOf(state.number("row", rows[0])));
   const open = (place) => state.set({ view: "trajectory", row: rows[place] });
+  const drawn = new Map(); // place -> its row
+  const rowAt = (place) => {
+    const row = rows[place];
+    const cells = shown.map(([name]) => {
+      const value = columns[name][row];
+      const badges = name === "response" ? badgesOf(columns, row) : null;
+      const isNumber = NUMBERS.includes(name);
+      return el("div", { class: "cell" + (isNumber ? " number" : ""), role: "gridcell" }, badges, isNumber ? number(value) : value.replace(/\s+/g, " "));
+    });
+    const line = el("div", { class: "row", role: "row", id: "row-" + place, "aria-rowindex": place + 2, onclick: () => open(place) }, cells);
+    line.style.top = place * ROW + "px";
+    line.style.gridTemplateColumns = template;
+    return line;
+  };
+  // Only rows that come into sight are made; those that leave it go.
   const draw = () => {
     const first = Math.max(0, Math.floor(grid.scrollTop / ROW) - 8);
     const last = Math.min(rows.length, first + Math.ceil(grid.clientHeight / ROW) + 18);
-    const drawn = [];
-    for (let place = first; place < last; place++) {
-      const row = rows[place];
-      const cells = shown.map(([name]) => {
-        const value = columns[name][row];
-        const badges = name === "response" ? badgesOf(columns, row) : null;
-        const isNumber = NUMBERS.includes(name);
-        return el("div", { class: "cell" + (isNumber ? " number" : ""), role: "gridcell" }, badges, isNumber ? number(value) : value.replace(/\s+/g, " "));
-      });
-      const line = el("div", { class: "row", role: "row", id: "row-" + place, "aria-rowindex": place + 2,
-        "aria-selected": String(place === chosen), onclick: () => open(place) }, cells);
-      line.style.top = place * ROW + "px";
-      line.style.gridTemplateColumns = template;
-      drawn.push(line);
+    for (const [place, line] of drawn) {
+      if (place >= first && place < last) continue;
+      line.remove();
+      drawn.delete(place);
     }
-    body.replaceChildren(...drawn);
+    const fresh = document.createDocumentFragment();
+    for (let place = first; place < last; place++) {
+      if (!drawn.has(place)) {
+        drawn.set(place, rowAt(place));
+        fresh.append(drawn.get(place));
+      }
+      drawn.get(place).setAttribute("aria-selected", String(place === chosen));
+    }
+    body.append(fresh);
     grid.setAttribute("aria-activedescendant", "row-" + chosen);
   };
-  grid.addEventListener("scroll", () => requestAnimationFrame(draw), { passive: true });
+  let isDue = false;
+  grid.addEventListener("scroll", () => {
+    if (isDue) return;
+    isDue = true;
+    requestAnimationFrame(() => {
+      isDue = false;
+      draw();
+    });
+  }, { passive: true });
   grid.addEventListener("keydown", (event) => {
     if (event.target !== grid) return;
     const page = Math.floor(grid.clientHeight / ROW) - 2;
