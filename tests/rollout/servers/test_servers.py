@@ -12,7 +12,7 @@ from tests.workers.batches import CPU, R, actor_of, config, prompts
 from verl.config import config_from_dict
 from verl.rollout import check_engine, check_engine_service
 from verl.rollout.servers.fleet import Member, Placement
-from verl.rollout.types import Request, SamplingParams
+from verl.rollout.types import Continuation, Request, SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
 from verl.workers import RolloutWorker
 
@@ -185,6 +185,25 @@ def test_a_restarted_server_gets_the_weights_before_it_draws(settings, start, di
     assert torch.equal(draw(rollout).batch["responses"], expected)
 
 
+def test_a_restart_between_two_draws_is_noticed_by_a_server_that_names_no_weights(settings, start):
+    server = start("vllm", "0.24.0")
+    actor = actor_of(settings)
+    rollout = rollout_on(settings, server, actor=actor)
+    move(actor)
+    rollout.take_weights()
+    engine = rollout.engine
+    engine.forget_prefixes()
+    engine.submit([Request(prompt_ids=(5, 6), sample_ids=(0,))], PARAMS, seed=0, step=0)
+    while engine._ended.empty():
+        time.sleep(0.01)
+    server.end()
+    server.start()
+    engine.submit([Request(prompt_ids=(5, 7), sample_ids=(1,))], PARAMS, seed=0, step=0)
+    with pytest.raises(RolloutError, match="changed its weights during the generation"):
+        while engine.has_work:
+            engine.step()
+
+
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 @pytest.mark.parametrize("others", [0, 1])
 def test_samples_of_a_server_that_ends_are_drawn_again(settings, start, dialect, others):
@@ -295,6 +314,14 @@ def test_log_probs_of_another_definition_are_refused(settings, start, mode, keys
         return
     with pytest.raises(ConfigError, match=message):
         rollout_on(settings, server, **keys)
+
+
+def test_samples_are_not_continued(settings, start):
+    engine = rollout_on(settings, start()).engine
+    begun = Continuation(step=0, number=0, token_ids=(5,), log_probs=(-1.0,))
+    request = Request(prompt_ids=(5, 6), sample_ids=(0,), continuations=(begun,))
+    with pytest.raises(RolloutError, match="Servers cannot continue samples"):
+        engine.submit([request], PARAMS, seed=0, step=0)
 
 
 def test_prompts_go_to_the_server_that_knows_their_beginning_unless_it_is_busy():

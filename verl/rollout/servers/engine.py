@@ -255,6 +255,8 @@ class ServerEngine(EngineClass):
                 raise outcome
             self._counts["generated_tokens"] += len(outcome.token_ids)
             completions.append(_completion(sample.sample_id, outcome))
+        if completions and not self._samples:
+            self.fleet.check_unnamed()
         return completions
 
     def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:

@@ -83,6 +83,7 @@ class Fleet:
         self._source: WeightSource | None = None
         self._version: str | None = None
         self._versions: set[str] = set()
+        self._has_unnamed = False  # draws by a server that does not name their weights
 
     # ---------------------------------------------------------------- work
 
@@ -112,8 +113,35 @@ class Fleet:
             self._wait_for_one()
 
     def is_current(self, drawn: Drawn) -> bool:
-        """Return whether weights of this run drew the tokens."""
-        return self._version is None or drawn.versions <= self._versions
+        """Return whether weights of this run drew the tokens, as far as the server says which."""
+        if self._version is None:
+            return True
+        if not drawn.versions:
+            self._has_unnamed = True
+        return drawn.versions <= self._versions
+
+    def check_unnamed(self) -> None:
+        """Raise RolloutError if a server that names no weights has others than those of the push.
+
+        Called when all samples have ended. A restart while it drew has been noticed, and answered by
+        another push; this finds one between two draws.
+        """
+        if not self._has_unnamed:
+            return
+        self._has_unnamed = False
+        for member in self.living():
+            try:
+                is_stale = self._is_stale(member)
+            except ServerLostError as error:
+                self.note_lost(member, error)
+                continue
+            if is_stale:
+                raise RolloutError(
+                    f"{member.server.name} has changed its weights during the generation (a "
+                    "restart?), and its answers do not say which samples that concerns. Start "
+                    "again from the last checkpoint; vLLM with --enable-scale-out names the "
+                    "weights of every answer, so that such samples are drawn again."
+                )
 
     def note_lost(self, member: Member, error: Exception) -> None:
         """Give no work to a server that has not answered, until it does."""
@@ -191,6 +219,7 @@ class Fleet:
         version = member.server.weight_version()
         if version is not None:
             return version != self._version
+        member.server.flush()  # the signature was drawn without cached keys
         probe = self._probe(member.server)
         return member.signature is None or probe.log_probs != member.signature.log_probs
 
