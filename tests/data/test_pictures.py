@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.data.scripts import load_script
 from tests.tiny_vision_models import IMAGE
 from tests.vision_folders import FAMILIES, save_vision_folder, some_image
 from verl.config import DataConfig
@@ -19,6 +20,7 @@ from verl.data.pictures import PictureReader
 from verl.data.rl_dataset import RLDataset
 from verl.models.load import load_tokenizer
 from verl.models.processor import load_picture_processor
+from verl.rewards.rules import default_compute_score
 from verl.utils.errors import DataError
 
 
@@ -203,3 +205,22 @@ def test_placeholders_that_differ_in_number_are_errors(
 def test_videos_stay_an_error(folder: Path, reader: PictureReader) -> None:
     with pytest.raises(DataError, match="row 0, column 'videos': must be empty"):
         dataset(folder, reader, row("Hi", videos=["a.mp4"]))
+
+
+def test_geometry_rows_have_their_pictures(
+    tmp_path: Path, folder: Path, reader: PictureReader
+) -> None:
+    main = load_script("data_preprocess/geo3k.py").main
+    raw = {"images": ["a.png"], "problem": "<image>Find x.", "answer": "12 \\sqrt { 3 }"}
+    (tmp_path / "a.png").write_bytes(png())
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(raw) + "\n")
+    target = tmp_path / "out"
+    main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(target)])
+    file = str(target / "train.parquet")
+    rows = RLDataset(file, reader.tokenizer, DataConfig(max_prompt_length=512), pictures=reader)
+    assert rows[0]["prepared_pictures"][0] is reader.prepare(png())
+    truth = rows[0]["reward_model"]["ground_truth"]
+    answer = "so \\boxed{12\\sqrt{3}}"
+    assert default_compute_score(rows[0]["data_source"], answer, truth) == 1.0
+    assert default_compute_score(rows[0]["data_source"], "\\boxed{12}", truth) == 0.0

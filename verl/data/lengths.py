@@ -13,6 +13,7 @@ import numpy as np
 
 from verl.data.chat import Messages, encode_conversations
 from verl.data.files import encoded_in_chunks
+from verl.utils.cache import cache_folder
 from verl.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 
 _CHUNK = 1000  # conversations tokenized in one call
 _DIGEST_BYTES = 32
-
-
-def cache_folder() -> Path:
-    """Return `VERL_CACHE`, or `~/.cache/verl`."""
-    return Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl")
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -12,15 +12,14 @@ import random
 import tempfile
 from typing import Any
 
-from verl.data.lengths import cache_folder
+from verl.models.shapes_model import CELL, CELLS
+from verl.utils.cache import cache_folder
 from verl.utils.imports import require
 
 SHAPES = "shapes"  # the name of the data set and of its model
 COLORS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220)}
-KINDS = ("square", "circle", "cross")
-CELLS = 4  # cells in a row and in a column; each has at most one shape
-CELL = 8  # pixels
-MOST = 4  # largest right answer
+KINDS = ("square", "circle", "diamond")
+MOST = 3  # largest right answer
 SIZES = {"train": 1024, "val": 128, "demos": 1024}
 _SEEDS = {"train": 1, "val": 2, "demos": 3}
 _VERSION = 1  # raise it when rows change
@@ -66,9 +65,10 @@ def scene(draw: random.Random) -> tuple[Cells, str, str, int]:
     color = draw.choice(list(COLORS))
     kind = draw.choice(KINDS)
     count = draw.randint(0, MOST)
-    others = [(c, k) for c in COLORS for k in KINDS if (c, k) != (color, kind)]
+    # A tiny model learns to tell colors apart, but not colors and kinds together.
+    others = [(c, k) for c in COLORS if c != color for k in KINDS]
     cells: Cells = [(color, kind)] * count
-    cells += [draw.choice(others) for _ in range(draw.randint(2, 6))]
+    cells += [draw.choice(others) for _ in range(draw.randint(1, 4))]
     cells += [None] * (CELLS**2 - len(cells))
     draw.shuffle(cells)
     return cells, color, kind, count
@@ -104,6 +104,6 @@ def _covers(kind: str, x: int, y: int) -> bool:
         return False
     if kind == "circle":
         return across**2 + down**2 <= (middle - 0.5) ** 2
-    if kind == "cross":
-        return min(across, down) < 1
+    if kind == "diamond":
+        return across + down <= middle - 0.5
     return True

@@ -1,5 +1,6 @@
 """Load tokenizers and models from a folder or the hub."""
 
+import importlib
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ from verl.models.families import override, refuse_unpackable, zero_dropout, zero
 from verl.models.logprobs import head_of
 from verl.models.probe import check_packed
 from verl.models.vision import attention_settings, family_of, reads_pictures
+from verl.utils.cache import cache_folder
 from verl.utils.errors import ModelError
 from verl.utils.logging import say_once
 
@@ -57,10 +59,15 @@ DTYPES = {
 def resolve_path(path: str | Path) -> str:
     """Return a model path for transformers.
 
-    `toy` and `calculator` are the packaged models, a local folder becomes absolute, and any other text is a hub id.
+    `toy`, `calculator` and `shapes` are the packaged models, a local folder becomes absolute, and
+    any other text is a hub id.
     Raises ModelError for a text that looks like a folder and is none.
     """
     text = str(path)
+    if text == "shapes":
+        # pillow, which it imports, is not a dependency of models of text
+        made = importlib.import_module("verl.models.shapes_model")
+        return str(made.shapes_folder(cache_folder()))
     if text in _PACKAGED:
         return str(_PACKAGED[text])
     folder = Path(text).expanduser()

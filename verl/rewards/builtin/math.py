@@ -29,6 +29,7 @@ _SOURCES = (
     "HuggingFaceH4/MATH-500",
     "EleutherAI/hendrycks_math",
     "math_dapo",
+    "hiyouga/geometry3k",
     "aime*",
 )
 

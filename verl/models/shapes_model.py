@@ -1,14 +1,11 @@
-"""Make the model of the task `shapes`: a tiny Qwen2.5-VL that reads pictures of 32 x 32 pixels.
+"""The model of the packaged task `shapes`: a tiny Qwen2.5-VL for pictures of 24 x 24 pixels.
 
-    python examples/toy/make_shapes.py --untrained FOLDER   # drawn weights, from the configuration
-    python examples/toy/make_shapes.py                      # the packaged one, after a short SFT
-
-The packaged model has learnt from demos until it is right on about half of the questions, so that
-reinforcement learning has something to improve. One thread and a fixed seed give the same result on
-the same machine.
+It is made from a configuration, with drawn weights, when it is first asked for.
 """
 
-import argparse
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -20,12 +17,17 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from verl.data.shapes import CELL, CELLS, COLORS, KINDS, MOST
+CELLS = 3  # cells in a row and in a column of a picture
+CELL = 8  # pixels; each cell is one token
+_VERSION = 1  # raise it when the model changes
 
 PAD, END, UNKNOWN = "<|pad|>", "<|im_end|>", "<|unk|>"
 ROLES = ("<|user|>", "<|assistant|>")
 VISION = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>")
-WORDS = ("how", "many", "?", *COLORS, *(f"{kind}s" for kind in KINDS), *map(str, range(MOST + 6)))
+WORDS = (
+    *("how", "many", "?", "red", "green", "blue", "squares", "circles", "diamonds"),
+    *map(str, range(10)),
+)
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -72,6 +74,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForCo
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 256,
+            "initializer_range": 0.1,  # a tiny model with the usual 0.02 is flat
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 100.0,
@@ -91,6 +94,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForCo
             "patch_size": CELL // 2,
             "window_size": CELLS * CELL,
             "fullatt_block_indexes": [1],
+            "initializer_range": 0.1,
         },
     )
     torch.manual_seed(seed)
@@ -100,25 +104,25 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForCo
     return model
 
 
-def save(folder: Path, seed: int) -> None:
-    """Write a folder that transformers and verl load."""
+def shapes_folder(cache: Path) -> Path:
+    """Return the folder of the model with seed 0, made in `cache` if it is not there yet."""
+    folder = cache / f"shapes-model-v{_VERSION}"
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=cache))
+        save_shapes_model(made, seed=0)
+        try:
+            os.replace(made, folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(made)
+    return folder
+
+
+def save_shapes_model(folder: Path, seed: int) -> None:
+    """Write a model with weights of a seed, in the form that transformers and verl load."""
     tokenizer = make_tokenizer()
     make_model(tokenizer, seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     pixels = (CELLS * CELL) ** 2
     size = {"shortest_edge": pixels, "longest_edge": pixels}
     Qwen2VLImageProcessorPil(patch_size=CELL // 2, size=size).save_pretrained(folder)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--untrained", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    save(given.untrained, given.seed)
-
-
-if __name__ == "__main__":
-    main()

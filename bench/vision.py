@@ -1,0 +1,240 @@
+"""What do pictures cost? A GRPO step of a Qwen2.5-VL against the text model of the same shape.
+
+    python bench/vision.py                # 3B shape, drawn weights; needs a GPU of 80 GB or more
+    python bench/vision.py --tiny         # a tiny shape, to try the script on a CPU
+
+Both models get 32 prompts of 1,024 + 64 tokens, 8 samples of 128 tokens each. In the prompts of the
+vision model the 1,024 tokens are one picture (64 x 64 patches). The text model gets plain tokens.
+Prints seconds of each phase of the last of `--steps` steps, the ratio of the step times, and how
+many patches the trainer's and the rollout's vision towers computed, against the patches of one pass
+over the pictures. Exit code 1 if the step takes more than 1.25 times that of text.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from verl.models.pictures import Picture
+from verl.models.shapes_model import VISION, make_tokenizer
+from verl.trainer import PPOTrainer
+from verl.utils.phases import phase
+
+GOAL = 1.25
+PROMPTS, SAMPLES, RESPONSE, TEXT = 32, 8, 128, 64
+TOKEN_ROWS = 32  # rows and columns of the picture's tokens
+VOCABULARY = 151_936
+TEXT_3B: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 2048,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+}
+VISION_3B: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 2048,
+    "patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+
+
+def make_models(folder: Path, tiny: bool) -> dict[str, Path]:
+    """Write both models with drawn weights; return their folders."""
+    text = TEXT_3B | (TINY | {"num_attention_heads": 4, "vocab_size": 512} if tiny else {})
+    vision = dict(VISION_3B)
+    sections = [4, 2, 2] if tiny else [16, 24, 24]
+    if tiny:
+        vision |= {"depth": 2, "hidden_size": 64, "num_heads": 4, "out_hidden_size": 64}
+        vision |= {"intermediate_size": 96, "patch_size": 4, "fullatt_block_indexes": [1]}
+
+    tokenizer = make_tokenizer()
+    start, image, video, end = tokenizer.convert_tokens_to_ids(list(VISION))
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    configs = {
+        "text": Qwen2Config(**text, rope_parameters=rope),
+        "vision": Qwen2_5_VLConfig(
+            image_token_id=image,
+            video_token_id=video,
+            vision_start_token_id=start,
+            vision_end_token_id=end,
+            tie_word_embeddings=True,
+            text_config={**text, "rope_parameters": {**rope, "mrope_section": sections}},
+            vision_config=vision,
+        ),
+    }
+
+    folders = {}
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        kind: Any = AutoModelForCausalLM if name == "text" else AutoModelForImageTextToText
+        folders[name] = folder / name
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = kind.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folders[name])
+        tokenizer.save_pretrained(folders[name])
+        if name == "vision":
+            Qwen2VLImageProcessorPil(patch_size=vision["patch_size"]).save_pretrained(folders[name])
+        del model
+    return folders
+
+
+class Prompts:
+    """Items as the trainer's own dataset makes them, of random tokens and pixels."""
+
+    def __init__(self, config: Any, image_token: int, has_pictures: bool) -> None:
+        draw = torch.Generator().manual_seed(1)
+        self.items: list[dict[str, Any]] = []
+        count = TOKEN_ROWS**2
+        for number in range(PROMPTS):
+            ids = torch.randint(40, 500, (count + TEXT,), generator=draw).tolist()
+            item: dict[str, Any] = {"raw_prompt": [], "index": number, "data_source": "bench"}
+            if has_pictures:
+                ids[8 : 8 + count] = [image_token] * count
+                vision = config.vision_config
+                width = 3 * vision.temporal_patch_size * vision.patch_size**2
+                side = TOKEN_ROWS * vision.spatial_merge_size
+                picture = Picture(
+                    key=str(number),
+                    token_ids=(image_token,) * count,
+                    token_id=image_token,
+                    inputs={
+                        "pixel_values": torch.randn(side * side, width, generator=draw),
+                        "image_grid_thw": torch.tensor([[1, side, side]]),
+                    },
+                    grid=(TOKEN_ROWS, TOKEN_ROWS),
+                )
+                item["prepared_pictures"] = (picture,)
+            self.items.append({"raw_prompt_ids": ids, **item})
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        return self.items[item]
+
+
+@phase(reads="responses")
+def reward(batch: Any, return_dict: bool = False) -> Any:
+    """Score responses by their first token, so that groups differ."""
+    responses = batch.batch["responses"]
+    scores = torch.zeros(responses.shape)
+    scores[:, -1] = (responses[:, 0] % 2).float()
+    return {"reward_tensor": scores, "reward_extra_info": {}} if return_dict else scores
+
+
+def measure(folder: Path, name: str, steps: int) -> dict[str, float]:
+    """Run steps of GRPO and return the seconds of the last one, by phase."""
+    arguments = {
+        "data.train_files": "unused",
+        "data.train_batch_size": PROMPTS,
+        "data.max_prompt_length": TOKEN_ROWS**2 + TEXT,
+        "data.max_response_length": RESPONSE,
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.model.path": str(folder),
+        "actor_rollout_ref.rollout.n": SAMPLES,
+        "actor_rollout_ref.rollout.ignore_eos": True,
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "trainer.total_training_steps": steps,
+        "trainer.logger": [],
+    }
+    tokenizer = make_tokenizer()
+    image = tokenizer.convert_tokens_to_ids(VISION[1])
+    config: Any = AutoModelForCausalLM if name == "text" else Qwen2_5_VLConfig
+    loaded = None if name == "text" else config.from_pretrained(folder)
+    trainer = PPOTrainer(
+        arguments,
+        tokenizer=tokenizer,
+        reward_fn=reward,
+        train_dataset=Prompts(loaded, image, name == "vision"),
+    )
+    trainer.init_workers()
+    patches = {"trainer": 0, "rollout": 0}
+    if name == "vision":
+        count_patches(trainer, patches)
+
+    seconds: dict[str, float] = {}
+    for number, batch in zip(range(steps), trainer.train_loader):
+        patches.update(dict.fromkeys(patches, 0))
+        begin = time.perf_counter()
+        trainer.global_step = number + 1
+        trainer.step(batch)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = {"step": time.perf_counter() - begin}
+    for phase_name, value in trainer.timer.seconds.items():
+        seconds.setdefault(phase_name, value)
+    for place, count in patches.items():
+        seconds[f"patches of {place}"] = count
+    return seconds
+
+
+def count_patches(trainer: Any, patches: dict[str, int]) -> None:
+    """Add up the patches that each vision tower computes in a forward pass."""
+    towers = {
+        "trainer": trainer.actor_wg.worker.engine.hf_model.base_model.visual,
+        "rollout": trainer.rollout_wg.worker.engine.twin.module.base_model.visual,
+    }
+    for place, tower in towers.items():
+
+        def count(module: Any, inputs: Any, output: Any, place: str = place) -> None:
+            patches[place] += len(inputs[0])
+
+        tower.register_forward_hook(count)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--only", choices=("text", "vision"), help="measure one model")
+    given = parser.parse_args()
+    if given.tiny:
+        global PROMPTS, RESPONSE, TOKEN_ROWS
+        PROMPTS, RESPONSE, TOKEN_ROWS = 4, 8, 4
+
+    place = Path(tempfile.mkdtemp())
+    try:
+        folders = make_models(place, given.tiny)
+        results = {}
+        for name, folder in folders.items():
+            if given.only in (None, name):
+                results[name] = measure(folder, name, given.steps)
+    finally:
+        shutil.rmtree(place)
+
+    for name, seconds in results.items():
+        shown = ", ".join(f"{phase_name} {value:.3g}" for phase_name, value in seconds.items())
+        print(f"{name}: {shown}")
+    print(f"patches of one pass over the pictures: {PROMPTS * (2 * TOKEN_ROWS) ** 2}")
+    if len(results) < 2:
+        return 0
+    ratio = results["vision"]["step"] / results["text"]["step"]
+    print(f"step time with pictures: {ratio:.2f} of text")
+    return 0 if ratio <= GOAL else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

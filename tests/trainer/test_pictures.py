@@ -1,0 +1,72 @@
+"""GRPO and fine-tuning on prompts with pictures: rollout and trainer compute the same log-probs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.data.shapes import rows, shapes_file
+from verl.trainer import PPOTrainer
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def config(folder: Path, **keys: Any) -> dict[str, Any]:
+    return {
+        "data.dataset_name": "shapes",
+        "data.train_max_samples": 8,
+        "data.val_max_samples": 4,
+        "data.train_batch_size": 4,
+        "actor_rollout_ref.rollout.n": 4,
+        "trainer.total_training_steps": 2,
+        "trainer.test_freq": 2,
+        "trainer.default_local_dir": str(folder),
+        **keys,
+    }
+
+
+def test_grpo_counts_the_vision_tower_and_agrees_with_the_rollout(tmp_path: Path) -> None:
+    trainer = PPOTrainer(config(tmp_path))
+    trainer.init_workers()
+    worker: Any = trainer.actor_wg.worker
+    tower: Any = worker.engine.hf_model.base_model.visual
+    patches: list[int] = []
+    tower.register_forward_hook(lambda module, inputs, output: patches.append(len(inputs[0])))
+
+    batch = next(iter(trainer.train_loader))
+    of_one = len(batch.non_tensor_batch["prepared_pictures"][0][0].inputs["pixel_values"])
+    generated = trainer.generate(batch)
+    old = worker.compute_log_prob(generated).batch["old_log_probs"]
+    # 16 rows of 4 prompts: each picture once
+    assert sum(patches) == 4 * of_one
+
+    mask = generated.batch["response_mask"].bool()
+    difference = (old - generated.batch["rollout_log_probs"])[mask].abs().max()
+    assert difference < 1e-4
+    assert old[mask].std() > 0
+
+    trainer.fit()
+    assert all(bool(each.isfinite().all()) for each in worker.engine.hf_model.parameters())
+
+
+def test_other_pictures_give_other_log_probs(tmp_path: Path) -> None:
+    trainer = PPOTrainer(config(tmp_path))
+    trainer.init_workers()
+    worker: Any = trainer.actor_wg.worker
+    generated = trainer.generate(next(iter(trainer.train_loader)))
+    old = worker.compute_log_prob(generated).batch["old_log_probs"]
+    swapped = generated.select()
+    pictures = generated.non_tensor_batch["prepared_pictures"]
+    swapped.non_tensor_batch["prepared_pictures"] = pictures[::-1].copy()
+    other = worker.compute_log_prob(swapped).batch["old_log_probs"]
+    mask = generated.batch["response_mask"].bool()
+    assert (old - other)[mask].abs().max() > 1e-2
+
+
+def test_the_answers_of_the_rows_are_counts() -> None:
+    counts = {row["reward_model"]["ground_truth"] for row in rows("val")}
+    assert counts == {"0", "1", "2", "3"}
+    assert Path(shapes_file("val")).is_file()
