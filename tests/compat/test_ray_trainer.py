@@ -81,7 +81,6 @@ def test_recipe_trains(tmp_path):
 @pytest.mark.parametrize(
     ("given", "way"),
     [
-        ({"processor": object()}, "Images are not in this version"),
         ({"collate_fn": list}, "__getitem__"),
         ({"role_worker_mapping": {"Judge": OwnActor}}, "'Judge' is not in this version"),
         ({"role_worker_mapping": {Role.ActorRollout: OwnGenerator}}, "verl.workers.RolloutWorker"),

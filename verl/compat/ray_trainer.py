@@ -40,7 +40,7 @@ class RayPPOTrainer(PPOTrainer):
             or without ray.remote. Roles that the algorithm does not need are not started.
         resource_pool_manager: one pool, with one process for each rank of the run.
         ray_worker_group_cls: ignored; the trainer's pool makes the groups.
-        processor: None. Images are not supported.
+        processor: any; models that read pictures take theirs from `model.path`.
         collate_fn: None or `verl.utils.dataset.rl_dataset.collate_fn`.
         train_sampler: the order of the training rows; replaces data.sampler and data.shuffle.
         device_name: trainer.device.
@@ -62,7 +62,6 @@ class RayPPOTrainer(PPOTrainer):
         train_sampler: Any = None,
         device_name: str | None = None,
     ) -> None:
-        _refuse("processor", processor is not None, "Images are not in this version; leave it None")
         _refuse(
             "collate_fn",
             collate_fn not in (None, columns_of),
