@@ -166,7 +166,7 @@ def test_new_tokens_after_cached_ones_see_what_a_prefill_sees(family):
     tokens = [[5 + (7 * i) % 90 for i in range(length)] for length in (37, 50, 100, 17)]
     pages = [list(range(8 * row, 8 * row + 8)) for row in range(4)]
     whole = runner.prefill(tokens, pages).float()
-    states = runner.extend(tokens, pages, [32, 16, 48, 16]).float()
+    states = runner.extend(tokens, pages, [32, 16, 48, 16], [0] * 4).float()
     assert ((states - whole).norm() / whole.norm()).item() < 2e-2
 
 

@@ -34,7 +34,8 @@ from tests.rollout.interpreter import interpreted
 from verl.models.attention import Layout
 from verl.rollout.embedded import cuda_decoder
 from verl.rollout.embedded.attention import LayerPages, Paging, PrefillStep
-from verl.rollout.embedded.cuda_decoder import DeviceStep, Slots, TritonDecoder
+from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, Slots, TritonDecoder
+from verl.rollout.embedded.extension import extend_step
 from verl.rollout.embedded.kernels.paged_attention import split_workspace
 
 ROWS = 2
@@ -171,17 +172,27 @@ def test_decode_steps_equal_transformers(family: str, dtype: torch.dtype, tolera
             "products were to be split"
         )
 
-        # Rows of one sequence see each other's keys, so all must be stored before any is read; the
-        # latest is first here, because programs are interpreted in order.
-        start = 5
-        for cache in (cache for layer in decoder.paging.layers.values() for cache in layer):
-            cache[TABLE[0, 1:].long()] = float("nan")
-            cache[int(TABLE[0, 0]), :, start:] = float("nan")
-        rest = torch.arange(start, LENGTH).flip(0)
-        step = make_step(rest, TABLE[:1].expand(len(rest), -1), takes_fresh=False)
-        torch.testing.assert_close(
-            decoder(ids[0, rest], rest, step).float(), truth[0, rest], rtol=0, atol=tolerance
-        )
+        # New tokens of both sequences after some that have their keys in pages.
+        cached = (5, 9)
+        rows = []
+        places = []
+        for row, start in enumerate(cached):
+            first_page = int(TABLE[row, start // PAGE_SIZE])
+            for cache in (cache for layer in decoder.paging.layers.values() for cache in layer):
+                cache[TABLE[row, start // PAGE_SIZE + 1 :].long()] = float("nan")
+                cache[first_page, :, start % PAGE_SIZE :] = float("nan")
+            rows += [row] * (LENGTH - start)
+            places += range(start, LENGTH)
+
+        row = torch.tensor(rows)
+        place = torch.tensor(places)
+        counts = tuple(LENGTH - start for start in cached)
+        layout = Layout(counts, torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32))
+        pages = TABLE[row, place // PAGE_SIZE].long()
+        new = DevicePrefillStep(layout, pages, place % PAGE_SIZE)
+        step = extend_step(new, cached, TABLE.tolist(), PAGE_SIZE)
+        states = decoder(ids[row, place], place, step)
+        torch.testing.assert_close(states.float(), truth[row, place], rtol=0, atol=tolerance)
 
 
 DROPPED: dict[str, dict[str, Any]] = {
