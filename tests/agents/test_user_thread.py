@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from verl.agents.tools.threads import WatchedLoop
 from verl.agents.user_thread import UserThread, taken_by
 
 
@@ -174,3 +175,22 @@ def test_only_accepted_keywords_are_passed():
     given = {"first": 1, "second": 2, "third": 3}
     assert taken_by(named, given) == {"first": 1, "second": 2}
     assert taken_by(anything, given) == given
+
+
+def test_closing_a_blocked_loop_ends_its_thread():
+    """Require it: a thread that computes on would slow down the trainer for the rest of the run."""
+
+    async def busy():
+        while True:
+            pass
+
+    loop = WatchedLoop("blocked")
+    loop.start(busy(), time.monotonic() + 3600)
+    ends = time.monotonic() + 60
+    while not loop.is_blocked:
+        assert time.monotonic() < ends
+        loop.check()
+        time.sleep(0.05)
+    loop.close()
+    loop.thread.join(60)
+    assert not loop.thread.is_alive()

@@ -180,6 +180,13 @@ class WatchedLoop(LoopThread):
         asked_at = self._asked_at
         return asked_at is not None and time.monotonic() - asked_at > BLOCKED_S
 
+    def close(self) -> None:
+        """End the loop, and interrupt a task that blocks it: its thread would compute for ever."""
+        blocked = self.is_blocked and not self._ended
+        super().close()
+        if blocked:
+            leave_behind(self.thread)
+
     def check(self) -> None:
         """Ask the loop for a sign of life, and interrupt a late task that blocks it."""
         now = time.monotonic()
