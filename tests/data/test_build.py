@@ -111,7 +111,7 @@ def test_training_files_are_required(tokenizer, parquet):
     for name in ("tyo", "openai/gsm8k"):
         with pytest.raises(
             DataError,
-            match=f"must be 'toy', 'calculator', a file.*found none at '{name}'.*examples/data_preprocess",
+            match=f"must be 'toy', 'calculator', 'shapes', a file.*found none at '{name}'.*examples/data_preprocess",
         ):
             build_dataset(make_config(dataset_name=name), tokenizer, split="train")
 

@@ -145,7 +145,9 @@ def test_dropping_the_scaling_is_noticed(
 def test_dropping_sequence_isolation_is_noticed(
     family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_sequence(lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...]) -> Layout:
+    def one_sequence(
+        lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...], routes: Tensor | None
+    ) -> Layout:
         return Layout((sum(lengths),), ends[[0, -1]])
 
     monkeypatch.setattr(packed, "Layout", one_sequence)

@@ -52,7 +52,9 @@ def test_rewards_are_the_logits_of_transformers(family: str) -> None:
 def test_dropping_sequence_isolation_is_noticed(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_sequence(lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...]) -> Layout:
+    def one_sequence(
+        lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...], routes: Tensor | None
+    ) -> Layout:
         return Layout((sum(lengths),), ends[[0, -1]])
 
     monkeypatch.setattr(packed, "Layout", one_sequence)

@@ -293,7 +293,9 @@ def test_a_causal_part_over_the_prompt_is_noticed(rows: Rows) -> None:
 def test_a_response_that_sees_another_is_noticed(
     family: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_response(lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...]) -> Layout:
+    def one_response(
+        lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...], routes: Tensor | None
+    ) -> Layout:
         first = len(lengths) - sum(shared)
         bounds = [first + sum(shared[:number]) for number in range(len(shared) + 1)]
         joined = lengths[:first] + tuple(sum(lengths[a:b]) for a, b in pairwise(bounds))

@@ -59,7 +59,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForConditionalGeneration:
     """Make a model from a configuration, with drawn weights."""
-    start, image, video, end = tokenizer.convert_tokens_to_ids(list(VISION))
+    ids = tokenizer.get_vocab()
+    start, image, video, end = (ids[token] for token in VISION)
     config = Qwen2_5_VLConfig(
         image_token_id=image,
         video_token_id=video,

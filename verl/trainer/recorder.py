@@ -168,7 +168,8 @@ class StepRecorder:
 
         def write() -> None:
             self._writer.add_line(_event(step, "failed", f"{type(error).__name__}: {error}"))
-            if drawn:
+            # An interrupt is no fault of the step.
+            if drawn and isinstance(error, Exception):
                 self._writer.add_samples(step, samples_table({}, prompts=drawn))
                 self._keep_capsule(step)
 

@@ -154,7 +154,7 @@ class TrainingRun(ABC, Generic[Config]):
     def checkpointed_groups(self) -> Mapping[str, GroupOf[TrainedWorker]]:
         """Return the worker groups that save something, under the names of their folders."""
 
-    def batches(self) -> Iterable[DataProto]:
+    def prompt_batches(self) -> Iterable[DataProto]:
         """Return the batches of the loader's next epoch, or of a part of it, one for each step."""
         return self.train_loader
 
@@ -205,7 +205,7 @@ class TrainingRun(ABC, Generic[Config]):
                 self.summary.add(0, metrics)
 
             while self.global_step < self.total_steps:
-                for batch in self.batches():
+                for batch in self.prompt_batches():
                     self.run_step(batch)
                     if self.global_step >= self.total_steps:
                         break

@@ -71,7 +71,7 @@ class FullyAsyncTrainer(PPOTrainer):
 
     # ---------------------------------------------------------------- prompts
 
-    def batches(self) -> Iterable[DataProto]:
+    def prompt_batches(self) -> Iterable[DataProto]:
         """Return no prompts: `generate` reads as many as may start."""
         return repeat(DataProto())
 

@@ -29,7 +29,7 @@ class OneStepOffTrainer(PPOTrainer):
         self.coming: tuple[DataProto, GroupFuture[DataProto]] | None = None
         self.ahead: DataProto | None = None
 
-    def batches(self) -> Iterable[DataProto]:
+    def prompt_batches(self) -> Iterable[DataProto]:
         """Return no prompts: `generate` reads those of the next step."""
         return repeat(DataProto())
 
