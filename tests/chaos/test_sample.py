@@ -8,9 +8,8 @@ from tests.chaos.campaign import FAULTS, Campaign
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kill -9 and a torn file", "clock jumps"])
-def test_a_run_survives_a_fault_at_a_random_moment(tmp_path: Path, name: str):
-    (fault,) = [fault for fault in FAULTS if fault.name == name]
+def test_a_run_survives_a_fault_at_a_random_moment(tmp_path: Path):
+    (fault,) = [fault for fault in FAULTS if fault.name == "kill -9 and a torn file"]
     row = Campaign(tmp_path, seed=1).run(fault, "alone", tries=1)
     assert row.failures == []
     assert row.survived == 1
