@@ -1,5 +1,6 @@
 """A headless Chromium that tests drive over its DevTools protocol."""
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from types import TracebackType
 from typing import Any
 from urllib.request import urlopen
 
+import psutil
 from aiohttp import ClientSession
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -51,8 +53,14 @@ class Browser:
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._session.close()
+        # Its helpers write into the profile as long as they live.
+        helpers = psutil.Process(self._process.pid).children(recursive=True)
         self._process.kill()
+        for helper in helpers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                helper.kill()
         self._process.wait()
+        psutil.wait_procs(helpers, timeout=WAIT_S)
         self._folder.cleanup()
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
