@@ -201,7 +201,7 @@ def _too_large(found: str, limit: int | None) -> str:
 def _content_of(source: Any, folder: Path) -> Any:
     """Return the encoded bytes of an image, or an image of PIL."""
     if isinstance(source, dict):
-        given = [source[key] for key in (*_SOURCES[::-1],) if source.get(key) is not None]
+        given = [source[key] for key in reversed(_SOURCES) if source.get(key) is not None]
         if not given:
             raise DataError(f"expected one of the keys {', '.join(_SOURCES)}, got {list(source)}")
         return _content_of(given[0], folder)

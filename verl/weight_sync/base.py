@@ -1,6 +1,7 @@
 """The contract of a hand-over: sender, receiver, engine, and the proof that they agree."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -92,10 +93,17 @@ def receive_into(engine: WeightTaker, receiver: WeightReceiver, sharing: Axis = 
         receiver: this end of the transport.
         sharing: the ranks with engines that hold parts of the same tensors. All must call this.
     """
-    tensors = receiver.tensors()
-    try:
+    with reported(receiver) as tensors:
         engine.update_weights(tensors)
         check(receiver.expected(), engine, world=sharing, sharing=sharing)
+
+
+@contextmanager
+def reported(receiver: WeightReceiver) -> Iterator[NamedTensors]:
+    """Give the tensors of one hand-over, and report to the sender how the block has ended."""
+    tensors = receiver.tensors()
+    try:
+        yield tensors
     except Exception as error:
         # Read to the end: the sender, and with it the other receivers, would wait forever.
         for _ in tensors:

@@ -4,12 +4,12 @@ vLLM mixes the class into its worker: `--worker-extension-cls` names it, and PYT
 server must have this package.
 """
 
-from collections.abc import Iterator
 from multiprocessing.connection import Client
 from typing import Any
 
 import torch
 
+from verl.weight_sync.base import NamedTensors, reported
 from verl.weight_sync.ipc import SharedMemoryReceiver
 
 EXTENSION = "verl.weight_sync.vllm_worker.TakesWeights"
@@ -30,19 +30,10 @@ class TakesWeights:
             key: hexadecimal; proves to the trainer that the caller may read its weights.
         """
         connection: Any = Client(address, family="AF_UNIX", authkey=bytes.fromhex(key))
-        receiver = SharedMemoryReceiver(connection, self.device)
-        tensors = receiver.tensors()
-        try:
+        with reported(SharedMemoryReceiver(connection, self.device)) as tensors:
             self._verl_load(tensors)
-        except Exception as error:
-            # Read to the end: the trainer would wait forever.
-            for _ in tensors:
-                pass
-            receiver.report(f"{type(error).__name__}: {error}")
-            raise
-        receiver.report(None)
 
-    def _verl_load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _verl_load(self, tensors: NamedTensors) -> None:
         if self.device.type == "cpu":
             # Layers are packed on a CPU, and vLLM keeps tensors until their layer is complete;
             # the memory of these is used again before.

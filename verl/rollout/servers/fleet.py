@@ -167,14 +167,7 @@ class Fleet:
     def push(self, source: WeightSource, version: str) -> None:
         """Give all servers new weights, and check that they record the version."""
         self.adopt((source, version, None))
-        for member in self.members:
-            try:
-                self._load(member)
-                member.fault = None
-            except ServerLostError as error:
-                self.note_lost(member, error)
-        if not self.living():
-            self._wait_for_one()
+        self._have_each(self._load)
 
     def state(self) -> Any:
         """Return what another rank's `adopt` needs to know of the last push."""
@@ -192,9 +185,13 @@ class Fleet:
 
     def check_versions(self) -> None:
         """Make every server that answers current. Called before a generation."""
+        self._have_each(self.make_current)
+
+    def _have_each(self, act: Callable[[Member], None]) -> None:
+        """Act on every server. One that does not answer is lost; one at least has to."""
         for member in self.members:
             try:
-                self.make_current(member)
+                act(member)
                 member.fault = None
             except ServerLostError as error:
                 self.note_lost(member, error)

@@ -140,13 +140,11 @@ class Server(ABC):
 
     def tokenize(self, text: str) -> list[int] | None:
         """Return the server's own tokens of a text; None if it has no tokenizer."""
-        status, answer = self.ask("POST", "/tokenize", self._tokenize_body(text))
+        body = {"prompt": text, "add_special_tokens": False}
+        status, answer = self.ask("POST", "/tokenize", body)
         if status != 200 or not isinstance(answer, dict) or "tokens" not in answer:
             return None
         return list(answer["tokens"])
-
-    def _tokenize_body(self, text: str) -> dict[str, Any]:
-        return {"prompt": text, "add_special_tokens": False}
 
     @contextmanager
     def resumed(self, path: str) -> Iterator[None]:
