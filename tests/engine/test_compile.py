@@ -92,8 +92,8 @@ def test_all_layers_and_lengths_share_four_graphs():
     counters.clear()
     gradient(engine, SHAPES[:1], ONE_ROW)
     assert counters["stats"]["unique_graphs"] == 4
-    # one break, counted in each frame around it
-    assert sum(counters["graph_break"].values()) <= 3
+    # one kind of break, counted in each frame around it
+    assert len(counters["graph_break"]) == 1
 
     for shapes in (SHAPES, [(3, 3)], [(17, 80), (2, 2)]):
         for budget in (ONE_ROW, TokenBudget(rows=4)):

@@ -188,6 +188,12 @@ def test_neighbors_share_an_engine(two: Ranks):
     [
         ("gpt2", {}, 2, "no plan for cutting the model family 'gpt2'. Set .*=1"),
         (
+            "qwen2",
+            {"base_model_tp_plan": {"embed_tokens": "embedding_rowwise"}},
+            2,
+            "no plan for cutting the model family 'qwen2'. Set .*=1",
+        ),
+        (
             "phi3",
             {},
             2,

@@ -31,13 +31,13 @@ SETTING = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 Cut = Callable[[Tensor], Tensor]
 
 # How the plans of transformers cut a module or a parameter. `packed`: each half of the outputs for
-# itself.
+# itself. Embeddings, which a plan may cut by rows, stay whole here.
 _COLWISE = "colwise"
 _PACKED = "packed_colwise"
 _ROWWISE = "rowwise"
 _EXPERTS = "moe_tp_experts"
-_WHOLE = "replicated_with_grad_allreduce"
-_STYLES = (_COLWISE, _PACKED, _ROWWISE, _EXPERTS, _WHOLE)
+_WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
+_STYLES = (_COLWISE, _PACKED, _ROWWISE, _EXPERTS, *_WHOLE)
 _SUMMED = (_ROWWISE, _EXPERTS)  # modules with outputs that are a rank's share of a sum
 # Numbers of a configuration that the ranks have equal parts of.
 _DIVIDED = (
@@ -62,7 +62,7 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
             f"model family '{family}'. Set {SETTING}=1."
         )
 
-    if not plan:
+    if all(style in _WHOLE for style in plan.values()):
         raise ConfigError(
             f"{SETTING}={size}: transformers has no plan for cutting the model family '{family}'. "
             f"Set {SETTING}=1."
@@ -155,7 +155,7 @@ class TensorParallel:
             owner, _, kind = name.rpartition(".")
             style = self._style(name) or self._style(owner)
             is_bias = kind.endswith("bias")
-            if style is None or style == _WHOLE:
+            if style is None or style in _WHOLE:
                 continue
 
             if style == _ROWWISE and is_bias:
