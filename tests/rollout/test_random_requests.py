@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.rollout.engines import make_engine, talkative_model
+from verl.config.rollout import SpeculativeConfig
 from verl.rollout import Completion, Request, SamplingParams
 
 REQUESTS = 2_400
@@ -77,6 +78,7 @@ def test_random_requests_are_answered_once_and_no_page_is_lost(seed: int):
         max_num_batched_tokens=int(random.integers(40, 400)),
         enable_prefix_caching=bool(seed % 2),
         deterministic=seed == 2,
+        speculative=SpeculativeConfig(method="ngram" if seed in (2, 3) else None),
     )
 
     left = REQUESTS // SEEDS

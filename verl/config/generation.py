@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config.data import DataConfig
 from verl.config.model import ModelConfig
-from verl.config.rollout import RolloutConfig
+from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.config.rules import is_greedy, ranks_can_be_divided, sequences_fit
 from verl.config.setting import setting
 from verl.config.shared_keys import SharedKeys, as_in
@@ -107,6 +107,7 @@ class GenerationRolloutConfig:
         1, "neighbouring ranks that share one engine, each with a slice of its weights", above=0
     )
     enable_chunked_prefill: bool = as_in(RolloutConfig, "enable_chunked_prefill")
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     disable_log_stats: bool = setting(
         True, "no engine statistics", no_effect="progress lines have tokens per second"
     )
@@ -185,6 +186,7 @@ PLACE_AND_SPEED = (
     "rollout.tensor_model_parallel_size",
     "rollout.server_",
     "rollout.num_servers",
+    "rollout.speculative.",
 )
 
 

@@ -33,6 +33,26 @@ class EngineKwargsConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SpeculativeConfig:
+    """Drafts of tokens, under the names of vLLM's speculative decoding."""
+
+    method: str | None = setting(
+        None,
+        "ngram: draft tokens that followed the same ones in the prompt, the response or its group, "
+        "and verify several a step; changes no token; null: no drafts",
+        choices=("ngram",),
+    )
+    num_speculative_tokens: int = setting(4, "most drafted tokens a sample and step", above=0)
+    prompt_lookup_max: int = setting(4, "last tokens that a draft continues, at most", above=0)
+    prompt_lookup_min: int = setting(2, "last tokens that a draft continues, at least", above=0)
+    max_rows: int = setting(
+        32,
+        "draft only where drafts and samples together are at most so many tokens a step",
+        above=0,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
 class TraceConfig:
     backend: str | None = setting(
         None, "where rollouts are traced to", planned="rollouts are not traced yet"
@@ -104,6 +124,19 @@ class RolloutConfig:
         None,
         "dtype of the engine's weights; null: bfloat16 on CUDA, the trainer's on CPU",
         choices=("float32", "bfloat16", "float16", "float64"),
+    )
+    quantization: str | None = setting(
+        None,
+        "fewer bits for the engine's weights",
+        planned="weights keep the dtype of rollout.dtype; vLLM servers take a quantization flag in "
+        "rollout.engine_kwargs.vllm",
+        choices=("fp8",),
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "fewer bits for keys and values",
+        planned="keys and values have the dtype of rollout.dtype",
+        choices=("auto", "fp8"),
     )
     gpu_memory_utilization: float = setting(
         0.5,
@@ -199,6 +232,7 @@ class RolloutConfig:
     load_format: str = setting("dummy_dtensor", "how the engine loads weights", no_effect=_ONE_COPY)
     layered_summon: bool = setting(False, "gather weights layer by layer", no_effect=_ONE_COPY)
     engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     val_kwargs: SamplingValConfig = field(default_factory=SamplingValConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)

@@ -94,6 +94,7 @@ class Capabilities:
 
     deterministic: bool = False  # honors rollout.deterministic: bits do not depend on the batch
     tensor_parallel: bool = False  # ranks can share an engine, which takes them as `ranks`
+    drafts: bool = False  # verifies drafted tokens (rollout.speculative)
     routed_experts: bool = False  # completions can tell the experts that their tokens visited
     aliases_weights: bool = False  # on a CPU it can compute with the trainer's own tensors
     continues: bool = False  # goes on with samples that `abort` has ended (`Continuation`)
@@ -183,6 +184,18 @@ def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> Non
             f"{section}.enable_rollout_routing_replay=true needs an engine that records the experts "
             f"of its tokens, got {section}.name={config.name}. "
             f"Set {_names_with('routed_experts')}enable_rollout_routing_replay=false."
+        )
+    drafts = config.speculative
+    if drafts.prompt_lookup_min > drafts.prompt_lookup_max:
+        raise ConfigError(
+            f"{section}.speculative.prompt_lookup_min must be at most prompt_lookup_max, got "
+            f"{drafts.prompt_lookup_min} and {drafts.prompt_lookup_max}. Lower the first."
+        )
+    if drafts.method is not None and not capabilities.drafts:
+        raise ConfigError(
+            f"{section}.speculative.method={drafts.method} needs an engine that "
+            f"verifies drafted tokens, got {section}.name={config.name}. "
+            f"Set {_names_with('drafts')}speculative.method=null."
         )
     if ranks > 1 and not capabilities.tensor_parallel:
         raise ConfigError(

@@ -18,6 +18,7 @@ from verl.distributed.collectives import ALONE, Axis, max_of
 from verl.rollout.base import Capabilities, rollout_engines
 from verl.rollout.checks import response_limits
 from verl.rollout.embedded.attention import IMPLEMENTATION
+from verl.rollout.embedded.drafts import NgramDrafts
 from verl.rollout.embedded.families import check_attention
 from verl.rollout.embedded.host_runner import HostRunner
 from verl.rollout.embedded.pages import PageAllocator
@@ -29,7 +30,7 @@ from verl.rollout.sampling import sample_keys
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.utils.devices import GIB
-from verl.utils.errors import RolloutError
+from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.imports import require
 from verl.utils.logging import logger
 
@@ -37,6 +38,7 @@ from verl.utils.logging import logger
 CPU_MEMORY_SHARE = 0.25
 PROGRESS_EVERY_S = 10.0
 _COUNTS = ("prefill_tokens", "cached_tokens", "decode_steps", "generated_tokens", "copied_pages")
+_DRAFT_COUNTS = ("drafted_tokens", "accepted_tokens")
 
 
 class EmbeddedEngine(LocalEngine):
@@ -48,12 +50,14 @@ class EmbeddedEngine(LocalEngine):
     Statistics: prefill_tokens, cached_tokens (of prompts, found in the cache), decode_steps,
     generated_tokens, preemptions, copied_pages, peak_pages, num_pages, memory_gib (weights that are
     not the trainer's, pages, and on CPU everything else that is kept between steps), capture_s (all
-    graphs since the engine was made), generate_s, tokens_per_s.
+    graphs since the engine was made), generate_s, tokens_per_s. With drafts also drafted_tokens,
+    and accepted_tokens, which were right.
     """
 
     capabilities = Capabilities(
         deterministic=True,
         tensor_parallel=True,
+        drafts=True,
         routed_experts=True,
         aliases_weights=True,
         continues=True,
@@ -63,6 +67,11 @@ class EmbeddedEngine(LocalEngine):
     def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
         """Implement `EngineClass.check_model`."""
         check_attention(config, model, on_cuda=on_cuda)
+        if config.speculative.method is not None and on_cuda:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.speculative verifies drafts on a CPU only, and this run "
+                "generates on CUDA. Set actor_rollout_ref.rollout.speculative.method=null."
+            )
         if config.tensor_model_parallel_size > 1:
             check_tensor_parallel(model, config.tensor_model_parallel_size)
 
@@ -244,7 +253,8 @@ class EmbeddedEngine(LocalEngine):
             "records_routes": self.config.enable_rollout_routing_replay,
         }
         if self.device.type == "cpu":
-            return HostRunner(self.twin, **settings)
+            verifies_drafts = self.config.speculative.method is not None
+            return HostRunner(self.twin, **settings, verifies_drafts=verifies_drafts)
 
         require("triton", "Generation on a GPU", "pip install triton")
         # triton is installed with CUDA only
@@ -366,7 +376,9 @@ class EmbeddedEngine(LocalEngine):
             ids = torch.empty(0, dtype=self.runner.route_dtype).numpy()
             scheduler.keep_routes(self.runner.num_routes, ids.dtype)
         self.runner.begin(params, most_tokens)
-        return _Run(params, rule, scheduler, _Progress(len(samples)))
+        speculative = self.config.speculative
+        drafts = None if speculative.method is None else NgramDrafts(speculative)
+        return _Run(params, rule, scheduler, _Progress(len(samples)), drafts)
 
     def _begin_again(self, run: "_Run", samples: Sequence[Sample]) -> None:
         """Return all samples to the queue, and continue with tables that `samples` fit in, too."""
@@ -410,9 +422,10 @@ class EmbeddedEngine(LocalEngine):
         counts = run.counts
         counts["generated_tokens"] -= scheduler.discarded
         seconds = run.progress.seconds
+        names = _COUNTS if run.drafts is None else (*_COUNTS, *_DRAFT_COUNTS)
 
         self._statistics = {
-            **{name: float(counts[name]) for name in _COUNTS},
+            **{name: float(counts[name]) for name in names},
             "preemptions": float(scheduler.preemptions),
             "peak_pages": float(scheduler.pages.peak),
             "num_pages": float(scheduler.pages.num_pages),
@@ -443,7 +456,11 @@ class EmbeddedEngine(LocalEngine):
         assert scheduler.running.size, (
             f"{len(scheduler.waiting)} samples wait, nothing runs, and none can start"
         )
-        steps = scheduler.steps_ahead(self.runner.steps_at_once(scheduler))
+        if run.drafts is None:
+            steps = scheduler.steps_ahead(self.runner.steps_at_once(scheduler))
+        else:
+            drafted = run.drafts.tokens_a_sample(len(scheduler.unfinished))
+            steps = scheduler.steps_with_pages(1 + drafted)
         copies, complete = scheduler.prepare_decode(steps, may_preempt=not run.flight)
         if copies:
             self.runner.copy_pages(copies)
@@ -451,9 +468,17 @@ class EmbeddedEngine(LocalEngine):
         slots = scheduler.unfinished
         if not complete or slots.size == 0:
             return []
-        launched = self.runner.decode(scheduler, slots, steps)
-        scheduler.launch(slots, fed=steps)
-        counts["decode_steps"] += steps
+        if run.drafts is not None:
+            drafts = run.drafts.propose(scheduler, slots, steps - 1)
+            launched = self.runner.verify(scheduler, slots, drafts)
+            counts["decode_steps"] += 1
+            counts["drafted_tokens"] += sum(map(len, drafts))
+            counts["accepted_tokens"] += sum(len(draws.slots) for draws in launched[1:])
+        else:
+            launched = self.runner.decode(scheduler, slots, steps)
+            counts["decode_steps"] += steps
+        for draws in launched:
+            scheduler.launch(draws.slots, fed=1)
         return launched
 
     def _prefill(self, scheduler: Scheduler, admission: Admission) -> torch.Tensor:
@@ -525,6 +550,10 @@ class EmbeddedEngine(LocalEngine):
         done = stopped | (drawn >= scheduler.limits[slots])
         completions: list[Completion] = []
         if done.any():
+            if run.drafts is not None:
+                for slot, count in zip(slots[done].tolist(), drawn[done]):
+                    ids = scheduler.token_ids[slot, :count].tolist()
+                    run.drafts.keep(scheduler.group_of(slot), scheduler.sample_id_of(slot), ids)
             completions = scheduler.finish(slots[done].tolist(), set(slots[stopped].tolist()))
         run.progress.note(scheduler, len(completions), run.counts["generated_tokens"])
         return completions
@@ -559,6 +588,7 @@ class _Run:
     rule: StopRule
     scheduler: Scheduler
     progress: "_Progress"
+    drafts: NgramDrafts | None
     counts: Counter[str] = field(default_factory=Counter)
     flight: deque[Draws] = field(default_factory=deque)
     finished: list[Completion] = field(default_factory=list)  # returned by the next step

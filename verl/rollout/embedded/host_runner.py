@@ -13,7 +13,14 @@ from verl.models.attention import Facts
 from verl.models.logprobs import Head
 from verl.models.vision import reads_pictures
 from verl.rollout.embedded import host_lanes, invariant
-from verl.rollout.embedded.attention import DecodeStep, LayerPages, Paging, PrefillStep, plan_chunks
+from verl.rollout.embedded.attention import (
+    DecodeStep,
+    LayerPages,
+    Paging,
+    PrefillStep,
+    Step,
+    plan_chunks,
+)
 from verl.rollout.embedded.fused import StackedDecoder, TorchDecoder
 from verl.rollout.embedded.host_lanes import Answer, Lane, Lanes
 from verl.rollout.embedded.host_rows import STEPS_AT_ONCE, KeyRows, most_bytes, words
@@ -54,9 +61,11 @@ class HostRunner(ModelRunner):
 
     params: SamplingParams
 
-    def __init__(self, twin: ModelTwin, **settings: Any) -> None:
+    def __init__(self, twin: ModelTwin, *, verifies_drafts: bool = False, **settings: Any) -> None:
         super().__init__(twin.module, **settings)
         self.twin = twin
+        # `KeyRows` take one token of every sample a step, drafts are several of some.
+        self._may_keep_rows = not (verifies_drafts or self.deterministic)
         self._weights_version: object = None  # of the weights that `_body` was made with
         self._key_rows = KeyRows(self.paging)
         self._made_lanes: Lanes | None = None
@@ -98,7 +107,8 @@ class HostRunner(ModelRunner):
 
         self._key_rows.clear()
         self._lanes = None
-        if self.parallel is None and host_lanes.pay(self._body, most_tokens):
+        may_use_lanes = self.parallel is None and self._may_keep_rows
+        if may_use_lanes and host_lanes.pay(self._body, most_tokens):
             self._lanes = self._made_lanes = self._made_lanes or Lanes(
                 self._body, self.module.get_output_embeddings()
             )
@@ -124,21 +134,64 @@ class HostRunner(ModelRunner):
         if lanes:
             return self._decode_in(lanes, scheduler, slots, last, steps)
 
-        positions = scheduler.cached[slots]
-        if keeps_rows:
-            self._key_rows.lay_out()
-            step = self._key_rows
-        else:
-            table = scheduler.table[slots, : int(positions.max()) // self.page_size + 1]
-            step = self._rows_step(positions, table, self.page_size)
+        if not keeps_rows:
+            return [self._feed(scheduler, slots, last)]
+        self._key_rows.lay_out()
+        draws = self._feed(scheduler, slots, last, rows=self._key_rows)
+        self._key_rows.advance(scheduler, steps)(slice(0, len(slots)))
+        return [draws]
+
+    @torch.inference_mode()
+    def verify(
+        self, scheduler: Scheduler, slots: NDArray[np.int64], drafts: Sequence[Sequence[int]]
+    ) -> list[Draws]:
+        """Implement `ModelRunner.verify`: each token is a row of one step."""
+        counts = [1 + len(draft) for draft in drafts]
+        last = scheduler.token_ids[slots, scheduler.drawn[slots] - 1]
+        ids = [np.array([token, *draft], np.int64) for token, draft in zip(last, drafts)]
+        fed = np.concatenate(ids)
+        ahead = np.concatenate([np.arange(count) for count in counts])
+        draws = self._feed(scheduler, slots.repeat(counts), fed, ahead)
+
+        # A draft is right if the draw before it, which was right, gave it.
+        tokens, log_probs = draws.result()
+        right = ahead == 0
+        for number in range(1, max(counts)):
+            rows = np.flatnonzero(ahead == number)
+            right[rows] = right[rows - 1] & (fed[rows] == tokens[rows - 1])
+
+        steps = []
+        for number in range(max(counts)):
+            rows = np.flatnonzero(right & (ahead == number))
+            if rows.size:
+                answer = (tokens[rows], log_probs[rows])
+                step = self._draws(scheduler, draws.slots[rows], answer)
+                routes = None if draws.routes is None else draws.routes[rows]
+                steps.append(step._replace(routes=routes))
+        return steps
+
+    def _feed(
+        self,
+        scheduler: Scheduler,
+        slots: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        ahead: NDArray[np.int64] | int = 0,
+        rows: KeyRows | None = None,
+    ) -> Draws:
+        """Feed `ids` (b,) to `slots` (b,), each so many tokens `ahead` of its next one, and draw.
+
+        Keys are in `rows`, or in pages.
+        """
+        assert self._body is not None
+        positions = scheduler.cached[slots] + ahead
+        step: Step = rows or self._pages_step(scheduler, slots, positions)
         rotary = positions + scheduler.shifts[slots]
         with self.recording() as recorded:
-            hidden = self._body(torch.from_numpy(last), torch.from_numpy(rotary), step)
+            hidden = self._body(torch.from_numpy(ids), torch.from_numpy(rotary), step)
             routes = recorded()
-        if keeps_rows:
-            self._key_rows.advance(scheduler, steps)(slice(0, len(slots)))
-        draws = self.start(scheduler, slots, hidden)
-        return [draws if routes is None else draws._replace(routes=routes.numpy())]
+        answer = self._draw(hidden, self._noise_keys(scheduler, slots, ahead))
+        draws = self._draws(scheduler, slots, answer)
+        return draws if routes is None else draws._replace(routes=routes.numpy())
 
     def _decode_in(
         self,
@@ -176,7 +229,7 @@ class HostRunner(ModelRunner):
         return [self._draws(scheduler, slots, answer) for answer in answers]
 
     def _keeps_rows(self, scheduler: Scheduler) -> bool:
-        return not self.deterministic and most_bytes(scheduler, self.page_bytes) <= ROWS_BYTES
+        return self._may_keep_rows and most_bytes(scheduler, self.page_bytes) <= ROWS_BYTES
 
     def _count_lanes(self, scheduler: Scheduler) -> int:
         """Return the number of lanes of the next steps."""
@@ -187,7 +240,7 @@ class HostRunner(ModelRunner):
         return host_lanes.count_lanes(rows, threads, self._weight_bytes)
 
     def _noise_keys(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], ahead: int = 0
+        self, scheduler: Scheduler, slots: NDArray[np.int64], ahead: NDArray[np.int64] | int = 0
     ) -> NDArray[np.int32]:
         return row_keys(scheduler.keys[slots], scheduler.drawn[slots] + ahead)
 
@@ -215,10 +268,12 @@ class HostRunner(ModelRunner):
         with self.paging.computing(step):
             return self._body(ids, positions, step)
 
-    def _rows_step(
-        self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int
+    def _pages_step(
+        self, scheduler: Scheduler, slots: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> DecodeStep:
+        size = self.page_size
         number = positions // size
+        table = scheduler.table[slots, : int(number.max()) + 1]
         kind = InvariantDecodeStep if self.deterministic else DecodeStep
         return kind(
             pages=torch.from_numpy(table[np.arange(len(table)), number]),

@@ -299,6 +299,16 @@ class ModelRunner:
         """
         raise NotImplementedError
 
+    def verify(
+        self, scheduler: Scheduler, slots: NDArray[np.int64], drafts: Sequence[Sequence[int]]
+    ) -> list[Draws]:
+        """Feed the last token of each of `slots` (b,) and its draft, and draw after each of them.
+
+        Returns the right draws: for every slot the next one, then those after right drafts. The
+        slots have the pages for all these tokens already.
+        """
+        raise NotImplementedError
+
     @torch.inference_mode()
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy page a to page b for each pair (a, b); all are read before any is written."""

@@ -310,6 +310,10 @@ class Scheduler:
         steps = int(
             (self.limits[rows] - self.launched[rows]).min(initial=min(most, self.page_size))
         )
+        return self.steps_with_pages(steps)
+
+    def steps_with_pages(self, steps: int) -> int:
+        """Return `steps` if there are pages for so many tokens of each unfinished slot, else 1."""
         if steps == 1 or self.pages.can_allocate(len(self._lacking_pages(steps))):
             return steps
         return 1
@@ -317,7 +321,7 @@ class Scheduler:
     def prepare_decode(
         self, steps: int, *, may_preempt: bool = True
     ) -> tuple[list[tuple[int, int]], bool]:
-        """Give every unfinished slot pages of its own for its next `steps` tokens.
+        """Give every unfinished slot pages of its own for its next `steps` tokens, or all it may draw.
 
         Pre-empts the latest admitted sample where pages are missing.
 
@@ -439,7 +443,7 @@ class Scheduler:
         self.pages.check_integrity([*self._held, *prompts])
 
     def _lacking_pages(self, steps: int) -> list[tuple[int, int]]:
-        """List the pages that unfinished slots need for `steps` tokens but do not own.
+        """List the pages that unfinished slots need for `steps` tokens, or their last, but do not own.
 
         Each is (slot, number of the page in its sequence). The page is missing or shared.
         """
@@ -448,7 +452,8 @@ class Scheduler:
         cached = self.cached[rows]
         shared = (cached % size > 0) & (self.pages.references[self.table[rows, cached // size]] > 1)
         begin = -(-cached // size) - shared
-        end = -(-(cached + steps) // size)
+        left = self.limits[rows] - self.launched[rows]
+        end = -(-(cached + np.minimum(steps, left)) // size)
 
         lacking = np.flatnonzero(begin < end)
         bounds = zip(rows[lacking].tolist(), begin[lacking].tolist(), end[lacking].tolist())
