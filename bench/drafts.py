@@ -86,7 +86,7 @@ def measure_stories(given: argparse.Namespace) -> bool:
             answers.append(completions)
             print(
                 f"| {prompts_at_once} | {method} | {sums['decode_steps']:.0f} | "
-                f"{sums['drafted_tokens']:.0f} | {sums['accepted_tokens']:.0f} | "
+                f"{sums.get('drafted_tokens', 0):.0f} | {sums.get('accepted_tokens', 0):.0f} | "
                 f"{sums['seconds']:.2f} |",
                 flush=True,
             )
