@@ -266,7 +266,7 @@ def test_fields_of_numbers_texts_lists_and_arrays_are_kept():
 
 @pytest.mark.parametrize(("kind", "errors", "timeouts"), [("cancels", 1, 0), ("blocks", 0, None)])
 def test_coroutines_that_cancel_themselves_or_block_the_loop(kind, errors, timeouts, monkeypatch):
-    monkeypatch.setattr("verl.rewards.calls.CANCEL_GRACE_S", 0.2)
+    monkeypatch.setattr("verl.rewards.coroutines.CANCEL_GRACE_S", 0.2)
     scorer = manager(failing(kind)[1], timeout_s=2.0, on_error="zero")
     result = scorer(make_batch(["ok", "bad", "ok"]), return_dict=True)
     assert result["reward_tensor"][0].sum() == 1.0

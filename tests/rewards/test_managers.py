@@ -16,7 +16,7 @@ from tests.rewards.plain_functions import fails_or_sleeps
 from verl.rewards.calls import Caller
 from verl.rewards.custom import load_custom_reward
 from verl.rewards.helper import HelperTimeout
-from verl.rewards.manager import NaiveRewardManager, check_result
+from verl.rewards.manager import NaiveRewardManager
 from verl.rewards.managers import (
     BatchRewardManager,
     DAPORewardManager,
@@ -26,6 +26,7 @@ from verl.rewards.managers import (
     reward_managers,
 )
 from verl.rewards.processes import ProcessFunction
+from verl.rewards.results import check_result
 from verl.utils.errors import ConfigError, RewardError
 
 FILE = """

@@ -14,7 +14,7 @@ from tests.tiny_models import DETERMINISTIC_FAMILIES, tiny_model
 from verl.models import logprobs
 from verl.models.attention import Facts, Layout, block_attention, layer_facts, prepare
 from verl.models.logprobs import Head
-from verl.rollout.embedded import invariant
+from verl.rollout.embedded import audit, invariant
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError
 
@@ -248,7 +248,7 @@ def check_family(model: Any) -> None:
     Only known operations may run.
     """
     mine, *others = sequences(33, 5, *range(2, 65, 4))
-    with invariant.refuse_variant_operations("test"):
+    with audit.refuse_variant_operations("test"):
         alone = hidden_states(model, [mine])[0]
     assert torch.equal(hidden_states(model, [others[0], mine])[1], alone)
     assert torch.equal(hidden_states(model, [mine, *others])[0], alone)
@@ -306,7 +306,7 @@ def test_the_same_holds_on_two_threads(threads, family, dtype):
 def test_models_that_depend_on_the_batch_are_rejected_by_name(family, found):
     model = packed_model(family)
     match = f"deterministic=true is not possible for .*'{family}': .*{found}"
-    with pytest.raises(ConfigError, match=match), invariant.refuse_variant_operations(family):
+    with pytest.raises(ConfigError, match=match), audit.refuse_variant_operations(family):
         hidden_states(model, sequences(3))
 
 
@@ -324,14 +324,14 @@ def test_models_that_depend_on_the_batch_are_rejected_by_name(family, found):
 def test_operations_not_known_to_be_invariant_are_rejected(operation):
     with (
         pytest.raises(ConfigError, match="may depend on the rest of the batch"),
-        invariant.refuse_variant_operations(""),
+        audit.refuse_variant_operations(""),
     ):
         operation(random(4, 8))
 
 
 def test_operations_of_one_row_are_allowed():
     x = random(4, 8)
-    with invariant.refuse_variant_operations("test"):
+    with audit.refuse_variant_operations("test"):
         (
             F.rms_norm(x, (8,), x[0], 1e-6)
             + F.layer_norm(x, (8,))
@@ -360,7 +360,7 @@ def test_custom_arithmetic_is_invariant_inside_the_context():
         whole = gated(x)
         for start, stop in SLICES:
             assert torch.equal(gated(x[start:stop]), whole[start:stop])
-        with invariant.refuse_variant_operations("test"):
+        with audit.refuse_variant_operations("test"):
             gated(x)
     torch.testing.assert_close(whole, gated(x), rtol=1e-4, atol=1e-4)
 

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config.batch_rules import ranks_can_be_divided, sequences_fit
 from verl.config.data import DataConfig
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig, SpeculativeConfig
-from verl.config.rules import is_greedy, ranks_can_be_divided, sequences_fit
+from verl.config.rules import is_greedy
 from verl.config.setting import setting
 from verl.config.shared_keys import SharedKeys, as_in
 from verl.config.trainer import RayInitConfig, TrainerConfig

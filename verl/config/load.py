@@ -1,20 +1,17 @@
-"""From a command line or a dictionary to a checked configuration. The only file that knows Hydra
-and OmegaConf."""
+"""From a command line or a dictionary to a checked configuration.
+
+Only this file and `compose` know Hydra and OmegaConf.
+"""
 
 import dataclasses
 import functools
 import sys
-import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
-from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -22,13 +19,14 @@ from verl.config import evaluation, generation, serve, sft
 from verl.config.actor import ExtraLossConfig
 from verl.config.async_rules import with_async_defaults, with_correction_forms
 from verl.config.command_line import USAGE, CommandLine, parse_command_line
+from verl.config.compose import compose_files, plain_values
 from verl.config.keys import Key, flatten, keys_of, nest, owner_of, rename_aliases
 from verl.config.rules import RULES, RULES_OF_FILES, Rule, doubtful
 from verl.config.toy_defaults import with_toy_defaults
 from verl.config.train import TrainConfig
 from verl.config.validate import validate
 from verl.utils.errors import ConfigError
-from verl.utils.logging import logger, silenced
+from verl.utils.logging import silenced
 from verl.utils.secrets import MASK, masked_values, remember_environment
 
 
@@ -125,7 +123,7 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
     on_line = {override.partition("=")[0].lstrip("+") for override in command.overrides}
     if command.show:
         with silenced():  # the output is a YAML file to be kept
-            config = _build(_compose(command, root), root, on_line)
+            config = _build(compose_files(command, root, _schema(root)), root, on_line)
         schema = ROOTS[root].schema
         values = flatten(config_to_show(config), schema)
         keys = keys_of(schema)
@@ -143,7 +141,7 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
             )
         sys.exit(0)
 
-    config = _build(_compose(command, root), root, on_line)
+    config = _build(compose_files(command, root, _schema(root)), root, on_line)
     about = ROOTS[root]
     validate(config, (*about.rules, *about.rules_of_files), about.doubts, only_to_plan=only_to_plan)
     return config
@@ -175,7 +173,8 @@ def read_yaml(path: str | Path, *, root: str = "ppo_trainer") -> dict[str, Any]:
         raise ConfigError(
             f"The name of a configuration file must end in .yaml, got '{path}'. Rename it."
         )
-    return _compose(CommandLine(config_path=str(file.parent), config_name=file.stem), root)
+    command = CommandLine(config_path=str(file.parent), config_name=file.stem)
+    return compose_files(command, root, _schema(root))
 
 
 def given_values(
@@ -189,8 +188,8 @@ def given_values(
     if not isinstance(values, DictConfig):
         return {str(name): value for name, value in values.items()}
     schema = ROOTS[root].schema
-    plain = _plain(values)
-    sections = _plain(_schema(root))
+    plain = plain_values(values)
+    sections = plain_values(_schema(root))
     # keywords, or mistakes
     others = {name: plain.pop(name) for name in [*plain] if name not in sections}
     defaults = flatten(sections, schema)
@@ -208,13 +207,6 @@ def given_values(
     )
 
 
-def _plain(tree: DictConfig) -> dict[str, Any]:
-    """Return nested values with interpolations as they are written."""
-    values = OmegaConf.to_container(tree, resolve=False)
-    assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}
-
-
 def config_to_show(config: Any) -> dict[str, Any]:
     """Return nested plain values without secrets, for people, trackers and files."""
     return masked_values(config_to_dict(config))
@@ -226,142 +218,6 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     `config_from_dict` gives an equal configuration back.
     """
     return dataclasses.asdict(config)
-
-
-# ---- Hydra ---------------------------------------------------------------------------------------
-
-
-def _compose(command: CommandLine, root: str) -> dict[str, Any]:
-    """Return the values that the user's YAML and overrides set, with unresolved interpolations.
-
-    The schema stays out of the composition (its name stands for an empty tree meanwhile). So the
-    values of the user can be distinguished from defaults, and every error message is ours.
-    """
-    name = command.config_name or root
-    if "megatron" in name:
-        raise ConfigError(
-            f"Config '{name}': there is no Megatron backend; use '{root}', which shards with FSDP2."
-        )
-
-    folder = _config_folder(command)
-    overrides = list(command.overrides)
-    groups = (
-        {path.name for path in folder.iterdir() if path.is_dir()}
-        if _asks_for_files(command)
-        else set()
-    )
-
-    if command.config_path and command.config_dir:
-        further = _folder(command.config_dir, "--config-dir")
-        groups |= {path.name for path in further.iterdir() if path.is_dir()}
-        overrides.append(f"hydra.searchpath=[file://{further}]")
-
-    overrides = [
-        _as_group(override, groups) for override in overrides if not _is_hydra_setting(override)
-    ]
-    try:
-        with (
-            _stand_in(root),
-            warnings.catch_warnings(),
-            initialize_config_dir(str(folder), version_base="1.3"),
-        ):
-            # ppo_trainer is built in, so file://verl/trainer/config and pkg://verl.trainer.config
-            # may point nowhere.
-            pattern = r".*verl[/.]trainer[/.]config is not\s+available"
-            warnings.filterwarnings("ignore", message=pattern, category=UserWarning)
-            composed = compose(name, overrides)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(_hydra_message(error, command, folder)) from error
-
-    return _plain(composed)
-
-
-@contextmanager
-def _stand_in(root: str) -> Iterator[None]:
-    """Replace `root` in Hydra's ConfigStore by an empty tree within the context.
-
-    Outside, it is the schema, for users' own Hydra programs.
-    """
-    store = ConfigStore.instance()
-    store.store(name=root, node={})
-    try:
-        yield
-    finally:
-        store.store(name=root, node=_schema(root))
-
-
-def _asks_for_files(command: CommandLine) -> bool:
-    return (
-        command.config_path is not None
-        or command.config_dir is not None
-        or command.config_name is not None
-    )
-
-
-def _config_folder(command: CommandLine) -> Path:
-    if command.config_path is not None:
-        return _folder(command.config_path, "--config-path")
-    if command.config_dir is not None:
-        return _folder(command.config_dir, "--config-dir")
-    return Path.cwd() if command.config_name is not None else Path(__file__).parent
-
-
-def _folder(path: str, option: str) -> Path:
-    folder = Path(path).expanduser().resolve()
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{option} must be an existing folder, got '{path}' (looked at {folder})."
-        )
-    return folder
-
-
-def _is_hydra_setting(override: str) -> bool:
-    key = override.lstrip("+~").partition("=")[0]
-    if not key.startswith(("hydra.", "hydra/")) or key == "hydra.searchpath":
-        return False
-    logger.warning("%s has no effect: Hydra makes no folder and sets up no logging here.", key)
-    return True
-
-
-def _as_group(override: str, groups: set[str]) -> str:
-    """Undo the `++` if the name is a config group (a user's subfolder) or Hydra's search path."""
-    key = override.lstrip("+").partition("=")[0]
-    if key == "hydra.searchpath":
-        return override.lstrip("+")
-    return f"+{override.lstrip('+')}" if key in groups else override
-
-
-def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
-    text = str(error.__cause__ if not str(error).strip() and error.__cause__ else error).strip()
-    if isinstance(error, OverrideParseException):
-        override = error.override.lstrip("+")
-        return (
-            f"Cannot read '{override}' ({text.splitlines()[0]}). Quote the value within the "
-            "argument: \"key='value'\"."
-        )
-
-    if "--multirun" in text:
-        return (
-            f"{text.splitlines()[0].replace('++', '')}. Write a list as key=[a,b] and text as "
-            "\"key='a,b'\"."
-        )
-
-    if "Could not delete" in text:
-        return f"{text} A deletion undoes a setting of a YAML file; for no value write key=null."
-    if "Cannot find primary config" in text:
-        found = sorted(path.stem for path in folder.glob("[!.]*.y*ml"))
-        return (
-            f"No '{command.config_name}.yaml' in {folder}. Found there: "
-            f"{', '.join(found) or 'no YAML file'}."
-        )
-
-    if "must be a DictConfig" in text:
-        return (
-            f"'{command.config_name}.yaml' must hold keys and their values (key: value), got a "
-            "list."
-        )
-
-    return text
 
 
 # ---- building ------------------------------------------------------------------------------------
@@ -487,7 +343,7 @@ def _resolve(tree: DictConfig, schema: type) -> Any:
 
 def _resolution_message(tree: DictConfig, schema: type) -> str:
     """Name the key that cannot be resolved, and the reason."""
-    written = flatten(_plain(tree), schema)
+    written = flatten(plain_values(tree), schema)
     for key in keys_of(schema).values():
         try:
             value = OmegaConf.select(tree, key.path)

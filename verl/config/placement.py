@@ -134,3 +134,17 @@ def placement_doubts(config: TrainConfig) -> Iterator[str]:
                 f"{section}.fsdp_config.fsdp_size={fsdp.fsdp_size} is taken as -1: all ranks hold "
                 "one copy of the weights."
             )
+
+
+def inactive_sections(config: TrainConfig) -> tuple[str, ...]:
+    """Return sections that nothing reads in this run; their values contradict nothing."""
+    sections = []
+    if not config.needs_critic:
+        sections.append("critic.")
+    if not config.needs_reference:
+        sections.append("actor_rollout_ref.ref.")
+    if not config.reward_model.enable:
+        sections.append("reward_model.model.")
+    if not config.distillation.enabled:
+        sections.append("distillation.")
+    return tuple(sections)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from verl.config.keys import Key, keys_of, value_at
-from verl.config.rules import RULES, Rule, doubtful, inactive_sections
+from verl.config.placement import inactive_sections
+from verl.config.rules import RULES, Rule, doubtful
 from verl.config.train import TrainConfig
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger

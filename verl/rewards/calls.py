@@ -7,8 +7,6 @@ threads. When too many calls are abandoned, calls move to processes, which can b
 """
 
 import asyncio
-import concurrent.futures
-import contextlib
 import contextvars
 import functools
 import inspect
@@ -21,10 +19,11 @@ from typing import Any
 
 import torch
 
+from verl.rewards.coroutines import Coroutines, start_loop
 from verl.rewards.deadline import call_ends
 from verl.rewards.helper import HelperTimeout
 from verl.rewards.origin import runs_here, uses_signals
-from verl.rewards.outcome import Outcome
+from verl.rewards.outcome import Arguments, Outcome
 from verl.rewards.processes import ProcessFunction, pack_call
 from verl.rewards.watch import THREAD_NAME, LateCall, LockWatch, forbid_exit, interrupt
 from verl.utils.errors import ConfigError, RewardError
@@ -40,10 +39,6 @@ NUM_PROCESSES = 4
 MAX_CHUNK = 128
 CHUNK_S = 0.02
 CHUNK_CHARACTERS = 1 << 20
-# How long cancelled coroutines may take to clean up.
-CANCEL_GRACE_S = 1.0
-
-Arguments = Callable[[], dict[str, Any]]  # returns a call's arguments, in the thread of the call
 
 
 class Caller:
@@ -102,18 +97,18 @@ class Caller:
 
     def begin(
         self, stop_at_failure: bool = False, at_once: int = 1, timeout_s: float | None = None
-    ) -> "_Threads | _Coroutines":
+    ) -> "_Threads | Coroutines":
         """Start calls that run as their samples are added, until `finish`.
 
         The function must not be `in_caller`.
         """
         deadline = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
         if self.is_async:
-            self._loop = self._loop or _start_loop()
-            return _Coroutines(self.function, deadline, self._loop)
+            self._loop = self._loop or start_loop()
+            return Coroutines(self.function, deadline, self._loop)
         return _Threads(self.function, deadline, stop_at_failure, at_once)
 
-    def finish(self, calls: "_Threads | _Coroutines") -> list[Outcome | None]:
+    def finish(self, calls: "_Threads | Coroutines") -> list[Outcome | None]:
         """Wait for the outcomes of all added samples, in that order; see `__call__`."""
         try:
             calls.run()
@@ -426,104 +421,3 @@ class _Threads:
         # Start twice as many threads as were late: if every call hangs, the batch ends after a few
         # time-outs instead of one per sample.
         self._start_threads(min(2 * len(late), waiting, room))
-
-
-class _Coroutines:
-    """The calls of one batch, all at once in an event loop.
-
-    `moved` is the time at which the loop last made progress.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], timeout_s: float, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.function = function
-        self.timeout_s = timeout_s
-        self.outcomes: list[Outcome | None] = []
-        self.abandoned: list[threading.Thread] = []  # the loop's thread, if a coroutine blocks it
-        self.moved = time.monotonic()
-        self._loop = loop
-        self._loop_threads: list[threading.Thread] = []
-        self._calls: list[concurrent.futures.Future[None]] = []
-        self._is_over = False
-        self._watch = LockWatch(timeout_s + CANCEL_GRACE_S)
-        asyncio.run_coroutine_threadsafe(self._beat(), loop)
-
-    def add(self, row: int, arguments: Arguments) -> int:
-        """Add a call, and return the index of its outcome."""
-        self._watch.start()
-        self.outcomes.append(None)
-        index = len(self.outcomes) - 1
-        call = asyncio.run_coroutine_threadsafe(self._call(index, arguments), self._loop)
-        self._calls.append(call)
-        return index
-
-    def run(self) -> None:
-        poll_s = 0.05 if self.timeout_s < 1 else 0.5
-        while concurrent.futures.wait(self._calls, timeout=poll_s).not_done:
-            # A coroutine that blocks without awaiting stops the loop and its deadlines.
-            if time.monotonic() - self.moved > self.timeout_s + CANCEL_GRACE_S:
-                self.abandoned = self._loop_threads
-                for thread in self._loop_threads:
-                    interrupt(thread)
-                break
-        else:
-            for call in self._calls:
-                call.result()
-        self.outcomes = [outcome or Outcome(timed_out=True) for outcome in self.outcomes]
-
-    def drop(self) -> None:
-        """Start no further call, even if samples are added."""
-        self._is_over = True
-        self._watch.stop()
-
-    async def _call(self, index: int, arguments: Arguments) -> None:
-        if self._is_over:
-            return
-        task = asyncio.ensure_future(self._note(index, arguments))
-        timeout_s = self.timeout_s if math.isfinite(self.timeout_s) else None
-        await asyncio.wait([task], timeout=timeout_s)
-        if not task.done():
-            self.outcomes[index] = Outcome(timed_out=True)
-            task.cancel()
-            await asyncio.wait([task], timeout=CANCEL_GRACE_S)
-
-    async def _note(self, index: int, arguments: Arguments) -> None:
-        call_ends.set(time.monotonic() + self.timeout_s)
-        try:
-            outcome = Outcome(value=await self.function(**arguments()))
-        except asyncio.CancelledError:  # by the user's code, or by us because it was late
-            outcome = Outcome(error=RuntimeError("the coroutine was cancelled"))
-        except BaseException as error:  # noqa: BLE001  (a user's code, as in `_call`)
-            outcome = Outcome(error=error)
-        self.outcomes[index] = self.outcomes[index] or outcome
-
-    async def _beat(self) -> None:
-        self._loop_threads.append(threading.current_thread())
-        while not self._is_over:
-            self.moved = time.monotonic()
-            await asyncio.sleep(0.02)
-
-
-def _start_loop() -> asyncio.AbstractEventLoop:
-    """Start an event loop in a daemon thread.
-
-    It lives as long as the run, so that the function can keep clients that are bound to it.
-    """
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(
-        target=_run_until_late, args=(loop,), name=f"{THREAD_NAME}-loop", daemon=True
-    )
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise RewardError(
-            f"No thread could be started to call the reward function ({error}). Raise the limit on "
-            "processes (ulimit -u, the container's pids limit)."
-        ) from error
-    return loop
-
-
-def _run_until_late(loop: asyncio.AbstractEventLoop) -> None:
-    with contextlib.suppress(LateCall):  # a coroutine blocked it; the next batch gets another loop
-        loop.run_forever()

@@ -1,7 +1,10 @@
-"""The result of one call of a reward function."""
+"""The arguments and the result of one call of a reward function."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+Arguments = Callable[[], dict[str, Any]]  # returns a call's arguments, in the thread of the call
 
 
 @dataclass(slots=True)

@@ -14,7 +14,8 @@ from verl.data.chat import as_messages, plain_text
 from verl.models.load import load_tokenizer
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward
-from verl.rewards.manager import RewardManager, check_result
+from verl.rewards.manager import RewardManager
+from verl.rewards.results import check_result
 from verl.rewards.text_tokenizer import TextTokenizer
 from verl.utils.errors import ConfigError, DataError, RewardError, restated
 

@@ -10,7 +10,7 @@ from typing import Any
 from verl.checkpoint.manifest import read_manifest
 from verl.config.keys import Key, keys_of
 from verl.config.load import config_to_show
-from verl.config.rules import inactive_sections
+from verl.config.placement import inactive_sections
 from verl.config.train import TrainConfig
 from verl.utils.errors import CheckpointError
 from verl.utils.json_text import parse_json

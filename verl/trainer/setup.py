@@ -21,9 +21,10 @@ from verl.models.load import load_model_config, load_tokenizer
 from verl.models.processor import load_picture_processor
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward as build_reward
-from verl.rewards.manager import RewardManager, check_result, ground_truth_of
+from verl.rewards.manager import RewardManager
 from verl.rewards.managers import reward_managers
 from verl.rewards.preflight import preflight
+from verl.rewards.results import check_result, ground_truth_of
 from verl.rewards.rules import find_rule, require_truth
 from verl.rollout import check_engine, check_engine_model, check_engine_service
 from verl.rollout.types import SamplingParams

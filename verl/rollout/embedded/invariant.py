@@ -10,28 +10,26 @@ may still differ between devices, numbers of threads and versions of torch.
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from verl.models.attention import Facts, Layout, block_attention, varlen_can
 from verl.models.kernels.attention import VARLEN_GQA
 from verl.models.logprobs import Head
+from verl.rollout.embedded.audit import SETTING, is_last, trusted
 from verl.rollout.sampling import CHUNK_LOGITS, sample
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError
 
-SETTING = "actor_rollout_ref.rollout.deterministic=true"
 # Rows of one product on CPU. Padding costs at one row, blocks at a thousand: of a large weight, 32
 # rows take 5 times a single one and 1,024 rows 1.7 times one product; small products are all
 # overhead, so they get more rows.
@@ -56,23 +54,6 @@ _ONE_SPLIT: dict[str, Any] = (
     {"num_splits": 1} if "num_splits" in inspect.signature(varlen_attn).parameters else {}
 )
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _trusted(function: Callable[P, R]) -> Callable[P, R]:
-    """Exclude the operations inside `function` from the audit."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        _Audit.trusted += 1
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _Audit.trusted -= 1
-
-    return call
-
 
 @functools.cache
 def _kernels() -> Any:
@@ -80,7 +61,7 @@ def _kernels() -> Any:
     return importlib.import_module("verl.rollout.embedded.kernels.linear")
 
 
-@_trusted
+@trusted
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -126,7 +107,7 @@ def _blocks_of(x: Tensor, size: int) -> list[Tensor]:
     return blocks
 
 
-@_trusted
+@trusted
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply `function`, which maps each element by itself, to x in whole vectors."""
     if x.is_cuda:
@@ -140,7 +121,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return result[:count].view(x.shape)
 
 
-@_trusted
+@trusted
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
     """Return logits (m, V) of states (m, H), as `verl.models.logprobs.head_logits` does."""
     logits = linear(hidden, weight, out_dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -165,7 +146,7 @@ def draw(logits: Tensor, params: SamplingParams, keys: Tensor | None) -> tuple[T
     return tokens[:rows], log_probs[:rows]
 
 
-@_trusted
+@trusted
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
     """Return causal attention within each packed sequence, (N, Hq, Dv).
 
@@ -216,7 +197,7 @@ def _layout_of_one(length: int, device: torch.device) -> Layout:
     return Layout((length,), torch.tensor([0, length], dtype=torch.int32, device=device))
 
 
-@_trusted
+@trusted
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: Facts) -> Tensor:
     """Return attention of one new token a row over gathered keys, (b, Hq, Dv), for CPU.
 
@@ -355,7 +336,7 @@ def _matmul(x: Tensor, other: Tensor) -> Tensor:
 def _row_reduction(
     function: Callable[..., Tensor], x: Tensor, dim: Any = None, keepdim: bool = False, **more: Any
 ):
-    if not (x.is_cuda and _is_last(dim, x) and x.dtype.is_floating_point and not more):
+    if not (x.is_cuda and is_last(dim, x) and x.dtype.is_floating_point and not more):
         if dim is None:
             return function(x, **more)
         return function(x, dim=dim, keepdim=keepdim, **more)
@@ -365,10 +346,6 @@ def _row_reduction(
         total = total.div_(x.shape[-1])
     total = total.to(x.dtype)
     return total.unsqueeze(-1) if keepdim else total
-
-
-def _is_last(dim: Any, x: Tensor) -> bool:
-    return (list(dim) if isinstance(dim, (list, tuple)) else [dim]) in ([-1], [x.ndim - 1])
 
 
 def _activation(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -399,153 +376,3 @@ class InvariantOperations(TorchFunctionMode):
         # Our own functions call with `out`: those calls stay.
         ours = None if "out" in kwargs else _REPLACED.get(func)
         return func(*args, **kwargs) if ours is None else ours(*args, **kwargs)
-
-
-# Operations that move rows, or compute each of them by itself, on any device.
-_ROW_WISE = {
-    "_fused_rms_norm",
-    "_log_softmax",
-    "_softmax",
-    "_to_copy",
-    "_unsafe_view",
-    "amax",
-    "amin",
-    "arange",
-    "argmax",
-    "cat",
-    "clone",
-    "contiguous",
-    "copy_",
-    "embedding",
-    "empty",
-    "empty_like",
-    "fill_",
-    "full",
-    "gather",
-    "index",
-    "index_add_",
-    "index_copy_",
-    "index_select",
-    "layer_norm",
-    "lift_fresh",
-    "log_softmax",
-    "native_layer_norm",
-    "new_empty",
-    "new_zeros",
-    "ones_like",
-    "repeat",
-    "rms_norm",
-    "scatter_",
-    "softmax",
-    "stack",
-    "topk",
-    "where",
-    "zero_",
-    "zeros",
-    "zeros_like",
-}
-# Over the last dimension these are sums of a row; on CUDA their order depends on the number of
-# rows.
-_SUMS = {"sum", "mean", "var", "logsumexp", "cumsum"}
-# Element-wise functions that give the same bits in the vectors and at the end of an array on CPU,
-# as silu, gelu, sigmoid, general powers and others do not.
-_SAME_AT_THE_END = {
-    "abs",
-    "add",
-    "addcdiv",
-    "addcmul",
-    "bitwise_not",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "cos",
-    "div",
-    "eq",
-    "erf",
-    "exp",
-    "ge",
-    "gt",
-    "le",
-    "log",
-    "log1p",
-    "log2",
-    "logical_not",
-    "lt",
-    "masked_fill",
-    "maximum",
-    "minimum",
-    "mul",
-    "ne",
-    "neg",
-    "reciprocal",
-    "relu",
-    "rsqrt",
-    "rsub",
-    "sin",
-    "sqrt",
-    "square",
-    "sub",
-    "tanh",
-}
-
-
-class _Audit(TorchDispatchMode):
-    trusted = 0  # depth of calls into functions of this file
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _Audit.trusted or func.namespace != "aten" or _is_row_wise(func, args, kwargs):
-            return func(*args, **kwargs)
-        with self:
-            parts = func.decompose(*args, **kwargs) if func._can_decompose() else NotImplemented
-        if parts is not NotImplemented:
-            return parts
-        self.found.add(func.overloadpacket.__name__)
-        return func(*args, **kwargs)
-
-
-def _is_row_wise(func: Any, args: Any, kwargs: Any) -> bool:
-    name = func.overloadpacket.__name__
-    tensors = [
-        item for item in tree_leaves(args) if isinstance(item, Tensor) and item.is_floating_point()
-    ]
-    if not tensors or name in _ROW_WISE or func.is_view:
-        return True
-    if name in ("bmm", "mm"):
-        return tensors[0].shape[-1] == 1  # rotary angles: a product of two numbers has no order
-    if tensors[0].is_cuda:
-        return torch.Tag.pointwise in func.tags
-
-    name = name.removesuffix("_")
-    if tensors[0].dtype in (torch.bfloat16, torch.float16) and (
-        name == "rsqrt" or kwargs.get("alpha", 1) != 1
-    ):
-        return False
-
-    if name in _SUMS:
-        return len(args) > 1 and _is_last(args[1], tensors[0])
-    return name in _SAME_AT_THE_END or (
-        name == "pow" and not isinstance(args[1], Tensor) and args[1] in (0.5, 2, 3)
-    )
-
-
-@contextmanager
-def refuse_variant_operations(family: str) -> Iterator[None]:
-    """Audit one forward of a model after `make_invariant`, inside the context.
-
-    Raises ConfigError that names every operation with results that may depend on the batch.
-    """
-    audit = _Audit()
-    with audit:
-        yield
-    if audit.found:
-        found = ", ".join(sorted(audit.found))
-        raise ConfigError(
-            f"{SETTING} is not possible for the model family '{family}': the result of "
-            f"{found} for one sample may depend on the rest of the batch. Turn it off, or use a "
-            "family such as Llama, Qwen, Mistral, Gemma or Phi."
-        )

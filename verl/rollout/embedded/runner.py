@@ -18,10 +18,11 @@ from verl.models.pictures import Pictures
 from verl.models.routing import joined, route_dtype, watch_routers
 from verl.models.vision import language_inputs, text_body
 from verl.rollout.embedded.attention import LayerPages, LayerShape, Paging, PrefillStep, Step
+from verl.rollout.embedded.audit import refuse_variant_operations
 from verl.rollout.embedded.extension import extend_step
 from verl.rollout.embedded.fused import FusedDecoder, can_fuse
 from verl.rollout.embedded.invariant import head_logits as invariant_head_logits
-from verl.rollout.embedded.invariant import make_invariant, refuse_variant_operations
+from verl.rollout.embedded.invariant import make_invariant
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.types import SamplingParams

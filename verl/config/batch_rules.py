@@ -1,0 +1,167 @@
+"""Rules of batches, sequences and ranks that must divide or hold one another."""
+
+from collections.abc import Iterator
+
+from verl.config.micro_batch import (
+    MicroBatch,
+    log_prob_micro_batch,
+    update_micro_batch,
+    value_micro_batch,
+)
+from verl.config.placement import inactive_sections, ranks_of_roles
+from verl.config.train import TrainConfig
+
+# Keys that say how many tokens one pass may take; `_micro_batches` goes through them in this order.
+TOKEN_BUDGETS = (
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
+    "critic.forward_max_token_len_per_gpu",
+    "distillation.log_prob_max_token_len_per_gpu",
+)
+
+
+def batch_divides_into_mini_batches(config: TrainConfig) -> Iterator[str]:
+    batch = config.data.train_batch_size
+    actor = config.actor_rollout_ref.actor
+    minis = {"actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size}
+    if config.needs_critic and config.critic.ppo_mini_batch_size not in minis.values():
+        minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+
+    for key, mini in minis.items():
+        if mini is None:
+            continue
+        if mini > batch:
+            yield (
+                f"{key} must not exceed data.train_batch_size (both count prompts), got {mini} and "
+                f"{batch}. Set {key}={batch}, or leave it unset for the whole batch."
+            )
+        elif batch % mini:
+            yield (
+                f"data.train_batch_size must be divisible by {key}, got {batch} and {mini}. "
+                f"Nearest that fit: train_batch_size {batch // mini * mini} or "
+                f"{(batch // mini + 1) * mini}, ppo_mini_batch_size "
+                f"{_nearest_divisor(batch, mini)}."
+            )
+
+
+def _nearest_divisor(number: int, near: int) -> int:
+    return min(
+        (part for part in range(1, number + 1) if number % part == 0),
+        key=lambda part: abs(part - near),
+    )
+
+
+def sequences_fit(config: TrainConfig) -> Iterator[str]:
+    prompt = config.data.max_prompt_length
+    response = config.data.max_response_length
+    longest = prompt + response
+    limit = config.actor_rollout_ref.rollout.max_model_len
+
+    if limit is not None and limit < longest:
+        yield (
+            "actor_rollout_ref.rollout.max_model_len must hold a prompt and its response "
+            f"(data.max_prompt_length + data.max_response_length = {prompt} + {response}), got "
+            f"{limit}. Set it to at least {longest}, or leave it unset."
+        )
+
+    reported = set()  # one message for a budget and those that follow it
+    for key, micro_batch, ranks in _micro_batches(config):
+        budget = micro_batch.max_tokens
+        if (
+            budget is None
+            or budget * ranks >= longest
+            or budget in reported
+            or key.startswith(inactive_sections(config))
+        ):
+            continue
+        reported.add(budget)
+        yield (
+            f"{key} must hold one whole sequence (data.max_prompt_length + "
+            f"data.max_response_length = {prompt} + {response}), got {budget}. Set it to at least "
+            f"{-(-longest // ranks)}."
+        )
+
+
+def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch, int]]:
+    """Yield (key, size, ranks that share a micro-batch) in the order of TOKEN_BUDGETS."""
+    roles = config.actor_rollout_ref
+    chosen = (
+        update_micro_batch(roles.actor),
+        log_prob_micro_batch(roles.ref),
+        log_prob_micro_batch(roles.rollout),
+        update_micro_batch(config.critic),
+        value_micro_batch(config.critic),
+        log_prob_micro_batch(config.distillation),
+    )
+    actor = roles.actor.ulysses_sequence_parallel_size
+    ref = roles.ref.ulysses_sequence_parallel_size
+    critic = config.critic.ulysses_sequence_parallel_size
+    teacher = config.distillation.ulysses_sequence_parallel_size
+    yield from zip(TOKEN_BUDGETS, chosen, (actor, ref, actor, critic, critic, teacher))
+
+
+def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
+    """Check that the size of each group of ranks divides the number of ranks of its role."""
+    roles = config.actor_rollout_ref
+    counts = {role: len(ranks) for role, ranks in ranks_of_roles(config).items()}
+    actor_ranks = counts["actor"]
+
+    for section, role, ulysses, fsdp_key, fsdp in (
+        (
+            "actor_rollout_ref.actor",
+            "actor",
+            roles.actor.ulysses_sequence_parallel_size,
+            "",
+            roles.actor.fsdp_config,
+        ),
+        (
+            "actor_rollout_ref.ref",
+            "reference",
+            roles.ref.ulysses_sequence_parallel_size,
+            "",
+            roles.ref.fsdp_config,
+        ),
+        (
+            "critic",
+            "critic",
+            config.critic.ulysses_sequence_parallel_size,
+            ".model",
+            config.critic.model.fsdp_config,
+        ),
+        ("reward_model.model", "reward_model", 1, "", config.reward_model.model.fsdp_config),
+        (
+            "distillation",
+            "teacher",
+            config.distillation.ulysses_sequence_parallel_size,
+            "",
+            config.distillation.fsdp_config,
+        ),
+    ):
+        if f"{section}.".startswith(inactive_sections(config)):
+            continue
+
+        ranks = counts.get(role, actor_ranks)
+        is_actors = ulysses == roles.actor.ulysses_sequence_parallel_size and ranks == actor_ranks
+        inherits = role in ("reference", "teacher") and is_actors
+        if ranks % ulysses and not inherits:
+            yield (
+                f"{section}.ulysses_sequence_parallel_size must divide the number of ranks, got "
+                f"{ulysses} and {ranks}. Set it to {_nearest_divisor(ranks, ulysses)}."
+            )
+        if 0 < fsdp.fsdp_size < ranks and ranks % fsdp.fsdp_size:
+            yield (
+                f"{section}{fsdp_key}.fsdp_config.fsdp_size must divide the number of ranks, got "
+                f"{fsdp.fsdp_size} and {ranks}. Set it to "
+                f"{_nearest_divisor(ranks, fsdp.fsdp_size)}, or to -1 for all."
+            )
+
+    shared_by = roles.rollout.tensor_model_parallel_size
+    rollout_ranks = counts["rollout"]
+    if rollout_ranks % shared_by:
+        yield (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size must divide the number of ranks, "
+            f"got {shared_by} and {rollout_ranks}. Set it to "
+            f"{_nearest_divisor(rollout_ranks, shared_by)}."
+        )

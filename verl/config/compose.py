@@ -1,0 +1,158 @@
+"""Compose a command line and the YAML files that it names, by Hydra."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.config.command_line import CommandLine
+from verl.utils.errors import ConfigError
+from verl.utils.logging import logger
+
+
+def compose_files(command: CommandLine, root: str, schema: DictConfig) -> dict[str, Any]:
+    """Return the values that the user's YAML and overrides set, with unresolved interpolations.
+
+    The schema stays out of the composition (its name stands for an empty tree meanwhile). So the
+    values of the user can be distinguished from defaults, and every error message is ours.
+    """
+    name = command.config_name or root
+    if "megatron" in name:
+        raise ConfigError(
+            f"Config '{name}': there is no Megatron backend; use '{root}', which shards with FSDP2."
+        )
+
+    folder = _config_folder(command)
+    overrides = list(command.overrides)
+    groups = (
+        {path.name for path in folder.iterdir() if path.is_dir()}
+        if _asks_for_files(command)
+        else set()
+    )
+
+    if command.config_path and command.config_dir:
+        further = _folder(command.config_dir, "--config-dir")
+        groups |= {path.name for path in further.iterdir() if path.is_dir()}
+        overrides.append(f"hydra.searchpath=[file://{further}]")
+
+    overrides = [
+        _as_group(override, groups) for override in overrides if not _is_hydra_setting(override)
+    ]
+    try:
+        with (
+            _stand_in(root, schema),
+            warnings.catch_warnings(),
+            initialize_config_dir(str(folder), version_base="1.3"),
+        ):
+            # ppo_trainer is built in, so file://verl/trainer/config and pkg://verl.trainer.config
+            # may point nowhere.
+            pattern = r".*verl[/.]trainer[/.]config is not\s+available"
+            warnings.filterwarnings("ignore", message=pattern, category=UserWarning)
+            composed = compose(name, overrides)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(_hydra_message(error, command, folder)) from error
+
+    return plain_values(composed)
+
+
+@contextmanager
+def _stand_in(root: str, schema: DictConfig) -> Iterator[None]:
+    """Replace `root` in Hydra's ConfigStore by an empty tree within the context.
+
+    Outside, it is the schema, for users' own Hydra programs.
+    """
+    store = ConfigStore.instance()
+    store.store(name=root, node={})
+    try:
+        yield
+    finally:
+        store.store(name=root, node=schema)
+
+
+def _asks_for_files(command: CommandLine) -> bool:
+    return (
+        command.config_path is not None
+        or command.config_dir is not None
+        or command.config_name is not None
+    )
+
+
+def _config_folder(command: CommandLine) -> Path:
+    if command.config_path is not None:
+        return _folder(command.config_path, "--config-path")
+    if command.config_dir is not None:
+        return _folder(command.config_dir, "--config-dir")
+    return Path.cwd() if command.config_name is not None else Path(__file__).parent
+
+
+def _folder(path: str, option: str) -> Path:
+    folder = Path(path).expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{option} must be an existing folder, got '{path}' (looked at {folder})."
+        )
+    return folder
+
+
+def _is_hydra_setting(override: str) -> bool:
+    key = override.lstrip("+~").partition("=")[0]
+    if not key.startswith(("hydra.", "hydra/")) or key == "hydra.searchpath":
+        return False
+    logger.warning("%s has no effect: Hydra makes no folder and sets up no logging here.", key)
+    return True
+
+
+def _as_group(override: str, groups: set[str]) -> str:
+    """Undo the `++` if the name is a config group (a user's subfolder) or Hydra's search path."""
+    key = override.lstrip("+").partition("=")[0]
+    if key == "hydra.searchpath":
+        return override.lstrip("+")
+    return f"+{override.lstrip('+')}" if key in groups else override
+
+
+def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
+    text = str(error.__cause__ if not str(error).strip() and error.__cause__ else error).strip()
+    if isinstance(error, OverrideParseException):
+        override = error.override.lstrip("+")
+        return (
+            f"Cannot read '{override}' ({text.splitlines()[0]}). Quote the value within the "
+            "argument: \"key='value'\"."
+        )
+
+    if "--multirun" in text:
+        return (
+            f"{text.splitlines()[0].replace('++', '')}. Write a list as key=[a,b] and text as "
+            "\"key='a,b'\"."
+        )
+
+    if "Could not delete" in text:
+        return f"{text} A deletion undoes a setting of a YAML file; for no value write key=null."
+    if "Cannot find primary config" in text:
+        found = sorted(path.stem for path in folder.glob("[!.]*.y*ml"))
+        return (
+            f"No '{command.config_name}.yaml' in {folder}. Found there: "
+            f"{', '.join(found) or 'no YAML file'}."
+        )
+
+    if "must be a DictConfig" in text:
+        return (
+            f"'{command.config_name}.yaml' must hold keys and their values (key: value), got a "
+            "list."
+        )
+
+    return text
+
+
+def plain_values(tree: DictConfig) -> dict[str, Any]:
+    """Return nested values with interpolations as they are written."""
+    values = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}

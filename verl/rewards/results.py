@@ -1,0 +1,101 @@
+"""Check the results of reward functions and managers, and read the data that they get."""
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.rewards.fields import fault_of, shown
+from verl.rewards.outcome import Outcome
+from verl.rewards.texts import describe_error, on_one_line
+from verl.utils.errors import RewardError
+
+_LARGEST_SCORE = float(np.finfo(np.float32).max)
+
+
+def ground_truth_of(reward_model: Any) -> Any:
+    """Return the ground truth of an entry of `reward_model`; None if there is no such column.
+
+    Data for a custom function need not have it.
+    """
+    if not isinstance(reward_model, Mapping):
+        return None
+    return reward_model.get("ground_truth")
+
+
+def check_result(result: Any, responses: torch.Tensor) -> None:
+    """Check that a manager's result under `return_dict` matches the (B, R) responses.
+
+    Raises:
+        RewardError: the scores are not finite or not (B, R), or a field does not have one allowed
+            value for each response.
+    """
+    tensor = result.get("reward_tensor") if isinstance(result, Mapping) else None
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != responses.shape:
+        if isinstance(tensor, torch.Tensor):
+            found = f"shape {tuple(tensor.shape)}"
+        else:
+            found = type(tensor or result).__name__
+        raise RewardError(
+            "The reward must be {'reward_tensor': ..., 'reward_extra_info': ...}, with one score "
+            f"for each token of the responses, of shape {tuple(responses.shape)}, got {found}."
+        )
+
+    if not bool(torch.isfinite(tensor).all()):
+        row = int((~torch.isfinite(tensor)).any(-1).nonzero()[0, 0])
+        raise RewardError(f"The reward of row {row} is not finite: {tensor[row].tolist()[:8]}.")
+
+    for name, values in result.get("reward_extra_info", {}).items():
+        if len(values) != len(responses):
+            raise RewardError(
+                f"The reward's field '{name}' must have one entry for each of {len(responses)} "
+                f"responses, got {len(values)}."
+            )
+        for row, value in enumerate(values):
+            if fault := fault_of(value):
+                raise RewardError(f"The reward's field '{name}' of row {row} {fault}")
+
+
+def check_outcome(outcome: Outcome, timeout_s: float) -> tuple[float, dict[str, Any], str | None]:
+    """Return the score, further fields, and the failure or None. A failed call scores 0."""
+    if outcome.timed_out:
+        return 0.0, {}, f"no answer within {timeout_s:g} s."
+    if outcome.error is not None:
+        return 0.0, {}, describe_error(outcome.error)
+    try:
+        score, extra, fault = _read_value(outcome.value)
+    except Exception as error:  # noqa: BLE001  (a user's class: __float__, __le__, keys, ...)
+        kind = type(outcome.value).__name__
+        score = 0.0
+        extra = {}
+        fault = f"{kind}, which raised {describe_error(error)}"
+
+    if fault is not None:
+        return 0.0, {}, f"it returned {fault}"
+    return score, extra, None
+
+
+def _read_value(value: Any) -> tuple[float, dict[str, Any], str | None]:
+    extra: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        extra = {str(name): entry for name, entry in value.items() if name != "score"}
+        if "score" not in value:
+            names = on_one_line(sorted(map(str, value)), 200)
+            return 0.0, {}, f"a dict without 'score', with {names}."
+        value = value["score"]
+
+    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    if not isinstance(value, (Real, np.bool_)):
+        fact = f"{shown(value)} of type {type(value).__name__}"
+        return 0.0, {}, f"{fact}, not a number or a dict with 'score'."
+    # Compare before converting: float(10**400) raises. NaN compares false.
+    if not -_LARGEST_SCORE <= value <= _LARGEST_SCORE:  # pyright: ignore[reportOperatorIssue]
+        return 0.0, {}, f"{shown(value)}, not a finite float32."
+
+    for name, entry in extra.items():
+        if fault := fault_of(entry):
+            return 0.0, {}, f"a dict, its field '{name[:100]}' {fault}"
+    return float(value), extra, None
