@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train a small story-telling model with GRPO to write about the two things that it was asked for, once a seed.
 # usage: examples/stories/run.sh MODEL OUTPUT [SEED ...]      MODEL is the folder of stories260K
-# One thread: the model is so small that a second one costs more than it brings.
+# KEYS has further keys of the runs, by spaces. One thread: the model is so small that a second one costs more than it brings.
 set -euo pipefail
 if [ $# -lt 2 ]; then
   echo "usage: examples/stories/run.sh MODEL OUTPUT [SEED ...]" >&2
@@ -44,6 +44,7 @@ for seed in "$@"; do
     trainer.log_val_generations=128 \
     trainer.logger="[console,file]" \
     trainer.default_local_dir="$output/seed_$seed" \
-    trainer.resume_mode=disable
+    trainer.resume_mode=disable \
+    ${KEYS:-}
 done
 "$python" "$here/report.py" "$output"

@@ -194,7 +194,6 @@ class ModelRunner:
                 **inputs,
                 position_ids=batch.position_ids.unsqueeze(-2),
                 attention_mask=None,
-                past_key_values=None,
                 use_cache=False,
             )
         return output.last_hidden_state[0]
@@ -327,7 +326,6 @@ class ModelRunner:
                 input_ids=ids[None],
                 position_ids=positions[None],
                 attention_mask=None,
-                past_key_values=None,
                 use_cache=False,
             )
         return output.last_hidden_state[0]
