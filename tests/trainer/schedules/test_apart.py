@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.launches import launch
-from tests.trainer.runs import command_line, same_bits, step_lines, weights, without_times
+from tests.trainer.runs import PPO, command_line, same_bits, step_lines, weights, without_times
 from verl.rollout.twin import ModelTwin
 from verl.trainer.main_ppo import main
 
@@ -36,12 +36,18 @@ def numbers(lines: list[dict]) -> list[dict]:
     ]
 
 
-def test_staleness_zero_has_the_bits_of_the_synchronous_run(tmp_path):
-    sync = train(tmp_path / "sync")
+@pytest.mark.parametrize("algorithm", [[], PPO], ids=["grpo", "ppo"])
+def test_staleness_zero_has_the_bits_of_the_synchronous_run(tmp_path, algorithm):
+    steps = 20
+    length = [f"trainer.max_steps={steps}", f"trainer.save_freq={steps}", *algorithm]
+    sync = train(tmp_path / "sync", *length)
     zero = ["trainer.mode=fully_async", "async_training.staleness_threshold=0"]
-    ours = train(tmp_path / "async", *zero)
+    ours = train(tmp_path / "async", *length, *zero)
+    assert len(sync) == steps
     assert numbers(ours) == numbers(sync)
-    assert same_bits(weights(tmp_path / "async", STEPS), weights(tmp_path / "sync", STEPS))
+    for role in ("actor", "critic")[: 2 if algorithm else 1]:
+        ours_of_role = weights(tmp_path / "async", steps, role)
+        assert same_bits(ours_of_role, weights(tmp_path / "sync", steps, role))
 
 
 @pytest.mark.parametrize("per_version", [1, 2])

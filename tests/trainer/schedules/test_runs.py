@@ -34,13 +34,16 @@ def numbers(folder: Path) -> list[dict]:
 
 @pytest.mark.parametrize("algorithm", [[], PPO], ids=["grpo", "ppo"])
 def test_staleness_zero_has_the_bits_of_the_synchronous_run(tmp_path, algorithm):
-    assert run(tmp_path / "sync", *BASE, *algorithm) == 0
+    steps = 20
+    length = [f"trainer.max_steps={steps}", f"trainer.save_freq={steps}", *BASE[2:]]
+    assert run(tmp_path / "sync", *length, *algorithm) == 0
     zero = [ASYNC, "async_training.staleness_threshold=0"]
-    assert run(tmp_path / "async", *BASE, *algorithm, *zero) == 0
+    assert run(tmp_path / "async", *length, *algorithm, *zero) == 0
+    assert len(numbers(tmp_path / "sync")) == steps
     assert numbers(tmp_path / "async") == numbers(tmp_path / "sync")
     for role in ("actor", "critic")[: 2 if algorithm else 1]:
-        ours = weights(tmp_path / "async", STEPS, role)
-        assert same_bits(ours, weights(tmp_path / "sync", STEPS, role))
+        ours = weights(tmp_path / "async", steps, role)
+        assert same_bits(ours, weights(tmp_path / "sync", steps, role))
     for line in step_lines(tmp_path / "async"):
         assert line["fully_async/age/max"] == 0
 
