@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,24 +23,37 @@ from pathlib import Path
 import psutil
 
 from verl.jobs.compare import compare_runs
-from verl.tracking.records import load_run
+from verl.tracking.records import Run, load_run
 
+PROMPTS = 4  # of a step
+SAMPLES = 4  # of a prompt
 DEADLINE_S = 20.0  # of a call on the ranks
 LIMIT_S = 240.0  # of a run; a hang ends there
 STEPS = 6
 NUM_RANKS = 2
 SMALL_DISK_MIB = 24  # two checkpoints and a half
 TRAINING = [
-    *("data.dataset_name=toy", "data.train_batch_size=4", "data.max_response_length=8"),
-    *("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+    *("data.dataset_name=toy", f"data.train_batch_size={PROMPTS}", "data.max_response_length=8"),
+    *(f"actor_rollout_ref.rollout.n={SAMPLES}", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
     *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.num_threads=1"),
     *(f"trainer.max_steps={STEPS}", "trainer.save_freq=1", f"trainer.deadline_s={DEADLINE_S:g}"),
 ]
-BACKENDS = {
+TORCHRUN = ["-m", "torch.distributed.run", f"--nproc_per_node={NUM_RANKS}"]
+FULLY_ASYNC = "trainer.mode=fully_async"
+APART = "trainer.placement.rollout=[1]"
+BACKENDS: dict[str, tuple[list[str], list[str]]] = {
     "alone": ([], []),
-    "torchrun": (["-m", "torch.distributed.run", f"--nproc_per_node={NUM_RANKS}"], []),
+    "torchrun": (TORCHRUN, []),
     "ray": ([], [f"trainer.n_gpus_per_node={NUM_RANKS}", "ray_init.address=local"]),
+    "fully_async": ([], [FULLY_ASYNC]),
+    "one_step_off": ([], ["trainer.mode=one_step_off"]),
+    "fully_async on two ranks": (TORCHRUN, [FULLY_ASYNC]),
+    "one_step_off apart": (TORCHRUN, ["trainer.mode=one_step_off", APART]),
+    "staleness 0 apart": (TORCHRUN, [FULLY_ASYNC, APART, "async_training.staleness_threshold=0"]),
+    "fully_async apart": (TORCHRUN, [FULLY_ASYNC, APART]),
 }
+# The draws of a rollout that works during the update depend on the clock: books are compared.
+CLOCKED = ("fully_async apart",)
 ERROR = re.compile(r"Error|error|Killed|died|gave no sign|exit code")
 
 
@@ -48,7 +62,7 @@ class Job:
 
     def __init__(self, backend: str, folder: Path, *keys: str, **environment: str) -> None:
         launcher, more = BACKENDS[backend]
-        if backend == "torchrun":
+        if launcher:
             launcher = [*launcher, f"--master_port={random.randint(20_000, 40_000)}"]
         command = [sys.executable, *launcher, "-m", "verl.trainer.main_ppo", *TRAINING, *more]
         self.lines: list[tuple[float, str]] = []
@@ -205,6 +219,13 @@ class Fault:
 FAULTS = (
     Fault("kill -9", ("alone",), kill),
     Fault("kill -9", ("torchrun", "ray"), kill, is_noticed=True),
+    Fault("kill -9", ("fully_async", "one_step_off"), kill),
+    Fault(
+        "kill -9",
+        ("fully_async on two ranks", "one_step_off apart", "staleness 0 apart", *CLOCKED),
+        kill,
+        is_noticed=True,
+    ),
     Fault("SIGSTOP", ("torchrun", "ray"), stop, is_noticed=True),
     Fault("slow rank", ("alone", "torchrun"), slow_down),
     Fault("kill -9 and a torn file", ("alone", "torchrun"), kill, tears=True),
@@ -316,12 +337,29 @@ class Campaign:
             code = again.end()
         if code != 0:
             return f"did not resume ({code}): {[line for _, line in again.lines[-3:]]}"
+        if backend in CLOCKED:
+            return lost_or_repeated(load_run(folder))
         found = compare_runs(load_run(undisturbed), load_run(folder))
         if found.differences:
             return f"other bits: {found.differences[0]}"
         if found.steps[-1] != STEPS:
             return f"compared to step {found.steps[-1]} alone"
         return None
+
+
+def lost_or_repeated(run: Run) -> str | None:
+    """Return the prompt that a run has not learned from exactly once, if there is one."""
+    groups: Counter[str] = Counter()
+    for step in run.kept_steps:
+        samples = run.samples(step)
+        groups.update(samples[row].uid for row in range(len(samples)))
+
+    uids = [f"{step}-{row}" for step in range(1, STEPS + 1) for row in range(PROMPTS)]
+    expected = Counter(dict.fromkeys(uids, SAMPLES))
+    for uid in [*expected, *groups]:
+        if groups[uid] != expected[uid]:
+            return f"learned from {groups[uid]} samples of prompt {uid}, not {expected[uid]}"
+    return None
 
 
 def _mount(folder: Path, size_mib: int) -> None:
