@@ -12,7 +12,10 @@ from verl.tracking.records import Run, StepLine, StepSamples
 from verl.utils.errors import DataError
 
 # Metrics of time, of machines, and of how far a schedule has drawn ahead.
-_NOT_COMPARED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/", "fully_async/")
+_NOT_COMPARED = (
+    *("timing_s/", "timing_per_token_ms/", "perf/", "rollout/", "fully_async/"),
+    *("trainer/idle_ratio", "rollouter/idle_ratio"),
+)
 _IDS = ("prompt_ids", "response_ids", "response_mask", "turn_of_token")
 _PHASES = ("data", "generate", "score", "evaluate_policies", "estimate_advantages", "update")
 _PHASE_OF = {"prompt_ids": "data", "response_ids": "generate"}
