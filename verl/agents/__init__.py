@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from verl.agents.engine_client import EngineSteps as EngineSteps
     from verl.agents.engine_client import Generated as Generated
     from verl.agents.engine_client import Work as Work
+    from verl.agents.live import LiveEpisodes as LiveEpisodes
     from verl.agents.loops import AgentContext as AgentContext
     from verl.agents.loops import AgentLoop as AgentLoop
     from verl.agents.loops import AgentLoopBase as AgentLoopBase
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from verl.agents.runner import episodes_of as episodes_of
 
 _CLIENT = "verl.agents.engine_client"
+_LIVE = "verl.agents.live"
 _LOOPS = "verl.agents.loops"
 _RUNNER = "verl.agents.runner"
 
@@ -38,6 +40,7 @@ _HOMES = {
     "EngineSteps": _CLIENT,
     "Episode": _LOOPS,
     "Generated": _CLIENT,
+    "LiveEpisodes": _LIVE,
     "Work": _CLIENT,
     "agent_loops": _LOOPS,
     "episodes_of": _RUNNER,
@@ -55,6 +58,7 @@ __all__ = [
     "EngineSteps",
     "Episode",
     "Generated",
+    "LiveEpisodes",
     "Work",
     "agent_loops",
     "episodes_of",

@@ -71,6 +71,7 @@ class Conversation:
             token_ids=drawn.token_ids,
             log_probs=drawn.log_probs,
             version=drawn.version,
+            versions=drawn.versions,
             turn=self.turns,
             routed_experts=drawn.routed_experts,
         )

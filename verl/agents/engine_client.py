@@ -1,7 +1,7 @@
 """The engine as agents see it: `await generate(...)`, many at a time, in one asyncio loop."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl.rollout.base import RolloutEngine
-from verl.rollout.types import Completion, Request, SamplingParams
+from verl.rollout.types import Completion, Continuation, Request, SamplingParams
 from verl.utils.errors import RolloutError
 
 # Rows of a batch are below this, so that a sample id holds row and turn side by side.
@@ -17,7 +17,7 @@ _ROWS = 1 << 32
 _TURNS = 1 << 20
 # Rounds of the event loop between two steps of the engine. Agents that a completion wakes come to
 # their next request within a few rounds, and requests that come together are prefilled together.
-_ROUNDS = 4
+ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Generated:
         log_probs: one for each token.
         finish_reason: "stop", "length" or "abort".
         version: number of the weights that drew them.
+        versions: one for each token, where several weights drew them.
         routed_experts: see `Completion.routed_experts`.
     """
 
@@ -81,6 +82,7 @@ class Generated:
     log_probs: list[float]
     finish_reason: str
     version: int = 0
+    versions: list[int] | None = None
     routed_experts: NDArray[np.integer] | None = None
 
 
@@ -95,7 +97,17 @@ def merged(requests: Sequence[Request]) -> list[Request]:
         sample_ids = tuple(request.sample_ids[0] for request in same)
         limits = tuple(request.limits[0] for request in same if request.limits)
         assert len(limits) == len(same), "every turn has a limit"
-        joined.append(Request(prompt_ids=prompt_ids, sample_ids=sample_ids, limits=limits))
+        begun = []
+        for request in same:
+            begun += request.continuations or ()
+        joined.append(
+            Request(
+                prompt_ids=prompt_ids,
+                sample_ids=sample_ids,
+                limits=limits,
+                continuations=tuple(begun) or None,
+            )
+        )
     return joined
 
 
@@ -136,7 +148,7 @@ class EngineClient:
         self.counters: dict[str, float] = {}
         self._announce = announce
         self._new: dict[int, Request] = {}
-        self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self._waiting: dict[int, asyncio.Future[Generated]] = {}
         self._abandoned: set[int] = set()
         self._arrived = asyncio.Event()
         self._is_over = False
@@ -174,24 +186,22 @@ class EngineClient:
             )
         most = self.params.max_new_tokens
         limits = (most if limit is None else min(limit, most),)
-        request = Request(prompt_ids=tuple(prompt_ids), sample_ids=(sample_id,), limits=limits)
+        request = Request(
+            prompt_ids=tuple(prompt_ids),
+            sample_ids=(sample_id,),
+            limits=limits,
+            continuations=self._noise(row, turn),
+        )
 
         answer = asyncio.get_running_loop().create_future()
         self._waiting[sample_id] = answer
         self._new[sample_id] = request
         self._arrived.set()
         try:
-            completion = await answer
+            return await answer
         except asyncio.CancelledError:
             self._abandon(sample_id)
             raise
-        return Generated(
-            token_ids=completion.token_ids,
-            log_probs=completion.log_probs,
-            finish_reason=completion.finish_reason,
-            version=self.version,
-            routed_experts=completion.routed_experts,
-        )
 
     async def serve(self, work: Awaitable[Any]) -> Any:
         """Step the engine until `work` is done. Return its result.
@@ -214,7 +224,7 @@ class EngineClient:
 
     async def _run(self) -> None:
         while True:
-            for _ in range(_ROUNDS):
+            for _ in range(ROUNDS):
                 await asyncio.sleep(0)
             if self._new or self.steps.engine.has_work:
                 self._step()
@@ -224,15 +234,26 @@ class EngineClient:
 
     def _step(self) -> None:
         """Submit the turns that have come, and take one step of the engine."""
+        work = self._take_work()
+        if self._announce is not None:
+            self._announce(work)
+        self._deliver(*self.steps.take(work))
+        if not self.steps.engine.has_work:
+            self.count()
+
+    def _take_work(self) -> Work:
+        """Return the turns that have come and those that were given up since the last call."""
         # By id, so that the order of arrival within a round has no effect.
         requests = merged([self._new[sample_id] for sample_id in sorted(self._new)])
-        abandoned = self._abandoned
+        work = Work(requests, self._abandoned)
         self._new = {}
         self._abandoned = set()
-        if self._announce is not None:
-            self._announce(Work(requests, abandoned))
+        return work
 
-        completions, errors = self.steps.take(Work(requests, abandoned))
+    def _deliver(
+        self, completions: Sequence[Completion], errors: Mapping[int, RolloutError]
+    ) -> None:
+        """Give the agents the turns that have ended, and the errors of refused ones by id."""
         for sample_id, error in errors.items():
             answer = self._waiting.pop(sample_id, None)
             if answer is not None and not answer.done():
@@ -240,9 +261,20 @@ class EngineClient:
         for completion in completions:
             answer = self._waiting.pop(completion.sample_id, None)
             if answer is not None and not answer.done():
-                answer.set_result(completion)
-        if not self.steps.engine.has_work:
-            self._count()
+                answer.set_result(self._generated(completion))
+
+    def _noise(self, row: int, turn: int) -> tuple[Continuation, ...] | None:
+        """Return the noise of a turn, if it is not that of (`steps.step`, row, turn)."""
+        return None
+
+    def _generated(self, completion: Completion) -> Generated:
+        return Generated(
+            token_ids=completion.token_ids,
+            log_probs=completion.log_probs,
+            finish_reason=completion.finish_reason,
+            version=self.version,
+            routed_experts=completion.routed_experts,
+        )
 
     def _abandon(self, sample_id: int) -> None:
         self._waiting.pop(sample_id, None)
@@ -250,7 +282,7 @@ class EngineClient:
             self._abandoned.add(sample_id)
             self._arrived.set()
 
-    def _count(self) -> None:
+    def count(self) -> None:
         """Add the counters of the run of the engine that has just ended."""
         for name, value in self.steps.engine.statistics().items():
             if name.startswith(("peak_", "num_", "memory_", "capture_", "update_")):

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from verl.agents.boundary import ChatBoundary
@@ -63,6 +64,18 @@ class AgentRunner:
         self._is_closed = False
         atexit.register(self.close)  # a run that fails ends without closing its tools
 
+    def apart(self) -> "AgentRunner":
+        """Return a runner for episodes in another event loop, which shares the tools with this one.
+
+        Loops, client and tally are its own.
+        """
+        if self._is_closed:
+            self._open_again()
+        other = copy.copy(self)
+        other.context = replace(self.context, tally=Tally())
+        other._loops = {}
+        return other
+
     def play(
         self, episodes: Sequence[Episode], client: EngineClient, on_end: OnEnd | None = None
     ) -> list[Trajectory]:
@@ -74,11 +87,20 @@ class AgentRunner:
         """
         if self._is_closed:
             self._open_again()
-        self.context.client = client
         self.context.tally = Tally()
+        self.prepare(episodes, client)
+        return run_in_loop(client.serve(self._play_all(episodes, on_end)))
+
+    def prepare(self, episodes: Sequence[Episode], client: EngineClient) -> None:
+        """Make the loops of `episodes`, which draw their turns from `client`."""
+        self.context.client = client
         for name in {self.loop_name(episode) for episode in episodes}:
             self._loop(name)
-        return run_in_loop(client.serve(self._play_all(episodes, on_end)))
+
+    @property
+    def most_at_once(self) -> int:
+        """Most episodes that are played at once."""
+        return self.config.agent.max_episodes or self.config.max_num_seqs
 
     def metrics(self) -> dict[str, float]:
         """Return counts and seconds of the last `play`, under verl's names."""
@@ -134,11 +156,11 @@ class AgentRunner:
     async def _play_all(
         self, episodes: Sequence[Episode], on_end: OnEnd | None
     ) -> list[Trajectory]:
-        at_once = asyncio.Semaphore(self.config.agent.max_episodes or self.config.max_num_seqs)
+        at_once = asyncio.Semaphore(self.most_at_once)
 
         async def play_one(episode: Episode) -> list[Trajectory]:
             async with at_once:
-                trajectories = await self._play(episode)
+                trajectories = await self.play_one(episode)
             if on_end is not None:
                 on_end(trajectories)
             return trajectories
@@ -156,7 +178,7 @@ class AgentRunner:
             trajectories += answer
         return trajectories
 
-    async def _play(self, episode: Episode) -> list[Trajectory]:
+    async def play_one(self, episode: Episode) -> list[Trajectory]:
         """Play one episode. Where it fails, the configuration says what becomes of it."""
         agent = self.config.agent
         loop = self._loop(self.loop_name(episode))

@@ -94,12 +94,6 @@ def schedule_is_possible(config: TrainConfig) -> Iterator[str]:
 
 def _fully_async_is_possible(config: TrainConfig) -> Iterator[str]:
     options = config.async_training
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.uses_agents:
-        yield (
-            "trainer.mode=fully_async cannot freeze the episodes of agent loops in this version. "
-            "Set trainer.mode=one_step_off, which plays them while the actor learns."
-        )
     if options.trigger_parameter_sync_step > 1 and not rollout_is_apart(config):
         yield (
             "async_training.trigger_parameter_sync_step="

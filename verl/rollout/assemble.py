@@ -62,7 +62,8 @@ def assemble(
                 response_mask[row, columns] = int(is_trained)
                 log_probs[row, columns] = torch.tensor(segment.log_probs, dtype=torch.float32)
                 turns[row, columns] = segment.turn
-                ages[row, columns] = 0 if version is None else version - segment.version
+                if version is not None:
+                    ages[row, columns] = _ages(segment, version)
                 if routes is not None and segment.routed_experts is not None:
                     routes[row, columns] = torch.from_numpy(segment.routed_experts)
         real[row, :place] = 1
@@ -84,6 +85,15 @@ def assemble(
     if routes is not None:
         columns["routed_experts"] = routes
     return columns
+
+
+def _ages(segment: Segment, version: int) -> Tensor:
+    """Return the versions between the weights that drew each token and `version`."""
+    if segment.versions is None:
+        drawn_by = torch.full((len(segment.token_ids),), segment.version, dtype=torch.int32)
+    else:
+        drawn_by = torch.tensor(segment.versions, dtype=torch.int32)
+    return version - drawn_by
 
 
 def _no_routes(trajectories: Sequence[Trajectory], response_length: int) -> Tensor | None:

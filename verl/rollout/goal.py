@@ -1,6 +1,6 @@
 """How far an engine generates before it is stopped: so many groups of samples must be whole."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -16,20 +16,22 @@ class Goal:
     groups: tuple[tuple[int, ...], ...]
     needs: tuple[tuple[int, int], ...]
 
-    def shares(self, num_shares: int) -> list["Goal"]:
-        """Deal the groups to engines in turn. Where all reach their goals, this one is reached."""
+    def shares(self, num_shares: int, homes: Sequence[int] | None = None) -> list["Goal"]:
+        """Deal the groups to engines. Where all reach their goals, this one is reached.
+
+        Args:
+            homes: the engine that each group is in; None: they are dealt in turn.
+        """
+        if homes is None:
+            homes = [place % num_shares for place in range(len(self.groups))]
         goals = []
         for share in range(num_shares):
+            groups = [group for group, home in zip(self.groups, homes) if home == share]
             needs = []
             for among, count in self.needs:
-                needs.append((_dealt(among, share, num_shares), _dealt(count, share, num_shares)))
-            goals.append(Goal(self.groups[share::num_shares], tuple(needs)))
+                needs.append((homes[:among].count(share), homes[:count].count(share)))
+            goals.append(Goal(tuple(groups), tuple(needs)))
         return goals
-
-
-def _dealt(count: int, share: int, num_shares: int) -> int:
-    """Return how many of the first `count` groups `share` gets."""
-    return len(range(share, count, num_shares))
 
 
 class GoalWatch:

@@ -20,6 +20,7 @@ class Segment:
         token_ids: the tokens, as the model saw or drew them.
         log_probs: one for each token of the model; None for other sources.
         version: number of the weights that drew the tokens.
+        versions: one for each token, where several weights drew them.
         turn: number of the model's turn within its episode, from 0.
         is_trained: whether the model's tokens are learned from.
         routed_experts: of a completion, see `Completion.routed_experts`.
@@ -29,6 +30,7 @@ class Segment:
     token_ids: Sequence[int]
     log_probs: Sequence[float] | None = None
     version: int = 0
+    versions: Sequence[int] | None = None
     turn: int = 0
     is_trained: bool = True
     routed_experts: NDArray[np.integer] | None = None
@@ -37,6 +39,13 @@ class Segment:
     def is_model(self) -> bool:
         """Return whether the engine drew these tokens."""
         return self.source == MODEL
+
+    @property
+    def version_range(self) -> tuple[int, int]:
+        """Return the oldest and the newest version among the tokens."""
+        if not self.versions:
+            return self.version, self.version
+        return min(self.versions), max(self.versions)
 
 
 @dataclass(kw_only=True)

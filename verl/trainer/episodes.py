@@ -1,6 +1,7 @@
 """The rows that agent loops give: parts of episodes, their scores, and their numbers."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +26,16 @@ def greedy_record_step(step: int) -> int:
     return _MOST_STEPS + step
 
 
-def with_episodes(prompts: DataProto, played: DataProto, n: int) -> DataProto:
+def with_episodes(
+    prompts: DataProto, played: DataProto, n: int, rows: Sequence[int] | None = None
+) -> DataProto:
     """Put the columns of the prompts next to the trajectories of their episodes.
 
     Args:
         prompts: (B,) prompts with `prompt_row`.
         played: trajectories of `RolloutWorker.play_episodes`, in any order.
         n: episodes of a prompt.
+        rows: numbers of the prompts that the episodes go by; None: `prompt_row`.
 
     Returns the trajectories in the order of prompts, episodes and parts. Raises RolloutError for an
     episode that is missing or was played twice.
@@ -41,7 +45,9 @@ def with_episodes(prompts: DataProto, played: DataProto, n: int) -> DataProto:
     if len(set(keys)) < len(keys):
         raise RolloutError("The agent loops returned an episode twice.")
 
-    place_of_row = {int(row): i for i, row in enumerate(prompts.non_tensor_batch["prompt_row"])}
+    if rows is None:
+        rows = prompts.non_tensor_batch["prompt_row"].tolist()
+    place_of_row = {int(row): i for i, row in enumerate(rows)}
     prompt_of = []
     episodes = set()
     for place in order:

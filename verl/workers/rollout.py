@@ -46,7 +46,15 @@ from verl.weight_sync import (
 )
 from verl.workers.actor import ActorWorker, model_source
 from verl.workers.served import server_sender
-from verl.workers.stream import Orders, Progressed, advance, freeze
+from verl.workers.stream import (
+    EpisodeOrders,
+    EpisodeStream,
+    Orders,
+    Progressed,
+    advance,
+    follow,
+    freeze,
+)
 
 _WAY_OUT = (
     "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or "
@@ -129,6 +137,7 @@ class RolloutWorker(Worker):
         self._direct = self._sender()
         self._weights_version = 0
         self.agents: agents.AgentRunner | None = None
+        self.episodes: EpisodeStream | None = None  # that go on over several calls
         if config.rollout.uses_agents:
             stop_ids = end_of_sequence_ids(model, tokenizer)
             self.agents = agents.AgentRunner(config.rollout, tokenizer, stop_ids=stop_ids)
@@ -211,20 +220,14 @@ class RolloutWorker(Worker):
             record_step: number of the batch within the run, below 0 for validation.
         """
         assert self.agents is not None, "the configuration names no agent loop"
-        if any(pictures_of(prompts)):
-            raise RolloutError(
-                "Agent loops cannot play prompts with pictures yet. Leave the images out, or set "
-                "actor_rollout_ref.rollout.multi_turn.enable=False and name no agent loop."
-            )
+        _refuse_pictures(prompts)
         if not self.has_weights:
             self.take_weights()
         episodes = agents.episodes_of(
             prompts.non_tensor_batch, n, step=step, record_step=record_step
         )
         self.engine.forget_prefixes()
-        longest = self.config.rollout.max_model_len or (
-            self.config.rollout.prompt_length + self.config.rollout.response_length
-        )
+        longest = self._longest_episode
         self.engine.reserve(Room(sequences=len(episodes), tokens=longest))
 
         steps = agents.EngineSteps(self.engine, params, seed, step)
@@ -235,10 +238,11 @@ class RolloutWorker(Worker):
                 trajectories, counters = self._follow(steps)
         self._make_room()
 
-        metrics = {**self._metrics(counters), **self._agent_metrics()}
+        assert self.agents is not None
+        metrics = {**self._metrics(counters), **self._agent_metrics(self.agents.metrics())}
         return DataProto.from_dict(
             tensors=self._columns(trajectories, with_turns=True),
-            non_tensors=_episode_columns(trajectories),
+            non_tensors=episode_columns(trajectories),
             meta_info={"metrics": metrics},
         )
 
@@ -271,11 +275,55 @@ class RolloutWorker(Worker):
         self._make_room()
         return news
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def start_episodes(self, orders: EpisodeOrders) -> None:
+        """Begin episodes next to those at work. `advance_episodes` plays them."""
+        assert self.agents is not None, "the configuration names no agent loop"
+        for group in orders.groups:
+            _refuse_pictures(group.prompt)
+        if not self.has_weights:
+            self.take_weights()
+        if self.episodes is None:
+            sharing = self.rollout_mesh.tensor
+            self.episodes = EpisodeStream(self.agents, self.engine, sharing, self._longest_episode)
+        self.episodes.start(orders)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def advance_episodes(self, goal: Goal, most_steps: int | None) -> Progressed:
+        """Play until `goal` is reached, or for `most_steps` steps of the engine."""
+        assert self.episodes is not None, "start_episodes comes first"
+        started = time.perf_counter()
+        with self._names_out_of_memory("generation"):
+            ended = self.episodes.advance(goal, most_steps)
+        return Progressed(episodes=ended, seconds=time.perf_counter() - started)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def freeze_episodes(self) -> Progressed:
+        """Take all turns out of the engine, which has no work afterwards. Tools go on.
+
+        Every rank must call it.
+        """
+        assert self.episodes is not None, "start_episodes comes first"
+        ended = self.episodes.freeze()
+        counters, of_agents = self.episodes.take_metrics()
+        metrics = {**self._metrics(counters), **self._agent_metrics(of_agents)}
+        self._make_room()
+        return Progressed(episodes=ended, metrics=metrics)
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_agents(self) -> None:
         """End the processes of tools. Later episodes start them again."""
+        if self.episodes is not None:
+            self.episodes.close()
+            self.episodes = None
         if self.agents is not None:
             self.agents.close()
+
+    @property
+    def _longest_episode(self) -> int:
+        """Most tokens of a prompt and its response together."""
+        rollout = self.config.rollout
+        return rollout.max_model_len or rollout.prompt_length + rollout.response_length
 
     def _lead(
         self, episodes: list[Any], steps: "agents.EngineSteps", longest: int
@@ -311,11 +359,7 @@ class RolloutWorker(Worker):
 
     def _follow(self, steps: "agents.EngineSteps") -> tuple[list[Trajectory], dict[str, float]]:
         """Make the engine's calls as the first of its ranks does."""
-        while True:
-            message = gather_objects(None, self.rollout_mesh.tensor)[0]
-            if not isinstance(message, agents.Work):
-                break
-            steps.take(message)
+        message = follow(steps, self.rollout_mesh.tensor)
         steps.engine.abort()
         if message is None:
             raise RolloutError("The rank that plays the episodes of this engine has failed.")
@@ -333,11 +377,10 @@ class RolloutWorker(Worker):
             with_turns=with_turns,
         )
 
-    def _agent_metrics(self) -> dict[str, float]:
+    def _agent_metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Combine the counts of the agent loops of all engines."""
-        assert self.agents is not None
         combined: dict[str, list[float]] = {}
-        for metrics in gather_objects(self.agents.metrics(), self.rollout_mesh.data):
+        for metrics in gather_objects(own, self.rollout_mesh.data):
             for name, value in metrics.items():
                 combined.setdefault(name, []).append(value)
 
@@ -521,7 +564,16 @@ def pictures_of(prompts: DataProto) -> list[Pictures]:
     return [tuple(own or ()) for own in column]
 
 
-def _episode_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+def _refuse_pictures(prompts: DataProto) -> None:
+    """Raise RolloutError for prompts with pictures, which agent loops cannot play."""
+    if any(pictures_of(prompts)):
+        raise RolloutError(
+            "Agent loops cannot play prompts with pictures yet. Leave the images out, or set "
+            "actor_rollout_ref.rollout.multi_turn.enable=False and name no agent loop."
+        )
+
+
+def episode_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
     """Return the object columns of `RolloutWorker.play_episodes`."""
     columns: dict[str, list[Any]] = {name: [] for name in _EPISODE_COLUMNS}
     for each in trajectories:

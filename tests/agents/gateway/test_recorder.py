@@ -41,14 +41,22 @@ class Client:
         """Record the replies of an open turn: tokens that tell turns and choices apart."""
         turn, messages = self.open_turns.pop(number)
         replies = []
+        drawn = []
         for choice in turn.numbers:
             ids = [10 + (choice * 7 + place) % 80 for place in range(min(length, turn.room))]
             ids[-1] = END if length % 2 else ids[-1]
-            generated = Generated(token_ids=ids, log_probs=[-1.0] * len(ids), finish_reason="stop")
+            generated = Generated(
+                token_ids=ids,
+                log_probs=[-1.0] * len(ids),
+                finish_reason="stop",
+                version=choice,
+                versions=[choice, *range(len(ids) - 1)],
+            )
+            drawn.append(generated)
             replies.append(WORDING.reply(turn.prompt_ids, generated))
             self.drawn.append((list(turn.prompt_ids), ids))
             self.conversations.append([*messages, replies[-1].message])
-        turn.record(replies, list(turn.numbers))
+        turn.record(replies, drawn)
 
     def give_up(self, number: int) -> None:
         turn, _ = self.open_turns.pop(number)
@@ -84,6 +92,7 @@ def test_each_drawn_token_is_trained_once_in_its_context(values: DataObject):
             if segment.is_model and segment.is_trained:
                 learned.append((list(seen), list(segment.token_ids)))
                 assert segment.version == segment.turn
+                assert segment.versions == [segment.turn, *range(len(segment.token_ids) - 1)]
             seen += segment.token_ids
     assert sorted(learned) == sorted(client.drawn)
 

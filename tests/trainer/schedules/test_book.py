@@ -7,6 +7,7 @@ import pytest
 
 from tests.trainer.schedules.fake_engine import FakeEngine
 from verl.rollout.goal import Goal, GoalWatch
+from verl.rollout.trajectory import Segment, Trajectory
 from verl.trainer.schedules.book import Book, Pace, State
 
 SCHEDULES = 10_000
@@ -194,6 +195,35 @@ def test_what_exceeds_the_bound_is_dropped_and_counted():
     engine.freeze()
     assert [group.serial for group in book.discard_stale()] == [0]
     assert book.discarded_tokens == 9
+
+
+def test_books_keep_ended_episodes_and_admit_half_played_ones_again():
+    """The agent of a half-played episode cannot be saved."""
+    book = Book(Pace(groups_per_step=1, max_staleness=1), samples=2)
+    for row in range(2):
+        book.admit(1, row)
+    book.start()
+    segments = [
+        Segment(source="model", token_ids=[3, 4], log_probs=[-1.0, -2.0], versions=[0, 1]),
+        Segment(source="tool", token_ids=[5]),
+    ]
+    episode = Trajectory(row=0, prompt_ids=[7], segments=segments, extra={"calls": 2}, reward=0.5)
+    book.finish_episode(0, [episode])
+    for sample_id in (1, 2, 3):
+        book.suspend(sample_id)
+    assert book.counts()["frozen"] == 3
+
+    again = Book(book.pace, samples=2)
+    again.load_state_dict(book.state_dict(), payloads=[None, None])
+    assert again.counts() == book.counts() | {"frozen": 0, "admitted": 3}
+    assert again.replayed_episodes == 3
+    first, second = again.groups
+    assert first.born == 0
+    assert second.born is None, "nothing of it is left"
+    (restored,) = first.samples[0].trajectories
+    assert restored == episode
+    assert first.samples[0].token_ids == (3, 4)
+    assert first.samples[0].span == 1
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3])

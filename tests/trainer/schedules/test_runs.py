@@ -141,7 +141,6 @@ def test_a_trainer_of_another_schedule_is_refused():
         (["algorithm.filter_groups.enable=True"], "draws more within the step"),
         (["async_training.trigger_parameter_sync_step=2"], "needs ranks of its own"),
         (["async_training.require_batches=3"], "is the batch of a step, got 3 x 3"),
-        (["actor_rollout_ref.rollout.mode=async"], "cannot freeze the episodes"),
         (["actor_rollout_ref.rollout.name=hf"], "goes on with frozen responses"),
     ],
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl.agents.engine_client import Generated
 from verl.agents.gateway.errors import TOO_LONG, ApiError
 from verl.agents.gateway.requests import canonical, template_message
 from verl.agents.gateway.wording import Reply, Wording
@@ -110,24 +111,25 @@ class Turn:
         if parent is not None:
             parent.is_extended = True
 
-    def record(self, replies: Sequence[Reply], versions: Sequence[int]) -> None:
-        """Note the drawn replies, each with the version of its weights. Ends the turn.
+    def record(self, replies: Sequence[Reply], drawn: Sequence[Generated]) -> None:
+        """Note the replies, with the versions of the weights that drew them. Ends the turn.
 
         Raises ApiError where the session ended while they were drawn.
         """
         self._end()
         self._recorder.check_open(self._session)
 
-        for number, reply, version in zip(self.numbers, replies, versions):
+        for number, reply, each in zip(self.numbers, replies, drawn):
             path = self._path_of(number)
-            drawn = Segment(
+            segment = Segment(
                 source=MODEL,
                 token_ids=list(reply.token_ids),
                 log_probs=list(reply.log_probs),
-                version=version,
+                version=each.version,
+                versions=each.versions,
                 turn=number,
             )
-            path.segments.append(drawn)
+            path.segments.append(segment)
             self._note(path, reply)
 
     def drop(self) -> None:

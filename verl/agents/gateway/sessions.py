@@ -106,7 +106,7 @@ class SessionBackend:
             turn.drop()
             raise
 
-        turn.record(replies, [each.version for each in drawn])
+        turn.record(replies, drawn)
         return replies
 
     async def _draw(self, turn: Turn, draw: DrawSettings) -> list[Generated]:
@@ -143,6 +143,7 @@ class SessionBackend:
                     drawn,
                     token_ids=drawn.token_ids[:count],
                     log_probs=drawn.log_probs[:count],
+                    versions=None if drawn.versions is None else drawn.versions[:count],
                     finish_reason="stop",
                 )
         return drawn

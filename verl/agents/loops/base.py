@@ -25,12 +25,14 @@ class Episode:
     """One sample of a prompt, which an agent loop plays to its end.
 
     Args:
-        row: number of the sample in the whole batch: prompt number * n + sample of the prompt.
+        row: number of the sample among all that are played at once, which the engine knows it by.
+            In one batch: prompt number * n + sample of the prompt.
+        row_in_batch: its number in its own batch, where episodes of several are played at once.
         messages: of the prompt.
         prompt_ids: the tokens of `messages` without tools.
         fields: all columns of the row.
-        record_step: number of the batch within the run, below 0 for validation. With `row` it is
-            the key of recorded tool calls.
+        record_step: number of the batch within the run, below 0 for validation. With the row in
+            the batch it is the key of recorded tool calls.
         step: the step that draws depend on: of the training, or the number of the batch within a
             validation, which is alike in every validation.
     """
@@ -41,11 +43,17 @@ class Episode:
     fields: Mapping[str, Any]
     record_step: int = 0
     step: int = 0
+    row_in_batch: int | None = None
+
+    @property
+    def own_row(self) -> int:
+        """Number of the sample in its own batch."""
+        return self.row if self.row_in_batch is None else self.row_in_batch
 
     @property
     def name(self) -> str:
         """Name of the episode within a run."""
-        return f"{self.record_step}-{self.row}"
+        return f"{self.record_step}-{self.own_row}"
 
     @property
     def is_validation(self) -> bool:

@@ -102,7 +102,7 @@ class ToolAgentLoop:
                 episode.option("tools_kwargs"),
                 names=play.offered,
                 step=episode.record_step,
-                row=episode.row,
+                row=episode.own_row,
             )
 
         asked = episode.option("interaction_kwargs")

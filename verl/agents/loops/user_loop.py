@@ -339,6 +339,7 @@ class UserLoop:
                     token_ids=own[:count],
                     log_probs=drawn.log_probs[:count],
                     version=drawn.version,
+                    versions=None if drawn.versions is None else drawn.versions[:count],
                     turn=turn,
                 )
         text = self.context.tokenizer.decode(shown[:8])

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from verl.rollout.goal import Goal
-from verl.rollout.trajectory import MODEL, Segment
+from verl.rollout.trajectory import MODEL, Segment, Trajectory
+from verl.trainer.schedules.packing import packed_trajectory, unpacked_trajectory
 
 
 class State(str, Enum):
@@ -30,7 +31,7 @@ class State(str, Enum):
 
     ADMITTED = "admitted"  # its prompt was read; no token is drawn
     RUNNING = "running"  # in an engine
-    FROZEN = "frozen"  # out of the engine, with the tokens drawn so far
+    FROZEN = "frozen"  # out of the engine, with the tokens drawn so far; or a half-played episode
     WAITING = "waiting"  # whole, and not learned from yet
     CONSUMED = "consumed"
 
@@ -67,11 +68,15 @@ class Pace:
 
 @dataclass(eq=False, slots=True)
 class Sample:
-    """One trajectory: its state, and its tokens as one segment for each version of the weights."""
+    """One trajectory: its state, and its tokens as one segment for each version of the weights.
+
+    An episode of agents has the drawn segments of all its `trajectories`, once it has ended.
+    """
 
     sample_id: int
     state: State = State.ADMITTED
     segments: list[Segment] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -82,6 +87,14 @@ class Sample:
     def log_probs(self) -> tuple[float, ...]:
         """One for each token."""
         return tuple(value for segment in self.segments for value in segment.log_probs or ())
+
+    @property
+    def span(self) -> int:
+        """Versions between its oldest and its newest token."""
+        ranges = [segment.version_range for segment in self.segments]
+        if not ranges:
+            return 0
+        return max(newest for _, newest in ranges) - min(oldest for oldest, _ in ranges)
 
     def grow(self, token_ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:
         """Take all tokens of the sample; those that are new were drawn by `version`."""
@@ -142,6 +155,7 @@ class Book:
         self.admitted = 0  # groups so far
         self.discarded_groups = 0
         self.discarded_tokens = 0
+        self.replayed_episodes = 0  # half-played ones that a resume began anew
         self.groups: list[Group] = []  # not consumed, in the order of admission
         self._by_id: dict[int, tuple[Group, Sample]] = {}
 
@@ -247,6 +261,19 @@ class Book:
         if all(each.state is State.ADMITTED for each in group.samples):
             group.born = None
 
+    def finish_episode(self, sample_id: int, trajectories: Sequence[Trajectory]) -> None:
+        """Record an episode of agents that has ended."""
+        _, sample = self._running(sample_id)
+        sample.trajectories = list(trajectories)
+        for trajectory in trajectories:
+            sample.segments += [segment for segment in trajectory.segments if segment.is_model]
+        sample.state = State.WAITING
+
+    def suspend(self, sample_id: int) -> None:
+        """Record an episode whose turns are out of the engine. Its agent keeps their tokens."""
+        _, sample = self._running(sample_id)
+        sample.state = State.FROZEN
+
     def hand_over(self) -> None:
         """Record that the engines have new weights. No sample runs meanwhile."""
         assert not any(s.state is State.RUNNING for g in self.groups for s in g.samples)
@@ -295,19 +322,29 @@ class Book:
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the books in plain values, without payloads. No sample may run."""
+        """Return the books in plain values, without payloads. No sample may run.
+
+        The agents of half-played episodes cannot be saved, so these are admitted once more.
+        """
         groups = []
+        half_played = 0
         for group in self.groups:
             samples = []
             for sample in group.samples:
                 assert sample.state is not State.RUNNING
-                samples.append((sample.state.value, _packed(sample.segments)))
+                state = sample.state
+                if state is State.FROZEN and not sample.segments:
+                    state = State.ADMITTED
+                    half_played += 1
+                own = [packed_trajectory(each) for each in sample.trajectories]
+                samples.append((state.value, _packed(sample.segments) if not own else [], own))
+            is_new = all(state == State.ADMITTED for state, _, _ in samples)
             groups.append(
                 {
                     "serial": group.serial,
                     "step": group.step,
                     "row": group.row,
-                    "born": group.born,
+                    "born": None if is_new else group.born,
                     "samples": samples,
                 }
             )
@@ -317,6 +354,7 @@ class Book:
             "admitted": self.admitted,
             "discarded_groups": self.discarded_groups,
             "discarded_tokens": self.discarded_tokens,
+            "replayed_episodes": self.replayed_episodes + half_played,
             "groups": groups,
         }
 
@@ -327,13 +365,19 @@ class Book:
         self.admitted = state["admitted"]
         self.discarded_groups = state["discarded_groups"]
         self.discarded_tokens = state["discarded_tokens"]
+        self.replayed_episodes = state["replayed_episodes"]
         self.groups = []
         self._by_id = {}
         for saved, payload in zip(state["groups"], payloads, strict=True):
             samples = []
-            for number, (of_sample, segments) in enumerate(saved["samples"]):
+            for number, (of_sample, segments, trajectories) in enumerate(saved["samples"]):
                 sample_id = saved["serial"] * self.num_samples + number
-                samples.append(Sample(sample_id, State(of_sample), _unpacked(segments)))
+                sample = Sample(sample_id, State(of_sample), _unpacked(segments))
+                own = [unpacked_trajectory(each) for each in trajectories]
+                for trajectory in own:
+                    sample.segments += [each for each in trajectory.segments if each.is_model]
+                sample.trajectories = own
+                samples.append(sample)
             group = Group(
                 saved["serial"], saved["step"], saved["row"], samples, payload, saved["born"]
             )

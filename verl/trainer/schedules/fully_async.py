@@ -7,7 +7,8 @@ while the trainer learns, and is interrupted for the hand-over of weights alone.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 from verl.config.placement import rollout_is_apart
@@ -16,10 +17,11 @@ from verl.rollout import Trajectory, assemble
 from verl.rollout.base import capabilities_of
 from verl.single_controller import OnTold
 from verl.trainer import setup
+from verl.trainer.episodes import require_episodes, with_episodes
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer, number_prompts
 from verl.trainer.run import TrainingRun
 from verl.trainer.schedules.book import Book, Group, Pace
-from verl.trainer.schedules.generation import Generation, prompt_ids_of
+from verl.trainer.schedules.generation import EpisodeGeneration, Generation, prompt_ids_of
 from verl.trainer.schedules.packing import packed, unpacked
 from verl.trainer.schedules.staleness import (
     apply_policy,
@@ -28,7 +30,9 @@ from verl.trainer.schedules.staleness import (
     with_staleness_weights,
 )
 from verl.utils.errors import ConfigError, DataError, RolloutError
+from verl.utils.logging import logger
 from verl.utils.phases import phase
+from verl.workers.rollout import episode_columns
 
 
 class FullyAsyncTrainer(PPOTrainer):
@@ -67,7 +71,8 @@ class FullyAsyncTrainer(PPOTrainer):
         super().init_workers()
         rollout = self.config.actor_rollout_ref.rollout
         params = setup.sampling_params(rollout)
-        self.generation = Generation(self.book, self.rollout_wg, params, rollout.seed)
+        how = EpisodeGeneration if rollout.uses_agents else Generation
+        self.generation: Generation = how(self.book, self.rollout_wg, params, rollout.seed)
 
     # ---------------------------------------------------------------- prompts
 
@@ -106,6 +111,7 @@ class FullyAsyncTrainer(PPOTrainer):
             self._start_samples()
             self.generation.run_ahead()
         batch = self._batch_of(groups)
+        require_episodes(batch)
         self.metrics.update(staleness_metrics(batch, groups))
         self.metrics.update(apply_policy(batch, self.config.async_training))
         return batch
@@ -178,25 +184,28 @@ class FullyAsyncTrainer(PPOTrainer):
         """Return the columns of phase "generate" of whole groups."""
         rollout = self.config.actor_rollout_ref.rollout
         trajectories = []
-        for group in groups:
-            for sample in group.samples:
-                trajectories.append(
-                    Trajectory(
-                        row=len(trajectories),
-                        prompt_ids=prompt_ids_of(group),
-                        segments=sample.segments,
-                    )
-                )
+        for place, sample in enumerate(chain.from_iterable(group.samples for group in groups)):
+            if rollout.uses_agents:
+                trajectories += [replace(each, row=place) for each in sample.trajectories]
+                continue
+            prompt_ids = prompt_ids_of(groups[place // self.book.num_samples])
+            drawn = Trajectory(row=place, prompt_ids=prompt_ids, segments=sample.segments)
+            trajectories.append(drawn)
+
         columns = assemble(
             trajectories,
             prompt_length=rollout.prompt_length,
             response_length=rollout.response_length,
             pad_token_id=self.tokenizer.pad_token_id,
+            with_turns=rollout.uses_agents,
             version=self.book.pace.version_of(self.global_step),
         )
         prompts = DataProto.concat([group.payload for group in groups])
-        repeated = prompts.repeat(self.book.num_samples, interleave=True)
-        return repeated.union(DataProto.from_dict(tensors=columns))
+        if not rollout.uses_agents:
+            repeated = prompts.repeat(self.book.num_samples, interleave=True)
+            return repeated.union(DataProto.from_dict(tensors=columns))
+        played = DataProto.from_dict(tensors=columns, non_tensors=episode_columns(trajectories))
+        return with_episodes(prompts, played, self.book.num_samples, range(len(groups)))
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -223,3 +232,9 @@ class FullyAsyncTrainer(PPOTrainer):
         prompts = unpacked(state["prompts"]) or DataProto()
         payloads = [prompts.slice(row, row + 1) for row in range(len(prompts))]
         self.book.load_state_dict(state["book"], payloads)
+        if self.book.replayed_episodes:
+            logger.info(
+                "resume: half-played episodes of agents cannot be saved, so they begin anew: %d in "
+                "this run so far.",
+                self.book.replayed_episodes,
+            )

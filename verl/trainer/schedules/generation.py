@@ -1,7 +1,9 @@
 """Generation as asynchronous schedules drive it: the samples of a book, on a group of engines."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from verl.rollout import Completion, Continuation, Request, SamplingParams
 from verl.rollout.goal import Goal
@@ -10,7 +12,7 @@ from verl.trainer.schedules.book import Book, Group, State
 from verl.utils.errors import RolloutError
 from verl.workers import RolloutWorker
 from verl.workers.rollout import pictures_of
-from verl.workers.stream import Orders
+from verl.workers.stream import EpisodeOrders, GroupOrder, Orders, Progressed
 
 # Steps of the engines between two looks at whether the trainer wants the rollout to pause.
 _STEPS_AHEAD = 16
@@ -60,7 +62,7 @@ class Generation:
 
     def advance(self) -> None:
         """Generate until the next batch can be taken."""
-        self._advance(self.book.goal().shares(num_shares(self._rollout)), None)
+        self._advance(self._goals(), None)
 
     def run_ahead(self) -> None:
         """Generate in a thread until `pause`, on ranks that the trainer does not need meanwhile.
@@ -94,10 +96,18 @@ class Generation:
 
     def _advance(self, goals: Sequence[Goal], most_steps: int | None) -> None:
         steps = [most_steps] * len(goals)
-        answers = of_each_share(self._rollout.advance_samples, list(goals), steps)
+        answers = self._on_engines(list(goals), steps)
         for news in answers:
             _enter(self.book.finish, news.finished)
         self.seconds += max(news.seconds for news in answers)
+
+    def _goals(self) -> list[Goal]:
+        """Return the part of each engine in the goal of the book."""
+        return self.book.goal().shares(num_shares(self._rollout))
+
+    def _on_engines(self, *shares: list[Any]) -> list[Progressed]:
+        """Advance all engines, each with its part of every list."""
+        return of_each_share(self._rollout.advance_samples, *shares)
 
     def freeze(self) -> None:
         """Take all samples out of the engines."""
@@ -107,13 +117,17 @@ class Generation:
 
     def leave_device(self) -> None:
         """Take all samples out of the engines, which leave the device to the trainer."""
+        answers = self._freeze_engines()
+        if self._has_started:
+            self.metrics = answers[0].metrics  # of all engines
+        self._has_started = False
+
+    def _freeze_engines(self) -> list[Progressed]:
         answers = of_each_share(self._rollout.freeze_samples)
         for news in answers:
             _enter(self.book.finish, news.finished)
             _enter(self.book.freeze, news.frozen)
-        if self._has_started:
-            self.metrics = answers[0].metrics  # of all engines
-        self._has_started = False
+        return answers
 
     def _request(self, group: Group) -> Request:
         """Return the request for the samples of a group that have just begun to run."""
@@ -141,6 +155,98 @@ class Generation:
             continuations=tuple(begun),
             pictures=pictures_of(group.payload)[0],
         )
+
+
+class EpisodeGeneration(Generation):
+    """Generation by agent loops: an episode stays with the engine where it began.
+
+    Tools go on while an engine stands still.
+    """
+
+    def __init__(
+        self, book: Book, rollout: GroupOf[RolloutWorker], params: SamplingParams, seed: int
+    ) -> None:
+        super().__init__(book, rollout, params, seed)
+        self._homes: dict[int, int] = {}  # group -> engine
+
+    def start(self) -> None:
+        """Begin all episodes that may, where fewest are at work, and let the others go on."""
+        started = self.book.start()
+        if not started:
+            return
+        at_work = self._count_at_work()
+        begun: list[list[GroupOrder]] = [[] for _ in range(num_shares(self._rollout))]
+        for group in started:
+            if group.serial in self._homes:
+                continue  # its episodes go on by themselves
+            home = min(range(len(begun)), key=lambda share: at_work[share])
+            order = self._order(group)
+            self._homes[group.serial] = home
+            begun[home].append(order)
+            at_work[home] += len(order.samples)
+
+        orders = []
+        for share, groups in enumerate(begun):
+            orders.append(
+                EpisodeOrders(
+                    groups=groups,
+                    n=self.book.num_samples,
+                    params=self._params,
+                    seed=self._seed,
+                    version=self.book.version,
+                    num_at_work=at_work[share],
+                )
+            )
+        of_each_share(self._rollout.start_episodes, orders)
+        self._has_started = True
+
+    def _count_at_work(self) -> Counter[int]:
+        """Count the episodes at work in each engine. Forgets the homes of groups that are whole."""
+        known = self._homes
+        self._homes = {}
+        at_work: Counter[int] = Counter()
+        for group in self.book.groups:
+            if group.serial in known and not group.is_whole:
+                self._homes[group.serial] = known[group.serial]
+                running = [each for each in group.samples if each.state is State.RUNNING]
+                at_work[known[group.serial]] += len(running)
+        return at_work
+
+    def _order(self, group: Group) -> GroupOrder:
+        first = group.serial * self.book.num_samples
+        running = [each for each in group.samples if each.state is State.RUNNING]
+        return GroupOrder(
+            prompt=group.payload,
+            step=group.step,
+            first_id=first,
+            samples=tuple(sample.sample_id - first for sample in running),
+        )
+
+    def _goals(self) -> list[Goal]:
+        goal = self.book.goal()
+        homes = []
+        for sample_ids in goal.groups:
+            homes.append(self._homes[sample_ids[0] // self.book.num_samples])
+        return goal.shares(num_shares(self._rollout), homes)
+
+    def _on_engines(self, *shares: list[Any]) -> list[Progressed]:
+        answers = of_each_share(self._rollout.advance_episodes, *shares)
+        self._enter_episodes(answers)
+        return answers
+
+    def _freeze_engines(self) -> list[Progressed]:
+        answers = of_each_share(self._rollout.freeze_episodes)
+        self._enter_episodes(answers)
+        for group in self.book.groups:
+            for sample in group.samples:
+                if sample.state is State.RUNNING:
+                    self.book.suspend(sample.sample_id)
+        return answers
+
+    def _enter_episodes(self, answers: Sequence[Progressed]) -> None:
+        for news in answers:
+            for sample_id, trajectories in news.episodes:
+                self.book.finish_episode(sample_id, trajectories)
 
 
 def prompt_ids_of(group: Group) -> tuple[int, ...]:

@@ -23,12 +23,11 @@ def staleness_metrics(batch: DataProto, groups: Sequence[Group]) -> dict[str, fl
     oldest = ages.max(-1).values
     spans = []
     for group in groups:
-        for sample in group.samples:
-            spans.append(sample.segments[-1].version - sample.segments[0].version)
+        spans += [sample.span for sample in group.samples]
 
-    stale_groups = (oldest.view(len(groups), -1) > 0).any(-1)
+    stale_groups = set(_group_of_rows(batch, len(groups))[oldest > 0].tolist())
     metrics = {
-        "fully_async/count/stale_samples_processed": float(stale_groups.sum()),
+        "fully_async/count/stale_samples_processed": float(len(stale_groups)),
         "fully_async/count/stale_trajectory_processed": float((oldest > 0).sum()),
         "fully_async/partial/total_partial_num": float(sum(span > 0 for span in spans)),
         "fully_async/partial/partial_ratio": sum(span > 0 for span in spans) / len(spans),
@@ -41,9 +40,21 @@ def staleness_metrics(batch: DataProto, groups: Sequence[Group]) -> dict[str, fl
     return metrics
 
 
+def _group_of_rows(batch: DataProto, num_groups: int) -> torch.Tensor:
+    """Return the number of each row's group, (B,); an episode of agents may have several rows."""
+    episodes = batch.non_tensor_batch.get("episode")
+    if episodes is None:
+        return torch.arange(len(batch)) // (len(batch) // num_groups)
+    numbers = torch.tensor([int(episode) for episode in episodes])
+    return numbers // ((int(numbers.max()) + 1) // num_groups)
+
+
 def book_metrics(book: Book) -> dict[str, float]:
     """Count the trajectories in each state, and the tokens that were discarded so far."""
-    metrics = {"fully_async/discarded_tokens": float(book.discarded_tokens)}
+    metrics = {
+        "fully_async/discarded_tokens": float(book.discarded_tokens),
+        "fully_async/replayed_episodes": float(book.replayed_episodes),
+    }
     for state, count in book.counts().items():
         metrics[f"fully_async/book/{state}"] = float(count)
     return metrics

@@ -1,0 +1,49 @@
+"""`model.external_lib` of runs with agents: episodes of several turns, with a tool after each."""
+
+import asyncio
+import threading
+from functools import partial
+
+from verl.agents.loops.base import AgentContext, Episode, agent_loops
+from verl.rollout.trajectory import Trajectory
+
+TURNS = 3
+
+
+class TurnLoop:
+    """Draws turns of few tokens.
+
+    Args:
+        is_uneven: whether prompts differ in turns, and their tools in the rounds of the event loop
+            that they take. If not, all samples of a step are in the same turn.
+    """
+
+    def __init__(self, context: AgentContext, is_uneven: bool) -> None:
+        self.context = context
+        self.is_uneven = is_uneven
+
+    async def play(self, episode: Episode) -> list[Trajectory]:
+        """See `AgentLoop.play`."""
+        kind = episode.own_row // 4 % 3 if self.is_uneven else 0
+        conversation = self.context.conversation(episode)
+        thread = threading.get_ident()
+        for turn in range(TURNS + kind):
+            drawn = await self.context.draw(conversation)
+            reply = {"role": "assistant", "content": self.context.text_of(drawn.token_ids)}
+            for _ in range(7 * kind):
+                await asyncio.sleep(0)
+            assert threading.get_ident() == thread, "an episode stays in its event loop"
+            is_last = turn == TURNS + kind - 1
+            asked = [{"role": "user", "content": "go on"}]
+            if is_last or not conversation.extend(reply, asked, "tool"):
+                break
+
+        trajectories = conversation.trajectories()
+        for trajectory in trajectories:
+            tokens = trajectory.response_ids
+            trajectory.reward = len(set(tokens)) / len(tokens)
+        return trajectories
+
+
+agent_loops.register("turns")(partial(TurnLoop, is_uneven=False))
+agent_loops.register("uneven_turns")(partial(TurnLoop, is_uneven=True))
