@@ -1,12 +1,19 @@
 """The record of a run: read as it was written, bounded, and whole after a crash."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.diagnostics.view.toy_records import toy_table, write_record
-from verl.tracking.records import RecordWriter, load_run, pack_digests, unpack_digests
+from verl.tracking.records import (
+    RecordWriter,
+    json_column,
+    load_run,
+    pack_digests,
+    unpack_digests,
+)
 from verl.utils.errors import DataError
 
 
@@ -26,7 +33,7 @@ def test_a_record_reads_back_as_written(tmp_path: Path):
 
 def test_the_newest_steps_stay_within_the_bounds(tmp_path: Path):
     writer = write_record(tmp_path, steps=1)
-    size = (writer.folder / "steps" / "1.parquet").stat().st_size
+    size = (writer.folder / "steps" / "1.arrow").stat().st_size
     few = RecordWriter(tmp_path, keep_steps=3, max_bytes=1 << 30)
     for step in range(2, 7):
         few.add_samples(step, toy_table(8, ["x"]))
@@ -43,7 +50,7 @@ def test_a_resumed_run_forgets_the_steps_after_its_checkpoint(tmp_path: Path):
     writer = write_record(tmp_path, steps=5)
     with (writer.folder / "steps.jsonl").open("a") as file:
         file.write('{"step": 6, "ti')  # killed in the middle of a line
-    (writer.folder / "steps" / ".6.parquet.tmp-1").write_bytes(b"PAR1")
+    (writer.folder / "steps" / ".6.arrow.tmp-1").write_bytes(b"ARROW1")
     again = RecordWriter(tmp_path, keep_steps=20, max_bytes=1 << 30)
     again.start({"config": {}, "started": 0.0}, 3)
     run = load_run(tmp_path)
@@ -69,7 +76,7 @@ def test_a_reader_follows_a_run_that_trains_and_starts_over(tmp_path: Path):
 
 def test_damage_is_named_and_the_rest_is_read(tmp_path: Path):
     writer = write_record(tmp_path, steps=2)
-    (writer.folder / "steps" / "2.parquet").write_bytes(b"PAR1 torn")
+    (writer.folder / "steps" / "2.arrow").write_bytes(b"ARROW1 torn")
     with (writer.folder / "steps.jsonl").open("a") as file:
         file.write("[]\n{}\nnothing\n")
     run = load_run(tmp_path)
@@ -82,6 +89,18 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path: Path):
         load_run(tmp_path)
     with pytest.raises(DataError, match="found no records/run.json"):
         load_run(tmp_path / "elsewhere")
+
+
+def test_objects_become_json_and_shared_ones_are_written_once():
+    shared = {"a": {1}, "half": "\ud800", 2: np.float32(0.5)}
+    fields = {"same": [shared] * 3, "own": [float("nan"), np.bool_(True), None]}
+    column = json_column({**fields, "twice": ["x", "y", "x"]}, 3)
+    rows = [json.loads(text) for text in column.to_pylist()]
+    assert rows[0]["same"] == {"a": [1], "half": "\ud800", "2": 0.5}
+    assert [row["own"] for row in rows] == [None, True, None]
+    assert [row["twice"] for row in rows] == ["x", "y", "x"]
+    assert len(json_column({"same": fields["same"]}, 3).dictionary) == 1
+    assert json_column({}, 2).to_pylist() == ["{}", "{}"]
 
 
 def test_digests_survive_packing():

@@ -6,7 +6,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
+import pyarrow as pa
 import pytest
 
 import verl
@@ -73,7 +73,7 @@ def test_an_error_ends_the_record_and_not_the_run(
     def failing(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(pq, "write_table", failing)
+    monkeypatch.setattr(pa.ipc, "new_file", failing)
     assert run(tmp_path) == 0
     out = capfd.readouterr().out
     assert f"({type(error).__name__}: {error})" in out

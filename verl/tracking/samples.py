@@ -29,12 +29,24 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def to_json_line(row: Mapping[str, Any]) -> str:
-    """Format one line of valid JSON.
+# Values that JSON has are written as they are; `plain` is asked for the others alone.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=plain)
+
+
+def to_json(value: Any) -> str:
+    """Format any value as valid JSON, see `plain`.
 
     Floats are written by repr: reading them back gives the same bits.
     """
-    return json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        return _ENCODER.encode(value)
+    except (ValueError, TypeError):  # NaN, infinities, or names that are no text
+        return _ENCODER.encode(plain(value))
+
+
+def to_json_line(row: Mapping[str, Any]) -> str:
+    """Format one line of valid JSON, see `to_json`."""
+    return to_json(row) + "\n"
 
 
 def write_samples(folder: Path | str, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:

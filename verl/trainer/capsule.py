@@ -78,8 +78,9 @@ def write_capsule(
             file.writestr(f"{FOLDER}/{STEPS_FILE}", _lines(run.records / STEPS_FILE, start, step))
             file.writestr(ROWS_FILE, json.dumps(_rows(run, step)))
             for each in needed:
-                name = f"{SAMPLES_FOLDER}/{each}.parquet"
-                file.write(run.records / name, f"{FOLDER}/{name}", zipfile.ZIP_STORED)
+                samples = run.samples_file(each)
+                name = f"{FOLDER}/{SAMPLES_FOLDER}/{samples.name}"
+                file.write(samples, name, zipfile.ZIP_STORED)
             if weights and checkpoint is not None:
                 _add_folder(file, checkpoint)
         os.replace(temporary, path)

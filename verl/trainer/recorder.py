@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,13 +24,15 @@ from verl.config.trainer import RecordConfig
 from verl.data import RLDataLoader
 from verl.protocol import DataProto
 from verl.tracking.records import (
+    FIELDS,
     FOLDER,
+    REWARD_PARTS,
     RecordWriter,
+    json_column,
     pack_digests,
     samples_table,
     token_lists,
 )
-from verl.tracking.samples import to_json_line
 from verl.trainer.capsule import write_capsule
 from verl.trainer.metrics import spans_of_processes
 from verl.utils.devices import describe_device
@@ -249,12 +252,14 @@ class StepRecorder:
 
         prompt_ids = tensors["prompts"][prompt_mask].to(torch.int32).numpy()
         response_ids = tensors["responses"][response_mask].to(torch.int32).numpy()
+        rewards, fields = _fields(batch)
         columns: dict[str, Any] = {
             "uid": pa.array([str(uid) for uid in batch.non_tensor_batch["uid"]]),
             "score": pa.array(tensors["token_level_scores"].sum(-1).double().numpy()),
             "prompt": pa.array(self._texts(prompt_ids, prompt_lengths)),
             "response": pa.array(self._texts(response_ids, lengths)),
-            "fields": pa.array(_fields(batch)),
+            REWARD_PARTS: json_column(rewards, len(lengths)),
+            FIELDS: json_column(fields, len(lengths)),
             "prompt_ids": token_lists(prompt_ids, prompt_lengths),
             "response_ids": token_lists(response_ids, lengths),
         }
@@ -267,10 +272,20 @@ class StepRecorder:
         return columns
 
     def _texts(self, ids: np.ndarray, lengths: np.ndarray) -> list[str]:
-        rows = np.split(ids, np.cumsum(lengths)[:-1])
-        texts = self._tokenizer.batch_decode([row.tolist() for row in rows])
-        # Half a character in a text becomes a lone surrogate, which Parquet does not take.
-        return [text.encode("utf-8", errors="replace").decode("utf-8") for text in texts]
+        """Decode rows that follow each other; rows that are equal once."""
+        text_of: dict[bytes, str] = {}
+        texts = []
+        end = 0
+        for length in lengths.tolist():
+            row = ids[end : end + length]
+            end += length
+            key = row.tobytes()
+            if key not in text_of:
+                text = self._tokenizer.decode(row)
+                # Half a character in a text is a lone surrogate, which Arrow does not take.
+                text_of[key] = text.encode("utf-8", errors="replace").decode("utf-8")
+            texts.append(text_of[key])
+        return texts
 
     def _pieces_of(self, columns: Mapping[str, Any]) -> dict[int, str]:
         """Return the text of every token id that occurs."""
@@ -329,18 +344,17 @@ def _event(step: int, kind: str, text: str) -> dict[str, Any]:
     return {"event": kind, "step": step, "time": time.time(), "text": text}
 
 
-def _fields(batch: DataProto) -> list[str]:
-    """Return the object columns of each row as JSON, those of the reward and the data first."""
-    columns = batch.non_tensor_batch
-    first = [name for name in batch.meta_info.get("reward_fields", ()) if name in columns]
-    others = [name for name in columns if name not in first and name not in _LEFT_OUT_FIELDS]
-    rows = []
-    for row in range(len(batch)):
-        values = {name: columns[name][row] for name in (*first, *others)}
-        values["reward_parts"] = {name: columns[name][row] for name in first}
-        line = to_json_line(values).rstrip("\n")
-        rows.append(line.encode("utf-8", errors="backslashreplace").decode())
-    return rows
+def _fields(batch: DataProto) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """Return the columns of objects: the parts of the reward, and the others."""
+    parts = batch.meta_info.get("reward_fields", ())
+    rewards = {}
+    others = {}
+    for name, values in batch.non_tensor_batch.items():
+        if name in parts:
+            rewards[name] = list(values)
+        elif name not in _LEFT_OUT_FIELDS:
+            others[name] = list(values)
+    return rewards, others
 
 
 def _group_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
@@ -378,17 +392,19 @@ def _column_digests(columns: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _lanes(processes: Sequence[tuple[str, Recorded]], started_ns: int) -> list[dict[str, Any]]:
-    """Return the spans of each process, in seconds from the start of the step."""
+    """Return the spans of each process, in microseconds from the start of the step."""
     _, reference = processes[0]
     origin_ns = started_ns - reference.wall_offset_ns
     lanes = []
     for name, recorded in processes:
         shift_ns = clock_shift_ns(recorded, reference) - origin_ns
-        longest = sorted(recorded.spans, key=lambda span: span.start_ns - span.end_ns)
+        kept = recorded.spans
+        if len(kept) > _MOST_SPANS:
+            kept = sorted(kept, key=lambda span: span.start_ns - span.end_ns)[:_MOST_SPANS]
         spans = []
-        for span in sorted(longest[:_MOST_SPANS], key=lambda span: span.start_ns):
-            start_s = (span.start_ns + shift_ns) / 1e9
-            end_s = (span.end_ns + shift_ns) / 1e9
-            spans.append([span.name, span.row, round(start_s, 6), round(end_s, 6)])
+        for label, row, start_ns, end_ns, _ in kept:
+            start_us = (start_ns + shift_ns) // 1000
+            spans.append((label, row, start_us, (end_ns + shift_ns) // 1000))
+        spans.sort(key=itemgetter(2))
         lanes.append({"name": name, "spans": spans})
     return lanes

@@ -1,5 +1,6 @@
 """Record time spans in every process; a driver writes those of all processes as a Chrome trace."""
 
+import functools
 import itertools
 import json
 import os
@@ -56,10 +57,20 @@ def note_span(name: str, row: str, start_ns: int, *, overlaps: bool = False) -> 
 def recorded_since(wall_ns: int) -> Recorded:
     """Return the spans of this process that ended after a wall-clock time, at most 20,000."""
     offset = time.time_ns() - time.monotonic_ns()
-    machine = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else socket.gethostname()
-    # Copy first: another thread may append during the loop.
-    recent = [span for span in _latest.copy() if span.end_ns + offset >= wall_ns]
-    return Recorded(machine, os.getpid(), offset, recent)
+    recent = []
+    # Copy first: another thread may append during the loop. Spans are appended as they end.
+    for span in reversed(_latest.copy()):
+        if span.end_ns + offset < wall_ns:
+            break
+        recent.append(span)
+    recent.reverse()
+    return Recorded(_machine(), os.getpid(), offset, recent)
+
+
+@functools.cache
+def _machine() -> str:
+    """Return the name of this machine since its last start."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else socket.gethostname()
 
 
 def clock_shift_ns(recorded: Recorded, reference: Recorded) -> int:

@@ -121,6 +121,10 @@ class FingerprintLog:
 
 def _sum_of_bits(bits: Tensor, part: Part) -> Tensor:
     """Sum h(i) b_i of flat integers, chunk by chunk on a CPU."""
+    if not part.run and part.start + bits.numel() <= min(_CHUNK, _KEPT_HASHES):
+        # Most tensors of a small model: one product.
+        return torch.dot(_hashes()[part.start : part.start + bits.numel()], bits.to(torch.int64))
+
     total = torch.zeros((), dtype=torch.int64)
     for first in range(0, bits.numel(), _CHUNK):
         values = bits[first : first + _CHUNK].to(torch.int64)

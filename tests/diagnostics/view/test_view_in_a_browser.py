@@ -198,7 +198,7 @@ def test_keys_choose_a_sample_and_a_token(tmp_path: Path):
 
 def test_a_damaged_record_shows_all_that_is_whole(tmp_path: Path):
     writer = write_record(tmp_path / "run", steps=3)
-    samples = writer.folder / "steps" / "3.parquet"
+    samples = writer.folder / "steps" / "3.arrow"
     samples.write_bytes(samples.read_bytes()[:200])
     with (writer.folder / "steps.jsonl").open("a") as file:
         file.write('{"step": 4, "time"\n{"step": "x"}\n[1]\n{"step": 5, "ti')

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from verl.tracking.records import RecordWriter, samples_table, token_lists
-from verl.tracking.samples import to_json_line
+from verl.tracking.records import RecordWriter, json_column, samples_table, token_lists
 
 HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script>&amp;\'"'
 
@@ -50,16 +49,17 @@ def toy_table(
     total = int(lengths.sum())
     scores = (np.arange(num_rows) % 4).astype(float)
     scores[:4] = 1.0
-    fields = {"data_source": "toy", "reward_parts": {"right": 1.0}}
+    fields: dict[str, list[Any]] = {"data_source": ["toy"] * num_rows}
     if messages is not None:
-        fields["agent_info"] = {"messages": messages}
+        fields["agent_info"] = [{"messages": messages}] * num_rows
     log_probs = -generator.random(total).astype(np.float32)
     columns = {
         "uid": pa.array([f"1-{row // 4}" for row in range(num_rows)]),
         "score": pa.array(scores),
         "prompt": pa.array([f"prompt {row // 4} {texts[0]}" for row in range(num_rows)]),
         "response": pa.array([texts[row % len(texts)] for row in range(num_rows)]),
-        "fields": pa.array([to_json_line(fields).strip()] * num_rows),
+        "reward_parts": json_column({"right": [1.0] * num_rows}, num_rows),
+        "fields": json_column(fields, num_rows),
         "prompt_ids": token_lists(np.ones(3 * num_rows, np.int32), np.full(num_rows, 3)),
         "response_ids": token_lists(np.arange(total, dtype=np.int32) % 5, lengths),
         "response_mask": token_lists(np.ones(total, np.int8), lengths),
@@ -67,6 +67,6 @@ def toy_table(
         "old_log_probs": token_lists(log_probs * np.float32(1.1), lengths),
         "advantages": token_lists(np.linspace(-1, 1, total, dtype=np.float32), lengths),
     }
-    lanes = [{"name": "driver (pid 1)", "spans": [["gen", "rollout", 0.0, 0.2]]}]
+    lanes = [{"name": "driver (pid 1)", "spans": [["gen", "rollout", 0, 200_000]]}]
     pieces = {token: texts[-1] if token == 3 else f"t{token} " for token in range(5)}
     return samples_table(columns, lanes=lanes, pieces=pieces)
