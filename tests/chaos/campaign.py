@@ -6,139 +6,26 @@ the bits of a run that was left alone: samples, metrics and weights of every ste
 
 import os
 import random
-import re
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from tests.chaos.job import DEADLINE_S, PROMPTS, SAMPLES, STEPS, Job
+from tests.chaos.machines import TwoMachinesJob
 from verl.jobs.compare import compare_runs
 from verl.tracking.records import Run, load_run
 
-PROMPTS = 4  # of a step
-SAMPLES = 4  # of a prompt
-DEADLINE_S = 20.0  # of a call on the ranks
-LIMIT_S = 240.0  # of a run; a hang ends there
-STEPS = 6
-NUM_RANKS = 2
 SMALL_DISK_MIB = 24  # two checkpoints and a half
-TRAINING = [
-    *("data.dataset_name=toy", f"data.train_batch_size={PROMPTS}", "data.max_response_length=8"),
-    *(f"actor_rollout_ref.rollout.n={SAMPLES}", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
-    *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.num_threads=1"),
-    *(f"trainer.max_steps={STEPS}", "trainer.save_freq=1", f"trainer.deadline_s={DEADLINE_S:g}"),
-]
-TORCHRUN = ["-m", "torch.distributed.run", f"--nproc_per_node={NUM_RANKS}"]
-FULLY_ASYNC = "trainer.mode=fully_async"
-APART = "trainer.placement.rollout=[1]"
-BACKENDS: dict[str, tuple[list[str], list[str]]] = {
-    "alone": ([], []),
-    "torchrun": (TORCHRUN, []),
-    "ray": ([], [f"trainer.n_gpus_per_node={NUM_RANKS}", "ray_init.address=local"]),
-    "fully_async": ([], [FULLY_ASYNC]),
-    "one_step_off": ([], ["trainer.mode=one_step_off"]),
-    "fully_async on two ranks": (TORCHRUN, [FULLY_ASYNC]),
-    "one_step_off apart": (TORCHRUN, ["trainer.mode=one_step_off", APART]),
-    "staleness 0 apart": (TORCHRUN, [FULLY_ASYNC, APART, "async_training.staleness_threshold=0"]),
-    "fully_async apart": (TORCHRUN, [FULLY_ASYNC, APART]),
-}
+ON_TWO_MACHINES = {"torchrun, two machines": "torchrun", "ray, two machines": "ray"}
 # The draws of a rollout that works during the update depend on the clock: books are compared.
 CLOCKED = ("fully_async apart",)
-ERROR = re.compile(r"Error|error|Killed|died|gave no sign|exit code")
-
-
-class Job:
-    """A training in processes of its own, and its output with the time of every line."""
-
-    def __init__(self, backend: str, folder: Path, *keys: str, **environment: str) -> None:
-        launcher, more = BACKENDS[backend]
-        if launcher:
-            launcher = [*launcher, f"--master_port={random.randint(20_000, 40_000)}"]
-        command = [sys.executable, *launcher, "-m", "verl.trainer.main_ppo", *TRAINING, *more]
-        self.lines: list[tuple[float, str]] = []
-        self.process = subprocess.Popen(
-            [*command, f"trainer.default_local_dir={folder}", *keys],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append((time.monotonic(), line.rstrip()))
-
-    def has_begun(self) -> bool:
-        """Whether the first step has ended."""
-        return any("[Step 1/" in line for _, line in self.lines)
-
-    def wait_for_a_moment(self, generator: random.Random, usual_s: float) -> None:
-        """Wait for a random moment between the first step and the usual end."""
-        gives_up_at = time.monotonic() + LIMIT_S
-        while not self.has_begun() and self.process.poll() is None:
-            assert time.monotonic() < gives_up_at, f"no first step: {self.lines[-5:]}"
-            time.sleep(0.02)
-        time.sleep(generator.uniform(0, usual_s))
-
-    def ranks(self) -> list[psutil.Process]:
-        """The processes that compute."""
-        if self.process.poll() is not None:
-            return []
-        root = psutil.Process(self.process.pid)
-        found = []
-        for process in [root, *root.children(recursive=True)]:
-            try:
-                command = process.cmdline()
-            except psutil.Error:
-                continue
-            is_launcher = "torch.distributed.run" in command
-            is_rank = "verl.trainer.main_ppo" in command and not is_launcher
-            if is_rank or any(word.startswith("ray::") for word in command):
-                found.append(process)
-        return found
-
-    def end(self) -> int:
-        """Wait for the end; kill what is left after the limit. Returns the exit code."""
-        try:
-            return self.process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return -999
-        finally:
-            self.clean_up()
-
-    def clean_up(self) -> None:
-        """Kill the processes of this job."""
-        if self.process.poll() is None:
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                try:
-                    process.kill()
-                except psutil.Error:
-                    continue
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._reader.join(5)
-
-    def error_after(self, moment: float) -> float | None:
-        """Return the seconds to the first line of an error; None without one."""
-        for when, line in self.lines:
-            if when >= moment and ERROR.search(line):
-                return when - moment
-        return None
 
 
 # ---- faults: do harm to a job, and return whether it must go on by itself ------------------------
@@ -177,6 +64,13 @@ def limit_memory(job: Job, generator: random.Random) -> bool:
         room = generator.randrange(1 << 20)
         size = rank.memory_info().vms + room
         rank.rlimit(psutil.RLIMIT_AS, (size, size))
+    return False
+
+
+def cut_link(job: Job, generator: random.Random) -> bool:
+    """Cut the link between two machines."""
+    assert isinstance(job, TwoMachinesJob)
+    job.machines.cut_link()
     return False
 
 
@@ -232,6 +126,7 @@ FAULTS = (
     Fault("no more memory", ("alone",), limit_memory),
     Fault("full disk", ("alone",), nothing, disk=True),
     Fault("clock jumps", ("alone", "torchrun"), nothing, clock=True),
+    Fault("cut link", tuple(ON_TWO_MACHINES), cut_link, is_noticed=True),
 )
 
 
@@ -281,11 +176,16 @@ class Campaign:
                 row.failures.append(f"{fault.name}, {backend}, try {number}: {problem}")
         return row
 
+    def _start(self, backend: str, folder: Path, *keys: str, **environment: str) -> Job:
+        if backend in ON_TWO_MACHINES:
+            return TwoMachinesJob(ON_TWO_MACHINES[backend], folder, *keys, **environment)
+        return Job(backend, folder, *keys, **environment)
+
     def undisturbed(self, backend: str) -> tuple[Path, float]:
         """Return the folder of a run that was left alone, and its seconds after the first step."""
         if backend not in self._undisturbed:
-            folder = self.root / f"undisturbed-{backend}"
-            job = Job(backend, folder)
+            folder = self.root / f"undisturbed-{len(self._undisturbed)}"
+            job = self._start(backend, folder)
             code = job.end()
             assert code == 0, job.lines[-10:]
             begin = next(when for when, line in job.lines if "[Step 1/" in line)
@@ -308,7 +208,7 @@ class Campaign:
             size = generator.randrange(SMALL_DISK_MIB // 2, SMALL_DISK_MIB)
             _mount(folder.parent, size)
 
-        job = Job(backend, folder, *keys, **environment)
+        job = self._start(backend, folder, *keys, **environment)
         job.wait_for_a_moment(generator, usual_s)
         was_running = job.process.poll() is None
         moment = time.monotonic()
@@ -324,16 +224,19 @@ class Campaign:
         must_report = fault.is_noticed and was_running and code != 0
         if must_report and (seconds is None or seconds > DEADLINE_S + 5):
             return f"error after {seconds} s"
+        if job.left:
+            return f"processes left: {job.left}"
 
         if fault.tears:
             tear_newest_file(folder, generator)
         if fault.disk:
             subprocess.run(["mount", "-o", "remount,size=1g", folder.parent], check=True)
-        again = Job(backend, folder, *keys, **environment)
+        again = self._start(backend, folder, *keys, **environment)
         code = again.end()
         if code != 0 and fault.tears and any("is sound" in line for _, line in again.lines):
             # The only checkpoint was torn: a run starts over when it is asked to, not by itself.
-            again = Job(backend, folder, *keys, "trainer.resume_mode=disable", **environment)
+            fresh = [*keys, "trainer.resume_mode=disable"]
+            again = self._start(backend, folder, *fresh, **environment)
             code = again.end()
         if code != 0:
             return f"did not resume ({code}): {[line for _, line in again.lines[-3:]]}"

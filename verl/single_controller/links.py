@@ -22,7 +22,14 @@ from typing import NamedTuple
 from verl.single_controller.calls import Lost
 from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import Host, OnTold, Raised
-from verl.single_controller.wire import Incoming, Kind, Link, Outgoing, Pickler
+from verl.single_controller.wire import (
+    UNREACHABLE_S,
+    Incoming,
+    Kind,
+    Link,
+    Outgoing,
+    Pickler,
+)
 from verl.utils.errors import WorkerLostError
 
 _TOKEN_BYTES = 32
@@ -272,7 +279,7 @@ class Links:
                         self._take(rank, self.peers[rank].link.receive())
                     except (OSError, EOFError) as error:
                         selector.unregister(key.fileobj)
-                        self._lose(rank, str(error))
+                        self._lose(rank, _reason_of(error))
 
     def _take(self, rank: int, message: Incoming) -> None:
         if message.kind is Kind.ASK_ALIVE:
@@ -300,3 +307,13 @@ class Links:
             self.news.set()
         for future in futures:
             future.set_result(lost)
+
+
+def _reason_of(error: OSError | EOFError) -> str:
+    """Describe why a connection ended."""
+    if isinstance(error, EOFError | ConnectionError):
+        return str(error)
+    return (
+        f"no packet came from its machine for {UNREACHABLE_S} s ({error}). The machine is down, or "
+        "the network to it is cut"
+    )

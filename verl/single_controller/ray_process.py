@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from verl.single_controller.dispatch import each_argument
 from verl.single_controller.host import Host, Raised
 from verl.single_controller.links import Door, Entrance, Links, Peer, answer, connect
 from verl.single_controller.rank_thread import RankThread
-from verl.single_controller.wire import Link, Pickler
+from verl.single_controller.wire import UNREACHABLE_S, Link, Pickler
 from verl.utils.errors import WorkerError
 from verl.utils.logging import say_once
 from verl.utils.rendezvous import free_port
@@ -68,8 +69,9 @@ class ByValue(Pickler, cloudpickle.CloudPickler):
 class RankProcess:
     """The actor. Calls run one by one; methods of the group "watch" answer at any time."""
 
-    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+    def __init__(self, rank: int, world_size: int, folder: str, outlives_driver: bool) -> None:
         self.rank = rank
+        self.outlives_driver = outlives_driver
         self.folder = Path(folder)
         self.told: deque[Any] = deque()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -95,10 +97,22 @@ class RankProcess:
         return None
 
     def _receive(self, link: Link) -> None:
-        # An error means that the driver has ended; Ray ends actors that are not detached.
-        with contextlib.suppress(OSError, EOFError):
+        try:
             while True:
                 self.calls.submit(functools.partial(answer, link, self.host, link.receive()))
+        except (ConnectionError, EOFError):
+            return  # the driver has ended; Ray ends actors that are not detached
+        except OSError as error:
+            if self.outlives_driver:
+                return
+            # Ray takes minutes to end the processes of a machine that it does not reach.
+            print(
+                f"WorkerLostError: rank {self.rank} has had no packet from the driver's machine "
+                f"for {UNREACHABLE_S} s ({error}) and ends. Check the network between them.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
 
     @ray.method(num_returns=2)
     def run(self, call: Call | bytes) -> tuple[Any, None]:

@@ -116,6 +116,7 @@ class RayRanks:
         self._ended: str | None = None
         self._notes: dict[int, str] = {}
         self._silent: set[int] = set()
+        self._silent_nodes: set[str] = set()
         self._unfinished: dict[int, Any] = {}  # rank: ready when its latest call through Ray ends
         self._reasons: dict[int, Lost] = {}  # of deaths that were seen on a connection
 
@@ -132,7 +133,7 @@ class RayRanks:
                 ),
                 **lifetime,
             )
-            self.actors.append(options.remote(rank, self.size, str(self.folder)))
+            self.actors.append(options.remote(rank, self.size, str(self.folder), detached))
 
         self.control = None if ray_client.is_connected() else ControlWatch()
         self.places: list[Place] = self._all_started("place", [()] * self.size)
@@ -327,8 +328,17 @@ class RayRanks:
 
     def breadcrumbs(self) -> dict[int, str]:
         nodes = {place.node_id for rank, place in enumerate(self.places) if rank not in self._notes}
+        if nodes:
+            first = min(self._silent, default=0)
+            logger.warning(
+                "Rank %d (%s) does not answer, and no other rank of its machine does. Ray has "
+                "%g s to read its last breadcrumb.",
+                *(first, self.describe(first), _READ_S),
+            )
         asked = {node: _on_node(node, read_breadcrumbs, self.folder) for node in nodes}
-        for notes in _answered(asked, _READ_S).values():
+        answers = _answered(asked, _READ_S)
+        self._silent_nodes = nodes - answers.keys()
+        for notes in answers.values():
             self._notes |= notes
 
         unread = "cannot be read, its machine does not answer"
@@ -367,7 +377,13 @@ class RayRanks:
         for rank in left:
             place = self.places[rank]
             asked[rank] = _on_node(place.node_id, kill_rank, place.pid)
-        for rank in sorted(left - _answered(asked, _READ_S).keys()):
+        # A machine that has just been silent for so long gets its task, and no further wait.
+        waited = {
+            rank: task
+            for rank, task in asked.items()
+            if self.places[rank].node_id not in self._silent_nodes
+        }
+        for rank in sorted(left - _answered(waited, _READ_S).keys()):
             logger.warning(
                 "Rank %d (%s) could not be ended: nothing on its machine did so within %g s. If it "
                 "still runs, it keeps its memory: kill -9 %d there.",

@@ -28,6 +28,7 @@ from verl.utils.pickling import pack_tensor, unpack_tensor
 _HEADER = struct.Struct("<BQIB")  # kind, number, parts, whether they are in shared memory
 # This fits into a socket's buffer; for so few bytes, mapping memory costs more than copying.
 _INLINE_BYTES = 32 * 1024
+UNREACHABLE_S = 30  # without a packet of another machine, until its connections are given up
 _ALIGNMENT = 64  # of every buffer, as torch's own allocator aligns
 
 
@@ -178,10 +179,17 @@ class Link:
 
 def _set_tcp_options(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A machine that is gone closes no connection: probe after half a minute of silence, give up
-    # after one.
+    # A machine that is gone closes no connection: probe it, and give up where no packet comes back.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}.items():
+    probes = 4
+    pause_s = UNREACHABLE_S // (probes + 2)
+    options = {
+        "TCP_KEEPIDLE": 2 * pause_s,
+        "TCP_KEEPINTVL": pause_s,
+        "TCP_KEEPCNT": probes,
+        "TCP_USER_TIMEOUT": UNREACHABLE_S * 1000,  # of a message that is not acknowledged
+    }
+    for name, value in options.items():
         if hasattr(socket, name):  # macOS lacks some
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
