@@ -45,9 +45,8 @@ def with_episodes(
     if len(set(keys)) < len(keys):
         raise RolloutError("The agent loops returned an episode twice.")
 
-    if rows is None:
-        rows = prompts.non_tensor_batch["prompt_row"].tolist()
-    place_of_row = {int(row): i for i, row in enumerate(rows)}
+    numbers = prompts.non_tensor_batch["prompt_row"] if rows is None else rows
+    place_of_row = {int(row): i for i, row in enumerate(numbers)}
     prompt_of = []
     episodes = set()
     for place in order:
