@@ -78,6 +78,9 @@ def train(given: argparse.Namespace) -> None:
     values["async_training"]["staleness_threshold"] = given.staleness
     if given.max_staleness is not None:
         values["async_training"]["max_staleness"] = given.max_staleness
+    if given.keep_kv_cache:
+        values["async_training"]["keep_kv_cache"] = True
+        values["actor_rollout_ref"]["rollout"]["free_cache_engine"] = False
     values["actor_rollout_ref"]["rollout"]["max_num_seqs"] = given.max_num_seqs
     values["actor_rollout_ref"]["rollout"]["gpu_memory_utilization"] = given.memory
     # The same passes under both schedules: the ratio is against the rollout's log-probs.
@@ -134,6 +137,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=0.8, help="rollout.gpu_memory_utilization")
     parser.add_argument("--staleness", type=float, default=1.0, help="staleness_threshold")
     parser.add_argument("--max-staleness", type=int, help="[staleness, rounded up]")
+    parser.add_argument(
+        "--keep-kv-cache", action="store_true", help="of frozen responses, in memory of its own"
+    )
     parser.add_argument("--warm-up", type=int, default=1, help="steps")
     parser.add_argument("--counted", type=int, default=2, help="steps")
     parser.add_argument("--drained", type=int, default=1, help="steps")

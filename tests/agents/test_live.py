@@ -15,6 +15,7 @@ from verl.rollout import SamplingParams
 from verl.rollout.goal import Goal, GoalWatch
 from verl.rollout.trajectory import Segment, Trajectory
 from verl.utils.errors import RolloutError
+from verl.workers.stream import freeze as take_out
 
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
 LONGEST = 128
@@ -69,6 +70,10 @@ def begin(engine, loop: str = "waiting_live") -> tuple[AgentRunner, EngineSteps]
     return AgentRunner(config, tiny_tokenizer()), EngineSteps(engine, PARAMS, seed=3, step=0)
 
 
+def freeze(live: LiveEpisodes, engine, *, keep: bool = False):
+    return live.freeze(lambda: take_out(engine, keep=keep))
+
+
 def prompts() -> list[Episode]:
     return [episode(tiny_tokenizer(), row) for row in EPISODES]
 
@@ -94,7 +99,7 @@ def test_frozen_turns_draw_the_tokens_of_an_undisturbed_batch():
     live.start(prompts(), version)
     while live.num_at_work:
         ended += live.advance(GoalWatch(NEVER), most_steps=5)
-        ended += live.freeze()
+        ended += freeze(live, engine)
         assert not engine.has_work
         version += 1
         live.start([], version)
@@ -131,7 +136,7 @@ def test_tools_go_on_while_the_engine_stands_still(monkeypatch):
         live.advance(GoalWatch(NEVER), most_steps=1)
     while engine.has_work:
         live.advance(GoalWatch(NEVER), most_steps=1)
-    live.freeze()
+    freeze(live, engine)
     frozen_at = time.monotonic()
     time.sleep(0.4)
     thawed_at = time.monotonic()
@@ -160,7 +165,7 @@ def test_closing_ends_all_episodes():
     live = LiveEpisodes(runner, steps, max_model_len=LONGEST)
     live.start(prompts(), 0)
     live.advance(GoalWatch(NEVER), most_steps=3)
-    live.freeze()
+    freeze(live, engine)
     live.close()
     assert live.num_at_work == 0
     assert not engine.has_work

@@ -9,7 +9,7 @@ when generation goes on, under the weights of then.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from verl.agents.engine_client import ROUNDS, EngineClient, EngineSteps, Generated, Work, turn_id
 from verl.agents.loops import Episode, Tally
@@ -23,6 +23,13 @@ from verl.utils.errors import RolloutError
 # How long a call that may be interrupted waits for agents that wait for their tools.
 _PATIENCE_S = 0.02
 Ended = list[tuple[int, list[Trajectory]]]  # row and trajectories of episodes
+
+
+class TakenOut(Protocol):
+    """The samples that were in an engine: those that go on later, and those that had ended."""
+
+    frozen: list[Completion]
+    finished: list[Completion]
 
 
 @dataclass
@@ -215,17 +222,17 @@ class LiveEpisodes:
             if self._announce is not None:
                 self._announce(None)
 
-    def freeze(self) -> Ended:
-        """Take all turns out of the engine. Return the episodes that have ended meanwhile."""
-        engine = self._steps.engine
-        had_work = engine.has_work
-        aborted = engine.abort()
-        finished: list[Completion] = []
-        while engine.has_work:
-            finished += engine.step()
+    def freeze(self, take_out: Callable[[], TakenOut]) -> Ended:
+        """Take all turns out of the engine. Return the episodes that have ended meanwhile.
+
+        Args:
+            take_out: leaves the engine without work.
+        """
+        had_work = self._steps.engine.has_work
+        taken = take_out()
         if had_work:
             self.client.count()
-        self._meet(self.client.freeze(aborted, finished))
+        self._meet(self.client.freeze(taken.frozen, taken.finished))
         self.is_frozen = True
         if self._error is not None:
             raise self._error

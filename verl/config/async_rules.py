@@ -101,7 +101,26 @@ def _fully_async_is_possible(config: TrainConfig) -> Iterator[str]:
             "needs ranks of its own: set trainer.placement.rollout, or "
             "trigger_parameter_sync_step=1."
         )
+    if options.keep_kv_cache:
+        yield from _cache_can_be_kept(config)
     yield from _batch_is_required(config, options)
+
+
+def _cache_can_be_kept(config: TrainConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    keys = "async_training.keep_kv_cache=True"
+    if rollout.free_cache_engine and not rollout_is_apart(config):
+        yield (
+            f"{keys} needs memory for the cache during the update, but "
+            "actor_rollout_ref.rollout.free_cache_engine=True gives it to the trainer. Set "
+            "free_cache_engine=False, or keep_kv_cache=False."
+        )
+    if rollout.deterministic:
+        yield (
+            f"{keys} draws from keys that depend on the time of the update, but "
+            "actor_rollout_ref.rollout.deterministic=True promises draws that do not. Set one of "
+            "them to False."
+        )
 
 
 def proximal_is_known(config: TrainConfig) -> Iterator[str]:

@@ -55,8 +55,10 @@ class AsyncTrainingConfig:
     )
     keep_kv_cache: bool = setting(
         False,
-        "responses that go on keep the keys and values of the old weights",
-        planned="they are computed anew with the new weights",
+        (
+            "frozen responses keep the keys and values of the old weights; False: they are "
+            "computed anew with the new weights"
+        ),
     )
     use_trainer_do_validate: bool = setting(
         False, "the trainer's ranks validate", no_effect="the rollout's ranks validate"

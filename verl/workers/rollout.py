@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -55,6 +55,9 @@ from verl.workers.stream import (
     follow,
     freeze,
 )
+
+if TYPE_CHECKING:
+    from verl.rollout.embedded.engine import EmbeddedEngine
 
 _WAY_OUT = (
     "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or "
@@ -265,12 +268,12 @@ class RolloutWorker(Worker):
         return Progressed(finished=finished, seconds=time.perf_counter() - started)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def freeze_samples(self) -> Progressed:
+    def freeze_samples(self, keep: bool) -> Progressed:
         """Take all samples out of the engine, which has no work afterwards.
 
-        Every rank must call it.
+        Every rank must call it. `keep` holds their keys and values until they go on.
         """
-        news = freeze(self.engine)
+        news = freeze(self.engine, keep=keep)
         news.metrics = self._metrics(self.engine.statistics())
         self._make_room()
         return news
@@ -298,17 +301,22 @@ class RolloutWorker(Worker):
         return Progressed(episodes=ended, seconds=time.perf_counter() - started)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def freeze_episodes(self) -> Progressed:
+    def freeze_episodes(self, keep: bool) -> Progressed:
         """Take all turns out of the engine, which has no work afterwards. Tools go on.
 
-        Every rank must call it.
+        Every rank must call it. `keep` holds their keys and values until they go on.
         """
         assert self.episodes is not None, "start_episodes comes first"
-        ended = self.episodes.freeze()
+        ended = self.episodes.freeze(keep=keep)
         counters, of_agents = self.episodes.take_metrics()
         metrics = {**self._metrics(counters), **self._agent_metrics(of_agents)}
         self._make_room()
         return Progressed(episodes=ended, metrics=metrics)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def forget_kept(self) -> None:
+        """Drop the keys and values of frozen samples, as a resumed run begins without them."""
+        cast("EmbeddedEngine", self.engine).forget_kept()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_agents(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from verl import agents
 from verl.distributed.collectives import Axis, gather_objects
@@ -12,6 +12,9 @@ from verl.rollout import Completion, Request, RolloutEngine, SamplingParams
 from verl.rollout.goal import Goal, GoalWatch
 from verl.rollout.trajectory import Trajectory
 from verl.rollout.types import Room
+
+if TYPE_CHECKING:
+    from verl.rollout.embedded.engine import EmbeddedEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +91,12 @@ def advance(engine: RolloutEngine, goal: Goal, most_steps: int | None) -> list[C
     return finished
 
 
-def freeze(engine: RolloutEngine) -> Progressed:
-    """Take all samples out of an engine. Some may have ended since its last step."""
-    frozen = engine.abort()
+def freeze(engine: RolloutEngine, *, keep: bool = False) -> Progressed:
+    """Take all samples out of an engine. Some may have ended since its last step.
+
+    `keep` holds their keys and values, see `EmbeddedEngine.freeze`.
+    """
+    frozen = cast("EmbeddedEngine", engine).freeze() if keep else engine.abort()
     finished: list[Completion] = []
     while engine.has_work:
         finished += engine.step()
@@ -140,12 +146,13 @@ class EpisodeStream:
         follow(self._steps, self._sharing)
         return []
 
-    def freeze(self) -> list[tuple[int, list[Trajectory]]]:
-        """Take all turns out of the engine. The agents keep them."""
+    def freeze(self, *, keep: bool) -> list[tuple[int, list[Trajectory]]]:
+        """Take all turns out of the engine; see `freeze`. The agents keep their tokens."""
         self.is_frozen = True
+        take_out = partial(freeze, self._engine, keep=keep)
         if self._live is not None:
-            return self._live.freeze()
-        freeze(self._engine)
+            return self._live.freeze(take_out)
+        take_out()
         return []
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]]:

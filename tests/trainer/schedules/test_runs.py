@@ -63,10 +63,17 @@ def test_a_run_with_stale_tokens_keeps_the_bound(tmp_path):
     assert lines[-1]["fully_async/book/consumed"] == STEPS * 3 * 4
 
 
-@pytest.mark.parametrize("mode", ["fully_async", "one_step_off"])
-def test_a_killed_run_resumes_with_the_same_bits(tmp_path, mode):
+KEPT = ["async_training.keep_kv_cache=True", "actor_rollout_ref.rollout.free_cache_engine=False"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "keys"),
+    [("fully_async", []), ("fully_async", KEPT), ("one_step_off", [])],
+    ids=["fully_async", "kept", "one_step_off"],
+)
+def test_a_killed_run_resumes_with_the_same_bits(tmp_path, mode, keys):
     """No finished group is lost or repeated, and frozen responses go on."""
-    command = [*BASE[:1], "trainer.save_freq=2", f"trainer.mode={mode}", *BASE[2:]]
+    command = [*BASE[:1], "trainer.save_freq=2", f"trainer.mode={mode}", *BASE[2:], *keys]
     assert run(tmp_path / "whole", *command) == 0
 
     def until_killed() -> int:
@@ -100,6 +107,19 @@ def test_one_step_off_learns_from_the_last_weights_but_one(tmp_path):
     assert ahead[0] == sync[0]
     assert len(ahead) == STEPS
     assert ahead[2] != sync[2]
+
+
+def test_kept_keys_spare_their_prefill(tmp_path):
+    """Responses go on with the keys in their full pages."""
+    length = [*BASE, ASYNC, "actor_rollout_ref.rollout.page_size=4", *KEPT[1:]]
+    assert run(tmp_path / "anew", *length) == 0
+    assert run(tmp_path / "kept", *length, *KEPT[:1]) == 0
+    computed = {}
+    for name in ("anew", "kept"):
+        lines = step_lines(tmp_path / name)
+        assert lines[-1]["fully_async/book/consumed"] == STEPS * 3 * 4
+        computed[name] = sum(line["rollout/prefill_tokens"] for line in lines)
+    assert computed["kept"] < computed["anew"]
 
 
 @pytest.mark.parametrize("policy", ["mask", "reweight", "drop"])
@@ -141,6 +161,8 @@ def test_a_trainer_of_another_schedule_is_refused():
         (["algorithm.filter_groups.enable=True"], "draws more within the step"),
         (["async_training.trigger_parameter_sync_step=2"], "needs ranks of its own"),
         (["async_training.require_batches=3"], "is the batch of a step, got 3 x 3"),
+        (["async_training.keep_kv_cache=True"], "gives it to the trainer"),
+        ([*KEPT, "actor_rollout_ref.rollout.deterministic=True"], "Set one of them to False"),
         (["actor_rollout_ref.rollout.name=hf"], "goes on with frozen responses"),
     ],
 )

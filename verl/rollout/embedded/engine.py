@@ -101,6 +101,7 @@ class EmbeddedEngine(LocalEngine):
         self._reserved = Room()
         self._has_slept = False
         self._pages = PageAllocator(0)
+        self._kept: dict[int, list[int]] = {}  # pages of frozen samples, see `Scheduler`
         # version of the weights that computed the keys in the pages
         self._pages_version: object = None
 
@@ -168,6 +169,9 @@ class EmbeddedEngine(LocalEngine):
 
     def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:
         """Abort samples; see `RolloutEngine.abort`. Waits for tokens still on the device."""
+        return self._abort(sample_ids, keep=False)
+
+    def _abort(self, sample_ids: Iterable[int] | None, *, keep: bool) -> list[Completion]:
         run = self._run
         if run is None:
             return []
@@ -175,13 +179,26 @@ class EmbeddedEngine(LocalEngine):
             self._drain(run)
             scheduler = run.scheduler
             ids = scheduler.sample_ids() if sample_ids is None else set(sample_ids)
-            aborted = scheduler.abort(ids)
+            aborted = scheduler.abort(ids, keep=keep)
         except BaseException as error:
             self._abandon(error)
             raise
         if not scheduler.has_work and not run.finished:
             self._end_run()
         return aborted
+
+    def freeze(self) -> list[Completion]:
+        """Abort all samples, and hold their keys and values until they go on.
+
+        A later `update_weights` leaves them as they are: keys of older weights. `forget_kept` and
+        `sleep` drop them, and so does an engine that needs their memory.
+        """
+        return self._abort(None, keep=True)
+
+    def forget_kept(self) -> None:
+        """Drop the keys and values of frozen samples, which compute them again."""
+        self._refuse_while_busy()
+        self._begin_books()
 
     def progress(self, known: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
         """Return the tokens and log-probs that running samples drew since a caller last looked.
@@ -223,14 +240,14 @@ class EmbeddedEngine(LocalEngine):
     def forget_prefixes(self) -> None:
         """Implement `RolloutEngine.forget_prefixes`."""
         self._refuse_while_busy()
-        self._begin_books()
+        self._forget()
 
     def check_integrity(self) -> None:
         """Assert that page counts are right. Outside of a `generate` no page is in use."""
         if self._run is not None:
             self._run.scheduler.check_integrity()
         else:
-            self._pages.check_integrity([])
+            self._pages.check_integrity(self._kept.values())
 
     def _log_bytes_kept(self) -> None:
         kept = self.kept_asleep()
@@ -342,7 +359,7 @@ class EmbeddedEngine(LocalEngine):
     def _fresh_pages(self) -> PageAllocator:
         """Return the page allocator, without keys that older weights computed."""
         if self._pages_version != self.twin.version:
-            self._begin_books()
+            self._forget()
             self._pages_version = self.twin.version
         self._pages.grow(self.runner.num_pages)
         self._pages.reset_peak()
@@ -351,6 +368,14 @@ class EmbeddedEngine(LocalEngine):
     def _begin_books(self) -> None:
         """Start with an empty allocator: no page is in use, and none is registered."""
         self._pages = PageAllocator(self.runner.num_pages)
+        self._kept.clear()
+
+    def _forget(self) -> None:
+        """Forget the tokens of all pages. Only frozen samples still have theirs."""
+        if self._kept:
+            self._pages.forget()
+        else:
+            self._begin_books()
 
     def _begin_run(
         self, samples: Sequence[Sample], params: SamplingParams, rule: StopRule, slots: int = 0
@@ -371,6 +396,7 @@ class EmbeddedEngine(LocalEngine):
             redraw=self.config.deterministic,
             least_slots=max(slots, self._reserved.sequences),
             least_tokens=self._reserved.tokens,
+            kept=self._kept,
         )
         if self.runner.num_routes:
             ids = torch.empty(0, dtype=self.runner.route_dtype).numpy()

@@ -111,6 +111,13 @@ class PageAllocator:
             key = found[1]
         return pages
 
+    def forget(self) -> None:
+        """Forget the tokens that pages hold. Pages in use stay in use."""
+        self._free += list(self._idle)
+        self._idle.clear()
+        self._registered.clear()
+        self._names.clear()
+
     def reset_peak(self) -> None:
         self.peak = self.num_pages - self.num_free
 

@@ -69,6 +69,7 @@ class Sample:
     log_probs: list[float] = field(default_factory=list)
     begun: int = 0  # first tokens, which an earlier request drew; they are never drawn again
     routes: NDArray[np.integer] | None = None  # of these tokens, if they are recorded
+    has_old_keys: bool = False  # in its pages, which no other sample may find
 
     def begin_with(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
         """Go on after the tokens that an earlier request drew."""
@@ -90,6 +91,7 @@ class Prefill:
     cached: int
     group: Group
     is_prompt: bool
+    has_old_keys: bool = False
 
 
 @dataclass(slots=True)
@@ -117,6 +119,9 @@ class Scheduler:
     The device may be some draws ahead of this book-keeping: `launched` counts the launched draws,
     `drawn` those with tokens that have come back. A slot's `epoch` changes when its sample leaves,
     so that tokens which come back late are ignored.
+
+    `kept` has the full pages of samples that were taken out and will go on, by their noise key. They
+    are held until then, or until their memory is needed.
     """
 
     def __init__(
@@ -132,7 +137,9 @@ class Scheduler:
         redraw: bool = False,
         least_slots: int = 0,
         least_tokens: int = 0,
+        kept: dict[int, list[int]] | None = None,
     ) -> None:
+        self.kept = {} if kept is None else kept
         self.waiting = deque(samples)
         self.pages = pages
         self.page_size = page_size
@@ -215,14 +222,18 @@ class Scheduler:
         """Add samples to the end of the queue."""
         self.waiting.extend(samples)
 
-    def abort(self, sample_ids: Collection[int]) -> list[Completion]:
+    def abort(self, sample_ids: Collection[int], *, keep: bool = False) -> list[Completion]:
         """End samples with the tokens drawn so far, maybe none.
 
-        None of their tokens may still be on the device.
+        None of their tokens may still be on the device. `keep` holds their pages.
         """
         completions = []
         for slot in self.running.tolist():
             if self.sample_id_of(slot) in sample_ids:
+                if keep:
+                    full = int(self.cached[slot]) // self.page_size
+                    pages = self.pages.share(self._held[slot][:full])
+                    self.kept[int(self.keys[slot])] = pages
                 completions += self.finish([slot], set(), reason="abort")
 
         staying: deque[Sample] = deque()
@@ -268,20 +279,25 @@ class Scheduler:
                 token_ids = [*group.prompt, *sample.token_ids]
                 needed = -(-len(token_ids) // self.page_size)
                 names = [*(group.names or group.prompt), *sample.token_ids]
-                found = self._find(names, group)
+                kept = self.kept.pop(int(sample.key), []) if sample.token_ids else []
+                found = kept or self._find(names, group)
                 uncached = len(token_ids) - len(found) * self.page_size
                 # A sequence longer than the whole budget is computed alone.
-                if admission.prefills and uncached > budget:
-                    break
-                if not self._make_room(
-                    needed, spare, idle=not admission.slots and not self.running.size
-                ):
+                fits = not admission.prefills or uncached <= budget
+                idle = not admission.slots and not self.running.size
+                if not fits or not self._make_room(needed - len(kept), spare, idle=idle):
+                    if kept:
+                        self.kept[int(sample.key)] = kept
                     break
                 budget -= uncached
-                pages = [*self.pages.share(found), *self.pages.allocate(needed - len(found))]
+                held = kept or self.pages.share(found)
+                pages = [*held, *self.pages.allocate(needed - len(found))]
                 cached = len(token_ids) - uncached
+                sample.has_old_keys = bool(kept)
                 admission.prefills.append(
-                    Prefill(token_ids, names, pages, cached, group, not sample.token_ids)
+                    Prefill(
+                        token_ids, names, pages, cached, group, not sample.token_ids, bool(kept)
+                    )
                 )
                 if not sample.token_ids:
                     group.pages = pages
@@ -292,7 +308,8 @@ class Scheduler:
 
         if self.prefix_caching:
             for prefill in admission.prefills:
-                self.pages.register(prefill.names, prefill.pages, self.page_size)
+                if not prefill.has_old_keys:
+                    self.pages.register(prefill.names, prefill.pages, self.page_size)
 
         return admission if admission.slots else None
 
@@ -339,7 +356,7 @@ class Scheduler:
                 if index < len(held) and not shared:
                     break  # the other samples no longer share it
                 if not self.pages.can_allocate(1):
-                    if not self._drop_prompts():
+                    if not self._drop_prompts() and not self.drop_kept():
                         if not may_preempt:
                             return copies, False
                         self._preempt(int(self.running[-1]))
@@ -418,7 +435,7 @@ class Scheduler:
         completions = []
         for slot in slots:
             sample = self._save(slot)
-            if self.prefix_caching:
+            if self.prefix_caching and not sample.has_old_keys:
                 group = sample.group
                 known = [*(group.names or group.prompt), *sample.token_ids][: self.cached[slot]]
                 self.pages.register(known, self._held[slot], self.page_size)
@@ -440,7 +457,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that only running samples, and prompts with samples yet to start, hold pages."""
         prompts = [group.pages for group in self._prompts if group.pages is not None]
-        self.pages.check_integrity([*self._held, *prompts])
+        self.pages.check_integrity([*self._held, *prompts, *self.kept.values()])
 
     def _lacking_pages(self, steps: int) -> list[tuple[int, int]]:
         """List the pages that unfinished slots need for `steps` tokens, or their last, but do not own.
@@ -520,11 +537,13 @@ class Scheduler:
 
     def _make_room(self, needed: int, spare: int, *, idle: bool) -> bool:
         if idle:
-            # Nothing runs, so only prompts kept for later can hold pages. That one sample fits
-            # alone was checked before the first was admitted.
-            return self.pages.can_allocate(needed) or (
-                self._drop_prompts() and self.pages.can_allocate(needed)
-            )
+            # Nothing runs, so only prompts and samples kept for later can hold pages. That one
+            # sample fits alone was checked before the first was admitted.
+            for drop in (self._drop_prompts, self.drop_kept):
+                if self.pages.can_allocate(needed):
+                    break
+                drop()
+            return self.pages.can_allocate(needed)
         return self.pages.can_allocate(needed + spare)
 
     def _drop_prompts(self) -> bool:
@@ -535,6 +554,17 @@ class Scheduler:
         dropped = bool(self._prompts)
         for group in list(self._prompts):
             self._drop_prompt(group)
+        return dropped
+
+    def drop_kept(self) -> bool:
+        """Drop the pages kept for samples that go on, which compute them again.
+
+        Returns False if none was kept.
+        """
+        dropped = bool(self.kept)
+        for pages in self.kept.values():
+            self.pages.free(pages)
+        self.kept.clear()
         return dropped
 
     def _drop_prompt(self, group: Group) -> None:

@@ -72,7 +72,13 @@ class FullyAsyncTrainer(PPOTrainer):
         rollout = self.config.actor_rollout_ref.rollout
         params = setup.sampling_params(rollout)
         how = EpisodeGeneration if rollout.uses_agents else Generation
-        self.generation: Generation = how(self.book, self.rollout_wg, params, rollout.seed)
+        self.generation: Generation = how(
+            self.book,
+            self.rollout_wg,
+            params,
+            rollout.seed,
+            keep_kv_cache=self.config.async_training.keep_kv_cache,
+        )
 
     # ---------------------------------------------------------------- prompts
 
@@ -221,6 +227,7 @@ class FullyAsyncTrainer(PPOTrainer):
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's own part of a checkpoint, with the books and their prompts."""
         self.generation.freeze()
+        self.generation.forget_kept()
         prompts = None
         if self.book.groups:
             prompts = DataProto.concat([group.payload for group in self.book.groups])

@@ -26,12 +26,20 @@ class Generation:
         book: the samples, and the rules by which they start.
         rollout: the engines.
         params, seed: of all draws.
+        keep_kv_cache: whether engines hold the keys and values of frozen samples.
     """
 
     def __init__(
-        self, book: Book, rollout: GroupOf[RolloutWorker], params: SamplingParams, seed: int
+        self,
+        book: Book,
+        rollout: GroupOf[RolloutWorker],
+        params: SamplingParams,
+        seed: int,
+        *,
+        keep_kv_cache: bool = False,
     ) -> None:
         self.book = book
+        self.keep_kv_cache = keep_kv_cache
         self.metrics: dict[str, float] = {}  # of the engines, since they last began to work
         self.seconds = 0.0  # in which the engines worked
         self._rollout = rollout
@@ -115,6 +123,11 @@ class Generation:
         if self._has_started:
             self.leave_device()
 
+    def forget_kept(self) -> None:
+        """Let frozen samples compute their keys and values anew, as a resumed run does."""
+        if self.keep_kv_cache:
+            self._rollout.forget_kept()
+
     def leave_device(self) -> None:
         """Take all samples out of the engines, which leave the device to the trainer."""
         answers = self._freeze_engines()
@@ -122,8 +135,11 @@ class Generation:
             self.metrics = answers[0].metrics  # of all engines
         self._has_started = False
 
+    def _keep(self) -> list[bool]:
+        return [self.keep_kv_cache] * num_shares(self._rollout)
+
     def _freeze_engines(self) -> list[Progressed]:
-        answers = of_each_share(self._rollout.freeze_samples)
+        answers = of_each_share(self._rollout.freeze_samples, self._keep())
         for news in answers:
             _enter(self.book.finish, news.finished)
             _enter(self.book.freeze, news.frozen)
@@ -163,10 +179,8 @@ class EpisodeGeneration(Generation):
     Tools go on while an engine stands still.
     """
 
-    def __init__(
-        self, book: Book, rollout: GroupOf[RolloutWorker], params: SamplingParams, seed: int
-    ) -> None:
-        super().__init__(book, rollout, params, seed)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._homes: dict[int, int] = {}  # group -> engine
 
     def start(self) -> None:
@@ -235,7 +249,7 @@ class EpisodeGeneration(Generation):
         return answers
 
     def _freeze_engines(self) -> list[Progressed]:
-        answers = of_each_share(self._rollout.freeze_episodes)
+        answers = of_each_share(self._rollout.freeze_episodes, self._keep())
         self._enter_episodes(answers)
         for group in self.book.groups:
             for sample in group.samples:
