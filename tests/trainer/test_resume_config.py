@@ -217,8 +217,9 @@ def test_the_end_of_a_run_names_its_results_and_the_command_that_exports_them(tm
     assert f"I Metrics: {folder}/metrics.jsonl" in out
     assert f"I Checkpoint: {folder}/global_step_1" in out
     assert "save_freq=-1" not in out
-    command = out.partition("Weights for transformers: verl merge ")[2].splitlines()[0]
-    assert model_merger(["merge", "--backend", "fsdp", *shlex.split(command)]) == 0
+    command = out.partition("Weights for transformers: ")[2].splitlines()[0]
+    _, merge, *arguments = shlex.split(command)
+    assert model_merger([merge, "--backend", "fsdp", *arguments]) == 0
     assert (folder / "global_step_1_hf" / "model.safetensors").is_file()
 
 

@@ -1,10 +1,10 @@
 """`verl capsule RUN --step N`: put one step of a recorded run into a file."""
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 
+from verl.utils.commands import verl_command
 from verl.utils.entry import exit_code
 
 
@@ -34,7 +34,7 @@ def capsule(arguments: argparse.Namespace) -> None:
     path = Path(arguments.output or name)
     write_capsule(arguments.run, arguments.step, path, weights=arguments.weights)
     print(f"Wrote {path} ({path.stat().st_size / 2**20:.1f} MiB).")
-    print(f"Execute the step again: verl replay {shlex.quote(str(path))}")
+    print(f"Execute the step again: {verl_command('replay', path)}")
 
 
 if __name__ == "__main__":

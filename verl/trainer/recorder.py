@@ -35,6 +35,7 @@ from verl.tracking.records import (
 )
 from verl.trainer.capsule import write_capsule
 from verl.trainer.metrics import spans_of_processes
+from verl.utils.commands import verl_command
 from verl.utils.devices import describe_device
 from verl.utils.errors import DataError
 from verl.utils.logging import logger
@@ -227,7 +228,7 @@ class StepRecorder:
         except DataError as error:
             logger.info("No capsule of step %d: %s", step, error)
         else:
-            logger.warning("Execute step %d again: verl replay %s", step, path)
+            logger.warning("Execute step %d again: %s", step, verl_command("replay", path))
 
     def _stop(self, error: BaseException) -> None:
         self._is_on = False

@@ -4,7 +4,6 @@ are not finite."""
 import json
 import logging
 import os
-import shlex
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +28,7 @@ from verl.trainer.phase_reports import PhaseReports
 from verl.trainer.recorder import StepRecorder
 from verl.trainer.resume import check_config, save_config, when_saved
 from verl.trainer.summary import RunSummary
+from verl.utils.commands import verl_command
 from verl.utils.devices import describe_device, memory_metrics, visible_device
 from verl.utils.errors import CheckpointError, NonFiniteError, OutOfMemoryError, VerlError
 from verl.utils.json_text import parse_json
@@ -249,14 +249,13 @@ class TrainingRun(ABC, Generic[Config]):
         if name is not None and self.config.trainer.save_freq > 0:
             folder = self.checkpoints.root / name
             logger.info("Checkpoint: %s", folder)
-            logger.info(
-                "Weights for transformers: verl merge --local_dir %s --target_dir %s",
-                shlex.quote(str(folder / next(iter(self.checkpointed_groups())))),
-                shlex.quote(str(self.checkpoints.root / f"{name}_hf")),
-            )
+            saved = folder / next(iter(self.checkpointed_groups()))
+            target = self.checkpoints.root / f"{name}_hf"
+            merge = verl_command("merge", "--local_dir", saved, "--target_dir", target)
+            logger.info("Weights for transformers: %s", merge)
         if self.recorder.is_on:
             folder = self.config.trainer.default_local_dir
-            logger.info("Look at the run: verl view %s", shlex.quote(str(folder)))
+            logger.info("Look at the run: %s", verl_command("view", folder))
 
     def run_step(self, prompts: DataProto) -> None:
         """Run one step with everything around it: timing, validation, checkpoint and log."""
