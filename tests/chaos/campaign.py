@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from tests.chaos.machines import TwoMachinesJob
 from verl.jobs.compare import compare_runs
 from verl.tracking.records import Run, load_run
 
-SMALL_DISK_MIB = 24  # two checkpoints and a half
+CGROUPS = Path(
+    "/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").is_dir() else "/sys/fs/cgroup"
+)
 ON_TWO_MACHINES = {"torchrun, two machines": "torchrun", "ray, two machines": "ray"}
 # The draws of a rollout that works during the update depend on the clock: books are compared.
 CLOCKED = ("fully_async apart",)
@@ -67,6 +70,29 @@ def limit_memory(job: Job, generator: random.Random) -> bool:
     return False
 
 
+def kill_by_memory_limit(job: Job, generator: random.Random) -> bool:
+    """Have the kernel kill one rank, by a cgroup that has no room for more of its memory."""
+    ranks = job.ranks()
+    if ranks:
+        rank = generator.choice(ranks)
+        group = CGROUPS / f"verl-chaos-{rank.pid}"
+        group.mkdir()
+        job.undo.append(group.rmdir)
+        names = ("memory.limit_in_bytes", "memory.max")  # of cgroups 1 and 2
+        (limit,) = [group / name for name in names if (group / name).exists()]
+        limit.write_text(str(generator.randrange(1 << 20, 8 << 20)))
+        (group / "cgroup.procs").write_text(str(rank.pid))
+    return False
+
+
+def fill_disk(job: Job, generator: random.Random) -> bool:
+    """Fill the disk of the run."""
+    with (job.folder.parent / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+    return True
+
+
 def cut_link(job: Job, generator: random.Random) -> bool:
     """Cut the link between two machines."""
     assert isinstance(job, TwoMachinesJob)
@@ -97,7 +123,7 @@ class Fault:
         harm: done to the job at a random moment; returns whether the job must go on by itself.
         tears: whether a file is torn before the second start.
         clock: whether the wall clock jumps.
-        disk: whether the disk is too small for all checkpoints.
+        disk: MiB of the disk at most, or 0 for any. A random size is at least half of it.
         is_noticed: whether the job must report an error itself.
     """
 
@@ -106,7 +132,7 @@ class Fault:
     harm: Callable[[Job, random.Random], bool]
     tears: bool = False
     clock: bool = False
-    disk: bool = False
+    disk: int = 0
     is_noticed: bool = False
 
 
@@ -124,7 +150,10 @@ FAULTS = (
     Fault("slow rank", ("alone", "torchrun"), slow_down),
     Fault("kill -9 and a torn file", ("alone", "torchrun"), kill, tears=True),
     Fault("no more memory", ("alone",), limit_memory),
-    Fault("full disk", ("alone",), nothing, disk=True),
+    Fault("memory limit", ("alone",), kill_by_memory_limit),
+    Fault("memory limit", ("torchrun", "ray"), kill_by_memory_limit, is_noticed=True),
+    Fault("small disk", ("alone",), nothing, disk=24),  # two checkpoints and a half
+    Fault("disk fills up", ("alone", "torchrun"), fill_disk, disk=512),
     Fault("clock jumps", ("alone", "torchrun"), nothing, clock=True),
     Fault("cut link", tuple(ON_TWO_MACHINES), cut_link, is_noticed=True),
 )
@@ -205,8 +234,7 @@ class Campaign:
             ]
             environment = {"CHAOS_CLOCK_CALLS": str(generator.randrange(20, 200))}
         if fault.disk:
-            size = generator.randrange(SMALL_DISK_MIB // 2, SMALL_DISK_MIB)
-            _mount(folder.parent, size)
+            _mount(folder.parent, generator.randrange(fault.disk // 2, fault.disk))
 
         job = self._start(backend, folder, *keys, **environment)
         job.wait_for_a_moment(generator, usual_s)

@@ -79,14 +79,17 @@ def usage(root: psutil.Process, temporary: Path, folder: Path) -> Usage:
 
 
 def growth(steps: Sequence[int], usages: Sequence[Usage]) -> Usage:
-    """Fit a line through each resource after the warm-up. Returns its rise over the whole run."""
+    """Fit a line through each resource after the warm-up. Returns its rise over the whole run.
+
+    The slope is the median of the slopes between all pairs of samples (Theil and Sen), so a few
+    samples that fall into the writing of a checkpoint do not matter.
+    """
     steady = [number for number, step in enumerate(steps) if step >= WARM_UP * steps[-1]]
+    table = np.array([astuple(usages[number]) for number in steady], dtype=float)
     x = np.array([steps[number] for number in steady], dtype=float)
-    rises = []
-    for values in zip(*(astuple(usages[number]) for number in steady)):
-        slope, _ = np.polyfit(x, np.array(values, dtype=float), 1)
-        rises.append(float(slope) * steps[-1])
-    return Usage(*rises)
+    earlier, later = np.triu_indices(len(x), 1)
+    slopes = (table[later] - table[earlier]) / (x[later] - x[earlier])[:, None]
+    return Usage(*(np.median(slopes, axis=0) * steps[-1]).tolist())
 
 
 def too_much(rise: Usage) -> list[str]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,6 +47,8 @@ class Job:
     """A training in processes of its own, and its output with the time of every line."""
 
     def __init__(self, backend: str, folder: Path, *keys: str, **environment: str) -> None:
+        self.folder = folder
+        self.undo: list[Callable[[], None]] = []  # after the end
         self.lines: list[tuple[float, str]] = []
         self.left: list[str] = []  # processes that were still there long after the end
         self.readers: list[threading.Thread] = []
@@ -128,6 +130,9 @@ class Job:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        for undo in self.undo:
+            undo()
+        self.undo.clear()
         for reader in self.readers:
             reader.join(5)
 

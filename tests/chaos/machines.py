@@ -112,6 +112,8 @@ class TwoMachinesJob(Job):
 
     def __init__(self, backend: str, folder: Path, *keys: str, **environment: str) -> None:
         self.machines = TwoMachines()
+        self.folder = folder
+        self.undo = []
         self.lines = []
         self.left = []
         self.readers = []
