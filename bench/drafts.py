@@ -27,7 +27,8 @@ from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.rollout import Completion, Request, SamplingParams, create_rollout_engine
 from verl.rollout.embedded.drafts import NgramDrafts
 from verl.rollout.embedded.pages import PageAllocator
-from verl.rollout.embedded.scheduler import Group, Sample, Scheduler
+from verl.rollout.embedded.samples import Group, Sample
+from verl.rollout.embedded.scheduler import Scheduler
 
 NOUNS = ["cat", "dog", "ball", "tree", "bird", "boat", "cake", "king", "fish", "hat", "bear", "car"]
 SAMPLES = 8

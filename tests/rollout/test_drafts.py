@@ -12,7 +12,8 @@ from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.rollout import Request, SamplingParams, check_engine, check_engine_model
 from verl.rollout.embedded.drafts import NgramDrafts
 from verl.rollout.embedded.pages import PageAllocator
-from verl.rollout.embedded.scheduler import Group, Sample, Scheduler
+from verl.rollout.embedded.samples import Group, Sample
+from verl.rollout.embedded.scheduler import Scheduler
 from verl.utils.errors import ConfigError
 
 NGRAM = SpeculativeConfig(method="ngram", max_rows=256)

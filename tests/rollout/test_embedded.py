@@ -400,7 +400,7 @@ def test_bfloat16_decodes_with_the_bits_of_the_modules_own_layers(family, monkey
 
 
 def test_long_generations_show_progress(monkeypatch, caplog):
-    monkeypatch.setattr("verl.rollout.embedded.engine.PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr("verl.rollout.embedded.run.PROGRESS_EVERY_S", 0.0)
     with caplog.at_level("INFO", logger="verl"):
         run(make_engine(talkative_model("qwen2")), PROMPTS)
     assert "3/3 samples done" in caplog.messages[-1]

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.rollout.embedded.pages import PageAllocator
-from verl.rollout.embedded.scheduler import Admission, Group, Sample, Scheduler
+from verl.rollout.embedded.samples import Admission, Group, Sample
+from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.types import Completion
 
 PAGE = 4

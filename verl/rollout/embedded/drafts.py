@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl.config.rollout import SpeculativeConfig
-from verl.rollout.embedded.scheduler import Group, Scheduler
+from verl.rollout.embedded.samples import Group
+from verl.rollout.embedded.scheduler import Scheduler
 
 
 @dataclass(slots=True)

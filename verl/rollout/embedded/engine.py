@@ -1,12 +1,7 @@
 """The embedded engine: continuous batching over a paged cache, with the Hugging Face module."""
 
 import importlib
-import itertools
-import os
-import time
-from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,19 +9,20 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
-from verl.distributed.collectives import ALONE, Axis, max_of
+from verl.distributed.collectives import ALONE, Axis
 from verl.rollout.base import Capabilities, rollout_engines
-from verl.rollout.checks import response_limits
 from verl.rollout.embedded.attention import IMPLEMENTATION
+from verl.rollout.embedded.cache_room import CacheRoom
 from verl.rollout.embedded.drafts import NgramDrafts
 from verl.rollout.embedded.families import check_attention
 from verl.rollout.embedded.host_runner import HostRunner
 from verl.rollout.embedded.pages import PageAllocator
+from verl.rollout.embedded.run import Progress, Run
 from verl.rollout.embedded.runner import Draws, ModelRunner
-from verl.rollout.embedded.scheduler import Admission, Group, Sample, Scheduler
+from verl.rollout.embedded.samples import Admission, Sample, samples_of
+from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.tensor_parallel import TensorParallel, check_tensor_parallel
 from verl.rollout.local import LocalEngine, not_finite
-from verl.rollout.sampling import sample_keys
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.utils.devices import GIB
@@ -34,9 +30,6 @@ from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.imports import require
 from verl.utils.logging import logger
 
-# Share of a CPU machine's memory that the cache may take when num_pages is not given.
-CPU_MEMORY_SHARE = 0.25
-PROGRESS_EVERY_S = 10.0
 _COUNTS = ("prefill_tokens", "cached_tokens", "decode_steps", "generated_tokens", "copied_pages")
 _DRAFT_COUNTS = ("drafted_tokens", "accepted_tokens")
 
@@ -97,8 +90,8 @@ class EmbeddedEngine(LocalEngine):
         )
 
         self.runner = self._make_runner()
-        self._run: _Run | None = None
-        self._reserved = Room()
+        self._run: Run | None = None
+        self._room = CacheRoom(self.runner, config, ranks)
         self._has_slept = False
         self._pages = PageAllocator(0)
         self._kept: dict[int, list[int]] = {}  # pages of frozen samples, see `Scheduler`
@@ -112,7 +105,7 @@ class EmbeddedEngine(LocalEngine):
 
     def reserve(self, room: Room) -> None:
         """Size the tables of later runs for `room`; see `RolloutEngine.reserve`."""
-        self._reserved = room
+        self._room.reserved = room
 
     def submit(
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
@@ -123,11 +116,11 @@ class EmbeddedEngine(LocalEngine):
         tables, which costs a prefill each.
         """
         rule = self.check_call(requests, params)
-        samples = self._samples(requests, params, seed, step)
+        samples = samples_of(requests, params, seed, step, self.max_model_len)
         run = self._run
         if run is None:
             if samples:
-                self._provide_pages(samples)
+                self._room.provide_pages(samples)
                 self._run = self._begin_run(samples, params, rule)
             else:
                 self._statistics = dict.fromkeys(_COUNTS, 0.0)
@@ -283,79 +276,6 @@ class EmbeddedEngine(LocalEngine):
             enforce_eager=self.config.enforce_eager,
         )
 
-    def _samples(
-        self, requests: Sequence[Request], params: SamplingParams, seed: int, step: int
-    ) -> list[Sample]:
-        keys = iter(_keys(requests, seed, step))
-        groups = []
-        for request in requests:
-            group = Group.of(request)
-            limits = response_limits(request, params, self.max_model_len)
-            begun = request.continuations or (None,) * len(limits)
-            samples = []
-            for sample_id, limit, continued in zip(request.sample_ids, limits, begun):
-                sample = Sample(sample_id=sample_id, group=group, limit=limit, key=next(keys))
-                if continued is not None and continued.token_ids:
-                    sample.begin_with(continued.token_ids, continued.log_probs)
-                else:
-                    group.unstarted += 1
-                samples.append(sample)
-            groups.append(samples)
-
-        # Longest first: otherwise the last to start could run longest, alone, on an idle device.
-        groups.sort(key=lambda samples: -max((sample.limit for sample in samples), default=0))
-        return list(itertools.chain.from_iterable(groups))
-
-    def _provide_pages(self, samples: Sequence[Sample]) -> None:
-        """Allocate the cache, or a larger one where this call can use it."""
-        size = self.config.page_size
-        # The last drawn token is never fed back, so its key is never kept.
-        most = [-(-(len(sample.group.prompt) + sample.limit - 1) // size) for sample in samples]
-        # One more page for each prompt that has samples yet to start.
-        prompts = len({id(sample.group) for sample in samples})
-        useful = sum(sorted(most, reverse=True)[: self.config.max_num_seqs]) + prompts
-        # One page more for each sequence, as for prompts.
-        reserved = min(self._reserved.sequences, self.config.max_num_seqs)
-        useful = max(useful, reserved * (-(-self._reserved.tokens // size) + 1))
-        wanted = self.config.num_pages or min(useful, self._most_bytes() // self.runner.page_bytes)
-
-        if wanted < max(most, default=0):
-            raise RolloutError(
-                f"One sample alone may need {max(most)} pages of {size} tokens, the cache has room "
-                f"for {wanted} ({wanted * self.runner.page_bytes / GIB:.2f} GiB). "
-                f"{self._way_to_pages()}, or lower data.max_response_length."
-            )
-
-        if wanted > self.runner.num_pages:
-            self.runner.allocate(wanted)
-
-    def _way_to_pages(self) -> str:
-        if self.config.num_pages or self.device.type == "cpu":
-            return "Raise actor_rollout_ref.rollout.num_pages"
-        return (
-            "Raise actor_rollout_ref.rollout.gpu_memory_utilization, or lower "
-            "actor_rollout_ref.rollout.max_num_seqs: its logits take "
-            f"{self.runner.other_bytes / GIB:.2f} GiB"
-        )
-
-    def _most_bytes(self) -> int:
-        """Return the most bytes that the cache may take, on every rank that shares the engine."""
-        most = self._most_bytes_here()
-        if self.parallel is None:
-            return most
-        return -max_of(-most, self.parallel.axis)
-
-    def _most_bytes_here(self) -> int:
-        if self.device.type == "cpu":
-            return int(CPU_MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        free, _ = torch.cuda.mem_get_info(self.device)
-        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        own = self.runner.num_pages * self.runner.page_bytes
-        return int(
-            self.config.gpu_memory_utilization
-            * max(0, free + unused + own - self.runner.other_bytes)
-        )
-
     def _fresh_pages(self) -> PageAllocator:
         """Return the page allocator, without keys that older weights computed."""
         if self._pages_version != self.twin.version:
@@ -379,9 +299,9 @@ class EmbeddedEngine(LocalEngine):
 
     def _begin_run(
         self, samples: Sequence[Sample], params: SamplingParams, rule: StopRule, slots: int = 0
-    ) -> "_Run":
+    ) -> Run:
         """Make the tables for `samples`, for at least `slots` samples at once."""
-        reserved = self._reserved.sequences * self._reserved.tokens
+        reserved = self._room.reserved.sequences * self._room.reserved.tokens
         most_tokens = max(reserved, sum(sample.limit for sample in samples))
 
         scheduler = Scheduler(
@@ -394,8 +314,8 @@ class EmbeddedEngine(LocalEngine):
             # Keys have other bits when they are computed in another batch, or after the prompt.
             prefix_caching=self.config.enable_prefix_caching and not self.config.deterministic,
             redraw=self.config.deterministic,
-            least_slots=max(slots, self._reserved.sequences),
-            least_tokens=self._reserved.tokens,
+            least_slots=max(slots, self._room.reserved.sequences),
+            least_tokens=self._room.reserved.tokens,
             kept=self._kept,
         )
         if self.runner.num_routes:
@@ -404,16 +324,16 @@ class EmbeddedEngine(LocalEngine):
         self.runner.begin(params, most_tokens)
         speculative = self.config.speculative
         drafts = None if speculative.method is None else NgramDrafts(speculative)
-        return _Run(params, rule, scheduler, _Progress(len(samples)), drafts)
+        return Run(params, rule, scheduler, Progress(len(samples)), drafts)
 
-    def _begin_again(self, run: "_Run", samples: Sequence[Sample]) -> None:
+    def _begin_again(self, run: Run, samples: Sequence[Sample]) -> None:
         """Return all samples to the queue, and continue with tables that `samples` fit in, too."""
         try:
             self._drain(run)
             old = run.scheduler
             everyone = [*old.withdraw(), *samples]
             self._begin_books()
-            self._provide_pages(everyone)
+            self._room.provide_pages(everyone)
             slots = 2 * old.num_slots
             run.scheduler = self._begin_run(everyone, run.params, run.rule, slots).scheduler
             run.scheduler.preemptions = old.preemptions
@@ -422,7 +342,7 @@ class EmbeddedEngine(LocalEngine):
             self._abandon(error)
             raise
 
-    def _drain(self, run: "_Run") -> None:
+    def _drain(self, run: Run) -> None:
         """Wait for launched tokens. The next step returns the samples that they finish."""
         while run.flight:
             run.finished += self._collect(run)
@@ -461,7 +381,7 @@ class EmbeddedEngine(LocalEngine):
             "tokens_per_s": counts["generated_tokens"] / seconds,
         }
 
-    def _launch(self, run: "_Run") -> list[Draws]:
+    def _launch(self, run: Run) -> list[Draws]:
         """Start samples, or launch the next steps of the running ones.
 
         Launches nothing where tokens in flight must come back first.
@@ -549,7 +469,7 @@ class EmbeddedEngine(LocalEngine):
                 rows.append(scheduler.group_of(slot).hidden)
         return torch.stack(rows)
 
-    def _collect(self, run: "_Run") -> list[Completion]:
+    def _collect(self, run: Run) -> list[Completion]:
         """Record the oldest launched tokens, and end the samples that are done."""
         scheduler = run.scheduler
         draws = run.flight.popleft()
@@ -583,68 +503,6 @@ class EmbeddedEngine(LocalEngine):
             completions = scheduler.finish(slots[done].tolist(), set(slots[stopped].tolist()))
         run.progress.note(scheduler, len(completions), run.counts["generated_tokens"])
         return completions
-
-
-def _keys(requests: Sequence[Request], seed: int, step: int) -> np.ndarray:
-    """Return the noise key of every sample, in the order of the requests."""
-    steps: list[int] = []
-    numbers: list[int] = []
-    for request in requests:
-        if request.continuations is None:
-            steps += [step] * len(request.sample_ids)
-            numbers += request.sample_ids
-        else:
-            steps += [each.step for each in request.continuations]
-            numbers += [each.number for each in request.continuations]
-
-    keys = np.empty(len(steps), np.uint64)
-    of_samples = np.array(steps, np.int64)
-    ids = np.array(numbers, np.int64)
-    for each in set(steps):
-        own = of_samples == each
-        keys[own] = sample_keys(seed, each, ids[own])
-    return keys
-
-
-@dataclass
-class _Run:
-    """The running requests, from the first `submit` until the last of them has ended."""
-
-    params: SamplingParams
-    rule: StopRule
-    scheduler: Scheduler
-    progress: "_Progress"
-    drafts: NgramDrafts | None
-    counts: Counter[str] = field(default_factory=Counter)
-    flight: deque[Draws] = field(default_factory=deque)
-    finished: list[Completion] = field(default_factory=list)  # returned by the next step
-
-
-class _Progress:
-    """One log line every PROGRESS_EVERY_S seconds of a long generation."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.finished = 0
-        self.start = time.perf_counter()
-        self.last_line = self.start
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.start
-
-    def note(self, scheduler: Scheduler, finished: int, tokens: int) -> None:
-        self.finished += finished
-        now = time.perf_counter()
-        if now - self.last_line < PROGRESS_EVERY_S:
-            return
-        self.last_line = now
-        logger.info(
-            f"rollout: {self.finished}/{self.total} samples done, {tokens} tokens at "
-            f"{tokens / self.seconds:.0f}/s, {scheduler.running.size} running, "
-            f"{len(scheduler.waiting)} waiting, {scheduler.pages.num_free} of "
-            f"{scheduler.pages.num_pages} pages free"
-        )
 
 
 rollout_engines.register("embedded")(EmbeddedEngine)

@@ -3,108 +3,17 @@
 The last hidden state of a prompt is the only tensor here.
 """
 
-import hashlib
 import heapq
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from verl.models.pictures import Pictures, picture_tokens, three_part_positions
 from verl.rollout.embedded.pages import PageAllocator
-from verl.rollout.types import Completion, Request
+from verl.rollout.embedded.samples import Admission, Group, Prefill, Sample, completion_of
+from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
-
-
-@dataclass(eq=False, slots=True)
-class Group:
-    """A prompt, with the pages and state that its samples share until the last has started."""
-
-    prompt: tuple[int, ...]
-    unstarted: int  # samples that have not been admitted yet
-    pictures: Pictures = ()
-    # The ids by which pages are found: a picture's tokens are named by its content. Empty: `prompt`.
-    names: tuple[int, ...] = ()
-    text_begins: int = 0  # the place behind the last picture token
-    shift: int = 0  # of the positions from there on against the places
-    pages: list[int] | None = None  # of the prompt, once computed
-    hidden: torch.Tensor | None = None  # (H,), predicts the first response token
-
-    @classmethod
-    def of(cls, request: Request) -> "Group":
-        """Return the group of a request; its samples are to be added."""
-        prompt = tuple(request.prompt_ids)
-        group = cls(prompt=prompt, unstarted=0, pictures=request.pictures)
-        if not request.pictures:
-            return group
-
-        places = picture_tokens(torch.tensor(prompt), request.pictures, "a request")
-        names = list(prompt)
-        begin = 0
-        for picture in request.pictures:
-            own = places[begin : begin + picture.num_tokens].tolist()
-            begin += picture.num_tokens
-            digest = hashlib.blake2b(picture.key.encode(), digest_size=8).digest()
-            for place in own:
-                names[place] = -1 - int.from_bytes(digest, "big")  # no token has a negative id
-        group.names = tuple(names)
-        group.text_begins = int(places[-1]) + 1
-        if request.pictures[0].grid is not None:
-            _, group.shift = three_part_positions(len(prompt), places, request.pictures)
-        return group
-
-
-@dataclass(eq=False, slots=True)
-class Sample:
-    """One unfinished response. While it runs, its tokens are in the scheduler's arrays."""
-
-    sample_id: int
-    group: Group
-    limit: int  # most tokens it may draw
-    key: np.uint64
-    token_ids: list[int] = field(default_factory=list)  # drawn before it was pre-empted
-    log_probs: list[float] = field(default_factory=list)
-    begun: int = 0  # first tokens, which an earlier request drew; they are never drawn again
-    routes: NDArray[np.integer] | None = None  # of these tokens, if they are recorded
-    has_old_keys: bool = False  # in its pages, which no other sample may find
-
-    def begin_with(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Go on after the tokens that an earlier request drew."""
-        self.token_ids = list(token_ids)
-        self.log_probs = list(log_probs)
-        self.begun = len(self.token_ids)
-
-
-@dataclass(slots=True)
-class Prefill:
-    """A sequence to compute: the prompt of `group`, or also the tokens of a pre-empted sample.
-
-    The keys of its first `cached` tokens are in its pages already.
-    """
-
-    token_ids: list[int]
-    names: list[int]  # see `Group.names`
-    pages: list[int]
-    cached: int
-    group: Group
-    is_prompt: bool
-    has_old_keys: bool = False
-
-
-@dataclass(slots=True)
-class Admission:
-    """The samples that start to run.
-
-    A slot draws its first token from the hidden state of its group, or of `prefills[n]` where
-    `resumed[slot] = n`.
-    """
-
-    slots: list[int]
-    prefills: list[Prefill]
-    resumed: dict[int, int]
 
 
 class Scheduler:
@@ -243,7 +152,7 @@ class Scheduler:
                 continue
             if not sample.token_ids:
                 sample.group.unstarted -= 1
-            completions.append(_completion(sample, "abort"))
+            completions.append(completion_of(sample, "abort"))
         self.waiting = staying
         self.release_started_prompts()
         return completions
@@ -439,7 +348,7 @@ class Scheduler:
                 group = sample.group
                 known = [*(group.names or group.prompt), *sample.token_ids][: self.cached[slot]]
                 self.pages.register(known, self._held[slot], self.page_size)
-            completions.append(_completion(sample, "stop" if slot in stopped else reason))
+            completions.append(completion_of(sample, "stop" if slot in stopped else reason))
             self._release(slot)
         self.running = self.running[~np.isin(self.running, slots)]
         return completions
@@ -608,13 +517,3 @@ class Scheduler:
         self._samples[slot] = None
         self.epoch[slot] += 1
         heapq.heappush(self._free_slots, slot)
-
-
-def _completion(sample: Sample, reason: str) -> Completion:
-    return Completion(
-        sample_id=sample.sample_id,
-        token_ids=sample.token_ids,
-        log_probs=sample.log_probs,
-        finish_reason=reason,
-        routed_experts=sample.routes,
-    )

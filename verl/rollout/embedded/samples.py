@@ -1,0 +1,160 @@
+"""The samples of requests, as the scheduler knows them."""
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from verl.models.pictures import Pictures, picture_tokens, three_part_positions
+from verl.rollout.checks import response_limits
+from verl.rollout.sampling import sample_keys
+from verl.rollout.types import Completion, Request, SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """A prompt, with the pages and state that its samples share until the last has started."""
+
+    prompt: tuple[int, ...]
+    unstarted: int  # samples that have not been admitted yet
+    pictures: Pictures = ()
+    # The ids by which pages are found: a picture's tokens are named by its content. Empty: `prompt`.
+    names: tuple[int, ...] = ()
+    text_begins: int = 0  # the place behind the last picture token
+    shift: int = 0  # of the positions from there on against the places
+    pages: list[int] | None = None  # of the prompt, once computed
+    hidden: torch.Tensor | None = None  # (H,), predicts the first response token
+
+    @classmethod
+    def of(cls, request: Request) -> "Group":
+        """Return the group of a request; its samples are to be added."""
+        prompt = tuple(request.prompt_ids)
+        group = cls(prompt=prompt, unstarted=0, pictures=request.pictures)
+        if not request.pictures:
+            return group
+
+        places = picture_tokens(torch.tensor(prompt), request.pictures, "a request")
+        names = list(prompt)
+        begin = 0
+        for picture in request.pictures:
+            own = places[begin : begin + picture.num_tokens].tolist()
+            begin += picture.num_tokens
+            digest = hashlib.blake2b(picture.key.encode(), digest_size=8).digest()
+            for place in own:
+                names[place] = -1 - int.from_bytes(digest, "big")  # no token has a negative id
+        group.names = tuple(names)
+        group.text_begins = int(places[-1]) + 1
+        if request.pictures[0].grid is not None:
+            _, group.shift = three_part_positions(len(prompt), places, request.pictures)
+        return group
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One unfinished response. While it runs, its tokens are in the scheduler's arrays."""
+
+    sample_id: int
+    group: Group
+    limit: int  # most tokens it may draw
+    key: np.uint64
+    token_ids: list[int] = field(default_factory=list)  # drawn before it was pre-empted
+    log_probs: list[float] = field(default_factory=list)
+    begun: int = 0  # first tokens, which an earlier request drew; they are never drawn again
+    routes: NDArray[np.integer] | None = None  # of these tokens, if they are recorded
+    has_old_keys: bool = False  # in its pages, which no other sample may find
+
+    def begin_with(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Go on after the tokens that an earlier request drew."""
+        self.token_ids = list(token_ids)
+        self.log_probs = list(log_probs)
+        self.begun = len(self.token_ids)
+
+
+@dataclass(slots=True)
+class Prefill:
+    """A sequence to compute: the prompt of `group`, or also the tokens of a pre-empted sample.
+
+    The keys of its first `cached` tokens are in its pages already.
+    """
+
+    token_ids: list[int]
+    names: list[int]  # see `Group.names`
+    pages: list[int]
+    cached: int
+    group: Group
+    is_prompt: bool
+    has_old_keys: bool = False
+
+
+@dataclass(slots=True)
+class Admission:
+    """The samples that start to run.
+
+    A slot draws its first token from the hidden state of its group, or of `prefills[n]` where
+    `resumed[slot] = n`.
+    """
+
+    slots: list[int]
+    prefills: list[Prefill]
+    resumed: dict[int, int]
+
+
+def samples_of(
+    requests: Sequence[Request], params: SamplingParams, seed: int, step: int, max_model_len: int
+) -> list[Sample]:
+    """Return the samples of requests, in the order in which they are to start."""
+    keys = iter(_keys(requests, seed, step))
+    groups = []
+    for request in requests:
+        group = Group.of(request)
+        limits = response_limits(request, params, max_model_len)
+        begun = request.continuations or (None,) * len(limits)
+        samples = []
+        for sample_id, limit, continued in zip(request.sample_ids, limits, begun):
+            sample = Sample(sample_id=sample_id, group=group, limit=limit, key=next(keys))
+            if continued is not None and continued.token_ids:
+                sample.begin_with(continued.token_ids, continued.log_probs)
+            else:
+                group.unstarted += 1
+            samples.append(sample)
+        groups.append(samples)
+
+    # Longest first: otherwise the last to start could run longest, alone, on an idle device.
+    groups.sort(key=lambda samples: -max((sample.limit for sample in samples), default=0))
+    return list(itertools.chain.from_iterable(groups))
+
+
+def _keys(requests: Sequence[Request], seed: int, step: int) -> np.ndarray:
+    """Return the noise key of every sample, in the order of the requests."""
+    steps: list[int] = []
+    numbers: list[int] = []
+    for request in requests:
+        if request.continuations is None:
+            steps += [step] * len(request.sample_ids)
+            numbers += request.sample_ids
+        else:
+            steps += [each.step for each in request.continuations]
+            numbers += [each.number for each in request.continuations]
+
+    keys = np.empty(len(steps), np.uint64)
+    of_samples = np.array(steps, np.int64)
+    ids = np.array(numbers, np.int64)
+    for each in set(steps):
+        own = of_samples == each
+        keys[own] = sample_keys(seed, each, ids[own])
+    return keys
+
+
+def completion_of(sample: Sample, reason: str) -> Completion:
+    """Return what a sample has drawn so far."""
+    return Completion(
+        sample_id=sample.sample_id,
+        token_ids=sample.token_ids,
+        log_probs=sample.log_probs,
+        finish_reason=reason,
+        routed_experts=sample.routes,
+    )
