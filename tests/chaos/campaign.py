@@ -279,17 +279,24 @@ class Campaign:
 
 
 def lost_or_repeated(run: Run) -> str | None:
-    """Return the prompt that a run has not learned from exactly once, if there is one."""
+    """Describe the prompts that a run has not learned from exactly once, if there are any.
+
+    A process that is killed may not have written the samples of its last step, though the step's
+    checkpoint is there: the prompts of that step are not known, but their number is.
+    """
     groups: Counter[str] = Counter()
     for step in run.kept_steps:
         samples = run.samples(step)
         groups.update(samples[row].uid for row in range(len(samples)))
 
-    uids = [f"{step}-{row}" for step in range(1, STEPS + 1) for row in range(PROMPTS)]
-    expected = Counter(dict.fromkeys(uids, SAMPLES))
-    for uid in [*expected, *groups]:
-        if groups[uid] != expected[uid]:
-            return f"learned from {groups[uid]} samples of prompt {uid}, not {expected[uid]}"
+    uids = {f"{step}-{row}" for step in range(1, STEPS + 1) for row in range(PROMPTS)}
+    for uid, count in groups.items():
+        if uid not in uids or count != SAMPLES:
+            return f"learned from {count} samples of prompt {uid}"
+    unwritten = STEPS - len(run.kept_steps)
+    missing = sorted(uids - groups.keys())
+    if len(missing) != PROMPTS * unwritten:
+        return f"{unwritten} of {STEPS} steps have no samples, but {missing} are missing"
     return None
 
 
