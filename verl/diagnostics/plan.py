@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from verl.config.async_training import AsyncTrainingConfig
 from verl.utils.entry import exit_code
 from verl.utils.garbage import loading_packages
 
@@ -11,13 +12,21 @@ def main(argv: list[str] | None = None) -> int:
     """Print the plan. Return 0 if it fits or the device is unknown, 2 if it does not fit, 1 for errors."""
     parser = argparse.ArgumentParser(
         prog="verl plan",
-        usage="verl plan [--device-gib GIB|CARD] [--json] [config.yaml] [key=value ...]",
+        usage=(
+            "verl plan [--device-gib GIB|CARD] [--json] [--run FOLDER] [config.yaml] "
+            "[key=value ...]"
+        ),
         description=__doc__,
         epilog="Keys are those of the run: every key with its default is in `verl train --cfg job`.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--device-gib", help="memory of a device in GiB, or a card: H100, A100-40, L40S ..."
+    )
+    parser.add_argument(
+        "--run",
+        metavar="FOLDER",
+        help="of a synchronous run: propose a schedule and a split of the ranks from its times",
     )
     parser.add_argument("--json", action="store_true", help="for programs; sizes are bytes")
     arguments, rest = parser.parse_known_args(argv)
@@ -28,12 +37,26 @@ def _plan(arguments: argparse.Namespace, keys: list[str]) -> int:
     # Here, so that a typing error in a key is reported before torch loads.
     from verl.config.load import load_config
 
+    if arguments.run is not None and not keys:
+        return _propose(arguments, AsyncTrainingConfig())
     config = load_config(keys, only_to_plan=True)
     with loading_packages():
         from verl.diagnostics.profile import profile_memory
     profile = profile_memory(config, device_gib=arguments.device_gib)
     print(profile.to_json() if arguments.json else profile)
+    if arguments.run is not None:
+        print()
+        _propose(arguments, config.async_training)
     return 2 if profile.fits is False else 0
+
+
+def _propose(arguments: argparse.Namespace, options: AsyncTrainingConfig) -> int:
+    """Print the schedule and the split that the times of a recorded run propose."""
+    with loading_packages():
+        from verl.diagnostics.proposal import proposal_of_run
+    proposal = proposal_of_run(arguments.run, options.staleness_threshold)
+    print(proposal.to_json() if arguments.json else proposal.table())
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ away:
 3. A batch takes whole groups, those due first; it waits where the others could not all be in time.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -23,7 +23,6 @@ import numpy as np
 
 from verl.rollout.goal import Goal
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
-from verl.trainer.schedules.packing import packed_trajectory, unpacked_trajectory
 
 
 class State(str, Enum):
@@ -336,7 +335,7 @@ class Book:
                 if state is State.FROZEN and not sample.segments:
                     state = State.ADMITTED
                     half_played += 1
-                own = [packed_trajectory(each) for each in sample.trajectories]
+                own = [_packed_trajectory(each) for each in sample.trajectories]
                 samples.append((state.value, _packed(sample.segments) if not own else [], own))
             is_new = all(state == State.ADMITTED for state, _, _ in samples)
             groups.append(
@@ -373,7 +372,7 @@ class Book:
             for number, (of_sample, segments, trajectories) in enumerate(saved["samples"]):
                 sample_id = saved["serial"] * self.num_samples + number
                 sample = Sample(sample_id, State(of_sample), _unpacked(segments))
-                own = [unpacked_trajectory(each) for each in trajectories]
+                own = [_unpacked_trajectory(each) for each in trajectories]
                 for trajectory in own:
                     sample.segments += [each for each in trajectory.segments if each.is_model]
                 sample.trajectories = own
@@ -422,3 +421,22 @@ def _unpacked(packed: Iterable[tuple[int, np.ndarray, np.ndarray]]) -> list[Segm
             )
         )
     return segments
+
+
+def _packed_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory with its segments in plain values."""
+    values = _fields(trajectory)
+    values["prompt_ids"] = list(trajectory.prompt_ids)
+    values["segments"] = [_fields(segment) for segment in trajectory.segments]
+    return values
+
+
+def _unpacked_trajectory(values: Mapping[str, Any]) -> Trajectory:
+    """Undo `_packed_trajectory`."""
+    segments = [Segment(**segment) for segment in values["segments"]]
+    return Trajectory(**{**values, "segments": segments})
+
+
+def _fields(record: Segment | Trajectory) -> dict[str, Any]:
+    """Return the fields of a record; nested ones stay as they are."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}

@@ -14,6 +14,7 @@ from verl.config import TrainConfig
 from verl.config.keywords import config_from_keywords
 from verl.config.placement import rollout_is_apart
 from verl.diagnostics.profile import watch
+from verl.diagnostics.proposal import MeasuredSteps
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
 from verl.single_controller import Colocated, GroupFuture, GroupOf, OnTold, start
@@ -62,6 +63,7 @@ from verl.workers import (
     TrainedWorker,
 )
 
+PROPOSAL_STEPS = 10  # after which a run proposes a schedule
 # The columns that `generate` writes.
 GENERATED = (
     "prompts responses input_ids attention_mask position_ids response_mask rollout_log_probs uid"
@@ -152,6 +154,12 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.first_val_batch = self.val_loader.state_dict() if self.val_loader is not None else {}
         self.total_steps = setup.count_steps(config, len(self.train_loader))
         self.flat_rewards = FlatRewards(config)
+        self.response_lengths: list[int] = []  # of the last step, in tokens
+        self.measured = MeasuredSteps(
+            prompts=config.data.train_batch_size,
+            samples=config.actor_rollout_ref.rollout.n,
+            ranks=self.pool.world_size,
+        )
         # passes over a batch, by phase
         self.begun: tuple[DataProto | None, dict[str, GroupFuture]] = None, {}
 
@@ -282,6 +290,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             prompts: (B,) prompts of the step.
         """
         super().run_step(prompts)
+        self._propose_schedule()
         if self.global_step in (self.config.trainer.profile_steps or ()):
             self.write_timeline()
 
@@ -291,7 +300,24 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.metrics.update(data_metrics(batch))
         self.metrics.update(agent_metrics(batch))
         self.flat_rewards.watch(batch, self.global_step)
+        width = batch.batch["responses"].shape[1]
+        self.response_lengths = batch.batch["attention_mask"][:, -width:].sum(-1).tolist()
         self.write_rollouts(batch)
+
+    def _propose_schedule(self) -> None:
+        """Log the schedule and the split of ranks that the first steps of this process propose.
+
+        Only synchronous steps of all ranks show the times of generation and update.
+        """
+        is_whole = self.mode == "sync" and not rollout_is_apart(self.config)
+        if not is_whole or "rollout/decode_steps" not in self.metrics:
+            return
+        lengths = self.response_lengths
+        if len(self.measured.steps) < PROPOSAL_STEPS:
+            self.measured.add(self.metrics, lengths)
+            if len(self.measured.steps) == PROPOSAL_STEPS:
+                staleness = self.config.async_training.staleness_threshold
+                logger.info("%s", self.measured.proposal(staleness).line())
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         return timing_metrics(batch, self.timer.seconds, num_devices=self.pool.world_size)

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from verl.rollout.book import Book
 from verl.rollout.goal import GoalWatch
-from verl.trainer.schedules.book import Book
 
 
 class FakeEngine:

@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from tests.trainer.schedules.fake_engine import FakeEngine
+from verl.rollout.book import Book, Pace, State
 from verl.rollout.goal import Goal, GoalWatch
 from verl.rollout.trajectory import Segment, Trajectory
-from verl.trainer.schedules.book import Book, Pace, State
 
 SCHEDULES = 10_000
 

@@ -15,12 +15,12 @@ from verl.config.placement import rollout_is_apart
 from verl.protocol import DataProto
 from verl.rollout import Trajectory, assemble
 from verl.rollout.base import capabilities_of
+from verl.rollout.book import Book, Group, Pace
 from verl.single_controller import OnTold
 from verl.trainer import setup
 from verl.trainer.episodes import require_episodes, with_episodes
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer, number_prompts
 from verl.trainer.run import TrainingRun
-from verl.trainer.schedules.book import Book, Group, Pace
 from verl.trainer.schedules.generation import EpisodeGeneration, Generation, prompt_ids_of
 from verl.trainer.schedules.packing import packed, unpacked
 from verl.trainer.schedules.staleness import (

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl.rollout import Completion, Continuation, Request, SamplingParams
+from verl.rollout.book import Book, Group, State
 from verl.rollout.goal import Goal
 from verl.single_controller import GroupOf, num_shares, of_each_share
-from verl.trainer.schedules.book import Book, Group, State
 from verl.utils.errors import RolloutError
 from verl.workers import RolloutWorker
 from verl.workers.rollout import pictures_of

@@ -1,11 +1,9 @@
 """Batches in the checkpoint of a schedule: as tensors, lists and numbers, which it may hold."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from verl.protocol import DataProto
-from verl.rollout.trajectory import Segment, Trajectory
 from verl.utils.column_dicts import object_column
 
 
@@ -26,22 +24,3 @@ def unpacked(values: Mapping[str, Any]) -> DataProto | None:
     return DataProto.from_dict(
         tensors=values["tensors"], non_tensors=objects, meta_info=dict(values["meta"])
     )
-
-
-def packed_trajectory(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory with its segments in plain values."""
-    values = _fields(trajectory)
-    values["prompt_ids"] = list(trajectory.prompt_ids)
-    values["segments"] = [_fields(segment) for segment in trajectory.segments]
-    return values
-
-
-def unpacked_trajectory(values: Mapping[str, Any]) -> Trajectory:
-    """Undo `packed_trajectory`."""
-    segments = [Segment(**segment) for segment in values["segments"]]
-    return Trajectory(**{**values, "segments": segments})
-
-
-def _fields(record: Segment | Trajectory) -> dict[str, Any]:
-    """Return the fields of a record; nested ones stay as they are."""
-    return {field.name: getattr(record, field.name) for field in fields(record)}

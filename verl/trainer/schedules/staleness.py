@@ -6,7 +6,7 @@ import torch
 
 from verl.config.async_training import AsyncTrainingConfig
 from verl.protocol import DataProto
-from verl.trainer.schedules.book import Book, Group
+from verl.rollout.book import Book, Group
 from verl.utils.errors import RolloutError
 
 
