@@ -52,7 +52,7 @@ COLUMNS: dict[str, Column] = {
             "object",
             "B",
             "data, with a model that reads pictures",
-            "prepared pictures of the prompt, in the order of their tokens",
+            "prepared pictures of the prompt, then those of tools, in the order of their tokens",
         ),
         Column("uid", "object", "B", "generate", "one string per prompt; its G responses share it"),
         Column("prompts", "int64", "B P", "generate", "prompt ids, left-padded"),

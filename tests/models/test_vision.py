@@ -207,6 +207,46 @@ def test_a_cut_prompt_is_an_error_before_the_forward() -> None:
         PackedBatch.from_sequences(ids).with_pictures([(picture,)], [len(ids[0]) - 1])
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_pictures_behind_the_prompt_are_read_as_those_in_it(family: str) -> None:
+    model = tiny_vision_model(family)
+    one, other = (example_picture(model, seed) for seed in (0, 1))
+    opening = [5, 9, *one.token_ids, 14, 7]
+    rows = []
+    for called in ([31, 32], [41]):
+        # The last picture token was drawn by the model.
+        rows.append([*opening, *called, 8, *other.token_ids, 3, 12, IMAGE, 33])
+    pictures = [(one, other)] * 2
+    prompts = [len(opening)] * 2
+    starts = [0, len(rows[0])]
+    places = []
+    for start, row in zip(starts, rows):
+        places += range(start + len(opening), start + len(row))
+    index = torch.tensor(places)
+
+    def batch(pictures: list[tuple[Picture, ...]], lengths: list[int]) -> PackedBatch:
+        made = PackedBatch.from_sequences(rows).with_pictures(pictures, lengths)
+        return packed_module.replace(made, predict=index - 1, targets=made.input_ids[index])
+
+    behind = batch(pictures, prompts)
+    model_of_batch = PackedCausalLM(model)
+    with torch.no_grad():
+        expected = model_of_batch(batch(pictures, [len(row) - 3 for row in rows]))["log_probs"]
+        assert torch.equal(model_of_batch(behind)["log_probs"], expected)
+        shared = model_of_batch(behind.with_shared_prompts([0, 0], prompts))["log_probs"]
+        torch.testing.assert_close(shared, expected, rtol=1e-4, atol=1e-4)
+        swapped = model_of_batch(batch([(other, one)] * 2, prompts))["log_probs"]
+        assert (swapped - expected).abs().max() > 1e-2
+
+
+def test_a_cut_response_with_pictures_is_an_error() -> None:
+    model = tiny_vision_model("qwen2_5_vl")
+    picture = example_picture(model)
+    ids = [[5, *picture.token_ids, 9, 10, *picture.token_ids[:-1]]]
+    with pytest.raises(DataError, match=r"behind the prompt stand 5 .* have 6 features"):
+        PackedBatch.from_sequences(ids).with_pictures([(picture, picture)], [8])
+
+
 def test_a_folder_is_loaded_with_its_vision_tower(tmp_path: Path) -> None:
     save_tiny_vision(tmp_path, "qwen2_5_vl")
     model: Any = load_causal_lm(tmp_path, dtype="float32")

@@ -11,6 +11,7 @@ from verl.agents.loops.tool_agent import offered_tools
 from verl.agents.tools import ToolSet
 from verl.config.rollout import RolloutConfig
 from verl.data.chat import as_messages
+from verl.data.pictures import without_picture_parts
 from verl.utils.errors import ConfigError, DataError, VerlError
 from verl.utils.logging import logger
 from verl.utils.registry import nearest_names
@@ -78,7 +79,7 @@ def prompts_too_long(
     """Give (file and row, tokens) of prompts that do not fit with the tools that they offer.
 
     Rows are taken by their characters, until 2,000 have fit. A shorter row that is too long all the
-    same fails when it is played.
+    same fails when it is played, and so does one that is too long with its pictures alone.
     """
     tools = context.tools
     if tools is None:
@@ -98,7 +99,10 @@ def prompts_too_long(
     rows.sort(key=lambda row: row[0], reverse=True)
     fitting = 0
     for _, place, messages, offered in rows:
-        prompt_ids = context.boundary.prompt(as_messages(messages), tools.schemas(offered))
+        plain = (
+            as_messages(messages) if context.pictures is None else without_picture_parts(messages)
+        )
+        prompt_ids = context.boundary.prompt(plain, tools.schemas(offered))
         if len(prompt_ids) > context.config.prompt_length:
             yield place, len(prompt_ids)
             continue

@@ -5,6 +5,8 @@ from typing import Any
 
 from verl.agents.boundary import ChatBoundary
 from verl.agents.engine_client import Generated
+from verl.data.pictures import PictureReader
+from verl.models.pictures import Pictures
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
 from verl.utils.errors import RolloutError
 
@@ -26,6 +28,8 @@ class Conversation:
         tools: schemas of the offered tools.
         max_response_tokens: most tokens after the prompt, other sources' included.
         follow_template: whether each prompt is the one that the template renders at inference.
+        pictures: of the prompt.
+        reader: gives pictures their tokens; None: the model reads text alone.
     """
 
     def __init__(
@@ -38,6 +42,8 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] = (),
         max_response_tokens: int,
         follow_template: bool = False,
+        pictures: Pictures = (),
+        reader: PictureReader | None = None,
     ) -> None:
         self.row = row
         self.messages = list(messages)
@@ -45,16 +51,24 @@ class Conversation:
         self.tools = list(tools)
         self.max_response_tokens = max_response_tokens
         self.follow_template = follow_template
+        self.reader = reader
         self.turns = 0  # of the model
         self._prompt_width = len(prompt_ids)
         self._finished: list[Trajectory] = []
-        self._current = Trajectory(row=row, prompt_ids=list(prompt_ids), segments=[])
+        self._current = Trajectory(
+            row=row, prompt_ids=list(prompt_ids), segments=[], pictures=pictures
+        )
         self._ids = list(prompt_ids)
 
     @property
     def ids(self) -> list[int]:
         """The prompt of the next turn."""
         return self._ids
+
+    @property
+    def pictures(self) -> Pictures:
+        """The pictures in `ids`, in the order of their tokens."""
+        return self._current.pictures
 
     @property
     def room(self) -> int:
@@ -83,13 +97,16 @@ class Conversation:
         """Note the message of the last drawn turn, after which nothing follows."""
         self.messages.append(reply)
 
-    def extend(self, reply: Message, new: Sequence[Message], source: str) -> bool:
+    def extend(
+        self, reply: Message, new: Sequence[Message], source: str, pictures: Pictures = ()
+    ) -> bool:
         """Append the messages after the last drawn turn, up to the next turn of the model.
 
         Args:
             reply: the last drawn turn as a message.
             new: messages of tools or of the user.
             source: "tool" or "user".
+            pictures: in the new messages.
 
         Returns False, and appends no token, where they leave no room for a turn. The messages are
         noted in both cases.
@@ -104,8 +121,12 @@ class Conversation:
             return self._begin_again()
 
         added = self.boundary.extension(history, reply, new, self.tools, drawn=drawn)
+        if self.reader is not None:
+            added = self.reader.expand(added, pictures)
+            self.reader.check_number([*self.pictures, *pictures])
         if len(added) >= self.room:
             return False
+        self._current.pictures += pictures
         self._current.segments.append(Segment(source=source, token_ids=added, turn=self.turns))
         self._ids = [*self._ids, *added]
         return True

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from verl.models.pictures import Pictures
 from verl.rollout.base import RolloutEngine
 from verl.rollout.types import Completion, Continuation, Request, SamplingParams
 from verl.utils.errors import RolloutError
@@ -88,25 +89,22 @@ class Generated:
 
 def merged(requests: Sequence[Request]) -> list[Request]:
     """Join requests for one sample each that have the same prompt, which is then computed once."""
-    together: dict[tuple[int, ...], list[Request]] = {}
+    together: dict[tuple[Any, ...], list[Request]] = {}
     for request in requests:
-        together.setdefault(request.prompt_ids, []).append(request)
+        seen = tuple(picture.key for picture in request.pictures)
+        together.setdefault((request.prompt_ids, seen), []).append(request)
 
     joined = []
-    for prompt_ids, same in together.items():
+    for same in together.values():
         sample_ids = tuple(request.sample_ids[0] for request in same)
         limits = tuple(request.limits[0] for request in same if request.limits)
         assert len(limits) == len(same), "every turn has a limit"
         begun = []
         for request in same:
             begun += request.continuations or ()
+        continuations = tuple(begun) or None
         joined.append(
-            Request(
-                prompt_ids=prompt_ids,
-                sample_ids=sample_ids,
-                limits=limits,
-                continuations=tuple(begun) or None,
-            )
+            replace(same[0], sample_ids=sample_ids, limits=limits, continuations=continuations)
         )
     return joined
 
@@ -165,6 +163,7 @@ class EngineClient:
         row: int,
         turn: int = 0,
         limit: int | None = None,
+        pictures: Pictures = (),
     ) -> Generated:
         """Draw one turn after `prompt_ids`. A caller that is cancelled aborts it.
 
@@ -172,6 +171,7 @@ class EngineClient:
             row: number of the sample in the whole batch.
             turn: number of the model's turn in the episode.
             limit: most tokens; None: those of the sampling parameters.
+            pictures: of the prompt, in the order of their tokens.
 
         Raises RolloutError for a prompt that the engine cannot continue, and after `serve`, when
         nothing would answer.
@@ -191,6 +191,7 @@ class EngineClient:
             sample_ids=(sample_id,),
             limits=limits,
             continuations=self._noise(row, turn),
+            pictures=pictures,
         )
 
         answer = asyncio.get_running_loop().create_future()

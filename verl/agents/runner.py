@@ -18,11 +18,15 @@ from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, AgentLoop, Episode, Tally, agent_loops, register_loops
 from verl.agents.tools import ToolSet
 from verl.config.rollout import RolloutConfig
+from verl.data.pictures import PictureReader
 from verl.rollout.trajectory import Trajectory
 from verl.utils.errors import ConfigError, RolloutError, VerlError
 from verl.utils.logging import logger, say_once
 
 _SECTION = "actor_rollout_ref.rollout"
+_LOOPS_WITH_PICTURES = ("single_turn_agent", "tool_agent")
+
+_PICTURES = "prepared_pictures"  # the column, whose pictures the episodes of a row share
 
 Answer = TypeVar("Answer")
 # Called with the trajectories of every episode that has ended.
@@ -36,13 +40,24 @@ class AgentRunner:
         config: the section `rollout`.
         tokenizer: the model's.
         stop_ids: tokens that end a turn, in addition to the tokenizer's own.
+        pictures: reads images; None: the model reads text alone.
 
     Raises ConfigError at once for a file, name or template that cannot work.
     """
 
     def __init__(
-        self, config: RolloutConfig, tokenizer: Any, *, stop_ids: Sequence[int] = ()
+        self,
+        config: RolloutConfig,
+        tokenizer: Any,
+        *,
+        stop_ids: Sequence[int] = (),
+        pictures: PictureReader | None = None,
     ) -> None:
+        if pictures is not None and config.multi_turn.use_inference_chat_template:
+            raise ConfigError(
+                f"{_SECTION}.multi_turn.use_inference_chat_template=true encodes the model's own "
+                "turns again, which models that read pictures do not support. Set it to false."
+            )
         self.config = config
         self.tokenizer = tokenizer
         if config.agent.agent_loop_config_path is not None:
@@ -58,6 +73,7 @@ class AgentRunner:
             format=_format_of(config, tokenizer, boundary) if tools is not None else None,
             tools=tools,
             interactions=build_interactions(config),
+            pictures=pictures,
         )
         say_once(f"agents: {boundary.report()}")
         self._loops: dict[str, AgentLoop] = {}
@@ -67,12 +83,12 @@ class AgentRunner:
     def apart(self) -> "AgentRunner":
         """Return a runner for episodes in another event loop, which shares the tools with this one.
 
-        Loops, client and tally are its own.
+        Loops, client and tally are its own. Its tools cannot return images.
         """
         if self._is_closed:
             self._open_again()
         other = copy.copy(self)
-        other.context = replace(self.context, tally=Tally())
+        other.context = replace(self.context, tally=Tally(), pictures=None)
         other._loops = {}
         return other
 
@@ -92,10 +108,20 @@ class AgentRunner:
         return run_in_loop(client.serve(self._play_all(episodes, on_end)))
 
     def prepare(self, episodes: Sequence[Episode], client: EngineClient) -> None:
-        """Make the loops of `episodes`, which draw their turns from `client`."""
+        """Make the loops of `episodes`, which draw their turns from `client`.
+
+        Raises RolloutError for pictures that a loop cannot read.
+        """
         self.context.client = client
-        for name in {self.loop_name(episode) for episode in episodes}:
+        for episode in episodes:
+            name = self.loop_name(episode)
             self._loop(name)
+            if episode.pictures and name not in _LOOPS_WITH_PICTURES:
+                raise RolloutError(
+                    f"The agent loop '{name}' cannot play prompts with pictures, as that of sample "
+                    f"{episode.row}. Leave the images out, or use one of the loops "
+                    f"{', '.join(_LOOPS_WITH_PICTURES)}."
+                )
 
     @property
     def most_at_once(self) -> int:
@@ -306,7 +332,12 @@ def episodes_of(
     for place, prompt_row in enumerate(columns["prompt_row"]):
         for sample in range(n):
             # A loop or an environment that changes its fields must not change its siblings'.
-            fields = {name: copy.deepcopy(values[place]) for name, values in columns.items()}
+            fields = {
+                name: copy.deepcopy(values[place])
+                for name, values in columns.items()
+                if name != _PICTURES
+            }
+            pictures = columns[_PICTURES][place] if _PICTURES in columns else None
             episode = Episode(
                 row=int(prompt_row) * n + sample,
                 messages=list(fields["raw_prompt"]),
@@ -314,6 +345,7 @@ def episodes_of(
                 fields=fields,
                 record_step=record_step,
                 step=step,
+                pictures=tuple(pictures or ()),
             )
             episodes.append(episode)
     return episodes

@@ -4,19 +4,29 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config import DataConfig, TrainConfig
+from verl.config import DataConfig, ModelConfig, TrainConfig
 from verl.data.files import has_split
 from verl.data.loader import MapDataset
 from verl.data.pictures import PictureReader
 from verl.data.rl_dataset import RLDataset
 from verl.data.sampler import Sampler
 from verl.data.toy import PACKAGED, packaged_files
+from verl.models.processor import load_picture_processor
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.imports import load_extern_type
 from verl.utils.logging import logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def build_picture_reader(model: ModelConfig, tokenizer: Any) -> PictureReader | None:
+    """Build the reader of images; None for a model that reads text alone."""
+    assert model.path is not None, "the configuration was checked"
+    processor = load_picture_processor(
+        model.path, tokenizer, trust_remote_code=model.trust_remote_code
+    )
+    return None if processor is None else PictureReader(processor, tokenizer)
 
 
 def build_dataset(

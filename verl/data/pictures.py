@@ -53,9 +53,14 @@ class PictureReader:
         messages, sources = messages_and_images(prompt, images)
         pictures = self.prepare_all(sources, folder)
         ids = apply_chat_template(self.tokenizer, messages)
-        for place, tokens in reversed(self.expanded_places(ids, pictures)):
-            ids[place : place + 1] = tokens
-        return ids, messages, pictures
+        return self.expand(ids, pictures), messages, pictures
+
+    def expand(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+        """Return the ids of a rendered text with the tokens of its pictures."""
+        expanded = list(ids)
+        for place, tokens in reversed(self.expanded_places(expanded, pictures)):
+            expanded[place : place + 1] = tokens
+        return expanded
 
     def prepare_all(self, sources: Sequence[Any], folder: Path) -> Pictures:
         """Prepare the pictures of a row. Raises DataError with the number of a bad one."""
@@ -65,12 +70,16 @@ class PictureReader:
                 pictures.append(self.prepare(source, folder))
             except DataError as error:
                 raise DataError(f"image {number} of the row: {error}") from error
+        self.check_number(pictures)
+        return tuple(pictures)
+
+    def check_number(self, pictures: Sequence[Picture]) -> None:
+        """Raise DataError for more pictures in a row than the model's family is supported with."""
         if self.processor.family.one_picture and len(pictures) > 1:
             raise DataError(
                 f"has {len(pictures)} images, but this model's family is supported with one image "
                 "a row. Leave the row out, or join the images to one"
             )
-        return tuple(pictures)
 
     def prepare(self, source: Any, folder: Path = Path()) -> Picture:
         """Return a prepared picture, from memory where its content was seen before."""

@@ -11,7 +11,7 @@ from verl.columns import COLUMNS
 from verl.distributed.collectives import ALONE, Axis
 from verl.engine.microbatch import SharedPrompts
 from verl.models.packed import PackedBatch
-from verl.models.pictures import Pictures, picture_tokens
+from verl.models.pictures import Pictures, num_in_prompt, row_picture_tokens
 from verl.protocol import DataProto
 from verl.utils.devices import send
 from verl.utils.errors import DataError
@@ -142,22 +142,23 @@ class MiniBatch:
 
     def _check_pictures(self) -> None:
         """Raise DataError for the first row whose picture tokens and features differ in number."""
-        end = self.attention_mask.shape[1] - self.response_length
         for row, own in enumerate(self.pictures or ()):
             if own and self.lengths[row]:
-                real = self.attention_mask[row, :end].bool()
-                picture_tokens(self.input_ids[row, :end][real], own, self.describe(row))
+                ids = self.input_ids[row][self.attention_mask[row].bool()]
+                row_picture_tokens(ids, self.prompt_lengths[row], own, self.describe(row))
 
     def _find_shared_prompts(self) -> SharedPrompts | None:
         """Find rows with equal prompts, token for token, where sharing saves enough; else None."""
         end = self.attention_mask.shape[1] - self.response_length
         ids = self.input_ids[:, :end].cpu().numpy()
-        mask = self.attention_mask[:, :end].bool().cpu().numpy()
+        real = self.attention_mask[:, :end].bool()
+        mask = real.cpu().numpy()
         prompt_lengths = self.prompt_lengths
         rows_of: dict[tuple[bytes, tuple[str, ...]], list[int]] = {}
         for row in range(len(self)):
             seen: Pictures = () if self.pictures is None else self.pictures[row]
-            keys = tuple(picture.key for picture in seen)
+            number_seen = num_in_prompt(self.input_ids[row, :end][real[row]], seen)
+            keys = tuple(picture.key for picture in seen[:number_seen])
             rows_of.setdefault((ids[row][mask[row]].tobytes(), keys), []).append(row)
 
         unshared = list(range(len(self)))

@@ -13,6 +13,7 @@ import torch
 from verl.config.generation import PLACE_AND_SPEED, SHARED, GenerationConfig
 from verl.config.keys import keys_of, value_at
 from verl.config.rollout import RolloutConfig
+from verl.data.build import build_picture_reader
 from verl.data.files import ArrowRows
 from verl.data.lengths import tokenizer_fingerprint
 from verl.data.rl_dataset import RLDataset
@@ -95,7 +96,7 @@ def generate(config: GenerationConfig) -> None:
 
     tokenizer = setup.build_tokenizer(train)
     files = toy_files() if data.path == [TOY] else data.path
-    pictures = setup.build_picture_reader(train, tokenizer)
+    pictures = build_picture_reader(train.actor_rollout_ref.model, tokenizer)
     prompts = Prompts(files, tokenizer, train.data, pictures=pictures)
     table = prompts.table()
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from verl.config.sft import RULES_OF_FILES, SFTConfig, as_train_config
 from verl.data import RLDataLoader
+from verl.data.build import build_picture_reader
 from verl.data.loader import MapDataset
 from verl.data.sft_dataset import SFTDataset, pad_examples
 from verl.protocol import DataProto
@@ -50,7 +51,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         self.pool = join_pool(train, self.device)
         self.tokenizer = tokenizer or setup.build_tokenizer(train)
         data = config.data
-        pictures = setup.build_picture_reader(train, self.tokenizer)
+        pictures = build_picture_reader(train.actor_rollout_ref.model, self.tokenizer)
         if train_dataset is None:
             train_dataset = SFTDataset(data.train_files, self.tokenizer, data, pictures=pictures)
         if val_dataset is None and data.val_files:

@@ -16,8 +16,8 @@ from verl.models.logprobs import Head, head_of, token_log_probs
 from verl.models.pictures import (
     Picture,
     Placed,
-    picture_tokens,
     place_pictures,
+    row_picture_tokens,
     three_part_positions,
 )
 from verl.models.routing import joined, spread
@@ -111,17 +111,17 @@ class PackedBatch:
     def with_pictures(
         self, pictures: Sequence[Sequence[Picture]], prompt_lengths: Sequence[int]
     ) -> "PackedBatch":
-        """Return these S sequences with the pictures of each, which stand in its prompt.
+        """Return these S sequences with the pictures of each; see `row_picture_tokens`.
 
-        Raises DataError where a prompt has not as many picture tokens as its pictures have
+        Raises DataError where a sequence has not as many picture tokens as its pictures have
         features.
         """
         assert not self.shared, "pictures come before prompts are shared"
         starts = [0, *accumulate(self.lengths)]
         places: list[Tensor] = []
         for number, (own, length) in enumerate(zip(pictures, prompt_lengths)):
-            prompt = self.input_ids[starts[number] : starts[number] + length]
-            places.append(picture_tokens(prompt, own, f"packed sequence {number}"))
+            ids = self.input_ids[starts[number] : starts[number + 1]]
+            places.append(row_picture_tokens(ids, length, own, f"packed sequence {number}"))
 
         placed = place_pictures(starts[:-1], places, pictures)
         if placed is None:

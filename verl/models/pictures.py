@@ -60,6 +60,46 @@ def picture_tokens(ids: Tensor, pictures: Sequence[Picture], name: str) -> Tenso
     return places
 
 
+def num_in_prompt(prompt: Tensor, pictures: Sequence[Picture]) -> int:
+    """Return how many of a row's pictures stand in its prompt; tools returned the others."""
+    if not pictures:
+        return 0
+    found = int((prompt == pictures[0].token_id).sum())
+    number = 0
+    tokens = 0
+    while tokens < found and number < len(pictures):
+        tokens += pictures[number].num_tokens
+        number += 1
+    return number
+
+
+def row_picture_tokens(
+    ids: Tensor, prompt_length: int, pictures: Sequence[Picture], name: str
+) -> Tensor:
+    """Return the places (k,) of the tokens in a row's ids that get features.
+
+    Those of pictures from tools stand behind the prompt. A model's own draw of the picture token
+    ends its episode, so all of them come before it.
+
+    Raises DataError, which begins with `name`, if their number is not that of the features.
+    """
+    number = num_in_prompt(ids[:prompt_length], pictures)
+    places = picture_tokens(ids[:prompt_length], pictures[:number], name)
+    later = pictures[number:]
+    if not later:
+        return places
+
+    expected = sum(picture.num_tokens for picture in later)
+    behind = (ids[prompt_length:] == later[0].token_id).nonzero().squeeze(1) + prompt_length
+    if len(behind) < expected:
+        raise DataError(
+            f"{name}: behind the prompt stand {len(behind)} picture tokens (id "
+            f"{later[0].token_id}), its {len(later)} pictures have {expected} features. A row must "
+            "not be cut or encoded again after its pictures were read."
+        )
+    return torch.cat([places, behind[:expected]])
+
+
 def three_part_positions(
     length: int, places: Tensor, pictures: Sequence[Picture]
 ) -> tuple[Tensor, int]:

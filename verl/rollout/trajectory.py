@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from verl.models.pictures import Pictures
+
 MODEL = "model"  # drawn by the engine: the only tokens that are trained on
 SOURCES = (MODEL, "tool", "user", "template")
 
@@ -58,6 +60,7 @@ class Trajectory:
     Args:
         row: number of the sample in the whole batch: prompt number * n + sample of the prompt.
         prompt_ids: the tokens before the first segment.
+        pictures: of prompt and segments, in the order of their tokens.
         segments: at least one of the model.
         part: number of this trajectory among those of its episode.
         role: the agent that drew it, where an episode has several. Roles are compared apart.
@@ -71,6 +74,7 @@ class Trajectory:
     row: int
     prompt_ids: Sequence[int]
     segments: list[Segment]
+    pictures: Pictures = ()
     part: int = 0
     role: str = ""
     reward: float | None = None

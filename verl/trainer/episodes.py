@@ -60,7 +60,11 @@ def with_episodes(
 
     trajectories = played.select_idxs(np.array(order))
     metrics = played.meta_info
-    joined = prompts.select_idxs(np.array(prompt_of)).union(trajectories)
+    repeated = prompts.select_idxs(np.array(prompt_of))
+    if "prepared_pictures" in trajectories.non_tensor_batch:
+        # Those of the trajectories begin with the prompt's.
+        repeated.non_tensor_batch.pop("prepared_pictures", None)
+    joined = repeated.union(trajectories)
     joined.meta_info.update(metrics)
     _compare_roles_apart(joined)
     return with_given_scores(joined)

@@ -15,10 +15,9 @@ from verl.algorithms.padded import PaddedPolicyLoss
 from verl.algorithms.policy_losses import extra_losses, policy_losses
 from verl.config import RewardModelConfig, RolloutConfig, TrainConfig
 from verl.data import RLDataLoader, RLDataset
-from verl.data.build import build_dataset, build_sampler
+from verl.data.build import build_dataset, build_picture_reader, build_sampler
 from verl.data.pictures import PictureReader
 from verl.models.load import load_model_config, load_tokenizer
-from verl.models.processor import load_picture_processor
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward as build_reward
 from verl.rewards.manager import RewardManager
@@ -119,16 +118,6 @@ def build_tokenizer(config: TrainConfig) -> Any:
     )
 
 
-def build_picture_reader(config: TrainConfig, tokenizer: Any) -> PictureReader | None:
-    """Build the reader of images; None where the actor reads text alone."""
-    model = config.actor_rollout_ref.model
-    assert model.path is not None, "the configuration was checked"
-    processor = load_picture_processor(
-        model.path, tokenizer, trust_remote_code=model.trust_remote_code
-    )
-    return None if processor is None else PictureReader(processor, tokenizer)
-
-
 def reward_input_tokenizer(config: TrainConfig, tokenizer: Any) -> Any:
     """Return the tokenizer that decodes the actor's tokens for the reward model: `tokenizer`,
     unless another is configured."""
@@ -173,13 +162,13 @@ def build_loaders(
     Checks the rows for agents, see `check_agents`. The second is None where there is no validation set.
     """
     data = config.data
-    pictures = build_picture_reader(config, tokenizer)
+    pictures = build_picture_reader(config.actor_rollout_ref.model, tokenizer)
     if train_dataset is None:
         train_dataset = build_dataset(config, tokenizer, split="train", pictures=pictures)
         assert train_dataset is not None, "without training data build_dataset raises"
     if val_dataset is None:
         val_dataset = build_dataset(config, tokenizer, split="val", pictures=pictures)
-    check_agents(config, tokenizer, train_dataset, val_dataset)
+    check_agents(config, tokenizer, train_dataset, val_dataset, pictures=pictures)
 
     train_loader = RLDataLoader(
         train_dataset,
@@ -275,7 +264,12 @@ def check_reward(
 
 
 def check_agents(
-    config: TrainConfig, tokenizer: Any, train_dataset: Any, val_dataset: Any = None
+    config: TrainConfig,
+    tokenizer: Any,
+    train_dataset: Any,
+    val_dataset: Any = None,
+    *,
+    pictures: PictureReader | None = None,
 ) -> None:
     """Check that every row can be played by an agent loop, and that all that is configured is used.
 
@@ -295,7 +289,7 @@ def check_agents(
         for dataset in readable:
             yield from dataset.column(name)
 
-    runner = agents.AgentRunner(rollout, tokenizer)
+    runner = agents.AgentRunner(rollout, tokenizer, pictures=pictures)
     prompt_key = config.data.prompt_key
     try:
         if config.data.filter_overlong_prompts:

@@ -13,6 +13,7 @@ import torch
 
 from verl import agents
 from verl.config import ActorRolloutRefConfig
+from verl.data.build import build_picture_reader
 from verl.distributed.collectives import gather_objects
 from verl.distributed.mesh import init_mesh, init_rollout_mesh
 from verl.engine.memory import reports_out_of_memory
@@ -143,7 +144,10 @@ class RolloutWorker(Worker):
         self.episodes: EpisodeStream | None = None  # that go on over several calls
         if config.rollout.uses_agents:
             stop_ids = end_of_sequence_ids(model, tokenizer)
-            self.agents = agents.AgentRunner(config.rollout, tokenizer, stop_ids=stop_ids)
+            pictures = build_picture_reader(config.model, tokenizer)
+            self.agents = agents.AgentRunner(
+                config.rollout, tokenizer, stop_ids=stop_ids, pictures=pictures
+            )
 
     @property
     def data_rank(self) -> int:
@@ -215,7 +219,8 @@ class RolloutWorker(Worker):
         Returns the columns of phase "generate", in no order over the ranks, with `turn_of_token`
         (rows, R) and the object columns `episode` (its number in the whole batch), `episode_part`,
         `agent_role`, `num_turns`, `agent_info` (for the reward function), `agent_reward` (None
-        where the reward function gives the score) and `turn_rewards` ({turn: reward}).
+        where the reward function gives the score) and `turn_rewards` ({turn: reward}). A model that
+        reads pictures adds `prepared_pictures`: those of the prompt, then those of tools.
 
         Reports (sample id, None) of every episode when it has ended.
 
@@ -223,7 +228,6 @@ class RolloutWorker(Worker):
             record_step: number of the batch within the run, below 0 for validation.
         """
         assert self.agents is not None, "the configuration names no agent loop"
-        _refuse_pictures(prompts)
         if not self.has_weights:
             self.take_weights()
         episodes = agents.episodes_of(
@@ -245,7 +249,7 @@ class RolloutWorker(Worker):
         metrics = {**self._metrics(counters), **self._agent_metrics(self.agents.metrics())}
         return DataProto.from_dict(
             tensors=self._columns(trajectories, with_turns=True),
-            non_tensors=episode_columns(trajectories),
+            non_tensors=episode_columns(trajectories, self.agents.context.pictures is not None),
             meta_info={"metrics": metrics},
         )
 
@@ -573,15 +577,17 @@ def pictures_of(prompts: DataProto) -> list[Pictures]:
 
 
 def _refuse_pictures(prompts: DataProto) -> None:
-    """Raise RolloutError for prompts with pictures, which agent loops cannot play."""
+    """Raise RolloutError for prompts with pictures, which these episodes cannot read."""
     if any(pictures_of(prompts)):
         raise RolloutError(
-            "Agent loops cannot play prompts with pictures yet. Leave the images out, or set "
-            "actor_rollout_ref.rollout.multi_turn.enable=False and name no agent loop."
+            "Agents of trainer.mode=fully_async cannot play prompts with pictures. Leave the images "
+            "out, or set trainer.mode=sync."
         )
 
 
-def episode_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+def episode_columns(
+    trajectories: Sequence[Trajectory], with_pictures: bool = False
+) -> dict[str, np.ndarray]:
     """Return the object columns of `RolloutWorker.play_episodes`."""
     columns: dict[str, list[Any]] = {name: [] for name in _EPISODE_COLUMNS}
     for each in trajectories:
@@ -592,6 +598,8 @@ def episode_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]
         columns["agent_info"].append({"num_turns": each.num_turns, **each.extra})
         columns["agent_reward"].append(each.reward)
         columns["turn_rewards"].append(each.turn_rewards)
+    if with_pictures:
+        columns["prepared_pictures"] = [each.pictures for each in trajectories]
     return {name: _objects(values) for name, values in columns.items()}
 
 

@@ -15,6 +15,8 @@ from verl.agents.interactions import InteractionSet
 from verl.agents.tools import ToolSet
 from verl.agents.user_thread import UserCall
 from verl.config.rollout import RolloutConfig
+from verl.data.pictures import PictureReader
+from verl.models.pictures import Pictures
 from verl.rollout.trajectory import Trajectory
 from verl.utils.errors import DataError, RolloutError
 from verl.utils.registry import Registry
@@ -30,6 +32,7 @@ class Episode:
         row_in_batch: its number in its own batch, where episodes of several are played at once.
         messages: of the prompt.
         prompt_ids: the tokens of `messages` without tools.
+        pictures: of the prompt.
         fields: all columns of the row.
         record_step: number of the batch within the run, below 0 for validation. With the row in
             the batch it is the key of recorded tool calls.
@@ -43,6 +46,7 @@ class Episode:
     fields: Mapping[str, Any]
     record_step: int = 0
     step: int = 0
+    pictures: Pictures = ()
     row_in_batch: int | None = None
 
     @property
@@ -91,6 +95,7 @@ class AgentContext:
         format: how the model writes tool calls; None where there are no tools.
         tools: of the run; None without tools.
         interactions: simulated users of the run; None without.
+        pictures: reads the images of tools; None: the model reads text alone.
         client: draws turns. Set for each batch.
         tally: of the batch.
     """
@@ -101,6 +106,7 @@ class AgentContext:
     format: ToolFormat | None = None
     tools: ToolSet | None = None
     interactions: InteractionSet | None = None
+    pictures: PictureReader | None = None
     client: EngineClient = field(init=False)
     tally: Tally = field(default_factory=Tally)
 
@@ -120,6 +126,8 @@ class AgentContext:
         if messages is not None or tools:
             messages = episode.messages if messages is None else messages
             prompt_ids = self.boundary.prompt(messages, tools)
+            if self.pictures is not None:
+                prompt_ids = self.pictures.expand(prompt_ids, episode.pictures)
             check_prompt(episode, prompt_ids, self.config.prompt_length)
         return Conversation(
             episode.row,
@@ -129,6 +137,8 @@ class AgentContext:
             tools=tools,
             max_response_tokens=self.max_response_tokens,
             follow_template=self.config.multi_turn.use_inference_chat_template,
+            pictures=episode.pictures,
+            reader=self.pictures,
         )
 
     async def draw(self, conversation: Conversation) -> Generated:
@@ -142,6 +152,7 @@ class AgentContext:
             row=conversation.row,
             turn=conversation.turns,
             limit=limit,
+            pictures=conversation.pictures,
         )
         conversation.add_drawn(drawn)
         return drawn

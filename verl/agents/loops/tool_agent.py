@@ -1,16 +1,21 @@
 """Turns of the model between tools and a simulated user."""
 
+import asyncio
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from verl.agents.conversation import Conversation, Message
+from verl.agents.engine_client import Generated
 from verl.agents.formats import ParsedReply, ToolCall, new_call_id
 from verl.agents.interactions import InteractionSession
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, require_sound
 from verl.agents.tools import ToolResult, ToolSession
+from verl.models.pictures import Pictures
 from verl.rollout.trajectory import Trajectory
+from verl.utils.errors import DataError, RolloutError
 
 
 @dataclass(kw_only=True)
@@ -48,7 +53,8 @@ class ToolAgentLoop:
     """Let the model call tools, and a simulated user answer where it calls none.
 
     Both routes of verl 0.5 (the multi-turn route and the agent-loop route) are this loop. A turn is
-    the last one if, in this order: the response is full; the turn was cut; the model has had
+    the last one if, in this order: the response is full; the turn was cut; the model drew the token
+    that stands for a picture, which no prompt may contain without one; the model has had
     `max_assistant_turns`, or tools and user `max_user_turns`; the model calls no tool and no user
     answers; the user ends the conversation; the answer of tools or user leaves no room for a turn.
     """
@@ -119,13 +125,14 @@ class ToolAgentLoop:
 
         parsed = await self.context.parse(drawn.token_ids, play.schemas)
         reply = message_of(parsed, turn=conversation.turns - 1)
-        play.ended_by = self._reason_to_end(play, drawn.finish_reason, parsed)
+        play.ended_by = self._reason_to_end(play, drawn, parsed)
         if play.ended_by:
             conversation.add_reply(reply)
             return
 
+        pictures: Pictures = ()
         if parsed.calls:
-            new = await self._call_tools(play, parsed.calls)
+            new, pictures = await self._call_tools(play, parsed.calls)
             source = "tool"
         else:
             new = await self._ask_user(play, [*conversation.messages, reply])
@@ -135,16 +142,19 @@ class ToolAgentLoop:
             return
 
         play.user_turns += 1
-        if not conversation.extend(reply, new, source):
+        if not conversation.extend(reply, new, source, pictures):
             play.ended_by = "length"
 
-    def _reason_to_end(self, play: _Play, finish_reason: str, parsed: ParsedReply) -> str:
+    def _reason_to_end(self, play: _Play, drawn: Generated, parsed: ParsedReply) -> str:
         """Return why the episode ends with the turn just drawn; "" if it goes on."""
         limits = self.limits
         most_turns = limits.max_assistant_turns
         most_answers = limits.max_user_turns
-        if finish_reason == "length" or play.conversation.room <= 0:
+        reader = self.context.pictures
+        if drawn.finish_reason == "length" or play.conversation.room <= 0:
             return "length"
+        if reader is not None and reader.processor.token_id in drawn.token_ids:
+            return "picture_token"
         if most_turns is not None and play.conversation.turns >= most_turns:
             return "turns"
         if most_answers is not None and play.user_turns >= most_answers:
@@ -154,8 +164,10 @@ class ToolAgentLoop:
             return "answer"
         return ""
 
-    async def _call_tools(self, play: _Play, calls: tuple[ToolCall, ...]) -> list[Message]:
-        """Return the tools' answers as messages, one for each call."""
+    async def _call_tools(
+        self, play: _Play, calls: tuple[ToolCall, ...]
+    ) -> tuple[list[Message], Pictures]:
+        """Return the tools' answers as messages, one for each call, and the pictures in them."""
         assert play.tools is not None
         started = time.perf_counter()
         turn = play.conversation.turns - 1
@@ -164,18 +176,39 @@ class ToolAgentLoop:
         play.calls += len(calls)
 
         messages: list[Message] = []
+        pictures: Pictures = ()
         for number, (call, result) in enumerate(zip(calls, results)):
             self._note_result(play, result)
+            pictures += await self._read_images(call.name, result)
             call_id = call.call_id or new_call_id(turn, number)
             messages.append(
                 {
                     "role": "tool",
-                    "content": result.text,
+                    "content": _content_of(result),
                     "name": call.name,
                     "tool_call_id": call_id,
                 }
             )
-        return messages
+        return messages, pictures
+
+    async def _read_images(self, tool: str, result: ToolResult) -> Pictures:
+        """Prepare the images that a tool returned, in a thread: other episodes go on."""
+        reader = self.context.pictures
+        if result.videos:
+            raise RolloutError(f"The tool '{tool}' returned videos. Return images of their frames.")
+        if not result.images:
+            return ()
+        if reader is None:
+            raise RolloutError(
+                f"The tool '{tool}' returned images, but the model reads text alone. Give a model "
+                "with a vision tower, or return text."
+            )
+        try:
+            return await asyncio.to_thread(reader.prepare_all, result.images, Path())
+        except DataError as error:
+            raise DataError(
+                f"The tool '{tool}' returned images that cannot be read: {error}."
+            ) from error
 
     def _note_result(self, play: _Play, result: ToolResult) -> None:
         if result.reward is not None:
@@ -219,6 +252,16 @@ class ToolAgentLoop:
             trajectory.turn_rewards = play.turn_rewards
             trajectory.is_dropped = play.failure is not None
         return trajectories
+
+
+def _content_of(result: ToolResult) -> Any:
+    """Return the content of a tool's message: images, then the text."""
+    if not result.images:
+        return result.text
+    parts: list[dict[str, Any]] = [{"type": "image"} for _ in result.images]
+    if result.text:
+        parts.append({"type": "text", "text": result.text})
+    return parts
 
 
 def offered_tools(
