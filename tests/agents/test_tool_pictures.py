@@ -1,6 +1,6 @@
 """Images of tools become picture tokens in the next prompt, behind the ids that the model drew."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +206,34 @@ def test_images_for_a_model_of_text_are_an_error(reader: PictureReader, tools: s
 def test_prompts_that_are_rendered_again_are_refused(reader: PictureReader, tools: str) -> None:
     with pytest.raises(ConfigError, match="use_inference_chat_template"):
         play(reader, tools, draws_twice, multi_turn__use_inference_chat_template=True)
+
+
+def test_a_picture_counts_as_its_placeholder_before_it_is_read(
+    reader: PictureReader, tools: str
+) -> None:
+    prompt = [{"role": "user", "content": "<image>How many?"}]
+
+    def column(name: str) -> Iterator[tuple[str, Any]]:
+        yield "rows.parquet, row 0", prompt if name == "prompt" else None
+
+    def too_long(limit: int) -> list[str]:
+        config = rollout_config(
+            multi_turn__function_tool_path=tools,
+            multi_turn__format="hermes",
+            prompt_length=limit,
+        )
+        runner = AgentRunner(config, reader.tokenizer, pictures=reader)
+        try:
+            return runner.prompts_too_long(column, "prompt")
+        finally:
+            runner.close()
+
+    turns = "<|im_start|>system\ndraw\nfilm\nlose\ninject\n<|im_end|>\n<|im_start|>user\n"
+    picture = "<|vision_start|><|image_pad|><|vision_end|>"
+    text = turns + picture + "How many?<|im_end|>\n<|im_start|>assistant\n"
+    length = len(reader.tokenizer.encode(text, add_special_tokens=False))
+    assert too_long(length) == []
+    assert too_long(length - 1) == ["rows.parquet, row 0"]
 
 
 def test_other_loops_refuse_prompts_with_pictures(reader: PictureReader, tools: str) -> None:

@@ -11,7 +11,7 @@ from verl.agents.loops.tool_agent import offered_tools
 from verl.agents.tools import ToolSet
 from verl.config.rollout import RolloutConfig
 from verl.data.chat import as_messages
-from verl.data.pictures import without_picture_parts
+from verl.data.pictures import with_placeholders
 from verl.utils.errors import ConfigError, DataError, VerlError
 from verl.utils.logging import logger
 from verl.utils.registry import nearest_names
@@ -99,10 +99,9 @@ def prompts_too_long(
     rows.sort(key=lambda row: row[0], reverse=True)
     fitting = 0
     for _, place, messages, offered in rows:
-        plain = (
-            as_messages(messages) if context.pictures is None else without_picture_parts(messages)
-        )
-        prompt_ids = context.boundary.prompt(plain, tools.schemas(offered))
+        # A picture counts as its placeholder here: its size is known when it is read.
+        read = as_messages if context.pictures is None else with_placeholders
+        prompt_ids = context.boundary.prompt(read(messages), tools.schemas(offered))
         if len(prompt_ids) > context.config.prompt_length:
             yield place, len(prompt_ids)
             continue

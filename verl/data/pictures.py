@@ -173,6 +173,18 @@ def picture_parts(prompt: Any, images: Sequence[Any]) -> tuple[Messages, list[An
     return messages, sources
 
 
+def with_placeholders(prompt: Any) -> Messages:
+    """Return a prompt's messages with the part {"type": "image"} for each picture, unread."""
+    if not isinstance(prompt, list):
+        return as_messages(prompt)
+    unread = 0
+    for message in prompt:
+        for part in _parts(message.get("content")):
+            unread += part["type"] == _PART and _own_source(part) is None
+    messages, _ = picture_parts(prompt, [None] * unread)
+    return messages
+
+
 def open_picture(encoded: bytes) -> Any:
     """Decode an image. Raises DataError for one that is damaged or has too many pixels."""
     from PIL import Image, UnidentifiedImageError
