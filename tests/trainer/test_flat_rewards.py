@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tests.trainer.runs import run
-from verl.trainer.flat_rewards import is_flat
+from verl.config import config_from_dict
+from verl.protocol import DataProto
+from verl.trainer.flat_rewards import FlatRewards, is_flat
 
 
 @pytest.mark.parametrize(
@@ -42,3 +44,24 @@ def test_a_run_with_nothing_to_learn_reports_it(tmp_path: Path, capfd, score, st
     for line, step in zip(lines, steps):
         assert f"in the last {step} steps, to step {step}: all responses score 0." in line
         assert "rollout.n is too small" in line
+
+
+def test_lucky_steps_between_flat_ones_bring_no_further_warnings(caplog):
+    config = config_from_dict(
+        {"data": {"dataset_name": "toy"}, "actor_rollout_ref": {"model": {"path": "toy"}}}
+    )
+    watcher = FlatRewards(config)
+
+    def scored(*scores: float) -> DataProto:
+        columns = {
+            "token_level_scores": torch.tensor(scores)[:, None],
+            "response_mask": torch.ones(len(scores), 1),
+        }
+        uids = torch.arange(len(scores)) // 2
+        return DataProto.from_dict(columns, {"uid": uids.numpy().astype(object)})
+
+    for step in range(400):
+        lucky = step % 5 == 4
+        watcher.watch(scored(1.0, 0.0 if lucky else 1.0), step)
+    warnings = [each for each in caplog.records if "Nothing to learn" in each.message]
+    assert len(warnings) == 1

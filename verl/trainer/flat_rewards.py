@@ -7,7 +7,9 @@ from verl.protocol import DataProto
 from verl.trainer.setup import group_numbers
 from verl.utils.logging import logger
 
-_FIRST_WARNING = 3  # steps in a row; the next warnings come after twice as many each
+# Steps in a row; the next warnings come after twice as many each, also where a lucky step lies
+# between: a model that has learned its task meets flat steps for the rest of the run.
+_FIRST_WARNING = 3
 # Estimators that compare a response with all others of the batch, not with those of its prompt.
 _OVER_THE_BATCH = ("gae", "reinforce_plus_plus", "remax")
 
@@ -30,7 +32,6 @@ class FlatRewards:
 
         if not is_flat(scores[counted], group[counted]):
             self.steps_in_a_row = 0
-            self.warn_at = _FIRST_WARNING
             return
         self.steps_in_a_row += 1
         if self.steps_in_a_row >= self.warn_at:
