@@ -5,10 +5,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
 from verl import agents
@@ -46,16 +44,16 @@ from verl.weight_sync import (
     receive_into,
 )
 from verl.workers.actor import ActorWorker, model_source
-from verl.workers.served import server_sender
-from verl.workers.stream import (
-    EpisodeOrders,
-    EpisodeStream,
-    Orders,
-    Progressed,
-    advance,
-    follow,
-    freeze,
+from verl.workers.playing import (
+    combine_metrics,
+    episode_columns,
+    follow_to_the_end,
+    lead,
+    pictures_of,
+    refuse_pictures,
 )
+from verl.workers.served import server_sender
+from verl.workers.stream import EpisodeOrders, EpisodeStream, Orders, Progressed, advance, freeze
 
 if TYPE_CHECKING:
     from verl.rollout.embedded.engine import EmbeddedEngine
@@ -69,10 +67,6 @@ _WAY_OUT_NEXT_TO_THE_ACTOR = (
     "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or "
     "max_num_batched_tokens, or keep the trainer's weights and moments on the host meanwhile: "
     "actor_rollout_ref.actor.fsdp_config.param_offload=True, optimizer_offload=True."
-)
-_EPISODE_COLUMNS = (
-    *("episode", "episode_part", "agent_role", "num_turns"),
-    *("agent_info", "agent_reward", "turn_rewards"),
 )
 # Counters that are added up over all engines; for the others the largest counts.
 _ADDED_UP = ("_tokens", "_steps", "_pages", "preemptions", "_per_s")
@@ -238,14 +232,17 @@ class RolloutWorker(Worker):
         self.engine.reserve(Room(sequences=len(episodes), tokens=longest))
 
         steps = agents.EngineSteps(self.engine, params, seed, step)
+        sharing = self.rollout_mesh.tensor
         with self._names_out_of_memory("generation"):
-            if self.rollout_mesh.tensor.rank == 0:
-                trajectories, counters = self._lead(episodes, steps, longest)
+            if sharing.rank == 0:
+                version = self._weights_version
+                trajectories, counters = lead(
+                    self.agents, episodes, steps, sharing, max_model_len=longest, version=version
+                )
             else:
-                trajectories, counters = self._follow(steps)
+                trajectories, counters = follow_to_the_end(steps, sharing)
         self._make_room()
 
-        assert self.agents is not None
         metrics = {**self._metrics(counters), **self._agent_metrics(self.agents.metrics())}
         return DataProto.from_dict(
             tensors=self._columns(trajectories, with_turns=True),
@@ -287,7 +284,7 @@ class RolloutWorker(Worker):
         """Begin episodes next to those at work. `advance_episodes` plays them."""
         assert self.agents is not None, "the configuration names no agent loop"
         for group in orders.groups:
-            _refuse_pictures(group.prompt)
+            refuse_pictures(group.prompt)
         if not self.has_weights:
             self.take_weights()
         if self.episodes is None:
@@ -337,46 +334,6 @@ class RolloutWorker(Worker):
         rollout = self.config.rollout
         return rollout.max_model_len or rollout.prompt_length + rollout.response_length
 
-    def _lead(
-        self, episodes: list[Any], steps: "agents.EngineSteps", longest: int
-    ) -> tuple[list[Trajectory], dict[str, float]]:
-        """Play episodes, and give the engine's work to the ranks that share it."""
-        assert self.agents is not None
-        sharing = self.rollout_mesh.tensor
-        announce = None
-        if sharing.size > 1:
-            announce = partial(gather_objects, axis=sharing)
-        client = agents.EngineClient(
-            steps,
-            max_model_len=longest,
-            version=self._weights_version,
-            announce=announce,
-        )
-
-        ended = 0
-
-        def note(trajectories: Sequence[Trajectory]) -> None:
-            nonlocal ended
-            ended += 1
-            note_progress(ended, len(episodes), "episodes")
-            tell((trajectories[0].row, None))
-
-        answer: Any = None
-        try:
-            answer = self.agents.play(episodes, client, note), client.counters
-        finally:
-            # Also after an error: the others wait for it.
-            gather_objects(answer, sharing)
-        return answer
-
-    def _follow(self, steps: "agents.EngineSteps") -> tuple[list[Trajectory], dict[str, float]]:
-        """Make the engine's calls as the first of its ranks does."""
-        message = follow(steps, self.rollout_mesh.tensor)
-        steps.engine.abort()
-        if message is None:
-            raise RolloutError("The rank that plays the episodes of this engine has failed.")
-        return message
-
     def _columns(
         self, trajectories: Sequence[Trajectory], *, with_turns: bool = False
     ) -> dict[str, torch.Tensor]:
@@ -391,22 +348,7 @@ class RolloutWorker(Worker):
 
     def _agent_metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Combine the counts of the agent loops of all engines."""
-        combined: dict[str, list[float]] = {}
-        for metrics in gather_objects(own, self.rollout_mesh.data):
-            for name, value in metrics.items():
-                combined.setdefault(name, []).append(value)
-
-        metrics = {}
-        for name, values in combined.items():
-            if name.endswith("/min"):
-                metrics[name] = min(values)
-            elif name.endswith("/max"):
-                metrics[name] = max(values)
-            elif name.endswith("/mean"):
-                metrics[name] = sum(values) / len(values)
-            else:
-                metrics[name] = sum(values)
-        return metrics
+        return combine_metrics(gather_objects(own, self.rollout_mesh.data))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_texts(
@@ -566,45 +508,3 @@ class RolloutWorker(Worker):
         way_out = _WAY_OUT if self.actor is None else _WAY_OUT_NEXT_TO_THE_ACTOR
         rank = "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}"
         return reports_out_of_memory(phase, self.device, way_out, rank=rank)
-
-
-def pictures_of(prompts: DataProto) -> list[Pictures]:
-    """Return the pictures of each of B prompts."""
-    column = prompts.non_tensor_batch.get("prepared_pictures")
-    if column is None:
-        return [()] * len(prompts)
-    return [tuple(own or ()) for own in column]
-
-
-def _refuse_pictures(prompts: DataProto) -> None:
-    """Raise RolloutError for prompts with pictures, which these episodes cannot read."""
-    if any(pictures_of(prompts)):
-        raise RolloutError(
-            "Agents of trainer.mode=fully_async cannot play prompts with pictures. Leave the images "
-            "out, or set trainer.mode=sync."
-        )
-
-
-def episode_columns(
-    trajectories: Sequence[Trajectory], with_pictures: bool = False
-) -> dict[str, np.ndarray]:
-    """Return the object columns of `RolloutWorker.play_episodes`."""
-    columns: dict[str, list[Any]] = {name: [] for name in _EPISODE_COLUMNS}
-    for each in trajectories:
-        columns["episode"].append(each.row)
-        columns["episode_part"].append(each.part)
-        columns["agent_role"].append(each.role)
-        columns["num_turns"].append(each.num_turns)
-        columns["agent_info"].append({"num_turns": each.num_turns, **each.extra})
-        columns["agent_reward"].append(each.reward)
-        columns["turn_rewards"].append(each.turn_rewards)
-    if with_pictures:
-        columns["prepared_pictures"] = [each.pictures for each in trajectories]
-    return {name: _objects(values) for name, values in columns.items()}
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray:
-    """Return an object column, whatever its values are."""
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column

@@ -32,7 +32,7 @@ from verl.trainer.schedules.staleness import (
 from verl.utils.errors import ConfigError, DataError, RolloutError
 from verl.utils.logging import logger
 from verl.utils.phases import phase
-from verl.workers.rollout import episode_columns
+from verl.workers.playing import episode_columns
 
 
 class FullyAsyncTrainer(PPOTrainer):

@@ -11,7 +11,7 @@ from verl.rollout.goal import Goal
 from verl.single_controller import GroupOf, num_shares, of_each_share
 from verl.utils.errors import RolloutError
 from verl.workers import RolloutWorker
-from verl.workers.rollout import pictures_of
+from verl.workers.playing import pictures_of
 from verl.workers.stream import EpisodeOrders, GroupOrder, Orders, Progressed
 
 # Steps of the engines between two looks at whether the trainer wants the rollout to pause.

@@ -1,0 +1,136 @@
+"""Play the episodes of a batch on one engine, and make columns of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from verl import agents
+from verl.distributed.collectives import Axis, gather_objects
+from verl.models.pictures import Pictures
+from verl.protocol import DataProto
+from verl.rollout.trajectory import Trajectory
+from verl.single_controller import note_progress, tell
+from verl.utils.errors import RolloutError
+from verl.workers.stream import follow
+
+_EPISODE_COLUMNS = (
+    *("episode", "episode_part", "agent_role", "num_turns"),
+    *("agent_info", "agent_reward", "turn_rewards"),
+)
+
+# Trajectories, and the counters of the engine that drew them.
+Played = tuple[list[Trajectory], dict[str, float]]
+
+
+def lead(
+    runner: "agents.AgentRunner",
+    episodes: Sequence["agents.Episode"],
+    steps: "agents.EngineSteps",
+    sharing: Axis,
+    *,
+    max_model_len: int,
+    version: int,
+) -> Played:
+    """Play episodes, and give the engine's work to the ranks that share it.
+
+    Reports (sample id, None) of every episode when it has ended.
+
+    Args:
+        runner: of this rank's agents.
+        steps: the calls on the engine.
+        sharing: the ranks that share the engine.
+        max_model_len: most tokens of a prompt and its response together.
+        version: number of the weights.
+    """
+    announce = partial(gather_objects, axis=sharing) if sharing.size > 1 else None
+    client = agents.EngineClient(
+        steps, max_model_len=max_model_len, version=version, announce=announce
+    )
+    ended = 0
+
+    def note(trajectories: Sequence[Trajectory]) -> None:
+        nonlocal ended
+        ended += 1
+        note_progress(ended, len(episodes), "episodes")
+        tell((trajectories[0].row, None))
+
+    answer: Any = None
+    try:
+        answer = runner.play(episodes, client, note), client.counters
+    finally:
+        # Also after an error: the others wait for it.
+        gather_objects(answer, sharing)
+    return answer
+
+
+def follow_to_the_end(steps: "agents.EngineSteps", sharing: Axis) -> Played:
+    """Make the engine's calls as the first of its ranks does in `lead`."""
+    message = follow(steps, sharing)
+    steps.engine.abort()
+    if message is None:
+        raise RolloutError("The rank that plays the episodes of this engine has failed.")
+    return message
+
+
+def combine_metrics(of_engines: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Combine the metrics of agents by their names: sums, but means, smallest and largest ones."""
+    combined: dict[str, list[float]] = {}
+    for metrics in of_engines:
+        for name, value in metrics.items():
+            combined.setdefault(name, []).append(value)
+
+    metrics = {}
+    for name, values in combined.items():
+        if name.endswith("/min"):
+            metrics[name] = min(values)
+        elif name.endswith("/max"):
+            metrics[name] = max(values)
+        elif name.endswith("/mean"):
+            metrics[name] = sum(values) / len(values)
+        else:
+            metrics[name] = sum(values)
+    return metrics
+
+
+def pictures_of(prompts: DataProto) -> list[Pictures]:
+    """Return the pictures of each of B prompts."""
+    column = prompts.non_tensor_batch.get("prepared_pictures")
+    if column is None:
+        return [()] * len(prompts)
+    return [tuple(own or ()) for own in column]
+
+
+def refuse_pictures(prompts: DataProto) -> None:
+    """Raise RolloutError for prompts with pictures, which these episodes cannot read."""
+    if any(pictures_of(prompts)):
+        raise RolloutError(
+            "Agents of trainer.mode=fully_async cannot play prompts with pictures. Leave the images "
+            "out, or set trainer.mode=sync."
+        )
+
+
+def episode_columns(
+    trajectories: Sequence[Trajectory], with_pictures: bool = False
+) -> dict[str, np.ndarray]:
+    """Return the object columns of `RolloutWorker.play_episodes`."""
+    columns: dict[str, list[Any]] = {name: [] for name in _EPISODE_COLUMNS}
+    for each in trajectories:
+        columns["episode"].append(each.row)
+        columns["episode_part"].append(each.part)
+        columns["agent_role"].append(each.role)
+        columns["num_turns"].append(each.num_turns)
+        columns["agent_info"].append({"num_turns": each.num_turns, **each.extra})
+        columns["agent_reward"].append(each.reward)
+        columns["turn_rewards"].append(each.turn_rewards)
+    if with_pictures:
+        columns["prepared_pictures"] = [each.pictures for each in trajectories]
+    return {name: _objects(values) for name, values in columns.items()}
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    """Return an object column, whatever its values are."""
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
