@@ -8,7 +8,7 @@ import pytest
 from tests.trainer.runs import run
 from verl.diagnostics.plan import main
 from verl.diagnostics.proposal import MeasuredSteps
-from verl.diagnostics.schedules import Costs, Work, all_schedules, simulate
+from verl.diagnostics.schedules import Costs, Work, all_schedules, best_split, simulate
 
 COSTS = Costs(
     decode_s=0.01, row_s=1e-4, cached_token_s=0.0, prefill_token_s=1e-3, token_s=3e-3, sync_s=0.05
@@ -40,6 +40,20 @@ def test_long_tails_are_worth_a_time_slice():
     by_rows = replace(quick, decode_s=0.0, prefill_token_s=0.0)
     equal = all_schedules(Work(8, 4, 16, [50]), by_rows, 1, 1.0)
     assert equal["timeslice"].step_s == pytest.approx(equal["sync"].step_s, rel=0.1)
+
+
+def test_nothing_ahead_is_the_synchronous_step():
+    work = Work(8, 2, 16, tail(960), steps=20, warm_up=4)
+    sync = simulate(work, COSTS, 1, 0, "sync", 0.0)
+    assert simulate(work, COSTS, 1, 0, "timeslice", 0.0) == sync
+
+
+def test_a_split_hides_generation_behind_a_slow_update():
+    work = Work(8, 2, 16, tail(960), steps=20, warm_up=4)
+    split = best_split(work, replace(COSTS, token_s=2e-2), 2, "fully_async", 1.0)
+    assert split.generators == 1
+    assert split.trainer_idle < 0.1
+    assert split.rollout_idle > 0.3
 
 
 def test_measured_steps_give_back_the_costs_that_made_them():

@@ -12,7 +12,7 @@ from verl.models.attention import attention_switched
 from verl.models.pictures import Picture
 from verl.models.vision import example_picture, model_arguments
 from verl.rollout import Completion, Request, SamplingParams
-from verl.rollout.embedded import scheduler
+from verl.rollout.embedded import samples
 from verl.utils.errors import ConfigError, RolloutError
 
 NEW_TOKENS = 20
@@ -104,15 +104,15 @@ def test_the_vision_tower_runs_once_for_a_group() -> None:
 
 
 def test_a_lost_shift_of_positions_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "three_part_positions", lambda *arguments: (None, 0))
+    monkeypatch.setattr(samples, "three_part_positions", lambda *arguments: (None, 0))
     model = tiny_vision_model("qwen2_5_vl")
     asked = questions(model)
     assert tokens_of(answers(make_engine(model), asked)) != expected_answers(model, asked)
 
 
 def test_names_without_content_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = scheduler.hashlib.blake2b(b"the same for all", digest_size=8)
-    monkeypatch.setattr(scheduler.hashlib, "blake2b", lambda *arguments, **settings: digest)
+    digest = samples.hashlib.blake2b(b"the same for all", digest_size=8)
+    monkeypatch.setattr(samples.hashlib, "blake2b", lambda *arguments, **settings: digest)
     model = tiny_vision_model("qwen2_5_vl")
     asked = questions(model)[:2]
     engine = make_engine(model, page_size=2, enable_prefix_caching=True, max_num_seqs=1)

@@ -114,7 +114,7 @@ class EpisodeStream:
     """
 
     def __init__(
-        self, runner: agents.AgentRunner, engine: RolloutEngine, sharing: Axis, longest: int
+        self, runner: "agents.AgentRunner", engine: RolloutEngine, sharing: Axis, longest: int
     ) -> None:
         self._runner = runner
         self._engine = engine
@@ -173,7 +173,7 @@ class EpisodeStream:
         )
 
 
-def episodes_to_begin(orders: EpisodeOrders) -> list[agents.Episode]:
+def episodes_to_begin(orders: EpisodeOrders) -> list["agents.Episode"]:
     """Return the episodes of all groups, with their ids as rows."""
     begun = []
     for group in orders.groups:

@@ -47,7 +47,7 @@ def test_all_trajectories_end_and_every_outcome_is_counted(tmp_path, monkeypatch
         counted = sum(counts.get(f"tools/{name}/{outcome}", 0) for name in tools.names)
         assert counted == [result.outcome for _, result in results].count(outcome)
 
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # those of earlier tests may end meanwhile
     assert me.memory_info().rss - memory < 80 * 1024**2  # one flood is 100 MB
     tools.close()
     assert set(me.children(recursive=True)) <= others
