@@ -111,7 +111,7 @@ class Job:
         return found
 
     def end(self) -> int:
-        """Wait for the end; kill what is left after the limit. Returns the exit code."""
+        """Wait for the end; kill all processes after the limit. Returns the exit code."""
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:

@@ -98,7 +98,7 @@ class TwoMachines:
         return [process for machine in self.machines for process in machine.processes()]
 
     def remove(self) -> None:
-        """Kill what runs on the machines, and remove them."""
+        """Kill the processes of the machines, and remove them."""
         for process in self.processes():
             with suppress(psutil.Error):
                 process.kill()
@@ -108,7 +108,7 @@ class TwoMachines:
 
 
 class TwoMachinesJob(Job):
-    """A training on two machines, one rank on each. `end` notes what is left afterwards."""
+    """A training on two machines, one rank on each. `end` notes processes that are left afterwards."""
 
     def __init__(self, backend: str, folder: Path, *keys: str, **environment: str) -> None:
         self.machines = TwoMachines()

@@ -55,7 +55,7 @@ class LiveClient(EngineClient):
         is_over: Callable[[], bool],
         patience_s: float | None,
     ) -> Work | None:
-        """Give agents their turns, and return what they ask for next.
+        """Give agents their turns, and return those that they ask for next.
 
         Args:
             is_over: asked when the agents have had time to go on; True ends the wait.

@@ -154,7 +154,7 @@ class Proposal:
 def proposal_of_run(folder: str | Path, staleness: float) -> Proposal:
     """Return the proposal from the record of a synchronous run.
 
-    Raises DataError for a run whose times do not show what generation and update cost.
+    Raises DataError for a run whose times do not show the costs of generation and update.
     """
     run = load_run(folder)
     mode = run.config["trainer"]["mode"]

@@ -96,7 +96,7 @@ class NgramDrafts:
         text.last = self._learn(memory, text.last, [int(token) for token in new])
 
     def _learn(self, memory: _Memory, last: list[int], token_ids: Sequence[int]) -> list[int]:
-        """Note what each of `token_ids` follows. Return the last tokens then."""
+        """Note the tokens that each of `token_ids` follows. Return the last tokens then."""
         last = list(last)
         for token in token_ids:
             for length in self._lengths:

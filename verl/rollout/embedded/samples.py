@@ -150,7 +150,7 @@ def _keys(requests: Sequence[Request], seed: int, step: int) -> np.ndarray:
 
 
 def completion_of(sample: Sample, reason: str) -> Completion:
-    """Return what a sample has drawn so far."""
+    """Return the tokens that a sample has drawn so far."""
     return Completion(
         sample_id=sample.sample_id,
         token_ids=sample.token_ids,
