@@ -28,7 +28,11 @@ _ANSWER = struct.Struct(">q")
 
 
 class NurseryError(RuntimeError):
-    """The nursery ended, or did not answer."""
+    """No helper was started."""
+
+
+class NurseryLostError(NurseryError):
+    """The nursery ended, or did not answer. Another one may work."""
 
 
 class Child:
@@ -55,16 +59,12 @@ class Nursery:
         with theirs:
             self.process = _start(theirs)
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether it can fork."""
-        return self.process.poll() is None
-
     def fork(self, connection: socket.socket) -> Child:
         """Start a helper that serves a connection.
 
         Raises:
-            NurseryError: the process has ended, or the machine allows no more processes.
+            NurseryLostError: the process has ended.
+            NurseryError: the machine allows no more processes.
         """
         pid = self._ask(b"s", 0, connection)
         if pid <= 0:
@@ -75,7 +75,7 @@ class Nursery:
         """Return the exit code of a helper that was killed; -9 where the nursery has ended."""
         try:
             return self._ask(b"r", pid)
-        except NurseryError:
+        except NurseryLostError:
             return -signal.SIGKILL
 
     def close(self) -> None:
@@ -90,9 +90,9 @@ class Nursery:
             socket.send_fds(self._control, [_REQUEST.pack(request, number)], files)
             answer = self._control.recv(_ANSWER.size, socket.MSG_WAITALL)
         except OSError as error:
-            raise NurseryError(f"the process that starts helpers failed: {error}") from error
+            raise NurseryLostError(f"the process that starts helpers failed: {error}") from error
         if len(answer) < _ANSWER.size:
-            raise NurseryError("the process that starts helpers has ended")
+            raise NurseryLostError("the process that starts helpers has ended")
         return _ANSWER.unpack(answer)[0]
 
 

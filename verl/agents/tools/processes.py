@@ -16,7 +16,7 @@ from typing import Any
 
 from verl.agents.tools.config_file import ToolEntry
 from verl.agents.tools.host import Done, ToolFacts, Work, late_text
-from verl.agents.tools.nursery import Child, Nursery, kill_session
+from verl.agents.tools.nursery import Child, Nursery, NurseryLostError, kill_session
 from verl.rewards.helper import START_TIMEOUT_S
 from verl.rewards.texts import describe_error
 from verl.utils.errors import VerlError
@@ -119,11 +119,15 @@ class ProcessHost:
 
     def _fork(self, connection: socket.socket) -> Child:
         """Start a process that serves a connection."""
-        if self._nurseries and not self._nurseries[0].is_alive:
-            self._nurseries.pop().close()
-        if not self._nurseries:
+        child = None
+        while child is None and self._nurseries:
+            try:
+                child = self._nurseries[0].fork(connection)
+            except NurseryLostError:  # killed, by the out-of-memory killer for example
+                self._nurseries.pop().close()
+        if child is None:
             self._nurseries.append(Nursery())
-        child = self._nurseries[0].fork(connection)
+            child = self._nurseries[0].fork(connection)
         self._alive.add(child.pid)
         return child
 
