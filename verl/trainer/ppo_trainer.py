@@ -310,14 +310,13 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         Only synchronous steps of all ranks show the times of generation and update.
         """
         is_whole = self.mode == "sync" and not rollout_is_apart(self.config)
-        if not is_whole or "rollout/decode_steps" not in self.metrics:
+        is_over = len(self.measured.steps) == PROPOSAL_STEPS
+        if is_over or not is_whole or "rollout/decode_steps" not in self.metrics:
             return
-        lengths = self.response_lengths
-        if len(self.measured.steps) < PROPOSAL_STEPS:
-            self.measured.add(self.metrics, lengths)
-            if len(self.measured.steps) == PROPOSAL_STEPS:
-                staleness = self.config.async_training.staleness_threshold
-                logger.info("%s", self.measured.proposal(staleness).line())
+        self.measured.add(self.metrics, self.response_lengths)
+        if len(self.measured.steps) == PROPOSAL_STEPS:
+            staleness = self.config.async_training.staleness_threshold
+            logger.info("%s", self.measured.proposal(staleness).line())
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         return timing_metrics(batch, self.timer.seconds, num_devices=self.pool.world_size)

@@ -414,7 +414,7 @@ class EmbeddedEngine(LocalEngine):
         slots = scheduler.unfinished
         if not complete or slots.size == 0:
             return []
-        if run.drafts is not None:
+        if run.drafts is not None and steps > 1:
             drafts = run.drafts.propose(scheduler, slots, steps - 1)
             launched = self.runner.verify(scheduler, slots, drafts)
             counts["decode_steps"] += 1
