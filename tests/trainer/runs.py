@@ -82,10 +82,10 @@ TIMES = (
 )
 
 
-def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop the timings from the lines."""
+def without_times(lines: list[dict[str, Any]], *others: str) -> list[dict[str, Any]]:
+    """Drop the timings from the lines, and all names that begin like one of `others`."""
     return [
-        {name: value for name, value in line.items() if not name.startswith(TIMES)}
+        {name: value for name, value in line.items() if not name.startswith((*TIMES, *others))}
         for line in lines
     ]
 

@@ -30,10 +30,7 @@ def train(folder: Path, *more: str) -> list[dict]:
 
 
 def numbers(lines: list[dict]) -> list[dict]:
-    return [
-        {key: value for key, value in line.items() if not key.startswith(OF_COPIES)}
-        for line in without_times(lines)
-    ]
+    return without_times(lines, *OF_COPIES)
 
 
 @pytest.mark.parametrize("algorithm", [[], PPO], ids=["grpo", "ppo"])

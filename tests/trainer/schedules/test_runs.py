@@ -26,10 +26,7 @@ ASYNC = "trainer.mode=fully_async"
 
 def numbers(folder: Path) -> list[dict]:
     """Return the metrics that the synchronous run has, too."""
-    lines = []
-    for line in without_times(step_lines(folder)):
-        lines.append({key: line[key] for key in line if not key.startswith("fully_async/")})
-    return lines
+    return without_times(step_lines(folder), "fully_async/")
 
 
 @pytest.mark.parametrize("algorithm", [[], PPO], ids=["grpo", "ppo"])
