@@ -72,6 +72,33 @@ def run(
     return sorted(completions, key=lambda completion: completion.sample_id)
 
 
+def play_turns(engine: Any, turns: int = 4) -> dict[int, Completion]:
+    """Continue every prompt for several turns, each begun when the one before ends.
+
+    The turns of prompts have different lengths, so that they begin at different times.
+    """
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    texts = {row: [*PROMPTS[row % 3], 20 + row] for row in range(9)}
+    done: dict[int, Completion] = {}
+
+    def begin(row: int, turn: int) -> None:
+        ids = (row + 100 * turn,)
+        request = Request(prompt_ids=tuple(texts[row]), sample_ids=ids, limits=(3 + row,))
+        engine.submit([request], params, seed=1, step=0)
+
+    for row in texts:
+        begin(row, 0)
+    while engine.has_work:
+        for completion in engine.step():
+            done[completion.sample_id] = completion
+            turn, row = divmod(completion.sample_id, 100)
+            texts[row] += [*completion.token_ids, 7, 9 + row, 30]
+            if turn + 1 < turns:
+                begin(row, turn + 1)
+    engine.check_integrity()
+    return done
+
+
 def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 

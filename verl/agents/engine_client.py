@@ -225,13 +225,21 @@ class EngineClient:
 
     async def _run(self) -> None:
         while True:
-            for _ in range(ROUNDS):
-                await asyncio.sleep(0)
+            await self._let_agents_go_on()
             if self._new or self.steps.engine.has_work:
                 self._step()
                 continue
             self._arrived.clear()
             await self._arrived.wait()
+
+    async def _let_agents_go_on(self) -> None:
+        """Run the agents for some rounds, and as long as the device computes."""
+        engine = self.steps.engine
+        for _ in range(ROUNDS):
+            await asyncio.sleep(0)
+        # A user's engine may not know.
+        while not getattr(engine, "is_ready", True):
+            await asyncio.sleep(0)
 
     def _step(self) -> None:
         """Submit the turns that have come, and take one step of the engine."""

@@ -106,6 +106,8 @@ class EngineClass:
     """Base of engine classes: the facts that a class declares about its engines, with defaults."""
 
     capabilities: ClassVar[Capabilities] = Capabilities()
+    # whether `step` would not wait for a device; agents go on until then
+    is_ready: bool = True
 
     @classmethod
     def check(cls, config: RolloutConfig) -> None:

@@ -7,6 +7,9 @@ from verl.config.rollout import RolloutConfig
 # Logits in fp32 that `CudaRunner.other_bytes` keeps room for: those of a first draw, of a step
 # outside of a graph, and in the pool of the graphs.
 _LOGITS_ON_CUDA = 3
+# Tokens after a cached prefix that a decode step on CUDA takes in addition to one for each sample.
+# Some 20 come between two turns of an agent, and a few samples start in a step.
+_NEW_TOKENS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +43,19 @@ class EngineMemory:
     working: int  # bytes of a prefill and of logits
 
 
+def spare_rows(config: RolloutConfig) -> int:
+    """Return the most rows of a decode step on CUDA beyond one for each sample."""
+    extends = config.enable_prefix_caching and not config.deterministic
+    drafts = 0 if config.speculative.method is None else config.speculative.max_rows
+    return max(drafts, _NEW_TOKENS if extends else 0)
+
+
 def logits_bytes(config: RolloutConfig, load: EngineLoad) -> int:
     """Return the bytes of logits that an engine keeps room for."""
-    copies = _LOGITS_ON_CUDA if load.on_cuda else 1
-    return copies * config.max_num_seqs * load.vocabulary * 4
+    rows = config.max_num_seqs
+    if load.on_cuda:
+        rows = _LOGITS_ON_CUDA * (rows + spare_rows(config))
+    return rows * load.vocabulary * 4
 
 
 def paged_memory(config: RolloutConfig, load: EngineLoad) -> EngineMemory:

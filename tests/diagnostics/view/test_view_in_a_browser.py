@@ -134,24 +134,23 @@ def test_a_hundred_thousand_samples_scroll_and_are_sorted(tmp_path: Path):
             await browser.show("samples")
             rows = "document.querySelectorAll('.grid .row:not(.head)').length"
             await browser.until(f"{rows} > 0")
-            slowest = await browser.run(
+            # Frames per second depend on the machine. Few rows in each frame are what makes them
+            # cheap.
+            most = await browser.run(
                 """(async () => {
                 const grid = document.querySelector(".grid");
-                let slowest = 0;
+                let most = 0;
                 for (let step = 0; step < 60; step++) {
-                  const started = performance.now();
                   grid.scrollTop += 40000;
                   await new Promise(requestAnimationFrame);
                   await new Promise(requestAnimationFrame);
-                  slowest = Math.max(slowest, performance.now() - started);
+                  most = Math.max(most, grid.querySelectorAll(".row:not(.head)").length);
                 }
-                return slowest;
+                return most;
                 })()"""
             )
-            assert await browser.run(rows) < 100, "only the rows in sight are drawn"
+            assert 0 < most < 100, "only the rows in sight are drawn"
             assert await browser.run("document.querySelector('.grid').scrollTop") > 2_000_000
-            # a frame of 60 in a second has 17 ms; a busy machine is given much more
-            assert slowest < 500
 
             await browser.show("samples", sort="score", order="down")
             first = "document.querySelectorAll('.grid .row:not(.head) .cell')[2]"

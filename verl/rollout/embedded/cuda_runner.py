@@ -1,4 +1,4 @@
-"""The runner of a CUDA device: decode steps are graphs, and the host is always one step behind.
+"""The runner of a CUDA device: decode steps are graphs, and the host is always a step behind.
 
 The inputs of a step are at fixed addresses in every replay: the weights, the pages, and for each
 slot its last token, position, page table and sampling key. A step draws its tokens and stores them
@@ -9,6 +9,7 @@ import atexit
 import bisect
 import functools
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,8 @@ from verl.models.experts import FUSED_EXPERT_FAMILIES
 from verl.models.families import LLAMA_FAMILIES, LLAMA_VISION_FAMILIES
 from verl.models.vision import reads_pictures
 from verl.rollout.embedded.attention import LayerPages, PrefillStep
-from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, Slots, TritonDecoder
+from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, TritonDecoder
+from verl.rollout.embedded.device_slots import DeviceSlots
 from verl.rollout.embedded.fused import GEMMA_FAMILIES, can_fuse
 from verl.rollout.embedded.kernels.paged_attention import (
     choose_num_splits,
@@ -32,9 +34,11 @@ from verl.rollout.embedded.kernels.paged_attention import (
     split_workspace,
 )
 from verl.rollout.embedded.kernels.sampling import DrawState, Workspace, draw
-from verl.rollout.embedded.kernels.slots import advance, feed
+from verl.rollout.embedded.kernels.slots import advance
 from verl.rollout.embedded.runner import Draws, ModelRunner
+from verl.rollout.embedded.samples import Prefill
 from verl.rollout.embedded.scheduler import Scheduler
+from verl.rollout.embedded.several import Fed, right_draws
 from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
 from verl.utils.devices import GIB
@@ -55,6 +59,7 @@ FRESH_PROGRAMS = 4
 # A prefill of few tokens costs almost as much as one of many, so a slot or two that are free do not
 # interrupt a running batch.
 REFILL_SHARE = 1 / 16
+_NONE = np.empty(0, np.int64)
 
 
 def ladder(most: int) -> list[int]:
@@ -73,6 +78,14 @@ def _runs_experts_one_by_one(module: PreTrainedModel) -> bool:
     return any(name.endswith("experts") for name, _ in module.named_modules())
 
 
+def _neighbors(scheduler: Scheduler, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return slots (b,) with the samples of a prompt side by side.
+
+    Its pages are then read from memory once, and again from the L2 cache.
+    """
+    return slots[np.argsort(scheduler.table[slots, 0], kind="stable")]
+
+
 class CudaRunner(ModelRunner):
     """A `ModelRunner` of a CUDA device.
 
@@ -80,11 +93,17 @@ class CudaRunner(ModelRunner):
     once, at the first step of its batch size.
     """
 
-    lag = 1
     refill_share = REFILL_SHARE
 
     def __init__(
-        self, twin: ModelTwin, *, max_num_seqs: int, enforce_eager: bool, **base: Any
+        self,
+        twin: ModelTwin,
+        *,
+        max_num_seqs: int,
+        spare_rows: int,
+        lag: int,
+        enforce_eager: bool,
+        **base: Any,
     ) -> None:
         if twin.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ConfigError(
@@ -112,40 +131,37 @@ class CudaRunner(ModelRunner):
             )
         self.enforce_eager = enforce_eager or one_by_one
 
-        self.sizes = ladder(max_num_seqs)
-        self.state = Slots.allocate(
-            max_num_seqs + 1, -(-self.max_model_len // self.page_size), self.device
+        self.spare_rows = spare_rows
+        self.lag = lag
+        most_rows = max_num_seqs + spare_rows
+        # Steps of all samples, with nothing else, are the most common large ones.
+        self.sizes = sorted({*ladder(max_num_seqs), *ladder(most_rows)})
+        self.slots = DeviceSlots(
+            max_num_seqs,
+            spare_rows,
+            width=-(-self.max_model_len // self.page_size),
+            page_size=self.page_size,
+            device=self.device,
+            shifts=reads_pictures(self.module.config),
         )
-        # By slot: a position behind pictures against its place; None for models of text.
-        self._shifts: Tensor | None = None
-        if reads_pictures(self.module.config):
-            self._shifts = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self._memory: ReservedMemory | None = None
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._settings = torch.zeros(4, device=self.device)
         self._filtered = self._greedy = False
-        self._slots = torch.full(
-            (max_num_seqs,), max_num_seqs, dtype=torch.int32, device=self.device
-        )
-        self._fed = tuple(
-            torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device) for _ in range(4)
-        )
         self._draw = DrawState(
-            slots=self._slots,
-            keys=self.state.keys,
-            drawn=self.state.drawn,
+            slots=self.slots.rows,
+            keys=self.slots.state.keys,
+            drawn=self.slots.state.drawn,
             settings=self._settings,
-            tokens=torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device),
-            log_probs=torch.zeros(max_num_seqs, device=self.device),
+            tokens=torch.zeros(most_rows, dtype=torch.int64, device=self.device),
+            log_probs=torch.zeros(most_rows, device=self.device),
         )
         self._routes = torch.zeros(
-            max_num_seqs, self.num_routes, dtype=self.route_dtype, device=self.device
+            most_rows, self.num_routes, dtype=self.route_dtype, device=self.device
         )
         vocabulary: int = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
-        self._workspace = Workspace(max_num_seqs, vocabulary, self.device)
-        # the slots that `_slots` names now
-        self._shown: NDArray[np.int64] = np.empty(0, np.int64)
-        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
+        self._workspace = Workspace(most_rows, vocabulary, self.device)
+        self._graphs: dict[tuple[int, bool, bool, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         # one: cuBLAS keeps a workspace for every stream
         self._capture_stream = torch.cuda.Stream(self.device)
@@ -185,8 +201,7 @@ class CudaRunner(ModelRunner):
                 offset += shape.heads * self.page_size * dim * self.dtype.itemsize
             self.paging.layers[module] = LayerPages(*views)
 
-        self.state.table[-1] = num_pages
-        self.state.positions[-1] = 0
+        self.slots.set_padding(num_pages)
         self.num_pages = num_pages
 
     def release(self) -> None:
@@ -208,18 +223,11 @@ class CudaRunner(ModelRunner):
         tables = []
         if isinstance(self._body, TritonDecoder):
             tables = [table for pair in self._body.tables.values() for table in pair]
-        rows = [
-            *self.state,
-            *self._fed,
-            self._slots,
-            self._routes,
-            self._draw.tokens,
-            self._draw.log_probs,
-        ]
+        rows = [self._routes, self._draw.tokens, self._draw.log_probs]
         return {
             "graphs": pool_bytes,
             "scratch of the draw": self._workspace.num_bytes,
-            "tables of slots": sum(tensor.nbytes for tensor in rows),
+            "tables of slots": self.slots.num_bytes + sum(tensor.nbytes for tensor in rows),
             "rotary tables": sum(tensor.nbytes for tensor in tables),
         }
 
@@ -228,7 +236,7 @@ class CudaRunner(ModelRunner):
         """Implement `ModelRunner.begin`."""
         values = [params.temperature, params.top_p, params.min_p, float(max(params.top_k, 0))]
         self._settings.copy_(torch.tensor(values))
-        self._shown = np.empty(0, np.int64)
+        self.slots.forget()
         self._greedy = params.temperature == 0
         self._filtered = not self._greedy and params.is_filtered
         if self._body is None:
@@ -237,32 +245,76 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: Tensor) -> Draws:
         """Implement `ModelRunner.start`."""
-        state = self.state
-        self._show(slots, scheduler)
-        index = self.to_device(slots)
-        state.positions.index_copy_(
-            0, index, self.to_device(scheduler.cached[slots].astype(np.int32))
-        )
-        state.drawn.index_copy_(0, index, self.to_device(scheduler.drawn[slots].astype(np.int32)))
-        state.keys.index_copy_(0, index, self.to_device(scheduler.keys[slots].view(np.int64)))
-        if self._shifts is not None:
-            self._shifts.index_copy_(0, index, self.to_device(scheduler.shifts[slots]))
+        self.slots.show(scheduler, slots)
+        no_tokens = np.zeros_like(slots)  # the draw gives them
+        first = Fed(slots, no_tokens, scheduler.cached[slots], scheduler.drawn[slots])
+        self.slots.place(scheduler, first)
         self._draw_rows(hidden, len(slots), moves=0)
         return self._fetch(scheduler, slots)
 
     @torch.inference_mode()
     def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
         """Implement `ModelRunner.decode`."""
-        # Samples of a prompt are adjacent, so that its pages are read from memory once and then
-        # from the L2 cache.
-        slots = slots[np.argsort(scheduler.table[slots, 0], kind="stable")]
-        rows = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
-        self._show(slots, scheduler)
-        if self.enforce_eager:
-            self._step(rows)
-        else:
-            self._graph(rows).replay()
+        slots = _neighbors(scheduler, slots)
+        self._take_step(scheduler, slots)
         return [self._fetch(scheduler, slots, has_routes=self.num_routes > 0)]
+
+    @torch.inference_mode()
+    def decode_and_extend(
+        self, scheduler: Scheduler, slots: NDArray[np.int64], prefills: Mapping[int, Prefill]
+    ) -> Draws:
+        """Implement `ModelRunner.decode_and_extend`: each token is a row of one step."""
+        slots = _neighbors(scheduler, slots)
+        fed = Fed.prefills(scheduler, prefills)
+        # A sample draws from its own slot, so the last token goes there.
+        last = fed.is_last
+        self.slots.place(scheduler, fed.take(last))
+        before = fed.take(~last)
+        self.slots.place(scheduler, before, self.slots.spare(len(before.slots)))
+        self._take_step(scheduler, slots, before.slots)
+        return self._fetch(scheduler, slots)
+
+    @torch.inference_mode()
+    def verify(
+        self, scheduler: Scheduler, slots: NDArray[np.int64], drafts: Sequence[Sequence[int]]
+    ) -> list[Draws]:
+        """Implement `ModelRunner.verify`. Waits for the device."""
+        fed = Fed.drafts(scheduler, slots, drafts)
+        first = fed.is_first
+        drafted = fed.take(~first)
+        self.slots.place(scheduler, drafted, self.slots.spare(len(drafted.slots)))
+        self._take_step(scheduler, slots, drafted.slots)
+
+        # The rows of a sample come apart on the device: its own slot, then the spare ones.
+        rows = np.concatenate([np.flatnonzero(first), np.flatnonzero(~first)])
+        draws = self._fetch(scheduler, fed.slots[rows], has_routes=self.num_routes > 0)
+        steps = right_draws(fed, draws.take(np.argsort(rows)))
+        self._go_on(scheduler, steps)
+        return steps
+
+    def _go_on(self, scheduler: Scheduler, steps: Sequence[Draws]) -> None:
+        """Let the slots go on after the last of their right draws."""
+        for number, draws in enumerate(steps[1:], 2):
+            slots = draws.slots
+            place = Fed(
+                slots,
+                draws.result()[0],
+                scheduler.cached[slots] + number,
+                scheduler.drawn[slots] + number,
+            )
+            self.slots.place(scheduler, place)
+
+    def _take_step(
+        self, scheduler: Scheduler, slots: NDArray[np.int64], spare_of: NDArray[np.int64] = _NONE
+    ) -> None:
+        """Feed `slots`, and a spare slot for each of `spare_of`, which has the pages of that one."""
+        several = spare_of.size > 0
+        self.slots.show(scheduler, slots, spare_of)
+        rows = self.sizes[bisect.bisect_left(self.sizes, len(slots) + len(spare_of))]
+        if self.enforce_eager:
+            self._step(rows, several=several)
+        else:
+            self._graph(rows, several=several).replay()
 
     def _prefill_hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep) -> Tensor:
         if not isinstance(self._body, TritonDecoder):
@@ -273,65 +325,23 @@ class CudaRunner(ModelRunner):
     def _prefill_step(self, layout: Layout, pages: Tensor, offsets: Tensor) -> PrefillStep:
         return DevicePrefillStep(layout, pages, offsets)
 
-    def _show(self, slots: NDArray[np.int64], scheduler: Scheduler) -> None:
-        """Copy the host's decisions since the last step to the device.
-
-        These are the slots of the batch, and the changed rows of the page table.
-        """
-        changed = scheduler.take_changed()
-        parts: list[tuple[Tensor, NDArray[np.int64]]] = []
-        if not np.array_equal(slots, self._shown):
-            self._shown = slots
-            filled = np.full(len(self._slots), len(self._slots), np.int64)
-            filled[: len(slots)] = slots
-            parts.append((self._slots, filled))
-
-        width = scheduler.table.shape[1]
-        if changed.size:
-            targets = torch.empty(len(changed), dtype=torch.int32, device=self.device)
-            news = torch.empty(len(changed), width, dtype=torch.int32, device=self.device)
-            parts += [(targets, changed), (news, scheduler.table[changed])]
-        if not parts:
-            return
-
-        # One copy for all, because the cost of a copy is its launch.
-        flat = np.concatenate([array.ravel() for _, array in parts])
-        arrived = self.to_device(flat.astype(np.int32))
-        start = 0
-        for target, array in parts:
-            part = arrived[start : start + array.size]
-            target.copy_(part.view(target.shape))
-            start += array.size
-        if changed.size:
-            self.state.table[:, :width].index_copy_(0, targets.long(), news)
-
-    def _step(self, rows: int) -> None:
-        """Feed the first `rows` of `_slots`, draw their next tokens and store them."""
+    def _step(self, rows: int, *, several: bool) -> None:
+        """Feed the first `rows` rows, draw their next tokens and store them."""
         assert self._body is not None
-        ids, positions, pages, offsets = (fed[:rows] for fed in self._fed)
-        slots = self._slots[:rows]
-        feed(
-            slots,
-            self.state.tokens,
-            self.state.positions,
-            self.state.table,
-            self.page_size,
-            (ids, positions, pages, offsets),
-        )
-        if self._shifts is not None:
-            positions = positions + self._shifts.index_select(0, slots)
+        ids, positions, pages, offsets = self.slots.feed(rows)
         with self.recording() as recorded:
-            hidden = self._body(ids, positions, self._device_step(slots, pages, offsets))
+            step = self._device_step(pages, offsets, several=several)
+            hidden = self._body(ids, positions, step)
             routes = recorded()
             if routes is not None:
                 self._routes[:rows].copy_(routes)
         self._draw_rows(hidden, rows, moves=1)
 
     def _draw_rows(self, hidden: Tensor, rows: int, *, moves: int) -> None:
-        state = self.state
+        state = self.slots.state
         drawn = replace(
             self._draw,
-            slots=self._slots[:rows],
+            slots=self.slots.rows[:rows],
             tokens=self._draw.tokens[:rows],
             log_probs=self._draw.log_probs[:rows],
         )
@@ -347,19 +357,20 @@ class CudaRunner(ModelRunner):
 
         advance(drawn.slots, drawn.tokens, state.tokens, state.positions, state.drawn, by=moves)
 
-    def _device_step(self, slots: Tensor, pages: Tensor, offsets: Tensor) -> DeviceStep:
-        """Return a step of b rows.
+    def _device_step(self, pages: Tensor, offsets: Tensor, *, several: bool) -> DeviceStep:
+        """Return a step of b rows that write to `pages` (b,) at `offsets` (b,).
 
         Its memory for partial results is large enough for the layer with the most heads.
+        `several`: rows may be tokens of one sample, which see one another.
         """
-        rows = len(slots)
+        rows = len(pages)
         shapes = self.layer_shapes().values()
         fewest = min(shape.heads for shape in shapes)
         fixed = FIXED_SPLIT if self.deterministic else None
         if fixed is None:
             splits = choose_num_splits(rows, fewest, self._num_sms)
         else:
-            splits = fixed_num_splits(self.state.table.shape[1], self.page_size, fixed)
+            splits = fixed_num_splits(self.slots.state.table.shape[1], self.page_size, fixed)
 
         workspace = None
         if splits > 1:
@@ -370,28 +381,37 @@ class CudaRunner(ModelRunner):
 
         takes_fresh = fixed is None and rows * fewest <= FRESH_PROGRAMS * self._num_sms
         # The attention kernel would rotate a fresh token by its place.
-        takes_fresh = takes_fresh and self._shifts is None
-        return DeviceStep(slots, self.state, pages, offsets, splits, fixed, workspace, takes_fresh)
+        takes_fresh = takes_fresh and not self.slots.has_shifts and not several
+        return DeviceStep(
+            self.slots.rows[:rows],
+            self.slots.state,
+            pages,
+            offsets,
+            splits,
+            fixed,
+            workspace,
+            takes_fresh,
+        )
 
-    def _graph(self, rows: int) -> torch.cuda.CUDAGraph:
-        key = (rows, self._filtered, self._greedy)
+    def _graph(self, rows: int, *, several: bool) -> torch.cuda.CUDAGraph:
+        key = (rows, several, self._filtered, self._greedy)
         if key not in self._graphs:
             start = time.perf_counter()
-            self._graphs[key] = self._capture(rows)
+            self._graphs[key] = self._capture(rows, several=several)
             self.capture_s += time.perf_counter() - start
         return self._graphs[key]
 
-    def _capture(self, rows: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, rows: int, *, several: bool) -> torch.cuda.CUDAGraph:
         # Kernels are compiled at their first call, so that call must not be captured. The padding
         # slot is fed in all rows, which changes no sample.
-        shown = self._slots.clone()
-        self._slots.fill_(len(self._slots))
+        shown = self.slots.rows.clone()
+        self.slots.rows.fill_(self.slots.most_rows)
         stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
 
         with torch.cuda.stream(stream):
-            self._step(rows)
+            self._step(rows, several=several)
             torch.cuda.synchronize(self.device)
             # Not torch.cuda.graph: it collects garbage and empties the allocator's cache at every
             # capture. A collection during the capture may free device memory, which breaks it.
@@ -400,7 +420,7 @@ class CudaRunner(ModelRunner):
                 errors_of = "global" if self.parallel is None else "thread_local"
                 try:
                     graph.capture_begin(pool=self._pool, capture_error_mode=errors_of)
-                    self._step(rows)
+                    self._step(rows, several=several)
                 # Interrupts too: a stream that is still capturing refuses all other work.
                 except BaseException as error:
                     # This error only repeats that the capture is broken.
@@ -419,7 +439,7 @@ class CudaRunner(ModelRunner):
                 graph.capture_end()
 
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        self._slots.copy_(shown)
+        self.slots.rows.copy_(shown)
         return graph
 
     def _fetch(
@@ -445,4 +465,4 @@ class CudaRunner(ModelRunner):
             return tokens.numpy(), log_probs.numpy()
 
         chosen = None if routes is None else routes.numpy()
-        return Draws(slots, scheduler.epoch[slots], result, chosen)
+        return Draws(slots, scheduler.epoch[slots], result, chosen, arrived.query)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
@@ -23,10 +24,11 @@ from verl.rollout.embedded.samples import Admission, Sample, samples_of
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.tensor_parallel import TensorParallel, check_tensor_parallel
 from verl.rollout.local import LocalEngine, not_finite
+from verl.rollout.memory import spare_rows
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.utils.devices import GIB
-from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.errors import RolloutError
 from verl.utils.imports import require
 from verl.utils.logging import logger
 
@@ -60,11 +62,6 @@ class EmbeddedEngine(LocalEngine):
     def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
         """Implement `EngineClass.check_model`."""
         check_attention(config, model, on_cuda=on_cuda)
-        if config.speculative.method is not None and on_cuda:
-            raise ConfigError(
-                "actor_rollout_ref.rollout.speculative verifies drafts on a CPU only, and this run "
-                "generates on CUDA. Set actor_rollout_ref.rollout.speculative.method=null."
-            )
         if config.tensor_model_parallel_size > 1:
             check_tensor_parallel(model, config.tensor_model_parallel_size)
 
@@ -102,6 +99,14 @@ class EmbeddedEngine(LocalEngine):
     def has_work(self) -> bool:
         """Implement `RolloutEngine.has_work`."""
         return self._run is not None
+
+    @property
+    def is_ready(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return whether `step` would not wait for the device."""
+        run = self._run
+        if run is None or not run.flight or len(run.flight) < self.runner.lag:
+            return True
+        return run.flight[0].is_there()
 
     def reserve(self, room: Room) -> None:
         """Size the tables of later runs for `room`; see `RolloutEngine.reserve`."""
@@ -273,6 +278,9 @@ class EmbeddedEngine(LocalEngine):
             self.twin,
             **settings,
             max_num_seqs=self.config.max_num_seqs,
+            spare_rows=spare_rows(self.config),
+            # Agents use the host while the device computes, and may take longer than a step.
+            lag=2 if self.config.uses_agents else 1,
             enforce_eager=self.config.enforce_eager,
         )
 
@@ -390,13 +398,15 @@ class EmbeddedEngine(LocalEngine):
         counts = run.counts
         admission = scheduler.admit()
         if admission is not None:
-            slots = np.array(admission.slots, np.int64)
-            draws = self.runner.start(scheduler, slots, self._prefill(scheduler, admission))
-            scheduler.launch(slots, fed=0)
-            scheduler.release_started_prompts()
             for prefill in admission.prefills:
                 counts["prefill_tokens"] += len(prefill.token_ids) - prefill.cached
                 counts["cached_tokens"] += prefill.cached
+            slots = np.array(admission.slots, np.int64)
+            if self._fits_a_step(scheduler, admission):
+                return self._join(run, slots, admission)
+            draws = self.runner.start(scheduler, slots, self._prefill(scheduler, admission))
+            scheduler.launch(slots, fed=0)
+            scheduler.release_started_prompts()
             return [draws]
 
         assert scheduler.running.size, (
@@ -407,10 +417,9 @@ class EmbeddedEngine(LocalEngine):
         else:
             drafted = run.drafts.tokens_a_sample(len(scheduler.unfinished))
             steps = scheduler.steps_with_pages(1 + drafted)
-        copies, complete = scheduler.prepare_decode(steps, may_preempt=not run.flight)
-        if copies:
-            self.runner.copy_pages(copies)
-            counts["copied_pages"] += len(copies)
+            if steps > 1 and run.flight:
+                return []  # drafts continue tokens that are still on the device
+        complete = self._prepare(run, steps, may_preempt=not run.flight)
         slots = scheduler.unfinished
         if not complete or slots.size == 0:
             return []
@@ -426,6 +435,44 @@ class EmbeddedEngine(LocalEngine):
         for draws in launched:
             scheduler.launch(draws.slots, fed=1)
         return launched
+
+    def _prepare(self, run: Run, steps: int, *, may_preempt: bool) -> bool:
+        """Give unfinished slots pages for `steps` tokens; see `Scheduler.prepare_decode`."""
+        copies, complete = run.scheduler.prepare_decode(steps, may_preempt=may_preempt)
+        if copies:
+            self.runner.copy_pages(copies)
+            run.counts["copied_pages"] += len(copies)
+        return complete
+
+    def _fits_a_step(self, scheduler: Scheduler, admission: Admission) -> bool:
+        """Check whether all that an admission has to compute can be rows of one decode step."""
+        alone = len(admission.prefills) == len(admission.slots)
+        if not alone or not self.runner.spare_rows or scheduler.routes is not None:
+            return False
+        rows = 0
+        for prefill in admission.prefills:
+            # Samples that start later need the hidden state, which a step does not give.
+            if prefill.cached == 0 or (prefill.is_prompt and prefill.group.unstarted):
+                return False
+            rows += len(prefill.token_ids) - prefill.cached - 1
+        return rows <= self.runner.spare_rows
+
+    def _join(self, run: Run, new: NDArray[np.int64], admission: Admission) -> list[Draws]:
+        """Take one step of the running samples, and start those in the slots `new` within it.
+
+        A prefill would cost another pass over the weights.
+        """
+        scheduler = run.scheduler
+        # Before pages are prepared: only the samples write to them from now on.
+        scheduler.release_started_prompts()
+        complete = self._prepare(run, 1, may_preempt=False)
+        slots = scheduler.unfinished if complete else new
+        prefills = dict(zip(new.tolist(), admission.prefills))
+        draws = self.runner.decode_and_extend(scheduler, slots, prefills)
+        scheduler.launch(np.setdiff1d(slots, new), fed=1)
+        scheduler.launch(new, fed=0)
+        run.counts["decode_steps"] += 1
+        return [draws]
 
     def _prefill(self, scheduler: Scheduler, admission: Admission) -> torch.Tensor:
         """Compute the prefills of an admission.

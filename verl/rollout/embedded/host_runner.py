@@ -26,6 +26,7 @@ from verl.rollout.embedded.host_lanes import Answer, Lane, Lanes
 from verl.rollout.embedded.host_rows import STEPS_AT_ONCE, KeyRows, most_bytes, words
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.scheduler import Scheduler
+from verl.rollout.embedded.several import Fed, right_draws
 from verl.rollout.sampling import row_keys, sample
 from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
@@ -130,14 +131,14 @@ class HostRunner(ModelRunner):
         lanes = self._count_lanes(scheduler)
         if keeps_rows:
             slots = self._key_rows.arrange(scheduler, slots, steps, by_column=lanes > 0)
-        last = scheduler.token_ids[slots, scheduler.drawn[slots] - 1]
+        last = Fed.last(scheduler, slots)
         if lanes:
-            return self._decode_in(lanes, scheduler, slots, last, steps)
+            return self._decode_in(lanes, scheduler, slots, last.ids, steps)
 
         if not keeps_rows:
-            return [self._feed(scheduler, slots, last)]
+            return [self._feed(scheduler, last)]
         self._key_rows.lay_out()
-        draws = self._feed(scheduler, slots, last, rows=self._key_rows)
+        draws = self._feed(scheduler, last, rows=self._key_rows)
         self._key_rows.advance(scheduler, steps)(slice(0, len(slots)))
         return [draws]
 
@@ -146,50 +147,19 @@ class HostRunner(ModelRunner):
         self, scheduler: Scheduler, slots: NDArray[np.int64], drafts: Sequence[Sequence[int]]
     ) -> list[Draws]:
         """Implement `ModelRunner.verify`: each token is a row of one step."""
-        counts = [1 + len(draft) for draft in drafts]
-        last = scheduler.token_ids[slots, scheduler.drawn[slots] - 1]
-        ids = [np.array([token, *draft], np.int64) for token, draft in zip(last, drafts)]
-        fed = np.concatenate(ids)
-        ahead = np.concatenate([np.arange(count) for count in counts])
-        draws = self._feed(scheduler, slots.repeat(counts), fed, ahead)
+        fed = Fed.drafts(scheduler, slots, drafts)
+        return right_draws(fed, self._feed(scheduler, fed))
 
-        # A draft is right if the draw before it, which was right, gave it.
-        tokens, log_probs = draws.result()
-        right = ahead == 0
-        for number in range(1, max(counts)):
-            rows = np.flatnonzero(ahead == number)
-            right[rows] = right[rows - 1] & (fed[rows] == tokens[rows - 1])
-
-        steps = []
-        for number in range(max(counts)):
-            rows = np.flatnonzero(right & (ahead == number))
-            if rows.size:
-                answer = (tokens[rows], log_probs[rows])
-                step = self._draws(scheduler, draws.slots[rows], answer)
-                routes = None if draws.routes is None else draws.routes[rows]
-                steps.append(step._replace(routes=routes))
-        return steps
-
-    def _feed(
-        self,
-        scheduler: Scheduler,
-        slots: NDArray[np.int64],
-        ids: NDArray[np.int64],
-        ahead: NDArray[np.int64] | int = 0,
-        rows: KeyRows | None = None,
-    ) -> Draws:
-        """Feed `ids` (b,) to `slots` (b,), each so many tokens `ahead` of its next one, and draw.
-
-        Keys are in `rows`, or in pages.
-        """
+    def _feed(self, scheduler: Scheduler, fed: Fed, rows: KeyRows | None = None) -> Draws:
+        """Feed tokens, and draw after each of them. Keys are in `rows`, or in pages."""
         assert self._body is not None
-        positions = scheduler.cached[slots] + ahead
-        step: Step = rows or self._pages_step(scheduler, slots, positions)
-        rotary = positions + scheduler.shifts[slots]
+        slots = fed.slots
+        step: Step = rows or self._pages_step(scheduler, slots, fed.positions)
+        rotary = fed.positions + scheduler.shifts[slots]
         with self.recording() as recorded:
-            hidden = self._body(torch.from_numpy(ids), torch.from_numpy(rotary), step)
+            hidden = self._body(torch.from_numpy(fed.ids), torch.from_numpy(rotary), step)
             routes = recorded()
-        answer = self._draw(hidden, self._noise_keys(scheduler, slots, ahead))
+        answer = self._draw(hidden, row_keys(scheduler.keys[slots], fed.drawn))
         draws = self._draws(scheduler, slots, answer)
         return draws if routes is None else draws._replace(routes=routes.numpy())
 
@@ -245,7 +215,7 @@ class HostRunner(ModelRunner):
         return row_keys(scheduler.keys[slots], scheduler.drawn[slots] + ahead)
 
     def _draws(self, scheduler: Scheduler, slots: NDArray[np.int64], answer: Answer) -> Draws:
-        return Draws(slots, scheduler.epoch[slots], lambda: answer)
+        return Draws.done(slots, scheduler.epoch[slots], answer)
 
     def _is_small(self) -> bool:
         """Return whether copies of the weights are cheap and change no more than the last bits.

@@ -1,6 +1,6 @@
 """Run the engine's module: packed prefill, batched decode, logits, and the draw."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from verl.rollout.embedded.extension import extend_step
 from verl.rollout.embedded.fused import FusedDecoder, can_fuse
 from verl.rollout.embedded.invariant import head_logits as invariant_head_logits
 from verl.rollout.embedded.invariant import make_invariant
+from verl.rollout.embedded.samples import Prefill
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.types import SamplingParams
@@ -34,13 +35,34 @@ class Draws(NamedTuple):
     """One draw for each of `slots`, launched in `epochs`.
 
     `result` returns the tokens (b,) and their log-probs (b,). It waits while the device computes.
-    `routes` (b, C) are the experts of the tokens that were fed, valid after `result`.
+    `routes` (b, C) are the experts of the tokens that were fed, valid after `result`. `is_there`
+    tells whether `result` would not wait.
     """
 
     slots: NDArray[np.int64]
     epochs: NDArray[np.int64]
     result: Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
     routes: NDArray[np.integer] | None = None
+    is_there: Callable[[], bool] = lambda: True
+
+    @classmethod
+    def done(
+        cls,
+        slots: NDArray[np.int64],
+        epochs: NDArray[np.int64],
+        answer: tuple[NDArray[np.int64], NDArray[np.float32]],
+        routes: NDArray[np.integer] | None = None,
+    ) -> "Draws":
+        """Return draws whose tokens and log-probs are known."""
+        return cls(slots, epochs, lambda: answer, routes)
+
+    def take(self, rows: NDArray[np.int64]) -> "Draws":
+        """Return the draws of `rows`. Waits for them."""
+        answer = self.result()
+        routes = None if self.routes is None else self.routes[rows]
+        return Draws.done(
+            self.slots[rows], self.epochs[rows], (answer[0][rows], answer[1][rows]), routes
+        )
 
 
 # Token ids (b,) and positions (b,) of one step -> hidden states (b, H).
@@ -57,6 +79,8 @@ class ModelRunner:
     lag = 0
     # of the slots that must be free before more samples are admitted to a running batch
     refill_share = 0.0
+    # tokens that `decode_and_extend` takes beyond one for each slot
+    spare_rows = 0
     # that the decoder of `make_body` computes
     fused_families: tuple[str, ...] = (*LLAMA_FAMILIES, *LLAMA_VISION_FAMILIES)
 
@@ -296,6 +320,19 @@ class ModelRunner:
         """Feed the last token of each of `slots` (b,) and draw the next one, `steps` times.
 
         The slots have the pages for these tokens already.
+        """
+        raise NotImplementedError
+
+    def decode_and_extend(
+        self, scheduler: Scheduler, slots: NDArray[np.int64], prefills: Mapping[int, Prefill]
+    ) -> Draws:
+        """Decode one step, and compute the ends of `prefills` in it.
+
+        Args:
+            scheduler: of all samples.
+            slots: (b,) that draw. They have the pages for these tokens already.
+            prefills: by those of `slots` that start. Together they have at most `spare_rows` more
+                tokens that are not cached than one each.
         """
         raise NotImplementedError
 

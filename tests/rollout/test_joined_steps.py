@@ -1,0 +1,76 @@
+"""Samples that start within a decode step of others draw what a prefill gives them.
+
+CUDA runners do so. Here a runner of the host feeds the same rows.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.rollout.engines import make_engine, play_turns, talkative_model
+from verl.rollout.embedded import engine as engine_module
+from verl.rollout.embedded.host_runner import HostRunner
+from verl.rollout.embedded.runner import Draws
+from verl.rollout.embedded.samples import Prefill
+from verl.rollout.embedded.scheduler import Scheduler
+from verl.rollout.embedded.several import Fed
+
+
+class JoiningRunner(HostRunner):
+    """Feeds the ends of prompts as rows of a decode step."""
+
+    spare_rows = 24
+
+    def __init__(self, *arguments: Any, verifies_drafts: bool, **settings: Any) -> None:
+        super().__init__(*arguments, verifies_drafts=True, **settings)  # keys in pages alone
+        self.joined = 0
+        self.most_new = 0
+
+    @torch.inference_mode()
+    def decode_and_extend(
+        self, scheduler: Scheduler, slots: NDArray[np.int64], prefills: Mapping[int, Prefill]
+    ) -> Draws:
+        running = slots[~np.isin(slots, list(prefills))]
+        last = Fed.last(scheduler, running)
+        new = Fed.prefills(scheduler, prefills)
+        self.joined += len(running) > 0
+        self.most_new = max(self.most_new, len(new.ids) - len(prefills))
+        columns = []
+        for name in ("slots", "ids", "positions", "drawn"):
+            columns.append(np.concatenate([getattr(last, name), getattr(new, name)]))
+        draws = self._feed(scheduler, Fed(*columns))
+        ends = np.concatenate([last.is_last[: len(running)], new.is_last])
+        return draws.take(np.flatnonzero(ends))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt2"])
+@pytest.mark.parametrize("settings", [{}, {"num_pages": 40}, {"max_num_seqs": 4}])
+def test_turns_that_join_a_step_draw_what_a_prefill_gives(
+    family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    model = talkative_model(family).double()
+    settings = {
+        "dtype": "float64",
+        "page_size": 4,
+        "prompt_length": 100,
+        "response_length": 100,
+        **settings,
+    }
+    expected = play_turns(make_engine(model, enable_prefix_caching=False, **settings))
+    monkeypatch.setattr(engine_module, "HostRunner", JoiningRunner)
+    engine = make_engine(model, **settings)
+    drawn = play_turns(engine)
+
+    runner = engine.runner
+    assert runner.joined > 5
+    assert 0 < runner.most_new <= runner.spare_rows
+    assert drawn.keys() == expected.keys()
+    for sample_id, completion in drawn.items():
+        assert completion.token_ids == expected[sample_id].token_ids
+        np.testing.assert_allclose(
+            completion.log_probs, expected[sample_id].log_probs, rtol=0, atol=1e-5
+        )

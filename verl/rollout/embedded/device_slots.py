@@ -1,0 +1,147 @@
+"""What decode steps on CUDA read at fixed addresses: the state of every slot, and the slots to feed.
+
+A row of a step feeds one slot. Samples own the first slots. Behind them are spare slots, for more
+tokens of a sample in one step: such a row has the page table of its sample and a place of its own.
+The last slot belongs to no sample; rows that pad a batch feed it.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from verl.rollout.embedded.cuda_decoder import Slots
+from verl.rollout.embedded.kernels.slots import feed
+from verl.rollout.embedded.scheduler import Scheduler
+from verl.rollout.embedded.several import Fed
+from verl.utils.devices import send
+
+_NONE = np.empty(0, np.int64)
+
+
+class DeviceSlots:
+    """The slots of `samples` samples and `spare` further tokens.
+
+    Args:
+        samples: most samples at once.
+        spare: most tokens in a step beyond one for each sample.
+        width: pages of the longest sequence.
+        page_size: tokens of a page.
+        device: of all tensors.
+        shifts: whether rotary positions differ from places; see `Group.shift`.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        spare: int,
+        *,
+        width: int,
+        page_size: int,
+        device: torch.device,
+        shifts: bool,
+    ) -> None:
+        self.most_rows = samples + spare
+        self.state = Slots.allocate(self.most_rows + 1, width, device)
+        # of each row of the next step: its slot
+        self.rows = torch.full((self.most_rows,), self.most_rows, dtype=torch.int32, device=device)
+        self.device = device
+        self._first_spare = samples
+        self._page_size = page_size
+        self._fed = tuple(
+            torch.zeros(self.most_rows, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self._shifts: Tensor | None = None
+        if shifts:
+            self._shifts = torch.zeros(self.most_rows + 1, dtype=torch.int64, device=device)
+        self._shown = _NONE  # the slots that `rows` names now
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes on the device."""
+        return sum(tensor.nbytes for tensor in (*self.state, *self._fed, self.rows))
+
+    @property
+    def has_shifts(self) -> bool:
+        """Return whether rotary positions differ from places."""
+        return self._shifts is not None
+
+    def spare(self, count: int) -> NDArray[np.int64]:
+        """Return the first `count` spare slots."""
+        return self._first_spare + np.arange(count)
+
+    def set_padding(self, page: int) -> None:
+        """Let rows that pad a batch write to `page`."""
+        self.state.table[-1] = page
+        self.state.positions[-1] = 0
+
+    def forget(self) -> None:
+        """Show all slots again at the next `show`."""
+        self._shown = _NONE
+
+    def show(
+        self, scheduler: Scheduler, slots: NDArray[np.int64], owners: NDArray[np.int64] = _NONE
+    ) -> None:
+        """Name the slots of the next step, and copy the page tables that it needs.
+
+        Its rows are `slots`, then a spare slot for each of `owners`, whose pages it reads.
+        """
+        spare = self.spare(len(owners))
+        named = np.concatenate([slots, spare])
+        parts: list[tuple[Tensor, NDArray[np.int64]]] = []
+        if not np.array_equal(named, self._shown):
+            self._shown = named
+            filled = np.full(self.most_rows, self.most_rows, np.int64)
+            filled[: len(named)] = named
+            parts.append((self.rows, filled))
+
+        width = scheduler.table.shape[1]
+        changed = scheduler.take_changed()
+        targets = np.concatenate([changed, spare])
+        if targets.size:
+            places = torch.empty(len(targets), dtype=torch.int32, device=self.device)
+            news = torch.empty(len(targets), width, dtype=torch.int32, device=self.device)
+            tables = scheduler.table[np.concatenate([changed, owners])]
+            parts += [(places, targets), (news, tables)]
+        if not parts:
+            return
+
+        # One copy for all, because the cost of a copy is its launch.
+        flat = np.concatenate([array.ravel() for _, array in parts])
+        arrived = send(torch.from_numpy(flat.astype(np.int32)), self.device)
+        start = 0
+        for target, array in parts:
+            part = arrived[start : start + array.size]
+            target.copy_(part.view(target.shape))
+            start += array.size
+        if targets.size:
+            self.state.table[:, :width].index_copy_(0, places.long(), news)
+
+    def place(self, scheduler: Scheduler, fed: Fed, slots: NDArray[np.int64] | None = None) -> None:
+        """Set the next tokens (n,) of `slots` (n,); None: of the slots of their samples."""
+        targets = fed.slots if slots is None else slots
+        if not targets.size:
+            return
+        keys = scheduler.keys[fed.slots].view(np.int64)
+        shifts = scheduler.shifts[fed.slots]
+        columns = np.stack([targets, fed.ids, fed.positions, fed.drawn, keys, shifts])
+        arrived = send(torch.from_numpy(columns), self.device)
+        index, ids, positions, drawn, noise, own_shifts = arrived
+        state = self.state
+        state.tokens.index_copy_(0, index, ids)
+        state.positions.index_copy_(0, index, positions.int())
+        state.drawn.index_copy_(0, index, drawn.int())
+        state.keys.index_copy_(0, index, noise)
+        if self._shifts is not None:
+            self._shifts.index_copy_(0, index, own_shifts)
+
+    def feed(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return ids, rotary positions, pages and offsets (b,) of the first `rows` rows."""
+        state = self.state
+        slots = self.rows[:rows]
+        ids, positions, pages, offsets = (fed[:rows] for fed in self._fed)
+        out = (ids, positions, pages, offsets)
+        feed(slots, state.tokens, state.positions, state.table, self._page_size, out)
+        if self._shifts is not None:
+            positions = positions + self._shifts.index_select(0, slots)
+        return ids, positions, pages, offsets
