@@ -21,6 +21,7 @@ from verl.engine.options import EngineOptions
 from verl.models.critic import CriticModel
 from verl.models.lora import adapters_off, apply_lora
 from verl.models.packed import PackedCausalLM, PackedValueModel
+from verl.rollout.fp8 import Fp8Linear, quantize
 from verl.rollout.twin import ModelTwin
 from verl.utils.errors import CheckpointError
 from verl.weight_sync import FingerprintLog, fingerprint
@@ -235,3 +236,37 @@ def test_weight_transfer_merges_one_weight_at_a_time(proved: bool):
         lambda: twin.update(engine.parameters_for_rollout(dtype=torch.bfloat16, log=log)), there
     )
     assert taken <= (8 if proved else 4) * 256 * 1024
+
+
+def test_a_rollout_in_eight_bits_rounds_merged_weights():
+    size = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    engine = make_engine(dtype=torch.bfloat16, model_settings=size)
+    model: Any = engine.hf_model
+    twin = ModelTwin(
+        model,
+        attention="eager",
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        quantized=True,
+    )
+    before = {name: part.rows.wide() for name, part in _eight_bit_layers(twin)}
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+
+    merged = {}
+    for name, tensor in engine.parameters_for_rollout(dtype=torch.bfloat16):
+        merged[name] = tensor.clone()
+    twin.update(merged.items())
+    for name, part in _eight_bit_layers(twin):
+        assert torch.equal(part.rows.wide(), quantize(merged[f"{name}.weight"].bfloat16()).wide())
+        assert not torch.equal(part.rows.wide(), before[name])
+
+
+def _eight_bit_layers(twin: ModelTwin) -> list[tuple[str, Fp8Linear]]:
+    found = []
+    for name, part in twin.module.named_modules():
+        if isinstance(part, Fp8Linear):
+            found.append((name, part))
+    assert found
+    return found

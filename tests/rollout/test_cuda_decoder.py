@@ -37,6 +37,7 @@ from verl.rollout.embedded.attention import LayerPages, Paging, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, Slots, TritonDecoder
 from verl.rollout.embedded.extension import extend_step
 from verl.rollout.embedded.kernels.paged_attention import split_workspace
+from verl.rollout.fp8 import Fp8Linear, Rows
 
 ROWS = 2
 LENGTH = 11
@@ -95,11 +96,12 @@ def make_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class Twin(SimpleNamespace):
-    def stacked(self, linears: list[Any]) -> tuple[Tensor, Tensor | None]:
+    def stacked(self, linears: list[Any]) -> tuple[Any, Tensor | None]:
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        return torch.cat([linear.weight for linear in linears]), torch.cat(
-            biases
-        ) if biases else None
+        weight: Any = torch.cat([linear.weight for linear in linears])
+        if self.quantized:
+            weight = Rows(weight, torch.cat([linear.scales for linear in linears]))
+        return weight, torch.cat(biases) if biases else None
 
 
 def make_decoder(model: PreTrainedModel) -> TritonDecoder:
@@ -115,7 +117,8 @@ def make_decoder(model: PreTrainedModel) -> TritonDecoder:
         paging.layers[layer] = LayerPages(
             *(torch.full(size, float("nan"), dtype=module.dtype) for _ in range(2))
         )
-    twin = cast(Any, Twin(dtype=module.dtype))
+    quantized = any(isinstance(part, Fp8Linear) for part in module.modules())
+    twin = cast(Any, Twin(dtype=module.dtype, quantized=quantized))
     return TritonDecoder(twin, module, paging, dict(seen), max_positions=64)
 
 

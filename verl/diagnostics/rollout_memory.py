@@ -7,6 +7,7 @@ from verl.diagnostics.batch import BatchPlan
 from verl.engine.model_shape import ModelShape
 from verl.rollout import check_engine, rollout_engines
 from verl.rollout.base import capabilities_of, plan_engine
+from verl.rollout.fp8 import SCALE_BYTES
 from verl.rollout.memory import EngineLoad
 from verl.rollout.twin import ROLLOUT_DTYPES
 
@@ -88,7 +89,7 @@ def plan_rollout(
     itemsize = _itemsize(config, shape, on_cuda)
     capabilities = capabilities_of(config.name)
     is_copy = not (capabilities.external or (aliases and capabilities.aliases_weights))
-    weights = _weight_numbers(shape, parts) * itemsize if is_copy else 0
+    weights = _weight_bytes(config, shape, parts, itemsize) if is_copy else 0
     token_bytes = shape.layers * shape.cached // parts * itemsize
 
     longest = config.max_model_len or batch.longest
@@ -133,10 +134,15 @@ def _itemsize(config: RolloutConfig, shape: ModelShape, on_cuda: bool) -> int:
     return 2 if on_cuda else shape.weights[0].itemsize
 
 
-def _weight_numbers(shape: ModelShape, parts: int) -> int:
-    """Count the weights of one rank: layers' matrices are cut; embeddings, norms, head are not."""
+def _weight_bytes(config: RolloutConfig, shape: ModelShape, parts: int, itemsize: int) -> int:
+    """Add up the weights of one rank: layers' matrices are cut; embeddings, norms, head are not."""
     total = 0
     for weight in shape.weights:
-        is_cut = weight.in_layer and len(weight.shape) > 1
-        total += weight.numel() // (parts if is_cut else 1)
+        numbers = weight.numel()
+        if not weight.in_layer or len(weight.shape) < 2:
+            total += numbers * itemsize
+        elif config.quantization is not None:
+            total += numbers + SCALE_BYTES * weight.shape[0]
+        else:
+            total += numbers // parts * itemsize
     return total

@@ -95,6 +95,7 @@ class Capabilities:
     deterministic: bool = False  # honors rollout.deterministic: bits do not depend on the batch
     tensor_parallel: bool = False  # ranks can share an engine, which takes them as `ranks`
     drafts: bool = False  # verifies drafted tokens (rollout.speculative)
+    quantization: bool = False  # rounds its weights to eight bits (rollout.quantization)
     routed_experts: bool = False  # completions can tell the experts that their tokens visited
     aliases_weights: bool = False  # on a CPU it can compute with the trainer's own tensors
     continues: bool = False  # goes on with samples that `abort` has ended (`Continuation`)
@@ -198,6 +199,13 @@ def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> Non
             f"{section}.speculative.method={drafts.method} needs an engine that "
             f"verifies drafted tokens, got {section}.name={config.name}. "
             f"Set {_names_with('drafts')}speculative.method=null."
+        )
+    if config.quantization is not None and not capabilities.quantization:
+        raise ConfigError(
+            f"{section}.quantization={config.quantization} needs an engine that rounds its weights "
+            f"at each hand-over, got {section}.name={config.name}. Set "
+            f"{_names_with('quantization')}quantization=null; vLLM servers take a flag of their own "
+            f"in {section}.engine_kwargs.vllm."
         )
     if ranks > 1 and not capabilities.tensor_parallel:
         raise ConfigError(

@@ -45,7 +45,14 @@ class LocalEngine(EngineClass):
         embeddings: Any = model.get_input_embeddings()
         self.vocabulary: int = embeddings.num_embeddings
         dtype = engine_dtype(config.dtype, model, device)
-        self.twin = ModelTwin(model, attention=attention, dtype=dtype, device=device, cuts=cuts)
+        self.twin = ModelTwin(
+            model,
+            attention=attention,
+            dtype=dtype,
+            device=device,
+            cuts=cuts,
+            quantized=config.quantization is not None,
+        )
         self._asleep = False
         self._statistics: dict[str, float] = {}
         self._hand_over: dict[str, float] = {}

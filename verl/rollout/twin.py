@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from verl.models.alibi import set_attention
 from verl.models.load import DTYPES
 from verl.models.lora import adapted_layers, plain_modules, plain_parameters
+from verl.rollout.fp8 import FP8, SCALE_BYTES, Fp8Linear, Rows, quantize, replace_linears
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.registry import nearest_names
 from verl.utils.reserved_memory import ReservedMemory
@@ -57,6 +58,9 @@ class ModelTwin:
 
     `cuts` maps names of parameters to functions of the whole parameter. The twin has the results of
     these functions, always as copies.
+
+    `quantized`: the weights of linear layers are kept in eight bits, and every new value is rounded
+    when it comes (see `verl.rollout.fp8`).
     """
 
     def __init__(
@@ -67,9 +71,12 @@ class ModelTwin:
         dtype: torch.dtype,
         device: torch.device,
         cuts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+        quantized: bool = False,
     ) -> None:
+        assert not (quantized and cuts), "cut weights are not quantized"
         self.device = device
         self.dtype = dtype
+        self.quantized = quantized
         self._cuts = cuts or {}
         self._source = model
         self._parameters = dict(plain_parameters(model))
@@ -84,11 +91,16 @@ class ModelTwin:
         self._held: dict[str, nn.Parameter] = {}
         self._num_updates = 0
         self.module = _meta_copy(model, attention)
+        # by name of the weight
+        self._linears: dict[str, Fp8Linear] = replace_linears(self.module) if quantized else {}
+        # of weights in eight bits, as they came
+        self._arrived: dict[str, torch.Tensor] = {}
         self._memory: ReservedMemory | None = None
         self._offsets: dict[str, int] = {}
+        self._scale_offsets: dict[str, int] = {}
 
         if device.type == "cuda":
-            self._offsets, num_bytes = self._lay_out()
+            num_bytes = self._lay_out()
             self._memory = ReservedMemory(num_bytes, device)
             self._memory.grow(num_bytes)
 
@@ -99,6 +111,8 @@ class ModelTwin:
                 self._alias(name)
             else:
                 self._place(name, self._new_copy(name))
+                if name in self._linears:
+                    self._linears[name].scales = self._new_scales(name)
                 self._fill_at_start(name, parameter)
 
         _share_other_tensors(model, self.module, device)
@@ -158,18 +172,23 @@ class ModelTwin:
 
         None means that `update` must get the value first.
         """
-        return None if name in self._aliased or name in self._cuts else self._held.get(name)
+        if name in self._aliased or name in self._cuts or name in self._linears:
+            return None
+        return self._held.get(name)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Return the fingerprint of every parameter as it is here.
 
-        For a parameter that is cut, it is this part's share of the whole one.
+        For a parameter that is cut, it is this part's share of the whole one. For a weight in eight
+        bits, it is that of the value that came, before it was rounded.
         """
         names: list[str] = []
         tensors: list[torch.Tensor] = []
         parts: list[Part] = []
 
         for name, parameter in self._parameters.items():
+            if name in self._linears:
+                continue
             placed = self._placed(name)
             taken = [(..., Part())]
             if name in self._cuts:
@@ -183,6 +202,9 @@ class ModelTwin:
         sums = Counter[str]()
         for name, value in zip(names, fingerprints(tensors, parts).tolist()):
             sums[name] += value
+        if self._arrived:
+            arrived = torch.cat(list(self._arrived.values())).tolist()
+            sums.update(dict(zip(self._arrived, arrived)))
         return {
             name: Fingerprint(value, is_part=name in self._cuts) for name, value in sums.items()
         }
@@ -199,15 +221,26 @@ class ModelTwin:
         if self._memory is not None:
             self._memory.grow(self._memory.num_bytes)
 
-    def stacked(self, linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def stacked(
+        self, linears: Sequence[nn.Linear]
+    ) -> tuple[torch.Tensor | Rows, torch.Tensor | None]:
         """Weight (sum of N, K) and bias (sum of N,) of linear layers with one input: one matrix
         over their memory."""
         weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears if linear.bias is not None]
         assert len(biases) in (0, len(linears))
-        return self._joined(weights), self._joined(biases) if biases else None
+        name = self._name_of(weights[0])
+        weight = self._joined(weights, self._offsets[name])
+        bias = self._joined(biases, self._offsets[self._name_of(biases[0])]) if biases else None
+        scales = [linear.scales for linear in linears if isinstance(linear, Fp8Linear)]
+        if scales:
+            return Rows(weight, self._joined(scales, self._scale_offsets[name])), bias
+        return weight, bias
 
-    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        return next(name for name in self._parameters if self._placed(name) is parameter)
+
+    def _joined(self, parts: Sequence[torch.Tensor], offset: int) -> torch.Tensor:
         first = parts[0]
         rows = 0
         for part in parts:
@@ -216,21 +249,22 @@ class ModelTwin:
             )
             rows += part.shape[0]
         assert self._memory is not None
-        offset = next(
-            self._offsets[name] for name in self._parameters if self._placed(name) is first
-        )
         return self._memory.tensor(offset, (rows, *first.shape[1:]), first.dtype)
 
-    def _lay_out(self) -> tuple[dict[str, int], int]:
-        """Return the offset of each parameter, and the bytes of all."""
-        offsets: dict[str, int] = {}
+    def _lay_out(self) -> int:
+        """Choose the offset of each parameter and of its scales. Return the bytes of all."""
         end = 0
         for names in _stacks(self.module, list(self._parameters)):
-            end = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = _aligned(end)
             for name in names:
-                offsets[name] = end
-                end += self._num_bytes(name)
-        return offsets, end
+                self._offsets[name] = end
+                end += self._num_bytes(name) - self._num_scale_bytes(name)
+            end = _aligned(end)
+            for name in names:
+                if name in self._linears:
+                    self._scale_offsets[name] = end
+                    end += self._num_scale_bytes(name)
+        return end
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         if tensor is self._placed(name):
@@ -244,7 +278,16 @@ class ModelTwin:
             # weights.
             self._aliased.discard(name)
             self._place(name, self._new_copy(name))
-        self._placed(name).copy_(self._cut(name, tensor))
+        self._fill(name, tensor)
+
+    def _fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a whole value to the twin's own memory."""
+        if name not in self._linears:
+            self._placed(name).copy_(self._cut(name, tensor))
+            return
+        exact = tensor.detach().to(self.device, self.dtype)
+        quantize(exact, self._linears[name].rows)
+        self._arrived[name] = fingerprints([exact])
 
     def _alias(self, name: str) -> None:
         """Compute with the trainer's own parameter; `version` then has to see its changes."""
@@ -263,27 +306,41 @@ class ModelTwin:
             or isinstance(parameter, DTensor)
         ):
             return False
-        return parameter.dtype == self._dtype_of(parameter) and name not in self._cuts
+        return parameter.dtype == self._dtype_of(name) and name not in self._cuts
 
     def _num_bytes(self, name: str) -> int:
-        return self._shapes[name].numel() * self._dtype_of(self._parameters[name]).itemsize
+        numbers = self._shapes[name].numel() * self._dtype_of(name).itemsize
+        return numbers + self._num_scale_bytes(name)
 
-    def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
+    def _num_scale_bytes(self, name: str) -> int:
+        return SCALE_BYTES * self._shapes[name][0] if name in self._linears else 0
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        if name in self._linears:
+            return FP8
+        parameter = self._parameters[name]
         return self.dtype if parameter.is_floating_point() else parameter.dtype
 
     def _new_copy(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
-        dtype = self._dtype_of(self._parameters[name])
+        dtype = self._dtype_of(name)
         if self._memory is not None:
             return self._memory.tensor(self._offsets[name], shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _new_scales(self, name: str) -> torch.Tensor:
+        """Allocate the scales of a weight in eight bits."""
+        shape = (self._shapes[name][0], 1)
+        if self._memory is not None:
+            return self._memory.tensor(self._scale_offsets[name], shape, torch.float32)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def _fill_at_start(self, name: str, parameter: torch.Tensor) -> None:
         if isinstance(parameter, DTensor) or parameter.is_meta:
             self.ready = False  # a shard is not the parameter: the first `update` brings it
             return
         with torch.no_grad():
-            self._placed(name).copy_(self._cut(name, parameter))
+            self._fill(name, parameter)
 
     def _placed(self, name: str) -> torch.Tensor:
         return self._held[name]  # asking the module takes as long as a small copy
@@ -309,6 +366,10 @@ def _count_optimizer_steps() -> None:
             increment_version(group["params"])
 
     register_optimizer_step_post_hook(count)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 def _like(parameter: torch.Tensor) -> torch.Tensor:

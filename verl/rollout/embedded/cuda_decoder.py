@@ -12,10 +12,12 @@ from verl.models.experts import Mixture
 from verl.rollout.embedded.attention import LayerPages, Paging, PrefillStep
 from verl.rollout.embedded.fused import GEMMA_FAMILIES, FusedDecoder, Layer, Parts
 from verl.rollout.embedded.kernels.experts import mix_experts, route
+from verl.rollout.embedded.kernels.fp8 import quantize_rows
 from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
 from verl.rollout.embedded.kernels.paged_attention import Fresh, SplitWorkspace, decode_attention
 from verl.rollout.embedded.kernels.slots import store_tokens
 from verl.rollout.embedded.tensor_parallel import TensorParallel
+from verl.rollout.fp8 import Rows, product
 from verl.rollout.twin import ModelTwin
 
 # A product is cut along K where its output has fewer tiles (of _TILE rows and columns) than a
@@ -106,7 +108,11 @@ class DevicePrefillStep(PrefillStep):
 
 
 class TritonDecoder(FusedDecoder):
-    """`FusedDecoder` by Triton kernels and stacked projections."""
+    """`FusedDecoder` by Triton kernels and stacked projections.
+
+    Where the twin's linear layers are in eight bits, norms and activations give rows in eight bits
+    to the products that follow.
+    """
 
     def __init__(
         self,
@@ -120,6 +126,8 @@ class TritonDecoder(FusedDecoder):
         self._may_split = (
             parallel is None and not self.paging.invariant and twin.dtype != torch.float32
         )
+        self._dtype = twin.dtype
+        self._quantized = twin.quantized
         # by id of the layer: query, key and value in one, and gate and up in one
         self._projections = {}
         for layer in self.layers:
@@ -138,7 +146,7 @@ class TritonDecoder(FusedDecoder):
         # transformers rounds before it multiplies by the factors
         self._rounds_last = not self._is_gemma and self.family != "gpt_oss"
 
-    def add_norm(self, parts: Parts, norm: Any, inner: Any) -> tuple[Tensor, Parts]:
+    def add_norm(self, parts: Parts, norm: Any, inner: Any) -> tuple[Any, Parts]:
         """Implement `FusedDecoder.add_norm`.
 
         Rounding follows the trainer, which compiles each layer by itself: a layer ends with a sum
@@ -146,6 +154,9 @@ class TritonDecoder(FusedDecoder):
         transformers does.
         """
         writes = norm not in self._inner_norms or inner is not None
+        rows = None
+        if self._quantized and norm is not self.norm:
+            rows = Rows.empty(parts[0].shape, parts[0].device)
         normed = add_rms_norm(
             parts,
             norm.weight,
@@ -154,19 +165,20 @@ class TritonDecoder(FusedDecoder):
             round_normed=self._rounds_last and norm is self.norm,
             shift=self._shift,
             inner=None if inner is None else inner.weight,
+            rows=rows,
         )
         if writes:
             parts = parts[:1]
-        return normed, parts
+        return (normed if rows is None else rows), parts
 
     def places(self, positions: Tensor) -> Tensor:
         """Return the positions themselves."""
         return positions
 
-    def attend(self, layer: Layer, normed: Tensor, places: Any, step: Any) -> Tensor:
+    def attend(self, layer: Layer, normed: Any, places: Any, step: Any) -> Tensor:
         """Implement `FusedDecoder.attend`."""
         pages = self.paging.layers[layer.attention]
-        qkv = F.linear(normed, *self._projections[id(layer)][0])
+        qkv = self._product(normed, *self._projections[id(layer)][0])
         norms: dict[str, Any] = {"eps": self._epsilon, "shift": self._shift}
         for name, norm in (("query_norm", layer.query_norm), ("key_norm", layer.key_norm)):
             norms[name] = None if norm is None else norm.weight
@@ -184,7 +196,10 @@ class TritonDecoder(FusedDecoder):
             attended = self._prefill_attention(layer, q, k, v)
         else:
             attended = step.attend_stored(pages, q, layer.facts, fresh)
-        return self._output_projection(attended.flatten(1), layer.attention.o_proj)
+        attended = attended.flatten(1)
+        if self._quantized:
+            return self._output_projection(quantize_rows(attended), layer.attention.o_proj)
+        return self._output_projection(attended, layer.attention.o_proj)
 
     def _prefill_attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = q.transpose(0, 1)[None]
@@ -205,13 +220,23 @@ class TritonDecoder(FusedDecoder):
         )
         return out[0]
 
-    def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
+    def feed_forward(self, layer: Layer, normed: Any) -> Tensor:
         """Implement `FusedDecoder.feed_forward`."""
         if layer.mixture is not None:
             return self._mix(layer, layer.mixture, normed)
-        gate_up = F.linear(normed, *self._projections[id(layer)][1])
-        active = swiglu(gate_up, gelu=self._is_gemma)
-        return self._output_projection(active, layer.mlp.down_proj)
+        gate_up = self._product(normed, *self._projections[id(layer)][1])
+        rows = None
+        if self._quantized:
+            half = (gate_up.shape[0], gate_up.shape[1] // 2)
+            rows = Rows.empty(half, gate_up.device)
+        active = swiglu(gate_up, gelu=self._is_gemma, rows=rows)
+        return self._output_projection(active if rows is None else rows, layer.mlp.down_proj)
+
+    def _product(self, x: Any, weight: Any, bias: Tensor | None) -> Tensor:
+        """Return x W^T + b of tensors, or of rows in eight bits."""
+        if isinstance(x, Rows):
+            return product(x, weight, bias, self._dtype)
+        return F.linear(x, weight, bias)
 
     def _mix(self, layer: Layer, mixture: Mixture, normed: Tensor) -> Tensor:
         """Return the outputs (S, b, H) of the chosen experts and of a shared one."""
@@ -232,7 +257,7 @@ class TritonDecoder(FusedDecoder):
             torch.mul(shared, share, out=out[-1])
         return out
 
-    def _output_projection(self, x: Tensor, linear: Any) -> Tensor:
+    def _output_projection(self, x: Tensor | Rows, linear: Any) -> Tensor:
         """Return x W^T + b (b, N), or the products (S, b, N) of S parts of x and W in fp32.
 
         `add_norm` sums the parts. An output of few tiles keeps few processors busy, so K is cut.
@@ -240,6 +265,9 @@ class TritonDecoder(FusedDecoder):
         product of a layer took 10.4 us at 0.5B, 19.2 at 1.5B and 58.4 at 7B with cuBLAS. It takes
         7.3, 14.0 and 53.7 here, and the norm takes 0.6 to 1 us more.
         """
+        if isinstance(x, Rows):
+            return product(x, linear.rows, linear.bias, self._dtype)
+
         rows, inner = x.shape
         columns = linear.weight.shape[0]
         splits = _MOST_SPLITS if self._may_split and linear.bias is None else 1

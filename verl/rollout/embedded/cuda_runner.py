@@ -35,6 +35,7 @@ from verl.rollout.embedded.kernels.paged_attention import (
 )
 from verl.rollout.embedded.kernels.sampling import DrawState, Workspace, draw
 from verl.rollout.embedded.kernels.slots import advance
+from verl.rollout.embedded.quantization import check_runner
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.samples import Prefill
 from verl.rollout.embedded.scheduler import Scheduler
@@ -122,6 +123,10 @@ class CudaRunner(ModelRunner):
             )
 
         self.twin = twin
+        if twin.quantized:
+            family = self.module.config.model_type
+            fuses = can_fuse(self.module, self.fused_families)
+            check_runner(self.device, family, fuses=fuses)
         one_by_one = _runs_experts_one_by_one(self.module)
         one_by_one = one_by_one and not can_fuse(self.module, self.fused_families)
         if one_by_one and not enforce_eager:

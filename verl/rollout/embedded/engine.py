@@ -18,6 +18,7 @@ from verl.rollout.embedded.drafts import NgramDrafts
 from verl.rollout.embedded.families import check_attention
 from verl.rollout.embedded.host_runner import HostRunner
 from verl.rollout.embedded.pages import PageAllocator
+from verl.rollout.embedded.quantization import check_family, check_settings
 from verl.rollout.embedded.run import Progress, Run
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.samples import Admission, Sample, samples_of
@@ -53,15 +54,23 @@ class EmbeddedEngine(LocalEngine):
         deterministic=True,
         tensor_parallel=True,
         drafts=True,
+        quantization=True,
         routed_experts=True,
         aliases_weights=True,
         continues=True,
     )
 
     @classmethod
+    def check(cls, config: RolloutConfig) -> None:
+        """Implement `EngineClass.check`."""
+        super().check(config)
+        check_settings(config)
+
+    @classmethod
     def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
         """Implement `EngineClass.check_model`."""
         check_attention(config, model, on_cuda=on_cuda)
+        check_family(config, model, on_cuda=on_cuda)
         if config.tensor_model_parallel_size > 1:
             check_tensor_parallel(model, config.tensor_model_parallel_size)
 

@@ -196,11 +196,12 @@ class FusedDecoder(ABC):
             return self.add_norm(parts, self.norm, inner)[0]
 
     @abstractmethod
-    def add_norm(self, parts: Parts, norm: Any, inner: Any) -> tuple[Tensor, Parts]:
+    def add_norm(self, parts: Parts, norm: Any, inner: Any) -> tuple[Any, Parts]:
         """Return the RMS norm of the sum of `parts`, and parts with the same sum.
 
-        May overwrite the first part. `inner` norms the last of two parts before it is added; only
-        decoders of Gemma get it.
+        The norms within layers have the form that `attend` and `feed_forward` need. May overwrite
+        the first part. `inner` norms the last of two parts before it is added; only decoders of
+        Gemma get it.
         """
 
     @abstractmethod
@@ -208,11 +209,11 @@ class FusedDecoder(ABC):
         """Return the form of the positions (b,) that the layers need."""
 
     @abstractmethod
-    def attend(self, layer: Layer, normed: Tensor, places: Any, step: Any) -> Tensor:
+    def attend(self, layer: Layer, normed: Any, places: Any, step: Any) -> Tensor:
         """Return this rank's share of attention with its output projection, for states (b, H)."""
 
     @abstractmethod
-    def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
+    def feed_forward(self, layer: Layer, normed: Any) -> Tensor:
         """Return this rank's share of the gated feed-forward part, for normed states (b, H)."""
 
 

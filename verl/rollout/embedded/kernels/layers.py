@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl.rollout.embedded.kernels.fp8 import num_warps, store_row
+from verl.rollout.fp8 import Rows
+
 # Values that one program of `swiglu` computes.
 _BLOCK = 1024
 
@@ -24,6 +27,7 @@ def add_rms_norm(
     round_normed: bool = False,
     shift: float = 0.0,
     inner: Tensor | None = None,
+    rows: Rows | None = None,
 ) -> Tensor:
     """Norm a sum of tensors by RMSNorm (Zhang and Sennrich 2019, equation 4).
 
@@ -37,19 +41,21 @@ def add_rms_norm(
         round_normed: round the normed states before they are multiplied by the weight.
         shift: added to weights (Gemma has factors 1 + weight).
         inner: (H,), of another norm, which norms the last of two parts before they are added.
+        rows: (b, H) in eight bits, for the result; its values are returned.
     """
     first, *others = parts
     second, third = (*others, None, None)[:2]
-    out = torch.empty_like(first)
-    rows, width = first.shape
+    out, scales = (torch.empty_like(first), None) if rows is None else rows
+    count, width = first.shape
     block = triton.next_power_of_2(width)
 
-    _add_rms_norm[(rows,)](
+    _add_rms_norm[(count,)](
         first,
         second,
         third,
         weight,
         out,
+        scales,
         width,
         eps,
         shift,
@@ -69,15 +75,24 @@ def _num_splits(part: Tensor | None) -> int:
     return 1 if part is None or part.ndim == 2 else len(part)
 
 
-def swiglu(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
+def swiglu(gate_up: Tensor, *, gelu: bool = False, rows: Rows | None = None) -> Tensor:
     """Compute silu(gate) * up (b, I) of `gate_up` (b, 2 I), the gates in front.
 
-    Shazeer 2020, equation 6. `gelu`: with the tanh approximation of GELU for SiLU.
+    Shazeer 2020, equation 6. `gelu`: with the tanh approximation of GELU for SiLU. `rows` (b, I) in
+    eight bits is for the result; its values are returned.
     """
-    rows = gate_up.shape[0]
+    count = gate_up.shape[0]
     width = gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width)
-    _swiglu[(rows, triton.cdiv(width, _BLOCK))](
+    if rows is not None:
+        # One program computes a whole row, because the scale depends on all of it.
+        block = triton.next_power_of_2(width)
+        _swiglu_rows[(count,)](
+            gate_up, *rows, width, GELU=gelu, BLOCK=block, num_warps=num_warps(block)
+        )
+        return rows.values
+
+    out = gate_up.new_empty(count, width)
+    _swiglu[(count, triton.cdiv(width, _BLOCK))](
         gate_up, out, width, GELU=gelu, BLOCK=_BLOCK, num_warps=4
     )
     return out
@@ -146,6 +161,7 @@ def _add_rms_norm(
     THIRD,
     WEIGHT,
     OUT,
+    SCALES,
     width,
     eps,
     shift,
@@ -179,7 +195,10 @@ def _add_rms_norm(
     if ROUND_NORMED:
         normed = normed.to(dtype).to(tl.float32)
     weight = tl.load(WEIGHT + column, mask=inside, other=0.0).to(tl.float32) + shift
-    tl.store(OUT + row * width + column, (normed * weight).to(dtype), mask=inside)
+    if SCALES is None:
+        tl.store(OUT + row * width + column, (normed * weight).to(dtype), mask=inside)
+    else:
+        store_row(normed * weight, OUT + row * width + column, SCALES + row, inside)
 
 
 @triton.jit
@@ -197,15 +216,29 @@ def _swiglu(GATE_UP, OUT, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(GATE_UP + row * 2 * width + column, mask=inside, other=0.0)
-    up = tl.load(GATE_UP + row * 2 * width + width + column, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
+    active = _active(GATE_UP + row * 2 * width + column, width, inside, GELU)
+    tl.store(OUT + row * width + column, active.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_rows(GATE_UP, OUT, SCALES, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    active = _active(GATE_UP + row * 2 * width + column, width, inside, GELU)
+    store_row(active, OUT + row * width + column, SCALES + row, inside)
+
+
+@triton.jit
+def _active(GATE, width, inside, GELU: tl.constexpr):
+    """Compute silu(gate) * up, or gelu(gate) * up, in fp32; zeros outside."""
+    wide = tl.load(GATE, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE + width, mask=inside, other=0.0).to(tl.float32)
     exponent = wide
     if GELU:
         # x / 2 * (1 + tanh(y)) = x / (1 + exp(-2 y)), y = sqrt(2 / pi) (x + 0.044715 x^3)
         exponent = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
-    active = wide / (1.0 + tl.exp(-exponent))
-    tl.store(OUT + row * width + column, (active * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    return wide / (1.0 + tl.exp(-exponent)) * up
 
 
 @triton.jit

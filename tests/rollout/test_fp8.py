@@ -1,0 +1,286 @@
+"""Weights and activations in eight bits: rounding, products, hand-overs, decode steps, refusals."""
+
+import copy
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+
+from tests.rollout.interpreter import interpreted
+from tests.rollout.test_cuda_decoder import (
+    LENGTH,
+    PAGE_SIZE,
+    ROWS,
+    TABLE,
+    make_decoder,
+    make_model,
+    make_step,
+)
+from tests.tiny_models import tiny_model
+from verl.config import TrainConfig
+from verl.config.rollout import RolloutConfig
+from verl.diagnostics.batch import BatchPlan
+from verl.diagnostics.rollout_memory import plan_rollout
+from verl.engine.model_shape import ModelShape
+from verl.models.attention import Layout
+from verl.rollout.base import check_engine, check_engine_model
+from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, TritonDecoder
+from verl.rollout.embedded.kernels.fp8 import quantize_rows
+from verl.rollout.embedded.kernels.layers import add_rms_norm, swiglu
+from verl.rollout.fp8 import FP8, Fp8Linear, Rows, product, quantize
+from verl.rollout.twin import ModelTwin
+from verl.utils.errors import ConfigError
+from verl.weight_sync.fingerprint import fingerprints
+
+CPU = torch.device("cpu")
+FAMILIES = ["qwen2", "qwen3", "gemma2", "gemma3"]
+
+
+def spread(*shape: int, seed: int = 0) -> Tensor:
+    """Draw rows of different sizes, with numbers of several orders of magnitude in each."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(-6, 3, shape[0])[:, None]
+    tails = torch.randn(shape, generator=generator).exp()
+    return torch.randn(shape, generator=generator) * tails * sizes
+
+
+def relative_l2(one: Tensor, other: Tensor) -> float:
+    return ((one - other).norm() / other.norm()).item()
+
+
+# ---------------------------------------------------------------- rounding
+
+
+@given(seed=st.integers(0, 2**31), rows=st.integers(1, 9), width=st.integers(1, 70))
+def test_numbers_keep_four_bits_or_a_part_of_the_largest(seed: int, rows: int, width: int):
+    """Bound the error by half a step: 2^-4 of a number, 2^-10 of the scale for the smallest."""
+    x = spread(rows, width, seed=seed)
+    rounded = quantize(x)
+    error = (rounded.wide() - x).abs()
+    assert (error <= 1.0001 * torch.maximum(x.abs() * 2**-4, rounded.scales * 2**-10)).all()
+    largest = x.abs().amax(-1)
+    torch.testing.assert_close(rounded.wide().abs().amax(-1), largest, rtol=1e-6, atol=0)
+
+
+def test_zeros_stay_zeros_and_broken_rows_stay_broken():
+    x = torch.zeros(3, 16)
+    x[1, 4] = math.nan
+    x[2, 5] = math.inf
+    rounded = quantize(x).wide()
+    assert torch.equal(rounded[0], x[0])
+    assert rounded[1].isnan().any()
+    assert not rounded[2].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [40, 64, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@interpreted
+def test_the_kernel_rounds_as_torch(width: int, dtype: torch.dtype):
+    x = spread(7, width).clamp(-6e4, 6e4).to(dtype)
+    x[3] = 0
+    ours = quantize_rows(x)
+    theirs = quantize(x)
+    torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-6, atol=0)
+    # a last bit of a scale moves a number over a border between two
+    assert (ours.values.float() == theirs.values.float()).float().mean() > 0.999
+    assert relative_l2(ours.wide(), theirs.wide()) < 1e-3
+
+
+@pytest.mark.parametrize("writes_sum", [False, True])
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+@interpreted
+def test_the_norm_writes_rows(writes_sum: bool, shift: float):
+    parts = torch.randn(3, 6, 40)
+    weight = torch.rand(40)
+    settings: dict[str, Any] = {"writes_sum": writes_sum, "shift": shift}
+    expected = quantize(add_rms_norm(parts.clone().unbind(), weight, 0.3, **settings))
+    rows = Rows.empty((6, 40), CPU)
+    kept = parts.clone()
+    values = add_rms_norm(kept.unbind(), weight, 0.3, **settings, rows=rows)
+    assert values is rows.values
+    assert relative_l2(rows.wide(), expected.wide()) < 1e-3
+    assert torch.equal(kept[0], parts.sum(0)) == writes_sum
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@interpreted
+def test_the_activation_writes_rows(gelu: bool):
+    gate_up = 3 * torch.randn(5, 2 * 1500)
+    expected = quantize(swiglu(gate_up, gelu=gelu))
+    rows = Rows.empty((5, 1500), CPU)
+    assert swiglu(gate_up, gelu=gelu, rows=rows) is rows.values
+    assert relative_l2(rows.wide(), expected.wide()) < 1e-3
+
+
+# ---------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("count", [1, 5, 64])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_is_that_of_the_rounded_matrices(count: int, biased: bool):
+    x = quantize(spread(count, 48))
+    weight = quantize(spread(32, 48, seed=1))
+    bias = torch.randn(32) if biased else None
+    expected = torch.nn.functional.linear(x.wide(), weight.wide(), bias)
+    out = product(x, weight, bias, torch.float32)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+# ---------------------------------------------------------------- the twin
+
+
+class Rounded(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return quantize(weight).wide()
+
+
+def in_eight_bits(model: PreTrainedModel) -> Any:
+    """Return a copy with the same arithmetic in plain torch: rounded inputs times rounded weights."""
+    rounded: Any = copy.deepcopy(model)
+    for linear in rounded.model.layers.modules():
+        if isinstance(linear, nn.Linear):
+            parametrize.register_parametrization(linear, "weight", Rounded(), unsafe=True)
+            linear.register_forward_pre_hook(
+                lambda _, given: quantize(given[0].flatten(0, -2)).wide().view_as(given[0])
+            )
+    return rounded
+
+
+def make_twin(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> ModelTwin:
+    return ModelTwin(model, attention="eager", dtype=dtype, device=CPU, quantized=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_twin_computes_with_rounded_weights_and_inputs(family: str):
+    model = make_model(family, torch.float32)
+    twin = make_twin(model)
+    ids = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
+    expected = in_eight_bits(model)(input_ids=ids).logits
+    exact = cast(Any, model)(input_ids=ids).logits
+    found = cast(Any, twin.module)(input_ids=ids).logits
+    assert relative_l2(found, expected) < 0.01
+    assert 0.02 < relative_l2(expected, exact) < 0.5, "rounding must matter"
+
+    linears = [part for part in twin.module.modules() if isinstance(part, Fp8Linear)]
+    assert len(linears) == 2 * 7
+    assert all(linear.weight.dtype == FP8 for linear in linears)
+    others = {
+        name: tensor for name, tensor in twin.module.named_parameters() if tensor.dtype != FP8
+    }
+    assert any("embed" in name for name in others)
+    assert all(tensor.dtype == torch.float32 for tensor in others.values())
+
+
+def test_a_hand_over_rounds_the_new_weights_and_proves_those_that_came():
+    model = make_model("qwen2", torch.float32)
+    twin = make_twin(model, torch.bfloat16)
+    version = twin.version
+    name = "model.layers.1.mlp.down_proj.weight"
+    linear: Any = twin.module.get_submodule(name.removesuffix(".weight"))
+    address = linear.weight.data_ptr()
+    assert twin.place(name) is None
+    assert twin.place("model.norm.weight") is not None
+
+    for step in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5).add_(0.01 * step)
+        sent = {key: tensor.bfloat16() for key, tensor in model.named_parameters()}
+        twin.update(sent.items())
+        expected = quantize(sent[name])
+        assert torch.equal(linear.weight.float(), expected.values.float())
+        assert torch.equal(linear.scales, expected.scales)
+        found = {key: own.value for key, own in twin.fingerprints().items()}
+        assert found == dict(zip(sent, fingerprints(list(sent.values())).tolist()))
+    assert linear.weight.data_ptr() == address
+    assert twin.version != version
+
+    sent[name][3, 5] += 1
+    twin.update(sent.items())
+    assert twin.fingerprints()[name].value != found[name]
+
+
+# ---------------------------------------------------------------- decode steps
+
+
+def decoded(decoder: TritonDecoder, ids: Tensor) -> Tensor:
+    """Feed ids (ROWS, LENGTH): the first tokens in one prefill, the others one by one."""
+    first = 4
+    places = torch.arange(first).repeat(ROWS)
+    rows = torch.arange(ROWS).repeat_interleave(first)
+    ends = torch.arange(0, ROWS * first + 1, first, dtype=torch.int32)
+    pages = TABLE[rows, places // PAGE_SIZE].long()
+    step = DevicePrefillStep(Layout((first,) * ROWS, ends), pages, places % PAGE_SIZE)
+    with decoder.paging.computing(step):
+        states = [*decoder(ids[:, :first].flatten(), places, step).view(ROWS, first, -1).unbind(1)]
+    for position in range(first, LENGTH):
+        positions = torch.full((ROWS,), position)
+        states.append(decoder(ids[:, position], positions, make_step(positions, TABLE)))
+    return torch.stack(states, dim=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@interpreted
+def test_decode_steps_equal_the_arithmetic_in_plain_torch(family: str):
+    model = make_model(family, torch.float32)
+    decoder = make_decoder(make_twin(model).module)
+    ids = torch.randint(50, (ROWS, LENGTH))
+    expected = in_eight_bits(model).model(input_ids=ids).last_hidden_state
+    exact = cast(Any, model).model(input_ids=ids).last_hidden_state
+    found = decoded(decoder, ids)
+    assert relative_l2(found, expected) < 0.01
+    assert 0.02 < relative_l2(expected, exact) < 0.5, "rounding must matter"
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"deterministic": True}, "quantization=fp8 .*deterministic=true forbids"),
+        ({"tensor_model_parallel_size": 2}, "needs whole weights, got .*parallel_size=2"),
+        ({"dtype": "float16"}, "else in bfloat16, got .*dtype=float16"),
+        ({"name": "hf"}, "name=hf. Set name=embedded, or quantization=null; vLLM servers"),
+    ],
+)
+def test_settings_that_exclude_eight_bits(setting: dict[str, Any], message: str):
+    check_engine(RolloutConfig(quantization="fp8"))
+    check_engine(RolloutConfig(**setting))
+    with pytest.raises(ConfigError, match=message):
+        check_engine(RolloutConfig(quantization="fp8", **setting))
+
+
+def test_devices_and_families_without_eight_bits():
+    config = RolloutConfig(quantization="fp8")
+    check_engine_model(config, make_model("qwen3", torch.float32).config, on_cuda=True)
+    with pytest.raises(ConfigError, match="generates on a CPU. Set it to null"):
+        check_engine_model(config, make_model("qwen3", torch.float32).config, on_cuda=False)
+    with pytest.raises(ConfigError, match="supports the families llama, .* got 'qwen3_moe'"):
+        check_engine_model(config, make_model("qwen3_moe", torch.float32).config, on_cuda=True)
+
+
+def test_odd_sizes_are_refused_by_name():
+    model = tiny_model("qwen2", intermediate_size=72)
+    with pytest.raises(ConfigError, match="multiples of 16, got .* in 'model.layers.0.mlp.gate_pr"):
+        make_twin(model)
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_counts_the_bytes_that_the_twin_has(family: str):
+    model = make_model(family, torch.float32)
+    twin = make_twin(model, torch.bfloat16)
+    shape = ModelShape.from_module(model)
+    config = RolloutConfig(quantization="fp8", dtype="bfloat16")
+    batch = BatchPlan.of(TrainConfig(), 1)
+    plan = plan_rollout(config, shape, batch, on_cuda=True, aliases=False, ranks=1, room=None)
+    assert plan.weights == twin.copied_bytes
