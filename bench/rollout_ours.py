@@ -37,6 +37,7 @@ class Ours:
                 max_num_seqs=job.max_num_seqs,
                 gpu_memory_utilization=job.gpu_memory_utilization,
                 deterministic=job.deterministic,
+                quantization=job.quantization,
             ),
             model=random_model(job.folder, job.device),
             tokenizer=None,

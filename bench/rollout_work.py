@@ -80,6 +80,7 @@ class Job:
     repeats: int
     seed: int
     workloads: tuple[Workload, ...]
+    quantization: str | None = None  # ours alone
     dtype: str = "bfloat16"  # vLLM's
     load_format: str = "dummy"  # vLLM's: random weights; auto: those in the folder
 
