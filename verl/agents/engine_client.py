@@ -19,6 +19,9 @@ _TURNS = 1 << 20
 # Rounds of the event loop between two steps of the engine. Agents that a completion wakes come to
 # their next request within a few rounds, and requests that come together are prefilled together.
 ROUNDS = 4
+# Between two looks at the device, much less than a step. Tools have threads of their own, which run
+# Python only while this one sleeps.
+_POLL_S = 0.0003
 
 
 @dataclass(frozen=True)
@@ -239,7 +242,7 @@ class EngineClient:
             await asyncio.sleep(0)
         # A user's engine may not know.
         while not getattr(engine, "is_ready", True):
-            await asyncio.sleep(0)
+            await asyncio.sleep(_POLL_S)
 
     def _step(self) -> None:
         """Submit the turns that have come, and take one step of the engine."""
