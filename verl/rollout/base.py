@@ -107,8 +107,11 @@ class EngineClass:
     """Base of engine classes: the facts that a class declares about its engines, with defaults."""
 
     capabilities: ClassVar[Capabilities] = Capabilities()
-    # whether `step` would not wait for a device; agents go on until then
-    is_ready: bool = True
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether `step` would not wait for a device; agents go on until then."""
+        return True
 
     @classmethod
     def check(cls, config: RolloutConfig) -> None:

@@ -110,7 +110,7 @@ class EmbeddedEngine(LocalEngine):
         return self._run is not None
 
     @property
-    def is_ready(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def is_ready(self) -> bool:
         """Return whether `step` would not wait for the device."""
         run = self._run
         if run is None or not run.flight or len(run.flight) < self.runner.lag:
