@@ -38,18 +38,15 @@ from verl.trainer.episodes import (
     episode_rows,
     mini_batch_rows,
     require_episodes,
-    validation_record_step,
-    whole_episodes,
     with_episodes,
     with_scores_of_episodes,
-    without_failed,
 )
 from verl.trainer.flat_rewards import FlatRewards
 from verl.trainer.frozen_models import connect_frozen_models
 from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
 from verl.trainer.pools import dealt_by_prompts, join_pool
 from verl.trainer.run import TrainingRun
-from verl.trainer.validation import validation_metrics
+from verl.trainer.validation_pass import ValidationPass
 from verl.trainer.weights import ActorRolloutGroups, ColocatedLink, RemoteLink, WeightLink
 from verl.utils.logging import logger
 from verl.utils.phases import declared_phase, declared_phases, may_overlap, phase
@@ -594,57 +591,15 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         go to `trainer.validation_data_dir` and to the trackers.
         """
         assert self.val_loader is not None
-        self.val_loader.load_state_dict(self.first_val_batch)
-        rollout = self.config.actor_rollout_ref.rollout
-        rows: list[dict[str, Any]] = []
-        failures: list[str] = []
-
-        for number, prompts in enumerate(self.val_loader):
+        validation = ValidationPass(self, self.global_step)
+        for number, prompts in validation.batches():
             self.reports.note(number, len(self.val_loader), "batches")
-            # A seed of its own and a step that counts batches: the same rows meet the same noise at
-            # every validation.
-            n = rollout.val_kwargs.n
-            draw = setup.validation_params(rollout)
-            with self.scoring_ahead(self.val_reward_fn, prompts, n) as on_told:
-                record_step = validation_record_step(self.global_step, number)
-                batch = self._generate(
-                    prompts,
-                    n,
-                    draw,
-                    rollout.seed + 1,
-                    number,
-                    record_step=record_step,
-                    on_told=on_told,
-                )
-                batch, failed = without_failed(whole_episodes(batch))
-                failures += failed
-                if not len(batch):
-                    continue
-                if not setup.has_rule(batch):
-                    batch = self.add_rm_scores(batch)
-                result = self.val_reward_fn(batch, return_dict=True)
-            setup.check_result(result, batch.batch["responses"])
-            batch.batch["token_level_scores"] = result["reward_tensor"]
-            rows += setup.scored_rows(batch, self.tokenizer, result, self.config)
-
-        if not rows:
-            raise setup.nothing_scored("the validation", failures)
-        if self.config.trainer.validation_data_dir:
-            write_samples(Path(self.config.trainer.validation_data_dir), self.global_step, rows)
-        if self.config.trainer.log_val_generations > 0:
-            self.tracker.log_generations(
-                rows[: self.config.trainer.log_val_generations], self.global_step
-            )
-
-        metrics = validation_metrics(
-            [row["data_source"] for row in rows],
-            [row["uid"] for row in rows],
-            [row["score"] for row in rows],
-            [setup.vote(row.get("pred")) for row in rows],
-        )
-        if failures:
-            metrics["val-aux/dropped_episodes"] = float(len(failures))
-        return metrics
+            draw = validation.draw(number)
+            with self.scoring_ahead(self.val_reward_fn, prompts, draw["n"]) as on_told:
+                record_step = validation.record_step(number)
+                batch = self._generate(prompts, **draw, record_step=record_step, on_told=on_told)
+                validation.score(batch)
+        return validation.result()
 
     def write_rollouts(self, batch: DataProto) -> None:
         """Write the batch as JSON lines if `trainer.rollout_data_dir` is set."""

@@ -1,0 +1,90 @@
+"""One pass over the validation set: batches of prompts, their scores, and the metrics of all."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.protocol import DataProto
+from verl.tracking.samples import write_samples
+from verl.trainer import setup
+from verl.trainer.episodes import validation_record_step, whole_episodes, without_failed
+from verl.trainer.validation import validation_metrics
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo_trainer import PPOTrainer
+
+
+class ValidationPass:
+    """Collects the scores of the whole validation set.
+
+    Args:
+        trainer: has the rows, and the reward.
+        step: after which the weights were taken that generate.
+    """
+
+    def __init__(self, trainer: "PPOTrainer", step: int) -> None:
+        self.step = step
+        self._trainer = trainer
+        self._rows: list[dict[str, Any]] = []
+        self._failures: list[str] = []
+
+    def batches(self) -> Iterator[tuple[int, DataProto]]:
+        """Read the validation set from its beginning, in numbered batches."""
+        loader = self._trainer.val_loader
+        assert loader is not None
+        loader.load_state_dict(self._trainer.first_val_batch)
+        yield from enumerate(loader)
+
+    def draw(self, number: int) -> dict[str, Any]:
+        """Return the arguments that generate for the batch `number`.
+
+        A seed of its own and a step that counts batches: the same rows meet the same noise at every
+        validation.
+        """
+        rollout = self._trainer.config.actor_rollout_ref.rollout
+        return {
+            "n": rollout.val_kwargs.n,
+            "params": setup.validation_params(rollout),
+            "seed": rollout.seed + 1,
+            "step": number,
+        }
+
+    def record_step(self, number: int) -> int:
+        """Return the number of a batch within the run, for agents."""
+        return validation_record_step(self.step, number)
+
+    def score(self, batch: DataProto) -> None:
+        """Score the trajectories of a batch. Episodes that failed get no score."""
+        trainer = self._trainer
+        batch, failed = without_failed(whole_episodes(batch))
+        self._failures += failed
+        if not len(batch):
+            return
+        if not setup.has_rule(batch):
+            batch = trainer.add_rm_scores(batch)
+        result = trainer.val_reward_fn(batch, return_dict=True)
+        setup.check_result(result, batch.batch["responses"])
+        batch.batch["token_level_scores"] = result["reward_tensor"]
+        self._rows += setup.scored_rows(batch, trainer.tokenizer, result, trainer.config)
+
+    def result(self) -> dict[str, float]:
+        """Return the metrics. Samples go to `trainer.validation_data_dir` and to the trackers."""
+        rows = self._rows
+        if not rows:
+            raise setup.nothing_scored("the validation", self._failures)
+        options = self._trainer.config.trainer
+        if options.validation_data_dir:
+            write_samples(Path(options.validation_data_dir), self.step, rows)
+        if options.log_val_generations > 0:
+            shown = rows[: options.log_val_generations]
+            self._trainer.tracker.log_generations(shown, self.step)
+
+        metrics = validation_metrics(
+            [row["data_source"] for row in rows],
+            [row["uid"] for row in rows],
+            [row["score"] for row in rows],
+            [setup.vote(row.get("pred")) for row in rows],
+        )
+        if self._failures:
+            metrics["val-aux/dropped_episodes"] = float(len(self._failures))
+        return metrics
