@@ -106,6 +106,31 @@ def _fully_async_is_possible(config: TrainConfig) -> Iterator[str]:
     yield from _batch_is_required(config, options)
 
 
+def validation_can_run_ahead(config: TrainConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if not trainer.dynamic_validation:
+        return
+
+    key = "trainer.dynamic_validation=True"
+    if trainer.mode == "sync":
+        yield (
+            f"{key} validates while the next step trains, which trainer.mode=sync does not do with "
+            "generation. Set trainer.mode=one_step_off or fully_async, or dynamic_validation=False."
+        )
+    if not rollout_is_apart(config):
+        yield (
+            f"{key} needs a rollout with ranks of its own. Set trainer.placement.rollout, or "
+            "dynamic_validation=False."
+        )
+    between = config.async_training.trigger_parameter_sync_step
+    if trainer.mode == "fully_async" and trainer.test_freq > 0 and trainer.test_freq % between:
+        yield (
+            f"{key} validates weights that were just handed over, so trainer.test_freq must be a "
+            f"multiple of async_training.trigger_parameter_sync_step, got {trainer.test_freq} and "
+            f"{between}. Set test_freq={(trainer.test_freq // between + 1) * between}."
+        )
+
+
 def _cache_can_be_kept(config: TrainConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     keys = "async_training.keep_kv_cache=True"
@@ -183,4 +208,4 @@ def async_doubts(config: TrainConfig) -> Iterator[str]:
         )
 
 
-RULES = (schedule_is_possible, proximal_is_known)
+RULES = (schedule_is_possible, validation_can_run_ahead, proximal_is_known)

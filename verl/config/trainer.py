@@ -106,6 +106,13 @@ class TrainerConfig:
     )
     val_only: bool = setting(False, "validate and stop")
     test_freq: int = setting(-1, "steps between validations; -1: none", at_least=-1)
+    dynamic_validation: bool = setting(
+        False,
+        (
+            "the rollout's ranks draw a validation while the trainer goes on with the next step; its "
+            "metrics are logged at its own step"
+        ),
+    )
     critic_warmup: int = setting(0, "first steps that train the critic alone", at_least=0)
     deadline_s: float = setting(
         7200.0,

@@ -1,10 +1,15 @@
 """Repair and cut files of JSON lines whose writer may have been killed."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
+
+# The metric of lines that were written during a later step than their own: the number of that step.
+WRITTEN_IN_STEP = "val-aux/written_in_step"
 
 
 def repair_last_line(path: Path) -> None:
@@ -23,7 +28,7 @@ def repair_last_line(path: Path) -> None:
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines whose "step" is at most `step`, byte for byte.
+    """Keep the lines that were written in steps up to `step`, byte for byte.
 
     Lines that are no JSON are dropped, with a warning.
     """
@@ -38,7 +43,7 @@ def drop_lines_after(path: Path, step: int) -> None:
             logger.warning("Dropped line %d of %s, which is no JSON.", number, path)
             continue
 
-        line_step = row.get("step", 0) if isinstance(row, dict) else None
+        line_step = _written_in(row) if isinstance(row, dict) else None
         if not isinstance(line_step, (int, float)):
             logger.warning("Dropped line %d of %s, which holds no metrics.", number, path)
         elif line.endswith(b"\n") and line_step <= step:
@@ -47,3 +52,11 @@ def drop_lines_after(path: Path, step: int) -> None:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     temporary.write_bytes(b"".join(kept))
     os.replace(temporary, path)
+
+
+def _written_in(row: Mapping[str, Any]) -> Any:
+    """Return the step during which a line was written: its own, or a later one."""
+    metrics = row.get("metrics", row)
+    if isinstance(metrics, Mapping) and WRITTEN_IN_STEP in metrics:
+        return metrics[WRITTEN_IN_STEP]
+    return row.get("step", 0)

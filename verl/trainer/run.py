@@ -161,6 +161,10 @@ class TrainingRun(ABC, Generic[Config]):
     def after_step(self, batch: DataProto) -> None:
         """Use a step's batch before validation and logging."""
 
+    def validate_after_step(self) -> None:
+        """Validate after a step for which `trainer.test_freq` asks for it."""
+        self.metrics.update(self.timed("testing", self.validate))
+
     # ---------------------------------------------------------------- the run
 
     def fit(self) -> None:
@@ -267,7 +271,7 @@ class TrainingRun(ABC, Generic[Config]):
         self.guard_against_skipped_steps()
         self.after_step(batch)
         if self.val_loader is not None and self._is_due(trainer.test_freq):
-            self.metrics.update(self.timed("testing", self.validate))
+            self.validate_after_step()
 
         self.metrics.update(self.step_metrics(batch))
         self.metrics.update(memory_metrics(self.device))

@@ -6,9 +6,9 @@ and go on under the new weights from where they were. A rollout on ranks of its 
 while the trainer learns, and is interrupted for the hand-over of weights alone.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 from verl.config.placement import rollout_is_apart
@@ -19,8 +19,9 @@ from verl.rollout.book import Book, Group, Pace
 from verl.single_controller import OnTold
 from verl.trainer import setup
 from verl.trainer.episodes import require_episodes, with_episodes
-from verl.trainer.ppo_trainer import GENERATED, PPOTrainer, number_prompts
+from verl.trainer.ppo_trainer import GENERATED, number_prompts
 from verl.trainer.run import TrainingRun
+from verl.trainer.schedules.ahead import AheadTrainer
 from verl.trainer.schedules.generation import EpisodeGeneration, Generation, prompt_ids_of
 from verl.trainer.schedules.packing import packed, unpacked
 from verl.trainer.schedules.staleness import (
@@ -35,7 +36,7 @@ from verl.utils.phases import phase
 from verl.workers.playing import episode_columns
 
 
-class FullyAsyncTrainer(PPOTrainer):
+class FullyAsyncTrainer(AheadTrainer):
     """PPOTrainer with `trainer.mode=fully_async`: the phases are the same, `generate` differs.
 
     With `async_training.staleness_threshold=0` nothing runs ahead, and every bit is that of the
@@ -82,10 +83,6 @@ class FullyAsyncTrainer(PPOTrainer):
 
     # ---------------------------------------------------------------- prompts
 
-    def prompt_batches(self) -> Iterable[DataProto]:
-        """Return no prompts: `generate` reads as many as may start."""
-        return repeat(DataProto())
-
     def admit(self, prompts: DataProto) -> None:
         """Enter a batch of prompts in the books."""
         groups = self.book.pace.groups_per_step
@@ -113,8 +110,11 @@ class FullyAsyncTrainer(PPOTrainer):
         self._generate_a_batch()
 
         groups = self.book.take()
+        if self.validation_due:
+            self.generation.freeze()
+            self.begin_validation()
         if self.is_apart:
-            self._start_samples()
+            self._read_prompts()
             self.generation.run_ahead()
         batch = self._batch_of(groups)
         require_episodes(batch)
@@ -130,11 +130,21 @@ class FullyAsyncTrainer(PPOTrainer):
     def sync_weights(self) -> None:
         """Hand the weights over, after every `async_training.trigger_parameter_sync_step`-th
         step."""
+        if self.validation is not None:
+            self.timed("testing", self._end_validation)
         self.generation.pause()
         if self.global_step % self.book.pace.steps_per_version == 0:
             self.generation.freeze()
             self.weights.sync()
             self.book.hand_over()
+
+    def _end_validation(self) -> None:
+        """Score the validation in flight, while a rollout on ranks of its own goes on."""
+        self.generation.pause()
+        self.wait_for_validation()
+        if self.is_apart:
+            self.generation.run_ahead()
+        self.finish_validation()
 
     def validate(self) -> dict[str, float]:
         """Validate with the weights of the rollout; see `PPOTrainer.validate`."""
@@ -175,12 +185,16 @@ class FullyAsyncTrainer(PPOTrainer):
 
     def _start_samples(self) -> None:
         """Read prompts, and submit all samples that may run."""
+        self._read_prompts()
+        self.generation.start()
+
+    def _read_prompts(self) -> None:
+        """Enter as many prompts in the books as may start."""
         groups_of_the_run = self.total_steps * self.book.pace.groups_per_step
         while self.book.wanted() > 0:
             if self.book.admitted >= groups_of_the_run + self.book.discarded_groups:
                 break
             self.admit(next(iter(self.train_loader)))
-        self.generation.start()
 
     def _discard(self) -> None:
         if self.config.async_training.on_stale == "drop":

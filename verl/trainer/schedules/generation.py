@@ -1,6 +1,7 @@
 """Generation as asynchronous schedules drive it: the samples of a book, on a group of engines."""
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,15 +74,13 @@ class Generation:
         self._advance(self._goals(), None)
 
     def run_ahead(self) -> None:
-        """Generate in a thread until `pause`, on ranks that the trainer does not need meanwhile.
+        """Start samples and generate in a thread until `pause`, on ranks that the trainer does not
+        need meanwhile.
 
         The books belong to that thread until then.
         """
-        if self.is_running:
-            self._thread = threading.Thread(
-                target=self._run_ahead, name="verl-generation", daemon=True
-            )
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run_ahead, name="verl-generation", daemon=True)
+        self._thread.start()
 
     def pause(self) -> None:
         """Stop `run_ahead`, and raise its error if it had one. The samples stay in the engines."""
@@ -97,6 +96,9 @@ class Generation:
     def _run_ahead(self) -> None:
         goals = [_NEVER] * num_shares(self._rollout)
         try:
+            started = time.perf_counter()
+            self.start()  # a validation may be in the engines before
+            self.seconds += time.perf_counter() - started
             while self.is_running and not self._is_paused.is_set():
                 self._advance(goals, _STEPS_AHEAD)
         except Exception as error:  # noqa: BLE001 - raised by `pause`

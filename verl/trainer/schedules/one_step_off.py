@@ -5,20 +5,19 @@ Every token is so one version old. It pays where the rollout has ranks of its ow
 (`trainer.placement.rollout`).
 """
 
-from collections.abc import Iterable
-from itertools import repeat
 from typing import Any
 
 from verl.protocol import DataProto
 from verl.single_controller import GroupFuture, OnTold, start
 from verl.trainer import setup
 from verl.trainer.episodes import require_episodes
-from verl.trainer.ppo_trainer import GENERATED, PPOTrainer, number_prompts
+from verl.trainer.ppo_trainer import GENERATED, number_prompts
+from verl.trainer.schedules.ahead import AheadTrainer
 from verl.trainer.schedules.packing import packed, unpacked
 from verl.utils.phases import phase
 
 
-class OneStepOffTrainer(PPOTrainer):
+class OneStepOffTrainer(AheadTrainer):
     """PPOTrainer with `trainer.mode=one_step_off`: the phases are the same, `generate` differs."""
 
     mode = "one_step_off"
@@ -28,10 +27,6 @@ class OneStepOffTrainer(PPOTrainer):
         # The next batch: while it is generated, its prompts and the answer to come; then itself.
         self.coming: tuple[DataProto, GroupFuture[DataProto]] | None = None
         self.ahead: DataProto | None = None
-
-    def prompt_batches(self) -> Iterable[DataProto]:
-        """Return no prompts: `generate` reads those of the next step."""
-        return repeat(DataProto())
 
     @phase(writes=GENERATED)
     def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
@@ -51,12 +46,16 @@ class OneStepOffTrainer(PPOTrainer):
         self.timed("sync_weights", self.weights.sync)
         if self.global_step < self.total_steps:
             self._begin(self.global_step + 1, prompts)
+        if self.validation_due:
+            self.begin_validation()
         self.metrics.update(batch.meta_info.pop("metrics", {}))
         require_episodes(batch)
         return batch
 
     def sync_weights(self) -> None:
-        """Do nothing: the rollout is generating, and `generate` hands the weights over."""
+        """End the validation in flight, before `generate` hands new weights over."""
+        if self.validation is not None:
+            self.timed("testing", self.finish_validation)
 
     def validate(self) -> dict[str, float]:
         """Validate with the present weights, once the rollout has generated the next batch."""
