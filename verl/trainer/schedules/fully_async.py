@@ -155,6 +155,7 @@ class FullyAsyncTrainer(AheadTrainer):
         """Add the engines' metrics and the state of the books; see `PPOTrainer.after_step`."""
         super().after_step(batch)
         self.metrics.update(self.generation.metrics)
+        self.generation.metrics = {}
         self.metrics.update(book_metrics(self.book))
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
