@@ -11,7 +11,7 @@ import argparse
 
 from rollout_work import draw_limits
 
-from verl.diagnostics.schedules import Costs, Work, all_schedules
+from verl.diagnostics.schedules import Costs, Work, all_schedules, best_split
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -61,6 +61,9 @@ def main() -> None:
     for devices in map(int, given.devices.split(",")):
         results = all_schedules(work, costs, devices, given.staleness)
         sync_s = results["sync"].step_s
+        lending = best_split(work, costs, devices, "lending", given.staleness)
+        if lending is not None:
+            results["lending"] = lending
         for name, result in results.items():
             print(
                 f"| {devices} | {name} | {result.step_s:.1f} | "

@@ -105,3 +105,15 @@ def test_only_synchronous_steps_show_the_times(tmp_path, capfd):
     assert run(tmp_path, "trainer.mode=fully_async", "data.train_batch_size=3") == 0
     assert main(["--run", str(tmp_path)]) == 1
     assert "made from a synchronous run" in capfd.readouterr().err
+
+
+def test_lending_takes_the_wait_of_the_trainers():
+    work = Work(8, 4, 16, tail(960))
+    costs = replace(COSTS, prefill_token_s=0.0)
+    apart = simulate(work, costs, 2, 2, "fully_async", 1.0)
+    lent = simulate(work, costs, 2, 2, "lending", 1.0)
+    assert apart.trainer_idle > 0
+    assert lent.trainer_idle == 0
+    assert lent.step_s < apart.step_s
+    moved = simulate(work, replace(costs, prefill_token_s=1e-3), 2, 2, "lending", 1.0)
+    assert moved.step_s > lent.step_s, "samples that change their device are computed anew"

@@ -13,6 +13,7 @@ The books decide as in training (`verl.rollout.book`); engines and trainer are c
 | timeslice | trainer.mode=fully_async on shared devices |
 | one_step_off | the best split into generators and trainers |
 | fully_async | the best split, generation is interrupted by hand-overs alone |
+| lending | fully_async whose trainers generate while they would wait: an estimate, no run does it |
 
 Rows and tokens are spread evenly; communication within the update is not modelled.
 """
@@ -121,6 +122,17 @@ class Engines:
         self.busy_s += used
         return used
 
+    def spread(self, devices: int) -> float:
+        """Go on with more or fewer devices; return the seconds of the prefill of moved samples."""
+        moved = abs(devices - self.devices) / max(devices, self.devices)
+        self.devices = devices
+        tokens = 0
+        for _, sample_id in self.ends:
+            tokens += self.work.prompt_tokens + self.step - self.begun[sample_id]
+        seconds = moved * tokens * self.costs.prefill_token_s / devices
+        self.busy_s += seconds
+        return seconds
+
     def freeze(self) -> None:
         """Take all samples out."""
         for _, sample_id in self.ends:
@@ -162,7 +174,11 @@ def simulate(
     clocks = []  # seconds, waiting of the trainer, work of the engines of every step
     for _ in range(work.steps):
         busy = engines.busy_s
-        generation_s = _generate(engines, work)
+        lends = schedule == "lending" and not book.can_take()
+        generation_s = engines.spread(trainers + generators) if lends else 0.0
+        generation_s += _generate(engines, work)
+        if lends:
+            generation_s += engines.spread(generators)
         if not generators:
             engines.freeze()
         batch = book.take()
@@ -183,7 +199,8 @@ def simulate(
     step_s = statistics.mean(clock[0] for clock in counted)
     waiting = statistics.mean(clock[1] for clock in counted)
     worked = statistics.mean(clock[2] for clock in counted)
-    trainer_idle = waiting / step_s if generators else 0.0
+    waits = generators and schedule != "lending"
+    trainer_idle = waiting / step_s if waits else 0.0
     return Result(step_s, trainer_idle, max(0.0, 1 - worked / step_s), generators)
 
 
