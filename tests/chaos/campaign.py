@@ -27,8 +27,9 @@ CGROUPS = Path(
     "/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").is_dir() else "/sys/fs/cgroup"
 )
 ON_TWO_MACHINES = {"torchrun, two machines": "torchrun", "ray, two machines": "ray"}
-# The draws of a rollout that works during the update depend on the clock: books are compared.
-CLOCKED = ("fully_async apart",)
+# Draws that depend on the clock, where a rollout works during the update or tools take their time:
+# books are compared.
+CLOCKED = ("fully_async apart", "agents", "agents apart")
 
 
 # ---- faults: do harm to a job, and return whether it must go on by itself ------------------------
@@ -139,10 +140,13 @@ class Fault:
 FAULTS = (
     Fault("kill -9", ("alone",), kill),
     Fault("kill -9", ("torchrun", "ray"), kill, is_noticed=True),
-    Fault("kill -9", ("fully_async", "one_step_off"), kill),
+    Fault("kill -9", ("fully_async", "one_step_off", "agents"), kill),
     Fault(
         "kill -9",
-        ("fully_async on two ranks", "one_step_off apart", "staleness 0 apart", *CLOCKED),
+        (
+            *("fully_async on two ranks", "one_step_off apart", "staleness 0 apart"),
+            *("fully_async apart", "agents apart"),
+        ),
         kill,
         is_noticed=True,
     ),

@@ -29,6 +29,16 @@ TRAINING = [
 TORCHRUN = ["-m", "torch.distributed.run", f"--nproc_per_node={NUM_RANKS}"]
 FULLY_ASYNC = "trainer.mode=fully_async"
 APART = "trainer.placement.rollout=[1]"
+_CALLS = Path(__file__).with_name("always_calls.py")
+_MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+AGENTS = [
+    FULLY_ASYNC,
+    *("data.dataset_name=calculator", "data.max_prompt_length=160", "data.max_response_length=160"),
+    *(f"actor_rollout_ref.model.external_lib={_CALLS}", f"custom_reward_function.path={_CALLS}"),
+    *(f"{_MULTI_TURN}.function_tool_path={_CALLS}", f"{_MULTI_TURN}.format=always_calls"),
+    # a model that is not trained has to stop somewhere
+    f"actor_rollout_ref.rollout.stop_token_ids={list(range(10, 200))}",
+]
 BACKENDS: dict[str, tuple[list[str], list[str]]] = {
     "alone": ([], []),
     "torchrun": (TORCHRUN, []),
@@ -39,6 +49,8 @@ BACKENDS: dict[str, tuple[list[str], list[str]]] = {
     "one_step_off apart": (TORCHRUN, ["trainer.mode=one_step_off", APART]),
     "staleness 0 apart": (TORCHRUN, [FULLY_ASYNC, APART, "async_training.staleness_threshold=0"]),
     "fully_async apart": (TORCHRUN, [FULLY_ASYNC, APART]),
+    "agents": ([], AGENTS),
+    "agents apart": (TORCHRUN, [*AGENTS, APART]),
 }
 ERROR = re.compile(r"Error|error|Killed|died|gave no sign|not answer|exit code")
 
@@ -55,7 +67,9 @@ class Job:
         launcher, more = BACKENDS[backend]
         if launcher:
             launcher = [*launcher, f"--master_port={random.randint(20_000, 40_000)}"]
-        command = [sys.executable, *launcher, "-m", "verl.trainer.main_ppo", *TRAINING, *more]
+        replaced = {key.partition("=")[0] for key in more}
+        base = [key for key in TRAINING if key.partition("=")[0] not in replaced]
+        command = [sys.executable, *launcher, "-m", "verl.trainer.main_ppo", *base, *more]
         self.process = self.start(
             [*command, f"trainer.default_local_dir={folder}", *keys],
             {"OMP_NUM_THREADS": "1", **environment},

@@ -12,9 +12,12 @@ from tests.chaos.machines import TwoMachinesJob
 
 
 @pytest.mark.slow
-def test_a_run_survives_a_fault_at_a_random_moment(tmp_path: Path):
-    (fault,) = [fault for fault in FAULTS if fault.name == "kill -9 and a torn file"]
-    row = Campaign(tmp_path, seed=1).run(fault, "alone", tries=1)
+@pytest.mark.parametrize(
+    ("name", "backend"), [("kill -9 and a torn file", "alone"), ("kill -9", "agents")]
+)
+def test_a_run_survives_a_fault_at_a_random_moment(tmp_path: Path, name: str, backend: str):
+    (fault,) = [each for each in FAULTS if each.name == name and backend in each.backends]
+    row = Campaign(tmp_path, seed=1).run(fault, backend, tries=1)
     assert row.failures == []
     assert row.survived == 1
 
