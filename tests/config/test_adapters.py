@@ -60,6 +60,14 @@ def test_unused_critic_settings_are_accepted(build: Load):
     )
 
 
+def test_lora_weights_without_a_rank_give_one_warning(build: Load, log: pytest.LogCaptureFixture):
+    build("actor_rollout_ref.rollout.lora_weights=merged")
+    assert [record.message for record in log.records if "has no effect" in record.message] == [
+        f"actor_rollout_ref.rollout.lora_weights=merged has no effect: it is read with "
+        f"{MODEL}.lora_rank > 0 only."
+    ]
+
+
 def test_lora_keys_without_a_rank_give_one_warning(build: Load, log: pytest.LogCaptureFixture):
     build(f"{MODEL}.lora_alpha=64")
     assert [record.message for record in log.records if "has no effect" in record.message] == [

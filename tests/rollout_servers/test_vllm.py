@@ -19,6 +19,7 @@ from verl.jobs.main_generation import main as main_generation
 from verl.models.load import load_tokenizer
 from verl.rollout import create_rollout_engine, generate
 from verl.rollout.servers import weights
+from verl.rollout.servers.vllm import VLLMServer
 from verl.rollout.types import Request, SamplingParams
 from verl.trainer import RLTrainer
 from verl.utils.errors import RolloutError
@@ -74,6 +75,24 @@ def test_the_toy_learns_and_every_update_arrives(servers, tmp_path, mode):
     assert max(abs(step["training/rollout_kl"]) for step in steps) < 1e-6
     rewards = [step["critic/rewards/mean"] for step in steps]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5
+
+
+def test_the_toy_learns_by_adapters_on_a_server_that_keeps_its_weights(lora_server, tmp_path):
+    keys = {
+        "actor_rollout_ref.model.lora_rank": 8,
+        "actor_rollout_ref.actor.optim.lr": 1e-2,
+        "actor_rollout_ref.rollout.lora_weights": "adapter",
+    }
+    steps = train({"toy": lora_server}, tmp_path, **keys)
+    assert len(steps) == 10
+    assert max(abs(step["training/rollout_kl"]) for step in steps) < 1e-6
+    rewards = [step["critic/rewards/mean"] for step in steps]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5
+
+    [url] = lora_server.urls
+    first, *adapters = VLLMServer(url)._adapters()
+    assert first == VLLMServer(url).facts().model
+    assert len(adapters) == 1, "only the newest adapter is kept"
 
 
 @pytest.mark.parametrize("transport", ["disk", "host"])

@@ -184,6 +184,13 @@ class RolloutConfig:
         "how a rollout on ranks of its own, or a server, gets the weights; null: chosen by where they are",
         choices=("broadcast", "disk", "host", "ipc"),
     )
+    lora_weights: str | None = setting(
+        None,
+        "LoRA with servers; adapter: they load the model themselves, and get the adapters alone; "
+        "merged: they get whole weights that contain the adapters; null: adapter on vLLM servers "
+        "that the run starts",
+        choices=("adapter", "merged"),
+    )
     log_prob_micro_batch_size: int | None = setting(
         None, "old name", alias_of="actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
     )

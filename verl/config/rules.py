@@ -357,6 +357,13 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
                     "0 only."
                 )
 
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.lora_weights is not None and config.actor_rollout_ref.model.lora_rank == 0:
+        yield (
+            f"actor_rollout_ref.rollout.lora_weights={rollout.lora_weights} has no effect: it is "
+            "read with actor_rollout_ref.model.lora_rank > 0 only."
+        )
+
     if not validation.do_sample and validation.temperature > 0:
         yield (
             f"actor_rollout_ref.rollout.val_kwargs.temperature={validation.temperature} has no "

@@ -31,7 +31,7 @@ from verl.engine.packing import MicroBatch, MiniBatch
 from verl.engine.schedule import LearningRate
 from verl.engine.state import load_state, save_state
 from verl.engine.totals import LossOutput, Totals
-from verl.models.lora import adapted_layers, merged_parameters, plain_parameters
+from verl.models.lora import adapted_layers, adapter_state, merged_parameters, plain_parameters
 from verl.protocol import DataProto
 from verl.single_controller import note_progress
 from verl.utils.logging import logger
@@ -325,6 +325,11 @@ class TrainEngine:
                 # afterwards.
                 yield name, tensor if self._parameters is None else tensor.clone()
                 del tensor  # or it would live while the next one is made
+
+    def adapters_for_rollout(self) -> dict[str, torch.Tensor]:
+        """Return the LoRA factors, whole and on the host. Every rank must call it."""
+        with self.on_device():
+            return adapter_state(self.hf_model)
 
     def trained_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Give (name, tensor) of the parameters that learn, where they lie now, whole or sharded."""

@@ -101,6 +101,13 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+def lora_rank(model: nn.Module) -> int:
+    """Return the rank of the adapters; 0 without LoRA."""
+    return max(
+        (_factors(layer)[0].out_features for layer in adapted_layers(model).values()), default=0
+    )
+
+
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disable the adapters: the model computes with its frozen weights, as before training."""

@@ -99,6 +99,7 @@ class Capabilities:
     routed_experts: bool = False  # completions can tell the experts that their tokens visited
     aliases_weights: bool = False  # on a CPU it can compute with the trainer's own tensors
     continues: bool = False  # goes on with samples that `abort` has ended (`Continuation`)
+    adapters: bool = False  # draws by LoRA adapters on top of weights that stay
     # computes in servers: needs no module with weights here, and one rank feeds those of all
     external: bool = False
 
@@ -190,6 +191,11 @@ def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> Non
             f"{section}.enable_rollout_routing_replay=true needs an engine that records the experts "
             f"of its tokens, got {section}.name={config.name}. "
             f"Set {_names_with('routed_experts')}enable_rollout_routing_replay=false."
+        )
+    if config.lora_weights == "adapter" and not capabilities.adapters:
+        raise ConfigError(
+            f"{section}.lora_weights=adapter needs an engine that draws by adapters, got "
+            f"{section}.name={config.name}. Set {_names_with('adapters')}lora_weights=null."
         )
     drafts = config.speculative
     if drafts.prompt_lookup_min > drafts.prompt_lookup_max:

@@ -23,6 +23,10 @@ def server_sender(
         assert actor is not None
         return actor.named_weights(engine.weight_dtype)
 
+    def adapters() -> dict[str, torch.Tensor]:
+        assert actor is not None
+        return actor.engine.adapters_for_rollout()
+
     def log_probs(prompt: tuple[int, ...], drawn: Sequence[Completion]) -> list[list[float]]:
         assert actor is not None
         rollout = actor.config.rollout
@@ -36,4 +40,4 @@ def server_sender(
         own = actor.compute_log_prob(batch).batch["old_log_probs"]
         return [row[: len(each.token_ids)].tolist() for row, each in zip(own, drawn)]
 
-    return ServerSender(engine, log_probs, tensors, world=world)
+    return ServerSender(engine, log_probs, tensors, adapters, world=world)

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_models import tiny_tokenizer
+from verl.models.lora import merged_weight, read_adapters
 from verl.weight_sync.vllm_worker import METHOD, TakesWeights
 
 
@@ -52,7 +53,8 @@ class FakeServer:
         self.faults = set()
         self.delay_s = 0.0
         self.draws = 0
-        self.flush_refused = False
+        self.takes_adapters = False
+        self.max_lora_rank = 8
         self.tokenizer = tiny_tokenizer()
         self.aborted = set()
         self._port = port
@@ -65,6 +67,7 @@ class FakeServer:
         self.weight_version = "default"
         self.cached = {}  # prompt -> weights that computed its keys
         self.is_paused = False
+        self.adapters = {}  # name -> the model with that adapter in it
         self._ended = ended = threading.Event()
         self._connections = connections = []
         fake = self
@@ -132,7 +135,12 @@ class FakeServer:
             "/version": lambda body: (200, {"version": self.version}),
             "/v1/models": lambda body: (
                 200,
-                {"data": [{"id": self.name, "root": self.name, "max_model_len": 64}]},
+                {
+                    "data": [
+                        {"id": self.name, "root": self.name, "max_model_len": 64},
+                        *({"id": name, "root": name} for name in self.adapters),
+                    ]
+                },
             ),
             "/tokenize": self._tokenize,
             "/inference/v1/generate": self._vllm_generate,
@@ -143,6 +151,9 @@ class FakeServer:
             "/reset_prefix_cache": lambda body: (200, {"success": self._flush()}),
             "/collective_rpc": self._rpc,
         }
+        if self.takes_adapters:
+            routes["/v1/load_lora_adapter"] = self._load_adapter
+            routes["/v1/unload_lora_adapter"] = self._unload_adapter
         if tuple(map(int, self.version.split(".")[:2])) >= (0, 29):
             routes["/weight_info"] = lambda body: (200, {"weight_version": self.weight_version})
             routes["/update_weight_version"] = lambda body: self._record(body["new_version"])
@@ -174,9 +185,16 @@ class FakeServer:
         asked = body["sampling_params"]
         if "empty" in self.faults:
             return 200, {"choices": []}
+        if body.get("model", self.name) not in (self.name, *self.adapters):
+            return 404, {"error": {"message": "The model does not exist.", "code": 404}}
         stops = set(asked.get("stop_token_ids", ()))
         ids, rows, reason = self._draw(
-            body["token_ids"], asked["max_tokens"], asked, stops, body.get("request_id")
+            body["token_ids"],
+            asked["max_tokens"],
+            asked,
+            stops,
+            body.get("request_id"),
+            body.get("model"),
         )
         content = []
         for token, row in zip(ids, rows):
@@ -199,9 +217,16 @@ class FakeServer:
     def _vllm_complete(self, body):
         """Answer as the route of completions does, which names no versions."""
         asked = {**body, "max_tokens": body["max_tokens"]}
+        if body.get("model", self.name) not in (self.name, *self.adapters):
+            return 404, {"error": {"message": "The model does not exist.", "code": 404}}
         stops = set(asked.get("stop_token_ids", ()))
         ids, rows, reason = self._draw(
-            body["prompt"], asked["max_tokens"], asked, stops, body.get("request_id")
+            body["prompt"],
+            asked["max_tokens"],
+            asked,
+            stops,
+            body.get("request_id"),
+            body.get("model"),
         )
         top = []
         for row in rows:
@@ -231,10 +256,11 @@ class FakeServer:
         }
         return 200, {"text": "", "output_ids": ids, "meta_info": meta}
 
-    def _draw(self, prompt, limit, asked, stops, request_id):
+    def _draw(self, prompt, limit, asked, stops, request_id, adapter=None):
         """Draw with a generator of the seed; a cached prompt keeps the weights of its keys."""
         self.draws += 1
-        model = self.cached.setdefault(tuple(prompt), self.model)
+        own = self.adapters.get(adapter, self.model)
+        model = self.cached.setdefault((adapter, tuple(prompt)), own)
         noise = torch.Generator().manual_seed(asked.get("seed") or 0)
         ids, rows = [], []
         with torch.no_grad():
@@ -275,6 +301,29 @@ class FakeServer:
         if "stale cache" not in self.faults:
             self.cached.clear()
         return True
+
+    def _load_adapter(self, body):
+        if not body:
+            return 400, {"error": "lora_name and lora_path are missing"}
+        config, factors = read_adapters(Path(body["lora_path"]))
+        if config["r"] > self.max_lora_rank:
+            return 500, {"error": f"LoRA rank {config['r']} is greater than max_lora_rank"}
+        model = self.make_model().eval()
+        model.load_state_dict(self.model.state_dict())
+        layers = list(factors) if "dropped" not in self.faults else []
+        if "half" in self.faults:
+            layers = layers[: len(layers) // 2]
+        for name in layers:
+            layer = model.get_submodule(name)
+            scaling = config["lora_alpha"] / config["r"]
+            merged = merged_weight(layer, layer.weight, *factors[name], scaling)
+            layer.weight.data.copy_(merged)
+        self.adapters[body["lora_name"]] = model
+        return 200, "Success: LoRA adapter added successfully."
+
+    def _unload_adapter(self, body):
+        del self.adapters[body["lora_name"]]
+        return 200, "Success: LoRA adapter removed successfully."
 
     def _record(self, version):
         self.weight_version = version

@@ -6,9 +6,8 @@ import time
 import pytest
 import torch
 
-from tests.rollout.servers.fake import FakeServer
-from tests.tiny_models import save_tiny, tiny_model, tiny_tokenizer
-from tests.workers.batches import CPU, R, actor_of, config, prompts
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.workers.batches import CPU, R, actor_of, prompts
 from verl.config import config_from_dict
 from verl.rollout import check_engine, check_engine_service
 from verl.rollout.servers.fleet import Member, Placement
@@ -19,42 +18,6 @@ from verl.workers import RolloutWorker
 # Dialect and version: vLLM 0.24 records no version of the weights.
 KINDS = [("vllm", "0.32.0"), ("vllm", "0.24.0"), ("sglang", "0.5.23"), ("sglang", "0.5.3")]
 PARAMS = SamplingParams(max_new_tokens=R)
-
-
-def untied_copy():
-    """Make the model of a server: with a head of its own, as vLLM has one on a CPU."""
-    tied = tiny_model("qwen2", tie_word_embeddings=True)
-    model = tiny_model("qwen2", tie_word_embeddings=False)
-    weights = tied.state_dict()
-    model.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
-    return model
-
-
-@pytest.fixture
-def start():
-    servers = []
-
-    def start(*arguments, **keywords):
-        servers.append(FakeServer(untied_copy, *arguments, **keywords))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.end()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", tie_word_embeddings=True)
-
-
-@pytest.fixture
-def settings(folder):
-    settings = config(folder)
-    rollout = settings.actor_rollout_ref.rollout
-    rollout.server_timeout_s = 3.0
-    rollout.fingerprint_interval = 1
-    return settings
 
 
 def rollout_on(settings, *servers, actor=None, **keys):

@@ -6,7 +6,8 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
@@ -24,11 +25,12 @@ from verl.rollout.memory import EngineLoad, EngineMemory
 from verl.rollout.sampling import sample_keys
 from verl.rollout.servers.fleet import Fleet, Member, Placement
 from verl.rollout.servers.health import check_log_probs, check_server, how_to_start
-from verl.rollout.servers.owned import OwnedServers, takes_memory
-from verl.rollout.servers.server import Draw, Drawn, Server, ServerLostError, WeightSource
+from verl.rollout.servers.owned import OwnedServers
+from verl.rollout.servers.probe import Probe
+from verl.rollout.servers.server import AdapterLostError, Draw, Drawn, Server, ServerLostError
 from verl.rollout.servers.sglang import SGLangServer
+from verl.rollout.servers.sources import WeightSources, adapter_rank
 from verl.rollout.servers.vllm import VLLMServer
-from verl.rollout.servers.weights import MemorySource, WeightFolder, with_head
 from verl.rollout.stopping import StopRule, end_of_sequence_ids
 from verl.rollout.twin import engine_dtype
 from verl.rollout.types import Completion, Request, Room, SamplingParams
@@ -38,11 +40,9 @@ from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.fingerprint import Fingerprint
 
 _SECTION = "actor_rollout_ref.rollout"
-_WAIT_S = 0.01  # of a step without a completion: agents get their turn in between
+_WAIT_S = 0.002  # of a step without a completion: agents get their turn in between
 _ABORT_S = 60.0
 _MOST_ATTEMPTS = 10
-_PROBE_PROMPT = 48
-_PROBE_TOKENS = 16
 _NO_TOKENS = Drawn(token_ids=[], log_probs=[], finish_reason="abort")
 
 
@@ -78,6 +78,12 @@ class ServerEngine(EngineClass):
             raise ConfigError(
                 f"{_SECTION}.weight_transport=broadcast reaches no server. Leave it unset, or set "
                 "disk."
+            )
+        if config.lora_weights == "adapter" and config.weight_transport not in (None, "disk"):
+            raise ConfigError(
+                f"{_SECTION}.lora_weights=adapter sends adapters in a folder, got {_SECTION}."
+                f"weight_transport={config.weight_transport}. Leave the latter unset, or set "
+                "lora_weights=merged."
             )
         for url in config.server_urls:
             parts = urlsplit(url)
@@ -143,14 +149,12 @@ class ServerEngine(EngineClass):
         embeddings: Any = model.get_input_embeddings()
         self.vocabulary: int = embeddings.num_embeddings
         self._dtype = engine_dtype(config.dtype, model, device)
-        self._device = device
-        self._folder: WeightFolder | None = None
-        self._memory: MemorySource | None = None
-        # Gives the trainer's tensors anew, where this process has all of them.
-        self.tensors_again: Callable[[], NamedTensors] | None = None
+        self.sources = WeightSources(config, model, device, self._dtype)
+        self._lora_rank = adapter_rank(config, self.server_class, model)
         self._fleet: Fleet | None = None
         self._pushes = 0
         self._run_name = secrets.token_hex(4)
+        self._probe = Probe(config, tokenizer, self.vocabulary, self._run_name)
 
         self._waiting: SimpleQueue[_Sample] = SimpleQueue()
         self._num_threads = 0
@@ -171,19 +175,23 @@ class ServerEngine(EngineClass):
         owned = None
         urls = tuple(self.config.server_urls)
         if not urls:
-            owned = OwnedServers(self.server_class, self.config, self.model, self._dtype)
+            owned = OwnedServers(
+                self.server_class, self.config, self.model, self._dtype, lora_rank=self._lora_rank
+            )
             urls = owned.urls
         self.join(urls, owned)
         for member in self.fleet.members:
             check_server(member.server, self.config, self.model, self.tokenizer, self.max_model_len)
-            check_log_probs(member.server, self.config, self._probe_ids())
+            if self.takes_adapters:
+                member.server.check_adapters(self._lora_rank)
+            check_log_probs(member.server, self.config, self._probe.prompt_ids)
         return urls
 
     def join(self, urls: Sequence[str], owned: OwnedServers | None = None) -> None:
         """Use the servers at `urls`."""
         connections = self.config.max_num_seqs
         members = [Member(self.server_class(url, connections=connections)) for url in urls]
-        self._fleet = Fleet(members, self.config.server_timeout_s, owned, self._probe)
+        self._fleet = Fleet(members, self.config.server_timeout_s, owned, self._probe.draw)
 
     @property
     def fleet(self) -> Fleet:
@@ -333,23 +341,30 @@ class ServerEngine(EngineClass):
             with self.fleet.chosen(placement) as member:
                 sample.member = member
                 try:
-                    drawn = member.server.draw(sample.draw)
-                except ServerLostError as error:
-                    self.fleet.note_lost(member, error)
-                    drawn = None
+                    drawn = self._draw_on(member, sample.draw)
                 finally:
                     sample.member = None
 
-            if drawn is not None and self.fleet.is_current(drawn):
+            if drawn is not None:
                 return drawn
             self._counts["num_redrawn"] += 1
-            if drawn is not None:
-                # It lost the weights in between. Nothing that it drew is used.
-                self.fleet.make_current(member)
         raise RolloutError(
             f"Sample {sample.sample_id} was drawn {_MOST_ATTEMPTS} times, and its server ended or "
             "changed its weights every time. Look into the server's log."
         )
+
+    def _draw_on(self, member: Member, draw: Draw) -> Drawn | None:
+        """Draw a sample; None: the server ended, or drew it by other weights."""
+        try:
+            with suppress(AdapterLostError):
+                drawn = member.server.draw(draw)
+                if self.fleet.is_current(drawn):
+                    return drawn
+            # It lost the weights in between. Nothing that it drew is used.
+            self.fleet.make_current(member)
+        except ServerLostError as error:
+            self.fleet.note_lost(member, error)
+        return None
 
     def _begin(self) -> None:
         """Begin a generation: every server that answers has the weights of the last push."""
@@ -371,75 +386,41 @@ class ServerEngine(EngineClass):
         """Refuse: servers do not show their tensors; `probe` is the proof."""
         raise NotImplementedError
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Return whether servers take LoRA adapters alone, by `update_adapters`."""
+        return self._lora_rank > 0
+
     def update_weights(self, named_tensors: NamedTensors) -> None:
         """Push weights to all servers; see `RolloutEngine.update_weights`."""
+        num_bytes = self.model.num_parameters() * self._dtype.itemsize
+        with self._pushing(num_bytes) as version:
+            self.fleet.push(self.sources.of_tensors(named_tensors, version), version)
+
+    def update_adapters(self, state: dict[str, torch.Tensor]) -> None:
+        """Push LoRA adapters (`adapter_state`) to all servers. All else stays as they loaded it."""
+        num_bytes = sum(tensor.nbytes for tensor in state.values())
+        with self._pushing(num_bytes) as version:
+            self.fleet.push(self.sources.of_adapters(state, version), version)
+
+    @contextmanager
+    def _pushing(self, num_bytes: int) -> Iterator[str]:
+        """Give the version of a push, and measure the push."""
         started = time.perf_counter()
         self._pushes += 1
-        version = f"verl-{self._run_name}-{self._pushes}"
-        self.fleet.push(self._source(named_tensors, version), version)
+        yield f"verl-{self._run_name}-{self._pushes}"
         seconds = time.perf_counter() - started
-        num_bytes = self.model.num_parameters() * self._dtype.itemsize
         per_s = num_bytes / seconds / 1e9
         self._hand_over = {"update_weights_s": seconds, "update_weights_gb_per_s": per_s}
 
-    def _source(self, named_tensors: NamedTensors, version: str) -> WeightSource:
-        """Choose the way of new weights: memory of this machine, or a folder."""
-        asked = self.config.weight_transport
-        again = self.tensors_again
-        if asked is not None and asked != "disk" and again is None:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.weight_transport={asked} hands weights from one rank "
-                "to servers, and here several train. Leave it unset."
-            )
-        if again is not None and (asked in ("ipc", "host") or takes_memory(self.config)):
-            if self._memory is None:
-                model = self.model
-                self._memory = MemorySource(
-                    lambda: with_head(again(), model),
-                    device=self._device,
-                    bucket_bytes=self.config.update_weights_bucket_megabytes << 20,
-                    dtype=self._dtype,
-                )
-            return self._memory
-        if self._folder is None:
-            self._folder = WeightFolder(self.config.server_weights_dir, self.model, self._dtype)
-        return self._folder.write(named_tensors, version)
-
     def probe(self) -> list[Completion]:
         """Draw the same few tokens on every server that answers, with the settings of training."""
-        drawn = [self._probe(member.server) for member in self.fleet.living()]
+        drawn = [self._probe.draw(member.server) for member in self.fleet.living()]
         return [_completion(number, each) for number, each in enumerate(drawn)]
 
     def probe_prompt(self) -> tuple[int, ...]:
         """Return the prompt of `probe`."""
-        return self._probe_ids()
-
-    def _probe(self, server: Server) -> Drawn:
-        temperature = self.config.temperature if self.config.do_sample else 1.0
-        draw = Draw(
-            request_id=f"{self._run_name}-probe-{secrets.token_hex(4)}",
-            prompt_ids=self._probe_ids(),
-            params=SamplingParams(max_new_tokens=_PROBE_TOKENS, temperature=temperature),
-            limit=min(_PROBE_TOKENS, self.config.response_length),
-            seed=12345 << 33,
-            stop_token_ids=(),
-        )
-        return server.draw(draw)
-
-    def _probe_ids(self) -> tuple[int, ...]:
-        """Return fixed tokens that are spread over the vocabulary, special ones left out."""
-        special = set(getattr(self.tokenizer, "all_special_ids", ()))
-        most = min(self.vocabulary, len(self.tokenizer))
-        length = min(_PROBE_PROMPT, self.config.prompt_length)
-        ids = []
-        place = most // 3
-        while len(ids) < length:
-            place = (place * 31 + 7919) % most
-            if place not in special:
-                ids.append(place)
-            else:
-                place += 1
-        return tuple(ids)
+        return self._probe.prompt_ids
 
     # ---------------------------------------------------------------- the rest
 
@@ -485,6 +466,7 @@ def _completion(sample_id: int, drawn: Drawn) -> Completion:
 class VLLMEngine(ServerEngine):
     """Servers of vLLM."""
 
+    capabilities = replace(ServerEngine.capabilities, adapters=True)
     server_class = VLLMServer
 
 

@@ -179,7 +179,10 @@ class Fleet:
         self._source, self._version, signatures = state
         if self._version is not None:
             self._versions.add(self._version)
+        has_adapter = self._source is not None and self._source.is_adapter
+        adapter = self._version if has_adapter else None
         for number, member in enumerate(self.members):
+            member.server.adapter = adapter
             member.signature = None if signatures is None else signatures[number]
             member.blocks.clear()
 

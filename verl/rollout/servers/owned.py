@@ -54,15 +54,23 @@ class OwnedServers:
         config: how many servers, and their settings; `engine_kwargs` become flags.
         model: its folder is served.
         dtype: of the weights.
+        lora_rank: of the adapters that they draw by; 0: they take whole weights.
     """
 
     def __init__(
-        self, server_class: type[Server], config: RolloutConfig, model: Any, dtype: torch.dtype
+        self,
+        server_class: type[Server],
+        config: RolloutConfig,
+        model: Any,
+        dtype: torch.dtype,
+        *,
+        lora_rank: int = 0,
     ) -> None:
         self._class = server_class
         self._config = config
         self._model = str(model.name_or_path)
         self._dtype = str(dtype).removeprefix("torch.")
+        self._lora_rank = lora_rank
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._unknown_flags: set[str] = set()
         self._logs = Path(tempfile.mkdtemp(prefix=f"verl-{config.name}-"))
@@ -110,6 +118,7 @@ class OwnedServers:
             "max_num_seqs": config.max_num_seqs,
             "enforce_eager": config.enforce_eager,
             "takes_memory": takes_memory(config),
+            "lora_rank": self._lora_rank,
         }
         given = {"vllm": config.engine_kwargs.vllm, "sglang": config.engine_kwargs.sglang}
         options |= given.get(config.name, {})
@@ -124,7 +133,7 @@ class OwnedServers:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
-        environment = {**defaults, **os.environ, **self._class.environment()}
+        environment = {**defaults, **os.environ, **self._class.environment(self._lora_rank)}
         if takes_memory(self._config):
             # vLLM's worker imports our extension from here.
             paths = [str(Path(__file__).parents[3]), environment.get("PYTHONPATH", "")]

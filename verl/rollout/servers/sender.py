@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from verl.distributed.collectives import ALONE, Axis, gather_objects
 from verl.rollout.servers.engine import ServerEngine
 from verl.rollout.servers.weights import prove
@@ -22,6 +24,7 @@ class ServerSender:
         engine: of this rank.
         log_probs: computes the trainer's log-probs for the proof. Every rank calls it at once.
         tensors: gives the trainer's tensors, as `send` gets them, anew.
+        adapters: gives the trainer's LoRA factors (`adapter_state`). Every rank calls it at once.
         world: the ranks that hand over together.
     """
 
@@ -30,14 +33,16 @@ class ServerSender:
         engine: ServerEngine,
         log_probs: TrainerLogProbs,
         tensors: Callable[[], NamedTensors],
+        adapters: Callable[[], dict[str, torch.Tensor]],
         *,
         world: Axis = ALONE,
     ) -> None:
         self._engine = engine
         self._log_probs = log_probs
+        self._adapters = adapters
         self._world = world
         if world.size == 1:
-            engine.tensors_again = tensors
+            engine.sources.tensors_again = tensors
         urls = self._on_first(engine.open)
         if world.rank > 0:
             engine.join(urls)
@@ -47,13 +52,20 @@ class ServerSender:
 
         The proof: each server draws a few tokens, and its log-probs must be the trainer's.
         """
-        tensors = iter(named_tensors)
+        tensors: Iterator[Any] = iter(named_tensors)
+        adapters = None
+        if self._engine.takes_adapters:
+            adapters = self._adapters()
+            tensors = iter(())  # whole weights are not even gathered
 
         def push() -> tuple[Any, list[str], list[Completion] | None]:
             if log is not None:
                 # So that the prompt is cached: keys that outlive the push would show.
                 self._engine.probe()
-            self._engine.update_weights(tensors)
+            if adapters is None:
+                self._engine.update_weights(tensors)
+            else:
+                self._engine.update_adapters(adapters)
             probes = None if log is None else self._engine.probe()
             names = [member.server.name for member in self._engine.fleet.living()]
             return self._engine.fleet.state(), names, probes

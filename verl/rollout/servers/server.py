@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import urllib3
 
 from verl.rollout.types import SamplingParams
-from verl.utils.errors import RolloutError
+from verl.utils.errors import ConfigError, RolloutError
 
 _CONNECT_S = 5.0
 DRAW_S = 3600.0  # of a draw; trainer.deadline_s ends a call that hangs before
@@ -24,6 +24,10 @@ _SHOWN = 400  # characters of an answer in an error
 
 class ServerLostError(RolloutError):
     """A server did not answer: it is not running, ended, or cannot be reached."""
+
+
+class AdapterLostError(RolloutError):
+    """A server does not have the adapter that a draw names, as after a restart."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,10 @@ class Drawn:
 class WeightSource(Protocol):
     """Weights that servers can take, as often as needed until the next update."""
 
+    # Whether servers keep the weights that they started with, and draw by an adapter that has the
+    # name of the version.
+    is_adapter: ClassVar[bool]
+
     def fill(self, server: "Server", version: str) -> None:
         """Have a server that is paused take the weights."""
         ...
@@ -79,9 +87,11 @@ class Server(ABC):
     # min-p keep, which is not our definition.
     filters_log_probs: ClassVar[bool] = False
     optional_flags: ClassVar[tuple[str, ...]] = ()  # of `command`; older versions lack them
+    largest_lora_rank: ClassVar[int] = 0  # of an adapter that it draws by; 0: it takes none
 
     def __init__(self, url: str, *, connections: int = 64) -> None:
         self.url = url.rstrip("/")
+        self.adapter: str | None = None  # that draws name; None: the model alone draws
         self._http = urllib3.PoolManager(maxsize=connections, retries=False)
 
     # ---------------------------------------------------------------- a dialect defines
@@ -92,7 +102,7 @@ class Server(ABC):
         """Return the command that starts a server."""
 
     @classmethod
-    def environment(cls) -> Mapping[str, str]:
+    def environment(cls, lora_rank: int = 0) -> Mapping[str, str]:
         """Return variables that `command` needs."""
         return {}
 
@@ -130,13 +140,27 @@ class Server(ABC):
             "actor_rollout_ref.rollout.weight_transport unset."
         )
 
+    def check_adapters(self, lora_rank: int) -> None:
+        """Raise ConfigError if the server cannot take adapters of this rank while it runs."""
+        raise ConfigError(
+            f"{self.title} servers take whole weights here, got adapters of rank {lora_rank}. Set "
+            "actor_rollout_ref.rollout.lora_weights=merged."
+        )
+
+    def read_adapter(self, folder: Path, version: str) -> None:
+        """Read an adapter from a folder, under the name `version`, and forget those before it."""
+        raise NotImplementedError
+
     @abstractmethod
     def flush(self) -> bool:
         """Drop cached prefixes. Returns False where the server refuses because it is at work."""
 
     @abstractmethod
     def weight_version(self) -> str | None:
-        """Return the recorded version of the weights; None: this server records none."""
+        """Return the version of the weights; None: this server records none.
+
+        With adapters it is the adapter's name, or "" where the server does not have that adapter.
+        """
 
     def tokenize(self, text: str) -> list[int] | None:
         """Return the server's own tokens of a text; None if it has no tokenizer."""

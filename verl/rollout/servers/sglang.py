@@ -36,7 +36,7 @@ class SGLangServer(Server):
             "max_num_seqs": "max_running_requests",
             "enforce_eager": "disable_cuda_graph",
         }
-        for name in ("logprobs_mode", "takes_memory"):
+        for name in ("logprobs_mode", "takes_memory", "lora_rank"):
             options.pop(name, None)
         named = {names.get(name, name): value for name, value in options.items()}
         command = [python, "-m", "sglang.launch_server", "--model-path", model]

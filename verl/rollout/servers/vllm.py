@@ -7,6 +7,7 @@ from typing import Any
 from verl.rollout.servers.server import (
     DRAW_S,
     LOAD_S,
+    AdapterLostError,
     Draw,
     Drawn,
     Server,
@@ -14,11 +15,13 @@ from verl.rollout.servers.server import (
     WeightSource,
     flags_of,
 )
-from verl.utils.errors import RolloutError
+from verl.utils.errors import ConfigError, RolloutError
 from verl.weight_sync.vllm_worker import EXTENSION, METHOD
 
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"
+_LOAD_ADAPTER = "/v1/load_lora_adapter"
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank may be
 
 
 class VLLMServer(Server):
@@ -29,6 +32,7 @@ class VLLMServer(Server):
     oldest = "0.20"
     filters_log_probs = True
     optional_flags = ("--enable-scale-out",)
+    largest_lora_rank = _LORA_RANKS[-1]
 
     def __init__(self, url: str, *, connections: int = 64) -> None:
         super().__init__(url, connections=connections)
@@ -42,12 +46,17 @@ class VLLMServer(Server):
         command += ["--logprobs-mode", options.pop("logprobs_mode", "processed_logprobs")]
         if options.pop("takes_memory", False):
             command += ["--worker-extension-cls", EXTENSION]
+        if lora_rank := options.pop("lora_rank", 0):
+            command += ["--enable-lora", "--max-lora-rank", str(_allowed_rank(lora_rank))]
         return command + flags_of(options)
 
     @classmethod
-    def environment(cls) -> Mapping[str, str]:
+    def environment(cls, lora_rank: int = 0) -> Mapping[str, str]:
         """Implement `Server.environment`."""
-        return {"VLLM_SERVER_DEV_MODE": "1"}
+        variables = {"VLLM_SERVER_DEV_MODE": "1"}
+        if lora_rank:
+            variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        return variables
 
     def facts(self) -> ServerFacts:
         """Implement `Server.facts`."""
@@ -84,12 +93,11 @@ class VLLMServer(Server):
         answer = self._generate(draw.prompt_ids, sampling, draw.request_id)
         try:
             choice = answer["choices"][0]
-            spans = choice.get("weight_versions") or []
             drawn = Drawn(
                 token_ids=list(choice["token_ids"] or []),
                 log_probs=_log_probs(choice["logprobs"]),
                 finish_reason=choice["finish_reason"],
-                versions=frozenset(span["version"] for span in spans),
+                versions=self._versions(choice),
             )
         except (KeyError, IndexError, TypeError) as error:
             raise self.unexpected(self._route, answer) from error
@@ -125,6 +133,8 @@ class VLLMServer(Server):
             source.fill(self, version)
             # Requests that wait meanwhile are computed again: no key of the old weights stays.
             self.require_flushed(self.flush(running=True))
+            if source.is_adapter:
+                return  # its name is the version
             status, answer = self.ask("POST", "/update_weight_version", {"new_version": version})
             if status not in (200, 404):  # older versions record none
                 raise self.refusal("/update_weight_version", status, answer)
@@ -139,6 +149,26 @@ class VLLMServer(Server):
         ask = {"method": METHOD, "kwargs": {"address": address, "key": key.hex()}}
         self.call("/collective_rpc", ask, timeout_s=LOAD_S)
 
+    def check_adapters(self, lora_rank: int) -> None:
+        """Implement `Server.check_adapters`."""
+        status, _ = self.ask("POST", _LOAD_ADAPTER, {})
+        if status == 404:  # others say that the names are missing
+            raise ConfigError(f"{self.name} has no route for adapters.{_adapter_fix(lora_rank)}")
+
+    def read_adapter(self, folder: Path, version: str) -> None:
+        """Implement `Server.read_adapter`.
+
+        Each push has a name of its own. An adapter that is loaded under its old name, which vLLM
+        can do, would be read again from its file in every step, and would find the keys of the
+        old one in the prefix cache if its folder is the same.
+        """
+        names = {"lora_name": version, "lora_path": str(folder)}
+        self.call(_LOAD_ADAPTER, names, timeout_s=LOAD_S)
+        run = version.rpartition("-")[0]
+        for name in self._adapters():
+            if name != version and name.rpartition("-")[0] == run:
+                self.call("/v1/unload_lora_adapter", {"lora_name": name})
+
     def flush(self, running: bool = False) -> bool:
         """Implement `Server.flush`. With `running`, running requests are computed again."""
         path = "/reset_prefix_cache"
@@ -148,6 +178,8 @@ class VLLMServer(Server):
 
     def weight_version(self) -> str | None:
         """Implement `Server.weight_version`."""
+        if self.adapter is not None:
+            return self.adapter if self.adapter in self._adapters() else ""
         status, answer = self.ask("GET", "/weight_info")
         if status == 404:
             return None
@@ -158,7 +190,9 @@ class VLLMServer(Server):
     def refusal(self, path: str, status: int, answer: Any) -> RolloutError:
         """Name the variable that the server was started without."""
         fix = ""
-        if status == 404 and path != _COMPLETIONS:
+        if path == _LOAD_ADAPTER:
+            fix = _adapter_fix()
+        elif status == 404 and path != _COMPLETIONS:
             fix = " Start it with VLLM_SERVER_DEV_MODE=1, which opens the routes for weights."
         return RolloutError(f"{super().refusal(path, status, answer)}{fix}")
 
@@ -167,17 +201,58 @@ class VLLMServer(Server):
     ) -> dict[str, Any]:
         """Ask the route of tokens, or the one of completions where the former is closed."""
         named = {} if request_id is None else {"request_id": request_id}
+        if self.adapter is not None:
+            named["model"] = self.adapter
         if self._route == _GENERATE:
             body = {"token_ids": list(prompt_ids), "sampling_params": dict(sampling), **named}
             status, answer = self.ask("POST", _GENERATE, body, timeout_s=DRAW_S)
             if status == 200 and isinstance(answer, dict):
                 return answer
+            self._check_adapter(status)
             if status not in (403, 404):
                 raise self.refusal(_GENERATE, status, answer)
             self._route = _COMPLETIONS  # a server without --enable-scale-out
-        flat = {**sampling, "prompt": list(prompt_ids), "return_token_ids": True}
+        flat = {**sampling, "prompt": list(prompt_ids), "return_token_ids": True, **named}
         flat.pop("detokenize", None)
-        return self.draw_call(_COMPLETIONS, {**flat, **named})
+        status, answer = self.ask("POST", _COMPLETIONS, flat, timeout_s=DRAW_S)
+        if status == 200 and isinstance(answer, dict):
+            return answer
+        self._check_adapter(status)
+        raise self.refusal(_COMPLETIONS, status, answer)
+
+    def _check_adapter(self, status: int) -> None:
+        """Raise AdapterLostError if a draw was refused because its adapter is not loaded."""
+        if status == 404 and self.adapter is not None and not self.weight_version():
+            raise AdapterLostError(f"{self.name} does not have the adapter {self.adapter}.")
+
+    def _versions(self, choice: Mapping[str, Any]) -> frozenset[str]:
+        """Return the versions of the weights that drew a response."""
+        if self.adapter is not None:
+            return frozenset([self.adapter])  # the draw named it
+        spans = choice.get("weight_versions") or []
+        return frozenset(str(span["version"]) for span in spans)
+
+    def _adapters(self) -> list[str]:
+        """Return the names of the models that draw, those of adapters among them."""
+        status, models = self.ask("GET", "/v1/models")
+        try:
+            return [str(each["id"]) for each in models["data"]]
+        except (KeyError, TypeError) as error:
+            raise self.unexpected("/v1/models", (status, models)) from error
+
+
+def _allowed_rank(lora_rank: int) -> int:
+    """Return the smallest value of --max-lora-rank for adapters of this rank."""
+    return min(rank for rank in _LORA_RANKS if rank >= lora_rank)
+
+
+def _adapter_fix(lora_rank: int | None = None) -> str:
+    """Say how to start a server that takes adapters."""
+    rank = "RANK" if lora_rank is None else _allowed_rank(lora_rank)
+    return (
+        f" Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank "
+        f"{rank}, or push whole weights: actor_rollout_ref.rollout.lora_weights=merged."
+    )
 
 
 def _log_probs(found: Mapping[str, Any] | None) -> list[float]:

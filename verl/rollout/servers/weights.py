@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
 from verl.checkpoint.hf import save_weights
+from verl.models.lora import save_adapters
 from verl.rollout.servers.server import Server
 from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
@@ -35,10 +36,23 @@ class FolderSource:
     """A `WeightSource` that any rank, and a server on any machine that sees the folder, can use."""
 
     folder: Path
+    is_adapter: ClassVar[bool] = False
 
     def fill(self, server: Server, version: str) -> None:
         """Implement `WeightSource.fill`."""
         server.read_folder(self.folder, version)
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """A `WeightSource` of LoRA adapters in a folder, for servers that keep their own weights."""
+
+    folder: Path
+    is_adapter: ClassVar[bool] = True
+
+    def fill(self, server: Server, version: str) -> None:
+        """Implement `WeightSource.fill`."""
+        server.read_adapter(self.folder, version)
 
 
 class MemorySource:
@@ -50,6 +64,8 @@ class MemorySource:
         bucket_bytes: two such buckets are in memory.
         dtype: of the servers.
     """
+
+    is_adapter: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -124,10 +140,21 @@ class WeightFolder:
         folder = self._root / version
         folder.mkdir()
         save_weights(folder, self._model, self._owned(named_tensors))
+        self._keep(folder)
+        return FolderSource(folder)
+
+    def write_adapters(self, state: dict[str, torch.Tensor], version: str) -> AdapterSource:
+        """Write the factors of LoRA adapters (`adapter_state`)."""
+        folder = self._root / version
+        save_adapters(folder, self._model, state)
+        self._keep(folder)
+        return AdapterSource(folder)
+
+    def _keep(self, folder: Path) -> None:
+        """Keep the new folder instead of the last one."""
         if self._last is not None:
             shutil.rmtree(self._last)
         self._last = folder
-        return FolderSource(folder)
 
     def _owned(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield copies on the host, in the servers' dtype."""

@@ -1,0 +1,98 @@
+"""The way of new weights to servers: memory of this machine, a folder, or adapters alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from verl.config.rollout import RolloutConfig
+from verl.models.lora import lora_rank
+from verl.rollout.servers.owned import takes_memory
+from verl.rollout.servers.server import Server, WeightSource
+from verl.rollout.servers.weights import MemorySource, WeightFolder, with_head
+from verl.utils.errors import ConfigError
+from verl.weight_sync.base import NamedTensors
+
+_SECTION = "actor_rollout_ref.rollout"
+
+
+def adapter_rank(config: RolloutConfig, server_class: type[Server], model: PreTrainedModel) -> int:
+    """Return the rank of the adapters that servers draw by; 0: they get whole, merged weights.
+
+    Raises ConfigError if the configuration asks for adapters of a rank that they do not take.
+    """
+    rank = lora_rank(model)
+    largest = server_class.largest_lora_rank
+    if config.lora_weights == "adapter" and rank > largest:
+        raise ConfigError(
+            f"{_SECTION}.lora_weights=adapter: {server_class.title} takes adapters of ranks up to "
+            f"{largest}, got actor_rollout_ref.model.lora_rank={rank}. Set lora_weights=merged."
+        )
+    if config.lora_weights is not None:
+        return rank if config.lora_weights == "adapter" else 0
+
+    is_owned = not config.server_urls
+    is_free = config.weight_transport in (None, "disk")
+    return rank if is_owned and is_free and rank <= largest else 0
+
+
+class WeightSources:
+    """Makes the source of each push.
+
+    Args:
+        config: says which way.
+        model: describes the tensors; its weights are not read.
+        device: of the trainer.
+        dtype: of the servers.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: PreTrainedModel,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._device = device
+        self._dtype = dtype
+        # Gives the trainer's tensors anew, where this process has all of them.
+        self.tensors_again: Callable[[], NamedTensors] | None = None
+        self._written: WeightFolder | None = None
+        self._memory: MemorySource | None = None
+
+    def of_tensors(self, named_tensors: NamedTensors, version: str) -> WeightSource:
+        """Return the source of whole weights: memory of this machine, or a folder."""
+        asked = self._config.weight_transport
+        again = self.tensors_again
+        if asked is not None and asked != "disk" and again is None:
+            raise ConfigError(
+                f"{_SECTION}.weight_transport={asked} hands weights from one rank to servers, and "
+                "here several train. Leave it unset."
+            )
+        if again is not None and (asked in ("ipc", "host") or takes_memory(self._config)):
+            return self._from_memory(again)
+        return self._folder.write(named_tensors, version)
+
+    def of_adapters(self, state: dict[str, Any], version: str) -> WeightSource:
+        """Return the source of LoRA adapters (`adapter_state`)."""
+        return self._folder.write_adapters(state, version)
+
+    def _from_memory(self, again: Callable[[], NamedTensors]) -> MemorySource:
+        if self._memory is None:
+            self._memory = MemorySource(
+                lambda: with_head(again(), self._model),
+                device=self._device,
+                bucket_bytes=self._config.update_weights_bucket_megabytes << 20,
+                dtype=self._dtype,
+            )
+        return self._memory
+
+    @property
+    def _folder(self) -> WeightFolder:
+        if self._written is None:
+            root = self._config.server_weights_dir
+            self._written = WeightFolder(root, self._model, self._dtype)
+        return self._written
