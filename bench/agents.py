@@ -6,7 +6,12 @@ tokens an episode in one turn.
 
     python bench/agents.py --model toy --episodes 256 --turns 8 --tool-ms 50
     python bench/agents.py --shape 1.5b --tokens 128              # random weights, on a GPU
-    python bench/agents.py --shape 1.5b --engine vllm --set 'server_urls=[http://...]'
+    python bench/agents.py --shape 1.5b --engine vllm --set gpu_memory_utilization=0.5
+    python bench/agents.py --engine vllm --device cpu --server-python VENV/bin/python
+
+Without `--set server_urls=[...]` an engine of servers starts one, with `--server-python` or the
+interpreter of this script. Such a server gets the weights of this process before it draws. The
+seconds of a step of such an engine are seconds of waiting for the server.
 """
 
 import argparse
@@ -27,9 +32,16 @@ from verl.agents.boundary import ChatBoundary
 from verl.agents.conversation import Conversation
 from verl.agents.formats import ToolCall
 from verl.agents.tools import ToolSet
-from verl.config.rollout import RolloutConfig
+from verl.config.rollout import EngineKwargsConfig, RolloutConfig
 from verl.models.load import load_causal_lm, load_tokenizer
-from verl.rollout import Request, Room, SamplingParams, create_rollout_engine
+from verl.rollout import (
+    Request,
+    Room,
+    SamplingParams,
+    ServerEngine,
+    create_rollout_engine,
+    generate,
+)
 
 TOOL = """
 import asyncio
@@ -76,6 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="toy", help="a packaged name, a folder or a hub name")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead")
     parser.add_argument("--engine", default="embedded", help="name of the rollout engine")
+    parser.add_argument("--server-python", help="interpreter that has the engine's package")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="more keys of the rollout"
     )
@@ -168,24 +181,43 @@ def one_turn(engine: Any, episodes: list[Episode], arguments: argparse.Namespace
         requests.append(Request(prompt_ids=ids, sample_ids=(episode.row,)))
     started = time.perf_counter()
     cpu_started = time.process_time()
-    drawn = sum(len(each.token_ids) for each in engine.generate(requests, params, seed=0, step=0))
+    drawn = 0
+    for each in generate(engine, requests, params, seed=0, step=0):
+        drawn += len(each.token_ids)
     seconds = time.perf_counter() - started
     cpu_s = time.process_time() - cpu_started
     return {"seconds": seconds, "cpu_s": cpu_s, "tokens_per_s": drawn / seconds}
 
 
-def make_model(arguments: argparse.Namespace, device: torch.device, longest: int) -> Any:
+def make_model(
+    arguments: argparse.Namespace, device: torch.device, longest: int, tokenizer: Any, folder: Path
+) -> Any:
+    """Load or make the model. A random one leaves what a server reads in `folder`."""
     if arguments.shape is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model: Any = load_causal_lm(arguments.model, dtype=dtype, max_length=longest)
         return model.to(device)
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), arguments.shape, device.type)
-        return random_model(folder, device.type)
+    write_config(folder, arguments.shape, device.type)
+    tokenizer.save_pretrained(folder)
+    return random_model(str(folder), device.type)
+
+
+def make_engine(config: RolloutConfig, model: Any, tokenizer: Any, device: torch.device) -> Any:
+    """Make the engine, with the model's weights."""
+    engine: Any = create_rollout_engine(config, model=model, tokenizer=tokenizer, device=device)
+    if isinstance(engine, ServerEngine):
+        engine.sources.tensors_again = model.named_parameters
+    engine.update_weights(model.named_parameters())
+    return engine
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        measure(parse_arguments(), Path(folder))
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> None:
+    """Measure and print; temporary files go to `folder`."""
     tokenizer = load_tokenizer(arguments.model)
     tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
     boundary = ChatBoundary(tokenizer)
@@ -198,8 +230,12 @@ def main() -> None:
     for setting in arguments.set:
         key, value = setting.split("=", 1)
         more[key] = yaml.safe_load(value)
+    # A folder of a random model has no weights.
+    flags = {} if arguments.shape is None else {"load_format": "dummy"}
     config = RolloutConfig(
         name=arguments.engine,
+        server_python=arguments.server_python,
+        engine_kwargs=EngineKwargsConfig(vllm=flags, sglang=flags),
         prompt_length=len(prompt_ids),
         response_length=response,
         max_model_len=longest,
@@ -207,21 +243,19 @@ def main() -> None:
     )
 
     device = torch.device(arguments.device)
-    model = make_model(arguments, device, longest)
-    engine: Any = create_rollout_engine(config, model=model, tokenizer=tokenizer, device=device)
-    engine.update_weights(model.named_parameters())
+    model = make_model(arguments, device, longest, tokenizer, folder / "model")
+    engine = make_engine(config, model, tokenizer, device)
     episodes = []
     for row in range(arguments.episodes):
         episodes.append(Episode(row=row, messages=messages, prompt_ids=prompt_ids, fields={}))
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "tools.py")
-        path.write_text(textwrap.dedent(TOOL))
-        tools = ToolSet.from_config(function_tool_path=str(path), timeout_s=30.0)
-        context = AgentContext(config=config, tokenizer=tokenizer, boundary=boundary, tools=tools)
-        turns = [many_turns(context, engine, episodes, arguments) for _ in range(arguments.repeat)]
-        plain = [one_turn(engine, episodes, arguments) for _ in range(arguments.repeat)]
-        tools.close()
+    path = folder / "tools.py"
+    path.write_text(textwrap.dedent(TOOL))
+    tools = ToolSet.from_config(function_tool_path=str(path), timeout_s=30.0)
+    context = AgentContext(config=config, tokenizer=tokenizer, boundary=boundary, tools=tools)
+    turns = [many_turns(context, engine, episodes, arguments) for _ in range(arguments.repeat)]
+    plain = [one_turn(engine, episodes, arguments) for _ in range(arguments.repeat)]
+    tools.close()
 
     best_turns = max(turns, key=lambda run: run["tokens_per_s"])
     best_plain = max(plain, key=lambda run: run["tokens_per_s"])
