@@ -118,10 +118,20 @@ _CONFIGS["gemma3"] = {
 
 
 def tiny_vision_model(
-    family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
+    family: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    text: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Return a tiny model of `family` in eval mode, see `tests.tiny_models.tiny_model`."""
-    config = AutoConfig.for_model(family, **_CONFIGS[family])
+    """Return a tiny model of `family` in eval mode, see `tests.tiny_models.tiny_model`.
+
+    `text` replaces values of its text model's configuration.
+    """
+    values = _CONFIGS[family]
+    if text is not None:
+        values = {**values, "text_config": {**values["text_config"], **text}}
+    config = AutoConfig.for_model(family, **values)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(

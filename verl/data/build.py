@@ -20,13 +20,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def build_picture_reader(model: ModelConfig, tokenizer: Any) -> PictureReader | None:
+def build_picture_reader(
+    model: ModelConfig, tokenizer: Any, *, keeps_images: bool = False
+) -> PictureReader | None:
     """Build the reader of images; None for a model that reads text alone."""
     assert model.path is not None, "the configuration was checked"
     processor = load_picture_processor(
         model.path, tokenizer, trust_remote_code=model.trust_remote_code
     )
-    return None if processor is None else PictureReader(processor, tokenizer)
+    if processor is None:
+        return None
+    return PictureReader(processor, tokenizer, keeps_images=keeps_images)
 
 
 def build_dataset(

@@ -6,6 +6,7 @@ import io
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,24 @@ _BASE64 = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
 class PictureReader:
-    """Prepares each picture once, by its content, and keeps the latest."""
+    """Prepares each picture once, by its content, and keeps the latest.
 
-    def __init__(self, processor: "PictureProcessor", tokenizer: "PreTrainedTokenizerBase") -> None:
+    Args:
+        processor: the model's.
+        tokenizer: renders prompts.
+        keeps_images: whether a prepared picture has the image, too, for engines that prepare it
+            themselves.
+    """
+
+    def __init__(
+        self,
+        processor: "PictureProcessor",
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        keeps_images: bool = False,
+    ) -> None:
         self.processor = processor
+        self._keeps_images = keeps_images
         self.tokenizer = tokenizer
         self._kept: OrderedDict[str, Picture] = OrderedDict()
         self._kept_bytes = 0
@@ -94,7 +109,10 @@ class PictureReader:
                 return self._kept[key]
 
         image = open_picture(content) if isinstance(content, bytes) else content
-        picture = self.processor.prepare(image.convert("RGB"), key)
+        image = image.convert("RGB")
+        picture = self.processor.prepare(image, key)
+        if self._keeps_images:
+            picture = replace(picture, png=_png(image))
         return self._keep(picture)
 
     def _keep(self, picture: Picture) -> Picture:
@@ -123,6 +141,13 @@ class PictureReader:
                 "texts"
             )
         return [(place, picture.token_ids) for place, picture in zip(places, pictures)]
+
+
+def _png(image: Any) -> bytes:
+    """Encode an image without loss, fast rather than small."""
+    encoded = io.BytesIO()
+    image.save(encoded, format="PNG", compress_level=1)
+    return encoded.getvalue()
 
 
 def messages_and_images(prompt: Any, images: Any) -> tuple[Messages, tuple[Any, ...]]:
@@ -325,4 +350,5 @@ def _as_list(images: Any) -> list[Any]:
 
 
 def _num_bytes(picture: Picture) -> int:
-    return sum(tensor.numel() * tensor.itemsize for tensor in picture.inputs.values())
+    num_bytes = len(picture.png or b"")
+    return num_bytes + sum(tensor.numel() * tensor.itemsize for tensor in picture.inputs.values())

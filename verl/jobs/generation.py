@@ -21,7 +21,7 @@ from verl.data.toy import TOY, toy_files
 from verl.jobs.finished_batches import FinishedBatches
 from verl.models.load import resolve_path
 from verl.protocol import DataProto
-from verl.rollout import check_engine, check_engine_service
+from verl.rollout import capabilities_of, check_engine, check_engine_service
 from verl.trainer import setup
 from verl.trainer.pools import join_pool
 from verl.utils.devices import describe_device, visible_device
@@ -96,7 +96,12 @@ def generate(config: GenerationConfig) -> None:
 
     tokenizer = setup.build_tokenizer(train)
     files = toy_files() if data.path == [TOY] else data.path
-    pictures = build_picture_reader(train.actor_rollout_ref.model, tokenizer)
+    engine = train.actor_rollout_ref.rollout.name
+    pictures = build_picture_reader(
+        train.actor_rollout_ref.model,
+        tokenizer,
+        keeps_images=capabilities_of(engine).external,
+    )
     prompts = Prompts(files, tokenizer, train.data, pictures=pictures)
     table = prompts.table()
 

@@ -24,6 +24,7 @@ class Picture:
     inputs: Mapping[str, Tensor]  # arguments of the model's `get_image_features`
     # Rows and columns of the tokens, where positions have three parts (Qwen-VL); else None.
     grid: tuple[int, int] | None = None
+    png: bytes | None = None  # the picture itself, for engines that prepare it themselves
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +59,28 @@ def picture_tokens(ids: Tensor, pictures: Sequence[Picture], name: str) -> Tenso
             "encoded again after its pictures were read."
         )
     return places
+
+
+def with_placeholders(ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+    """Return a prompt's ids with one token for each picture, as before they were expanded.
+
+    Raises DataError if a picture's tokens are not in the prompt.
+    """
+    shorter: list[int] = []
+    rest = list(ids)
+    for number, picture in enumerate(pictures):
+        own = list(picture.token_ids)
+        last = len(rest) - len(own)
+        place = next((at for at in range(last + 1) if rest[at : at + len(own)] == own), None)
+        if place is None:
+            raise DataError(
+                f"The {len(own)} tokens of picture {number} are not in the prompt behind those of "
+                "the pictures before it. A prompt must not be cut or encoded again after its "
+                "pictures were read."
+            )
+        shorter += [*rest[:place], picture.token_id]
+        rest = rest[place + len(own) :]
+    return shorter + rest
 
 
 def num_in_prompt(prompt: Tensor, pictures: Sequence[Picture]) -> int:

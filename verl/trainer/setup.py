@@ -25,7 +25,12 @@ from verl.rewards.managers import reward_managers
 from verl.rewards.preflight import preflight
 from verl.rewards.results import check_result, ground_truth_of
 from verl.rewards.rules import find_rule, require_truth
-from verl.rollout import check_engine, check_engine_model, check_engine_service
+from verl.rollout import (
+    capabilities_of,
+    check_engine,
+    check_engine_model,
+    check_engine_service,
+)
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.imports import import_user_code
@@ -162,7 +167,12 @@ def build_loaders(
     Checks the rows for agents, see `check_agents`. The second is None where there is no validation set.
     """
     data = config.data
-    pictures = build_picture_reader(config.actor_rollout_ref.model, tokenizer)
+    engine = config.actor_rollout_ref.rollout.name
+    pictures = build_picture_reader(
+        config.actor_rollout_ref.model,
+        tokenizer,
+        keeps_images=capabilities_of(engine).external,
+    )
     if train_dataset is None:
         train_dataset = build_dataset(config, tokenizer, split="train", pictures=pictures)
         assert train_dataset is not None, "without training data build_dataset raises"

@@ -138,7 +138,7 @@ class RolloutWorker(Worker):
         self.episodes: EpisodeStream | None = None  # that go on over several calls
         if config.rollout.uses_agents:
             stop_ids = end_of_sequence_ids(model, tokenizer)
-            pictures = build_picture_reader(config.model, tokenizer)
+            pictures = build_picture_reader(config.model, tokenizer, keeps_images=self.is_external)
             self.agents = agents.AgentRunner(
                 config.rollout, tokenizer, stop_ids=stop_ids, pictures=pictures
             )

@@ -55,6 +55,8 @@ class FakeServer:
         self.draws = 0
         self.takes_adapters = False
         self.max_lora_rank = 8
+        self.max_model_len = 64
+        self.never_drawn = []
         self.tokenizer = tiny_tokenizer()
         self.aborted = set()
         self._port = port
@@ -137,7 +139,7 @@ class FakeServer:
                 200,
                 {
                     "data": [
-                        {"id": self.name, "root": self.name, "max_model_len": 64},
+                        {"id": self.name, "root": self.name, "max_model_len": self.max_model_len},
                         *({"id": name, "root": name} for name in self.adapters),
                     ]
                 },
@@ -269,15 +271,20 @@ class FakeServer:
                     time.sleep(self.delay_s)
                 if self._of_thread.ended.is_set() or str(request_id) in self.aborted:
                     return ids, rows, "abort"
-                logits = model(torch.tensor([[*prompt, *ids]])).logits[0, -1]
+                logits = self._logits(model, [*prompt, *ids])
                 temperature = asked["temperature"] or 1.0
                 row = (logits / temperature).log_softmax(-1)
-                token = int(torch.multinomial(row.exp(), 1, generator=noise))
+                weights = row.exp()
+                weights[self.never_drawn] = 0
+                token = int(torch.multinomial(weights, 1, generator=noise))
                 ids.append(token)
                 rows.append(row if self.log_probs_mode == "processed" else logits.log_softmax(-1))
                 if token in stops:
                     return ids, rows, "stop"
         return ids, rows, "length"
+
+    def _logits(self, model, ids):
+        return model(torch.tensor([ids])).logits[0, -1]
 
     def _vllm_abort(self, body):
         return self._abort(body["request_ids"], {"status": "aborted"})

@@ -20,7 +20,7 @@ KINDS = [("vllm", "0.32.0"), ("vllm", "0.24.0"), ("sglang", "0.5.23"), ("sglang"
 PARAMS = SamplingParams(max_new_tokens=R)
 
 
-def rollout_on(settings, *servers, actor=None, **keys):
+def rollout_on(settings, *servers, actor=None, tokenizer=None, **keys):
     rollout = settings.actor_rollout_ref.rollout
     rollout.name = servers[0].dialect
     rollout.server_urls = [server.url for server in servers]
@@ -29,7 +29,7 @@ def rollout_on(settings, *servers, actor=None, **keys):
     return RolloutWorker(
         settings.actor_rollout_ref,
         device=CPU,
-        tokenizer=tiny_tokenizer(),
+        tokenizer=tokenizer or tiny_tokenizer(),
         actor=actor or actor_of(settings),
     )
 

@@ -20,7 +20,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from verl.config.rollout import RolloutConfig
 from verl.models.vision import reads_pictures
 from verl.rollout.base import Capabilities, EngineClass, check_capabilities, rollout_engines
-from verl.rollout.checks import check_params, check_requests, longest_sequence, response_limits
+from verl.rollout.checks import (
+    check_params,
+    check_pictures,
+    check_requests,
+    longest_sequence,
+    response_limits,
+)
 from verl.rollout.memory import EngineLoad, EngineMemory
 from verl.rollout.sampling import sample_keys
 from verl.rollout.servers.fleet import Fleet, Member, Placement
@@ -101,11 +107,11 @@ class ServerEngine(EngineClass):
     @classmethod
     def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
         """Implement `EngineClass.check_model`."""
-        if reads_pictures(model):
+        if reads_pictures(model) and not cls.server_class.takes_pictures:
             raise ConfigError(
                 f"actor_rollout_ref.rollout.name={config.name} sends token ids alone to its "
                 f"servers, so it does not support models that read pictures, got the family "
-                f"'{model.model_type}'. Set it to embedded."
+                f"'{model.model_type}'. Set it to embedded or vllm."
             )
 
     @classmethod
@@ -189,8 +195,14 @@ class ServerEngine(EngineClass):
 
     def join(self, urls: Sequence[str], owned: OwnedServers | None = None) -> None:
         """Use the servers at `urls`."""
-        connections = self.config.max_num_seqs
-        members = [Member(self.server_class(url, connections=connections)) for url in urls]
+        members = []
+        for url in urls:
+            server = self.server_class(
+                url,
+                connections=self.config.max_num_seqs,
+                has_vision=reads_pictures(self.model.config),
+            )
+            members.append(Member(server))
         self._fleet = Fleet(members, self.config.server_timeout_s, owned, self._probe.draw)
 
     @property
@@ -217,6 +229,7 @@ class ServerEngine(EngineClass):
         """Add requests; see `RolloutEngine.submit`."""
         check_params(params)
         check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
+        check_pictures(requests, self.model.config)
         if any(request.continuations is not None for request in requests):
             raise RolloutError(
                 f"Servers cannot continue samples by the same noise. Set {_SECTION}.name=embedded."
@@ -238,6 +251,7 @@ class ServerEngine(EngineClass):
                     limit=limit,
                     seed=key,
                     stop_token_ids=stop_ids,
+                    pictures=request.pictures,
                 )
                 sample = _Sample(sample_id, draw)
                 self._samples[sample_id] = sample

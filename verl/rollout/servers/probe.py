@@ -48,6 +48,8 @@ class Probe:
     def prompt_ids(self) -> tuple[int, ...]:
         """Fixed tokens that are spread over the vocabulary."""
         special = set(getattr(self._tokenizer, "all_special_ids", ()))
+        # Tokens of pictures are among those that were added.
+        special.update(getattr(self._tokenizer, "added_tokens_decoder", {}))
         most = min(self._vocabulary, len(self._tokenizer))
         length = min(_PROMPT, self._config.prompt_length)
         ids = []

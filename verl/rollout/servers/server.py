@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
+from verl.models.pictures import Pictures
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
 
@@ -49,6 +50,7 @@ class Draw:
     limit: int
     seed: int
     stop_token_ids: tuple[int, ...]  # all of them, the model's end of sequence included
+    pictures: Pictures = ()  # of the prompt, in the order of their tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,11 @@ class WeightSource(Protocol):
 class Server(ABC):
     """One server. Its methods may be called from any number of threads.
 
+    Args:
+        url: its address.
+        connections: calls at once.
+        has_vision: whether its model reads pictures.
+
     Raises ServerLostError where no answer comes, and RolloutError with the server's own words for
     an answer that is an error or has another form than documented.
     """
@@ -87,10 +94,12 @@ class Server(ABC):
     # min-p keep, which is not our definition.
     filters_log_probs: ClassVar[bool] = False
     optional_flags: ClassVar[tuple[str, ...]] = ()  # of `command`; older versions lack them
+    takes_pictures: ClassVar[bool] = False
     largest_lora_rank: ClassVar[int] = 0  # of an adapter that it draws by; 0: it takes none
 
-    def __init__(self, url: str, *, connections: int = 64) -> None:
+    def __init__(self, url: str, *, connections: int = 64, has_vision: bool = False) -> None:
         self.url = url.rstrip("/")
+        self.has_vision = has_vision
         self.adapter: str | None = None  # that draws name; None: the model alone draws
         self._http = urllib3.PoolManager(maxsize=connections, retries=False)
 

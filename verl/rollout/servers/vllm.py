@@ -1,9 +1,11 @@
 """vLLM's dialect: the token-in, token-out route and the routes of its development mode."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.models.pictures import Picture, Pictures, with_placeholders
 from verl.rollout.servers.server import (
     DRAW_S,
     LOAD_S,
@@ -21,6 +23,7 @@ from verl.weight_sync.vllm_worker import EXTENSION, METHOD
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"
 _LOAD_ADAPTER = "/v1/load_lora_adapter"
+_OLDEST_WITH_PICTURES = "0.32"  # that this way of pictures was tested with
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank may be
 
 
@@ -32,10 +35,11 @@ class VLLMServer(Server):
     oldest = "0.20"
     filters_log_probs = True
     optional_flags = ("--enable-scale-out",)
+    takes_pictures = True
     largest_lora_rank = _LORA_RANKS[-1]
 
-    def __init__(self, url: str, *, connections: int = 64) -> None:
-        super().__init__(url, connections=connections)
+    def __init__(self, url: str, *, connections: int = 64, has_vision: bool = False) -> None:
+        super().__init__(url, connections=connections, has_vision=has_vision)
         self._route = _GENERATE
 
     @classmethod
@@ -90,7 +94,7 @@ class VLLMServer(Server):
             sampling |= {"stop": list(params.stop), "include_stop_str_in_output": True}
             sampling["skip_special_tokens"] = False
 
-        answer = self._generate(draw.prompt_ids, sampling, draw.request_id)
+        answer = self._generate(draw.prompt_ids, sampling, draw.request_id, draw.pictures)
         try:
             choice = answer["choices"][0]
             drawn = Drawn(
@@ -133,6 +137,8 @@ class VLLMServer(Server):
             source.fill(self, version)
             # Requests that wait meanwhile are computed again: no key of the old weights stays.
             self.require_flushed(self.flush(running=True))
+            if self.has_vision:
+                self.call("/reset_encoder_cache")  # features by the old vision tower
             if source.is_adapter:
                 return  # its name is the version
             status, answer = self.ask("POST", "/update_weight_version", {"new_version": version})
@@ -197,12 +203,18 @@ class VLLMServer(Server):
         return RolloutError(f"{super().refusal(path, status, answer)}{fix}")
 
     def _generate(
-        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        request_id: str | None = None,
+        pictures: Pictures = (),
     ) -> dict[str, Any]:
         """Ask the route of tokens, or the one of completions where the former is closed."""
         named = {} if request_id is None else {"request_id": request_id}
         if self.adapter is not None:
             named["model"] = self.adapter
+        if pictures:
+            return self._generate_from_pictures(prompt_ids, sampling, pictures, named)
         if self._route == _GENERATE:
             body = {"token_ids": list(prompt_ids), "sampling_params": dict(sampling), **named}
             status, answer = self.ask("POST", _GENERATE, body, timeout_s=DRAW_S)
@@ -219,6 +231,37 @@ class VLLMServer(Server):
             return answer
         self._check_adapter(status)
         raise self.refusal(_COMPLETIONS, status, answer)
+
+    def _generate_from_pictures(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        pictures: Pictures,
+        named: Mapping[str, str],
+    ) -> dict[str, Any]:
+        """Send pictures, which the server prepares and places itself, and compare the tokens."""
+        body = {
+            "token_ids": with_placeholders(prompt_ids, pictures),
+            "content_parts": [_part(picture) for picture in pictures],
+            "return_token_ids": True,
+            "sampling_params": dict(sampling),
+            **named,
+        }
+        status, answer = self.ask("POST", _GENERATE, body, timeout_s=DRAW_S)
+        if status != 200 or not isinstance(answer, dict):
+            self._check_adapter(status)
+            raise self.refusal(_GENERATE, status, answer)
+
+        read = answer.get("prompt_token_ids")
+        if read != list(prompt_ids):
+            count = "none" if read is None else len(read)
+            raise RolloutError(
+                f"{self.name} reads a prompt with {len(pictures)} pictures as other tokens than "
+                f"the trainer: expected {len(prompt_ids)}, got {count}. Serve the model with its "
+                f"own processor files and without --mm-processor-kwargs, by vLLM "
+                f"{_OLDEST_WITH_PICTURES} or later; or set actor_rollout_ref.rollout.name=embedded."
+            )
+        return answer
 
     def _check_adapter(self, status: int) -> None:
         """Raise AdapterLostError if a draw was refused because its adapter is not loaded."""
@@ -239,6 +282,13 @@ class VLLMServer(Server):
             return [str(each["id"]) for each in models["data"]]
         except (KeyError, TypeError) as error:
             raise self.unexpected("/v1/models", (status, models)) from error
+
+
+def _part(picture: Picture) -> dict[str, str]:
+    """Return a picture as a part of a request."""
+    assert picture.png is not None, "the reader keeps images for engines of servers"
+    encoded = base64.b64encode(picture.png).decode()
+    return {"type": "image_url", "url": f"data:image/png;base64,{encoded}"}
 
 
 def _allowed_rank(lora_rank: int) -> int:
