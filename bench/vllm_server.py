@@ -6,7 +6,9 @@ shares the device with the trainer. The work is that of `gpu_step.py`. vLLM alon
 --engines vllm`. The bound of a step is vLLM's own generation and our update.
 
 Run `python bench/vllm_server.py`, with `--models 1.5b,7b` for several shapes; on a CPU
-`python bench/vllm_server.py --tiny --server-python VENV/bin/python` tries the script.
+`python bench/vllm_server.py --tiny --server-python VENV/bin/python` tries the script. With
+`--lora-rank 32 --engines vllm,vllm-merged,embedded` it trains LoRA, and compares servers that get the
+adapters alone with servers that get merged weights.
 """
 
 import argparse
@@ -33,7 +35,12 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="1.5b", help="of 0.5b, 1.5b, 7b [1.5b]")
-    parser.add_argument("--engines", default="vllm,embedded", help="[vllm,embedded]")
+    parser.add_argument(
+        "--engines",
+        default="vllm,embedded",
+        help="of vllm, vllm-merged, embedded [vllm,embedded]",
+    )
+    parser.add_argument("--lora-rank", type=int, default=0, help="0: train all weights [0]")
     parser.add_argument("--steps", type=int, default=4, help="the first is a warm-up [4]")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
@@ -63,9 +70,12 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     config = gpu_step.make_config(arguments, folder, device)
     config.trainer.default_local_dir = str(folder / engine)
     rollout = config.actor_rollout_ref.rollout
-    rollout.name = engine
+    config.actor_rollout_ref.model.lora_rank = arguments.lora_rank
+    name, _, weights = engine.partition("-")
+    rollout.name = name
     rollout.fingerprint_interval = 1
-    if engine == "vllm":
+    if name == "vllm":
+        rollout.lora_weights = weights or None
         rollout.server_python = arguments.server_python
         rollout.gpu_memory_utilization = arguments.server_memory
         rollout.enforce_eager = arguments.tiny
@@ -82,7 +92,7 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     trainer.fit()
     lines = (folder / engine / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines][1:]
-    if engine == "vllm":
+    if name == "vllm":
         trainer.rollout_wg.worker.engine.fleet._restarter.close()
     del trainer
     if device.type == "cuda":
