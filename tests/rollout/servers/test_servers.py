@@ -199,6 +199,56 @@ def test_samples_of_a_server_that_ends_are_drawn_again(settings, start, dialect,
     assert abs(actor.compute_log_prob(batch).meta_info["metrics"]["training/rollout_kl"]) < 1e-5
 
 
+@pytest.mark.parametrize("probe", [1, 2], ids=["before the push", "after it"])
+def test_a_hand_over_outlives_a_server_that_ends_in_its_proof(settings, start, probe):
+    server = start()
+    actor = actor_of(settings)
+    rollout = rollout_on(settings, server, actor=actor)
+    rollout.take_weights()
+    move(actor)
+    server.delay_s = 0.02
+    last = server.draws + probe
+
+    def interrupt():
+        while server.draws < last:
+            time.sleep(0.005)
+        server.end()
+        server.start()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    rollout.take_weights()
+    thread.join()
+    batch = draw(rollout)
+    assert abs(actor.compute_log_prob(batch).meta_info["metrics"]["training/rollout_kl"]) < 1e-5
+
+
+@pytest.mark.parametrize(("dialect", "version"), KINDS)
+def test_a_server_that_restarts_before_the_proof_gets_the_weights(
+    settings, start, dialect, version, monkeypatch
+):
+    server = start(dialect, version)
+    actor = actor_of(settings)
+    rollout = rollout_on(settings, server, actor=actor)
+    rollout.take_weights()
+    move(actor)
+    push = rollout.engine.fleet.push
+
+    def push_and_restart(*arguments):
+        push(*arguments)
+        server.end()
+        server.start()
+
+    monkeypatch.setattr(rollout.engine.fleet, "push", push_and_restart)
+    if server.version == "0.24.0":  # names no weights
+        with pytest.raises(RolloutError, match="other weights than"):
+            rollout.take_weights()
+        return
+    rollout.take_weights()
+    batch = draw(rollout)
+    assert abs(actor.compute_log_prob(batch).meta_info["metrics"]["training/rollout_kl"]) < 1e-5
+
+
 def test_a_run_ends_with_the_reason_if_no_server_comes_back(settings, start):
     server = start()
     rollout = rollout_on(settings, server)

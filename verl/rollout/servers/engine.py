@@ -427,10 +427,15 @@ class ServerEngine(EngineClass):
         per_s = num_bytes / seconds / 1e9
         self._hand_over = {"update_weights_s": seconds, "update_weights_gb_per_s": per_s}
 
-    def probe(self) -> list[Completion]:
-        """Draw the same few tokens on every server that answers, with the settings of training."""
-        drawn = [self._probe.draw(member.server) for member in self.fleet.living()]
-        return [_completion(number, each) for number, each in enumerate(drawn)]
+    def probe(self) -> dict[str, Completion]:
+        """Draw the same few tokens on every server that answers, with the settings of training.
+
+        Returns the draws by server's name.
+        """
+        completions = {}
+        for number, (name, drawn) in enumerate(self.fleet.probe_each().items()):
+            completions[name] = _completion(number, drawn)
+        return completions
 
     def probe_prompt(self) -> tuple[int, ...]:
         """Return the prompt of `probe`."""

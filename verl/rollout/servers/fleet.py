@@ -12,6 +12,7 @@ from verl.utils.errors import RolloutError
 from verl.utils.logging import logger
 
 _BLOCK = 32  # tokens of a prompt that are cached together, roughly as servers do
+_MOST_PROBES = 3
 _AGAIN_S = 2.0  # from one look at a lost server to the next, while others draw
 
 
@@ -119,6 +120,32 @@ class Fleet:
         if not drawn.versions:
             self._has_unnamed = True
         return drawn.versions <= self._versions
+
+    def probe_each(self) -> dict[str, Drawn]:
+        """Draw the fixed tokens on every server that answers. Return the draws by server's name.
+
+        A server that is lost meanwhile is left out, unless it is the last one: then wait for one.
+        """
+        for _ in range(_MOST_PROBES):
+            drawn = {}
+            for member in self.living():
+                try:
+                    probe = self._probe(member.server)
+                    if not self.is_current(probe):
+                        # It has restarted since the push.
+                        self.make_current(member)
+                        probe = self._probe(member.server)
+                    drawn[member.server.name] = probe
+                except ServerLostError as error:
+                    self.note_lost(member, error)
+            if drawn:
+                return drawn
+            self._wait_for_one()
+        faults = "; ".join(str(member.fault) for member in self.members)
+        raise RolloutError(
+            f"In {_MOST_PROBES} tries, every server ended during a draw of a few tokens: {faults}. "
+            "Look into its log."
+        )
 
     def check_unnamed(self) -> None:
         """Raise RolloutError if a server that names no weights has others than those of the push.

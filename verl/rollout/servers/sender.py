@@ -58,7 +58,7 @@ class ServerSender:
             adapters = self._adapters()
             tensors = iter(())  # whole weights are not even gathered
 
-        def push() -> tuple[Any, list[str], list[Completion] | None]:
+        def push() -> tuple[Any, dict[str, Completion] | None]:
             if log is not None:
                 # So that the prompt is cached: keys that outlive the push would show.
                 self._engine.probe()
@@ -67,16 +67,15 @@ class ServerSender:
             else:
                 self._engine.update_adapters(adapters)
             probes = None if log is None else self._engine.probe()
-            names = [member.server.name for member in self._engine.fleet.living()]
-            return self._engine.fleet.state(), names, probes
+            return self._engine.fleet.state(), probes
 
-        state, names, probes = self._on_first(push, then=lambda: self._exhaust(tensors))
+        state, probes = self._on_first(push, then=lambda: self._exhaust(tensors))
         self._engine.fleet.adopt(state)
         if probes is None:
             return
 
-        own = self._log_probs(self._engine.probe_prompt(), probes)
-        prove(names, probes, own, self._engine.weight_dtype)
+        own = self._log_probs(self._engine.probe_prompt(), list(probes.values()))
+        prove(probes, own, self._engine.weight_dtype)
 
     def _on_first(self, act: Callable[[], Any], then: Callable[[], None] | None = None) -> Any:
         """Act on the first rank; return its result, or raise its error, on every rank."""

@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -188,22 +188,19 @@ def tied_names(model: PreTrainedModel) -> tuple[str, str] | None:
     return f"{embedding}.weight", f"{output}.weight"
 
 
-def prove(
-    servers: Sequence[str], drawn: Sequence[Completion], own: Sequence[Sequence[float]], dtype: Any
-) -> float:
+def prove(drawn: Mapping[str, Completion], own: Sequence[Sequence[float]], dtype: Any) -> float:
     """Raise RolloutError for a server whose log-probs are not the trainer's.
 
     Args:
-        servers: their names.
-        drawn: the probe that each server drew.
-        own: the trainer's log-probs of the same tokens.
+        drawn: the probe that each server drew, by the server's name.
+        own: the trainer's log-probs of the same tokens, in the order of `drawn`.
         dtype: of the servers' weights.
 
     Returns the largest mean difference.
     """
     tolerance = _TOLERANCE.get(dtype, _TOLERANCE_OF_HALVES)
     worst = 0.0
-    for name, probe, expected in zip(servers, drawn, own, strict=True):
+    for (name, probe), expected in zip(drawn.items(), own, strict=True):
         gaps = [abs(theirs - ours) for theirs, ours in zip(probe.log_probs, expected, strict=True)]
         mean = sum(gaps) / len(gaps)
         if not mean <= tolerance:  # also for NaN
