@@ -6,6 +6,7 @@ tokens an episode in one turn.
 
     python bench/agents.py --model toy --episodes 256 --turns 8 --tool-ms 50
     python bench/agents.py --shape 1.5b --tokens 128              # random weights, on a GPU
+    python bench/agents.py --shape 1.5b --tokens 512 --spread 0.5 # turns of 256 to 768 tokens
     python bench/agents.py --shape 1.5b --engine vllm --set gpu_memory_utilization=0.5
     python bench/agents.py --engine vllm --device cpu --server-python VENV/bin/python
 
@@ -23,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from rollout_models import SHAPES, random_model, write_config
@@ -95,10 +97,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--episodes", type=int, default=256)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16, help="tokens of a turn")
+    parser.add_argument(
+        "--spread", type=float, default=0.0, help="turns are longer or shorter by up to this share"
+    )
     parser.add_argument("--tool-ms", type=float, default=50.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each; the best counts")
     return parser.parse_args()
+
+
+def lengths(row: int, arguments: argparse.Namespace) -> list[int]:
+    """Return the tokens of each turn of an episode."""
+    most = round(arguments.spread * arguments.tokens)
+    around = np.random.default_rng(row).integers(-most, most, arguments.turns, endpoint=True)
+    return (arguments.tokens + around).tolist()
 
 
 async def play(
@@ -109,8 +121,8 @@ async def play(
     session = await context.tools.open(episode.name, row=episode.row)
     conversation = context.conversation(episode)
     drawn = 0
-    for turn in range(arguments.turns):
-        drawn += await _draw(context, conversation, arguments.tokens)
+    for turn, tokens in enumerate(lengths(episode.row, arguments)):
+        drawn += await _draw(context, conversation, tokens)
         if turn + 1 == arguments.turns:
             break
         seconds = arguments.tool_ms / 1000
@@ -138,7 +150,7 @@ def many_turns(
 ) -> dict[str, float]:
     """Play all episodes with tools. Return seconds and rates."""
     counted: Any = Counted(engine)
-    params = SamplingParams(max_new_tokens=arguments.tokens, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=longest_turn(arguments), ignore_eos=True)
     steps = EngineSteps(counted, params, seed=0, step=0)
     client = EngineClient(steps, max_model_len=context.config.max_model_len or 0)
     context.client = client
@@ -170,15 +182,21 @@ def many_turns(
     }
 
 
+def longest_turn(arguments: argparse.Namespace) -> int:
+    """Return the most tokens of a turn."""
+    return arguments.tokens + round(arguments.spread * arguments.tokens)
+
+
 def one_turn(engine: Any, episodes: list[Episode], arguments: argparse.Namespace) -> dict:
     """Draw as many tokens an episode in one turn. Return seconds and rates."""
-    tokens = arguments.turns * arguments.tokens
-    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    most = arguments.turns * longest_turn(arguments)
+    params = SamplingParams(max_new_tokens=most, ignore_eos=True)
     engine.forget_prefixes()
     requests = []
     for episode in episodes:
         ids = tuple(episode.prompt_ids)
-        requests.append(Request(prompt_ids=ids, sample_ids=(episode.row,)))
+        limits = (sum(lengths(episode.row, arguments)),)
+        requests.append(Request(prompt_ids=ids, sample_ids=(episode.row,), limits=limits))
     started = time.perf_counter()
     cpu_started = time.process_time()
     drawn = 0
@@ -224,7 +242,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     messages = [{"role": "user", "content": "Begin."}]
     prompt_ids = boundary.prompt(messages)
     added = len(boundary.extension(messages, _reply(), _answer(), drawn=[prompt_ids[-1]]))
-    response = arguments.turns * (arguments.tokens + added + 4)
+    response = arguments.turns * (longest_turn(arguments) + added + 4)
     longest = len(prompt_ids) + response
     more = {}
     for setting in arguments.set:

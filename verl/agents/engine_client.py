@@ -1,6 +1,7 @@
 """The engine as agents see it: `await generate(...)`, many at a time, in one asyncio loop."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -242,7 +243,9 @@ class EngineClient:
             await asyncio.sleep(0)
         # A user's engine may not know.
         while not getattr(engine, "is_ready", True):
-            await asyncio.sleep(_POLL_S)
+            # asyncio's own sleep rounds up to a millisecond, a third of a step.
+            time.sleep(_POLL_S)
+            await asyncio.sleep(0)
 
     def _step(self) -> None:
         """Submit the turns that have come, and take one step of the engine."""

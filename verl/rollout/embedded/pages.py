@@ -59,34 +59,37 @@ class PageAllocator:
 
     def share(self, pages: Sequence[int]) -> list[int]:
         """Add one hold to each of `pages`, which are in use or registered."""
-        for page in pages:
-            if self.references[page] == 0:
-                assert page in self._idle, "shared a page without a holder"
-                del self._idle[page]
-        self.references[list(pages)] += 1
+        held = np.array(pages, np.int64)
+        for page in held[self.references[held] == 0].tolist():
+            assert page in self._idle, "shared a page without a holder"
+            del self._idle[page]
+        self.references[held] += 1
         self._note_peak()
         return list(pages)
 
     def free(self, pages: Sequence[int]) -> None:
-        """Remove one hold from each of `pages`. A page without holds is free."""
+        """Remove one hold from each of `pages`, all different. A page without holds is free."""
         # Backwards: without its first page the rest of a sequence cannot be found, so the first
         # page is reused last.
-        for page in reversed(pages):
-            assert self.references[page] > 0, f"page {page} was freed twice"
-            self.references[page] -= 1
-            if self.references[page] == 0:
-                if page in self._names:
-                    self._idle[page] = None
-                else:
-                    self._free.append(page)
+        held = np.array(pages[::-1], np.int64)
+        counts = self.references[held] - 1
+        assert (counts >= 0).all(), f"pages {held[counts < 0].tolist()} were freed twice"
+        self.references[held] = counts
+        for page in held[counts == 0].tolist():
+            if page in self._names:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
 
     def is_shared(self, page: int) -> bool:
         return bool(self.references[page] > 1)
 
     def register(self, token_ids: Sequence[int], pages: Sequence[int], page_size: int) -> None:
         """Let `find` return the full pages among `pages`, which hold the keys of `token_ids`."""
-        key = 0
-        for number, page in enumerate(pages[: len(token_ids) // page_size]):
+        full = len(token_ids) // page_size
+        first, key = self._registered_part(pages[:full])
+        for number in range(first, full):
+            page = pages[number]
             name = (key, tuple(token_ids[number * page_size : (number + 1) * page_size]))
             if name not in self._registered:
                 if page in self._names:
@@ -95,6 +98,17 @@ class PageAllocator:
                 self._registered[name] = (page, self._last_key)
                 self._names[page] = name
             key = self._registered[name][1]
+
+    def _registered_part(self, pages: Sequence[int]) -> tuple[int, int]:
+        """Return how many of the first pages of a sequence need no look, and the key of the last.
+
+        A registered page tells the tokens before it: its own name has the key of the page before.
+        """
+        for number in range(len(pages) - 1, -1, -1):
+            name = self._names.get(pages[number])
+            if name is not None:
+                return number + 1, self._registered[name][1]
+        return 0, 0
 
     def find(self, token_ids: Sequence[int], page_size: int) -> list[int]:
         """Return the registered pages with the keys of as many leading tokens as possible.
