@@ -321,6 +321,12 @@ def test_without_isolation_no_program_runs_unless_requested(monkeypatch):
     assert choose_isolation(SandboxConfig(isolation="none")) == "none"
 
 
+def test_a_short_deadline_of_programs_is_not_that_of_the_check():
+    """A machine that is busy for a moment has no weaker isolation, and none is not refused."""
+    settings = SandboxConfig(isolation="seccomp", timeout_s=1e-6)
+    assert choose_isolation(settings) == "seccomp"
+
+
 def test_an_isolation_that_fails_its_check_is_not_used(monkeypatch):
     monkeypatch.setitem(runner_module._BREAK_OUTS, "arithmetic", "raise SystemExit")
     with pytest.raises(ConfigError, match="does not prevent arithmetic"):

@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from verl.config.reward import SandboxConfig
@@ -168,6 +168,7 @@ def choose_isolation(settings: SandboxConfig) -> str:
     )
 
 
+_PROBE_S = 20.0
 # Each line tries to break out in one way and raises if it succeeds.
 _BREAK_OUTS = {
     "network": "socket.socket(); raise SystemExit",
@@ -199,6 +200,8 @@ def _try(settings: SandboxConfig, isolation: str) -> tuple[str | None, list[str]
     if not seccomp.is_supported():
         return "it needs Linux on x86-64 or AArch64", []
 
+    # A short deadline of programs says nothing of the machine, which may be busy.
+    settings = replace(settings, timeout_s=max(settings.timeout_s, _PROBE_S))
     server = start_server(settings, isolation)
     try:
         if "error" in server.greeting:
