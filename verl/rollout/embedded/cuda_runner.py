@@ -272,11 +272,11 @@ class CudaRunner(ModelRunner):
         slots = _neighbors(scheduler, slots)
         fed = Fed.prefills(scheduler, prefills)
         # A sample draws from its own slot, so the last token goes there.
-        last = fed.is_last
-        self.slots.place(scheduler, fed.take(last))
-        before = fed.take(~last)
-        self.slots.place(scheduler, before, self.slots.spare(len(before.slots)))
-        self._take_step(scheduler, slots, before.slots)
+        before = fed.slots[~fed.is_last]
+        targets = fed.slots.copy()
+        targets[~fed.is_last] = self.slots.spare(len(before))
+        self.slots.place(scheduler, fed, targets)
+        self._take_step(scheduler, slots, before)
         return self._fetch(scheduler, slots)
 
     @torch.inference_mode()
