@@ -393,6 +393,12 @@ VALUES = {
     "actor_rollout_ref.actor.ppo_mini_batch_size": st.sampled_from([None, 4]),
     "trainer.max_steps": st.none() | st.integers(1, 99),
     "actor_rollout_ref.actor.loss_extra": st.just([{"name": "sft", "coef": 0.5}]),
+    "actor_rollout_ref.rollout.agent": st.just(
+        {
+            "environment": {"name": "debate.py:Debate"},
+            "policies": {"a": {"trained": True}, "b": {"path": "x/y", "top_p": 0.5}},
+        }
+    ),
     "trainer.logger": st.sampled_from(["console", ["console", "file"]]),
     "actor_rollout_ref.model.override_config": st.dictionaries(
         st.sampled_from("abc"), st.integers()

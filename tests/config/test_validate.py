@@ -1,11 +1,12 @@
 """Contradictions fail before weights are loaded; keys without effect give one log line."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.config.conftest import BASE, Load
-from verl.config import ActorConfig, TrainConfig, load_config, validate
+from verl.config import ActorConfig, TrainConfig, config_from_dict, load_config, validate
 from verl.config.keys import keys_of
 from verl.utils.errors import ConfigError
 
@@ -208,6 +209,58 @@ def test_model_and_data_must_be_named():
 def test_unanswered_turns_are_an_error(build: Load, overrides: str, message: str):
     with pytest.raises(ConfigError, match=message):
         build(*(f"{ROLLOUT}.{override}" for override in overrides.split()))
+
+
+def with_judge(**judge: Any) -> dict[str, Any]:
+    policies = {"player": {"trained": True}, "judge": judge}
+    agent = {"policies": policies, "environment": {"name": "debate.py:Debate"}}
+    return {
+        "actor_rollout_ref": {"model": {"path": "a/model"}, "rollout": {"agent": agent}},
+        "data": {"train_files": "train.parquet", "train_batch_size": 8},
+    }
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        ({"trained": True, "path": "a/b"}, "Only one policy is trained, the actor.*Leave path out"),
+        ({}, "judge needs one of trained=true .*, got none"),
+        ({"path": "a/b", "url": "http://h"}, "needs one of .*, got path and url"),
+        ({"url": "http://h"}, "needs the name that the server has for its model"),
+        ({"path": "a/b", "model": "m"}, "read together with url only"),
+        ({"path": "self"}, "belong together, got path=self and update_freq=None"),
+        ({"path": "a/b", "update_freq": 2}, "belong together, got path=a/b and update_freq=2"),
+        ({"path": "a/b", "top_p": 0}, r"policies.judge.top_p must be above 0.*got 0.0"),
+        ({"path": "a/b", "max_new_tokens": 0}, "judge.max_new_tokens must be above 0, got 0"),
+        ({"paths": "a/b"}, "policies expects {role: .* with the keys trained, path"),
+    ],
+)
+def test_policies_of_roles_that_cannot_play_are_an_error(judge: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(with_judge(**judge))
+
+
+def test_copies_of_the_actor_need_whole_weights_and_matching_checkpoints():
+    given = with_judge(path="self", update_freq=3)
+    given["trainer"] = {"save_freq": 6, "mode": "one_step_off"}
+    with pytest.raises(ConfigError, match=r"trainer.mode=one_step_off does not.*Set it to sync"):
+        config_from_dict(given)
+    given["trainer"] = {"save_freq": 4}
+    with pytest.raises(ConfigError, match=r"update_freq=3 must divide trainer.save_freq=4"):
+        config_from_dict(given)
+    given["trainer"] = {"save_freq": 6}
+    config_from_dict(given)
+
+
+def test_policies_without_a_loop_or_a_trained_role_are_an_error():
+    given = with_judge(path="a/b")
+    given["actor_rollout_ref"]["rollout"]["agent"].pop("environment")
+    with pytest.raises(ConfigError, match="policies needs an agent loop with roles"):
+        config_from_dict(given)
+    given = with_judge(path="a/b")
+    given["actor_rollout_ref"]["rollout"]["agent"]["policies"].pop("player")
+    with pytest.raises(ConfigError, match="no trained role, got judge, all frozen"):
+        config_from_dict(given)
 
 
 def test_a_reward_model_next_to_scores_of_agents_is_an_error(build: Load):

@@ -21,12 +21,17 @@ if TYPE_CHECKING:
     from verl.agents.loops import Episode as Episode
     from verl.agents.loops import agent_loops as agent_loops
     from verl.agents.loops import register as register
+    from verl.agents.policies import Copies as Copies
+    from verl.agents.policies import FrozenPolicy as FrozenPolicy
+    from verl.agents.policies import host_dtype as host_dtype
+    from verl.agents.policies import make_policies as make_policies
     from verl.agents.runner import AgentRunner as AgentRunner
     from verl.agents.runner import episodes_of as episodes_of
 
 _CLIENT = "verl.agents.engine_client"
 _LIVE = "verl.agents.live"
 _LOOPS = "verl.agents.loops"
+_POLICIES = "verl.agents.policies"
 _RUNNER = "verl.agents.runner"
 
 _HOMES = {
@@ -36,14 +41,18 @@ _HOMES = {
     "AgentLoopMetrics": _LOOPS,
     "AgentLoopOutput": _LOOPS,
     "AgentRunner": _RUNNER,
+    "Copies": _POLICIES,
     "EngineClient": _CLIENT,
     "EngineSteps": _CLIENT,
     "Episode": _LOOPS,
     "Generated": _CLIENT,
+    "FrozenPolicy": _POLICIES,
     "LiveEpisodes": _LIVE,
     "Work": _CLIENT,
     "agent_loops": _LOOPS,
     "episodes_of": _RUNNER,
+    "host_dtype": _POLICIES,
+    "make_policies": _POLICIES,
     "register": _LOOPS,
 }
 
@@ -54,14 +63,18 @@ __all__ = [
     "AgentLoopMetrics",
     "AgentLoopOutput",
     "AgentRunner",
+    "Copies",
     "EngineClient",
     "EngineSteps",
     "Episode",
+    "FrozenPolicy",
     "Generated",
     "LiveEpisodes",
     "Work",
     "agent_loops",
     "episodes_of",
+    "host_dtype",
+    "make_policies",
     "register",
 ]
 

@@ -1,13 +1,15 @@
 """Checks of the data against the configured tools, interactions and loops, before models load."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from verl.agents.environments import roles_of
 from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, agent_loops
 from verl.agents.loops.gateway import GATEWAY_AGENT
 from verl.agents.loops.tool_agent import offered_tools
+from verl.agents.policies import check_roles
 from verl.agents.tools import ToolSet
 from verl.config.rollout import RolloutConfig
 from verl.data.chat import as_messages
@@ -57,6 +59,7 @@ def check_rows(
 
     _check_tools(config, tools, column)
     _check_interactions(interactions, column)
+    _check_policies(config, names)
 
 
 def check_prompts(context: AgentContext, column: Column, prompt_key: str) -> None:
@@ -182,6 +185,40 @@ def _check_interactions(interactions: InteractionSet | None, column: Column) -> 
             "interaction_kwargs in extra_info, so no interaction would ever answer. Add them "
             "({name: ..., ...}), or leave the path out."
         )
+
+
+def _check_policies(config: RolloutConfig, names: Collection[str]) -> None:
+    """Check that every role of the loops has a policy, and that every policy plays a role."""
+    agent = config.agent
+    known: set[str] = set()
+    for name in sorted(names):
+        roles = _roles_of_loop(config, name)
+        if roles is None:
+            known |= set(agent.policies)  # its code may ask for any of them
+            continue
+        where = f"The agent loop '{name}'"
+        if name == _ENVIRONMENT:
+            where = f"The environment '{agent.environment.name}'"
+        check_roles(agent.policies, roles, where)
+        known |= set(roles)
+
+    unused = sorted(set(agent.policies) - known)
+    if unused:
+        raise ConfigError(
+            f"{_SECTION}.agent.policies.{unused[0]} plays no role. Roles of the agent loops that "
+            f"play the rows ({', '.join(sorted(names))}): {', '.join(sorted(known)) or 'none'}. "
+            "Leave it out, or correct its name."
+        )
+
+
+def _roles_of_loop(config: RolloutConfig, name: str) -> tuple[str, ...] | None:
+    """Return the roles of an agent loop; None where its code alone knows them."""
+    if name == _ENVIRONMENT:
+        assert config.agent.environment.name is not None, "the rows were checked"
+        return roles_of(config.agent.environment.name)
+    if name in (*_WITHOUT_TOOLS, _ANSWERED):
+        return ()
+    return getattr(agent_loops.get(name), "roles", None)
 
 
 def _loops_of_rows(config: RolloutConfig, column: Column) -> Iterator[tuple[str, str]]:

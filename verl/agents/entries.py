@@ -86,6 +86,18 @@ def require_methods(cls: type, methods: Collection[str], where: str) -> None:
         )
 
 
+def checked_roles(where: str, roles: Any) -> tuple[str, ...]:
+    """Return the roles that a class declares. Raises ConfigError unless they are different names."""
+    names = tuple(roles) if isinstance(roles, list | tuple) else ()
+    texts = [name for name in names if isinstance(name, str) and name]
+    if not isinstance(roles, list | tuple) or len(set(texts)) < len(names):
+        raise ConfigError(
+            f"{where}: `roles` must be a tuple of different names, such as ('player', 'judge'), "
+            f"got {roles!r}."
+        )
+    return names
+
+
 def _split(reference: str) -> tuple[str, str, str]:
     place, separator, name = reference.rpartition(":")
     return (place, separator, name) if separator else reference.rpartition(".")

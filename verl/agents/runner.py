@@ -16,6 +16,7 @@ from verl.agents.engine_client import EngineClient
 from verl.agents.formats import ToolFormat, recognise_format, tool_format, tool_formats
 from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, AgentLoop, Episode, Tally, agent_loops, register_loops
+from verl.agents.policies import FrozenPolicy
 from verl.agents.tools import ToolSet
 from verl.config.rollout import RolloutConfig
 from verl.data.pictures import PictureReader
@@ -41,6 +42,7 @@ class AgentRunner:
         tokenizer: the model's.
         stop_ids: tokens that end a turn, in addition to the tokenizer's own.
         pictures: reads images; None: the model reads text alone.
+        policies: frozen ones, by the role that they play.
 
     Raises ConfigError at once for a file, name or template that cannot work.
     """
@@ -52,6 +54,7 @@ class AgentRunner:
         *,
         stop_ids: Sequence[int] = (),
         pictures: PictureReader | None = None,
+        policies: Mapping[str, FrozenPolicy] | None = None,
     ) -> None:
         if pictures is not None and config.multi_turn.use_inference_chat_template:
             raise ConfigError(
@@ -74,6 +77,7 @@ class AgentRunner:
             tools=tools,
             interactions=build_interactions(config),
             pictures=pictures,
+            policies=policies or {},
         )
         say_once(f"agents: {boundary.report()}")
         self._loops: dict[str, AgentLoop] = {}
@@ -105,7 +109,10 @@ class AgentRunner:
             self._open_again()
         self.context.tally = Tally()
         self.prepare(episodes, client)
-        return run_in_loop(client.serve(self._play_all(episodes, on_end)))
+        work = self._play_all(episodes, on_end)
+        for policy in self.context.policies.values():
+            work = policy.serve(work, step=client.steps.step, num_episodes=len(episodes))
+        return run_in_loop(client.serve(work))
 
     def prepare(self, episodes: Sequence[Episode], client: EngineClient) -> None:
         """Make the loops of `episodes`, which draw their turns from `client`.

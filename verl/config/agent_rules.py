@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from verl.config.multi_turn import MultiTurnConfig
+from verl.config.policies import SELF, PolicyConfig
 from verl.config.train import TrainConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -87,6 +88,79 @@ def turn_rewards_have_turns(config: TrainConfig) -> Iterator[str]:
         )
 
 
+def policies_can_play(config: TrainConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    policies = rollout.agent.policies
+    if policies and not rollout.uses_agents:
+        yield (
+            f"{_ROLLOUT}.agent.policies needs an agent loop with roles, got a rollout of one turn. "
+            "Set agent.environment.name or agent.agent_loop_config_path, or leave it out."
+        )
+    for role, policy in policies.items():
+        key = f"{_ROLLOUT}.agent.policies.{role}"
+        yield from _policy_is_one_model(key, policy)
+        if policy.path == SELF:
+            yield from _copies_can_be_made(config, key, policy.update_freq)
+        if policy.path is not None and config.trainer.mode == "fully_async":
+            yield (
+                f"{key}.path={policy.path} is played between two steps of the rollout's engine, "
+                "which trainer.mode=fully_async does not wait for. Serve the model and set url, or "
+                "set trainer.mode=sync."
+            )
+    if policies and not any(policy.trained for policy in policies.values()):
+        yield (
+            f"{_ROLLOUT}.agent.policies names no trained role, got {', '.join(policies)}, all "
+            "frozen. Set trained=true for the role that the actor plays."
+        )
+
+
+def _policy_is_one_model(key: str, policy: PolicyConfig) -> Iterator[str]:
+    places = [name for name in ("path", "url") if getattr(policy, name) is not None]
+    if policy.trained and places:
+        yield (
+            f"{key} has trained=true and {places[0]}={getattr(policy, places[0])}. Only one policy "
+            "is trained, the actor: several roles may be played by it, others are frozen. Leave "
+            f"{places[0]} out (the actor), or trained (a frozen model)."
+        )
+    elif not policy.trained and len(places) != 1:
+        yield (
+            f"{key} needs one of trained=true (the actor), path (a frozen model) and url (a "
+            f"server), got {' and '.join(places) or 'none'}."
+        )
+    if policy.url is not None and policy.model is None:
+        yield f"{key}.url={policy.url} needs the name that the server has for its model: set model."
+    if policy.url is None and (policy.model is not None or policy.api_key_env is not None):
+        yield f"{key}.model and api_key_env are read together with url only. Set url, or leave both."
+    if (policy.path == SELF) != (policy.update_freq is not None):
+        yield (
+            f"{key}.path={SELF} and update_freq (steps from one copy of the actor to the next) "
+            f"belong together, got path={policy.path} and update_freq={policy.update_freq}."
+        )
+
+
+def _copies_can_be_made(config: TrainConfig, key: str, freq: int | None) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    needed = {
+        "trainer.mode": (config.trainer.mode, "sync"),
+        f"{_ROLLOUT}.name": (rollout.name, "embedded"),
+        f"{_ROLLOUT}.tensor_model_parallel_size": (rollout.tensor_model_parallel_size, 1),
+        f"{_ROLLOUT}.quantization": (rollout.quantization, None),
+    }
+    for name, (given, wanted) in needed.items():
+        if given != wanted:
+            shown = "null" if wanted is None else wanted
+            yield (
+                f"{key}.path={SELF} copies whole weights from the engine of the rollout, which "
+                f"{name}={given} does not have in one place. Set it to {shown}."
+            )
+    saved_every = config.trainer.save_freq
+    if freq is not None and saved_every > 0 and saved_every % freq:
+        yield (
+            f"{key}.update_freq={freq} must divide trainer.save_freq={saved_every}: a resumed run "
+            "copies the weights of its checkpoint."
+        )
+
+
 def agent_doubts(config: TrainConfig) -> Iterator[str]:
     """Yield settings of turns that nothing reads."""
     rollout = config.actor_rollout_ref.rollout
@@ -110,4 +184,9 @@ def agent_doubts(config: TrainConfig) -> Iterator[str]:
             )
 
 
-RULES = (turns_have_an_answer, turn_rewards_have_turns, episodes_have_one_score)
+RULES = (
+    turns_have_an_answer,
+    turn_rewards_have_turns,
+    episodes_have_one_score,
+    policies_can_play,
+)

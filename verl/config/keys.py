@@ -62,11 +62,24 @@ def _walk(section: Any, prefix: str) -> Iterator[Key]:
             yield Key(path, setting, field.type, value)
 
 
+def keys_of_entries(config: Any) -> Iterator[Key]:
+    """Give the keys of sections that the user names, such as a value of `agent.policies`."""
+    for key in keys_of(type(config)).values():
+        entries = value_at(config, key.path)
+        if not isinstance(entries, dict):
+            continue
+        for name, entry in entries.items():
+            if dataclasses.is_dataclass(entry):
+                if "." in name:
+                    raise ConfigError(f"{key.path}: a name must have no dot, got '{name}'.")
+                yield from _walk(entry, f"{key.path}.{name}.")
+
+
 def owner_of(config: Any, path: str) -> tuple[Any, str]:
     """Return the section object that holds a key, and the key's name in it."""
     *sections, name = path.split(".")
     for section in sections:
-        config = getattr(config, section)
+        config = config[section] if isinstance(config, dict) else getattr(config, section)
     return config, name
 
 

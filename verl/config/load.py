@@ -20,7 +20,8 @@ from verl.config.actor import ExtraLossConfig
 from verl.config.async_rules import with_async_defaults, with_correction_forms
 from verl.config.command_line import USAGE, CommandLine, parse_command_line
 from verl.config.compose import compose_files, plain_values
-from verl.config.keys import Key, flatten, keys_of, nest, owner_of, rename_aliases
+from verl.config.keys import Key, flatten, keys_of, keys_of_entries, nest, owner_of, rename_aliases
+from verl.config.policies import PolicyConfig
 from verl.config.rules import RULES, RULES_OF_FILES, Rule, doubtful
 from verl.config.toy_defaults import with_toy_defaults
 from verl.config.train import TrainConfig
@@ -317,6 +318,9 @@ _TYPE_NAMES = {
     list[float]: "a list of numbers",
     list[str]: "a list of texts",
     dict[str, Any]: "a mapping of names to values",
+    dict[str, PolicyConfig]: (
+        "{role: {<key>: <value>}} with the keys " + ", ".join(keys_of(PolicyConfig))
+    ),
     list[ExtraLossConfig]: "a list of {name: <registered loss>, coef: <number>}",
 }
 
@@ -360,7 +364,7 @@ def _resolution_message(tree: DictConfig, schema: type) -> str:
 
 def _tidy(config: Any, keys: Mapping[str, Key]) -> None:
     """Turn a single value into a list if both are accepted, and expand `~` in paths."""
-    for key in keys.values():
+    for key in (*keys.values(), *keys_of_entries(config)):
         owner, name = owner_of(config, key.path)
         value = getattr(owner, name)
         if key.setting.many and not isinstance(value, list):

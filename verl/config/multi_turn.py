@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.gateway import GatewayConfig
+from verl.config.policies import PolicyConfig
 from verl.config.setting import setting
 
 _RERENDERED = "drawn tokens are never tokenized again, and boundaries are proved at start"
@@ -95,6 +96,11 @@ class AgentConfig:
         "stop",
         "after an error in an agent loop or environment: stop the run, or drop the episode",
         choices=("stop", "drop"),
+    )
+    policies: dict[str, PolicyConfig] = setting(
+        {},
+        "policies of the roles in an episode, by role: {trained: true} is the actor; {path: ...} or "
+        "{url: ...} is frozen (docs/how_to/agents.md)",
     )
     gives_reward: bool = setting(
         False, "agent loops give the score of every episode (reward_score); environments always do"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from verl.config.keys import Key, keys_of, value_at
+from verl.config.keys import Key, keys_of, keys_of_entries, value_at
 from verl.config.placement import inactive_sections
 from verl.config.rules import RULES, Rule, doubtful
 from verl.config.train import TrainConfig
@@ -50,7 +50,7 @@ def contradictions(
     """Return one message for each value that cannot be honoured; see `validate`."""
     problems = [
         problem
-        for key in keys_of(type(config)).values()
+        for key in (*keys_of(type(config)).values(), *keys_of_entries(config))
         for problem in _problems_of_value(config, key)
     ]
     if not problems:  # rules take it that every single value is in its range

@@ -8,6 +8,7 @@ service slows the run down and is not flooded.
 import contextlib
 import json
 import math
+import os
 import socket
 import threading
 import time
@@ -29,6 +30,23 @@ _CHUNK_BYTES = 64 * 1024
 _RETRIED = (429, 500, 502, 503, 504)
 _LONGEST_BACKOFF_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
+
+
+def authorization(section: str, variable: str | None) -> dict[str, str]:
+    """Return the header with the key of a service, or none.
+
+    Args:
+        section: of the configuration that names the variable as `api_key_env`, for errors.
+        variable: of the environment, which holds the key; None for a service without one.
+    """
+    if variable is None:
+        return {}
+    if variable not in os.environ:
+        raise ConfigError(
+            f"{section}.api_key_env={variable}: no such environment variable. Export the key, or "
+            "unset api_key_env for a service without one."
+        )
+    return {"Authorization": f"Bearer {os.environ[variable]}"}
 
 
 class JsonClient:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.config.reward import JudgeConfig, RequestsConfig, SandboxFusionConfig
-from verl.rewards.json_client import JsonClient
+from verl.rewards.json_client import JsonClient, authorization
 from verl.rewards.sandbox.runner import Run
 from verl.utils.errors import ConfigError, RewardError
 
@@ -120,22 +120,12 @@ class Judge:
         self._pattern = _compile(config.score_pattern)
         self._template = config.prompt or DEFAULT_PROMPT
         _check_template(self._template)
-        headers = {}
-
-        if config.api_key_env is not None:
-            if config.api_key_env not in os.environ:
-                raise ConfigError(
-                    f"reward_model.judge.api_key_env={config.api_key_env}: no such environment "
-                    "variable. Export the key, or unset api_key_env for a service without one."
-                )
-            headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
-
         self.client = JsonClient(
             config.url.rstrip("/").removesuffix("/chat/completions"),
             key="reward_model.judge.url",
             max_concurrent=config.max_concurrent,
             requests=requests,
-            headers=headers,
+            headers=authorization("reward_model.judge", config.api_key_env),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,6 +166,10 @@ class ModelTwin:
                 f"are missing: {shown}{' ...' if len(missing) > 5 else ''}."
             )
         self.ready = True
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter as it is here."""
+        yield from self._held.items()
 
     def place(self, name: str) -> torch.Tensor | None:
         """Return the memory that may receive a whole new value before `update` does.

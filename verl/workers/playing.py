@@ -5,14 +5,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl import agents
+from verl.config import ActorRolloutRefConfig
 from verl.distributed.collectives import Axis, gather_objects
+from verl.models.load import load_causal_lm
 from verl.models.pictures import Pictures
 from verl.protocol import DataProto
 from verl.rollout.trajectory import Trajectory
 from verl.single_controller import note_progress, tell
 from verl.utils.errors import RolloutError
+from verl.workers.actor import model_source
 from verl.workers.stream import follow
 
 _EPISODE_COLUMNS = (
@@ -22,6 +26,41 @@ _EPISODE_COLUMNS = (
 
 # Trajectories, and the counters of the engine that drew them.
 Played = tuple[list[Trajectory], dict[str, float]]
+
+
+def frozen_policies(
+    config: ActorRolloutRefConfig,
+    tokenizer: Any,
+    device: torch.device,
+    *,
+    is_alone: bool,
+    sharing: Axis,
+) -> "dict[str, agents.FrozenPolicy]":
+    """Return the policies of frozen roles, on the rank that plays the episodes of an engine.
+
+    Args:
+        tokenizer: the actor's.
+        is_alone: whether no actor shares the device, so that engines need not sleep.
+        sharing: the ranks that share the actor's engine.
+    """
+    if sharing.rank > 0:
+        return {}
+    rollout = config.rollout
+
+    def own_model() -> Any:
+        return load_causal_lm(
+            **model_source(config.model),
+            dtype=agents.host_dtype(rollout, device),
+            max_length=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
+        )
+
+    return agents.make_policies(
+        rollout,
+        own_model=own_model,
+        own_tokenizer=tokenizer,
+        device=device,
+        sleeps=rollout.free_cache_engine and not is_alone,
+    )
 
 
 def lead(

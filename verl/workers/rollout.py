@@ -48,6 +48,7 @@ from verl.workers.playing import (
     combine_metrics,
     episode_columns,
     follow_to_the_end,
+    frozen_policies,
     lead,
     pictures_of,
     refuse_pictures,
@@ -139,8 +140,16 @@ class RolloutWorker(Worker):
         if config.rollout.uses_agents:
             stop_ids = end_of_sequence_ids(model, tokenizer)
             pictures = build_picture_reader(config.model, tokenizer, keeps_images=self.is_external)
+            policies = frozen_policies(
+                config,
+                tokenizer,
+                self.device,
+                is_alone=actor is None,
+                sharing=self.rollout_mesh.tensor,
+            )
+            self._copies = agents.Copies(config.rollout, policies)
             self.agents = agents.AgentRunner(
-                config.rollout, tokenizer, stop_ids=stop_ids, pictures=pictures
+                config.rollout, tokenizer, stop_ids=stop_ids, pictures=pictures, policies=policies
             )
 
     @property
@@ -227,6 +236,7 @@ class RolloutWorker(Worker):
         episodes = agents.episodes_of(
             prompts.non_tensor_batch, n, step=step, record_step=record_step
         )
+        self._copies.renew(self.engine, step if record_step >= 0 else None)
         self.engine.forget_prefixes()
         longest = self._longest_episode
         self.engine.reserve(Room(sequences=len(episodes), tokens=longest))

@@ -13,11 +13,13 @@ class Observation:
 
     Attributes:
         messages: {"role", "content"} to append to the conversation; may be empty at the end.
-        reward: for the last action.
+        reward: for the last action, of the role that acted.
         done: whether the episode has ended.
         info: numbers and texts for metrics and the sample log.
         replaces_prompt: whether the opening messages are the whole conversation, in place of the
-            row's prompt, which they otherwise follow. Read after `reset` alone.
+            row's prompt, which they otherwise follow. Read where a conversation begins.
+        role: the role that acts next, and reads `messages`. "" in environments of one role.
+        rewards: further rewards by role, for the last action of each, as in a game that one wins.
     """
 
     messages: list[dict[str, Any]]
@@ -25,13 +27,17 @@ class Observation:
     done: bool = False
     info: dict[str, Any] = field(default_factory=dict)
     replaces_prompt: bool = False
+    role: str = ""
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable
 class Environment(Protocol):
     """The world of one episode. An object serves one trajectory, and one call at a time.
 
-    Methods may be plain functions as well; both kinds run in a thread of the episode.
+    Methods may be plain functions as well; both kinds run in a thread of the episode. A class with
+    an attribute `roles`, a tuple of names, has several agents: every observation names the `role`
+    that acts next, and each role has a conversation of its own.
     """
 
     async def reset(self, **kwargs: Any) -> Observation:

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.agents.entries import load_class, names_a_class, require_methods
+from verl.agents.entries import checked_roles, load_class, names_a_class, require_methods
 
 # These register themselves.
 from verl.agents.environments import calculator as _calculator  # noqa: F401
@@ -76,6 +76,15 @@ def find_environment(name: str, folder: Path | None = None) -> Callable[..., Any
     if not names_a_class(name):
         return environments.get(name)
     return adapted(load_class(name, folder), name)
+
+
+def roles_of(name: str) -> tuple[str, ...]:
+    """Return the roles that an environment declares as `roles`; () for one without.
+
+    Raises ConfigError for an unknown name, and for roles that are not different texts.
+    """
+    roles = getattr(find_environment(name), "roles", ())
+    return checked_roles(f"The environment '{name}'", roles)
 
 
 def adapted(cls: type, where: str) -> Callable[..., Any]:

@@ -135,6 +135,7 @@ def checked(value: Any, where: str) -> Observation:
                 f"{where} must return messages such as {{'role': 'user', 'content': 'Hi'}}, got "
                 f"{str(message)[:80]!r}."
             )
-    if not math.isfinite(value.reward):
-        raise RolloutError(f"{where} must return a finite reward, got {value.reward!r}.")
+    for reward in (value.reward, *value.rewards.values()):
+        if not math.isfinite(reward):
+            raise RolloutError(f"{where} must return a finite reward, got {reward!r}.")
     return value

@@ -12,6 +12,7 @@ from verl.agents.formats import ParsedReply, ToolFormat, parse_reply
 from verl.agents.formats.base import without_end
 from verl.agents.formats.tool_parser import decoded
 from verl.agents.interactions import InteractionSet
+from verl.agents.policies import FrozenPolicy
 from verl.agents.tools import ToolSet
 from verl.agents.user_thread import UserCall
 from verl.config.rollout import RolloutConfig
@@ -96,6 +97,7 @@ class AgentContext:
         tools: of the run; None without tools.
         interactions: simulated users of the run; None without.
         pictures: reads the images of tools; None: the model reads text alone.
+        policies: frozen ones, by the role that they play.
         client: draws turns. Set for each batch.
         tally: of the batch.
     """
@@ -107,6 +109,7 @@ class AgentContext:
     tools: ToolSet | None = None
     interactions: InteractionSet | None = None
     pictures: PictureReader | None = None
+    policies: Mapping[str, FrozenPolicy] = field(default_factory=dict)
     client: EngineClient = field(init=False)
     tally: Tally = field(default_factory=Tally)
 
@@ -141,8 +144,13 @@ class AgentContext:
             reader=self.pictures,
         )
 
-    async def draw(self, conversation: Conversation) -> Generated:
-        """Draw the next turn of a conversation and append it."""
+    async def draw(self, conversation: Conversation, number: int | None = None) -> Generated:
+        """Draw the next turn of a conversation and append it.
+
+        Args:
+            number: of the turn among all that the actor draws in the episode, which fixes its
+                noise; None: the episode has one conversation.
+        """
         limit = conversation.room
         most = self.config.multi_turn.max_tokens_per_turn
         if most is not None:
@@ -150,12 +158,32 @@ class AgentContext:
         drawn = await self.client.generate(
             prompt_ids=conversation.ids,
             row=conversation.row,
-            turn=conversation.turns,
+            turn=conversation.turns if number is None else number,
             limit=limit,
             pictures=conversation.pictures,
         )
         conversation.add_drawn(drawn)
         return drawn
+
+    async def reply_of(
+        self, role: str, messages: Sequence[Message], episode: Episode, turn: int
+    ) -> str:
+        """Return the next turn of a frozen role, as text.
+
+        Args:
+            messages: of the conversation as the role sees it.
+            turn: number of the turn among all turns of frozen roles in the episode.
+        """
+        if role not in self.policies:
+            raise RolloutError(
+                f"No frozen policy plays the role '{role}'. Frozen roles are: "
+                f"{', '.join(self.policies) or 'none'}. Set "
+                f"actor_rollout_ref.rollout.agent.policies.{role}.path or .url."
+            )
+        self.tally.counts[f"policy/{role}/turns"] += 1
+        return await self.policies[role].reply(
+            messages, step=episode.step, row=episode.own_row, turn=turn
+        )
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Decode a drawn turn without its end. Other special tokens stay, such as <think>."""

@@ -2,23 +2,28 @@
 
 import time
 import zlib
-from typing import Any
 
-from verl.agents.environments import EnvironmentSession, open_environment
+from verl.agents.environments import EnvironmentSession, Observation, open_environment, roles_of
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, require_sound
+from verl.agents.loops.seats import Seat, Seats
+from verl.agents.policies import check_roles
 from verl.rollout.trajectory import Trajectory
 
 
 class EnvironmentLoop:
-    """Play an environment: drawn turns are actions, its observations are the messages after them.
+    """Play an environment: turns are actions, its observations are the messages before them.
 
-    Its opening messages follow the prompt of the row, or replace it. An environment that raises
-    stops the run or drops the episode, as `agent.on_error` says; one that is late drops it. The
-    score of the episode is the sum of the rewards; each also counts for its turn.
+    The first messages to a role follow the prompt of the row, or replace it. An environment that
+    raises stops the run or drops the episode, as `agent.on_error` says; one that is late drops it.
+    The score of a role is the sum of its rewards; each also counts for its turn.
     """
 
     def __init__(self, context: AgentContext) -> None:
         self.context = context
+        agent = context.config.agent
+        assert agent.environment.name is not None, "the rows were checked"
+        self.roles = roles_of(agent.environment.name)
+        check_roles(agent.policies, self.roles, f"The environment '{agent.environment.name}'")
 
     async def play(self, episode: Episode) -> list[Trajectory]:
         """See `AgentLoop.play`."""
@@ -35,57 +40,44 @@ class EnvironmentLoop:
 
     async def _play(self, episode: Episode, session: EnvironmentSession) -> list[Trajectory]:
         context = self.context
-        first = await session.reset(**{"seed": seed_of(episode), **episode.fields})
+        seen = await session.reset(**{"seed": seed_of(episode), **episode.fields})
         require_sound(session.failure, context.config.agent.on_error)
-        if first.done:
-            return []  # late, or over before the model's first turn
-        opening = [*([] if first.replaces_prompt else episode.messages), *first.messages]
-        conversation = context.conversation(episode, opening)
-        rewards: dict[int, float] = {}
+        if seen.done:
+            return []  # late, or over before the first turn
+        seats = Seats(context, episode, self.roles)
         ended_by = ""
 
         while not ended_by:
-            drawn = await context.draw(conversation)
-            turn = conversation.turns - 1
-            action = context.text_of(drawn.token_ids)
-            reply = {"role": "assistant", "content": action}
-            observation = await session.step(action)
+            seat = seats.of(seen.role)
+            if not seat.hear(seen):
+                ended_by = "length"
+                break
+            action = await seat.act(seats.actor_turns)
+            seen = await session.step(action)
             require_sound(session.failure, context.config.agent.on_error)
-            rewards[turn] = float(observation.reward)
-
-            if observation.done:
-                ended_by = "environment"
-            elif drawn.finish_reason == "length" or conversation.room <= 0:
-                ended_by = "length"
-            elif self._is_last(conversation.turns):
-                ended_by = "turns"
-            if ended_by:
-                conversation.add_reply(reply)
-            elif not conversation.extend(reply, observation.messages, "user"):
-                ended_by = "length"
+            seats.credit(seat, seen)
+            ended_by = self._end_after(seat, seen)
 
         context.tally.counts[f"ended_by/{ended_by}"] += 1
-        extra: dict[str, Any] = {
-            "messages": conversation.messages,
-            "turn_scores": list(rewards.values()),
-            "ended_by": ended_by,
-        }
-        if session.failure is not None:
-            extra["failure"] = session.failure.error
-        trajectories = conversation.trajectories()
+        trajectories = seats.trajectories()
         for trajectory in trajectories:
-            trajectory.reward = sum(rewards.values())
-            trajectory.turn_rewards = rewards
-            trajectory.num_turns = 2 * conversation.turns
             trajectory.is_dropped = session.failure is not None
-            trajectory.extra = extra
+            trajectory.extra["ended_by"] = ended_by
+            if session.failure is not None:
+                trajectory.extra["failure"] = session.failure.error
         return trajectories
 
-    def _is_last(self, turns: int) -> bool:
-        """Check whether the limits allow no turn after `turns` of them."""
+    def _end_after(self, seat: Seat, seen: Observation) -> str:
+        """Return the reason why no turn follows the last one of `seat`, or ""."""
+        if seen.done:
+            return "environment"
+        if seat.is_full:
+            return "length"
         limits = self.context.config.multi_turn
-        num_answers = turns - 1
-        return turns == limits.max_assistant_turns or num_answers == limits.max_user_turns
+        num_answers = seat.turns - 1
+        if seat.turns == limits.max_assistant_turns or num_answers == limits.max_user_turns:
+            return "turns"
+        return ""
 
 
 def seed_of(episode: Episode) -> int:

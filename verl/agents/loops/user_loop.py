@@ -3,13 +3,14 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, Field
 
 from verl.agents.engine_client import Generated
+from verl.agents.entries import checked_roles
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
 from verl.rollout.types import SamplingParams
@@ -79,6 +80,19 @@ class ServerManager:
         self._params = sampling_dict(context.client.params)
         self.drawn: list[tuple[list[int], Generated]] = []
         self._turn = 0
+        self._frozen_turn = 0
+
+    async def reply(self, role: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the next turn of a frozen role (`rollout.agent.policies`) as text.
+
+        Args:
+            role: that the policy plays.
+            messages: of the conversation as the role sees it.
+        """
+        turn = self._frozen_turn
+        self._frozen_turn += 1
+        own = [dict(message) for message in messages]
+        return await self._context.reply_of(role, own, self._episode, turn)
 
     async def generate(
         self,
@@ -212,10 +226,27 @@ def register(agent_name: str) -> Callable[[type], type]:
 def add_user_loop(agent_name: str, loop_class: type, **options: Any) -> None:
     """Register `loop_class` with keywords of its own for every object."""
 
-    def build(context: AgentContext) -> UserLoop:
-        return UserLoop(context, agent_name, loop_class, options)
+    agent_loops.register(agent_name)(UserLoopMaker(agent_name, loop_class, options))
 
-    agent_loops.register(agent_name)(build)
+
+@dataclass(frozen=True)
+class UserLoopMaker:
+    """Makes the loop of one class of a user's."""
+
+    name: str
+    loop_class: type
+    options: Mapping[str, Any]
+
+    def __call__(self, context: AgentContext) -> "UserLoop":
+        return UserLoop(context, self.name, self.loop_class, self.options)
+
+    @property
+    def roles(self) -> tuple[str, ...] | None:
+        """The roles that the class declares as `roles`; None where it declares none."""
+        roles = getattr(self.loop_class, "roles", None)
+        if roles is None:
+            return None
+        return checked_roles(f"The agent loop '{self.name}'", roles)
 
 
 class UserLoop:

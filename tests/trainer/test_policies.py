@@ -1,0 +1,148 @@
+"""Training against frozen policies: they stay as they are, and a run repeats to the bit."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.agents.chat_server import serving
+from tests.trainer.runs import command_line, run, same_bits, step_lines, weights, without_times
+from verl.config import load_config
+from verl.trainer.ppo_trainer import PPOTrainer
+
+ROLLOUT = "actor_rollout_ref.rollout"
+DEBATE = [
+    f"{ROLLOUT}.agent.environment.name={Path(__file__).parent.parent}/agents/debate.py:Debate",
+    f"{ROLLOUT}.multi_turn.max_tokens_per_turn=8",
+    "data.max_response_length=200",
+    "data.max_prompt_length=256",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "trainer.test_freq=-1",
+]
+
+
+def against(judge: str) -> str:
+    return f"{ROLLOUT}.agent.policies={{player: {{trained: true}}, judge: {{{judge}}}}}"
+
+
+FROZEN = against("path: toy, max_new_tokens: 8")
+COPY = against("path: self, update_freq: 2, max_new_tokens: 8")
+
+
+def test_the_player_learns_and_the_judge_stays_the_same_to_the_bit(tmp_path: Path):
+    config = load_config(command_line(tmp_path, *DEBATE, FROZEN, "trainer.max_steps=12"))
+    trainer = PPOTrainer(config)
+    trainer.init_workers()
+    worker = trainer.rollout_wg.worker
+    judge = worker.agents.context.policies["judge"]
+    begin = {name: value.clone() for name, value in judge.engine.twin.named_weights()}
+    actor = {name: value.clone() for name, value in worker.engine.twin.named_weights()}
+    trainer.fit()
+
+    held = dict(judge.engine.twin.named_weights())
+    assert same_bits(held, begin)
+    assert not same_bits(dict(worker.engine.twin.named_weights()), actor)
+    lines = step_lines(tmp_path)
+    rewards = [line["critic/score/mean"] for line in lines]
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 1.0
+    for line in lines:
+        assert 0 < line["agent_loop/policy/judge/turns"] <= 16  # a cut turn ends the episode
+        for turn in range(2):
+            assert abs(line[f"training/turn_{turn}/rollout_diff_max"]) < 1e-4
+
+
+@pytest.mark.parametrize("policies", [FROZEN, COPY], ids=["frozen", "copy"])
+def test_a_resumed_run_meets_the_same_opponent(tmp_path: Path, policies: str):
+    own = [*DEBATE, policies, f"{ROLLOUT}.deterministic=True", "trainer.save_freq=2"]
+    assert run(tmp_path / "whole", *own, "trainer.max_steps=4") == 0
+    assert run(tmp_path / "parts", *own, "trainer.max_steps=2") == 0
+    assert run(tmp_path / "parts", *own, "trainer.max_steps=4") == 0
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    others = ("agent_loop/", "rollout/")
+    assert without_times(step_lines(parts), *others) == without_times(step_lines(whole), *others)
+    assert same_bits(weights(parts, 4), weights(whole, 4))
+
+
+def test_a_copy_of_the_actor_is_renewed_every_so_many_steps(tmp_path: Path):
+    own = [*DEBATE, COPY, "trainer.save_freq=2", "trainer.max_steps=4"]
+    trainer = PPOTrainer(load_config(command_line(tmp_path, *own)))
+    trainer.init_workers()
+    trainer.fit()
+    judge = trainer.rollout_wg.worker.agents.context.policies["judge"]
+
+    copied = {name: value.clone() for name, value in judge.engine.twin.named_weights()}
+    of_step = {}
+    for step in (2, 4):
+        saved = weights(tmp_path, step)
+        of_step[step] = {name.rpartition("model/")[2]: value for name, value in saved.items()}
+    differing = {2: 0, 4: 0}
+    for name, value in copied.items():
+        for step, saved in of_step.items():
+            (own_name,) = [each for each in saved if each.endswith(name)]
+            differing[step] += not torch.equal(saved[own_name], value)
+    assert differing[2] == 0  # taken before step 3
+    assert differing[4] > 0
+
+
+def test_a_loop_from_a_users_file_asks_a_frozen_role(tmp_path: Path):
+    (tmp_path / "loops.py").write_text(
+        textwrap.dedent(
+            """
+            from verl.agents import AgentLoopBase, AgentLoopOutput
+
+            class Judged(AgentLoopBase):
+                roles = ("writer", "judge")
+
+                async def run(self, messages, sampling_params):
+                    ids = self.tokenizer.apply_chat_template(
+                        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                    )
+                    drawn = await self.server_manager.generate(
+                        "a", prompt_ids=ids, sampling_params={**sampling_params, "max_tokens": 8}
+                    )
+                    said = self.tokenizer.decode(drawn, skip_special_tokens=True)
+                    verdict = await self.server_manager.reply(
+                        "judge", [{"role": "user", "content": said}]
+                    )
+                    return AgentLoopOutput(
+                        prompt_ids=ids,
+                        response_ids=drawn,
+                        response_mask=[1] * len(drawn),
+                        reward_score=float(len(set(said) & set(verdict))),
+                    )
+            """
+        )
+    )
+    (tmp_path / "loops.yaml").write_text(
+        f"- {{name: judged, _target_: {tmp_path}/loops.py:Judged}}"
+    )
+    own = [
+        f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml",
+        f"{ROLLOUT}.agent.default_agent_loop=judged",
+        f"{ROLLOUT}.agent.gives_reward=True",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    ]
+    judged = f"{ROLLOUT}.agent.policies={{writer: {{trained: true}}, judge: {{path: toy}}}}"
+    assert run(tmp_path / "run", *own, judged) == 0
+    lines = step_lines(tmp_path / "run")
+    assert all(line["agent_loop/policy/judge/turns"] == 16 for line in lines)
+    assert any(line["critic/score/max"] > 0 for line in lines)
+
+
+def test_a_role_without_a_policy_is_an_error_before_the_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    assert run(tmp_path, *DEBATE) != 0
+    assert "has the roles player, judge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_a_server_plays_in_every_schedule(tmp_path: Path, mode: str):
+    with serving() as (url, handler):
+        judge = against(f"url: '{url}', model: big")
+        assert run(tmp_path, *DEBATE, judge, f"trainer.mode={mode}") == 0
+    assert len(handler.asked) > 16
+    assert len({body["seed"] for body in handler.asked}) > 16
+    lines = step_lines(tmp_path)
+    assert sum(line.get("agent_loop/policy/judge/turns", 0) for line in lines) > 16
