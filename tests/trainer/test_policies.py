@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tests.agents.chat_server import serving
+from tests.launches import launch
 from tests.trainer.runs import command_line, run, same_bits, step_lines, weights, without_times
 from verl.config import load_config
+from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -146,3 +148,13 @@ def test_a_server_plays_in_every_schedule(tmp_path: Path, mode: str):
     assert len({body["seed"] for body in handler.asked}) > 16
     lines = step_lines(tmp_path)
     assert sum(line.get("agent_loop/policy/judge/turns", 0) for line in lines) > 16
+
+
+def test_two_ranks_meet_the_same_judge_as_one_process(tmp_path: Path):
+    own = [*DEBATE, FROZEN]
+    assert run(tmp_path / "one", *own) == 0
+    done = launch(2, main, command_line(tmp_path / "two", *own))
+    assert done.returncode == 0, done.stderr
+    one, two = step_lines(tmp_path / "one"), step_lines(tmp_path / "two")
+    for name in ("critic/score/mean", "response_length/mean", "agent_loop/policy/judge/turns"):
+        assert [line[name] for line in two] == pytest.approx([line[name] for line in one])

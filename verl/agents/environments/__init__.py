@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from verl.agents.environments.gym import GymEnvironment as GymEnvironment
     from verl.agents.environments.make import make_environment as make_environment
     from verl.agents.environments.make import open_environment as open_environment
+    from verl.agents.environments.make import plays_itself as plays_itself
     from verl.agents.environments.make import roles_of as roles_of
     from verl.agents.environments.session import EnvironmentSession as EnvironmentSession
     from verl.agents.environments.skyrl import SkyRLEnvironment as SkyRLEnvironment
@@ -27,6 +28,7 @@ __all__ = [
     "environments",
     "make_environment",
     "open_environment",
+    "plays_itself",
     "roles_of",
 ]
 
@@ -42,6 +44,7 @@ __getattr__ = lazy_names(
         "environments": "verl.agents.environments.make",
         "make_environment": "verl.agents.environments.make",
         "open_environment": "verl.agents.environments.make",
+        "plays_itself": "verl.agents.environments.make",
         "roles_of": "verl.agents.environments.make",
     },
 )

@@ -38,6 +38,9 @@ class Environment(Protocol):
     Methods may be plain functions as well; both kinds run in a thread of the episode. A class with
     an attribute `roles`, a tuple of names, has several agents: every observation names the `role`
     that acts next, and each role has a conversation of its own.
+
+    A class with `async play(base_url, api_key, row)` in place of these methods calls the model
+    itself, through the gateway, and returns the reward. One object plays all episodes.
     """
 
     async def reset(self, **kwargs: Any) -> Observation:

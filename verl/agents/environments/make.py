@@ -11,6 +11,7 @@ from verl.agents.entries import checked_roles, load_class, names_a_class, requir
 from verl.agents.environments import calculator as _calculator  # noqa: F401
 from verl.agents.environments import number_guessing as _number_guessing  # noqa: F401
 from verl.agents.environments import openenv as _openenv  # noqa: F401
+from verl.agents.environments import verifiers as _verifiers  # noqa: F401
 from verl.agents.environments.base import environments
 from verl.agents.environments.gym import GymEnvironment
 from verl.agents.environments.session import DEFAULT_TIMEOUT_S, EnvironmentSession
@@ -87,6 +88,11 @@ def roles_of(name: str) -> tuple[str, ...]:
     return checked_roles(f"The environment '{name}'", roles)
 
 
+def plays_itself(name: str) -> bool:
+    """Return whether an environment has `play`: it calls the model itself, through the gateway."""
+    return hasattr(find_environment(name), "play")
+
+
 def adapted(cls: type, where: str) -> Callable[..., Any]:
     """Return a maker for a user's class: the class, or an adapter of the library it derives from.
 
@@ -105,6 +111,8 @@ def adapted(cls: type, where: str) -> Callable[..., Any]:
     if kind == "skyrl":
         require_methods(cls, ("init", "step"), where)
         return lambda **config: SkyRLEnvironment(cls(**config))
+    if kind is None and hasattr(cls, "play"):
+        return cls
     require_methods(cls, _METHODS, where)
     if kind == "gym":
         return lambda **config: GymEnvironment(cls(**config))

@@ -124,6 +124,7 @@ async def gateway_loop(
     *,
     max_prompt_tokens: int,
     max_response_tokens: int,
+    agent: Agent | None = None,
 ) -> AsyncIterator[GatewayLoop]:
     """Start a gateway for the episodes of a batch, and stop it at the end.
 
@@ -135,8 +136,10 @@ async def gateway_loop(
         wording: between messages and tokens.
         max_prompt_tokens: width of the prompt column.
         max_response_tokens: most tokens after the prompt.
+        agent: plays the episodes; None: the one that `config` names.
     """
-    agent = load_agent(config.path, config.name, config.command)
+    if agent is None:
+        agent = load_agent(config.path, config.name, config.command)
     recorder = SessionRecorder(
         wording,
         max_prompt_tokens=max_prompt_tokens,

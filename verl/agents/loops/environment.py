@@ -3,8 +3,17 @@
 import time
 import zlib
 
-from verl.agents.environments import EnvironmentSession, Observation, open_environment, roles_of
-from verl.agents.loops.base import AgentContext, Episode, agent_loops, require_sound
+from verl.agents.environments import (
+    EnvironmentSession,
+    Observation,
+    make_environment,
+    open_environment,
+    plays_itself,
+    roles_of,
+)
+from verl.agents.gateway.agents import FunctionAgent
+from verl.agents.loops.base import AgentContext, AgentLoop, Episode, agent_loops, require_sound
+from verl.agents.loops.gateway import GatewayAgentLoop
 from verl.agents.loops.seats import Seat, Seats
 from verl.agents.policies import check_roles
 from verl.rollout.trajectory import Trajectory
@@ -80,6 +89,17 @@ class EnvironmentLoop:
         return ""
 
 
+def environment_loop(context: AgentContext) -> AgentLoop:
+    """Return the loop of the configured environment: by turns, or of one that plays itself."""
+    asked = context.config.agent.environment
+    assert asked.name is not None, "the rows were checked"
+    if not plays_itself(asked.name):
+        return EnvironmentLoop(context)
+    environment = make_environment(asked.name, **asked.kwargs)
+    agent = FunctionAgent(environment.play, f"'play' of the environment '{asked.name}'")
+    return GatewayAgentLoop(context, agent)
+
+
 def seed_of(episode: Episode) -> int:
     """Return the seed of a world: the samples of a prompt are compared, so they share it.
 
@@ -90,4 +110,4 @@ def seed_of(episode: Episode) -> int:
     return zlib.crc32(f"{kind}{episode.step}-{prompt_row}".encode())
 
 
-agent_loops.register("environment_agent")(EnvironmentLoop)
+agent_loops.register("environment_agent")(environment_loop)

@@ -11,21 +11,26 @@ from verl.agents.loops.base import AgentContext, Episode, agent_loops
 from verl.rollout.trajectory import Trajectory
 
 if TYPE_CHECKING:
+    from verl.agents.gateway.agents import Agent
     from verl.agents.gateway.loop import GatewayLoop
 
 GATEWAY_AGENT = "gateway_agent"
 
 
 class GatewayAgentLoop:
-    """Play each episode with the agent that `rollout.agent.gateway` names.
+    """Play each episode with an agent that talks to the gateway.
 
     The gateway listens from the first episode of a batch to the last. An episode that fails has no
     trajectory, so the runner drops it.
+
+    Args:
+        agent: plays the episodes; None: the one that `rollout.agent.gateway` names.
     """
 
-    def __init__(self, context: AgentContext) -> None:
+    def __init__(self, context: AgentContext, agent: "Agent | None" = None) -> None:
         require_aiohttp("An agent behind the gateway (actor_rollout_ref.rollout.agent.gateway)")
         self.context = context
+        self._agent = agent
         self._wording = Wording(context.tokenizer, context.boundary, _parser(context))
         self._num_playing = 0
         self._gateway: asyncio.Future[GatewayLoop] | None = None
@@ -54,6 +59,7 @@ class GatewayAgentLoop:
             self._wording,
             max_prompt_tokens=config.prompt_length,
             max_response_tokens=self.context.max_response_tokens,
+            agent=self._agent,
         )
         return await self._open.enter_async_context(starting)
 
