@@ -483,3 +483,25 @@ def test_planned_teacher_matches_the_worker(tmp_path: Path):
     assert planned.footprint.shape == worker.engine.footprint.shape
 
     assert planned.footprint.setup == worker.engine.footprint.setup
+
+
+def test_frozen_policies_take_room_on_the_host_and_while_agents_play(tmp_path: Path):
+    """Plan a 7B actor against an 8B opponent and a copy of itself."""
+    LLAMA_8B.save_pretrained(tmp_path / "opponent")
+    agent = "actor_rollout_ref.rollout.agent"
+    playing = [f"{agent}.environment.name=duel.py:Duel", "trainer.n_gpus_per_node=1"]
+    policies = (
+        f"{agent}.policies={{player: {{trained: true}}, "
+        f"opponent: {{path: '{tmp_path / 'opponent'}'}}, old: {{path: self, update_freq: 2}}}}"
+    )
+    alone = plan_memory(make_config(tmp_path / "alone", QWEN_7B, *playing), 141)
+    three = plan_memory(make_config(tmp_path / "three", QWEN_7B, *playing, policies), 141)
+
+    numbers = round(8.03e9) + alone.roles["actor"].footprint.shape.numel
+    rollout = phase_of(three, "actor", "rollout")
+    assert rollout.device["frozen policies"] == pytest.approx(2 * numbers, rel=0.001)
+    assert three.rollout.page_memory < alone.rollout.page_memory
+    for phase in ("rollout", "actor update"):
+        added = phase_of(three, "actor", phase).host - phase_of(alone, "actor", phase).host
+        assert added == pytest.approx(2 * numbers, rel=0.001)
+    assert "frozen policies" not in phase_of(three, "actor", "actor update").device

@@ -7,12 +7,14 @@ from functools import partial
 
 from verl.checkpoint.hf import MAX_FILE_BYTES
 from verl.config import TrainConfig
+from verl.config.policies import SELF
 from verl.diagnostics.batch import BatchPlan
 from verl.diagnostics.hosts import Placement
 from verl.diagnostics.model_shapes import ModelShapes
 from verl.diagnostics.roles import Passes, Role, roles_of, work_of
 from verl.diagnostics.rollout_memory import RolloutPlan, as_planned, plan_rollout
 from verl.engine.model_shape import ModelShape
+from verl.rollout.twin import ROLLOUT_DTYPES
 from verl.utils.units import GIB
 
 
@@ -102,7 +104,9 @@ class _Planner:
         model = config.actor_rollout_ref.model
         self._rollout_config = as_planned(config.actor_rollout_ref.rollout)
         shapes.check_rollout(model, self._rollout_config, placement.device)
-        self.rollout = self._rollout(shapes.policy(model, placement.device, is_trained=False))
+        plain = shapes.policy(model, placement.device, is_trained=False)
+        self._frozen_numbers = _frozen_numbers(config, plain, shapes)
+        self.rollout = self._rollout(plain)
 
     def plan(self) -> MemoryPlan:
         """Plan every phase."""
@@ -119,7 +123,8 @@ class _Planner:
         config = self.config
         yield from self._loading()
         generates = "rollout" if self._is_apart else "actor"
-        yield self._phase(generates, "rollout", self.rollout.parts)
+        frozen = self._frozen_policies if self.placement.on_cuda else 0
+        yield self._phase(generates, "rollout", {**self.rollout.parts, "frozen policies": frozen})
 
         if "reward_model" in self.roles:
             yield self._passes("reward_model", "scores")
@@ -300,6 +305,7 @@ class _Planner:
         for name, each in self.roles.items():
             held[name] = each.footprint.on_host + (on_host or {}).get(name, 0)
             others[name] = {"": each.footprint.resident}
+        held["rollout"] = self._frozen_policies
         others["rollout"] = {"rollout": self._awake()}
         host = self._host(role, device, held, others) + once_on_host
         return PhasePlan(role=role, phase=phase, device=device, host=host, passes=passes)
@@ -342,6 +348,17 @@ class _Planner:
                 width = shape.weights[0].itemsize
                 parts[f"head of the {name}"] = width * shape.vocabulary * shape.hidden
         return parts
+
+    @property
+    def _frozen_policies(self) -> int:
+        """Return the bytes of the frozen policies' weights.
+
+        They stay on the host, and are on a GPU as well while it generates.
+        """
+        config = self.config.actor_rollout_ref.rollout
+        if config.dtype:
+            return ROLLOUT_DTYPES[config.dtype].itemsize * self._frozen_numbers
+        return (2 if self.placement.on_cuda else 4) * self._frozen_numbers
 
     def _gathered(self) -> int:
         """Return the bytes of gathered weights in a hand-over.
@@ -395,8 +412,19 @@ class _Planner:
             on_cuda=on_cuda,
             aliases=not on_cuda and is_whole and roles.model.lora_rank == 0 and not self._is_apart,
             ranks=len(self.placement.roles["rollout"]),
-            room=None if usable is None else usable - sum(beside.values()),
+            room=None if usable is None else usable - sum(beside.values()) - self._frozen_policies,
         )
+
+
+def _frozen_numbers(config: TrainConfig, actor: ModelShape, shapes: ModelShapes) -> int:
+    """Count the parameters of the models that play frozen roles of agents on a device."""
+    total = 0
+    for policy in config.actor_rollout_ref.rollout.agent.policies.values():
+        if policy.path == SELF:
+            total += actor.numel
+        elif policy.path is not None:
+            total += shapes.frozen_policy(policy).numel
+    return total
 
 
 def _present(parts: dict[str, int]) -> dict[str, int]:

@@ -18,6 +18,7 @@ from verl.config import (
     RolloutConfig,
     TeacherModelConfig,
 )
+from verl.config.policies import PolicyConfig
 from verl.engine.footprint import EngineFootprint, EngineSetup
 from verl.engine.model_shape import ModelShape
 from verl.models.critic import CriticModel
@@ -101,6 +102,16 @@ class ModelShapes:
 
         key = (device.type, model.model_path, model.dtype, repr(model.override_config))
         return self._shape(("teacher", *key), make)
+
+    def frozen_policy(self, policy: PolicyConfig) -> ModelShape:
+        """Make the shape of a model that plays a role of agents, with a `path` of its own."""
+
+        def make() -> PreTrainedModel:
+            assert policy.path is not None, "the configuration was checked"
+            config = load_model_config(policy.path, trust_remote_code=policy.trust_remote_code)
+            return causal_lm_class(config).from_config(config).requires_grad_(False)
+
+        return self._shape(("frozen policy", policy.path), make)
 
     def check_rollout(
         self, model: ModelConfig, rollout: RolloutConfig, device: torch.device

@@ -1,0 +1,54 @@
+"""Frozen policies on a GPU: an engine of their own next to the actor's, asleep during updates."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.runs import command_line, run, same_bits, step_lines, without_times
+from tests.trainer.test_policies import COPY, DEBATE, FROZEN, ROLLOUT
+from verl.config import load_config
+from verl.models.lora import plain_parameters
+from verl.trainer.ppo_trainer import PPOTrainer
+
+pytestmark = pytest.mark.gpu
+ON_CUDA = [*DEBATE, "trainer.device=cuda", f"{ROLLOUT}.deterministic=True", "trainer.max_steps=4"]
+
+
+def host_weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
+    """Copy the judge's weights, as they lie on the host."""
+    judge = trainer.rollout_wg.worker.agents.context.policies["judge"]
+    return {name: value.detach().clone() for name, value in plain_parameters(judge.model)}
+
+
+def test_the_judge_stays_the_same_to_the_bit_and_sleeps_during_updates(tmp_path: Path):
+    trainer = PPOTrainer(load_config(command_line(tmp_path, *ON_CUDA, FROZEN)))
+    trainer.init_workers()
+    before = host_weights(trainer)
+    trainer.fit()
+    assert same_bits(host_weights(trainer), before)
+    assert {value.device.type for value in before.values()} == {"cpu"}
+
+    judge = trainer.rollout_wg.worker.agents.context.policies["judge"]
+    assert not judge.engine.twin.ready, "the judge's engine keeps its weights on the device"
+    rewards = [line["critic/score/mean"] for line in step_lines(tmp_path)]
+    assert rewards[-1] > rewards[0], f"rewards by step: {rewards}"
+
+
+def test_a_copy_has_the_actors_weights_of_its_step(tmp_path: Path):
+    trainer = PPOTrainer(load_config(command_line(tmp_path, *ON_CUDA, COPY)))
+    trainer.init_workers()
+    begin = host_weights(trainer)
+    trainer.fit()
+    held = host_weights(trainer)
+    differing = [name for name, value in held.items() if not torch.equal(value, begin[name])]
+    assert differing, "the copy was never renewed"
+
+
+@pytest.mark.parametrize("policies", [FROZEN, COPY], ids=["frozen", "copy"])
+def test_a_seed_gives_the_same_run_again(tmp_path: Path, policies: str):
+    lines = []
+    for name in ("one", "two"):
+        assert run(tmp_path / name, *ON_CUDA, policies) == 0
+        lines.append(without_times(step_lines(tmp_path / name), "agent_loop/", "rollout/", "perf/"))
+    assert lines[0] == lines[1]
