@@ -1,4 +1,4 @@
-"""Roles of an episode: whom each is played by, and its tokens, rewards and noise."""
+"""Roles of an episode: the policy of each, and its tokens, rewards and noise."""
 
 import asyncio
 from collections.abc import Iterator
@@ -94,7 +94,7 @@ class Stranger:
     roles = ("player",)
 
     def reset(self) -> Observation:
-        return Observation([{"role": "user", "content": "Hi"}], role="nobody")
+        return Observation([{"role": "user", "content": "Hi"}], role="referee")
 
     def step(self, action: str) -> Observation:
         raise AssertionError("not reached")
@@ -103,7 +103,7 @@ class Stranger:
 def test_an_unknown_role_of_an_observation_is_an_error():
     if "stranger" not in environments:
         environments.register("stranger")(Stranger)
-    with pytest.raises(RolloutError, match=r"one of its roles.*: player; got 'nobody'"):
+    with pytest.raises(RolloutError, match=r"one of its roles.*: player; got 'referee'"):
         play("stranger", {"player": ACTOR}, {})
 
 

@@ -150,11 +150,17 @@ def test_a_server_plays_in_every_schedule(tmp_path: Path, mode: str):
     assert sum(line.get("agent_loop/policy/judge/turns", 0) for line in lines) > 16
 
 
-def test_two_ranks_meet_the_same_judge_as_one_process(tmp_path: Path):
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_two_ranks_meet_the_same_judge_as_one_process(tmp_path: Path, sharing: int):
+    shared = f"{ROLLOUT}.tensor_model_parallel_size={sharing}"
     own = [*DEBATE, FROZEN]
     assert run(tmp_path / "one", *own) == 0
-    done = launch(2, main, command_line(tmp_path / "two", *own))
+    done = launch(2, main, command_line(tmp_path / "two", *own, shared))
     assert done.returncode == 0, done.stderr
     one, two = step_lines(tmp_path / "one"), step_lines(tmp_path / "two")
-    for name in ("critic/score/mean", "response_length/mean", "agent_loop/policy/judge/turns"):
-        assert [line[name] for line in two] == pytest.approx([line[name] for line in one])
+    names = ("critic/score/mean", "response_length/mean", "agent_loop/policy/judge/turns")
+    for name in names:
+        # Two slices of the weights add up in another order, so later steps drift apart.
+        steps = slice(None) if sharing == 1 else slice(1)
+        left = [line[name] for line in one[steps]]
+        assert [line[name] for line in two[steps]] == pytest.approx(left), name

@@ -297,11 +297,19 @@ def _loaded(
     return model, tokenizer
 
 
-def host_dtype(config: RolloutConfig, device: torch.device) -> torch.dtype | str:
-    """Return the dtype of a frozen model: that of the engine which computes with it."""
+def host_dtype(
+    config: RolloutConfig, device: torch.device, on_cpu: str | None = None
+) -> torch.dtype | str:
+    """Return the dtype of a frozen model: that of the engine which computes with it.
+
+    Args:
+        on_cpu: of an engine on a CPU whose dtype `config` leaves open; None: float32.
+    """
     if config.dtype is not None:
         return config.dtype
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type == "cuda":
+        return torch.bfloat16
+    return on_cpu or torch.float32
 
 
 def _engine_config(config: RolloutConfig) -> RolloutConfig:

@@ -50,7 +50,7 @@ def frozen_policies(
     def own_model() -> Any:
         return load_causal_lm(
             **model_source(config.model),
-            dtype=agents.host_dtype(rollout, device),
+            dtype=agents.host_dtype(rollout, device, on_cpu=config.model.dtype),
             max_length=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
         )
 

@@ -140,13 +140,14 @@ class RolloutWorker(Worker):
         if config.rollout.uses_agents:
             stop_ids = end_of_sequence_ids(model, tokenizer)
             pictures = build_picture_reader(config.model, tokenizer, keeps_images=self.is_external)
-            policies = frozen_policies(
-                config,
-                tokenizer,
-                self.device,
-                is_alone=actor is None,
-                sharing=self.rollout_mesh.tensor,
-            )
+            with self._names_out_of_memory("loading"):
+                policies = frozen_policies(
+                    config,
+                    tokenizer,
+                    self.device,
+                    is_alone=actor is None,
+                    sharing=self.rollout_mesh.tensor,
+                )
             self._copies = agents.Copies(config.rollout, policies)
             self.agents = agents.AgentRunner(
                 config.rollout, tokenizer, stop_ids=stop_ids, pictures=pictures, policies=policies
