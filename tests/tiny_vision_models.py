@@ -106,15 +106,25 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             "vision_use_head": False,
         },
     },
+    "gemma3": {
+        "tie_word_embeddings": False,
+        "image_token_index": IMAGE,
+        "boi_token_index": START,
+        "eoi_token_index": END,
+        "mm_tokens_per_image": 4,
+        "text_config": {
+            **_TEXT,
+            "model_type": "gemma3_text",
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            # A picture is larger than the window.
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+    },
 }
 FAMILIES = tuple(_CONFIGS)
-# Its picture tokens see one another.
-_CONFIGS["gemma3"] = {
-    "image_token_index": IMAGE,
-    "mm_tokens_per_image": 4,
-    "text_config": {**_TEXT, "model_type": "gemma3_text", "head_dim": 8},
-    "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
-}
 
 
 def tiny_vision_model(

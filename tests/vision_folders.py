@@ -57,6 +57,25 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
         "picture": "<image>",
         "processor": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
     },
+    "gemma3": {
+        "class": "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
+        "settings": {
+            "size": {"height": 16, "width": 16},
+            # A wide image gives its parts as further images.
+            "do_pan_and_scan": True,
+            "pan_and_scan_min_crop_size": 8,
+            "pan_and_scan_max_num_crops": 2,
+            "pan_and_scan_min_ratio_to_activate": 1.5,
+        },
+        "tokens": ["<image_soft_token>", "<start_of_image>", "<end_of_image>", "\n\n", "\n\n\n"],
+        "picture": "<start_of_image>",
+        "processor": {"image_seq_length": 4},
+        "names": {
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+        },
+    },
 }
 FAMILIES = tuple(_PROCESSORS)  # without SmolVLM, whose processor needs the package num2words
 

@@ -15,9 +15,11 @@ from tests.data.scripts import load_script
 from tests.tiny_vision_models import IMAGE
 from tests.vision_folders import FAMILIES, save_vision_folder, some_image
 from verl.config import DataConfig
+from verl.config.sft import SFTDataConfig
 from verl.data.collate import collate
 from verl.data.pictures import PictureReader
 from verl.data.rl_dataset import RLDataset
+from verl.data.sft_dataset import SFTDataset
 from verl.models.load import load_tokenizer
 from verl.models.processor import load_picture_processor
 from verl.rewards.rules import default_compute_score
@@ -65,16 +67,19 @@ def row(text: str = "<image>Hi", **columns: Any) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": text}], "data_source": "x", **columns}
 
 
+@pytest.mark.parametrize("text", ["A <image> and <image>?", "<image>\n<image>", "<image><image>\n"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_and_inputs_are_those_of_the_models_own_processor(
-    family: str, tmp_path: Path
+    family: str, text: str, tmp_path: Path
 ) -> None:
     tokenizer = load_tokenizer(save_vision_folder(tmp_path, family))
     processor = load_picture_processor(tmp_path, tokenizer)
     assert processor is not None
     reader = PictureReader(processor, tokenizer)
-    images = [some_image(0), some_image(1, (16, 30))][: 1 if processor.family.one_picture else 2]
-    text = "A <image> and " + "<image>?" * (len(images) - 1)
+    images = [some_image(0), some_image(1, (16, 30))]
+    if processor.family.one_picture:
+        images.pop()
+        text = text.replace("<image>", "", 1)
     ids, messages, pictures = reader.encode(text, images, Path())
 
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -224,3 +229,25 @@ def test_geometry_rows_have_their_pictures(
     answer = "so \\boxed{12\\sqrt{3}}"
     assert default_compute_score(rows[0]["data_source"], answer, truth) == 1.0
     assert default_compute_score(rows[0]["data_source"], "\\boxed{12}", truth) == 0.0
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_answers_are_learnt_behind_the_tokens_of_pictures(family: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_vision_folder(tmp_path, family))
+    processor = load_picture_processor(tmp_path, tokenizer)
+    assert processor is not None
+    reader = PictureReader(processor, tokenizer)
+    (tmp_path / "a.png").write_bytes(png())
+    rows = [{"question": "<image>\nWhat?", "answer": "this", "images": ["a.png"]}]
+    rows.append({"question": "Hi", "answer": "Ho", "images": []})
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = SFTDataConfig(prompt_key="question", response_key="answer", max_length=512)
+    dataset = SFTDataset(str(file), tokenizer, config, pictures=reader)
+    for number, row in enumerate(rows):
+        item = dataset[number]
+        prompt, _, _ = reader.encode(row["question"], row["images"], tmp_path)
+        assert item["raw_prompt_ids"] == prompt
+        assert str(tokenizer.decode(item["response_ids"])).startswith(row["answer"])
+        learnt = [id for id, is_learnt in zip(item["response_ids"], item["learnt"]) if is_learnt]
+        assert tokenizer.decode(learnt) == f"{row['answer']}<|im_end|>"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from tests.models.rows import KeepFloat64
 from tests.tiny_vision_models import FAMILIES, IMAGE, save_tiny_vision, tiny_vision_model
@@ -14,7 +15,7 @@ from verl.models import packed as packed_module
 from verl.models.attention import attention_switched
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedBatch, PackedCausalLM
-from verl.models.pictures import Picture, three_part_positions
+from verl.models.pictures import Picture, three_part_positions, tokens_ahead
 from verl.models.probe import check_packed
 from verl.models.vision import example_picture, freeze_vision_tower, model_arguments
 from verl.utils.errors import DataError, ModelError
@@ -160,6 +161,44 @@ def test_swapped_features_are_noticed(family: str, monkeypatch: pytest.MonkeyPat
         check_packed(model)
 
 
+def test_a_causal_mask_over_a_picture_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        packed_module, "tokens_ahead", lambda length, *_: torch.zeros(length, dtype=torch.int64)
+    )
+    model = tiny_vision_model("gemma3")
+    assert log_prob_distance(model) > 1e-2
+    with pytest.raises(ModelError, match="with pictures"):
+        check_packed(model)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_that_share_tokens_know_what_all_tokens_see(shared: bool) -> None:
+    batch = packed_batch(tiny_vision_model("gemma3"), shared=shared)
+    assert batch.ahead is not None
+    length = len(batch.input_ids)
+    for parts in (2, 5):
+        added = -length % parts
+        for part in range(parts):
+            ahead = batch.split(parts, part).ahead
+            assert ahead is not None
+            assert ahead.tolist() == [*([0] * added), *batch.ahead.tolist()]
+    # The last token of a picture sees no later one.
+    assert batch.input_ids[batch.ahead > 0].unique().tolist() == [IMAGE]
+    assert int((batch.ahead == 3).sum()) == (3 if shared else 4)
+
+
+def test_a_picture_sees_itself_up_to_the_next_plain_token() -> None:
+    def picture(tokens: str) -> Picture:
+        ids = tuple(IMAGE if each == "x" else 5 for each in tokens)
+        return Picture(key=tokens, token_ids=ids, token_id=IMAGE, inputs={})
+
+    # Two pictures side by side, the first of which has plain tokens within.
+    places = torch.tensor([1, 2, 5, 6, 7, 8])
+    pictures = [picture("xx..xx"), picture("xx")]
+    assert tokens_ahead(10, places, pictures).tolist() == [0, 1, 0, 0, 0, 1, 0, 1, 0, 0]
+    assert tokens_ahead(3, places[:0], []).tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_passes_the_check_at_load(family: str) -> None:
     check_packed(tiny_vision_model(family))
@@ -259,6 +298,7 @@ def test_a_folder_is_loaded_with_its_vision_tower(tmp_path: Path) -> None:
 
 
 def test_an_unknown_family_is_refused_by_name(tmp_path: Path) -> None:
-    save_tiny_vision(tmp_path, "gemma3")
-    with pytest.raises(ModelError, match=r"'gemma3' .* see one another"):
+    AutoConfig.for_model("mistral3").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match=r"'mistral3' reads pictures in a way .* not supported"):
         load_causal_lm(tmp_path, dtype="float32")

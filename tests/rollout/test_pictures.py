@@ -1,6 +1,7 @@
 """Engines answer pictures as transformers' own `generate` does, and tell prompts with equal tokens
 and different pictures apart."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 
 from tests.rollout.engines import make_engine, tokens_of
 from tests.tiny_vision_models import FAMILIES, tiny_vision_model
+from verl.models import packed
 from verl.models.attention import attention_switched
 from verl.models.pictures import Picture
 from verl.models.vision import example_picture, model_arguments
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.embedded import samples
+from verl.rollout.types import Continuation
 from verl.utils.errors import ConfigError, RolloutError
 
 NEW_TOKENS = 20
@@ -68,7 +71,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, name: str) -> None
     assert tokens_of(answers(engine, asked)) == expected
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "gemma3"])
 def test_preempted_samples_and_small_caches_change_nothing(family: str) -> None:
     model = tiny_vision_model(family)
     asked = questions(model)
@@ -79,8 +82,9 @@ def test_preempted_samples_and_small_caches_change_nothing(family: str) -> None:
     engine.check_integrity()
 
 
-def test_prefixes_are_found_by_the_content_of_pictures() -> None:
-    model = tiny_vision_model("qwen2_5_vl")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_prefixes_are_found_by_the_content_of_pictures(family: str) -> None:
+    model = tiny_vision_model(family)
     asked = questions(model)[:2]
     engine = make_engine(model, page_size=4, enable_prefix_caching=True)
     answers(engine, asked)
@@ -88,8 +92,39 @@ def test_prefixes_are_found_by_the_content_of_pictures() -> None:
 
     longer = [((*prompt, 33, 34, 35), pictures) for prompt, pictures in asked]
     second = answers(engine, longer)
-    assert engine.statistics()["cached_tokens"] == sum(len(prompt) for prompt, _ in asked)
+    full_pages = sum(len(prompt) // 4 * 4 for prompt, _ in asked)
+    assert engine.statistics()["cached_tokens"] == full_pages
     assert tokens_of(second) == expected_answers(model, longer)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("page_size", [2, 4, 16])
+def test_pages_of_frozen_samples_do_not_cut_a_picture(family: str, page_size: int) -> None:
+    model = tiny_vision_model(family)
+    picture = example_picture(model)
+    # The last full page of 16 tokens ends within the picture.
+    prompt = (*range(60, 73), *picture.token_ids, 8)
+    expected = expected_answers(model, [(prompt, (picture,))])[0]
+    engine = make_engine(model, page_size=page_size, num_pages=64)
+    greedy = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0)
+
+    request = Request(prompt_ids=prompt, sample_ids=(0,), pictures=(picture,))
+    assert len(expected) > 4
+    engine.submit([request], greedy, seed=0, step=0)
+    for _ in range(2):
+        engine.step()
+    (frozen,) = engine.freeze()
+    assert 0 < len(frozen.token_ids) < NEW_TOKENS
+    begun = Continuation(
+        step=0,
+        number=0,
+        token_ids=tuple(frozen.token_ids),
+        log_probs=tuple(frozen.log_probs),
+    )
+    engine.submit([replace(request, continuations=(begun,))], greedy, seed=0, step=0)
+    (completion,) = [each for _ in range(NEW_TOKENS) for each in engine.step()]
+    assert completion.token_ids == expected
+    engine.check_integrity()
 
 
 def test_the_vision_tower_runs_once_for_a_group() -> None:
@@ -101,6 +136,29 @@ def test_the_vision_tower_runs_once_for_a_group() -> None:
     asked = questions(model)[:1]
     answers(engine, asked, n=8, temperature=1.0)
     assert calls == [len(asked[0][1][0].inputs["pixel_values"])]
+
+
+def test_a_cached_prefix_does_not_cut_a_picture() -> None:
+    model = tiny_vision_model("gemma3")
+    picture = example_picture(model)
+    engine = make_engine(model, page_size=8, num_pages=64, enable_prefix_caching=True)
+    first = (*range(60, 73), *picture.token_ids, *range(7, 14))
+    answers(engine, [(first, (picture,))])
+    # Of three full pages that are known, the second ends within the picture.
+    for prompt, cached in (((*first[:17], 3, 4), 0), ((*first, 5, 6), 24)):
+        asked = [(prompt, (picture,))]
+        found = answers(engine, asked)
+        assert engine.statistics()["cached_tokens"] == cached
+        assert tokens_of(found) == expected_answers(model, asked)
+
+
+def test_a_causal_mask_over_a_picture_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        packed, "tokens_ahead", lambda length, *_: torch.zeros(length, dtype=torch.int64)
+    )
+    model = tiny_vision_model("gemma3")
+    asked = questions(model)
+    assert tokens_of(answers(make_engine(model), asked)) != expected_answers(model, asked)
 
 
 def test_a_lost_shift_of_positions_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

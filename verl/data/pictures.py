@@ -72,10 +72,37 @@ class PictureReader:
 
     def expand(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
         """Return the ids of a rendered text with the tokens of its pictures."""
-        expanded = list(ids)
-        for place, tokens in reversed(self.expanded_places(expanded, pictures)):
-            expanded[place : place + 1] = tokens
+        expanded: list[int] = []
+        begin = 0
+        for place, picture in zip(self.places(ids, pictures), pictures):
+            self._append(expanded, ids[begin:place])
+            self._append(expanded, picture.token_ids)
+            begin = place + 1
+        self._append(expanded, ids[begin:])
         return expanded
+
+    def _append(self, expanded: list[int], ids: Sequence[int]) -> None:
+        """Append ids. Newlines of both sides become the tokens of all of them in one text.
+
+        A tokenizer may have a token for several newlines, and Gemma 3 writes some around a picture.
+        """
+        begin = len(expanded)
+        while begin and self._is_newlines(expanded[begin - 1]):
+            begin -= 1
+        end = 0
+        while end < len(ids) and self._is_newlines(ids[end]):
+            end += 1
+
+        if begin == len(expanded) or end == 0:
+            expanded += ids
+            return
+        text = self.tokenizer.decode([*expanded[begin:], *ids[:end]])
+        expanded[begin:] = self.tokenizer.encode(text, add_special_tokens=False)
+        expanded += ids[end:]
+
+    def _is_newlines(self, token: int) -> bool:
+        text = str(self.tokenizer.decode([token]))
+        return bool(text) and not text.strip("\n")
 
     def prepare_all(self, sources: Sequence[Any], folder: Path) -> Pictures:
         """Prepare the pictures of a row. Raises DataError with the number of a bad one."""
@@ -126,12 +153,10 @@ class PictureReader:
                 self._kept_bytes -= _num_bytes(oldest)
         return picture
 
-    def expanded_places(
-        self, ids: list[int], pictures: Sequence[Picture]
-    ) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the place of each picture's placeholder, and the tokens that replace it."""
-        token = self.processor.token_id
-        places = [place for place, each in enumerate(ids) if each == token]
+    def places(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+        """Return the place of each picture's placeholder. Raises DataError for another number."""
+        tokens = (self.processor.placeholder_id, self.processor.token_id)
+        places = [place for place, each in enumerate(ids) if each in tokens]
         if len(places) != len(pictures):
             found = len(places)
             raise DataError(
@@ -140,7 +165,7 @@ class PictureReader:
                 "data.custom_chat_template to one that writes images, and keep this token out of "
                 "texts"
             )
-        return [(place, picture.token_ids) for place, picture in zip(places, pictures)]
+        return places
 
 
 def _png(image: Any) -> bytes:

@@ -340,20 +340,18 @@ class SFTDataset(Dataset):
         for conversation, example in zip(conversations, examples):
             ids, learnt, _ = example
             pictures = self.pictures.prepare_all(conversation.images, folder)
-            places = self.pictures.expanded_places(ids.tolist(), pictures)
+            last = max(self.pictures.places(ids.tolist(), pictures), default=-1)
             first = int(learnt.argmax())
-            last = max((place for place, _ in places), default=-1)
             if last >= first and learnt.any():
                 raise DataError(
                     "has an image after the first answer that is learnt. Make a row of each answer "
                     "(data.prompt_key: the messages before it, data.response_key: the answer)"
                 )
-            for place, tokens in reversed(places):
-                new = np.asarray(tokens, np.int32)
-                ids = np.concatenate([ids[:place], new, ids[place + 1 :]])
-                plain = np.zeros(len(tokens), dtype=bool)
-                learnt = np.concatenate([learnt[:place], plain, learnt[place + 1 :]])
-            pictured.append(Example(ids, learnt, conversation.images))
+            expanded = np.asarray(self.pictures.expand(ids.tolist(), pictures), np.int32)
+            # All that is added stands before the first token that is learnt.
+            added = np.zeros(len(expanded), dtype=bool)
+            added[len(expanded) - (len(ids) - last - 1) :] = learnt[last + 1 :]
+            pictured.append(Example(expanded, added, conversation.images))
         return pictured
 
     def _messages(self, prompt: Any, images: Any) -> tuple[Messages, tuple[Any, ...]]:

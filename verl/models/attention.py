@@ -10,6 +10,8 @@ kernel lacks a feature of the layer (soft cap, sinks, odd head sizes), sequences
 form right-padded blocks. Causal attention then needs no padding mask, because padding comes after
 every real token.
 
+Tokens of a picture that see one another (`Layout.ahead`) are computed in blocks, too, with a mask.
+
 A prompt that several responses share is in the batch once (`Layout.shared`), and each response sees
 it as its own prefix.
 """
@@ -194,7 +196,7 @@ def packed_attention(
     dropout: float = 0.0,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each packed sequence.
+    """Compute causal attention within each packed sequence, but for `Layout.ahead`.
 
     query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv) -> (1, N, Hq, Dv), with Hq a
     multiple of Hk. Under sequence parallelism N counts this rank's tokens, and attention is over
@@ -225,7 +227,7 @@ def packed_attention(
             slopes = slot.sequence_parallel.own_heads(facts.bias.slopes)
             facts = facts._replace(bias=facts.bias._replace(slopes=slopes))
 
-    if varlen_can(q, v, facts):
+    if varlen_can(q, v, facts) and layout.ahead is None:
         # The kernels take one head size: narrower values (MLA) get columns of zeros.
         value_dim = v.shape[-1]
         v = F.pad(v, (0, q.shape[-1] - value_dim))
@@ -298,7 +300,7 @@ def _varlen_attention(
 def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
     """Attend block by block: q (N, Hq, D), k (N, Hk, D), v (N, Hk, Dv) -> (N, Hq, Dv)."""
     outputs = []
-    for index, keys, rows, length, context in layout.blocks:
+    for number, (index, keys, rows, length, context) in enumerate(layout.blocks):
         q_block, k_block, v_block = (
             tensor.index_select(0, places).unflatten(0, (rows, -1)).transpose(1, 2)
             for tensor, places in ((q, index), (k, keys), (v, keys))
@@ -306,7 +308,9 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fact
         whole = context + length
         window = whole if facts.window is None else min(facts.window, whole)
         seen = None
-        if not facts.is_plain or context or window < whole:
+        if layout.ahead is not None:
+            seen = layout.band_ahead(number, window)
+        elif not facts.is_plain or context or window < whole:
             seen = layout.band(length, context, window)
         out = masked_attention(q_block, k_block, v_block, seen, facts)
         outputs.append(out.transpose(1, 2).flatten(0, 1))

@@ -52,7 +52,10 @@ class Layout:
     shared: tuple[int, ...] = ()
     # (N, C) experts that the tokens of this pass are routed to (`verl.models.routing`); None: free
     routes: Tensor | None = None
+    # (N,) int64, how many later tokens of its segment each token sees; None: no token sees any
+    ahead: Tensor | None = None
     _bands: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    _bands_ahead: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _keys: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -210,6 +213,21 @@ class Layout:
             distance = key[context:, None] - key[None, :]
             self._bands[name] = (distance >= 0) & (distance < window)
         return self._bands[name]
+
+    def band_ahead(self, number: int, window: int) -> Tensor:
+        """Return a mask (s, 1, L, C + L) of the keys that the queries of block `number` see.
+
+        A window limits earlier keys only: `ahead` counts the later ones.
+        """
+        assert self.ahead is not None
+        name = (number, window)
+        if name not in self._bands_ahead:
+            index, _, rows, length, context = self.blocks[number]
+            key = torch.arange(context + length, device=self.cu_seqlens.device)
+            distance = key[context:, None] - key[None, :]
+            later = self.ahead[index].view(rows, 1, length, 1)
+            self._bands_ahead[name] = (distance >= -later) & (distance < window)
+        return self._bands_ahead[name]
 
 
 def group_by_length(lengths: Sequence[int], context: int = 0) -> list[list[int]]:

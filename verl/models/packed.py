@@ -19,6 +19,7 @@ from verl.models.pictures import (
     place_pictures,
     row_picture_tokens,
     three_part_positions,
+    tokens_ahead,
 )
 from verl.models.routing import joined, spread
 from verl.models.vision import language_inputs, text_body
@@ -51,6 +52,8 @@ class PackedBatch:
     # (M, C) `routed_experts`, to which these tokens are routed
     states: Mapping[str, Tensor] = field(default_factory=dict)
     placed: Placed | None = None  # the tokens that get features of pictures
+    # (N,) int64, how many later tokens each token of the whole batch sees; None: no token sees any
+    ahead: Tensor | None = None
 
     @property
     def max_seqlen(self) -> int:
@@ -132,7 +135,14 @@ class PackedBatch:
             for length, own_places, own in zip(self.lengths, places, pictures):
                 parts.append(three_part_positions(length, own_places, own)[0])
             positions = torch.cat(parts, dim=1)
-        return replace(self, position_ids=positions, placed=placed)
+
+        ahead = None
+        if placed.pictures[0].sees_itself:
+            counts = []
+            for length, own_places, own in zip(self.lengths, places, pictures):
+                counts.append(tokens_ahead(length, own_places, own))
+            ahead = torch.cat(counts)
+        return replace(self, position_ids=positions, placed=placed, ahead=ahead)
 
     def with_shared_prompts(
         self, prompts: Sequence[int], prompt_lengths: Sequence[int]
@@ -188,6 +198,7 @@ class PackedBatch:
             shared=tuple(len(responses) for responses in shared.values()),
             predict=place.to(device)[self.predict],
             placed=self._placed_at(kept),
+            ahead=None if self.ahead is None else self.ahead[kept],
         )
 
     def split(self, parts: int, part: int) -> "PackedBatch":
@@ -206,6 +217,9 @@ class PackedBatch:
         filled = filled.expand(*self.position_ids.shape[:-1], added)
         positions = torch.cat([filled, self.position_ids], dim=-1)
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        ahead = self.ahead
+        if ahead is not None:
+            ahead = torch.cat([ahead.new_zeros(added), ahead])
         size = len(ids) // parts
         predict = self.predict + added
         places = (predict // size == part).nonzero().squeeze(1)
@@ -222,6 +236,7 @@ class PackedBatch:
             places=places,
             num_predictions=len(self.targets),
             placed=self._placed_at(torch.arange(own.start, own.stop) - added),
+            ahead=ahead,
         )
 
     def _placed_at(self, kept: Tensor) -> Placed | None:
@@ -260,7 +275,8 @@ def packed_hidden_states(
         "parts are for ranks that share their tokens"
     )
     positions = batch.position_ids.unsqueeze(-2)  # (1, N), or (3, 1, N)
-    with slot.holding(Layout(batch.lengths, batch.cu_seqlens, batch.shared, routes)):
+    layout = Layout(batch.lengths, batch.cu_seqlens, batch.shared, routes, batch.ahead)
+    with slot.holding(layout):
         inputs = language_inputs(model, batch.input_ids, batch.placed)
         output = text_body(model)(**inputs, position_ids=positions, use_cache=False)
     return output.last_hidden_state[0]

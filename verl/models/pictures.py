@@ -24,6 +24,7 @@ class Picture:
     inputs: Mapping[str, Tensor]  # arguments of the model's `get_image_features`
     # Rows and columns of the tokens, where positions have three parts (Qwen-VL); else None.
     grid: tuple[int, int] | None = None
+    sees_itself: bool = False  # its tokens see one another, also the later ones (Gemma 3)
     png: bytes | None = None  # the picture itself, for engines that prepare it themselves
 
     @property
@@ -155,6 +156,24 @@ def three_part_positions(
         positions[:, places] += torch.cat(offsets, dim=1)
     shift = int(ends[-1]) - length if length else 0
     return positions, shift
+
+
+def tokens_ahead(length: int, places: Tensor, pictures: Sequence[Picture]) -> Tensor:
+    """Return how many later tokens (length,) each token of a sequence sees.
+
+    A picture token at one of `places` sees the rest of its picture up to the next plain token. No
+    other token sees a later one.
+    """
+    ahead = torch.zeros(length, dtype=torch.int64)
+    begin = 0
+    for picture in pictures:
+        own = places[begin : begin + picture.num_tokens]
+        begin += picture.num_tokens
+        ends_run = torch.ones(len(own), dtype=torch.bool)
+        ends_run[:-1] = own.diff() > 1
+        run = ends_run.cumsum(0) - ends_run.long()
+        ahead[own] = own[ends_run][run] - own
+    return ahead
 
 
 def place_pictures(

@@ -33,15 +33,16 @@ _SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 class PictureProcessor:
     """Prepares pictures one by one, by the model's own processor.
 
-    A prompt has one placeholder for each picture, the token `token_id`; `Picture.token_ids`
-    replace it.
+    A prompt has one placeholder for each picture, the token `placeholder_id`; `Picture.token_ids`
+    replace it. Most families use `token_id` itself, Gemma 3 the token that begins an image.
     """
 
     def __init__(self, processor: Any, config: PreTrainedConfig) -> None:
         self.processor = processor
         self.family = family_of(config)
         self.token_id: int = config.image_token_id  # pyright: ignore[reportAttributeAccessIssue]
-        self.placeholder: str = processor.tokenizer.convert_ids_to_tokens(self.token_id)
+        self.placeholder: str = processor.image_token
+        self.placeholder_id: int = processor.tokenizer.convert_tokens_to_ids(self.placeholder)
         settings = json.dumps(processor.image_processor.to_dict(), sort_keys=True, default=str)
         text = f"{type(processor).__name__} {settings} {self.token_id}"
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -72,7 +73,14 @@ class PictureProcessor:
             merge = self.processor.image_processor.merge_size
             _, rows, columns = inputs["image_grid_thw"][0].tolist()
             grid = (rows // merge, columns // merge)
-        return Picture(key=key, token_ids=ids, token_id=self.token_id, inputs=inputs, grid=grid)
+        return Picture(
+            key=key,
+            token_ids=ids,
+            token_id=self.token_id,
+            inputs=inputs,
+            grid=grid,
+            sees_itself=self.family.sees_itself,
+        )
 
 
 def load_picture_processor(

@@ -33,6 +33,7 @@ class Family:
     example: Callable[[Any, torch.Generator], tuple[dict[str, Tensor], tuple[int, int] | None]]
     three_parts: bool = False  # positions
     one_picture: bool = False  # the processor treats pictures of a row of several differently
+    sees_itself: bool = False  # the tokens of a picture see one another
 
 
 def _qwen_example(
@@ -81,6 +82,7 @@ FAMILIES: Mapping[str, Family] = {
     "internvl": Family(_tile_example),
     "smolvlm": Family(_smolvlm_example),
     "llava_onevision": Family(_llava_example, one_picture=True),
+    "gemma3": Family(_tile_example, sees_itself=True),
 }
 
 
@@ -89,8 +91,16 @@ def example_picture(model: PreTrainedModel, seed: int = 0) -> Picture:
     """Make a small picture of random pixels, with as many tokens as the model gives it features."""
     config: Any = model.config
     generator = torch.Generator().manual_seed(seed)
-    inputs, grid = family_of(config).example(config, generator)
-    draft = Picture(key=f"example {seed}", token_ids=(), token_id=0, inputs=inputs, grid=grid)
+    family = family_of(config)
+    inputs, grid = family.example(config, generator)
+    draft = Picture(
+        key=f"example {seed}",
+        token_ids=(),
+        token_id=0,
+        inputs=inputs,
+        grid=grid,
+        sees_itself=family.sees_itself,
+    )
     features, _ = picture_features(model, [draft])
     token = config.image_token_id
     return replace(draft, token_id=token, token_ids=(token,) * len(features))
@@ -105,12 +115,9 @@ def family_of(config: PreTrainedConfig) -> Family:
     """Return the family of a model with a vision tower. Raises ModelError for an unknown one."""
     known = FAMILIES.get(config.model_type)
     if known is None:
-        reason = ""
-        if config.model_type.startswith("gemma"):
-            reason = " (its picture tokens see one another, which packed attention does not do)"
         raise ModelError(
-            f"The family '{config.model_type}' reads pictures in a way that is not supported"
-            f"{reason}. Supported with pictures: {', '.join(FAMILIES)}. For text alone, give the "
+            f"The family '{config.model_type}' reads pictures in a way that is not supported. "
+            f"Supported with pictures: {', '.join(FAMILIES)}. For text alone, give the "
             "folder of its language model."
         )
     return known
@@ -205,8 +212,11 @@ def model_arguments(
     if not pictures:
         return arguments
     arguments |= _joined_inputs(pictures, device)
+    is_picture = (ids == pictures[0].token_id).int().to(device)
     if pictures[0].grid is not None:
-        arguments["mm_token_type_ids"] = (ids == pictures[0].token_id).int().to(device)
+        arguments["mm_token_type_ids"] = is_picture
+    if pictures[0].sees_itself:
+        arguments["token_type_ids"] = is_picture
     return arguments
 
 

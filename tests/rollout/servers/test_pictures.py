@@ -191,6 +191,13 @@ def test_a_prompt_gets_one_token_a_picture_again(vision):
         with_placeholders(ids, (pictures[0], replace(pictures[1], token_ids=(5,) * 40)))
 
 
+def test_vllm_refuses_families_that_write_text_around_a_picture(vision):
+    rollout = vision[0].actor_rollout_ref.rollout
+    rollout.name = "vllm"
+    with pytest.raises(ConfigError, match="does not support the pictures of the family 'gemma3'"):
+        check_engine_model(rollout, tiny_vision_model("gemma3").config, on_cuda=False)
+
+
 def test_sglang_refuses_models_that_read_pictures(vision):
     settings, _, _, actor = vision
     rollout = settings.actor_rollout_ref.rollout

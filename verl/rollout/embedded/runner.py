@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -212,7 +213,8 @@ class ModelRunner:
         pictures = [own for _, own in pictured]
         batch = PackedBatch.from_sequences(sequences).with_pictures(pictures, prompt_lengths)
         batch = batch.to(self.device)
-        with self.paging.computing(step):
+        layout = replace(step.layout, ahead=batch.ahead)
+        with self.paging.computing(replace(step, layout=layout)):
             inputs = language_inputs(self.module, batch.input_ids, batch.placed)
             output = text_body(self.module)(
                 **inputs,

@@ -188,7 +188,7 @@ class Scheduler:
                 token_ids = [*group.prompt, *sample.token_ids]
                 needed = -(-len(token_ids) // self.page_size)
                 names = [*(group.names or group.prompt), *sample.token_ids]
-                kept = self.kept.pop(int(sample.key), []) if sample.token_ids else []
+                kept = self._take_kept(sample) if sample.token_ids else []
                 found = kept or self._find(names, group)
                 uncached = len(token_ids) - len(found) * self.page_size
                 # A sequence longer than the whole budget is computed alone.
@@ -428,6 +428,14 @@ class Scheduler:
         """
         for group in [group for group in self._prompts if group.unstarted == 0]:
             self._drop_prompt(group)
+
+    def _take_kept(self, sample: Sample) -> list[int]:
+        """Return the pages that were kept for a sample; none if they end within a picture."""
+        kept = self.kept.pop(int(sample.key), [])
+        if len(kept) * self.page_size >= sample.group.text_begins:
+            return kept
+        self.pages.free(kept)
+        return []
 
     def _find(self, names: list[int], group: Group) -> list[int]:
         """Return cached pages of the first tokens, if they cover at least a fifth of all tokens.

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
-from verl.models.vision import reads_pictures
+from verl.models.vision import family_of, reads_pictures
 from verl.rollout.base import Capabilities, EngineClass, check_capabilities, rollout_engines
 from verl.rollout.checks import (
     check_params,
@@ -112,6 +112,12 @@ class ServerEngine(EngineClass):
                 f"actor_rollout_ref.rollout.name={config.name} sends token ids alone to its "
                 f"servers, so it does not support models that read pictures, got the family "
                 f"'{model.model_type}'. Set it to embedded or vllm."
+            )
+        if reads_pictures(model) and family_of(model).sees_itself:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name={config.name} does not support the pictures of the "
+                f"family '{model.model_type}', whose tokens a server places otherwise than the "
+                "trainer. Set it to embedded."
             )
 
     @classmethod
