@@ -10,16 +10,30 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests.models.rows import KeepFloat64
-from tests.tiny_vision_models import FAMILIES, IMAGE, save_tiny_vision, tiny_vision_model
+from tests.tiny_vision_models import (
+    FAMILIES,
+    IMAGE,
+    VIDEO,
+    save_tiny_vision,
+    tiny_vision_model,
+)
 from verl.models import packed as packed_module
+from verl.models import vision
 from verl.models.attention import attention_switched
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.models.pictures import Picture, three_part_positions, tokens_ahead
 from verl.models.probe import check_packed
-from verl.models.vision import example_picture, freeze_vision_tower, model_arguments
+from verl.models.vision import FAMILIES as SUPPORTED
+from verl.models.vision import (
+    example_picture,
+    example_video,
+    freeze_vision_tower,
+    model_arguments,
+)
 from verl.utils.errors import DataError, ModelError
 
+VIDEO_FAMILIES = [name for name, family in SUPPORTED.items() if family.video_pixels is not None]
 STAND_IN = 100  # a token that no row has
 Sequences = tuple[list[list[int]], list[tuple[Picture, ...]], list[int]]
 
@@ -31,8 +45,15 @@ def sequences(model: Any) -> Sequences:
     two = [11, *other.token_ids, 8, 3, *one.token_ids, 12]
     # The policy may draw the id of a picture token; it is a token like any other then.
     ids = [[*prompt, 31, 32, IMAGE, 33], [*prompt, 41, 42], [*two, 51, 52, 53], [17, 18, 19, 20]]
-    pictures = [(one,), (one,), (other, one), ()]
-    return ids, pictures, [len(prompt), len(prompt), len(two), 2]
+    pictures: list[tuple[Picture, ...]] = [(one,), (one,), (other, one), ()]
+    lengths = [len(prompt), len(prompt), len(two), 2]
+    if model.config.model_type in VIDEO_FAMILIES:
+        first, second = (example_video(model, seed) for seed in (2, 3))
+        mixed = [13, *first.token_ids, 6, *one.token_ids, 10, *second.token_ids, 4]
+        ids += [[*mixed, 61, 62], [*mixed, 71, 72, 73]]
+        pictures += [(first, one, second)] * 2
+        lengths += [len(mixed)] * 2
+    return ids, pictures, lengths
 
 
 def packed_batch(model: Any, *, shared: bool = True) -> PackedBatch:
@@ -47,7 +68,8 @@ def packed_batch(model: Any, *, shared: bool = True) -> PackedBatch:
         places += range(start + prompt, start + len(each))
     index = torch.tensor(places)
     batch = packed_module.replace(batch, predict=index - 1, targets=batch.input_ids[index])
-    return batch.with_shared_prompts([0, 0, 2, 3], prompts) if shared else batch
+    numbers = [0, 0, 2, 3, 4, 4][: len(ids)]
+    return batch.with_shared_prompts(numbers, prompts) if shared else batch
 
 
 def expected_log_probs(model: Any) -> Tensor:
@@ -146,6 +168,28 @@ def test_plain_positions_are_noticed(family: str, monkeypatch: pytest.MonkeyPatc
         check_packed(model)
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_videos_without_time_are_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_vision_model(family)
+    expected = expected_log_probs(model).detach()
+    monkeypatch.setattr(vision, "video_times", lambda config, frames, seconds: ((0,) * frames,))
+    with torch.no_grad():
+        ours = PackedCausalLM(model)(packed_batch(model))["log_probs"]
+    assert (ours.double() - expected).abs().max() > 1e-2
+    with pytest.raises(ModelError, match="with pictures"):
+        check_packed(model)
+
+
+def test_text_goes_on_behind_the_time_of_a_long_video() -> None:
+    """Check the rule of the paper. transformers' own forward from 5.3 on begins text earlier."""
+    video = Picture("v", (VIDEO,) * 8, VIDEO, {}, grid=(1, 2), times=((0, 3, 6, 9),), seconds=3.0)
+    positions, shift = three_part_positions(11, torch.arange(1, 9), [video])
+    assert positions[0].tolist() == [0, 1, 1, 4, 4, 7, 7, 10, 10, 11, 12]
+    assert positions[1].tolist() == [0, *[1] * 8, 11, 12]
+    assert positions[2].tolist() == [0, *[1, 2] * 4, 11, 12]
+    assert shift == 13 - 11
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_swapped_features_are_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = packed_module.place_pictures
@@ -212,11 +256,13 @@ def test_positions_are_those_of_transformers(family: str) -> None:
         if not own:
             continue
         row = torch.tensor(each)
-        kinds = (row == IMAGE).int()
+        kinds = (row == IMAGE).int() + 2 * (row == VIDEO).int()
         kinds[prompt:] = 0
-        grids = torch.cat([picture.inputs["image_grid_thw"] for picture in own])
+        arguments = model_arguments(model, row[None], own)
+        names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+        grids = {name: arguments[name] for name in names if name in arguments}
         body: Any = model.base_model
-        want, delta = body.get_rope_index(row[None], kinds[None], image_grid_thw=grids)
+        want, delta = body.get_rope_index(row[None], kinds[None], **grids)
         places = kinds.nonzero().squeeze(1)
         ours, shift = three_part_positions(len(each), places, own)
         assert torch.equal(ours, want[:, 0])
@@ -235,7 +281,8 @@ def test_the_vision_tower_runs_once_for_each_picture() -> None:
     calls.clear()
     with torch.no_grad():
         PackedCausalLM(model)(batch)
-    assert calls == [2 * patches]  # two pictures in four sequences of which three have one
+    # Two pictures and two videos of three frames, in six sequences of which five have some.
+    assert calls == [(2 + 2 * 3) * patches]
 
 
 def test_a_cut_prompt_is_an_error_before_the_forward() -> None:

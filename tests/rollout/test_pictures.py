@@ -12,7 +12,7 @@ from tests.tiny_vision_models import FAMILIES, tiny_vision_model
 from verl.models import packed
 from verl.models.attention import attention_switched
 from verl.models.pictures import Picture
-from verl.models.vision import example_picture, model_arguments
+from verl.models.vision import example_picture, example_video, family_of, model_arguments
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.embedded import samples
 from verl.rollout.types import Continuation
@@ -22,15 +22,24 @@ NEW_TOKENS = 20
 
 
 def questions(model: Any) -> list[tuple[tuple[int, ...], tuple[Picture, ...]]]:
-    """Return prompts and pictures: two with equal tokens, one of two pictures, and one of text."""
+    """Return prompts and pictures: two with equal tokens, one of two pictures, and one of text.
+
+    For families that read videos, also two of a video with equal tokens.
+    """
     one, other, third = (example_picture(model, seed) for seed in range(3))
     around = (5, 9), (14, 7, 11, 8)
-    return [
+    asked = [
         ((*around[0], *one.token_ids, *around[1]), (one,)),
         ((*around[0], *other.token_ids, *around[1]), (other,)),
         ((3, *third.token_ids, 6, *one.token_ids, *around[1], *range(20, 45)), (third, one)),
         ((17, 18, 19, 20, 21), ()),
     ]
+    if family_of(model.config).video_pixels is not None:
+        for seed in range(2):
+            video = example_video(model, seed)
+            prompt = (13, *video.token_ids, 6, *one.token_ids, *around[1])
+            asked.append((prompt, (video, one)))
+    return asked
 
 
 def answers(engine: Any, asked: list[Any], n: int = 1, **params: Any) -> list[Completion]:
@@ -66,6 +75,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, name: str) -> None
     asked = questions(model)
     expected = expected_answers(model, asked)
     assert expected[0] != expected[1], "the pictures make no difference"
+    assert len(expected) == 4 or expected[4] != expected[5], "the videos make no difference"
     assert len({token for answer in expected for token in answer}) > 20
     engine = make_engine(model, name)
     assert tokens_of(answers(engine, asked)) == expected

@@ -1,4 +1,7 @@
-"""Pictures of a conversation: their tensors, their tokens, and the positions of these tokens."""
+"""Pictures of a conversation: their tensors, their tokens, and the positions of these tokens.
+
+A video is a picture of several frames.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ from verl.utils.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A picture as the model's processor prepared it. Rows and roles share one object.
+    """A picture or a video as the model's processor prepared it. Rows and roles share one object.
 
     `token_ids` replace the placeholder in a prompt. The model reads features of the picture at
     those that equal `token_id`, the others are plain tokens around them.
@@ -22,8 +25,13 @@ class Picture:
     token_ids: tuple[int, ...]
     token_id: int
     inputs: Mapping[str, Tensor]  # arguments of the model's `get_image_features`
-    # Rows and columns of the tokens, where positions have three parts (Qwen-VL); else None.
+    # Rows and columns of the tokens of a frame, where positions have three parts (Qwen-VL); else
+    # None. A picture is one frame.
     grid: tuple[int, int] | None = None
+    # For each run of tokens, the first parts of the positions of its frames. Plain tokens may stand
+    # between the runs.
+    times: tuple[tuple[int, ...], ...] = ((0,),)
+    seconds: float | None = None  # from one frame of a video to the next; None: a picture
     sees_itself: bool = False  # its tokens see one another, also the later ones (Gemma 3)
     png: bytes | None = None  # the picture itself, for engines that prepare it themselves
 
@@ -44,19 +52,28 @@ class Placed(NamedTuple):
     rows: Tensor  # (K,) int64
 
 
+def _are_of(ids: Tensor, pictures: Sequence[Picture]) -> Tensor:
+    """Return which ids (k,) are tokens that get features of any of these pictures, (k,) bool."""
+    tokens = {picture.token_id for picture in pictures}
+    return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=ids.device))
+
+
 def picture_tokens(ids: Tensor, pictures: Sequence[Picture], name: str) -> Tensor:
     """Return the places (k,) of the tokens in a prompt's ids (P,) that get features.
 
     Raises DataError, which begins with `name`, if their number is not that of the features.
     """
-    expected = sum(picture.num_tokens for picture in pictures)
+    expected: list[int] = []
+    for picture in pictures:
+        expected += [picture.token_id] * picture.num_tokens
     if not pictures:
         return torch.empty(0, dtype=torch.int64)
-    places = (ids == pictures[0].token_id).nonzero().squeeze(1)
-    if len(places) != expected:
+    places = _are_of(ids, pictures).nonzero().squeeze(1)
+    if ids[places].tolist() != expected:
+        tokens = sorted({picture.token_id for picture in pictures})
         raise DataError(
-            f"{name}: the prompt has {len(places)} picture tokens (id {pictures[0].token_id}), its "
-            f"{len(pictures)} pictures have {expected} features. A prompt must not be cut or "
+            f"{name}: the prompt has {len(places)} picture tokens (id {str(tokens)[1:-1]}), its "
+            f"{len(pictures)} pictures have {len(expected)} features. A prompt must not be cut or "
             "encoded again after its pictures were read."
         )
     return places
@@ -88,7 +105,7 @@ def num_in_prompt(prompt: Tensor, pictures: Sequence[Picture]) -> int:
     """Return how many of a row's pictures stand in its prompt; tools returned the others."""
     if not pictures:
         return 0
-    found = int((prompt == pictures[0].token_id).sum())
+    found = int(_are_of(prompt, pictures).sum())
     number = 0
     tokens = 0
     while tokens < found and number < len(pictures):
@@ -114,7 +131,7 @@ def row_picture_tokens(
         return places
 
     expected = sum(picture.num_tokens for picture in later)
-    behind = (ids[prompt_length:] == later[0].token_id).nonzero().squeeze(1) + prompt_length
+    behind = _are_of(ids[prompt_length:], later).nonzero().squeeze(1) + prompt_length
     if len(behind) < expected:
         raise DataError(
             f"{name}: behind the prompt stand {len(behind)} picture tokens (id "
@@ -129,9 +146,9 @@ def three_part_positions(
 ) -> tuple[Tensor, int]:
     """Return the positions (3, length) of a sequence with picture tokens at `places`.
 
-    Text advances all parts by 1 for each token. A picture of r rows and c columns of tokens has the
-    parts (start, start + row, start + column), and text goes on at start + max(r, c): the rule of
-    Qwen2-VL (arXiv:2409.12191, section 2.1).
+    Text advances all parts by 1 for each token. A frame of a picture or video, with r rows and c
+    columns of tokens, has the parts (start + time, start + row, start + column), and text goes on
+    behind the largest part: the rule of Qwen2-VL (arXiv:2409.12191, section 2.1).
 
     The second value is the distance of position and place for all text after the last picture.
     """
@@ -141,14 +158,17 @@ def three_part_positions(
     for picture in pictures:
         assert picture.grid is not None
         rows, columns = picture.grid
-        own = places[begin : begin + rows * columns]
-        begin += rows * columns
-        # The last token of a picture advances text by all that the picture takes.
-        steps[own] = 0
-        steps[own[-1]] = max(rows, columns)
-        row = torch.arange(rows).repeat_interleave(columns)
-        column = torch.arange(columns).repeat(rows)
-        offsets.append(torch.stack([torch.zeros_like(row), row, column]))
+        for times in picture.times:
+            frames = len(times)
+            own = places[begin : begin + frames * rows * columns]
+            begin += len(own)
+            # The last token of a run advances text by all that the run takes.
+            steps[own] = 0
+            steps[own[-1]] = max(times[-1] + 1, rows, columns)
+            time = torch.tensor(times).repeat_interleave(rows * columns)
+            row = torch.arange(rows).repeat_interleave(columns).repeat(frames)
+            column = torch.arange(columns).repeat(frames * rows)
+            offsets.append(torch.stack([time, row, column]))
 
     ends = steps.cumsum(0)
     positions = (ends - steps).expand(3, -1).clone()

@@ -9,7 +9,13 @@ from transformers import PreTrainedModel
 from verl.models.attention import PackingSlot, attention_switched, prepare
 from verl.models.logprobs import head_of, token_log_probs
 from verl.models.packed import PackedBatch, packed_hidden_states
-from verl.models.vision import example_picture, model_arguments, reads_pictures
+from verl.models.vision import (
+    example_picture,
+    example_video,
+    family_of,
+    model_arguments,
+    reads_pictures,
+)
 from verl.utils.errors import ModelError
 
 # Largest relative error. In half precision, two correct kernels differ by some percent on single
@@ -87,6 +93,10 @@ def _check_pictures(model: PreTrainedModel, slot: PackingSlot, sequences: list[l
         [*short[:2], *one.token_ids, *short[2:]],
         [*long[:3], *other.token_ids, *long[3:6], *one.token_ids, *long[6:]],
     ]
+    if family_of(model.config).video_pixels is not None:
+        video = example_video(model)
+        pictures[0] = (one, video)
+        ids[0] += [*video.token_ids, *short]
 
     lengths = [len(each) for each in ids]
     batch = PackedBatch.from_sequences(ids).with_pictures(pictures, lengths)

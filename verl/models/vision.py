@@ -32,12 +32,16 @@ class Family:
 
     example: Callable[[Any, torch.Generator], tuple[dict[str, Tensor], tuple[int, int] | None]]
     three_parts: bool = False  # positions
+    # Fewest and most pixels of videos where a model's folder does not say; None: it reads none.
+    # They count a frame, or the whole video for families with `splits_videos`.
+    video_pixels: tuple[int, int] | None = None
+    splits_videos: bool = False  # each frame of a video stands behind its time, written as text
     one_picture: bool = False  # the processor treats pictures of a row of several differently
     sees_itself: bool = False  # the tokens of a picture see one another
 
 
 def _qwen_example(
-    config: Any, generator: torch.Generator
+    config: Any, generator: torch.Generator, frames: int = 1
 ) -> tuple[dict[str, Tensor], tuple[int, int]]:
     vision = config.vision_config
     merge = vision.spatial_merge_size
@@ -45,10 +49,10 @@ def _qwen_example(
     grid = (rows * merge, columns * merge)
     channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
     width = channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.randn(grid[0] * grid[1], width, generator=generator)
+    pixels = torch.randn(frames * grid[0] * grid[1], width, generator=generator)
     return {
         "pixel_values": pixels,
-        "image_grid_thw": torch.tensor([[1, *grid]]),
+        "image_grid_thw": torch.tensor([[frames, *grid]]),
     }, (rows, columns)
 
 
@@ -75,10 +79,16 @@ def _llava_example(config: Any, generator: torch.Generator) -> tuple[dict[str, T
     }, None
 
 
+# The defaults of transformers' processors of videos.
+_QWEN2_VIDEO = (128 * 28 * 28, 768 * 28 * 28)
+_QWEN3_VIDEO = (128 * 32 * 32, 768 * 32 * 32)
+
 FAMILIES: Mapping[str, Family] = {
-    "qwen2_vl": Family(_qwen_example, three_parts=True),
-    "qwen2_5_vl": Family(_qwen_example, three_parts=True),
-    "qwen3_vl": Family(_qwen_example, three_parts=True),
+    "qwen2_vl": Family(_qwen_example, three_parts=True, video_pixels=_QWEN2_VIDEO),
+    "qwen2_5_vl": Family(_qwen_example, three_parts=True, video_pixels=_QWEN2_VIDEO),
+    "qwen3_vl": Family(
+        _qwen_example, three_parts=True, video_pixels=_QWEN3_VIDEO, splits_videos=True
+    ),
     "internvl": Family(_tile_example),
     "smolvlm": Family(_smolvlm_example),
     "llava_onevision": Family(_llava_example, one_picture=True),
@@ -104,6 +114,40 @@ def example_picture(model: PreTrainedModel, seed: int = 0) -> Picture:
     features, _ = picture_features(model, [draft])
     token = config.image_token_id
     return replace(draft, token_id=token, token_ids=(token,) * len(features))
+
+
+@torch.no_grad()
+def example_video(model: PreTrainedModel, seed: int = 0, frames: int = 3) -> Picture:
+    """Make a small video of random pixels, for a model of a family that reads videos."""
+    config: Any = model.config
+    inputs, grid = _qwen_example(config, torch.Generator().manual_seed(seed), frames)
+    seconds = 0.2
+    times = video_times(config, frames, seconds)
+    token = config.video_token_id
+    ids: list[int] = []
+    for number, run in enumerate(times):
+        ids += [token] * (len(run) * grid[0] * grid[1])
+        if number + 1 < len(times):
+            ids.append(0)  # in place of the time of the next frame
+    return Picture(
+        key=f"example video {seed}",
+        token_ids=tuple(ids),
+        token_id=token,
+        inputs=inputs,
+        grid=grid,
+        times=times,
+        seconds=seconds,
+    )
+
+
+def video_times(config: Any, frames: int, seconds: float) -> tuple[tuple[int, ...], ...]:
+    """Return `Picture.times` of a video with `seconds` from frame to frame."""
+    if family_of(config).splits_videos:
+        return ((0,),) * frames
+    # Qwen2.5-VL counts in parts of a second, Qwen2-VL in frames.
+    rate = getattr(config.vision_config, "tokens_per_second", None)
+    step = torch.tensor(1.0) if rate is None else rate * torch.tensor(seconds)
+    return (tuple((torch.arange(frames) * step).long().tolist()),)
 
 
 def reads_pictures(config: PreTrainedConfig) -> bool:
@@ -186,6 +230,8 @@ def picture_features(
 ) -> tuple[Tensor, list[Tensor]]:
     """Run the vision tower: features (F, H) of all pictures, and those that layers add to states.
 
+    It computes videos as it does pictures, in the same call.
+
     The second value is not empty for families with DeepStack (Qwen3-VL): (F, H) for each of the
     first layers.
     """
@@ -211,12 +257,25 @@ def model_arguments(
     arguments = {"input_ids": ids.to(device)}
     if not pictures:
         return arguments
-    arguments |= _joined_inputs(pictures, device)
-    is_picture = (ids == pictures[0].token_id).int().to(device)
+    images = [picture for picture in pictures if picture.seconds is None]
+    videos = [picture for picture in pictures if picture.seconds is not None]
+    kinds = torch.zeros_like(ids, dtype=torch.int32)
+    if images:
+        arguments |= _joined_inputs(images, device)
+        kinds[ids == images[0].token_id] = 1
+    if videos:
+        inputs = _joined_inputs(videos, device)
+        arguments["pixel_values_videos"] = inputs["pixel_values"]
+        arguments["video_grid_thw"] = inputs["image_grid_thw"]
+        kinds[ids == videos[0].token_id] = 2
+        config: Any = model.config
+        if hasattr(config.vision_config, "tokens_per_second"):
+            arguments["second_per_grid_ts"] = torch.tensor([each.seconds for each in videos])
+
     if pictures[0].grid is not None:
-        arguments["mm_token_type_ids"] = is_picture
+        arguments["mm_token_type_ids"] = kinds.to(device)
     if pictures[0].sees_itself:
-        arguments["token_type_ids"] = is_picture
+        arguments["token_type_ids"] = kinds.to(device)
     return arguments
 
 
