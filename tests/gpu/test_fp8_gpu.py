@@ -133,7 +133,6 @@ def test_products_of_a_7b_layer(columns: int, inner: int, fast: bool, monkeypatc
     wide = weight.wide()
     errors = {}
     for count in (1, 2, 3, 8, 16, 33, 64, 130, 257, 1024):
-        print("rows", count, flush=True)
         x = quantize(torch.randn(count, inner, device="cuda"))
         expected = torch.nn.functional.linear(x.wide(), wide, bias.float())
         errors[count] = relative_l2(product(x, weight, bias, torch.bfloat16), expected)

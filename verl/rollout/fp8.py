@@ -66,7 +66,11 @@ def quantize(x: Tensor, out: Rows | None = None) -> Rows:
 
 def product(x: Rows, weight: Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return x W^T + b (M, N) of x (M, K), W (N, K) and b (N,), rounded to `dtype` once."""
-    return torch._scaled_mm(
+    count = len(x.values)
+    if count == 1:
+        # cuBLAS refuses one row of 18,944 numbers.
+        x = Rows(x.values.expand(MULTIPLE, -1).contiguous(), x.scales.expand(MULTIPLE, -1).clone())
+    out = torch._scaled_mm(
         x.values,
         weight.values.t(),
         scale_a=x.scales,
@@ -75,6 +79,7 @@ def product(x: Rows, weight: Rows, bias: Tensor | None, dtype: torch.dtype) -> T
         out_dtype=dtype,
         use_fast_accum=FAST_ACCUMULATION,
     )
+    return out[:count]
 
 
 class Fp8Linear(nn.Linear):
