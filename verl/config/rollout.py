@@ -28,7 +28,9 @@ class SamplingValConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EngineKwargsConfig:
-    vllm: dict[str, Any] = setting({}, "flags of vLLM servers that the run starts")
+    vllm: dict[str, Any] = setting(
+        {}, "flags of vLLM servers that the run starts; in process, arguments of AsyncEngineArgs"
+    )
     sglang: dict[str, Any] = setting({}, "flags of SGLang servers that the run starts")
 
 
@@ -66,7 +68,8 @@ class TraceConfig:
 class RolloutConfig:
     name: str = setting(
         "embedded",
-        "registered engine: embedded, vllm or sglang (servers), or hf (slow reference)",
+        "registered engine: embedded, vllm or sglang (servers, or vllm in process), or hf (slow "
+        "reference)",
     )
     server_urls: Any = setting(
         [],
@@ -81,6 +84,11 @@ class RolloutConfig:
         "interpreter of an environment with vLLM or SGLang: the run starts servers with it; null: "
         "its own",
         is_path=True,
+    )
+    in_process: bool = setting(
+        False,
+        "vllm: one engine for each rank, on its device and in the run's own environment, in place "
+        "of servers",
     )
     num_servers: int = setting(1, "servers that the run starts", above=0)
     server_weights_dir: str | None = setting(
@@ -139,7 +147,8 @@ class RolloutConfig:
     )
     gpu_memory_utilization: float = setting(
         0.5,
-        "share of the memory left free by weights and trainer that key-value pages may fill",
+        "share of the memory left free by weights and trainer that key-value pages may fill; vllm and "
+        "sglang: share of the whole GPU",
         above=0,
         at_most=1,
     )

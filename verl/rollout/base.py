@@ -100,6 +100,7 @@ class Capabilities:
     aliases_weights: bool = False  # on a CPU it can compute with the trainer's own tensors
     continues: bool = False  # goes on with samples that `abort` has ended (`Continuation`)
     adapters: bool = False  # draws by LoRA adapters on top of weights that stay
+    in_process: bool = False  # a server that can also run within the run (rollout.in_process)
     # computes in servers: needs no module with weights here, and one rank feeds those of all
     external: bool = False
 
@@ -179,6 +180,11 @@ def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> Non
             f"{section}.server_urls={config.server_urls} and server_python="
             f"{config.server_python} are for engines that are servers, got {section}.name="
             f"{config.name}. Set {_names_with('external')}leave them out."
+        )
+    if config.in_process and not capabilities.in_process:
+        raise ConfigError(
+            f"{section}.in_process=true is for engines that are otherwise servers, got {section}."
+            f"name={config.name}. Set {_names_with('in_process')}in_process=false."
         )
     if config.deterministic and not capabilities.deterministic:
         raise ConfigError(

@@ -4,9 +4,12 @@ vLLM mixes the class into its worker: `--worker-extension-cls` names it, and PYT
 server must have this package.
 """
 
+import os
+import threading
 from multiprocessing.connection import Client
 from typing import Any
 
+import psutil
 import torch
 
 from verl.weight_sync.base import NamedTensors, reported
@@ -14,6 +17,7 @@ from verl.weight_sync.ipc import SharedMemoryReceiver
 
 EXTENSION = "verl.weight_sync.vllm_worker.TakesWeights"
 METHOD = "verl_take_weights"
+END_WITH = "verl_end_with"
 
 
 class TakesWeights:
@@ -32,6 +36,15 @@ class TakesWeights:
         connection: Any = Client(address, family="AF_UNIX", authkey=bytes.fromhex(key))
         with reported(SharedMemoryReceiver(connection, self.device)) as tensors:
             self._verl_load(tensors)
+
+    def verl_end_with(self, process: int) -> None:
+        """End this worker as soon as a process of this machine has ended, also by kill -9."""
+
+        def wait() -> None:
+            psutil.Process(process).wait()
+            os._exit(1)
+
+        threading.Thread(target=wait, name="verl-end", daemon=True).start()
 
     def _verl_load(self, tensors: NamedTensors) -> None:
         if self.device.type == "cpu":

@@ -431,7 +431,7 @@ class RolloutWorker(Worker):
 
     def _make_room(self) -> None:
         """Give the device to the actor of this process, if the configuration says so."""
-        if self.is_external:
+        if self.is_external and not cast(ServerEngine, self.engine).can_sleep:
             return  # servers have memory of their own
         if self.actor is not None and self.config.rollout.free_cache_engine:
             self.engine.sleep()

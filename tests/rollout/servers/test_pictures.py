@@ -202,5 +202,5 @@ def test_sglang_refuses_models_that_read_pictures(vision):
     settings, _, _, actor = vision
     rollout = settings.actor_rollout_ref.rollout
     rollout.name = "sglang"
-    with pytest.raises(ConfigError, match="token ids alone.*'qwen2_5_vl'. Set it to embedded or"):
+    with pytest.raises(ConfigError, match="token ids alone.*'qwen2_5_vl'. Set name=embedded, or"):
         check_engine_model(rollout, actor.engine.hf_model.config, on_cuda=False)

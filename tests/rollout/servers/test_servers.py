@@ -264,11 +264,11 @@ def test_aborted_samples_keep_their_tokens_and_others_go_on(settings, start, dia
     server = start(dialect)
     rollout = rollout_on(settings, server)
     rollout.take_weights()
-    server.delay_s = 0.02
+    server.delay_s = 0.1
     engine = rollout.engine
     requests = [Request(prompt_ids=(5, 6, 7), sample_ids=(0, 1), limits=(R, 3))]
     engine.submit(requests, PARAMS, seed=0, step=0)
-    time.sleep(0.1)
+    time.sleep(0.25)
     [aborted] = engine.abort([0])
     assert aborted.finish_reason == "abort"
     assert 0 < len(aborted.token_ids) == len(aborted.log_probs) < R

@@ -1,8 +1,6 @@
 """A rollout engine of servers: it sends requests, and keeps what a server may lose."""
 
-import importlib.util
 import secrets
-import shutil
 import threading
 import time
 from collections import Counter
@@ -11,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -30,7 +27,8 @@ from verl.rollout.checks import (
 from verl.rollout.memory import EngineLoad, EngineMemory
 from verl.rollout.sampling import sample_keys
 from verl.rollout.servers.fleet import Fleet, Member, Placement
-from verl.rollout.servers.health import check_log_probs, check_server, how_to_start
+from verl.rollout.servers.health import check_log_probs, check_server, check_service, check_settings
+from verl.rollout.servers.in_process import InProcessVLLM
 from verl.rollout.servers.owned import OwnedServers
 from verl.rollout.servers.probe import Probe
 from verl.rollout.servers.server import AdapterLostError, Draw, Drawn, Server, ServerLostError
@@ -80,38 +78,17 @@ class ServerEngine(EngineClass):
     def check(cls, config: RolloutConfig) -> None:
         """Implement `EngineClass.check`."""
         check_capabilities(config, cls.capabilities)
-        if config.weight_transport == "broadcast":
-            raise ConfigError(
-                f"{_SECTION}.weight_transport=broadcast reaches no server. Leave it unset, or set "
-                "disk."
-            )
-        if config.lora_weights == "adapter" and config.weight_transport not in (None, "disk"):
-            raise ConfigError(
-                f"{_SECTION}.lora_weights=adapter sends adapters in a folder, got {_SECTION}."
-                f"weight_transport={config.weight_transport}. Leave the latter unset, or set "
-                "lora_weights=merged."
-            )
-        for url in config.server_urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ConfigError(
-                    f"{_SECTION}.server_urls must be addresses such as http://host:8000, got "
-                    f"{url!r}."
-                )
-        if config.server_urls and config.server_python is not None:
-            raise ConfigError(
-                f"{_SECTION}.server_urls names servers that run, and {_SECTION}.server_python asks "
-                "to start some. Set one of them."
-            )
+        check_settings(config)
 
     @classmethod
     def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
         """Implement `EngineClass.check_model`."""
-        if reads_pictures(model) and not cls.server_class.takes_pictures:
+        takes_pictures = cls.server_class.takes_pictures and not config.in_process
+        if reads_pictures(model) and not takes_pictures:
             raise ConfigError(
-                f"actor_rollout_ref.rollout.name={config.name} sends token ids alone to its "
-                f"servers, so it does not support models that read pictures, got the family "
-                f"'{model.model_type}'. Set it to embedded or vllm."
+                f"{_SECTION}.name={config.name} with in_process={config.in_process} takes token "
+                f"ids alone, so it does not support models that read pictures, got the family "
+                f"'{model.model_type}'. Set name=embedded, or name=vllm with in_process=false."
             )
         if reads_pictures(model) and family_of(model).sees_itself:
             raise ConfigError(
@@ -123,27 +100,7 @@ class ServerEngine(EngineClass):
     @classmethod
     def check_service(cls, config: RolloutConfig) -> None:
         """Raise RolloutError or ConfigError if no server can be used, or none be started."""
-        for url in config.server_urls:
-            check_server(cls.server_class(url), config)
-        if config.server_urls:
-            return
-
-        package = cls.server_class.package
-        if config.server_python is not None:
-            if shutil.which(config.server_python) is None:
-                raise ConfigError(
-                    f"{_SECTION}.server_python must be a Python interpreter of an environment with "
-                    f"{cls.server_class.title}, got {config.server_python!r}."
-                )
-            return
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{_SECTION}.name={config.name} needs {cls.server_class.title}, which is not "
-                f"installed next to this package. Start a server and set "
-                f"{_SECTION}.server_urls=[http://host:8000]: {how_to_start(cls.server_class)}; or "
-                f"set {_SECTION}.server_python to the interpreter of an environment that has it; or "
-                f"set {_SECTION}.name={RolloutConfig().name}."
-            )
+        check_service(cls.server_class, config)
 
     @classmethod
     def plan(cls, config: RolloutConfig, load: EngineLoad) -> EngineMemory:
@@ -163,6 +120,8 @@ class ServerEngine(EngineClass):
         self._dtype = engine_dtype(config.dtype, model, device)
         self.sources = WeightSources(config, model, device, self._dtype)
         self._lora_rank = adapter_rank(config, self.server_class, model)
+        self.can_sleep = config.in_process and config.free_cache_engine and device.type == "cuda"
+        self._device = device
         self._fleet: Fleet | None = None
         self._pushes = 0
         self._run_name = secrets.token_hex(4)
@@ -182,16 +141,21 @@ class ServerEngine(EngineClass):
     def open(self) -> tuple[str, ...]:
         """Find or start the servers, on one rank. Return their addresses for `join`.
 
-        Each must draw tokens of the configured model, with log-probs in our definition.
+        In process, every rank starts an engine of its own, which has no address. Each must draw
+        tokens of the configured model, with log-probs in our definition.
         """
         owned = None
         urls = tuple(self.config.server_urls)
-        if not urls:
+        if self.config.in_process:
+            self._use([self._start_in_process()])
+        elif urls:
+            self.join(urls)
+        else:
             owned = OwnedServers(
                 self.server_class, self.config, self.model, self._dtype, lora_rank=self._lora_rank
             )
             urls = owned.urls
-        self.join(urls, owned)
+            self.join(urls, owned)
         for member in self.fleet.members:
             check_server(member.server, self.config, self.model, self.tokenizer, self.max_model_len)
             if self.takes_adapters:
@@ -201,15 +165,32 @@ class ServerEngine(EngineClass):
 
     def join(self, urls: Sequence[str], owned: OwnedServers | None = None) -> None:
         """Use the servers at `urls`."""
-        members = []
+        servers = []
         for url in urls:
             server = self.server_class(
                 url,
                 connections=self.config.max_num_seqs,
                 has_vision=reads_pictures(self.model.config),
             )
-            members.append(Member(server))
+            servers.append(server)
+        self._use(servers, owned)
+
+    def _use(self, servers: Sequence[Server], owned: OwnedServers | None = None) -> None:
+        members = [Member(server) for server in servers]
         self._fleet = Fleet(members, self.config.server_timeout_s, owned, self._probe.draw)
+
+    def _start_in_process(self) -> Server:
+        if self.config.free_cache_engine and not self.can_sleep:
+            logger.info("vLLM keeps its memory while training: it sleeps on CUDA alone.")
+        return InProcessVLLM(
+            self.config,
+            self.model,
+            self._dtype,
+            self._device,
+            lora_rank=self._lora_rank,
+            can_sleep=self.can_sleep,
+            has_vision=reads_pictures(self.model.config),
+        )
 
     @property
     def fleet(self) -> Fleet:
@@ -434,7 +415,7 @@ class ServerEngine(EngineClass):
         self._hand_over = {"update_weights_s": seconds, "update_weights_gb_per_s": per_s}
 
     def probe(self) -> dict[str, Completion]:
-        """Draw the same few tokens on every server that answers, with the settings of training.
+        """Draw the same few tokens on every server that can, with the settings of training.
 
         Returns the draws by server's name.
         """
@@ -450,10 +431,16 @@ class ServerEngine(EngineClass):
     # ---------------------------------------------------------------- the rest
 
     def sleep(self) -> None:
-        """Implement `RolloutEngine.sleep`: servers keep their memory."""
+        """Implement `RolloutEngine.sleep`. Engines in process alone give memory back."""
+        if self.can_sleep:
+            for member in self.fleet.members:
+                member.server.sleep()
 
     def wake(self) -> None:
-        """Implement `RolloutEngine.wake`."""
+        """Implement `RolloutEngine.wake`. Weights must come before anything is drawn."""
+        if self.can_sleep:
+            for member in self.fleet.members:
+                member.server.wake()
 
     def forget_prefixes(self) -> None:
         """Implement `RolloutEngine.forget_prefixes`. Servers at work for other ranks keep them."""
@@ -489,9 +476,9 @@ def _completion(sample_id: int, drawn: Drawn) -> Completion:
 
 @rollout_engines.register("vllm")
 class VLLMEngine(ServerEngine):
-    """Servers of vLLM."""
+    """Servers of vLLM, or vLLM in process."""
 
-    capabilities = replace(ServerEngine.capabilities, adapters=True)
+    capabilities = replace(ServerEngine.capabilities, adapters=True, in_process=True)
     server_class = VLLMServer
 
 

@@ -122,13 +122,15 @@ class Fleet:
         return drawn.versions <= self._versions
 
     def probe_each(self) -> dict[str, Drawn]:
-        """Draw the fixed tokens on every server that answers. Return the draws by server's name.
+        """Draw the fixed tokens on every server that can. Return the draws by server's name.
 
         A server that is lost meanwhile is left out, unless it is the last one: then wait for one.
         """
         for _ in range(_MOST_PROBES):
+            living = self.living()
+            awake = [member for member in living if member.server.can_draw]
             drawn = {}
-            for member in self.living():
+            for member in awake:
                 try:
                     probe = self._probe(member.server)
                     if not self.is_current(probe):
@@ -138,7 +140,7 @@ class Fleet:
                     drawn[member.server.name] = probe
                 except ServerLostError as error:
                     self.note_lost(member, error)
-            if drawn:
+            if drawn or len(awake) < len(living):
                 return drawn
             self._wait_for_one()
         faults = "; ".join(str(member.fault) for member in self.members)

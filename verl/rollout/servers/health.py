@@ -1,22 +1,82 @@
 """Checks of a server before a run begins: a real generation, the model, the tokenizer."""
 
+import importlib.util
 import json
 import math
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from packaging.version import InvalidVersion, Version
 
 from verl.config.rollout import RolloutConfig
+from verl.rollout.servers.in_process import check_in_process, import_vllm
 from verl.rollout.servers.server import Draw, Server, ServerFacts, ServerLostError
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
 
+_SECTION = "actor_rollout_ref.rollout"
 _TEXT = "The quick brown fox: 12 + 34 = 46.\n"
 # With the temperature in the log-probs, gaps between them double at half the temperature.
 _HALF = 0.5
+
+
+def check_settings(config: RolloutConfig) -> None:
+    """Raise ConfigError for settings of servers that exclude each other or reach none."""
+    if config.weight_transport == "broadcast":
+        raise ConfigError(
+            f"{_SECTION}.weight_transport=broadcast reaches no server. Leave it unset, or set disk."
+        )
+    if config.lora_weights == "adapter" and config.weight_transport not in (None, "disk"):
+        raise ConfigError(
+            f"{_SECTION}.lora_weights=adapter sends adapters in a folder, got {_SECTION}."
+            f"weight_transport={config.weight_transport}. Leave the latter unset, or set "
+            "lora_weights=merged."
+        )
+    for url in config.server_urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(
+                f"{_SECTION}.server_urls must be addresses such as http://host:8000, got {url!r}."
+            )
+    if config.server_urls and config.server_python is not None:
+        raise ConfigError(
+            f"{_SECTION}.server_urls names servers that run, and {_SECTION}.server_python asks "
+            "to start some. Set one of them."
+        )
+    if config.in_process:
+        check_in_process(config)
+
+
+def check_service(server_class: type[Server], config: RolloutConfig) -> None:
+    """Raise RolloutError or ConfigError if no server can be used, or none be started."""
+    if config.in_process:
+        import_vllm()
+        return
+    for url in config.server_urls:
+        check_server(server_class(url), config)
+    if config.server_urls:
+        return
+
+    package = server_class.package
+    if config.server_python is not None:
+        if shutil.which(config.server_python) is None:
+            raise ConfigError(
+                f"{_SECTION}.server_python must be a Python interpreter of an environment with "
+                f"{server_class.title}, got {config.server_python!r}."
+            )
+        return
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"{_SECTION}.name={config.name} needs {server_class.title}, which is not "
+            f"installed next to this package. Start a server and set "
+            f"{_SECTION}.server_urls=[http://host:8000]: {how_to_start(server_class)}; or "
+            f"set {_SECTION}.server_python to the interpreter of an environment that has it; or "
+            f"set {_SECTION}.name={RolloutConfig().name}."
+        )
 
 
 def how_to_start(server_class: type[Server], model: str = "MODEL") -> str:
@@ -45,7 +105,7 @@ def check_server(
         longest: most tokens of a prompt and its response.
     """
     path = "MODEL" if model is None else str(model.name_or_path)
-    way = (
+    way = server.way_out or (
         f"Start one with `{how_to_start(type(server), path)}`, or correct "
         "actor_rollout_ref.rollout.server_urls and name."
     )

@@ -46,6 +46,27 @@ def takes_memory(config: RolloutConfig) -> bool:
     return is_owned and is_possible and config.weight_transport != "disk"
 
 
+def engine_options(config: RolloutConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the settings of an engine under the names that servers give them."""
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": config.max_model_len or config.prompt_length + config.response_length,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.enforce_eager,
+    }
+
+
+def engine_variables(model: str) -> dict[str, str]:
+    """Return the variables of an engine's process, unless the user has set them."""
+    return {
+        "HF_HUB_OFFLINE": "1" if Path(model).is_dir() else "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
 class OwnedServers:
     """Servers of this machine, started with `rollout.server_python`.
 
@@ -69,7 +90,7 @@ class OwnedServers:
         self._class = server_class
         self._config = config
         self._model = str(model.name_or_path)
-        self._dtype = str(dtype).removeprefix("torch.")
+        self._dtype = dtype
         self._lora_rank = lora_rank
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._unknown_flags: set[str] = set()
@@ -111,12 +132,7 @@ class OwnedServers:
         config = self._config
         options: dict[str, Any] = {
             "host": "127.0.0.1",
-            "dtype": self._dtype,
-            "max_model_len": config.max_model_len or config.prompt_length + config.response_length,
-            "tensor_parallel_size": config.tensor_model_parallel_size,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "max_num_seqs": config.max_num_seqs,
-            "enforce_eager": config.enforce_eager,
+            **engine_options(config, self._dtype),
             "takes_memory": takes_memory(config),
             "lora_rank": self._lora_rank,
         }
@@ -128,11 +144,7 @@ class OwnedServers:
 
     def _environment(self) -> dict[str, str]:
         """Return the environment of a server."""
-        defaults = {
-            "HF_HUB_OFFLINE": "1" if Path(self._model).is_dir() else "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
+        defaults = engine_variables(self._model)
         environment = {**defaults, **os.environ, **self._class.environment(self._lora_rank)}
         if takes_memory(self._config):
             # vLLM's worker imports our extension from here.

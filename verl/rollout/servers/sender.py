@@ -1,4 +1,7 @@
-"""The hand-over from the trainer's ranks to servers: one rank pushes, all learn the outcome."""
+"""The hand-over from the trainer's ranks to servers: one rank pushes, all learn the outcome.
+
+Engines in process belong to their ranks: each rank pushes to its own, and all learn of a fault.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +22,8 @@ TrainerLogProbs = Callable[[tuple[int, ...], Sequence[Completion]], Sequence[Seq
 
 class ServerSender:
     """A `WeightSender` to the servers of an engine. The first rank finds, starts and feeds them.
+
+    In process, each rank starts and feeds its own.
 
     Args:
         engine: of this rank.
@@ -41,10 +46,15 @@ class ServerSender:
         self._log_probs = log_probs
         self._adapters = adapters
         self._world = world
-        if world.size == 1:
+        self._acts = world.rank == 0 or engine.config.in_process
+        self._tensors: Iterator[Any] = iter(())
+        if engine.config.in_process:
+            # Once is enough: an engine in process that ends, ends the run.
+            engine.sources.tensors_again = lambda: self._tensors
+        elif world.size == 1:
             engine.sources.tensors_again = tensors
-        urls = self._on_first(engine.open)
-        if world.rank > 0:
+        urls = self._act(engine.open)
+        if not self._acts:
             engine.join(urls)
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
@@ -57,6 +67,7 @@ class ServerSender:
         if self._engine.takes_adapters:
             adapters = self._adapters()
             tensors = iter(())  # whole weights are not even gathered
+        self._tensors = tensors
 
         def push() -> tuple[Any, dict[str, Completion] | None]:
             if log is not None:
@@ -69,28 +80,36 @@ class ServerSender:
             probes = None if log is None else self._engine.probe()
             return self._engine.fleet.state(), probes
 
-        state, probes = self._on_first(push, then=lambda: self._exhaust(tensors))
+        state, probes = self._act(push, then=lambda: self._exhaust(tensors))
         self._engine.fleet.adopt(state)
         if probes is None:
             return
 
         own = self._log_probs(self._engine.probe_prompt(), list(probes.values()))
-        prove(probes, own, self._engine.weight_dtype)
+        self._act(lambda: prove(probes, own, self._engine.weight_dtype))
 
-    def _on_first(self, act: Callable[[], Any], then: Callable[[], None] | None = None) -> Any:
-        """Act on the first rank; return its result, or raise its error, on every rank."""
+    def _act(self, act: Callable[[], Any], then: Callable[[], None] | None = None) -> Any:
+        """Act on the first rank, or in process on every rank; raise an error on every rank.
+
+        Returns the first rank's result, or in process this rank's own.
+        """
         result = None
         fault: Exception | None = None
-        if self._world.rank == 0:
+        if self._acts:
             try:
                 result = act()
             except (RolloutError, ValueError) as error:
                 fault = error
         if then is not None:
             then()
-        fault, result = gather_objects((fault, result), self._world)[0]
-        if fault is not None:
-            raise fault
+        if self._engine.config.in_process:
+            faults = gather_objects(fault, self._world)
+        else:
+            [(fault, result), *_] = gather_objects((fault, result), self._world)
+            faults = [fault]
+        for fault in faults:
+            if fault is not None:
+                raise fault
         return result
 
     def _exhaust(self, tensors: Iterator[Any]) -> None:

@@ -96,6 +96,7 @@ class Server(ABC):
     optional_flags: ClassVar[tuple[str, ...]] = ()  # of `command`; older versions lack them
     takes_pictures: ClassVar[bool] = False
     largest_lora_rank: ClassVar[int] = 0  # of an adapter that it draws by; 0: it takes none
+    way_out: ClassVar[str] = ""  # of an error at the start; "": start another server
 
     def __init__(self, url: str, *, connections: int = 64, has_vision: bool = False) -> None:
         self.url = url.rstrip("/")
@@ -163,6 +164,19 @@ class Server(ABC):
     @abstractmethod
     def flush(self) -> bool:
         """Drop cached prefixes. Returns False where the server refuses because it is at work."""
+
+    def sleep(self) -> None:
+        """Give the memory of the device back until `wake`."""
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        """Prepare for the `load` that comes after `sleep`."""
+        raise NotImplementedError
+
+    @property
+    def can_draw(self) -> bool:
+        """Return whether it can draw before the next `load`."""
+        return True
 
     @abstractmethod
     def weight_version(self) -> str | None:

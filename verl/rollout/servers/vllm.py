@@ -51,7 +51,7 @@ class VLLMServer(Server):
         if options.pop("takes_memory", False):
             command += ["--worker-extension-cls", EXTENSION]
         if lora_rank := options.pop("lora_rank", 0):
-            command += ["--enable-lora", "--max-lora-rank", str(_allowed_rank(lora_rank))]
+            command += ["--enable-lora", "--max-lora-rank", str(allowed_rank(lora_rank))]
         return command + flags_of(options)
 
     @classmethod
@@ -291,14 +291,14 @@ def _part(picture: Picture) -> dict[str, str]:
     return {"type": "image_url", "url": f"data:image/png;base64,{encoded}"}
 
 
-def _allowed_rank(lora_rank: int) -> int:
+def allowed_rank(lora_rank: int) -> int:
     """Return the smallest value of --max-lora-rank for adapters of this rank."""
     return min(rank for rank in _LORA_RANKS if rank >= lora_rank)
 
 
 def _adapter_fix(lora_rank: int | None = None) -> str:
     """Say how to start a server that takes adapters."""
-    rank = "RANK" if lora_rank is None else _allowed_rank(lora_rank)
+    rank = "RANK" if lora_rank is None else allowed_rank(lora_rank)
     return (
         f" Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank "
         f"{rank}, or push whole weights: actor_rollout_ref.rollout.lora_weights=merged."

@@ -1,0 +1,247 @@
+"""vLLM in process, against a module with the calls of its `AsyncLLM`."""
+
+import os
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.rollout.servers.conftest import untied_copy
+from tests.rollout.servers.fake_vllm import modules
+from tests.rollout.servers.test_adapters import move as move_adapters
+from tests.rollout.servers.test_servers import PARAMS, draw, move
+from tests.tiny_models import tiny_tokenizer
+from tests.tiny_vision_models import tiny_vision_model
+from tests.workers.batches import CPU, R, actor_of, prompts
+from verl.config import config_from_dict
+from verl.rollout import check_engine, check_engine_model, check_engine_service
+from verl.rollout.servers.in_process import InProcessVLLM
+from verl.rollout.types import Request, SamplingParams
+from verl.utils.errors import ConfigError, RolloutError
+from verl.workers import RolloutWorker
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """Install the module; end what it started."""
+    installed = modules(untied_copy)
+    for name, module in installed.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield installed["vllm"]
+    for engine in installed["vllm"].engines:
+        engine.shutdown()
+
+
+@pytest.fixture
+def rollout_of(vllm, settings):
+    """Make a rollout with an engine in process; return it, its actor, and the fake engine."""
+    made = []
+
+    def make(**keys):
+        rollout = settings.actor_rollout_ref.rollout
+        rollout.name = "vllm"
+        rollout.in_process = True
+        for name, value in keys.items():
+            setattr(rollout, name, value)
+        actor = actor_of(settings)
+        worker = RolloutWorker(
+            settings.actor_rollout_ref, device=CPU, tokenizer=tiny_tokenizer(), actor=actor
+        )
+        made.append(worker)
+        return worker, actor, vllm.engines[-1]
+
+    yield make
+    for worker in made:
+        worker.engine.fleet.members[0].server.close()
+
+
+def largest_kl(actor, batch):
+    return abs(actor.compute_log_prob(batch).meta_info["metrics"]["training/rollout_kl"])
+
+
+@pytest.mark.parametrize("transport", [None, "disk"])
+def test_log_probs_are_the_trainers_after_every_push(rollout_of, transport):
+    worker, actor, _ = rollout_of(temperature=0.7, weight_transport=transport)
+    params = SamplingParams(max_new_tokens=R, temperature=0.7)
+    for step in range(2):
+        worker.take_weights()
+        batch = worker.generate_sequences(prompts(4), n=2, params=params, seed=0, step=step)
+        again = worker.generate_sequences(prompts(4), n=2, params=params, seed=0, step=step)
+        assert torch.equal(batch.batch["responses"], again.batch["responses"])
+        assert largest_kl(actor, batch) < 1e-5
+        move(actor)
+
+
+@pytest.mark.parametrize("fault", ["dropped", "half", "stale head", "stale cache", "flush refused"])
+def test_a_push_that_did_not_arrive_whole_is_caught(rollout_of, fault):
+    worker, actor, engine = rollout_of()
+    worker.take_weights()
+    draw(worker)
+    move(actor)
+    engine.server.faults.add(fault)
+    message = "did not drop its prefix cache" if fault == "flush refused" else "other weights than"
+    with pytest.raises(RolloutError, match=f"vLLM in this process.*{message}|{message}"):
+        worker.take_weights()
+    assert not engine.server.is_paused
+
+
+def test_aborted_samples_keep_their_tokens_and_others_go_on(rollout_of):
+    worker, _, fake = rollout_of()
+    worker.take_weights()
+    fake.server.delay_s = 0.1
+    engine = worker.engine
+    requests = [Request(prompt_ids=(5, 6, 7), sample_ids=(0, 1), limits=(R, 3))]
+    engine.submit(requests, PARAMS, seed=0, step=0)
+    time.sleep(0.25)
+    [aborted] = engine.abort([0])
+    assert aborted.finish_reason == "abort"
+    assert 0 < len(aborted.token_ids) == len(aborted.log_probs) < R
+    completions = []
+    while engine.has_work:
+        completions += engine.step()
+    assert [(each.sample_id, len(each.token_ids)) for each in completions] == [(1, 3)]
+
+
+def test_a_sleeping_engine_gets_weights_before_its_cache(rollout_of, monkeypatch):
+    """No device sleeps on a CPU: have the engine believe that it may."""
+    worker, actor, fake = rollout_of()
+    worker.engine.can_sleep = True
+    worker.engine.fleet.members[0].server._can_sleep = True
+    fake.args.enable_sleep_mode = True
+    worker.take_weights()
+    for _ in range(2):
+        assert largest_kl(actor, draw(worker)) < 1e-5
+        assert worker.is_asleep
+        assert fake.awake == set()
+        move(actor)
+        worker.take_weights()
+        assert fake.awake == {"weights", "kv_cache"}
+    assert fake.slept == [2, 2], "the next weights replace all of the old ones"
+
+
+def test_adapters_are_added_to_weights_that_stay(rollout_of, settings):
+    settings.actor_rollout_ref.model.lora_rank = 4
+    worker, actor, fake = rollout_of()
+    base = fake.server.model
+    assert fake.args.max_lora_rank == 8
+    for push in range(3):
+        worker.take_weights()
+        assert largest_kl(actor, draw(worker)) < 1e-5
+        assert fake.server.model is base
+        [name] = fake.server.adapters
+        assert name.endswith(f"-{push + 1}")
+        move_adapters(actor)
+
+    server = worker.engine.fleet.members[0].server
+    server._can_sleep = fake.args.enable_sleep_mode = True
+    server.sleep()
+    assert fake.slept == [1], "the base weights are kept on the host"
+
+
+def test_the_engine_ends_with_the_run_and_a_dead_core_is_an_error(rollout_of):
+    worker, _, fake = rollout_of()
+    assert fake.ends_with is not None
+    worker.take_weights()
+    fake.is_dead = True
+    with pytest.raises(RolloutError, match="engine core has ended.*gpu_memory_utilization"):
+        draw(worker)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"gpu_memory_utilization": 0.99}, "did not start.*Free memory.*whole GPU.*server_python"),
+        ({"max_model_len": 8}, "takes 8 tokens"),
+    ],
+)
+def test_an_engine_that_cannot_serve_is_one_error(rollout_of, settings, keys, message):
+    if "max_model_len" in keys:
+        settings.actor_rollout_ref.rollout.engine_kwargs.vllm = keys
+        keys = {}
+    with pytest.raises((RolloutError, ConfigError), match=f"(?s)vLLM.*{message}"):
+        rollout_of(**keys)
+
+
+def test_an_unknown_argument_is_an_error(rollout_of, settings):
+    settings.actor_rollout_ref.rollout.engine_kwargs.vllm = {"swap_spice": 1}
+    with pytest.raises(ConfigError, match="vLLM 0.32.0 has no argument swap_spice"):
+        rollout_of()
+
+
+def rollout_config():
+    loaded = config_from_dict(
+        {
+            "data": {"dataset_name": "toy", "train_batch_size": 4},
+            "actor_rollout_ref": {"rollout": {"name": "vllm", "in_process": True}},
+        }
+    )
+    return loaded.actor_rollout_ref.rollout
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"server_urls": ["http://h"]}, "server_urls=.*is for servers. Set one of them"),
+        ({"server_python": "python"}, "server_python=python is for servers"),
+        ({"num_servers": 2}, "one engine on the device of each rank, got num_servers=2"),
+        ({"tensor_model_parallel_size": 2}, "got tensor_model_parallel_size=2.*as a server"),
+        ({"name": "sglang"}, "name=sglang. Set name=vllm, or in_process=false"),
+        ({"name": "embedded"}, "name=embedded. Set name=vllm, or in_process=false"),
+    ],
+)
+def test_settings_of_servers_do_not_mix(keys, message):
+    config = replace(rollout_config(), **keys)
+    with pytest.raises(ConfigError, match=message):
+        check_engine(config)
+
+
+def test_a_missing_package_is_one_error_with_the_fix():
+    config = rollout_config()
+    check_engine(config)
+    fix = r"cannot be imported.*pip install 'vllm>=0.24.*server_python names the interpreter"
+    with pytest.raises(ConfigError, match=f"(?s){fix}"):
+        check_engine_service(config)
+
+
+@pytest.mark.parametrize("version", ["0.23.1", "0.33.0", "1.0"])
+def test_a_version_that_was_not_tested_is_one_error_with_the_fix(vllm, version):
+    vllm.__version__ = version
+    with pytest.raises(ConfigError, match=f"tested with vLLM 0.24 to before 0.33, got {version}"):
+        check_engine_service(rollout_config())
+
+
+def test_the_trainers_environment_is_back_after_a_start(vllm, settings, monkeypatch, tmp_path):
+    """Children see other settings, and not the user's script; this process sees its own."""
+    seen = {}
+    start = InProcessVLLM._start
+
+    async def watched(self, arguments):
+        seen.update(os.environ)
+        seen["main"] = vars(sys.modules["__main__"]).get("__file__")
+        return await start(self, arguments)
+
+    monkeypatch.setattr(InProcessVLLM, "_start", watched)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    main = sys.modules["__main__"]
+    rollout = settings.actor_rollout_ref.rollout
+    rollout.name, rollout.in_process = "vllm", True
+    actor = actor_of(settings)
+    server = InProcessVLLM(rollout, actor.engine.hf_model, torch.float32, CPU)
+    assert seen["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert seen["VLLM_CPU_KVCACHE_SPACE"] == "3", "the user's own setting"
+    assert seen["main"] is None
+    assert sys.modules["__main__"] is main
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
+    server.close()
+
+
+def test_models_that_read_pictures_need_servers():
+    model = tiny_vision_model("qwen2_5_vl").config
+    config = rollout_config()
+    with pytest.raises(
+        ConfigError, match="in_process=True takes token ids alone.*in_process=false"
+    ):
+        check_engine_model(config, model, on_cuda=False)
+    check_engine_model(replace(config, in_process=False), model, on_cuda=False)

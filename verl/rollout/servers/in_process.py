@@ -1,0 +1,363 @@
+"""vLLM within the run: its front in this process, next to the engine core that it starts itself.
+
+The versions of vLLM, torch and transformers must agree with those of the run. Nothing listens at a
+port; all exchanges of `VLLMServer` are calls of vLLM's `AsyncLLM` here.
+"""
+
+import asyncio
+import atexit
+import importlib
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+from packaging.version import InvalidVersion, Version
+
+from verl.config.rollout import RolloutConfig
+from verl.rollout.servers.owned import engine_options, engine_variables
+from verl.rollout.servers.server import LOAD_S, QUICK_S, WeightSource
+from verl.rollout.servers.vllm import VLLMServer, allowed_rank
+from verl.utils.devices import ALLOCATOR_SETTINGS
+from verl.utils.errors import ConfigError, RolloutError
+from verl.weight_sync.vllm_worker import END_WITH, EXTENSION
+
+_SECTION = "actor_rollout_ref.rollout"
+# Versions of vLLM whose calls were tested: from the first one up to before the second one.
+_TESTED = ("0.24", "0.33")
+_CLOSE_S = 60.0
+_AS_SERVER = (
+    f"Or leave out {_SECTION}.in_process: vLLM then runs as a server, and {_SECTION}.server_python "
+    "names the interpreter of its own environment."
+)
+
+
+def check_in_process(config: RolloutConfig) -> None:
+    """Raise ConfigError for a setting of servers next to `rollout.in_process`."""
+    for name in ("server_urls", "server_python", "server_weights_dir"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"{_SECTION}.in_process=true makes vLLM in the run's own process, and {name}="
+                f"{getattr(config, name)} is for servers. Set one of them."
+            )
+    for name in ("num_servers", "tensor_model_parallel_size"):
+        if getattr(config, name) > 1:
+            raise ConfigError(
+                f"{_SECTION}.in_process=true makes one engine on the device of each rank, got "
+                f"{name}={getattr(config, name)}. Set it to 1. {_AS_SERVER}"
+            )
+
+
+def import_vllm() -> Any:
+    """Import vLLM. Raises ConfigError if it is missing, does not load, or was not tested."""
+    fix = f"pip install 'vllm>={_TESTED[0]},<{_TESTED[1]}', next to the torch that it asks for"
+    try:
+        vllm = importlib.import_module("vllm")
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"{_SECTION}.in_process=true needs vLLM in the run's own environment, and it cannot be "
+            f"imported next to torch {torch.__version__}: {error}. Install it: {fix}. {_AS_SERVER}"
+        ) from error
+
+    try:
+        release = Version(vllm.__version__).release
+    except InvalidVersion:
+        return vllm  # a build from source
+    first, end = _TESTED
+    if not Version(first).release <= release < Version(end).release:
+        raise ConfigError(
+            f"{_SECTION}.in_process=true was tested with vLLM {first} to before {end}, got "
+            f"{vllm.__version__}. Install another one: {fix}. {_AS_SERVER}"
+        )
+    return vllm
+
+
+class InProcessVLLM(VLLMServer):
+    """A `VLLMServer` without a server: its exchanges are calls on an engine of this process.
+
+    Args:
+        config: the settings of the engine; `engine_kwargs.vllm` adds arguments of vLLM's
+            `AsyncEngineArgs`.
+        model: its folder is loaded.
+        dtype: of the weights.
+        device: of this rank.
+        lora_rank: of the adapters that it draws by; 0: it takes whole weights.
+        can_sleep: whether `sleep` gives the memory of the device back.
+        has_vision: whether the model reads pictures.
+    """
+
+    way_out = _AS_SERVER
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        lora_rank: int = 0,
+        can_sleep: bool = False,
+        has_vision: bool = False,
+    ) -> None:
+        super().__init__("in-process:vllm", has_vision=has_vision)
+        self._vllm = import_vllm()
+        self._model = str(model.name_or_path)
+        self._can_sleep = can_sleep
+        self._is_asleep = False
+        self._version = "default"
+        self._adapters_by_name: dict[str, Any] = {}
+        self._routes: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
+            "/version": self._answer_version,
+            "/v1/models": self._answer_models,
+            "/tokenize": self._answer_tokens,
+            "/inference/v1/generate": self._answer_draw,
+            "/abort_requests": self._answer_abort,
+            "/pause": self._answer_pause,
+            "/resume": self._answer_resume,
+            "/collective_rpc": self._answer_rpc,
+            "/reset_prefix_cache": self._answer_reset,
+            "/reset_encoder_cache": self._answer_reset_encoder,
+            "/weight_info": self._answer_weight_info,
+            "/update_weight_version": self._answer_new_version,
+        }
+        if lora_rank:
+            self._routes["/v1/load_lora_adapter"] = self._answer_adapter
+            self._routes["/v1/unload_lora_adapter"] = self._answer_no_adapter
+
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="verl-vllm", daemon=True).start()
+        arguments = self._arguments(config, dtype, lora_rank)
+        with _start_environment(self._model, device):
+            self._engine = self._run(self._start(arguments), config.server_timeout_s)
+        atexit.register(self.close)
+        self.call("/collective_rpc", {"method": END_WITH, "kwargs": {"process": os.getpid()}})
+
+    # ---------------------------------------------------------------- life
+
+    def _arguments(
+        self, config: RolloutConfig, dtype: torch.dtype, lora_rank: int
+    ) -> dict[str, Any]:
+        arguments = {
+            "model": self._model,
+            **engine_options(config, dtype),
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": EXTENSION,
+            "enable_sleep_mode": self._can_sleep,
+            "disable_log_stats": True,
+        }
+        if lora_rank:
+            arguments |= {"enable_lora": True, "max_lora_rank": allowed_rank(lora_rank)}
+        return arguments | config.engine_kwargs.vllm
+
+    async def _start(self, arguments: Mapping[str, Any]) -> Any:
+        """Make the engine, within the loop that it will answer in."""
+        engine_args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
+        engine_class = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
+        unknown = set(arguments) - set(inspect.signature(engine_args).parameters)
+        if unknown:
+            raise ConfigError(
+                f"vLLM {self._vllm.__version__} has no argument {', '.join(sorted(unknown))}. "
+                f"{_SECTION}.engine_kwargs.vllm takes those of its AsyncEngineArgs."
+            )
+        try:
+            return engine_class.from_engine_args(engine_args(**arguments))
+        except (RuntimeError, ValueError) as error:
+            raise RolloutError(
+                f"vLLM did not start in this process: {error} Its log is part of this run's output "
+                f"above. Next to a trainer, lower {_SECTION}.gpu_memory_utilization, a share of "
+                f"the whole GPU. {_AS_SERVER}"
+            ) from error
+
+    def close(self) -> None:
+        """End the engine core."""
+        if not self._loop.is_running():
+            return
+
+        async def shut_down() -> None:
+            self._engine.shutdown()
+
+        atexit.unregister(self.close)
+        self._run(shut_down(), _CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def sleep(self) -> None:
+        """Give the memory of the device back. Weights are dropped, unless adapters need them."""
+        if self._can_sleep and not self._is_asleep:
+            level = 1 if self.adapter is not None else 2
+            self._run(self._engine.sleep(level), LOAD_S)
+            self._is_asleep = True
+
+    def wake(self) -> None:
+        """Take memory for the weights again. `load` fills it, and takes memory for the cache."""
+        if self._is_asleep:
+            self._run(self._engine.wake_up(["weights"]), LOAD_S)
+
+    def load(self, source: WeightSource, version: str) -> None:
+        """Implement `Server.load`."""
+        super().load(source, version)
+        if self._is_asleep:
+            self._run(self._engine.wake_up(["kv_cache"]), LOAD_S)
+            self._is_asleep = False
+
+    @property
+    def can_draw(self) -> bool:
+        """Return whether weights and cache are there."""
+        return not self._is_asleep
+
+    @property
+    def name(self) -> str:
+        """Name of the engine in messages."""
+        return "vLLM in this process"
+
+    # ---------------------------------------------------------------- exchanges
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = QUICK_S,
+    ) -> tuple[int, Any]:
+        """Implement `Server.ask` by a call on the engine."""
+        parts = urlsplit(path)
+        route = self._routes.get(parts.path)
+        if route is None:
+            return 404, "no such call"
+        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        try:
+            return 200, self._run(route({**query, **(body or {})}), timeout_s)
+        except Exception as error:  # vLLM's errors have no common class
+            if type(error).__name__ == "EngineDeadError":
+                raise RolloutError(
+                    f"vLLM's engine core has ended ({error}). Its log is part of this run's output "
+                    f"above. Lower {_SECTION}.gpu_memory_utilization or max_num_seqs if memory was "
+                    "missing, and start again from the last checkpoint."
+                ) from error
+            return 500, f"{type(error).__name__}: {error}"
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    async def _answer_version(self, body: Mapping[str, Any]) -> Any:
+        return {"version": self._vllm.__version__}
+
+    async def _answer_models(self, body: Mapping[str, Any]) -> Any:
+        longest = self._engine.model_config.max_model_len
+        own = {"id": self._model, "root": self._model, "max_model_len": longest}
+        return {"data": [own, *({"id": name} for name in self._adapters_by_name)]}
+
+    async def _answer_tokens(self, body: Mapping[str, Any]) -> Any:
+        tokenizer = self._engine.get_tokenizer()
+        if inspect.isawaitable(tokenizer):
+            tokenizer = await tokenizer
+        return {"tokens": tokenizer.encode(body["prompt"], add_special_tokens=False)}
+
+    async def _answer_draw(self, body: Mapping[str, Any]) -> Any:
+        kinds = importlib.import_module("vllm.sampling_params")
+        params = kinds.SamplingParams(
+            **body["sampling_params"], output_kind=kinds.RequestOutputKind.FINAL_ONLY
+        )
+        request_id = body.get("request_id") or f"verl-{id(params)}"
+        named = {}
+        if body.get("model") is not None:
+            named["lora_request"] = self._adapters_by_name[body["model"]]
+
+        before = self._version
+        prompt = {"prompt_token_ids": body["token_ids"]}
+        outputs = self._engine.generate(prompt, params, request_id, **named)
+        [output] = [each async for each in outputs]
+        drawn = output.outputs[0]
+        ranked = drawn.logprobs or []  # token -> log-prob, for each place
+        places = zip(drawn.token_ids, ranked, strict=False)
+        first = ranked[0] if ranked else {}
+        choice = {
+            "token_ids": list(drawn.token_ids),
+            "logprobs": {
+                "token_logprobs": [at[token].logprob for token, at in places],
+                "top_logprobs": [{token: each.logprob for token, each in first.items()}],
+            },
+            "finish_reason": drawn.finish_reason,
+            "weight_versions": [{"version": before}, {"version": self._version}],
+        }
+        return {"choices": [choice], "prompt_token_ids": output.prompt_token_ids}
+
+    async def _answer_abort(self, body: Mapping[str, Any]) -> Any:
+        await self._engine.abort(body["request_ids"])
+
+    async def _answer_pause(self, body: Mapping[str, Any]) -> Any:
+        await self._engine.pause_generation(mode=body["mode"])
+
+    async def _answer_resume(self, body: Mapping[str, Any]) -> Any:
+        await self._engine.resume_generation()
+
+    async def _answer_rpc(self, body: Mapping[str, Any]) -> Any:
+        return await self._engine.collective_rpc(body["method"], kwargs=body["kwargs"])
+
+    async def _answer_reset(self, body: Mapping[str, Any]) -> Any:
+        running = "reset_running_requests" in body
+        done = await self._engine.reset_prefix_cache(reset_running_requests=running)
+        return {"success": done}
+
+    async def _answer_reset_encoder(self, body: Mapping[str, Any]) -> Any:
+        await self._engine.reset_encoder_cache()
+
+    async def _answer_weight_info(self, body: Mapping[str, Any]) -> Any:
+        return {"weight_version": self._version}
+
+    async def _answer_new_version(self, body: Mapping[str, Any]) -> Any:
+        self._version = body["new_version"]
+
+    async def _answer_adapter(self, body: Mapping[str, Any]) -> Any:
+        lora = importlib.import_module("vllm.lora.request")
+        number = 1 + max((each.lora_int_id for each in self._adapters_by_name.values()), default=0)
+        request = lora.LoRARequest(body["lora_name"], number, body["lora_path"])
+        await self._engine.add_lora(request)
+        self._adapters_by_name[body["lora_name"]] = request
+
+    async def _answer_no_adapter(self, body: Mapping[str, Any]) -> Any:
+        request = self._adapters_by_name.pop(body["lora_name"])
+        await self._engine.remove_lora(request.lora_int_id)
+
+
+@contextmanager
+def _start_environment(model: str, device: torch.device) -> Iterator[None]:
+    """Set what the processes that vLLM starts inherit, for as long as it starts them."""
+    variables = {
+        **engine_variables(model),
+        **os.environ,
+        # A fork would inherit the trainer's threads and CUDA context.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        visible = variables.get("CUDA_VISIBLE_DEVICES")
+        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+        # Memory that sleeps has a pool of its own, which cannot have segments that grow.
+        for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR_SETTINGS):
+            if "expandable_segments" in variables.get(name, ""):
+                del variables[name]
+
+    before = dict(os.environ)
+    main = sys.modules["__main__"]
+    _make_environment(variables)
+    # The processes would otherwise run the user's script once more, to know its classes.
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        _make_environment(before)
+
+
+def _make_environment(variables: Mapping[str, str]) -> None:
+    """Give this process exactly these variables."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
