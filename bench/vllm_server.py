@@ -8,7 +8,7 @@ shares the device with the trainer. The work is that of `gpu_step.py`. vLLM alon
 Run `python bench/vllm_server.py`, with `--models 1.5b,7b` for several shapes; on a CPU
 `python bench/vllm_server.py --tiny --server-python VENV/bin/python` tries the script. With
 `--lora-rank 32 --engines vllm,vllm-merged,embedded` it trains LoRA, and compares servers that get the
-adapters alone with servers that get merged weights.
+adapters alone with servers that get merged weights. `vllm-in_process` is vLLM within the run.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--engines",
         default="vllm,embedded",
-        help="of vllm, vllm-merged, embedded [vllm,embedded]",
+        help="of vllm, vllm-merged, vllm-in_process, embedded [vllm,embedded]",
     )
     parser.add_argument("--lora-rank", type=int, default=0, help="0: train all weights [0]")
     parser.add_argument("--steps", type=int, default=4, help="the first is a warm-up [4]")
@@ -71,12 +71,14 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     config.trainer.default_local_dir = str(folder / engine)
     rollout = config.actor_rollout_ref.rollout
     config.actor_rollout_ref.model.lora_rank = arguments.lora_rank
-    name, _, weights = engine.partition("-")
+    name, _, way = engine.partition("-")
     rollout.name = name
     rollout.fingerprint_interval = 1
     if name == "vllm":
-        rollout.lora_weights = weights or None
-        rollout.server_python = arguments.server_python
+        rollout.in_process = way == "in_process"
+        if not rollout.in_process:
+            rollout.lora_weights = way or None
+            rollout.server_python = arguments.server_python
         rollout.gpu_memory_utilization = arguments.server_memory
         rollout.enforce_eager = arguments.tiny
     prompts = gpu_step.RandomPrompts(
@@ -93,7 +95,10 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     lines = (folder / engine / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines][1:]
     if name == "vllm":
-        trainer.rollout_wg.worker.engine.fleet._restarter.close()
+        fleet = trainer.rollout_wg.worker.engine.fleet
+        parts = fleet.members if rollout.in_process else []
+        for part in [member.server for member in parts] or [fleet._restarter]:
+            part.close()
     del trainer
     if device.type == "cuda":
         torch.cuda.empty_cache()
