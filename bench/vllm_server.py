@@ -143,7 +143,9 @@ def main() -> None:
                 torch.cuda.empty_cache()
             alone = None if arguments.tiny else vllm_alone(arguments, model)
             for engine in arguments.engines.split(","):
-                rows.append((model, engine, alone, train(arguments, folder, engine, shape)))
+                means = train(arguments, folder, engine, shape)
+                print(json.dumps({"engine": engine, **means}), flush=True)
+                rows.append((model, engine, alone, means))
 
     print(
         "\n| model | engine | " + " | ".join(PHASES) + " | hand-over s | GB/s | vLLM alone s "

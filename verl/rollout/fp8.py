@@ -26,6 +26,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of the format
 SCALE_BYTES = 4  # of a row
 SMALLEST_ROW = 1e-12  # the largest number of a row counts at least as this: zeros have a scale, too
+LONGEST_WITH_BIAS = 16_384
 MULTIPLE = 16  # products of eight-bit matrices need sizes that are multiples of this
 # Tensor cores of Hopper add up eight-bit products with 14 bits. Moving their sums to fp32 registers
 # every 128 products costs a part of the speed, and the numbers themselves are rounded to 4 bits.
@@ -65,12 +66,11 @@ def quantize(x: Tensor, out: Rows | None = None) -> Rows:
 
 
 def product(x: Rows, weight: Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x W^T + b (M, N) of x (M, K), W (N, K) and b (N,), rounded to `dtype` once."""
-    count = len(x.values)
-    if count == 1:
-        # cuBLAS refuses one row of 18,944 numbers.
-        x = Rows(x.values.expand(MULTIPLE, -1).contiguous(), x.scales.expand(MULTIPLE, -1).clone())
-    out = torch._scaled_mm(
+    """Return x W^T + b (M, N) of x (M, K), W (N, K) and b (N,), rounded to `dtype`."""
+    if bias is not None and x.values.shape[1] > LONGEST_WITH_BIAS:
+        # cuBLAS refuses K = 18,944 with a bias, which no known family has.
+        return product(x, weight, None, dtype) + bias
+    return torch._scaled_mm(
         x.values,
         weight.values.t(),
         scale_a=x.scales,
@@ -79,7 +79,6 @@ def product(x: Rows, weight: Rows, bias: Tensor | None, dtype: torch.dtype) -> T
         out_dtype=dtype,
         use_fast_accum=FAST_ACCUMULATION,
     )
-    return out[:count]
 
 
 class Fp8Linear(nn.Linear):
