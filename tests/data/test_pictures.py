@@ -207,11 +207,6 @@ def test_placeholders_that_differ_in_number_are_errors(
         dataset(folder, reader, row(images=["good.png"]), row(text, images=["good.png"]))
 
 
-def test_videos_stay_an_error(folder: Path, reader: PictureReader) -> None:
-    with pytest.raises(DataError, match="row 0, column 'videos': must be empty"):
-        dataset(folder, reader, row("Hi", videos=["a.mp4"]))
-
-
 def test_geometry_rows_have_their_pictures(
     tmp_path: Path, folder: Path, reader: PictureReader
 ) -> None:

@@ -1,10 +1,13 @@
 """GRPO and fine-tuning on prompts with pictures: rollout and trainer compute the same log-probs."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.vision_folders import save_vision_folder, some_image
 from verl.data.shapes import rows, shapes_file
 from verl.trainer import PPOTrainer
 
@@ -50,6 +53,53 @@ def test_grpo_counts_the_vision_tower_and_agrees_with_the_rollout(tmp_path: Path
 
     trainer.fit()
     assert all(bool(each.isfinite().all()) for each in worker.engine.hf_model.parameters())
+
+
+def test_rollout_and_trainer_read_the_same_videos(tmp_path: Path) -> None:
+    save_vision_folder(tmp_path)
+    rows = []
+    for number in range(8):
+        frames = []
+        for place in range(3 + number % 2):
+            name = f"{number} {place}.png"
+            some_image(10 * number + place, (16, 24)).save(tmp_path / name)
+            frames.append(name)
+        row = {
+            "data_source": "shapes",
+            "prompt": [{"role": "user", "content": "<video>How many, and here <image>?"}],
+            "images": [frames[-1]],
+            "videos": [{"video": frames, "fps": 4.0}],
+            "reward_model": {"style": "rule", "ground_truth": "1"},
+        }
+        rows.append(json.dumps(row) + "\n")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(rows))
+    changed = {
+        "data.dataset_name": None,
+        "data.train_files": str(file),
+        "data.val_files": str(file),
+        "data.max_prompt_length": 256,
+        "data.max_response_length": 8,
+        "actor_rollout_ref.model.path": str(tmp_path),
+    }
+    trainer = PPOTrainer(config(tmp_path / "out", **changed))
+    trainer.init_workers()
+    worker: Any = trainer.actor_wg.worker
+    generated = trainer.generate(next(iter(trainer.train_loader)))
+    old = worker.compute_log_prob(generated).batch["old_log_probs"]
+    mask = generated.batch["response_mask"].bool()
+    assert (old - generated.batch["rollout_log_probs"])[mask].abs().max() < 1e-3
+
+    pictures = generated.non_tensor_batch["prepared_pictures"]
+    without_time = generated.select()
+    column = without_time.non_tensor_batch["prepared_pictures"] = pictures.copy()
+    for row, own in enumerate(pictures):
+        video, image = own
+        assert video.times == ((0, 2),)
+        column[row] = (replace(video, key=f"{video.key} still", times=((0, 0),)), image)
+    other = worker.compute_log_prob(without_time).batch["old_log_probs"]
+    assert (old - other)[mask].abs().max() > 1e-2
+    trainer.fit()
 
 
 def test_other_pictures_give_other_log_probs(tmp_path: Path) -> None:

@@ -106,7 +106,13 @@ class DataConfig:
             "the next one; an error with a model that reads text alone"
         ),
     )
-    video_key: str = setting("videos", "column of videos; a row that has any is an error")
+    video_key: str = setting(
+        "videos",
+        (
+            "column of videos: lists of frames, paths, or dicts with fps and limits; <video> in a "
+            "message stands for the next one; an error with a model that does not read videos"
+        ),
+    )
     return_multi_modal_inputs: bool = setting(True, "keep processed images", no_effect=_IN_MEMORY)
     trust_remote_code: bool = setting(
         False, "run Python code that comes with a tokenizer (model.trust_remote_code does too)"

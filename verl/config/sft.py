@@ -64,6 +64,7 @@ class SFTDataConfig:
     prompt_key: str = setting("question", "column with the prompt: a text, or a list of messages")
     response_key: str = setting("answer", "column with the answer, a text")
     image_key: str = as_in(DataConfig, "image_key")
+    video_key: str = as_in(DataConfig, "video_key")
     prompt_dict_keys: list[str] | None = setting(
         None, "where in the prompt column: keys of nested dicts, outermost first"
     )

@@ -148,7 +148,7 @@ def refuse_media(file: str | Path, rows: Rows, column: str) -> None:
             raise DataError(
                 f"{file}, row {number}, column '{column}': must be empty, because this model does "
                 f"not read it, got {type(value).__name__}. Leave such rows out, or the column if "
-                "the text is complete without it, or give a model that reads images."
+                "the text is complete without it, or give a model that reads it."
             )
 
 

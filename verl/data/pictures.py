@@ -1,17 +1,20 @@
-"""Read the pictures of a row: from files, bytes or objects to prepared pictures in its prompt."""
+"""Read the pictures and videos of a row: from files, bytes or objects to prepared ones in its
+prompt."""
 
 import base64
 import hashlib
 import io
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from verl.data.chat import Messages, apply_chat_template, as_messages
+from verl.data.videos import Video, read_video
 from verl.models.pictures import Picture, Pictures
 from verl.utils.errors import DataError
 
@@ -20,10 +23,12 @@ if TYPE_CHECKING:
 
     from verl.models.processor import PictureProcessor
 
-PLACEHOLDER = "<image>"  # in the text of a message
+PLACEHOLDERS = {"image": "<image>", "video": "<video>"}  # in the text of a message
 KEPT_BYTES = 1 << 30  # most bytes of prepared pictures that are kept
-_PART = "image"
-_SOURCES = ("image", "image_url", "url", "path", "bytes")  # keys of a part with its own picture
+_IN_TEXT = re.compile("(<image>|<video>)")
+# Keys of a part with its own picture or video.
+_SOURCES = ("image", "image_url", "url", "path", "bytes")
+_VIDEO_SOURCES = ("video", "path")
 _BASE64 = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
@@ -51,21 +56,27 @@ class PictureReader:
         self._kept_bytes = 0
         self._lock = Lock()
 
+    @property
+    def reads_videos(self) -> bool:
+        """Whether the model's family reads videos."""
+        return self.processor.videos is not None
+
     def encode(
-        self, prompt: Any, images: Any, folder: Path
+        self, prompt: Any, images: Any, folder: Path, videos: Any = None
     ) -> tuple[list[int], Messages, Pictures]:
         """Return token ids, messages and pictures of a row.
 
         A message's `<image>`, or a part {"type": "image"} of its content, stands for the next of
         the row's images; a part may also have a picture of its own. In the messages that are
-        returned, each is the part {"type": "image"}.
+        returned, each is the part {"type": "image"}. The same holds for videos.
 
         Args:
             prompt: messages, or a text.
             images: the row's images, see `open_picture`; one or a list, or None.
             folder: where relative paths begin.
+            videos: the row's videos, see `verl.data.videos`; one or a list, or None.
         """
-        messages, sources = messages_and_images(prompt, images)
+        messages, sources = messages_and_sources(prompt, images, videos)
         pictures = self.prepare_all(sources, folder)
         ids = apply_chat_template(self.tokenizer, messages)
         return self.expand(ids, pictures), messages, pictures
@@ -105,13 +116,22 @@ class PictureReader:
         return bool(text) and not text.strip("\n")
 
     def prepare_all(self, sources: Sequence[Any], folder: Path) -> Pictures:
-        """Prepare the pictures of a row. Raises DataError with the number of a bad one."""
+        """Prepare the pictures of a row. Raises DataError with the number of a bad one.
+
+        A source is an image, or a `Video`.
+        """
         pictures: list[Picture] = []
-        for number, source in enumerate(sources):
+        counts = {"image": 0, "video": 0}
+        for source in sources:
+            kind = "video" if isinstance(source, Video) else "image"
             try:
-                pictures.append(self.prepare(source, folder))
+                if isinstance(source, Video):
+                    pictures.append(self.prepare_video(source.source, folder))
+                else:
+                    pictures.append(self.prepare(source, folder))
             except DataError as error:
-                raise DataError(f"image {number} of the row: {error}") from error
+                raise DataError(f"{kind} {counts[kind]} of the row: {error}") from error
+            counts[kind] += 1
         self.check_number(pictures)
         return tuple(pictures)
 
@@ -130,17 +150,44 @@ class PictureReader:
         digest = hashlib.blake2b(encoded, digest_size=16)
         digest.update(self.processor.fingerprint.encode())
         key = digest.hexdigest()
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+        known = self._find(key)
+        if known is not None:
+            return known
 
-        image = open_picture(content) if isinstance(content, bytes) else content
-        image = image.convert("RGB")
+        image = _opened(content).convert("RGB")
         picture = self.processor.prepare(image, key)
         if self._keeps_images:
             picture = replace(picture, png=_png(image))
         return self._keep(picture)
+
+    def prepare_video(self, source: Any, folder: Path = Path()) -> Picture:
+        """Return a prepared video, from memory where its content was seen before."""
+        videos = self.processor.videos
+        if videos is None:
+            raise DataError("this model's family does not read videos. Leave the row out")
+        if self._keeps_images:
+            raise DataError(
+                "servers get no videos. Leave the row out, or set "
+                "actor_rollout_ref.rollout.name=embedded"
+            )
+        digest, decode = read_video(
+            source,
+            find=partial(_find_file, folder=folder),
+            read=partial(_content_of, folder=folder),
+            open_image=_opened,
+            decode_file=videos.decode,
+        )
+        key = f"{digest} {self.processor.fingerprint}"
+        known = self._find(key)
+        if known is not None:
+            return known
+        return self._keep(videos.prepare(decode(), key))
+
+    def _find(self, key: str) -> Picture | None:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
 
     def _keep(self, picture: Picture) -> Picture:
         with self._lock:
@@ -154,15 +201,24 @@ class PictureReader:
         return picture
 
     def places(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
-        """Return the place of each picture's placeholder. Raises DataError for another number."""
-        tokens = (self.processor.placeholder_id, self.processor.token_id)
-        places = [place for place, each in enumerate(ids) if each in tokens]
-        if len(places) != len(pictures):
-            found = len(places)
+        """Return the place of each picture's placeholder.
+
+        Raises DataError if they are others than those of the pictures.
+        """
+        kinds = dict.fromkeys((self.processor.placeholder_id, self.processor.token_id), "image")
+        texts = [self.processor.placeholder]
+        if self.processor.videos is not None:
+            kinds[self.processor.videos.token_id] = "video"
+            texts.append(self.processor.videos.token)
+        places = [place for place, each in enumerate(ids) if each in kinds]
+        found = [kinds[ids[place]] for place in places]
+        expected = ["image" if picture.seconds is None else "video" for picture in pictures]
+        if found != expected:
+            names = "', '".join(texts)
             raise DataError(
-                f"the chat template writes {found} of its picture tokens "
-                f"('{self.processor.placeholder}') for {len(pictures)} images. Set "
-                "data.custom_chat_template to one that writes images, and keep this token out of "
+                f"the chat template writes {len(found)} of its picture tokens ('{names}') for "
+                f"{len(expected)} images and videos, or in another order. Set "
+                "data.custom_chat_template to one that writes them, and keep these tokens out of "
                 "texts"
             )
         return places
@@ -175,22 +231,25 @@ def _png(image: Any) -> bytes:
     return encoded.getvalue()
 
 
-def messages_and_images(prompt: Any, images: Any) -> tuple[Messages, tuple[Any, ...]]:
-    """Return the messages of a row, and its images at their places. Most rows have none.
+def messages_and_sources(
+    prompt: Any, images: Any, videos: Any = None
+) -> tuple[Messages, tuple[Any, ...]]:
+    """Return the messages of a row, and its images and videos at their places. Most rows have none.
 
-    `images` is the row's image column: one image, a list of them, or None.
+    `images` is the row's image column: one image, a list of them, or None. `videos` is the same.
     """
-    given = _as_list(images)
-    if not given and not _has_picture_parts(prompt):
+    given = {"image": _as_list(images), "video": _as_videos(videos)}
+    if not any(given.values()) and not _has_picture_parts(prompt):
         return as_messages(prompt), ()
     messages, sources = picture_parts(prompt, given)
     return messages, tuple(sources)
 
 
-def picture_parts(prompt: Any, images: Sequence[Any]) -> tuple[Messages, list[Any]]:
+def picture_parts(prompt: Any, given: Mapping[str, Sequence[Any]]) -> tuple[Messages, list[Any]]:
     """Split contents into parts at their pictures; return messages and the sources of pictures.
 
-    Raises DataError where placeholders and images differ in number.
+    `given` has the images and the videos of the row. Raises DataError where placeholders differ
+    from them in number.
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -198,41 +257,48 @@ def picture_parts(prompt: Any, images: Sequence[Any]) -> tuple[Messages, list[An
         as_messages(prompt)  # raises the error of a prompt that is none
 
     # A message is checked as if its pictures were texts.
-    rest = iter(images)
-    placeholders = 0
+    rest = {kind: iter(sources) for kind, sources in given.items()}
+    placeholders = dict.fromkeys(given, 0)
     messages: Messages = []
     sources: list[Any] = []
     checked = without_picture_parts(prompt)
     for message, plain in zip(prompt, checked):
         parts: list[dict[str, Any]] = []
         for part in _parts(message.get("content")):
-            if part["type"] == _PART:
+            kind = part["type"]
+            if kind in given:
                 own = _own_source(part)
-                placeholders += own is None
-                source = next(rest, None) if own is None else own
-                sources.append(source)
-                part = {"type": _PART}
+                placeholders[kind] += own is None
+                source = next(rest[kind], None) if own is None else own
+                sources.append(Video(source) if kind == "video" else source)
+                part = {"type": kind}
             parts.append(part)
         messages.append({**plain, "content": parts} if parts else plain)
 
-    if placeholders != len(images):
-        raise DataError(
-            f"has {placeholders} placeholders ({PLACEHOLDER}, or parts of type image) for "
-            f"{len(images)} images. Write one where each image belongs"
-        )
+    for kind, own in given.items():
+        if placeholders[kind] != len(own):
+            raise DataError(
+                f"has {placeholders[kind]} placeholders ({PLACEHOLDERS[kind]}, or parts of type "
+                f"{kind}) for {len(own)} {kind}s. Write one where each {kind} belongs"
+            )
     return messages, sources
 
 
 def with_placeholders(prompt: Any) -> Messages:
-    """Return a prompt's messages with the part {"type": "image"} for each picture, unread."""
+    """Return a prompt's messages with a part, such as {"type": "image"}, for each picture, unread."""
     if not isinstance(prompt, list):
         return as_messages(prompt)
-    unread = 0
+    unread: dict[str, list[None]] = {"image": [], "video": []}
     for message in prompt:
         for part in _parts(message.get("content")):
-            unread += part["type"] == _PART and _own_source(part) is None
-    messages, _ = picture_parts(prompt, [None] * unread)
+            if part["type"] in unread and _own_source(part) is None:
+                unread[part["type"]].append(None)
+    messages, _ = picture_parts(prompt, unread)
     return messages
+
+
+def _opened(content: Any) -> Any:
+    return open_picture(content) if isinstance(content, bytes) else content
 
 
 def open_picture(encoded: bytes) -> Any:
@@ -292,18 +358,22 @@ def _read(source: str, folder: Path) -> bytes:
     encoded = _BASE64.match(source)
     if encoded is not None:
         return base64.b64decode(source[encoded.end() :])
+    return _find_file(source, folder).read_bytes()
+
+
+def _find_file(source: str, folder: Path) -> Path:
     if source.startswith(("http://", "https://")):
         raise DataError(
-            f"images are not fetched from the network in training, got {source[:80]!r}. Download "
-            "them, and give paths or bytes"
+            "images and videos are not fetched from the network in training, got "
+            f"{source[:80]!r}. Download them, and give paths or bytes"
         )
     path = Path(source.removeprefix("file://")).expanduser()
     places = [path] if path.is_absolute() else [folder / path, path]
     for place in places:
         if place.is_file():
-            return place.read_bytes()
+            return place
     looked = " and ".join(f"'{place}'" for place in dict.fromkeys(places))
-    raise DataError(f"there is no file {looked}. Correct the path, or write the image as bytes")
+    raise DataError(f"there is no file {looked}. Correct the path, or write the content instead")
 
 
 def _pixels(image: Any) -> bytes:
@@ -312,31 +382,36 @@ def _pixels(image: Any) -> bytes:
 
 
 def _parts(content: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a content: texts, split at placeholders, and images."""
+    """Yield the parts of a content: texts, split at placeholders, images and videos."""
+    kinds = {placeholder: kind for kind, placeholder in PLACEHOLDERS.items()}
     for part in content if isinstance(content, list) else [content]:
-        if _is_picture(part):
-            yield {**part, "type": _PART}
+        kind = _kind(part)
+        if kind is not None:
+            yield {**part, "type": kind}
             continue
         text = part.get("text") if isinstance(part, dict) else part
-        pieces = (text or "").split(PLACEHOLDER)
-        for number, piece in enumerate(pieces):
-            if number:
-                yield {"type": _PART}
-            if piece:
+        for piece in _IN_TEXT.split(text or ""):
+            if piece in kinds:
+                yield {"type": kinds[piece]}
+            elif piece:
                 yield {"type": "text", "text": piece}
 
 
-def _is_picture(part: Any) -> bool:
+def _kind(part: Any) -> str | None:
+    """Return whether a part is an "image" or a "video"; None if it is neither."""
     if not isinstance(part, dict):
-        return False
+        return None
     kind = part.get("type")
-    return kind in ("image", "image_url") or (kind is None and part.get("image") is not None)
+    for name in PLACEHOLDERS:
+        if kind in (name, f"{name}_url") or (kind is None and part.get(name) is not None):
+            return name
+    return None
 
 
 def _has_picture_parts(prompt: Any) -> bool:
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list) and any(map(_is_picture, content)):
+        if isinstance(content, list) and any(_kind(part) is not None for part in content):
             return True
     return False
 
@@ -352,16 +427,29 @@ def _without_pictures(message: Any) -> Any:
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message
-    texts = [PLACEHOLDER if _is_picture(part) else part for part in content]
+    texts = []
+    for part in content:
+        kind = _kind(part)
+        texts.append(part if kind is None else PLACEHOLDERS[kind])
     return {**message, "content": texts}
 
 
 def _own_source(part: dict[str, Any]) -> Any:
+    if part["type"] == "video":
+        # The part itself says which frames of the video are asked for.
+        return part if any(part.get(key) is not None for key in _VIDEO_SOURCES) else None
     for key in _SOURCES:
         value = part.get(key)
         if value is not None:
             return value
     return None
+
+
+def _as_videos(videos: Any) -> list[Any]:
+    """Return the videos of a row. An array of numbers is one video, a list has several."""
+    if isinstance(videos, str | dict) or getattr(videos, "ndim", 1) == 4:
+        return [videos]
+    return _as_list(videos)
 
 
 def _as_list(images: Any) -> list[Any]:

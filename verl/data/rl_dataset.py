@@ -79,7 +79,13 @@ class RLDataset(Dataset):
 
         for file, rows in zip(self.files, self._sources):
             check_columns(file, rows, config)
-            check_rows(file, rows, config, reads_pictures=pictures is not None)
+            check_rows(
+                file,
+                rows,
+                config,
+                reads_pictures=pictures is not None,
+                reads_videos=pictures is not None and pictures.reads_videos,
+            )
 
         self.columns = _kept_columns(self._sources, config.prompt_key)
         # The split is part of the content, because a folder may have several.
@@ -118,7 +124,8 @@ class RLDataset(Dataset):
                 messages = as_messages(prompt)
                 return apply_chat_template(self.tokenizer, messages), messages, ()
             images = row.get(self.config.image_key)
-            return self.pictures.encode(prompt, images, Path(self.files[source]).parent)
+            videos = row.get(self.config.video_key)
+            return self.pictures.encode(prompt, images, Path(self.files[source]).parent, videos)
 
     def column(self, name: str) -> Iterator[tuple[str, Any]]:
         """Yield the place (file and number) of every row, and its value in a column of the files.
@@ -198,8 +205,11 @@ class RLDataset(Dataset):
         limit = self.config.max_prompt_length
         numbers = np.arange(len(rows))
 
-        has_pictures = self.pictures is not None and self._has_images(source)
-        if has_pictures or self.config.filter_overlong_prompts or self.config.truncation == "error":
+        if (
+            self._has_pictures(source)
+            or self.config.filter_overlong_prompts
+            or self.config.truncation == "error"
+        ):
             lengths, pictured = self._lengths(source)
             long = lengths > limit
             if self.config.filter_overlong_prompts:
@@ -223,8 +233,10 @@ class RLDataset(Dataset):
 
         return np.stack([np.full_like(numbers, source), numbers], axis=1)
 
-    def _has_images(self, source: int) -> bool:
-        return self.config.image_key in self._sources[source].columns
+    def _has_pictures(self, source: int) -> bool:
+        columns = self._sources[source].columns
+        has_any = self.config.image_key in columns or self.config.video_key in columns
+        return self.pictures is not None and has_any
 
     def _lengths_with_pictures(self, source: int) -> tuple[np.ndarray, np.ndarray]:
         """Measure prompts with their pictures, which also finds the pictures that cannot be read.
@@ -251,7 +263,7 @@ class RLDataset(Dataset):
 
     def _lengths(self, source: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the number of tokens of each row, and whether it has pictures."""
-        if self.pictures is not None and self._has_images(source):
+        if self._has_pictures(source):
             return self._lengths_with_pictures(source)
         parts = (
             _OWN_CACHE_VERSION,
@@ -303,16 +315,24 @@ def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
     require_column(file, rows, config.prompt_key, "data.prompt_key")
 
 
-def check_rows(file: str, rows: Rows, config: DataConfig, *, reads_pictures: bool = False) -> None:
+def check_rows(
+    file: str,
+    rows: Rows,
+    config: DataConfig,
+    *,
+    reads_pictures: bool = False,
+    reads_videos: bool = False,
+) -> None:
     """Raise DataError for the first invalid row.
 
-    A row is invalid if its prompt is empty, if it has videos, or images without a model that reads
+    A row is invalid if its prompt is empty, if it has images or videos without a model that reads
     them, or if a column that this package reads has the wrong type.
     """
     key = config.prompt_key
     if not reads_pictures:
         refuse_media(file, rows, config.image_key)
-    refuse_media(file, rows, config.video_key)
+    if not reads_videos:
+        refuse_media(file, rows, config.video_key)
 
     for number, value in enumerate(rows.column(key)):
         with errors_at(f"{file}, row {number}, column '{key}'"):

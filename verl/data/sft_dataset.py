@@ -32,7 +32,7 @@ from verl.data.files import (
     refuse_media,
     require_column,
 )
-from verl.data.pictures import PictureReader, messages_and_images
+from verl.data.pictures import PictureReader, messages_and_sources
 from verl.protocol import DataProto
 from verl.utils.errors import DataError
 from verl.utils.logging import logger
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK = 1000  # conversations tokenized in one call
-_VIDEOS = "videos"  # column that is refused
 # A template that marks the assistant's text itself.
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -274,7 +273,8 @@ class SFTDataset(Dataset):
             rows = open_rows(file, split)
             if pictures is None:
                 refuse_media(file, rows, config.image_key)
-            refuse_media(file, rows, _VIDEOS)
+            if pictures is None or not pictures.reads_videos:
+                refuse_media(file, rows, config.video_key)
             for number, example in enumerate(self._examples(file, rows)):
                 self._names.append(f"{file}, row {number}")
                 if example.images:
@@ -344,7 +344,7 @@ class SFTDataset(Dataset):
             first = int(learnt.argmax())
             if last >= first and learnt.any():
                 raise DataError(
-                    "has an image after the first answer that is learnt. Make a row of each answer "
+                    "has an image or a video after the first answer that is learnt. Make a row of each answer "
                     "(data.prompt_key: the messages before it, data.response_key: the answer)"
                 )
             expanded = np.asarray(self.pictures.expand(ids.tolist(), pictures), np.int32)
@@ -354,11 +354,11 @@ class SFTDataset(Dataset):
             pictured.append(Example(expanded, added, conversation.images))
         return pictured
 
-    def _messages(self, prompt: Any, images: Any) -> tuple[Messages, tuple[Any, ...]]:
-        """Return messages, and the images at their places."""
+    def _messages(self, prompt: Any, media: tuple[Any, Any]) -> tuple[Messages, tuple[Any, ...]]:
+        """Return messages, and the images and videos at their places."""
         if self.pictures is None:
             return as_messages(prompt), ()
-        return messages_and_images(prompt, images)
+        return messages_and_sources(prompt, *media)
 
     def _pairs(self, file: str, rows: Rows) -> Iterator[Conversation]:
         config = self.config
@@ -366,11 +366,11 @@ class SFTDataset(Dataset):
         require_column(file, rows, config.response_key, "data.response_key")
         prompts = rows.column(config.prompt_key)
         answers = rows.column(config.response_key)
-        columns = zip(prompts, answers, self._image_column(rows))
-        for number, (prompt, answer, images) in enumerate(columns):
+        columns = zip(prompts, answers, self._media(rows))
+        for number, (prompt, answer, media) in enumerate(columns):
             with errors_at(f"{file}, row {number}, column '{config.prompt_key}'"):
                 prompt = _inner(prompt, config.prompt_dict_keys)
-                messages, sources = self._messages(prompt, images)
+                messages, sources = self._messages(prompt, media)
             with errors_at(f"{file}, row {number}, column '{config.response_key}'"):
                 answer = _inner(answer, config.response_dict_keys)
                 if not isinstance(answer, str) or not answer:
@@ -380,9 +380,13 @@ class SFTDataset(Dataset):
             whole = [*messages, {"role": "assistant", "content": answer}]
             yield Conversation(whole, len(messages), {}, sources)
 
-    def _image_column(self, rows: Rows) -> Iterable[Any]:
-        has_images = self.pictures is not None and self.config.image_key in rows.columns
-        return rows.column(self.config.image_key) if has_images else repeat(None)
+    def _media(self, rows: Rows) -> Iterable[tuple[Any, Any]]:
+        """Return the images and the videos of each row."""
+        columns: list[Iterable[Any]] = []
+        for key in (self.config.image_key, self.config.video_key):
+            is_read = self.pictures is not None and key in rows.columns
+            columns.append(rows.column(key) if is_read else repeat(None))
+        return zip(*columns)
 
     def _dialogues(self, file: str, rows: Rows) -> Iterator[Conversation]:
         keys = self.config.multiturn
@@ -390,12 +394,12 @@ class SFTDataset(Dataset):
         optional = {"tools": keys.tools_key, "enable_thinking": keys.enable_thinking_key}
         given = {name: column for name, column in optional.items() if column in rows.columns}
         columns = [rows.column(column) for column in (keys.messages_key, *given.values())]
-        columns.append(self._image_column(rows))
-        for number, (messages, *values, images) in enumerate(zip(*columns)):
+        columns.append(self._media(rows))
+        for number, (messages, *values, media) in enumerate(zip(*columns)):
             with errors_at(f"{file}, row {number}, column '{keys.messages_key}'"):
                 if isinstance(messages, str):
                     raise DataError(f"must be a list of messages, got a text: {messages[:80]!r}")
-                messages, sources = self._messages(messages, images)
+                messages, sources = self._messages(messages, media)
 
             arguments = {name: value for name, value in zip(given, values) if value is not None}
             yield Conversation(messages, 0, arguments, sources)

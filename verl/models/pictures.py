@@ -5,7 +5,7 @@ A video is a picture of several frames.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,16 @@ class Picture:
 
 
 Pictures = tuple[Picture, ...]
+
+
+class Frames(NamedTuple):
+    """Frames of a video, before they are prepared: RGB images of PIL, all of one size."""
+
+    images: Sequence[Any]
+    times: Sequence[float]  # seconds from the beginning of the video to each
+    fps: float  # of these frames, on average
+    min_pixels: int | None = None  # None: as the model's processor is configured
+    max_pixels: int | None = None
 
 
 class Placed(NamedTuple):

@@ -21,6 +21,7 @@ from transformers.models.auto.processing_auto import (
 
 from verl.models.load import load_model_config, resolve_path
 from verl.models.pictures import Picture
+from verl.models.videos import VideoProcessor
 from verl.models.vision import family_of, reads_pictures
 from verl.utils.errors import DataError, ModelError
 from verl.utils.imports import require
@@ -28,6 +29,7 @@ from verl.utils.imports import require
 # Outputs of a processor that are not read by the vision tower.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
+_COPIED_FILES = (*_SETTINGS_FILES, "video_preprocessor_config.json", "chat_template.json")
 
 
 class PictureProcessor:
@@ -37,13 +39,24 @@ class PictureProcessor:
     replace it. Most families use `token_id` itself, Gemma 3 the token that begins an image.
     """
 
-    def __init__(self, processor: Any, config: PreTrainedConfig) -> None:
+    def __init__(self, processor: Any, config: PreTrainedConfig, source: str) -> None:
+        """Take a processor of transformers.
+
+        Args:
+            processor: of the model, with its processor of images.
+            config: of the model.
+            source: folder of the model, or its name on the hub.
+        """
         self.processor = processor
         self.family = family_of(config)
         self.token_id: int = config.image_token_id  # pyright: ignore[reportAttributeAccessIssue]
         self.placeholder: str = processor.image_token
         self.placeholder_id: int = processor.tokenizer.convert_tokens_to_ids(self.placeholder)
         settings = json.dumps(processor.image_processor.to_dict(), sort_keys=True, default=str)
+        self.videos: VideoProcessor | None = None
+        if self.family.video_pixels is not None:
+            self.videos = VideoProcessor(processor, config, source)
+            settings += json.dumps(self.videos.settings, sort_keys=True, default=str)
         text = f"{type(processor).__name__} {settings} {self.token_id}"
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -118,7 +131,7 @@ def load_picture_processor(
         ) from error
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template
-    return PictureProcessor(processor, config)
+    return PictureProcessor(processor, config, source)
 
 
 def copy_processor(model: PreTrainedModel, folder: Path) -> None:
@@ -126,7 +139,7 @@ def copy_processor(model: PreTrainedModel, folder: Path) -> None:
     if not reads_pictures(model.config):
         return
     source = str(model.name_or_path)
-    for name in (*_SETTINGS_FILES, "chat_template.json"):
+    for name in _COPIED_FILES:
         file = Path(source) / name
         if not Path(source).is_dir():
             cached = try_to_load_from_cache(source, name)
