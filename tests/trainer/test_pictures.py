@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.vision_folders import save_vision_folder, some_image
 from verl.data.shapes import rows, shapes_file
@@ -55,24 +56,25 @@ def test_grpo_counts_the_vision_tower_and_agrees_with_the_rollout(tmp_path: Path
     assert all(bool(each.isfinite().all()) for each in worker.engine.hf_model.parameters())
 
 
-def test_rollout_and_trainer_read_the_same_videos(tmp_path: Path) -> None:
-    save_vision_folder(tmp_path)
+def trainer_on_rows(folder: Path, family: str, content: str, **keys: Any) -> PPOTrainer:
+    """Return a trainer of a tiny model on 8 rows, each with an image and a video of 3 or 4 frames."""
+    save_vision_folder(folder, family)
     rows = []
     for number in range(8):
         frames = []
         for place in range(3 + number % 2):
             name = f"{number} {place}.png"
-            some_image(10 * number + place, (16, 24)).save(tmp_path / name)
+            some_image(10 * number + place, (16, 24)).save(folder / name)
             frames.append(name)
         row = {
             "data_source": "shapes",
-            "prompt": [{"role": "user", "content": "<video>How many, and here <image>?"}],
+            "prompt": [{"role": "user", "content": content}],
             "images": [frames[-1]],
-            "videos": [{"video": frames, "fps": 4.0}],
+            "videos": [{"video": frames, "fps": 4.0}] if "<video>" in content else [],
             "reward_model": {"style": "rule", "ground_truth": "1"},
         }
         rows.append(json.dumps(row) + "\n")
-    file = tmp_path / "rows.jsonl"
+    file = folder / "rows.jsonl"
     file.write_text("".join(rows))
     changed = {
         "data.dataset_name": None,
@@ -80,10 +82,16 @@ def test_rollout_and_trainer_read_the_same_videos(tmp_path: Path) -> None:
         "data.val_files": str(file),
         "data.max_prompt_length": 256,
         "data.max_response_length": 8,
-        "actor_rollout_ref.model.path": str(tmp_path),
+        "actor_rollout_ref.model.path": str(folder),
+        **keys,
     }
-    trainer = PPOTrainer(config(tmp_path / "out", **changed))
+    trainer = PPOTrainer(config(folder / "out", **changed))
     trainer.init_workers()
+    return trainer
+
+
+def test_rollout_and_trainer_read_the_same_videos(tmp_path: Path) -> None:
+    trainer = trainer_on_rows(tmp_path, "qwen2_5_vl", "<video>How many, and here <image>?")
     worker: Any = trainer.actor_wg.worker
     generated = trainer.generate(next(iter(trainer.train_loader)))
     old = worker.compute_log_prob(generated).batch["old_log_probs"]
@@ -100,6 +108,33 @@ def test_rollout_and_trainer_read_the_same_videos(tmp_path: Path) -> None:
     other = worker.compute_log_prob(without_time).batch["old_log_probs"]
     assert (old - other)[mask].abs().max() > 1e-2
     trainer.fit()
+
+
+def test_rollout_and_trainer_let_pictures_see_themselves(tmp_path: Path) -> None:
+    frozen = {"actor_rollout_ref.actor.freeze_vision_tower": True}
+    trainer = trainer_on_rows(tmp_path, "gemma3", "Here <image>\nHow many?", **frozen)
+    worker: Any = trainer.actor_wg.worker
+    generated = trainer.generate(next(iter(trainer.train_loader)))
+    old = worker.compute_log_prob(generated).batch["old_log_probs"]
+    mask = generated.batch["response_mask"].bool()
+    assert (old - generated.batch["rollout_log_probs"])[mask].abs().max() < 1e-3
+
+    causal = generated.select()
+    column = causal.non_tensor_batch["prepared_pictures"].copy()
+    for row, (picture,) in enumerate(column):
+        column[row] = (replace(picture, sees_itself=False),)
+    causal.non_tensor_batch["prepared_pictures"] = column
+    other = worker.compute_log_prob(causal).batch["old_log_probs"]
+    assert (old - other)[mask].abs().max() > 1e-2
+
+    model = worker.engine.hf_model
+    before = {name: each.detach().clone() for name, each in model.base_model.named_parameters()}
+    trainer.fit()
+    changed = set()
+    for name, parameter in model.base_model.named_parameters():
+        if not torch.equal(parameter, before[name]):
+            changed.add(name.partition(".")[0])
+    assert changed == {"multi_modal_projector", "language_model"}
 
 
 def test_other_pictures_give_other_log_probs(tmp_path: Path) -> None:
