@@ -58,6 +58,17 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
         "picture": "<image>",
         "processor": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
     },
+    "smolvlm": {
+        "class": "smolvlm.image_processing_pil_smolvlm.SmolVLMImageProcessorPil",
+        "settings": {
+            "size": {"longest_edge": 32},
+            "max_image_size": {"longest_edge": 16},
+            "do_image_splitting": True,
+        },
+        "tokens": ["<image>", "<fake_token_around_image>", "<global-img>"],
+        "picture": "<image>",
+        "processor": {"image_seq_len": 4},
+    },
     "gemma3": {
         "class": "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
         "settings": {
@@ -78,7 +89,7 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
         },
     },
 }
-FAMILIES = tuple(_PROCESSORS)  # without SmolVLM, whose processor needs the package num2words
+FAMILIES = tuple(_PROCESSORS)  # that of SmolVLM needs the package num2words
 
 
 def save_vision_folder(folder: Path, family: str = "qwen2_5_vl", **arguments: Any) -> Path:
