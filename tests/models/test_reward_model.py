@@ -53,7 +53,7 @@ def test_dropping_sequence_isolation_is_noticed(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def one_sequence(
-        lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...], routes: Tensor | None
+        lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...], *_: Tensor | None
     ) -> Layout:
         return Layout((sum(lengths),), ends[[0, -1]])
 

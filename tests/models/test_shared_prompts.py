@@ -294,7 +294,7 @@ def test_a_response_that_sees_another_is_noticed(
     family: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def one_response(
-        lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...], routes: Tensor | None
+        lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...], *_: Tensor | None
     ) -> Layout:
         first = len(lengths) - sum(shared)
         bounds = [first + sum(shared[:number]) for number in range(len(shared) + 1)]
