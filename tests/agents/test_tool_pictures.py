@@ -237,5 +237,9 @@ def test_a_picture_counts_as_its_placeholder_before_it_is_read(
 
 
 def test_other_loops_refuse_prompts_with_pictures(reader: PictureReader, tools: str) -> None:
+    keys = {
+        "agent__default_agent_loop": "environment_agent",
+        "agent__environment__name": "number_guessing",
+    }
     with pytest.raises(RolloutError, match="'environment_agent' cannot play prompts with pictures"):
-        play(reader, tools, draws_twice, agent__default_agent_loop="environment_agent")
+        play(reader, tools, draws_twice, **keys)
