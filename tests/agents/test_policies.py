@@ -134,6 +134,17 @@ def test_roles_and_policies_that_do_not_fit_are_an_error_at_start(
         runner.check_rows(column, "prompt")
 
 
+def test_the_loop_of_environments_needs_one():
+    tokenizer = chat_tokenizer()
+    config = rollout_config(agent__default_agent_loop="environment_agent")
+    client = EngineClient(
+        EngineSteps(ScriptedEngine(tokenizer, lambda *_: "a"), PARAMS, seed=0, step=1),
+        max_model_len=4000,
+    )
+    with pytest.raises(ConfigError, match="environment_agent needs an environment. Set"):
+        AgentRunner(config, tokenizer).play([episode(tokenizer)], client)
+
+
 # ---- engines of their own ------------------------------------------------------------------------
 
 
@@ -145,7 +156,8 @@ def replies(policy: EnginePolicy, asked: list[tuple[int, int]], step: int = 3) -
         calls = [policy.reply(hello, step=step, row=row, turn=turn) for row, turn in asked]
         return list(await asyncio.gather(*calls))
 
-    return asyncio.run(policy.serve(main(), step=step, num_episodes=4))
+    steps = EngineSteps(policy.engine, policy.params, seed=0, step=step)
+    return asyncio.run(policy.serve(main(), steps=steps, num_episodes=4))
 
 
 def toy_policies(*roles: str, **settings: Any) -> dict[str, Any]:

@@ -223,7 +223,9 @@ def with_judge(**judge: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("judge", "message"),
     [
-        ({"trained": True, "path": "a/b"}, "Only one policy is trained, the actor.*Leave path out"),
+        ({"trained": True, "url": "http://h"}, "a server's policy is not trained"),
+        ({"trained": True, "path": "self"}, "path=self, which is a frozen copy. Leave path out"),
+        ({"path": "a/b", "lr": 1e-6}, "judge.lr=1e-06 needs trained=true and a path"),
         ({}, "judge needs one of trained=true .*, got none"),
         ({"path": "a/b", "url": "http://h"}, "needs one of .*, got path and url"),
         ({"url": "http://h"}, "needs the name that the server has for its model"),
@@ -259,7 +261,30 @@ def test_policies_without_a_loop_or_a_trained_role_are_an_error():
         config_from_dict(given)
     given = with_judge(path="a/b")
     given["actor_rollout_ref"]["rollout"]["agent"]["policies"].pop("player")
-    with pytest.raises(ConfigError, match="no trained role, got judge, all frozen"):
+    with pytest.raises(ConfigError, match="names no role that the actor plays, got judge"):
+        config_from_dict(given)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("trainer", "mode", "one_step_off"),
+        ("algorithm", "adv_estimator", "reinforce_plus_plus"),
+        ("algorithm", "use_kl_in_reward", True),
+        ("algorithm", "use_pf_ppo", True),
+        ("critic", "enable", True),
+    ],
+)
+def test_a_second_trained_policy_names_the_features_that_it_lacks(
+    section: str, key: str, value: Any
+):
+    given = with_judge(trained=True, path="a/b", lr=1e-6)
+    given["actor_rollout_ref"]["rollout"]["n"] = 2
+    given["algorithm"] = {"adv_estimator": "grpo"}
+    config_from_dict(given)
+    given.setdefault(section, {})[key] = value
+    message = rf"second trained policy, which does not support {section}.{key}={value}. Set it to"
+    with pytest.raises(ConfigError, match=message):
         config_from_dict(given)
 
 

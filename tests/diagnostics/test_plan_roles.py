@@ -499,9 +499,32 @@ def test_frozen_policies_take_room_on_the_host_and_while_agents_play(tmp_path: P
 
     numbers = round(8.03e9) + alone.roles["actor"].footprint.shape.numel
     rollout = phase_of(three, "actor", "rollout")
-    assert rollout.device["frozen policies"] == pytest.approx(2 * numbers, rel=0.001)
+    assert rollout.device["other policies"] == pytest.approx(2 * numbers, rel=0.001)
     assert three.rollout.page_memory < alone.rollout.page_memory
     for phase in ("rollout", "actor update"):
         added = phase_of(three, "actor", phase).host - phase_of(alone, "actor", phase).host
         assert added == pytest.approx(2 * numbers, rel=0.001)
-    assert "frozen policies" not in phase_of(three, "actor", "actor update").device
+    assert "other policies" not in phase_of(three, "actor", "actor update").device
+
+
+def test_a_second_trained_policy_has_parameters_moments_and_an_update(tmp_path: Path):
+    LLAMA_8B.save_pretrained(tmp_path / "partner")
+    agent = "actor_rollout_ref.rollout.agent"
+    given = [f"{agent}.environment.name=duel.py:Duel", "actor_rollout_ref.actor.use_kl_loss=False"]
+    policies = (
+        f"{agent}.policies={{player: {{trained: true}}, "
+        f"other: {{trained: true, path: '{tmp_path / 'partner'}'}}}}"
+    )
+    alone = plan_memory(make_config(tmp_path / "alone", QWEN_7B, *given), 141)
+    both = plan_memory(make_config(tmp_path / "both", QWEN_7B, *given, policies), 141)
+
+    partner = both.roles["policy_other"].footprint
+    assert partner.shape.numel == pytest.approx(8.03e9, rel=0.001)
+    own = phase_of(both, "policy_other", "actor update")
+    assert own.device["policy_other moments"] == partner.moments > 0
+    assert "actor moments" in own.device
+    assert phase_of(both, "actor", "actor update").device["policy_other parameters"] > 0
+    assert phase_of(both, "actor", "rollout").device["other policies"] == pytest.approx(
+        2 * 8.03e9, rel=0.001
+    )
+    assert "other policies" not in phase_of(alone, "actor", "rollout").device

@@ -10,6 +10,7 @@ from tests.agents.chat_server import serving
 from tests.launches import launch
 from tests.trainer.runs import command_line, run, same_bits, step_lines, weights, without_times
 from verl.config import load_config
+from verl.models.load import load_causal_lm
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 
@@ -164,3 +165,72 @@ def test_two_ranks_meet_the_same_judge_as_one_process(tmp_path: Path, sharing: i
         steps = slice(None) if sharing == 1 else slice(1)
         left = [line[name] for line in one[steps]]
         assert [line[name] for line in two[steps]] == pytest.approx(left), name
+
+
+# ---- several trained policies --------------------------------------------------------------------
+
+LONGER = f"{ROLLOUT}.multi_turn.max_tokens_per_turn=24"
+PARTNER = against("trained: true, path: toy")
+STILL = against("trained: true, path: toy, lr: 0")
+
+
+def num_differing(saved: dict[str, torch.Tensor]) -> int:
+    """Count the weights of a checkpoint that are not those of the packaged model."""
+    own = dict(load_causal_lm("toy", dtype=torch.float32).named_parameters())
+    differing = 0
+    for name, value in saved.items():
+        (of_model,) = [each for each in own if name.endswith(each)]
+        differing += not torch.equal(own[of_model], value)
+    return differing
+
+
+def test_two_policies_learn_each_from_its_role_alone(tmp_path: Path):
+    """Compare with a frozen judge: one that is trained without a step is the same opponent."""
+    own = [*DEBATE, LONGER, "trainer.max_steps=3", "trainer.save_freq=3"]
+    own.append(f"{ROLLOUT}.deterministic=True")
+    frozen = against("path: toy, max_new_tokens: 24")
+    for name, policies in (("frozen", frozen), ("still", STILL), ("both", PARTNER)):
+        assert run(tmp_path / name, *own, policies) == 0
+
+    actor = {name: weights(tmp_path / name, 3) for name in ("frozen", "still", "both")}
+    judge = {name: weights(tmp_path / name, 3, "policy_judge") for name in ("still", "both")}
+    assert same_bits(actor["still"], actor["frozen"])
+    assert num_differing(judge["still"]) == 0
+    assert num_differing(judge["both"]) > 0
+    assert not same_bits(actor["both"], actor["still"])
+    lines = step_lines(tmp_path / "both")
+    assert all(line["policy_judge/actor/grad_norm"] > 0 for line in lines)
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+
+
+def test_two_trained_policies_resume_to_the_bit(tmp_path: Path):
+    own = [*DEBATE, PARTNER, f"{ROLLOUT}.deterministic=True", "trainer.save_freq=2"]
+    assert run(tmp_path / "whole", *own, "trainer.max_steps=4") == 0
+    assert run(tmp_path / "parts", *own, "trainer.max_steps=2") == 0
+    assert run(tmp_path / "parts", *own, "trainer.max_steps=4") == 0
+    for role in ("actor", "policy_judge"):
+        whole, parts = weights(tmp_path / "whole", 4, role), weights(tmp_path / "parts", 4, role)
+        assert same_bits(parts, whole), role
+        assert not same_bits(weights(tmp_path / "whole", 2, role), whole), role
+
+
+def test_two_ranks_train_two_policies_like_one_process(tmp_path: Path):
+    own = [*DEBATE, PARTNER, "trainer.save_freq=2"]
+    assert run(tmp_path / "one", *own) == 0
+    done = launch(2, main, command_line(tmp_path / "two", *own))
+    assert done.returncode == 0, done.stderr
+    for role in ("actor", "policy_judge"):
+        one, two = weights(tmp_path / "one", 2, role), weights(tmp_path / "two", 2, role)
+        for name, weight in one.items():
+            # Adam divides by gradients: where they are almost 0, so are sums in another order.
+            assert (weight - two[name]).abs().max() < 1e-4, (role, name)
+
+
+def test_old_log_probs_are_those_of_the_policy_that_drew_the_row(tmp_path: Path):
+    own = [*DEBATE, against("trained: true, path: toy, lr: 1e-2"), "trainer.max_steps=3"]
+    assert run(tmp_path, *own) == 0
+    differences = []
+    for line in step_lines(tmp_path):
+        differences += [line[name] for name in line if name.endswith("rollout_diff_max")]
+    assert len(differences) >= 3
+    assert max(map(abs, differences)) < 1e-4

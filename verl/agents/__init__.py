@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from verl.agents.loops import register as register
     from verl.agents.policies import Copies as Copies
     from verl.agents.policies import FrozenPolicy as FrozenPolicy
+    from verl.agents.policies import PartnerPolicy as PartnerPolicy
     from verl.agents.policies import host_dtype as host_dtype
     from verl.agents.policies import make_policies as make_policies
     from verl.agents.runner import AgentRunner as AgentRunner
@@ -48,6 +49,7 @@ _HOMES = {
     "Generated": _CLIENT,
     "FrozenPolicy": _POLICIES,
     "LiveEpisodes": _LIVE,
+    "PartnerPolicy": _POLICIES,
     "Work": _CLIENT,
     "agent_loops": _LOOPS,
     "episodes_of": _RUNNER,
@@ -70,6 +72,7 @@ __all__ = [
     "FrozenPolicy",
     "Generated",
     "LiveEpisodes",
+    "PartnerPolicy",
     "Work",
     "agent_loops",
     "episodes_of",

@@ -44,8 +44,13 @@ class FrozenPolicy(Protocol):
         """
         ...
 
-    async def serve(self, work: Awaitable[Any], *, step: int, num_episodes: int) -> Any:
-        """Answer until `work` is done, which plays the episodes of `step`. Return its result."""
+    async def serve(self, work: Awaitable[Any], *, steps: EngineSteps, num_episodes: int) -> Any:
+        """Answer until `work` is done, which plays episodes. Return its result.
+
+        Args:
+            steps: the calls on the actor's engine.
+            num_episodes: of the batch.
+        """
         ...
 
 
@@ -105,13 +110,13 @@ class EnginePolicy:
         drawn = await self._client.generate(prompt_ids=prompt_ids, row=row, turn=turn, limit=room)
         return self.tokenizer.decode(drawn.token_ids, skip_special_tokens=True)
 
-    async def serve(self, work: Awaitable[Any], *, step: int, num_episodes: int) -> Any:
+    async def serve(self, work: Awaitable[Any], *, steps: EngineSteps, num_episodes: int) -> Any:
         """See `FrozenPolicy.serve`."""
         self._rise()
         self.engine.forget_prefixes()  # a resumed run starts without them
         self.engine.reserve(Room(sequences=num_episodes, tokens=self.longest))
-        steps = EngineSteps(self.engine, self.params, self._seed, step)
-        self._client = EngineClient(steps, max_model_len=self.longest)
+        own = EngineSteps(self.engine, self.params, self._seed, steps.step)
+        self._client = EngineClient(own, max_model_len=self.longest)
         try:
             return await self._client.serve(work)
         finally:
@@ -135,6 +140,35 @@ class EnginePolicy:
         if self._sleeps:
             self.engine.sleep()
             self._is_asleep = True
+
+
+class PartnerPolicy:
+    """A policy that is trained next to the actor: it draws the turns of one role.
+
+    Args:
+        role: that it plays.
+        engine: with current weights while `serve` runs.
+    """
+
+    def __init__(self, role: str, engine: RolloutEngine) -> None:
+        self.role = role
+        self.engine = engine
+        self.client: EngineClient | None = None
+
+    async def serve(
+        self,
+        work: Awaitable[Any],
+        *,
+        steps: EngineSteps,
+        num_episodes: int,
+        max_model_len: int,
+    ) -> Any:
+        """Draw turns until `work` is done, with the sampling parameters of the actor."""
+        self.engine.forget_prefixes()  # a resumed run starts without them
+        self.engine.reserve(Room(sequences=num_episodes, tokens=max_model_len))
+        own = EngineSteps(self.engine, steps.params, _seed_of(self.role, steps.seed), steps.step)
+        self.client = EngineClient(own, max_model_len=max_model_len)
+        return await self.client.serve(work)
 
 
 class ServedPolicy:
@@ -184,7 +218,7 @@ class ServedPolicy:
                 f"{str(answer)[:300]}"
             ) from None
 
-    async def serve(self, work: Awaitable[Any], *, step: int, num_episodes: int) -> Any:
+    async def serve(self, work: Awaitable[Any], *, steps: EngineSteps, num_episodes: int) -> Any:
         """See `FrozenPolicy.serve`."""
         return await work
 

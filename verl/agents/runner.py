@@ -16,7 +16,7 @@ from verl.agents.engine_client import EngineClient
 from verl.agents.formats import ToolFormat, recognise_format, tool_format, tool_formats
 from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, AgentLoop, Episode, Tally, agent_loops, register_loops
-from verl.agents.policies import FrozenPolicy
+from verl.agents.policies import FrozenPolicy, PartnerPolicy
 from verl.agents.tools import ToolSet
 from verl.config.rollout import RolloutConfig
 from verl.data.pictures import PictureReader
@@ -43,6 +43,7 @@ class AgentRunner:
         stop_ids: tokens that end a turn, in addition to the tokenizer's own.
         pictures: reads images; None: the model reads text alone.
         policies: frozen ones, by the role that they play.
+        partners: policies that are trained next to the actor, by their roles.
 
     Raises ConfigError at once for a file, name or template that cannot work.
     """
@@ -55,6 +56,7 @@ class AgentRunner:
         stop_ids: Sequence[int] = (),
         pictures: PictureReader | None = None,
         policies: Mapping[str, FrozenPolicy] | None = None,
+        partners: Mapping[str, PartnerPolicy] | None = None,
     ) -> None:
         if pictures is not None and config.multi_turn.use_inference_chat_template:
             raise ConfigError(
@@ -78,6 +80,7 @@ class AgentRunner:
             interactions=build_interactions(config),
             pictures=pictures,
             policies=policies or {},
+            partners=partners or {},
         )
         say_once(f"agents: {boundary.report()}")
         self._loops: dict[str, AgentLoop] = {}
@@ -111,7 +114,14 @@ class AgentRunner:
         self.prepare(episodes, client)
         work = self._play_all(episodes, on_end)
         for policy in self.context.policies.values():
-            work = policy.serve(work, step=client.steps.step, num_episodes=len(episodes))
+            work = policy.serve(work, steps=client.steps, num_episodes=len(episodes))
+        for partner in self.context.partners.values():
+            work = partner.serve(
+                work,
+                steps=client.steps,
+                num_episodes=len(episodes),
+                max_model_len=client.max_model_len,
+            )
         return run_in_loop(client.serve(work))
 
     def prepare(self, episodes: Sequence[Episode], client: EngineClient) -> None:

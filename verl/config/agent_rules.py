@@ -99,39 +99,46 @@ def policies_can_play(config: TrainConfig) -> Iterator[str]:
     for role, policy in policies.items():
         key = f"{_ROLLOUT}.agent.policies.{role}"
         yield from _policy_is_one_model(key, policy)
-        if policy.path == SELF:
+        if policy.path == SELF and not policy.trained:
             yield from _copies_can_be_made(config, key, policy.update_freq)
-        if policy.path is not None and config.trainer.mode == "fully_async":
+        is_local = policy.path is not None and not policy.trained
+        if is_local and config.trainer.mode == "fully_async":
             yield (
                 f"{key}.path={policy.path} is played between two steps of the rollout's engine, "
                 "which trainer.mode=fully_async does not wait for. Serve the model and set url, or "
                 "set trainer.mode=sync."
             )
-    if policies and not any(policy.trained for policy in policies.values()):
+    if policies and not any(each.trained and each.path is None for each in policies.values()):
         yield (
-            f"{_ROLLOUT}.agent.policies names no trained role, got {', '.join(policies)}, all "
-            "frozen. Set trained=true for the role that the actor plays."
+            f"{_ROLLOUT}.agent.policies names no role that the actor plays, got "
+            f"{', '.join(policies)}. Set trained=true, without a path, for one."
         )
 
 
 def _policy_is_one_model(key: str, policy: PolicyConfig) -> Iterator[str]:
     places = [name for name in ("path", "url") if getattr(policy, name) is not None]
-    if policy.trained and places:
+    if policy.trained and policy.url is not None:
         yield (
-            f"{key} has trained=true and {places[0]}={getattr(policy, places[0])}. Only one policy "
-            "is trained, the actor: several roles may be played by it, others are frozen. Leave "
-            f"{places[0]} out (the actor), or trained (a frozen model)."
+            f"{key} has trained=true and url={policy.url}, but a server's policy is not trained. "
+            "Leave url out (the actor), or trained (a frozen model)."
+        )
+    elif policy.trained and policy.path == SELF:
+        yield (
+            f"{key} has trained=true and path={SELF}, which is a frozen copy. Leave path out (the "
+            "actor), or name the model that its own policy begins with."
         )
     elif not policy.trained and len(places) != 1:
         yield (
             f"{key} needs one of trained=true (the actor), path (a frozen model) and url (a "
             f"server), got {' and '.join(places) or 'none'}."
         )
+    if policy.lr is not None and not policy.is_partner:
+        yield f"{key}.lr={policy.lr} needs trained=true and a path. Set both, or leave it out."
     if policy.url is not None and policy.model is None:
         yield f"{key}.url={policy.url} needs the name that the server has for its model: set model."
     if policy.url is None and (policy.model is not None or policy.api_key_env is not None):
         yield f"{key}.model and api_key_env are read together with url only. Set url, or leave both."
-    if (policy.path == SELF) != (policy.update_freq is not None):
+    if not policy.trained and (policy.path == SELF) != (policy.update_freq is not None):
         yield (
             f"{key}.path={SELF} and update_freq (steps from one copy of the actor to the next) "
             f"belong together, got path={policy.path} and update_freq={policy.update_freq}."

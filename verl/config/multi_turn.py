@@ -99,8 +99,8 @@ class AgentConfig:
     )
     policies: dict[str, PolicyConfig] = setting(
         {},
-        "policies of the roles in an episode, by role: {trained: true} is the actor; {path: ...} or "
-        "{url: ...} is frozen (docs/how_to/agents.md)",
+        "policies of the roles in an episode, by role: {trained: true} is the actor, with a path a "
+        "policy of its own; {path: ...} or {url: ...} is frozen (docs/how_to/agents.md)",
     )
     gives_reward: bool = setting(
         False, "agent loops give the score of every episode (reward_score); environments always do"
@@ -121,3 +121,8 @@ class AgentConfig:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     custom_async_server: CustomAsyncServerConfig = field(default_factory=CustomAsyncServerConfig)
+
+    @property
+    def partners(self) -> dict[str, PolicyConfig]:
+        """Return the policies that are trained next to the actor, by their roles."""
+        return {role: policy for role, policy in self.policies.items() if policy.is_partner}

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 
+from verl.config.policies import partner_role
 from verl.config.train import TrainConfig
 
 # The roles that `trainer.placement` has keys for.
@@ -25,7 +26,10 @@ def ranks_of_roles(config: TrainConfig) -> dict[str, list[int]]:
     taken = {rank for role, ranks in given.items() if role != "actor" for rank in ranks}
     everyone = range(number_of_ranks(config))
     actor = given.get("actor") or [rank for rank in everyone if rank not in taken] or list(everyone)
-    return {role: given.get(role, actor) for role in ("actor", *_active(config))}
+    placed = {role: given.get(role, actor) for role in ("actor", *_active(config))}
+    for role in config.actor_rollout_ref.rollout.agent.partners:
+        placed[partner_role(role)] = actor
+    return placed
 
 
 def rollout_is_apart(config: TrainConfig) -> bool:

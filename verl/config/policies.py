@@ -11,13 +11,19 @@ SELF = "self"  # as `path`: a copy of the actor
 class PolicyConfig:
     """A value of `agent.policies`: the policy of one role.
 
-    The actor plays a trained role. A frozen one is played by the model at `path`, or by the server
-    at `url`, with the sampling parameters here.
+    A trained role is played by the actor or, with a `path`, by a policy of its own that is trained
+    with the actor's settings. A frozen one is played by the model at `path`, or by the server at
+    `url`, with the sampling parameters here.
     """
 
-    trained: bool = setting(False, "the actor plays the role, and learns from its turns")
+    trained: bool = setting(False, "its turns are learned from")
     path: str | None = setting(
-        None, "folder or hub name of a frozen model; self: a copy of the actor", is_path=True
+        None,
+        "folder or hub name of its model; self: a frozen copy of the actor; null: the actor",
+        is_path=True,
+    )
+    lr: float | None = setting(
+        None, "learning rate of a trained policy with a path; null: the actor's", at_least=0
     )
     update_freq: int | None = setting(
         None, "with path=self: steps from one copy of the actor to the next", above=0
@@ -36,3 +42,13 @@ class PolicyConfig:
     )
     max_new_tokens: int = setting(256, "most tokens of one turn", above=0)
     trust_remote_code: bool = setting(False, "run code from the folder at path")
+
+    @property
+    def is_partner(self) -> bool:
+        """Return whether the role has a policy of its own that is trained next to the actor."""
+        return self.trained and self.path is not None
+
+
+def partner_role(role: str) -> str:
+    """Return the name of the workers and checkpoints of a role's own trained policy."""
+    return f"policy_{role}"

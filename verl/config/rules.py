@@ -18,6 +18,7 @@ from verl.config.batch_rules import (
 )
 from verl.config.checkpoint import CHECKPOINT_PARTS
 from verl.config.choices import TRACKERS
+from verl.config.partners import partners_can_learn
 from verl.config.placement import (
     inactive_sections,
     placement_doubts,
@@ -310,6 +311,7 @@ RULES: tuple[Rule, ...] = (
     reward_has_what_it_needs,
     *ALGORITHM_RULES,
     *AGENT_RULES,
+    partners_can_learn,
     *ASYNC_RULES,
 )
 # Values that a command line must name, and a program may give as objects.

@@ -7,7 +7,7 @@ from functools import partial
 
 from verl.checkpoint.hf import MAX_FILE_BYTES
 from verl.config import TrainConfig
-from verl.config.policies import SELF
+from verl.config.policies import SELF, partner_role
 from verl.diagnostics.batch import BatchPlan
 from verl.diagnostics.hosts import Placement
 from verl.diagnostics.model_shapes import ModelShapes
@@ -106,6 +106,9 @@ class _Planner:
         shapes.check_rollout(model, self._rollout_config, placement.device)
         plain = shapes.policy(model, placement.device, is_trained=False)
         self._frozen_numbers = _frozen_numbers(config, plain, shapes)
+        self._partner_numbers = 0
+        for role in config.actor_rollout_ref.rollout.agent.partners:
+            self._partner_numbers += self.roles[partner_role(role)].footprint.shape.numel
         self.rollout = self._rollout(plain)
 
     def plan(self) -> MemoryPlan:
@@ -123,8 +126,8 @@ class _Planner:
         config = self.config
         yield from self._loading()
         generates = "rollout" if self._is_apart else "actor"
-        frozen = self._frozen_policies if self.placement.on_cuda else 0
-        yield self._phase(generates, "rollout", {**self.rollout.parts, "frozen policies": frozen})
+        others = self._other_engines if self.placement.on_cuda else 0
+        yield self._phase(generates, "rollout", {**self.rollout.parts, "other policies": others})
 
         if "reward_model" in self.roles:
             yield self._passes("reward_model", "scores")
@@ -139,6 +142,8 @@ class _Planner:
             yield self._passes("critic", "values")
             yield self._passes("critic", "critic update")
         yield self._passes("actor", "actor update", self._divergences())
+        for role in config.actor_rollout_ref.rollout.agent.partners:
+            yield self._passes(partner_role(role), "actor update")
 
         parts = {**self._handed_over("actor"), "gathered": self._gathered()}
         yield self._phase("actor", "weights to the rollout", parts, brings_parameters=True)
@@ -305,7 +310,7 @@ class _Planner:
         for name, each in self.roles.items():
             held[name] = each.footprint.on_host + (on_host or {}).get(name, 0)
             others[name] = {"": each.footprint.resident}
-        held["rollout"] = self._frozen_policies
+        held["rollout"] = self._itemsize * self._frozen_numbers
         others["rollout"] = {"rollout": self._awake()}
         host = self._host(role, device, held, others) + once_on_host
         return PhasePlan(role=role, phase=phase, device=device, host=host, passes=passes)
@@ -350,15 +355,17 @@ class _Planner:
         return parts
 
     @property
-    def _frozen_policies(self) -> int:
-        """Return the bytes of the frozen policies' weights.
-
-        They stay on the host, and are on a GPU as well while it generates.
-        """
+    def _itemsize(self) -> int:
+        """Return the bytes of a number in the engines of policies next to the actor."""
         config = self.config.actor_rollout_ref.rollout
         if config.dtype:
-            return ROLLOUT_DTYPES[config.dtype].itemsize * self._frozen_numbers
-        return (2 if self.placement.on_cuda else 4) * self._frozen_numbers
+            return ROLLOUT_DTYPES[config.dtype].itemsize
+        return 2 if self.placement.on_cuda else 4
+
+    @property
+    def _other_engines(self) -> int:
+        """Return the bytes of weights, during generation, of the policies next to the actor."""
+        return self._itemsize * (self._frozen_numbers + self._partner_numbers)
 
     def _gathered(self) -> int:
         """Return the bytes of gathered weights in a hand-over.
@@ -412,7 +419,7 @@ class _Planner:
             on_cuda=on_cuda,
             aliases=not on_cuda and is_whole and roles.model.lora_rank == 0 and not self._is_apart,
             ranks=len(self.placement.roles["rollout"]),
-            room=None if usable is None else usable - sum(beside.values()) - self._frozen_policies,
+            room=None if usable is None else usable - sum(beside.values()) - self._other_engines,
         )
 
 
@@ -422,7 +429,7 @@ def _frozen_numbers(config: TrainConfig, actor: ModelShape, shapes: ModelShapes)
     for policy in config.actor_rollout_ref.rollout.agent.policies.values():
         if policy.path == SELF:
             total += actor.numel
-        elif policy.path is not None:
+        elif policy.path is not None and not policy.trained:
             total += shapes.frozen_policy(policy).numel
     return total
 

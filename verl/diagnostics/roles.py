@@ -13,6 +13,8 @@ from verl.config import (
     update_micro_batch,
     value_micro_batch,
 )
+from verl.config.partners import partner_section
+from verl.config.policies import partner_role
 from verl.diagnostics.batch import BatchPlan
 from verl.diagnostics.hosts import Placement
 from verl.diagnostics.model_shapes import ModelShapes
@@ -48,8 +50,8 @@ class Role:
 def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> dict[str, Role]:
     """Return the roles of a run in the order of loading.
 
-    Those are the actor and, where the run has them, critic, reference, reward model and teacher. With
-    LoRA the actor is the reference.
+    Those are the actor and, where the run has them, critic, reference, reward model, teacher and
+    policies that are trained next to the actor. With LoRA the actor is the reference.
     """
     device = placement.device
     policy = config.actor_rollout_ref
@@ -78,6 +80,13 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
         found["teacher"] = (
             EngineOptions.of(distillation, device, policy=policy),
             shapes.teacher(distillation.teacher_models.teacher_model, device),
+        )
+
+    for role, partner in policy.rollout.agent.partners.items():
+        section = partner_section(policy, partner)
+        found[partner_role(role)] = (
+            EngineOptions.of(section.actor, device, policy=section),
+            shapes.policy(section.model, device),
         )
 
     return {

@@ -109,6 +109,12 @@ def check_step(config: TrainConfig) -> None:
             raise ConfigError(
                 f"algorithm.{key} needs verl.trainer.{kind} or a subclass, got PPOTrainer."
             )
+    if partners := config.actor_rollout_ref.rollout.agent.partners:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.agent.policies names trained policies next to the actor "
+            f"({', '.join(partners)}), which need verl.trainer.partners.PartnersTrainer or a "
+            "subclass, got PPOTrainer."
+        )
 
 
 def build_tokenizer(config: TrainConfig) -> Any:

@@ -2,6 +2,7 @@
 
 from verl.config import TrainConfig
 from verl.trainer.dapo import DAPOTrainer
+from verl.trainer.partners import PartnersTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.remax import ReMaxTrainer
 from verl.trainer.schedules.fully_async import FullyAsyncTrainer
@@ -18,4 +19,6 @@ def trainer_class(config: TrainConfig) -> type[PPOTrainer]:
         return DAPOTrainer
     if config.algorithm.adv_estimator == "remax":
         return ReMaxTrainer
+    if config.actor_rollout_ref.rollout.agent.partners:
+        return PartnersTrainer
     return PPOTrainer

@@ -82,6 +82,8 @@ class RolloutWorker(Worker):
         tokenizer: for stop strings, the padding token and texts.
         actor: the actor of this process. Its weights become the engine's without a copy wherever
             layout and dtype agree. None: the rollout has ranks of its own.
+        partners: rollouts in this process that draw the turns of a role, whose policies are trained
+            next to the actor.
         loads_weights: whether an engine without an actor reads the weights from the model's files;
             if not, they come from the actor's ranks before the first generation.
     """
@@ -94,8 +96,10 @@ class RolloutWorker(Worker):
         tokenizer: Any,
         actor: ActorWorker | None = None,
         loads_weights: bool = False,
+        **partners: "RolloutWorker",
     ) -> None:
         self.config = config
+        self.partners = partners
         self.tokenizer = tokenizer
         self.actor = actor
         self.is_asleep = False
@@ -150,7 +154,15 @@ class RolloutWorker(Worker):
                 )
             self._copies = agents.Copies(config.rollout, policies)
             self.agents = agents.AgentRunner(
-                config.rollout, tokenizer, stop_ids=stop_ids, pictures=pictures, policies=policies
+                config.rollout,
+                tokenizer,
+                stop_ids=stop_ids,
+                pictures=pictures,
+                policies=policies,
+                partners={
+                    role: agents.PartnerPolicy(role, partner.engine)
+                    for role, partner in partners.items()
+                },
             )
 
     @property
@@ -237,6 +249,9 @@ class RolloutWorker(Worker):
         episodes = agents.episodes_of(
             prompts.non_tensor_batch, n, step=step, record_step=record_step
         )
+        for partner in self.partners.values():
+            if not partner.has_weights:
+                partner.take_weights()
         self._copies.renew(self.engine, step if record_step >= 0 else None)
         self.engine.forget_prefixes()
         longest = self._longest_episode
@@ -252,7 +267,8 @@ class RolloutWorker(Worker):
                 )
             else:
                 trajectories, counters = follow_to_the_end(steps, sharing)
-        self._make_room()
+        for rollout in (self, *self.partners.values()):
+            rollout._make_room()
 
         metrics = {**self._metrics(counters), **self._agent_metrics(self.agents.metrics())}
         return DataProto.from_dict(

@@ -78,11 +78,20 @@ class TeacherWorker(EngineWorker):
 
 
 def check_same_vocabulary(
-    student: Any, teacher: Any, *, student_path: str | None, teacher_path: str
+    student: Any,
+    teacher: Any,
+    *,
+    student_path: str | None,
+    teacher_path: str,
+    needs: str = "Distillation needs a teacher",
+    key: str = "distillation.teacher_models.teacher_model.model_path",
 ) -> None:
     """Raise ModelError where both tokenizers give a token different ids, or an id different tokens.
 
     A token that one of them lacks is no contradiction: later models of a family add some.
+
+    Args:
+        needs, key: the feature that needs one vocabulary, and where the model is set, for errors.
     """
     ours = student.get_vocab()
     theirs = teacher.get_vocab()
@@ -96,8 +105,8 @@ def check_same_vocabulary(
 
     example = min(differing)
     raise ModelError(
-        f"Distillation needs a teacher with the actor's vocabulary, but '{teacher_path}' and "
+        f"{needs} with the actor's vocabulary, but '{teacher_path}' and "
         f"'{student_path}' differ in {len(differing)} tokens: {example!r} has the id "
-        f"{ours[example]} in the actor's and {theirs.get(example)} in the teacher's. Choose models "
-        "that share a tokenizer (distillation.teacher_models.teacher_model.model_path)."
+        f"{ours[example]} in the actor's and {theirs.get(example)} in the other one. Choose models "
+        f"that share a tokenizer ({key})."
     )

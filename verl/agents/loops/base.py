@@ -12,7 +12,7 @@ from verl.agents.formats import ParsedReply, ToolFormat, parse_reply
 from verl.agents.formats.base import without_end
 from verl.agents.formats.tool_parser import decoded
 from verl.agents.interactions import InteractionSet
-from verl.agents.policies import FrozenPolicy
+from verl.agents.policies import FrozenPolicy, PartnerPolicy
 from verl.agents.tools import ToolSet
 from verl.agents.user_thread import UserCall
 from verl.config.rollout import RolloutConfig
@@ -98,6 +98,7 @@ class AgentContext:
         interactions: simulated users of the run; None without.
         pictures: reads the images of tools; None: the model reads text alone.
         policies: frozen ones, by the role that they play.
+        partners: policies that are trained next to the actor, by their roles.
         client: draws turns. Set for each batch.
         tally: of the batch.
     """
@@ -110,6 +111,7 @@ class AgentContext:
     interactions: InteractionSet | None = None
     pictures: PictureReader | None = None
     policies: Mapping[str, FrozenPolicy] = field(default_factory=dict)
+    partners: Mapping[str, PartnerPolicy] = field(default_factory=dict)
     client: EngineClient = field(init=False)
     tally: Tally = field(default_factory=Tally)
 
@@ -144,18 +146,26 @@ class AgentContext:
             reader=self.pictures,
         )
 
-    async def draw(self, conversation: Conversation, number: int | None = None) -> Generated:
+    async def draw(
+        self, conversation: Conversation, number: int | None = None, role: str = ""
+    ) -> Generated:
         """Draw the next turn of a conversation and append it.
 
         Args:
             number: of the turn among all that the actor draws in the episode, which fixes its
                 noise; None: the episode has one conversation.
+            role: draws by the partner that plays it, or else by the actor.
         """
+        client = self.client
+        if role in self.partners:
+            own = self.partners[role].client
+            assert own is not None, "serve comes first"
+            client = own
         limit = conversation.room
         most = self.config.multi_turn.max_tokens_per_turn
         if most is not None:
             limit = min(limit, most)
-        drawn = await self.client.generate(
+        drawn = await client.generate(
             prompt_ids=conversation.ids,
             row=conversation.row,
             turn=conversation.turns if number is None else number,

@@ -17,6 +17,7 @@ from verl.agents.loops.gateway import GatewayAgentLoop
 from verl.agents.loops.seats import Seat, Seats
 from verl.agents.policies import check_roles
 from verl.rollout.trajectory import Trajectory
+from verl.utils.errors import ConfigError
 
 
 class EnvironmentLoop:
@@ -30,7 +31,7 @@ class EnvironmentLoop:
     def __init__(self, context: AgentContext) -> None:
         self.context = context
         agent = context.config.agent
-        assert agent.environment.name is not None, "the rows were checked"
+        assert agent.environment.name is not None, "environment_loop has checked it"
         self.roles = roles_of(agent.environment.name)
         check_roles(agent.policies, self.roles, f"The environment '{agent.environment.name}'")
 
@@ -61,7 +62,7 @@ class EnvironmentLoop:
             if not seat.hear(seen):
                 ended_by = "length"
                 break
-            action = await seat.act(seats.actor_turns)
+            action = await seats.act(seat)
             seen = await session.step(action)
             require_sound(session.failure, context.config.agent.on_error)
             seats.credit(seat, seen)
@@ -92,7 +93,11 @@ class EnvironmentLoop:
 def environment_loop(context: AgentContext) -> AgentLoop:
     """Return the loop of the configured environment: by turns, or of one that plays itself."""
     asked = context.config.agent.environment
-    assert asked.name is not None, "the rows were checked"
+    if asked.name is None:
+        raise ConfigError(
+            "The agent loop environment_agent needs an environment. Set "
+            "actor_rollout_ref.rollout.agent.environment.name."
+        )
     if not plays_itself(asked.name):
         return EnvironmentLoop(context)
     environment = make_environment(asked.name, **asked.kwargs)

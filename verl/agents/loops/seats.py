@@ -36,9 +36,9 @@ class Seat:
         """Return the text of the next turn.
 
         Args:
-            number: of the turn among those of the actor in the episode.
+            number: of the turn among those that its policy draws in the episode.
         """
-        text = await self.context.reply_of(self.role, self._messages, self.episode, self.turns)
+        text = await self.context.reply_of(self.role, self._messages, self.episode, number)
         self._messages.append({"role": "assistant", "content": text})
         self.turns += 1
         return text
@@ -55,8 +55,8 @@ class Seat:
         return [*before, *seen.messages]
 
 
-class ActorSeat(Seat):
-    """A role that the actor plays, and learns from."""
+class TrainedSeat(Seat):
+    """A role that the actor or its partner plays, and learns from."""
 
     def __init__(self, context: AgentContext, episode: Episode, role: str) -> None:
         super().__init__(context, episode, role)
@@ -82,7 +82,7 @@ class ActorSeat(Seat):
 
     async def act(self, number: int) -> str:
         """See `Seat.act`."""
-        drawn = await self.context.draw(self._begun, number)
+        drawn = await self.context.draw(self._begun, number, self.role)
         text = self.context.text_of(drawn.token_ids)
         self._reply = {"role": "assistant", "content": text}
         self._is_cut = drawn.finish_reason == "length"
@@ -146,15 +146,18 @@ class Seats:
             )
         if role not in self._taken:
             policies = self.context.config.agent.policies
-            is_actor = not role or policies[role].trained
-            kind = ActorSeat if is_actor else Seat
+            is_trained = not role or policies[role].trained
+            kind = TrainedSeat if is_trained else Seat
             self._taken[role] = kind(self.context, self.episode, role)
         return self._taken[role]
 
-    @property
-    def actor_turns(self) -> int:
-        """Turns that the actor has drawn, in all its roles."""
-        return sum(seat.turns for seat in self._taken.values() if isinstance(seat, ActorSeat))
+    async def act(self, seat: Seat) -> str:
+        """Return the text of the next turn of a seat."""
+        if self._is_actors(seat.role):
+            drawn = sum(each.turns for each in self._taken.values() if self._is_actors(each.role))
+        else:
+            drawn = seat.turns
+        return await seat.act(drawn)
 
     def credit(self, acted: Seat, seen: Observation) -> None:
         """Give the rewards of an observation to the roles."""
@@ -171,3 +174,8 @@ class Seats:
         for number, part in enumerate(parts):
             part.part = number
         return parts
+
+    def _is_actors(self, role: str) -> bool:
+        """Return whether the actor plays a role; it may play several."""
+        policies = self.context.config.agent.policies
+        return not role or (policies[role].trained and not policies[role].is_partner)

@@ -1,0 +1,73 @@
+"""Policies that are trained next to the actor: their settings, and features that they lack."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from verl.config.actor_rollout_ref import ActorRolloutRefConfig
+from verl.config.multi_turn import AgentConfig, MultiTurnConfig
+from verl.config.placement import rollout_is_apart
+from verl.config.policies import PolicyConfig
+from verl.config.train import TrainConfig
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+# Estimators that compare the samples of one group, and nothing across groups.
+_WITHIN_GROUPS = ("grpo", "grpo_passk", "rloo", "opo", "turn_rloo")
+
+
+def partner_section(roles: ActorRolloutRefConfig, policy: PolicyConfig) -> ActorRolloutRefConfig:
+    """Return the section of a partner: the actor's, with the model and learning rate of its own."""
+    optim = roles.actor.optim
+    if policy.lr is not None:
+        optim = replace(optim, lr=policy.lr)
+    model = replace(roles.model, path=policy.path, trust_remote_code=policy.trust_remote_code)
+    # Episodes are played by the actor's rollout, which draws the partner's turns from its engine.
+    rollout = replace(roles.rollout, agent=AgentConfig(), multi_turn=MultiTurnConfig(), mode="sync")
+    return replace(roles, model=model, actor=replace(roles.actor, optim=optim), rollout=rollout)
+
+
+def partners_can_learn(config: TrainConfig) -> Iterator[str]:
+    """Yield settings that a run with several trained policies does not support."""
+    roles = config.actor_rollout_ref
+    partners = roles.rollout.agent.partners
+    if not partners:
+        return
+    algorithm = config.algorithm
+    lacking = {
+        "trainer.mode": (config.trainer.mode, ("sync",)),
+        "algorithm.adv_estimator": (algorithm.adv_estimator, _WITHIN_GROUPS),
+        "algorithm.filter_groups.enable": (algorithm.filter_groups.enable, (False,)),
+        "algorithm.use_pf_ppo": (algorithm.use_pf_ppo, (False,)),
+        "algorithm.use_kl_in_reward": (algorithm.use_kl_in_reward, (False,)),
+        "algorithm.rollout_correction.bypass_mode": (
+            algorithm.rollout_correction.bypass_mode,
+            (False,),
+        ),
+        "actor_rollout_ref.actor.use_kl_loss": (roles.actor.use_kl_loss, (False,)),
+        "actor_rollout_ref.actor.router_replay.mode": (
+            roles.actor.router_replay.mode,
+            ("disabled",),
+        ),
+        "distillation.enabled": (config.distillation.enabled, (False,)),
+        "critic.enable": (config.needs_critic, (False,)),
+        f"{_ROLLOUT}.name": (roles.rollout.name, ("embedded",)),
+        f"{_ROLLOUT}.tensor_model_parallel_size": (
+            roles.rollout.tensor_model_parallel_size,
+            (1,),
+        ),
+    }
+    role = next(iter(partners))
+    trained = f"{_ROLLOUT}.agent.policies.{role} (trained, with a path)"
+    for key, (given, supported) in lacking.items():
+        if given not in supported:
+            yield (
+                f"{trained} is a second trained policy, which does not support {key}={given}. Set "
+                f"it to {' or '.join(map(str, supported))}, or train one policy: leave out "
+                f"{role}.path (the actor) or {role}.trained (frozen)."
+            )
+    if rollout_is_apart(config):
+        yield (
+            f"{trained} needs its engine next to its weights. Leave trainer.placement.rollout "
+            "unset."
+        )
+    if roles.rollout.agent.environment.name is None:
+        yield f"{trained} plays in environments alone. Set {_ROLLOUT}.agent.environment.name."

@@ -1,0 +1,151 @@
+"""Training of several policies: each learns from the turns of its own role alone."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from verl.config.partners import partner_section
+from verl.config.policies import partner_role
+from verl.models.load import load_tokenizer
+from verl.protocol import DataProto
+from verl.single_controller import Colocated, GroupOf, WorkerGroup, start
+from verl.trainer.episodes import mini_batch_rows
+from verl.trainer.pools import dealt_by_prompts
+from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
+from verl.utils.phases import phase
+from verl.workers import ActorWorker, RolloutWorker, TrainedWorker
+from verl.workers.teacher import check_same_vocabulary
+
+
+class PartnersTrainer(PPOTrainer):
+    """Trains a policy of its own for each role of `rollout.agent.policies` that has one.
+
+    Such a partner has the actor's settings, and a model, a learning rate, an optimizer, a rollout
+    engine and a checkpoint of its own, on the actor's ranks. Advantages compare the rows of one role,
+    so a batch falls apart by role where policies are evaluated and updated.
+    """
+
+    partners: dict[str, GroupOf[ActorWorker]]  # by role
+    partner_rollouts: dict[str, GroupOf[RolloutWorker]]
+
+    def start_rollout(self) -> GroupOf[RolloutWorker]:
+        """Start the partners, then the actor's rollout, whose episodes they play in."""
+        self.partners = {}
+        self.partner_rollouts = {}
+        roles = self.config.actor_rollout_ref
+        beside: dict[str, Colocated] = {}
+        for role, policy in roles.rollout.agent.partners.items():
+            assert policy.path is not None, "the configuration was checked"
+            check_same_vocabulary(
+                self.tokenizer,
+                load_tokenizer(policy.path, trust_remote_code=policy.trust_remote_code),
+                student_path=roles.model.path,
+                teacher_path=policy.path,
+                needs=f"A trained policy of the role '{role}' needs a model",
+                key=f"actor_rollout_ref.rollout.agent.policies.{role}.path",
+            )
+            name = partner_role(role)
+            section = partner_section(roles, policy)
+            self.partners[role] = self.start_role(
+                name,
+                ActorWorker,
+                section,
+                total_steps=self.total_steps,
+                device=self.device,
+                tokenizer=self.tokenizer,
+            )
+            self.partner_rollouts[role] = self.start_role(
+                f"{name}_rollout",
+                RolloutWorker,
+                section,
+                device=self.device,
+                tokenizer=self.tokenizer,
+                actor=Colocated(name),
+            )
+            beside[role] = Colocated(f"{name}_rollout")
+
+        return self.start_role(
+            "rollout",
+            RolloutWorker,
+            roles,
+            device=self.device,
+            tokenizer=self.tokenizer,
+            actor=Colocated("actor"),
+            **beside,
+        )
+
+    def begin_passes(self, batch: DataProto) -> None:
+        """Begin no pass early: each policy has a share of the rows alone."""
+
+    @phase(reads=GENERATED, writes="old_log_probs entropys")
+    def evaluate_policies(self, batch: DataProto) -> DataProto:
+        """Add the old log-probs of every row, of the policy that drew it, if something reads them."""
+        if not self.needs_old_log_probs():
+            return batch
+        rows: list[int] = []
+        started = []
+        for role, group, own in self.shares(batch):
+            rows += own.tolist()
+            started.append((role, start(group.compute_log_prob, batch.select_idxs(own))))
+
+        parts = []
+        for role, future in started:
+            part = self.timed("old_log_prob", future.result)
+            self._note(role, part.meta_info.pop("metrics", {}))
+            parts.append(part)
+        order = np.argsort(np.array(rows))
+        return batch.union(DataProto.concat(parts).select_idxs(order))
+
+    @phase(reads=GENERATED + " advantages returns")
+    def update(self, batch: DataProto) -> None:
+        """Update the actor and its partners, each by the rows of its roles.
+
+        A policy without a row in the batch keeps its weights.
+        """
+        samples = self.config.actor_rollout_ref.rollout.n
+        mini_prompts = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+        batch = self.correct_rollout(batch)
+
+        for role, group, own in self.shares(batch):
+            part = batch.select_idxs(own)
+            rows = dealt_by_prompts(part, group, samples)
+            mini = mini_batch_rows(batch, len(part), mini_prompts, samples, group)
+            coeff = self.entropy_controller.value
+            metrics = self.timed("update_actor", group.update_actor, rows, coeff, mini)
+            self._note(role, metrics)
+        if "actor/entropy" in self.metrics:
+            self.entropy_controller.update(self.metrics["actor/entropy"])
+
+    def sync_weights(self) -> None:
+        """Hand the updated weights of every policy to its engine."""
+        super().sync_weights()
+        for rollout in self.partner_rollouts.values():
+            rollout.take_weights()
+
+    def shares(self, batch: DataProto) -> Iterator[tuple[str, GroupOf[ActorWorker], np.ndarray]]:
+        """Give the role, the workers and the row numbers of each policy; the actor's role is ""."""
+        drawn_by = np.array(
+            [role if role in self.partners else "" for role in batch.non_tensor_batch["agent_role"]]
+        )
+        for role, group in {"": self.actor_wg, **self.partners}.items():
+            rows = np.flatnonzero(drawn_by == role)
+            if len(rows):
+                yield role, group, rows
+
+    def worker_groups(self) -> list[WorkerGroup]:
+        """See `TrainingRun.worker_groups`."""
+        others = [*self.partners.values(), *self.partner_rollouts.values()]
+        return list(dict.fromkeys([*super().worker_groups(), *others]))
+
+    def checkpointed_groups(self) -> dict[str, GroupOf[TrainedWorker]]:
+        """See `PPOTrainer.checkpointed_groups`."""
+        groups = super().checkpointed_groups()
+        for role, group in self.partners.items():
+            groups[partner_role(role)] = group
+        return groups
+
+    def _note(self, role: str, metrics: dict[str, float]) -> None:
+        """Note the metrics of a policy; those of a partner begin with its name."""
+        prefix = f"{partner_role(role)}/" if role else ""
+        for name, value in metrics.items():
+            self.metrics[prefix + name] = value
