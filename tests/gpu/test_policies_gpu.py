@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.trainer.runs import command_line, run, same_bits, step_lines, without_times
-from tests.trainer.test_policies import COPY, DEBATE, FROZEN, ROLLOUT
+from tests.trainer.test_policies import COPY, DEBATE, FROZEN, PARTNER, ROLLOUT
 from verl.config import load_config
 from verl.models.lora import plain_parameters
+from verl.trainer.partners import PartnersTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +46,22 @@ def test_a_copy_has_the_actors_weights_of_its_step(tmp_path: Path):
     assert differing, "the copy was never renewed"
 
 
-@pytest.mark.parametrize("policies", [FROZEN, COPY], ids=["frozen", "copy"])
+def test_two_policies_train_and_both_engines_sleep_during_updates(tmp_path: Path):
+    trainer = PartnersTrainer(load_config(command_line(tmp_path, *ON_CUDA, PARTNER)))
+    trainer.init_workers()
+    trainer.fit()
+    for line in step_lines(tmp_path):
+        norms = {name: line[name] for name in line if name.endswith("grad_norm")}
+        assert set(norms) == {"actor/grad_norm", "policy_judge/actor/grad_norm"}, norms
+        assert all(norm > 0 for norm in norms.values()), norms
+
+    prompts = next(iter(trainer.train_loader))
+    trainer.collect(prompts)
+    for rollout in (trainer.rollout_wg, *trainer.partner_rollouts.values()):
+        assert rollout.worker.is_asleep, "an engine keeps the device's memory after generation"
+
+
+@pytest.mark.parametrize("policies", [FROZEN, COPY, PARTNER], ids=["frozen", "copy", "partner"])
 def test_a_seed_gives_the_same_run_again(tmp_path: Path, policies: str):
     lines = []
     for name in ("one", "two"):
