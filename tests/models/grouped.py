@@ -84,13 +84,18 @@ def _pairs(sequences: Sequences) -> list[tuple[slice, slice]]:
     return [(slice(*q[i : i + 2]), slice(*k[i : i + 2])) for i in range(len(q) - 1)]
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, sequences: Sequences, scale: float) -> Tensor:
     """Return scores (Hq, n, m) of q (n, Hq, D) and k (m, Hk, D); last query and key align."""
+    causal, window = sequences.masked
     repeated = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, repeated) * scale
-    if causal:
-        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + k.shape[0] - q.shape[0])
-        scores = scores.masked_fill(future, float("-inf"))
+    if causal or window:
+        every = torch.ones(scores.shape[1:], dtype=torch.bool)
+        aligned = k.shape[0] - q.shape[0]
+        scores = scores.masked_fill(every.triu(1 + aligned), float("-inf"))
+        if window:
+            past = every.tril(aligned - window["window_size_left"] - 1)
+            scores = scores.masked_fill(past, float("-inf"))
     return scores
 
 
@@ -103,7 +108,7 @@ def kernel_forward(
     for of_q, of_k in _pairs(sequences):
         assert of_q.stop - of_q.start <= sequences.longest_query
         assert of_k.stop - of_k.start <= sequences.longest_key
-        scores = _scores(q[of_q], k[of_k], sequences.causal, scale)
+        scores = _scores(q[of_q], k[of_k], sequences, scale)
         values = v[of_k].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         out[of_q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
         lse[:, of_q] = scores.logsumexp(-1)
@@ -127,9 +132,7 @@ def kernel_backward(
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     shared_by = q.shape[1] // k.shape[1]
     for of_q, of_k in _pairs(sequences):
-        probabilities = (
-            _scores(q[of_q], k[of_k], sequences.causal, scale) - lse[:, of_q, None]
-        ).exp()
+        probabilities = (_scores(q[of_q], k[of_k], sequences, scale) - lse[:, of_q, None]).exp()
         keys, values = (tensor[of_k].repeat_interleave(shared_by, dim=1) for tensor in (k, v))
         means = (grad_out[of_q] * out[of_q]).sum(-1).t()[..., None]
         grad_scores = probabilities * (torch.einsum("qhd,khd->hqk", grad_out[of_q], values) - means)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from tests.models.grouped import kernel_forward
 from tests.models.rows import KeepFloat64
 from tests.tiny_vision_models import (
     FAMILIES,
@@ -17,9 +18,10 @@ from tests.tiny_vision_models import (
     save_tiny_vision,
     tiny_vision_model,
 )
+from verl.models import attention, vision
 from verl.models import packed as packed_module
-from verl.models import vision
 from verl.models.attention import attention_switched
+from verl.models.kernels import varlen
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.models.pictures import Picture, three_part_positions, tokens_ahead
@@ -147,6 +149,28 @@ def test_gradients_are_those_of_single_rows(family: str) -> None:
         name for name, each in model.named_parameters() if "vis" in name and each.grad is not None
     ]
     assert len(towers) > 10
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_kernel_calls_compute_pictures_that_see_themselves(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the kernels' path of CUDA, on a kernel for the CPU."""
+    calls: list[Any] = []
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, sequences: Any, scale: float) -> Any:
+        calls.append(sequences)
+        return kernel_forward(q, k, v, sequences, scale)
+
+    model = tiny_vision_model("gemma3", dtype=torch.float64)
+    expected = expected_log_probs(model).detach()
+    monkeypatch.setattr(attention, "varlen_can", lambda *_: True)
+    monkeypatch.setattr(varlen, "forward", counted)
+    with torch.no_grad(), KeepFloat64():
+        ours = PackedCausalLM(model)(packed_batch(model, shared=shared))["log_probs"]
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+    # One layer without a window, and two with one, which shared prompts leave to blocks.
+    assert len(calls) == (3 if shared else 2 + 2 * 2)
 
 
 def log_prob_distance(model: Any) -> float:

@@ -10,10 +10,8 @@ kernel lacks a feature of the layer (soft cap, sinks, odd head sizes), sequences
 form right-padded blocks. Causal attention then needs no padding mask, because padding comes after
 every real token.
 
-Tokens of a picture that see one another (`Layout.ahead`) are computed in blocks, too, with a mask.
-
 A prompt that several responses share is in the batch once (`Layout.shared`), and each response sees
-it as its own prefix.
+it as its own prefix. Tokens of a picture may see one another (`Layout.ahead`).
 """
 
 import math
@@ -32,7 +30,7 @@ from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.alibi import KeyBias, route_attention, set_attention
 from verl.models.kernels.attention import choose_kernel, torch_attention
 from verl.models.layout import Layout
-from verl.models.shared_prompts import shared_prompt_attention
+from verl.models.shared_prompts import joined_attention
 from verl.models.vision import language_parts
 from verl.utils.errors import ModelError
 
@@ -227,7 +225,7 @@ def packed_attention(
             slopes = slot.sequence_parallel.own_heads(facts.bias.slopes)
             facts = facts._replace(bias=facts.bias._replace(slopes=slopes))
 
-    if varlen_can(q, v, facts) and layout.ahead is None:
+    if varlen_can(q, v, facts) and not _needs_blocks(layout, facts):
         # The kernels take one head size: narrower values (MLA) get columns of zeros.
         value_dim = v.shape[-1]
         v = F.pad(v, (0, q.shape[-1] - value_dim))
@@ -270,16 +268,28 @@ def varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and facts.is_plain and fits
 
 
+def _window_of(layout: Layout, facts: Facts) -> int | None:
+    """Return the window of a layer; None if it covers every sequence.
+
+    That is plain causal attention, which has the faster kernel.
+    """
+    covers = facts.window is not None and facts.window >= layout.longest
+    return None if covers else facts.window
+
+
+def _needs_blocks(layout: Layout, facts: Facts) -> bool:
+    """Check for pictures that see themselves within shared prompts and a window, all at once."""
+    window = _window_of(layout, facts)
+    return layout.ahead is not None and bool(layout.shared) and window is not None
+
+
 def _varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts, kernel: str = "auto"
 ) -> Tensor:
     """Attend by a kernel for packed sequences: q (N, Hq, D), k and v (N, Hk, D) -> (N, Hq, D)."""
-    window = facts.window
-    # A window that covers every sequence is plain causal attention, which has the faster kernel.
-    if window is not None and window >= layout.longest:
-        window = None
-    if window is None and layout.shared:
-        return shared_prompt_attention(q, k, v, layout.parts, facts.scale)
+    window = _window_of(layout, facts)
+    if layout.ahead is not None or (window is None and layout.shared):
+        return joined_attention(q, k, v, layout.calls(window), facts.scale)
     if window is None:
         attend = choose_kernel(kernel, q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
         return attend(q, k, v, layout.lengths, layout.cu_seqlens, facts.scale)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.models.kernels.varlen import Sequences
-from verl.models.shared_prompts import SharedParts
+from verl.models.shared_prompts import AheadPart, Calls, SharedParts
 from verl.utils.devices import send
 
 # Cost of one token apart from its attention, in attended tokens. It keeps very short sequences in
@@ -52,10 +52,11 @@ class Layout:
     shared: tuple[int, ...] = ()
     # (N, C) experts that the tokens of this pass are routed to (`verl.models.routing`); None: free
     routes: Tensor | None = None
-    # (N,) int64, how many later tokens of its segment each token sees; None: no token sees any
+    # (N,) int64 on the host, how many later tokens of its segment each token sees; None: none
     ahead: Tensor | None = None
     _bands: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
     _bands_ahead: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _calls: dict[int | None, Calls] = field(default_factory=dict)
     _keys: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -90,7 +91,6 @@ class Layout:
         first_prompt = self.prompts[0][0]
         first_response = self.prompts[-1][0] + 1
         prompts = self.lengths[first_prompt:first_response]
-        own = max(self.lengths)
 
         # Tokens of the responses of each prompt, which are cut into `pieces` pieces each.
         counts: list[int] = []
@@ -113,7 +113,6 @@ class Layout:
             copies.append(pieces * start + copy * length + torch.arange(length))
 
         return SharedParts(
-            own=Sequences(self.cu_seqlens, self.cu_seqlens, own, own, causal=True),
             across=Sequences(
                 self._offsets(queries),
                 self._offsets(keys),
@@ -126,6 +125,39 @@ class Layout:
             copied=self._send(torch.cat(copied)),
             copies=self._send(torch.cat(copies, dim=1).flatten()),
         )
+
+    @cached_property
+    def ahead_part(self) -> AheadPart | None:
+        """Return the kernel call for tokens that see later ones; None if there are none."""
+        assert self.ahead is not None
+        sees = self.ahead > 0
+        begins = sees.clone()
+        begins[1:] &= ~sees[:-1]
+        starts = begins.nonzero().squeeze(1)
+        if not len(starts):
+            return None
+
+        # A run of r + 1 tokens has r queries: its last but one token sees one key, its first r.
+        counts = self.ahead[starts]
+        ends = counts.cumsum(0)
+        place = torch.arange(int(ends[-1])) - (ends - counts).repeat_interleave(counts)
+        keys = (starts + counts).repeat_interleave(counts) - place
+        offsets = self._offsets(counts.tolist())
+        longest = int(counts.max())
+        sequences = Sequences(offsets, offsets, longest, longest, causal=True)
+        return AheadPart(sequences, self._send(keys - 1), self._send(keys))
+
+    def calls(self, window: int | None) -> Calls:
+        """Return all kernel calls; a window is not for shared prompts."""
+        if window not in self._calls:
+            longest = max(self.lengths)
+            ends = self.cu_seqlens
+            own = Sequences(ends, ends, longest, longest, causal=True, window=window)
+            shared = self.parts if self.shared else None
+            assert shared is None or window is None
+            ahead = None if self.ahead is None else self.ahead_part
+            self._calls[window] = Calls(own, shared, ahead)
+        return self._calls[window]
 
     def keys_within(self, window: int) -> tuple[Tensor, Tensor]:
         """Return the packed tokens that each segment sees, and the offset of each segment in them.
@@ -214,6 +246,11 @@ class Layout:
             self._bands[name] = (distance >= 0) & (distance < window)
         return self._bands[name]
 
+    @cached_property
+    def _sent_ahead(self) -> Tensor:
+        assert self.ahead is not None
+        return self._send(self.ahead)
+
     def band_ahead(self, number: int, window: int) -> Tensor:
         """Return a mask (s, 1, L, C + L) of the keys that the queries of block `number` see.
 
@@ -225,7 +262,7 @@ class Layout:
             index, _, rows, length, context = self.blocks[number]
             key = torch.arange(context + length, device=self.cu_seqlens.device)
             distance = key[context:, None] - key[None, :]
-            later = self.ahead[index].view(rows, 1, length, 1)
+            later = self._sent_ahead[index].view(rows, 1, length, 1)
             self._bands_ahead[name] = (distance >= -later) & (distance < window)
         return self._bands_ahead[name]
 

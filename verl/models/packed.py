@@ -52,7 +52,8 @@ class PackedBatch:
     # (M, C) `routed_experts`, to which these tokens are routed
     states: Mapping[str, Tensor] = field(default_factory=dict)
     placed: Placed | None = None  # the tokens that get features of pictures
-    # (N,) int64, how many later tokens each token of the whole batch sees; None: no token sees any
+    # (N,) int64, how many later tokens each token of the whole batch sees; None: no token sees any.
+    # It stays on the host, like `lengths`.
     ahead: Tensor | None = None
 
     @property
@@ -188,6 +189,7 @@ class PackedBatch:
             place[[response.start - 1 for response in responses]] = place[prompt.stop - 1].item()
 
         device = self.input_ids.device
+        ahead = None if self.ahead is None else self.ahead[kept]
         kept = kept.to(device)
         return replace(
             self,
@@ -198,7 +200,7 @@ class PackedBatch:
             shared=tuple(len(responses) for responses in shared.values()),
             predict=place.to(device)[self.predict],
             placed=self._placed_at(kept),
-            ahead=None if self.ahead is None else self.ahead[kept],
+            ahead=ahead,
         )
 
     def split(self, parts: int, part: int) -> "PackedBatch":
@@ -252,11 +254,11 @@ class PackedBatch:
         return self.placed._replace(tokens=tokens[stays], rows=self.placed.rows[stays])
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """Copy every tensor to `device`, without waiting for the copy."""
+        """Copy every tensor but `ahead` to `device`, without waiting for the copy."""
         moved: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and item.name != "ahead":
                 moved[item.name] = send(value, device)
             elif isinstance(value, Placed):
                 tokens = send(value.tokens, device)

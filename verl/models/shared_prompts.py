@@ -1,9 +1,10 @@
-"""Attention of responses that share a prompt, whose keys and values exist once.
+"""Attention in several kernel calls: of responses that share a prompt, and of pictures.
 
-It takes two kernel calls: every segment attends to itself causally, and all responses of a prompt,
-joined and cut into pieces, attend to the whole prompt. Softmax over both sets of keys is the
-average of the two outputs weighted by exp(log-sum-exp). In the backward pass each call gets the
-output and log-sum-exp of the whole, and returns its exact share of the gradients
+Every segment attends to itself causally. In a second call all responses of a prompt, whose keys and
+values exist once, attend to the whole prompt, joined and cut into pieces. In a third the tokens of
+a picture attend to those behind them: in reverse order, that is causal, too. Softmax over all sets
+of keys is the average of the outputs weighted by exp(log-sum-exp). In the backward pass each call
+gets the output and log-sum-exp of the whole, and returns its exact share of the gradients
 (`varlen.backward`).
 """
 
@@ -25,7 +26,6 @@ class SharedParts(NamedTuple):
     each of C pieces of the responses gets its own copy of the prompt's keys.
     """
 
-    own: Sequences  # every segment to itself
     across: Sequences  # C pieces of the responses of each shared prompt, each to its copy
     prompts: slice
     responses: slice
@@ -34,27 +34,54 @@ class SharedParts(NamedTuple):
     copies: Tensor
 
 
-def shared_prompt_attention(
-    q: Tensor, k: Tensor, v: Tensor, parts: SharedParts, scale: float
-) -> Tensor:
+class AheadPart(NamedTuple):
+    """Tokens that see later ones: each run but its last token, in reverse order.
+
+    `queries` (r,) are these packed tokens, and `keys` (r,) the ones behind each.
+    """
+
+    sequences: Sequences
+    queries: Tensor
+    keys: Tensor
+
+
+class Calls(NamedTuple):
+    """The kernel calls of one attention over N packed tokens."""
+
+    own: Sequences  # every segment to itself
+    shared: SharedParts | None = None
+    ahead: AheadPart | None = None
+
+
+def joined_attention(q: Tensor, k: Tensor, v: Tensor, calls: Calls, scale: float) -> Tensor:
     """Compute attention: q (N, Hq, D), k and v (N, Hk, D) -> (N, Hq, D)."""
-    return _SharedPromptAttention.apply(q, k, v, parts, scale)  # pyright: ignore[reportReturnType]
+    return _JoinedAttention.apply(q, k, v, calls, scale)  # pyright: ignore[reportReturnType]
 
 
-class _SharedPromptAttention(torch.autograd.Function):
+class _JoinedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: SharedParts, scale: float
-    ) -> Tensor:
-        prompts = parts.prompts
-        responses = parts.responses
-        out, lse = varlen.forward(q, k, v, parts.own, scale)
-        keys = k[prompts][parts.copied]
-        values = v[prompts][parts.copied]
-        other, other_lse = varlen.forward(q[responses], keys, values, parts.across, scale)
-        _merge_(out[responses], lse[:, responses], other, other_lse)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: Calls, scale: float) -> Tensor:
+        out, lse = varlen.forward(q, k, v, calls.own, scale)
+
+        if calls.shared is not None:
+            parts = calls.shared
+            responses = parts.responses
+            keys = k[parts.prompts][parts.copied]
+            values = v[parts.prompts][parts.copied]
+            other, other_lse = varlen.forward(q[responses], keys, values, parts.across, scale)
+            _merge_(out[responses], lse[:, responses], other, other_lse)
+
+        if calls.ahead is not None:
+            sequences, queries, later = calls.ahead
+            seen = out[queries]
+            seen_lse = lse[:, queries]
+            other, other_lse = varlen.forward(q[queries], k[later], v[later], sequences, scale)
+            _merge_(seen, seen_lse, other, other_lse)
+            out[queries] = seen
+            lse[:, queries] = seen_lse
+
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.parts = parts
+        ctx.calls = calls
         ctx.scale = scale
         return out
 
@@ -62,27 +89,44 @@ class _SharedPromptAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        parts: SharedParts = ctx.parts
-        prompts = parts.prompts
-        responses = parts.responses
-        grad_q, grad_k, grad_v = varlen.backward(grad_out, q, k, v, out, lse, parts.own, ctx.scale)
-        more_q, more_k, more_v = varlen.backward(
-            grad_out[responses],
-            q[responses],
-            k[prompts][parts.copied],
-            v[prompts][parts.copied],
-            out[responses],
-            lse[:, responses],
-            parts.across,
-            ctx.scale,
-        )
+        calls: Calls = ctx.calls
+        whole = varlen.backward(grad_out, q, k, v, out, lse, calls.own, ctx.scale)
+        if calls.shared is not None:
+            _add_shared_(whole, ctx, grad_out, calls.shared)
 
-        grad_q[responses] += more_q
-        for grad, more in ((grad_k, more_k), (grad_v, more_v)):
-            own = grad[prompts]
-            own += more[parts.copies].view(-1, *own.shape).sum(0)
+        if calls.ahead is not None:
+            sequences, queries, later = calls.ahead
+            own = q[queries], k[later], v[later], out[queries], lse[:, queries]
+            more = varlen.backward(grad_out[queries], *own, sequences, ctx.scale)
+            for grad, places, part in zip(whole, (queries, later, later), more):
+                grad.index_add_(0, places, part)  # no place comes twice
 
-        return grad_q, grad_k, grad_v, None, None
+        return *whole, None, None
+
+
+def _add_shared_(
+    whole: tuple[Tensor, Tensor, Tensor], ctx: Any, grad_out: Tensor, parts: SharedParts
+) -> None:
+    """Add the gradients of responses that attend to their prompts."""
+    q, k, v, out, lse = ctx.saved_tensors
+    grad_q, grad_k, grad_v = whole
+    prompts = parts.prompts
+    responses = parts.responses
+    more_q, more_k, more_v = varlen.backward(
+        grad_out[responses],
+        q[responses],
+        k[prompts][parts.copied],
+        v[prompts][parts.copied],
+        out[responses],
+        lse[:, responses],
+        parts.across,
+        ctx.scale,
+    )
+
+    grad_q[responses] += more_q
+    for grad, more in ((grad_k, more_k), (grad_v, more_v)):
+        own = grad[prompts]
+        own += more[parts.copies].view(-1, *own.shape).sum(0)
 
 
 def _merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 class Sequences(NamedTuple):
     """S consecutive query sequences, each with a key sequence: causally aligned, or all of it.
 
-    The offsets are (S+1,) int32. The longest lengths are numbers on the host.
+    The offsets are (S+1,) int32. The longest lengths are numbers on the host. A causal query sees
+    `window` keys including its own (None: all).
     """
 
     query_offsets: Tensor
@@ -21,6 +22,15 @@ class Sequences(NamedTuple):
     longest_query: int
     longest_key: int
     causal: bool
+    window: int | None = None
+
+    @property
+    def masked(self) -> tuple[bool, dict[str, int]]:
+        """Return the arguments of the kernel for causal masks and windows, which exclude each other."""
+        if self.window is None:
+            return self.causal, {}
+        assert self.causal
+        return False, {"window_size_left": self.window - 1, "window_size_right": 0}
 
 
 def forward(
@@ -30,6 +40,7 @@ def forward(
 
     q (Nq, Hq, D), k and v (Nk, Hk, D) are bf16 or fp16 on CUDA.
     """
+    causal, window = sequences.masked
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -39,9 +50,10 @@ def forward(
         sequences.longest_query,
         sequences.longest_key,
         0.0,  # dropout
-        sequences.causal,
+        causal,
         False,  # return_debug_mask
         scale=scale,
+        **window,
     )
     assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}"
 
@@ -70,6 +82,7 @@ def backward(
         torch.empty(0, device=q.device),
     )
 
+    causal, window = sequences.masked
     return torch.ops.aten._flash_attention_backward(
         grad_out.contiguous(),
         q,
@@ -82,7 +95,8 @@ def backward(
         sequences.longest_query,
         sequences.longest_key,
         0.0,  # dropout
-        sequences.causal,
+        causal,
         *no_dropout,
         scale=scale,
+        **window,
     )
