@@ -1,29 +1,24 @@
 """Training, generation and failures on a real vLLM server."""
 
-import json
 import os
 import signal
 import subprocess
 import threading
 import time
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
+from tests.rollout_servers import toy
+from tests.rollout_servers.toy import check_ends, check_learning
 from tests.tiny_models import tiny_tokenizer
 from tests.workers.batches import CPU, actor_of, config, prompts
-from verl.config import config_from_dict
 from verl.jobs.main_generation import main as main_generation
-from verl.models.load import load_tokenizer
-from verl.rollout import create_rollout_engine, generate
 from verl.rollout.servers import weights
 from verl.rollout.servers.vllm import VLLMServer
-from verl.rollout.types import Request, SamplingParams
-from verl.trainer import RLTrainer
+from verl.rollout.types import SamplingParams
 from verl.utils.errors import RolloutError
-from verl.workers import ActorWorker, RolloutWorker
+from verl.workers import RolloutWorker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -48,33 +43,14 @@ def move(actor):
 
 
 def train(servers, folder, **keys):
-    trainer = RLTrainer(
-        {
-            "data.dataset_name": "toy",
-            "data.train_batch_size": 4,
-            "actor_rollout_ref.model.path": "toy",
-            "actor_rollout_ref.rollout.name": "vllm",
-            "actor_rollout_ref.rollout.server_urls": list(servers["toy"].urls),
-            "actor_rollout_ref.rollout.fingerprint_interval": 1,
-            "trainer.default_local_dir": str(folder),
-            "trainer.logger": ["file"],
-            "trainer.max_steps": 10,
-            **keys,
-        }
-    )
-    trainer.train()
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
-    return [step for step in steps if "training/rollout_kl" in step]
+    urls = list(servers["toy"].urls)
+    return toy.train(folder, **{"actor_rollout_ref.rollout.server_urls": urls, **keys})
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_toy_learns_and_every_update_arrives(servers, tmp_path, mode):
     steps = train(servers, tmp_path, **{"actor_rollout_ref.rollout.mode": mode})
-    assert len(steps) == 10
-    assert max(abs(step["training/rollout_kl"]) for step in steps) < 1e-6
-    rewards = [step["critic/rewards/mean"] for step in steps]
-    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5
+    check_learning(steps)
 
 
 def test_the_toy_learns_by_adapters_on_a_server_that_keeps_its_weights(lora_server, tmp_path):
@@ -84,10 +60,7 @@ def test_the_toy_learns_by_adapters_on_a_server_that_keeps_its_weights(lora_serv
         "actor_rollout_ref.rollout.lora_weights": "adapter",
     }
     steps = train({"toy": lora_server}, tmp_path, **keys)
-    assert len(steps) == 10
-    assert max(abs(step["training/rollout_kl"]) for step in steps) < 1e-6
-    rewards = [step["critic/rewards/mean"] for step in steps]
-    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5
+    check_learning(steps)
 
     [url] = lora_server.urls
     first, *adapters = VLLMServer(url)._adapters()
@@ -120,39 +93,7 @@ def test_the_proof_finds_the_stale_head_of_a_real_server(tied, monkeypatch):
 
 
 def test_responses_end_as_those_of_the_embedded_engine(servers):
-    """Stop tokens and stop strings are kept, and limits count."""
-    settings = config_from_dict(
-        {
-            "data": {"dataset_name": "toy", "train_batch_size": 4},
-            "actor_rollout_ref": {"model": {"path": "toy"}},
-        }
-    )
-    tokenizer = load_tokenizer("toy")
-    actor = ActorWorker(settings.actor_rollout_ref, total_steps=1, device=CPU, tokenizer=tokenizer)
-    rollout = settings.actor_rollout_ref.rollout
-    parts = {"model": actor.engine.hf_model, "tokenizer": tokenizer, "device": CPU}
-    embedded = create_rollout_engine(rollout, **parts)
-    on_server = replace(rollout, name="vllm", server_urls=list(servers["toy"].urls))
-    section = replace(settings.actor_rollout_ref, rollout=on_server)
-    worker = RolloutWorker(section, device=CPU, tokenizer=tokenizer, actor=actor)
-    worker.take_weights()
-
-    prompt = tuple(tokenizer.encode("3 + 11 = ?"))
-    request = Request(prompt_ids=prompt, sample_ids=(0,))
-
-    def greedy(engine, **stops):
-        params = SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True, **stops)
-        [completion] = generate(engine, [request], params, seed=0, step=0)
-        return completion
-
-    free = greedy(embedded)
-    word = tokenizer.decode(free.token_ids[1:3])
-    for stops in ({}, {"stop_token_ids": (free.token_ids[2],)}, {"stop": (word,)}):
-        ours = greedy(embedded, **stops)
-        theirs = greedy(worker.engine, **stops)
-        assert theirs.token_ids == ours.token_ids, stops
-        assert theirs.finish_reason == ours.finish_reason
-        np.testing.assert_allclose(theirs.log_probs, ours.log_probs, atol=1e-4)
+    check_ends(*toy.engines(server_urls=list(servers["toy"].urls)))
 
 
 def test_a_server_that_is_killed_loses_no_sample(servers, tmp_path):

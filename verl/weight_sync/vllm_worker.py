@@ -6,6 +6,8 @@ server must have this package.
 
 import os
 import threading
+import time
+from contextlib import suppress
 from multiprocessing.connection import Client
 from typing import Any
 
@@ -18,6 +20,7 @@ from verl.weight_sync.ipc import SharedMemoryReceiver
 EXTENSION = "verl.weight_sync.vllm_worker.TakesWeights"
 METHOD = "verl_take_weights"
 END_WITH = "verl_end_with"
+_LOOK_S = 0.5
 
 
 class TakesWeights:
@@ -41,7 +44,11 @@ class TakesWeights:
         """End this worker as soon as a process of this machine has ended, also by kill -9."""
 
         def wait() -> None:
-            psutil.Process(process).wait()
+            with suppress(psutil.NoSuchProcess):
+                watched = psutil.Process(process)
+                # One that was killed stays as a zombie until its parent asks for its status.
+                while watched.is_running() and watched.status() != psutil.STATUS_ZOMBIE:
+                    time.sleep(_LOOK_S)
             os._exit(1)
 
         threading.Thread(target=wait, name="verl-end", daemon=True).start()

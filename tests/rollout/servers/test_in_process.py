@@ -1,6 +1,7 @@
 """vLLM in process, against a module with the calls of its `AsyncLLM`."""
 
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -147,6 +148,29 @@ def test_the_engine_ends_with_the_run_and_a_dead_core_is_an_error(rollout_of):
     fake.is_dead = True
     with pytest.raises(RolloutError, match="engine core has ended.*gpu_memory_utilization"):
         draw(worker)
+
+
+@pytest.mark.parametrize("is_reaped", [True, False], ids=["reaped", "zombie"])
+def test_a_worker_ends_with_the_run_that_is_killed(is_reaped):
+    command = [sys.executable, "-c", "import time; time.sleep(300)"]
+    run = subprocess.Popen(command)
+    script = f"""
+import time
+from verl.weight_sync.vllm_worker import TakesWeights
+TakesWeights().verl_end_with({run.pid})
+print("ready", flush=True)
+time.sleep(300)
+"""
+    worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "ready\n"
+    assert worker.poll() is None
+    run.kill()
+    if is_reaped:
+        run.wait()
+    assert worker.wait(timeout=60) == 1
+    run.wait()
+    worker.stdout.close()
 
 
 @pytest.mark.parametrize(
