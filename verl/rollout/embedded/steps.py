@@ -1,0 +1,181 @@
+"""The steps of the embedded engine: what they start and feed, and the tokens that they bring."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from verl.rollout.embedded.run import Run
+from verl.rollout.embedded.runner import Draws, ModelRunner
+from verl.rollout.embedded.samples import Admission
+from verl.rollout.embedded.scheduler import Scheduler
+from verl.rollout.local import not_finite
+from verl.rollout.types import Completion
+
+
+class Steps:
+    """Launches steps on a runner, and collects their tokens when they arrive."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def launch(self, run: Run) -> list[Draws]:
+        """Start samples, or launch the next steps of the running ones.
+
+        Launches nothing where tokens in flight must come back first.
+        """
+        scheduler = run.scheduler
+        counts = run.counts
+        admission = scheduler.admit()
+        if admission is not None:
+            for prefill in admission.prefills:
+                counts["prefill_tokens"] += len(prefill.token_ids) - prefill.cached
+                counts["cached_tokens"] += prefill.cached
+            slots = np.array(admission.slots, np.int64)
+            if self._fits_a_step(scheduler, admission):
+                return self._join(run, slots, admission)
+            draws = self._runner.start(scheduler, slots, self._prefill(scheduler, admission))
+            scheduler.launch(slots, fed=0)
+            scheduler.release_started_prompts()
+            return [draws]
+
+        assert scheduler.running.size, (
+            f"{len(scheduler.waiting)} samples wait, nothing runs, and none can start"
+        )
+        if run.drafts is None:
+            steps = scheduler.steps_ahead(self._runner.steps_at_once(scheduler))
+        else:
+            drafted = run.drafts.tokens_a_sample(len(scheduler.unfinished))
+            steps = scheduler.steps_with_pages(1 + drafted)
+            if steps > 1 and run.flight:
+                return []  # drafts continue tokens that are still on the device
+        complete = self._prepare(run, steps, may_preempt=not run.flight)
+        slots = scheduler.unfinished
+        if not complete or slots.size == 0:
+            return []
+        if run.drafts is not None and steps > 1:
+            drafts = run.drafts.propose(scheduler, slots, steps - 1)
+            launched = self._runner.verify(scheduler, slots, drafts)
+            counts["decode_steps"] += 1
+            counts["drafted_tokens"] += sum(map(len, drafts))
+            counts["accepted_tokens"] += sum(len(draws.slots) for draws in launched[1:])
+        else:
+            launched = self._runner.decode(scheduler, slots, steps)
+            counts["decode_steps"] += steps
+        for draws in launched:
+            scheduler.launch(draws.slots, fed=1)
+        return launched
+
+    def collect(self, run: Run) -> list[Completion]:
+        """Record the oldest launched tokens, and end the samples that are done."""
+        scheduler = run.scheduler
+        draws = run.flight.popleft()
+        tokens, log_probs = draws.result()
+        # A sample that ended at the previous draw has left its slot, but the device has drawn once
+        # more for it.
+        current = scheduler.epoch[draws.slots] == draws.epochs
+        slots = draws.slots[current]
+        tokens = tokens[current]
+        log_probs = log_probs[current]
+        routes = None if draws.routes is None else draws.routes[current]
+        run.counts["generated_tokens"] += len(slots)
+        if not np.isfinite(log_probs).all():
+            first = int(slots[np.flatnonzero(~np.isfinite(log_probs))[0]])
+            raise not_finite(scheduler.sample_id_of(first))
+
+        drawn = scheduler.record(slots, tokens, log_probs, routes)
+        stopped = run.rule.ends(tokens)
+        if run.rule.strings:
+            for row in np.flatnonzero(~stopped).tolist():
+                so_far = scheduler.token_ids[slots[row], : drawn[row]]
+                stopped[row] = run.rule.completes_string(so_far)
+
+        done = stopped | (drawn >= scheduler.limits[slots])
+        completions: list[Completion] = []
+        if done.any():
+            if run.drafts is not None:
+                for slot, count in zip(slots[done].tolist(), drawn[done]):
+                    ids = scheduler.token_ids[slot, :count].tolist()
+                    run.drafts.keep(scheduler.group_of(slot), scheduler.sample_id_of(slot), ids)
+            completions = scheduler.finish(slots[done].tolist(), set(slots[stopped].tolist()))
+        run.progress.note(scheduler, len(completions), run.counts["generated_tokens"])
+        return completions
+
+    def _prepare(self, run: Run, steps: int, *, may_preempt: bool) -> bool:
+        """Give unfinished slots pages for `steps` tokens; see `Scheduler.prepare_decode`."""
+        copies, complete = run.scheduler.prepare_decode(steps, may_preempt=may_preempt)
+        if copies:
+            self._runner.copy_pages(copies)
+            run.counts["copied_pages"] += len(copies)
+        return complete
+
+    def _fits_a_step(self, scheduler: Scheduler, admission: Admission) -> bool:
+        """Check whether all that an admission has to compute can be rows of one decode step."""
+        alone = len(admission.prefills) == len(admission.slots)
+        if not alone or not self._runner.spare_rows or scheduler.routes is not None:
+            return False
+        rows = 0
+        for prefill in admission.prefills:
+            # Samples that start later need the hidden state, which a step does not give.
+            if prefill.cached == 0 or (prefill.is_prompt and prefill.group.unstarted):
+                return False
+            rows += len(prefill.token_ids) - prefill.cached - 1
+        return rows <= self._runner.spare_rows
+
+    def _join(self, run: Run, new: NDArray[np.int64], admission: Admission) -> list[Draws]:
+        """Take one step of the running samples, and start those in the slots `new` within it.
+
+        A prefill would cost another pass over the weights.
+        """
+        scheduler = run.scheduler
+        # Before pages are prepared: only the samples write to them from now on.
+        scheduler.release_started_prompts()
+        complete = self._prepare(run, 1, may_preempt=False)
+        slots = scheduler.unfinished if complete else new
+        prefills = dict(zip(new.tolist(), admission.prefills))
+        draws = self._runner.decode_and_extend(scheduler, slots, prefills)
+        scheduler.launch(np.setdiff1d(slots, new), fed=1)
+        scheduler.launch(new, fed=0)
+        run.counts["decode_steps"] += 1
+        return [draws]
+
+    def _prefill(self, scheduler: Scheduler, admission: Admission) -> torch.Tensor:
+        """Compute the prefills of an admission.
+
+        Returns the hidden states (b, H) that the admitted slots draw from.
+        """
+        states: dict[int, torch.Tensor] = {}  # by number of the prefill
+        for cached in (False, True):
+            numbers = []
+            sequences = []
+            pages = []
+            cached_tokens = []
+            prompts = []
+            for number, prefill in enumerate(admission.prefills):
+                if (prefill.cached > 0) == cached:
+                    numbers.append(number)
+                    sequences.append(prefill.token_ids)
+                    pages.append(prefill.pages)
+                    cached_tokens.append(prefill.cached)
+                    prompts.append(prefill.group)
+
+            if not numbers:
+                continue
+            if cached:
+                shifts = [group.shift for group in prompts]
+                hidden = self._runner.extend(sequences, pages, cached_tokens, shifts)
+            else:
+                pictured = [(len(group.prompt), group.pictures) for group in prompts]
+                hidden = self._runner.prefill(sequences, pages, pictured)
+            states.update(zip(numbers, hidden))
+
+        for number, prefill in enumerate(admission.prefills):
+            if prefill.is_prompt:
+                prefill.group.hidden = states[number]
+
+        rows = []
+        for slot in admission.slots:
+            if slot in admission.resumed:
+                rows.append(states[admission.resumed[slot]])
+            else:
+                rows.append(scheduler.group_of(slot).hidden)
+        return torch.stack(rows)
