@@ -19,8 +19,8 @@ from verl.data.rl_dataset import RLDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.videos import Asked
 from verl.models import videos
-from verl.models.load import load_tokenizer
-from verl.models.processor import load_picture_processor
+from verl.models.load import load_causal_lm, load_tokenizer
+from verl.models.processor import copy_processor, load_picture_processor
 from verl.utils.errors import DataError
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -325,3 +325,12 @@ def test_answers_are_learnt_behind_the_tokens_of_videos(
     prompt, _, pictures = reader.encode("<video>What?", None, folder, [["0.png", "1.png"]])
     assert item["raw_prompt_ids"] == prompt
     assert item["prepared_pictures"] == pictures
+
+
+def test_a_saved_model_keeps_the_settings_of_videos(tmp_path: Path) -> None:
+    reader_of(tmp_path)
+    target = tmp_path / "saved"
+    target.mkdir()
+    copy_processor(load_causal_lm(tmp_path, dtype="float32"), target)
+    name = "video_preprocessor_config.json"
+    assert (target / name).read_text() == (tmp_path / name).read_text()
