@@ -188,6 +188,16 @@ def test_names_without_content_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert tokens_of(answers(engine, long)) != expected_answers(model, long)
 
 
+def test_long_videos_are_refused_by_the_slow_engine() -> None:
+    model = tiny_vision_model("qwen2_vl")
+    video = example_video(model, frames=4)
+    asked = [((5, *video.token_ids, 9), (video,))]
+    assert tokens_of(answers(make_engine(model, "hf"), [((5, 9), ())]))
+    with pytest.raises(RolloutError, match=r"up to 4 in time, but a frame of 2 x 3 .*=embedded"):
+        answers(make_engine(model, "hf"), asked)
+    assert tokens_of(answers(make_engine(model), asked))
+
+
 def test_pictures_that_do_not_fit_are_refused() -> None:
     model = tiny_vision_model("qwen2_5_vl")
     prompt, pictures = questions(model)[0]

@@ -28,6 +28,7 @@ from verl.rollout.memory import EngineLoad, EngineMemory, padded_memory
 from verl.rollout.sampling import row_keys, sample, sample_keys
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import Completion, Request, SamplingParams
+from verl.utils.errors import RolloutError
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class HFEngine(LocalEngine):
         rule = self.check_call(requests, params)
         ids: list[int] = []
         for request in requests:
+            _refuse_long_videos(request.pictures)
             ids += request.sample_ids
         keys = iter(sample_keys(seed, step, np.array(ids, np.int64)))
         rows = []
@@ -202,6 +204,18 @@ class HFEngine(LocalEngine):
             )
 
         return recorder
+
+
+def _refuse_long_videos(pictures: Pictures) -> None:
+    """Raise RolloutError for a video behind which transformers gives text other positions."""
+    for picture in pictures:
+        longest = max(times[-1] + 1 for times in picture.times)
+        if picture.grid is not None and longest > max(picture.grid):
+            raise RolloutError(
+                f"A video has positions up to {longest} in time, but a frame of {picture.grid[0]} x "
+                f"{picture.grid[1]} tokens, and transformers' own generate gives the text behind it "
+                "other positions than the trainer. Set actor_rollout_ref.rollout.name=embedded."
+            )
 
 
 class _Recorder:
