@@ -17,8 +17,16 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_models import tiny_tokenizer
+from verl.models.load import load_causal_lm
 from verl.models.lora import merged_weight, read_adapters
 from verl.weight_sync.vllm_worker import METHOD, TakesWeights
+
+
+def toy_model():
+    """Load the packaged toy, as a server does."""
+    model = load_causal_lm("toy", dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    return model
 
 
 class Worker(TakesWeights):

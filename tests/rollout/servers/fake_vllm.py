@@ -157,7 +157,7 @@ class FakeAsyncLLM:
         return list(sampling_params.stop_token_ids or ())
 
 
-def modules(make_model: Any, version: str = "0.32.0") -> dict[str, ModuleType]:
+def modules(make_model: Any, tokenizer: Any = None) -> dict[str, ModuleType]:
     """Return modules for `sys.modules`. `vllm.engines` collects the engines that are made."""
     vllm = ModuleType("vllm")
     arguments = ModuleType("vllm.engine.arg_utils")
@@ -172,9 +172,11 @@ def modules(make_model: Any, version: str = "0.32.0") -> dict[str, ModuleType]:
             if engine_args.gpu_memory_utilization > 0.95:
                 raise ValueError("Free memory on device is less than desired GPU memory.")
             engines.append(cls(engine_args, FakeServer(make_model)))
+            if tokenizer is not None:
+                engines[-1].server.tokenizer = tokenizer
             return engines[-1]
 
-    vars(vllm).update(__version__=version, engines=engines)
+    vars(vllm).update(__version__="0.32.0", engines=engines)
     vars(arguments).update(AsyncEngineArgs=AsyncEngineArgs)
     vars(engine).update(AsyncLLM=AsyncLLM)
     kinds = SimpleNamespace(FINAL_ONLY="final only")
