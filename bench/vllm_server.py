@@ -8,7 +8,9 @@ shares the device with the trainer. The work is that of `gpu_step.py`. vLLM alon
 Run `python bench/vllm_server.py`, with `--models 1.5b,7b` for several shapes; on a CPU
 `python bench/vllm_server.py --tiny --server-python VENV/bin/python` tries the script. With
 `--lora-rank 32 --engines vllm,vllm-merged,embedded` it trains LoRA, and compares servers that get the
-adapters alone with servers that get merged weights. `vllm-in_process` is vLLM within the run.
+adapters alone with servers that get merged weights. The engine vllm-in-process is vLLM within this
+process, which sleeps while the trainer works: `--engines vllm-in-process,vllm,embedded` needs vLLM
+in the environment of this script.
 """
 
 import argparse
@@ -38,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--engines",
         default="vllm,embedded",
-        help="of vllm, vllm-merged, vllm-in_process, embedded [vllm,embedded]",
+        help="of vllm, vllm-merged, vllm-in-process, embedded [vllm,embedded]",
     )
     parser.add_argument("--lora-rank", type=int, default=0, help="0: train all weights [0]")
     parser.add_argument("--steps", type=int, default=4, help="the first is a warm-up [4]")
@@ -74,11 +76,10 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     name, _, way = engine.partition("-")
     rollout.name = name
     rollout.fingerprint_interval = 1
+    rollout.in_process = way == "in-process"
     if name == "vllm":
-        rollout.in_process = way == "in_process"
-        if not rollout.in_process:
-            rollout.lora_weights = way or None
-            rollout.server_python = arguments.server_python
+        rollout.lora_weights = "merged" if way == "merged" else None
+        rollout.server_python = None if rollout.in_process else arguments.server_python
         rollout.gpu_memory_utilization = arguments.server_memory
         rollout.enforce_eager = arguments.tiny
     prompts = gpu_step.RandomPrompts(
@@ -96,9 +97,8 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     steps = [json.loads(line) for line in lines][1:]
     if name == "vllm":
         fleet = trainer.rollout_wg.worker.engine.fleet
-        parts = fleet.members if rollout.in_process else []
-        for part in [member.server for member in parts] or [fleet._restarter]:
-            part.close()
+        owner = fleet.members[0].server if rollout.in_process else fleet._restarter
+        owner.close()
     del trainer
     if device.type == "cuda":
         torch.cuda.empty_cache()

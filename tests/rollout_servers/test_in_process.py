@@ -81,6 +81,25 @@ def test_a_push_that_is_dropped_is_caught(tied, monkeypatch):
     rollout.take_weights()
 
 
+def test_draws_after_sleep_are_by_the_next_weights(tied, monkeypatch):
+    """On a CPU vLLM keeps its memory, but stops and goes on as on a GPU."""
+    actor, rollout = tied
+    [member] = rollout.engine.fleet.members
+    monkeypatch.setattr(rollout.engine, "can_sleep", True)
+    monkeypatch.setattr(member.server, "_can_sleep", True)
+    params = SamplingParams(max_new_tokens=10)
+    rollout.take_weights()
+    for step in range(2):
+        batch = rollout.generate_sequences(prompts(4), n=2, params=params, seed=0, step=step)
+        assert rollout.is_asleep
+        assert not member.server.can_draw
+        metrics = actor.compute_log_prob(batch).meta_info["metrics"]
+        assert abs(metrics["training/rollout_kl"]) < 1e-6
+        move(actor)
+        rollout.take_weights()
+        assert member.server.can_draw
+
+
 def test_responses_end_as_those_of_the_embedded_engine(toy_engines):
     check_ends(*toy_engines)
 
