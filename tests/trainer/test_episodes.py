@@ -25,7 +25,7 @@ from verl.trainer.episodes import (
     without_failed,
 )
 from verl.trainer.metrics import data_metrics
-from verl.trainer.setup import reward_metrics
+from verl.trainer.scored import reward_metrics
 from verl.utils.errors import RewardError, RolloutError
 
 WIDTH = 6

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.protocol import DataProto
-from verl.trainer import setup
+from verl.trainer import scored
 from verl.trainer.metrics import data_metrics, explained_variance, timing_metrics
 from verl.trainer.validation import validation_metrics
 from verl.utils.errors import RewardError
@@ -130,7 +130,7 @@ def test_no_majority_without_answers():
 
 
 def test_any_value_can_be_an_answer():
-    assert [setup.vote(answer) for answer in (None, math.nan, [1, 2], 3, "x")] == [
+    assert [scored.vote(answer) for answer in (None, math.nan, [1, 2], 3, "x")] == [
         None,
         None,
         "[1, 2]",
@@ -174,7 +174,7 @@ def test_best_is_never_below_the_mean_and_order_does_not_matter(rows):
 def test_record_scores_keeps_extra_fields_but_never_replaces_a_column():
     batch = batch_of()
     extra = {"pred": ["1", None, "3"], "uid": [0, 0, 0], "matrix": [np.ones(2)] * 3}
-    setup.record_scores(
+    scored.record_scores(
         batch, {"reward_tensor": torch.ones(3, 4), "reward_extra_info": extra, "dropped": [1]}
     )
     assert list(batch.non_tensor_batch["uid"]) == ["a", "a", "b"]
@@ -182,12 +182,12 @@ def test_record_scores_keeps_extra_fields_but_never_replaces_a_column():
     assert batch.non_tensor_batch["matrix"].shape == (3,)
     assert batch.batch["response_mask"].sum(-1).tolist() == [2, 0, 1]
     assert batch.batch["attention_mask"].sum(-1).tolist() == [3, 6, 3]
-    assert setup.group_numbers(batch).unique().numel() == 3, "the dropped row is out of its group"
+    assert scored.group_numbers(batch).unique().numel() == 3, "the dropped row is out of its group"
 
 
 def test_record_scores_rejects_a_batch_without_any_score():
     with pytest.raises(RewardError, match="All samples of this step were dropped"):
-        setup.record_scores(
+        scored.record_scores(
             batch_of(),
             {"reward_tensor": torch.zeros(3, 4), "reward_extra_info": {}, "dropped": [0, 1, 2]},
         )
@@ -201,7 +201,7 @@ def test_record_scores_names_an_unsupported_field_of_a_custom_manager():
     with pytest.raises(
         RewardError, match="field 'match' of row 1 is of type Match and cannot be sent"
     ):
-        setup.record_scores(batch_of(), result)
+        scored.record_scores(batch_of(), result)
 
 
 def test_reward_metrics_are_means_of_numeric_fields():
@@ -212,7 +212,7 @@ def test_reward_metrics_are_means_of_numeric_fields():
         "none": [math.nan],
         "complex": [np.complex64(1)],
     }
-    metrics = setup.reward_metrics(
+    metrics = scored.reward_metrics(
         {"reward_extra_info": extra, "metrics": {"reward/num_errors": 0}}
     )
 

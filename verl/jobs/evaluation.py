@@ -20,7 +20,7 @@ from verl.rewards.build import build_reward
 from verl.rewards.manager import Scores
 from verl.rewards.registry import answer_extractors
 from verl.rewards.text_tokenizer import TextTokenizer
-from verl.trainer.setup import vote
+from verl.trainer.scored import vote
 from verl.utils.errors import ConfigError, DataError, RewardError
 from verl.utils.logging import logger
 

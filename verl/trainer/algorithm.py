@@ -14,7 +14,7 @@ from verl.config import TrainConfig
 from verl.protocol import DataProto
 from verl.trainer.episodes import EpisodeRows, episode_rows
 from verl.trainer.frozen_models import distillation_term
-from verl.trainer.setup import group_numbers
+from verl.trainer.scored import group_numbers
 from verl.utils.errors import AlgorithmError, ConfigError, RewardError
 from verl.utils.user_parts import NamedPart
 from verl.workers.losses import LoglinearProximal, RolloutReinforce, describe_loss

@@ -13,7 +13,7 @@ import torch
 from verl.protocol import DataProto
 from verl.trainer.episodes import episode_rows
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
-from verl.trainer.setup import group_numbers
+from verl.trainer.scored import group_numbers
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.logging import logger
 from verl.utils.phases import phase

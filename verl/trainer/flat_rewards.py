@@ -4,7 +4,7 @@ import torch
 
 from verl.config import TrainConfig
 from verl.protocol import DataProto
-from verl.trainer.setup import group_numbers
+from verl.trainer.scored import group_numbers
 from verl.utils.logging import logger
 
 # Steps in a row; the next warnings come after twice as many each, also where a lucky step lies

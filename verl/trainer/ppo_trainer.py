@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
 from verl.single_controller import Colocated, GroupFuture, GroupOf, OnTold, start
 from verl.tracking.samples import write_samples
-from verl.trainer import setup
+from verl.trainer import scored, setup
 from verl.trainer.algorithm import (
     advantage_inputs,
     chosen_samples,
@@ -430,13 +430,13 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             batch: (B * n,) trajectories of `generate`.
         """
         result = self.reward_fn(self.add_rm_scores(batch), return_dict=True)
-        setup.record_scores(batch, result)
+        scored.record_scores(batch, result)
         with_scores_of_episodes(batch)
         if self.config.algorithm.turn_rewards:
             add_turn_rewards(batch)
         rows = episode_rows(batch)
         counted = None if rows is None else rows.last.tolist()
-        self.metrics.update(setup.reward_metrics(result, counted))
+        self.metrics.update(scored.reward_metrics(result, counted))
         return batch
 
     @phase(reads="prompts responses attention_mask", writes="rm_scores")
@@ -607,7 +607,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             extra = {}
             for name in batch.meta_info.get("reward_fields", ()):
                 extra[name] = batch.non_tensor_batch[name]
-            rows = setup.sample_rows(batch, self.tokenizer, extra, self.config)
+            rows = scored.sample_rows(batch, self.tokenizer, extra, self.config)
             write_samples(Path(self.config.trainer.rollout_data_dir), self.global_step, rows)
 
     def write_timeline(self) -> None:

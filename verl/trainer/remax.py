@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto
+from verl.rewards.results import check_result
 from verl.trainer import setup
 from verl.trainer.episodes import add_turn_rewards, greedy_record_step, whole_episodes
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
@@ -66,7 +67,7 @@ class ReMaxTrainer(PPOTrainer):
     def score_greedy(self, greedy: DataProto) -> Mapping[str, Any]:
         """Score greedy responses and check the result."""
         result = self.reward_fn(self.add_rm_scores(greedy), return_dict=True)
-        setup.check_result(result, greedy.batch["responses"])
+        check_result(result, greedy.batch["responses"])
         if self.config.algorithm.turn_rewards:
             # as the scores that they are the baseline of
             greedy.batch["token_level_scores"] = result["reward_tensor"].clone()

@@ -1,16 +1,12 @@
 """From configuration to the parts a trainer is made of."""
 
-import logging
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl import agents
 from verl.algorithms.advantages import advantage_estimators
-from verl.algorithms.group_advantages import group_ids
 from verl.algorithms.padded import PaddedPolicyLoss
 from verl.algorithms.policy_losses import extra_losses, policy_losses
 from verl.config import RewardModelConfig, RolloutConfig, TrainConfig
@@ -23,7 +19,7 @@ from verl.rewards.build import build_reward as build_reward
 from verl.rewards.manager import RewardManager
 from verl.rewards.managers import reward_managers
 from verl.rewards.preflight import preflight
-from verl.rewards.results import check_result, ground_truth_of
+from verl.rewards.results import ground_truth_of
 from verl.rewards.rules import find_rule, require_truth
 from verl.rollout import (
     capabilities_of,
@@ -34,7 +30,7 @@ from verl.rollout import (
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.imports import import_user_code
-from verl.utils.logging import logger, say_once
+from verl.utils.logging import logger
 from verl.utils.phases import declared_phase, declared_phases, phase
 from verl.workers.actor import model_source
 
@@ -44,7 +40,6 @@ _SCHEDULES = {
     "one_step_off": "schedules.one_step_off.OneStepOffTrainer",
     "fully_async": "schedules.fully_async.FullyAsyncTrainer",
 }
-_NUMBERS = (int, float, np.integer, np.floating, np.bool_)
 
 
 def load_user_code(config: TrainConfig) -> None:
@@ -382,125 +377,3 @@ def _params(rollout: RolloutConfig, draw: Any, min_p: float) -> SamplingParams:
         stop_token_ids=tuple(rollout.stop_token_ids),
         ignore_eos=rollout.ignore_eos,
     )
-
-
-def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
-    """Write a reward manager's result into the batch: the scores, the extra fields as object
-    columns.
-
-    A dropped sample loses its response mask, and with it every part in the update. An extra field
-    never replaces a column that is there already, such as `uid`: it stays out.
-    """
-    check_result(result, batch.batch["responses"])
-    batch.batch["token_level_scores"] = result["reward_tensor"]
-    kept = batch.meta_info["reward_fields"] = list[str]()
-
-    for name, values in result["reward_extra_info"].items():
-        if name in batch.non_tensor_batch or name in batch.batch.keys():
-            say_once(
-                f"The reward's field '{name}' has the name of a column and is not kept.",
-                logging.WARNING,
-            )
-            continue
-        batch.non_tensor_batch[name] = np.array([*values, None], dtype=object)[:-1]
-        kept.append(name)
-
-    dropped = list(result.get("dropped", ()))
-    if len(dropped) == len(batch):
-        raise nothing_scored("this step")
-    batch.batch["response_mask"][dropped] = 0
-
-
-def nothing_scored(part: str, failures: Sequence[str] = ()) -> RewardError:
-    """Return the error of a step or validation, `part`, in which no sample has a score.
-
-    Args:
-        part: its name.
-        failures: causes of failed episodes.
-    """
-    if failures:
-        return RewardError(
-            f"No sample of {part} has a score, and {len(failures)} episodes failed. The first: "
-            f"{failures[0].rstrip('.')}. Fix the tools, the environment or the agent loop."
-        )
-    return RewardError(
-        f"All samples of {part} were dropped: the reward function failed for each of them. Fix the "
-        "reward function (the warning above names the first failure), or set "
-        "reward_model.on_error=zero or stop."
-    )
-
-
-def reward_metrics(
-    result: dict[str, Any], counted: Sequence[int] | None = None
-) -> dict[str, float]:
-    """Count failed rewards and average every numeric extra field over the samples that have it.
-
-    Args:
-        counted: rows that are averaged; None: all.
-    """
-    metrics: dict[str, float] = dict(result.get("metrics", {}))
-    for name, of_rows in result["reward_extra_info"].items():
-        values = of_rows if counted is None else [of_rows[row] for row in counted]
-        if all(isinstance(value, _NUMBERS) for value in values):
-            numbers = [float(value) for value in values if not math.isnan(value)]
-            if numbers:
-                metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)
-    return metrics
-
-
-def vote(answer: Any) -> str | None:
-    """Return the form in which an extracted answer counts in a majority.
-
-    Anything may be an answer, also a list; None and NaN are none.
-    """
-    is_nan = isinstance(answer, float) and math.isnan(answer)
-    if answer is None or is_nan:
-        return None
-    return str(answer)
-
-
-def group_numbers(batch: DataProto) -> torch.Tensor:
-    """Return (B,) int64 numbers of the prompts that rows answer.
-
-    A dropped row stands alone, so it shifts no other row's baseline.
-    """
-    group = group_ids(batch.non_tensor_batch["uid"])
-    dropped = ~batch.batch["response_mask"].bool().any(-1)
-    return torch.where(dropped, len(group) + torch.arange(len(group)), group)
-
-
-def scored_rows(
-    batch: DataProto, tokenizer: Any, result: Mapping[str, Any], config: TrainConfig
-) -> list[dict]:
-    """Return `sample_rows` of the trajectories that have a reward."""
-    rows = sample_rows(batch, tokenizer, result["reward_extra_info"], config)
-    dropped = set(result.get("dropped", ()))
-    return [row for number, row in enumerate(rows) if number not in dropped]
-
-
-def sample_rows(
-    batch: DataProto, tokenizer: Any, extra: Mapping[str, Any], config: TrainConfig
-) -> list[dict]:
-    """Return one readable dict per trajectory: prompt, response, score and fields of the reward."""
-    columns = batch.batch
-    source_key = config.data.reward_fn_key
-    width = columns["prompts"].shape[1]
-    mask = columns["attention_mask"].bool()
-    scores = columns["token_level_scores"].sum(-1).tolist()
-    unknown = np.full(len(batch), "unknown", dtype=object)
-    sources = batch.non_tensor_batch.get(source_key, unknown)
-
-    rows = []
-    for i in range(len(batch)):
-        row = {
-            "uid": batch.non_tensor_batch["uid"][i],
-            "data_source": sources[i],
-            "input": tokenizer.decode(columns["prompts"][i][mask[i, :width]]),
-            "output": tokenizer.decode(columns["responses"][i][mask[i, width:]]),
-            "score": scores[i],
-        }
-        for name, values in extra.items():
-            row.setdefault(name, values[i])
-        rows.append(row)
-
-    return rows

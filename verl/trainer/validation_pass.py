@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.protocol import DataProto
+from verl.rewards.results import check_result
 from verl.tracking.samples import write_samples
-from verl.trainer import setup
+from verl.trainer import scored, setup
 from verl.trainer.episodes import validation_record_step, whole_episodes, without_failed
 from verl.trainer.validation import validation_metrics
 
@@ -63,15 +64,15 @@ class ValidationPass:
         if not setup.has_rule(batch):
             batch = trainer.add_rm_scores(batch)
         result = trainer.val_reward_fn(batch, return_dict=True)
-        setup.check_result(result, batch.batch["responses"])
+        check_result(result, batch.batch["responses"])
         batch.batch["token_level_scores"] = result["reward_tensor"]
-        self._rows += setup.scored_rows(batch, trainer.tokenizer, result, trainer.config)
+        self._rows += scored.scored_rows(batch, trainer.tokenizer, result, trainer.config)
 
     def result(self) -> dict[str, float]:
         """Return the metrics. Samples go to `trainer.validation_data_dir` and to the trackers."""
         rows = self._rows
         if not rows:
-            raise setup.nothing_scored("the validation", self._failures)
+            raise scored.nothing_scored("the validation", self._failures)
         options = self._trainer.config.trainer
         if options.validation_data_dir:
             write_samples(Path(options.validation_data_dir), self.step, rows)
@@ -83,7 +84,7 @@ class ValidationPass:
             [row["data_source"] for row in rows],
             [row["uid"] for row in rows],
             [row["score"] for row in rows],
-            [setup.vote(row.get("pred")) for row in rows],
+            [scored.vote(row.get("pred")) for row in rows],
         )
         if self._failures:
             metrics["val-aux/dropped_episodes"] = float(len(self._failures))
