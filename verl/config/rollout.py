@@ -98,7 +98,10 @@ class RolloutConfig:
         is_path=True,
     )
     server_timeout_s: float = setting(
-        600.0, "wait so long for a server to start, or to come back when none answers", above=0
+        600.0,
+        "wait so long for a server or an engine in process to start, or for a server to come back "
+        "when none answers",
+        above=0,
     )
     mode: str = setting(
         "sync", "async: every row goes through an agent loop", choices=("sync", "async")

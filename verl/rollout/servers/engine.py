@@ -189,7 +189,6 @@ class ServerEngine(EngineClass):
             self._device,
             lora_rank=self._lora_rank,
             can_sleep=self.can_sleep,
-            has_vision=reads_pictures(self.model.config),
         )
 
     @property

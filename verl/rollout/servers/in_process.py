@@ -89,7 +89,6 @@ class InProcessVLLM(VLLMServer):
         device: of this rank.
         lora_rank: of the adapters that it draws by; 0: it takes whole weights.
         can_sleep: whether `sleep` gives the memory of the device back.
-        has_vision: whether the model reads pictures.
     """
 
     way_out = _AS_SERVER
@@ -103,9 +102,8 @@ class InProcessVLLM(VLLMServer):
         *,
         lora_rank: int = 0,
         can_sleep: bool = False,
-        has_vision: bool = False,
     ) -> None:
-        super().__init__("in-process:vllm", has_vision=has_vision)
+        super().__init__("in-process:vllm")
         self._vllm = import_vllm()
         self._model = str(model.name_or_path)
         self._can_sleep = can_sleep
@@ -122,7 +120,8 @@ class InProcessVLLM(VLLMServer):
             "/resume": self._answer_resume,
             "/collective_rpc": self._answer_rpc,
             "/reset_prefix_cache": self._answer_reset,
-            "/reset_encoder_cache": self._answer_reset_encoder,
+            "/sleep": self._answer_sleep,
+            "/wake_up": self._answer_wake,
             "/weight_info": self._answer_weight_info,
             "/update_weight_version": self._answer_new_version,
         }
@@ -134,7 +133,13 @@ class InProcessVLLM(VLLMServer):
         threading.Thread(target=self._loop.run_forever, name="verl-vllm", daemon=True).start()
         arguments = self._arguments(config, dtype, lora_rank)
         with _start_environment(self._model, device):
-            self._engine = self._run(self._start(arguments), config.server_timeout_s)
+            try:
+                self._engine = self._run(self._start(arguments), config.server_timeout_s)
+            except TimeoutError as error:
+                raise RolloutError(
+                    f"vLLM was not ready in this process within {config.server_timeout_s:.0f} s. "
+                    f"{_SECTION}.server_timeout_s sets how long to wait."
+                ) from error
         atexit.register(self.close)
         self.call("/collective_rpc", {"method": END_WITH, "kwargs": {"process": os.getpid()}})
 
@@ -190,19 +195,19 @@ class InProcessVLLM(VLLMServer):
         """Give the memory of the device back. Weights are dropped, unless adapters need them."""
         if self._can_sleep and not self._is_asleep:
             level = 1 if self.adapter is not None else 2
-            self._run(self._engine.sleep(level), LOAD_S)
+            self.call("/sleep", {"level": level}, timeout_s=LOAD_S)
             self._is_asleep = True
 
     def wake(self) -> None:
         """Take memory for the weights again. `load` fills it, and takes memory for the cache."""
         if self._is_asleep:
-            self._run(self._engine.wake_up(["weights"]), LOAD_S)
+            self.call("/wake_up", {"tags": ["weights"]}, timeout_s=LOAD_S)
 
     def load(self, source: WeightSource, version: str) -> None:
         """Implement `Server.load`."""
         super().load(source, version)
         if self._is_asleep:
-            self._run(self._engine.wake_up(["kv_cache"]), LOAD_S)
+            self.call("/wake_up", {"tags": ["kv_cache"]}, timeout_s=LOAD_S)
             self._is_asleep = False
 
     @property
@@ -305,8 +310,11 @@ class InProcessVLLM(VLLMServer):
         done = await self._engine.reset_prefix_cache(reset_running_requests=running)
         return {"success": done}
 
-    async def _answer_reset_encoder(self, body: Mapping[str, Any]) -> Any:
-        await self._engine.reset_encoder_cache()
+    async def _answer_sleep(self, body: Mapping[str, Any]) -> Any:
+        await self._engine.sleep(body["level"])
+
+    async def _answer_wake(self, body: Mapping[str, Any]) -> Any:
+        await self._engine.wake_up(body["tags"])
 
     async def _answer_weight_info(self, body: Mapping[str, Any]) -> Any:
         return {"weight_version": self._version}
