@@ -1,5 +1,6 @@
 """New weights for servers: the folder that they read, and the proof that they use it."""
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
+from verl.checkpoint.claim import Claim
 from verl.checkpoint.hf import save_weights
 from verl.models.lora import save_adapters
 from verl.rollout.servers.server import Server
@@ -25,6 +27,7 @@ from verl.weight_sync.buckets import travel_dtype
 from verl.weight_sync.link import Offer, Route
 
 _SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "verl-weights-"
 # Mean difference of log-probs between two correct implementations. Measured: 1e-6 in float32;
 # 0.12 in bfloat16 with random weights, which are the flattest.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
@@ -123,12 +126,16 @@ class WeightFolder:
     """
 
     def __init__(self, root: str | None, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        parent = Path(root).expanduser() if root is not None else _SHARED_MEMORY
+        parent: Path | None = Path(root).expanduser() if root is not None else _SHARED_MEMORY
         if root is not None:
             parent.mkdir(parents=True, exist_ok=True)
-        self._root = Path(
-            tempfile.mkdtemp(prefix="verl-weights-", dir=parent if parent.is_dir() else None)
-        )
+        elif parent.is_dir():
+            _remove_left_behind(parent)
+        else:
+            parent = None
+        self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self._claim = Claim(self._root)
+        self._claim.take()
         self._root.chmod(0o755)  # servers may run as another user
         weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         self._model = model
@@ -162,6 +169,19 @@ class WeightFolder:
             # Copies: the next tensor may reuse the memory of this one.
             cast = tensor.detach().to(travel_dtype(tensor, self._dtype))
             yield name, cast.to("cpu", copy=True)
+
+
+def _remove_left_behind(parent: Path) -> None:
+    """Remove the folders of runs that were killed. They take memory until the machine restarts."""
+    me = f"pid {os.getpid()} "
+    for folder in parent.glob(f"{_PREFIX}*"):
+        claim = Claim(folder)
+        # Without the file its run is about to claim it. Locks do not hold within one process.
+        with suppress(OSError):  # another user's
+            if claim.file.read_text().startswith(me) or claim.take() is not None:
+                continue
+            shutil.rmtree(folder)
+            claim.give_back()
 
 
 def with_head(named_tensors: NamedTensors, model: PreTrainedModel) -> NamedTensors:
