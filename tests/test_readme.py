@@ -14,6 +14,7 @@ from verl.cli.commands import COMMANDS
 from verl.config import load_config
 from verl.config.load import ROOTS
 from verl.rollout.base import rollout_engines
+from verl.utils.errors import MissingDependencyError
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -99,7 +100,11 @@ def test_the_tutorial_has_the_first_steps_of_the_readme():
 
 
 @pytest.mark.parametrize("code", PIECES_OF_CODE)
-def test_a_code_example_runs(code: str, monkeypatch):
+def test_a_code_example_runs(code: str, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     for registry in (advantage_estimators, rollout_engines):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-    exec(compile(code, "page", "exec"), {"__name__": "page"})
+    try:
+        exec(compile(code, "page", "exec"), {"__name__": "page"})
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
