@@ -270,7 +270,7 @@ def test_arrays_of_another_shape_or_type_are_errors(
 def test_a_file_without_a_package_to_decode_it_names_the_package(
     folder: Path, reader: PictureReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(videos, "is_torchcodec_usable", lambda **_: False)
+    monkeypatch.setattr(videos, "is_torchcodec_available", lambda: False)
     monkeypatch.setattr(videos, "is_av_available", lambda: False)
     (folder / "any.mp4").write_bytes(b"12345")
     with pytest.raises(DataError, match=r"row 0: video 0 .*cannot be decoded.*pip install av"):

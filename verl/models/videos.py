@@ -5,25 +5,23 @@ frames. The vision tower reads several frames as one, where an image is such a g
 repeated.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
-    smart_resize as smart_resize_video,
-)
-from transformers.utils import is_av_available, is_torchcodec_usable
-from transformers.video_processing_utils import VideoProcessorMixin
+from transformers.utils import is_av_available, is_torchcodec_available
 from transformers.video_utils import load_video
 
 from verl.models.pictures import Frames, Picture
 from verl.models.vision import family_of, video_times
-from verl.utils.errors import DataError
+from verl.utils.errors import DataError, MissingDependencyError
 
 
 class VideoProcessor:
@@ -42,11 +40,26 @@ class VideoProcessor:
         self.tokenizer = processor.tokenizer
         self.token: str = processor.video_token
         self.token_id: int = config.video_token_id  # pyright: ignore[reportAttributeAccessIssue]
-        self.settings, _ = VideoProcessorMixin.get_video_processor_dict(source)
+        self._source = source
         self._begin, self._end = "", ""
         if self.family.splits_videos:
             self._begin = processor.vision_start_token
             self._end = processor.vision_end_token
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Return the model's settings of videos.
+
+        Raises MissingDependencyError for a transformers that reads them with torchvision alone.
+        """
+        parts = importlib.import_module("transformers.video_processing_utils")
+        if not hasattr(parts, "VideoProcessorMixin"):
+            raise MissingDependencyError(
+                f"Videos need transformers 5.19 or newer, got {transformers.__version__}. Install "
+                "it: pip install -U transformers"
+            )
+        settings, _ = parts.VideoProcessorMixin.get_video_processor_dict(self._source)
+        return settings
 
     def prepare(self, frames: Frames, key: str) -> Picture:
         """Prepare one video. Raises DataError if its size is not supported."""
@@ -109,10 +122,13 @@ class VideoProcessor:
             "min_pixels": lowest if frames.min_pixels is None else frames.min_pixels,
             "max_pixels": highest if frames.max_pixels is None else frames.max_pixels,
         }
+        models = "transformers.models"
         if not self.family.splits_videos:
-            return smart_resize(first.height, first.width, **limits)
+            parts = importlib.import_module(f"{models}.qwen2_vl.image_processing_pil_qwen2_vl")
+            return parts.smart_resize(first.height, first.width, **limits)
+        parts = importlib.import_module(f"{models}.qwen3_vl.video_processing_qwen3_vl")
         group = self.images.temporal_patch_size
-        return smart_resize_video(
+        return parts.smart_resize(
             len(frames.images), first.height, first.width, temporal_factor=group, **limits
         )
 
@@ -152,8 +168,9 @@ class VideoProcessor:
             path: of the file.
             choose: gives the numbers of the frames to read, from the latter two.
         """
-        backend = "torchcodec" if is_torchcodec_usable(decode="video") else "pyav"
-        if backend == "pyav" and not is_av_available():
+        # torchcodec also needs libraries of the system, which may be missing.
+        backend = "pyav" if is_av_available() else "torchcodec"
+        if backend == "torchcodec" and not is_torchcodec_available():
             raise DataError(
                 f"the video '{path}' cannot be decoded, because neither torchcodec nor av is "
                 "installed. Install one (pip install av), or give the video as a list of frames"
