@@ -31,11 +31,14 @@ from verl.models.vision import (
     example_picture,
     example_video,
     freeze_vision_tower,
+    knows_videos,
     model_arguments,
 )
 from verl.utils.errors import DataError, ModelError
 
-VIDEO_FAMILIES = [name for name, family in SUPPORTED.items() if family.video_pixels is not None]
+VIDEO_FAMILIES = [
+    name for name, family in SUPPORTED.items() if family.video_pixels is not None and knows_videos()
+]
 STAND_IN = 100  # a token that no row has
 Sequences = tuple[list[list[int]], list[tuple[Picture, ...]], list[int]]
 

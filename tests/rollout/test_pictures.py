@@ -12,7 +12,13 @@ from tests.tiny_vision_models import FAMILIES, tiny_vision_model
 from verl.models import packed
 from verl.models.attention import attention_switched
 from verl.models.pictures import Picture
-from verl.models.vision import example_picture, example_video, family_of, model_arguments
+from verl.models.vision import (
+    example_picture,
+    example_video,
+    family_of,
+    knows_videos,
+    model_arguments,
+)
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.embedded import samples
 from verl.rollout.types import Continuation
@@ -34,7 +40,7 @@ def questions(model: Any) -> list[tuple[tuple[int, ...], tuple[Picture, ...]]]:
         ((3, *third.token_ids, 6, *one.token_ids, *around[1], *range(20, 45)), (third, one)),
         ((17, 18, 19, 20, 21), ()),
     ]
-    if family_of(model.config).video_pixels is not None:
+    if family_of(model.config).video_pixels is not None and knows_videos():
         for seed in range(2):
             video = example_video(model, seed)
             prompt = (13, *video.token_ids, 6, *one.token_ids, *around[1])

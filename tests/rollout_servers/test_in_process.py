@@ -1,9 +1,11 @@
 """Training with vLLM in process. Runs by the interpreter of an environment that has vLLM as well as
 this package; `make test-vllm` does so."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -129,7 +131,14 @@ print("ready", flush=True)
 input()
 """)
     command = [sys.executable, str(script)]
-    run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    root = str(Path(__file__).parents[2])
+    run = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
     while "ready" not in (line := run.stdout.readline()):
         assert line, "the run has ended"
     started = psutil.Process(run.pid).children(recursive=True)

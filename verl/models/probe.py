@@ -13,6 +13,7 @@ from verl.models.vision import (
     example_picture,
     example_video,
     family_of,
+    knows_videos,
     model_arguments,
     reads_pictures,
 )
@@ -93,7 +94,7 @@ def _check_pictures(model: PreTrainedModel, slot: PackingSlot, sequences: list[l
         [*short[:2], *one.token_ids, *short[2:]],
         [*long[:3], *other.token_ids, *long[3:6], *one.token_ids, *long[6:]],
     ]
-    if family_of(model.config).video_pixels is not None:
+    if family_of(model.config).video_pixels is not None and knows_videos():
         video = example_video(model)
         pictures[0] = (one, video)
         ids[0] += [*video.token_ids, *short]

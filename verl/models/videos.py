@@ -20,7 +20,7 @@ from transformers.utils import is_av_available, is_torchcodec_available
 from transformers.video_utils import load_video
 
 from verl.models.pictures import Frames, Picture
-from verl.models.vision import family_of, video_times
+from verl.models.vision import FIRST_WITH_VIDEOS, family_of, knows_videos, video_times
 from verl.utils.errors import DataError, MissingDependencyError
 
 
@@ -50,14 +50,14 @@ class VideoProcessor:
     def settings(self) -> dict[str, Any]:
         """Return the model's settings of videos.
 
-        Raises MissingDependencyError for a transformers that reads them with torchvision alone.
+        Raises MissingDependencyError if this transformers does not read videos as it should.
         """
-        parts = importlib.import_module("transformers.video_processing_utils")
-        if not hasattr(parts, "VideoProcessorMixin"):
+        if not knows_videos():
             raise MissingDependencyError(
-                f"Videos need transformers 5.19 or newer, got {transformers.__version__}. Install "
-                "it: pip install -U transformers"
+                f"Videos need transformers {FIRST_WITH_VIDEOS} or newer, got "
+                f"{transformers.__version__}. Install it: pip install -U transformers"
             )
+        parts = importlib.import_module("transformers.video_processing_utils")
         settings, _ = parts.VideoProcessorMixin.get_video_processor_dict(self._source)
         return settings
 

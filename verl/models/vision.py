@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -83,6 +85,7 @@ def _llava_example(config: Any, generator: torch.Generator) -> tuple[dict[str, T
 _QWEN2_VIDEO = (128 * 28 * 28, 768 * 28 * 28)
 _QWEN3_VIDEO = (128 * 32 * 32, 768 * 32 * 32)
 
+FIRST_WITH_VIDEOS = "5.19"  # of transformers
 FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": Family(_qwen_example, three_parts=True, video_pixels=_QWEN2_VIDEO),
     "qwen2_5_vl": Family(_qwen_example, three_parts=True, video_pixels=_QWEN2_VIDEO),
@@ -148,6 +151,11 @@ def video_times(config: Any, frames: int, seconds: float) -> tuple[tuple[int, ..
     rate = getattr(config.vision_config, "tokens_per_second", None)
     step = torch.tensor(1.0) if rate is None else rate * torch.tensor(seconds)
     return (tuple((torch.arange(frames) * step).long().tolist()),)
+
+
+def knows_videos() -> bool:
+    """Return whether this transformers reads videos as it should: older ones drop parts of a second."""
+    return Version(transformers.__version__) >= Version(FIRST_WITH_VIDEOS)
 
 
 def reads_pictures(config: PreTrainedConfig) -> bool:
