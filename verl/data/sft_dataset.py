@@ -344,8 +344,9 @@ class SFTDataset(Dataset):
             first = int(learnt.argmax())
             if last >= first and learnt.any():
                 raise DataError(
-                    "has an image or a video after the first answer that is learnt. Make a row of each answer "
-                    "(data.prompt_key: the messages before it, data.response_key: the answer)"
+                    "has an image or a video after the first answer that is learnt. Make a row of "
+                    "each answer (data.prompt_key: the messages before it, data.response_key: the "
+                    "answer)"
                 )
             expanded = np.asarray(self.pictures.expand(ids.tolist(), pictures), np.int32)
             # All that is added stands before the first token that is learnt.

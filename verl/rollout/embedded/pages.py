@@ -102,7 +102,7 @@ class PageAllocator:
     def _registered_part(self, pages: Sequence[int]) -> tuple[int, int]:
         """Return how many of the first pages of a sequence need no look, and the key of the last.
 
-        A registered page tells the tokens before it: its own name has the key of the page before.
+        A registered page implies the tokens before it: its name has the key of the page before.
         """
         for number in range(len(pages) - 1, -1, -1):
             name = self._names.get(pages[number])
