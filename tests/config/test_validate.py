@@ -288,6 +288,17 @@ def test_a_second_trained_policy_names_the_features_that_it_lacks(
         config_from_dict(given)
 
 
+@pytest.mark.parametrize("role", ["", "a/b", "a b"])
+def test_a_second_trained_policy_has_a_role_that_can_name_a_folder(role: str):
+    given = with_judge(path="a/b")
+    given["actor_rollout_ref"]["rollout"]["n"] = 2
+    given["algorithm"] = {"adv_estimator": "grpo"}
+    policies = given["actor_rollout_ref"]["rollout"]["agent"]["policies"]
+    policies[role] = {"trained": True, "path": "a/b"}
+    with pytest.raises(ConfigError, match=f"got '{role}'. Use letters, digits, _ and - alone"):
+        config_from_dict(given)
+
+
 def test_a_reward_model_next_to_scores_of_agents_is_an_error(build: Load):
     with pytest.raises(ConfigError, match="would replace the scores that agent loops"):
         build(

@@ -205,6 +205,36 @@ def test_two_policies_learn_each_from_its_role_alone(tmp_path: Path):
     assert all(line["actor/grad_norm"] > 0 for line in lines)
 
 
+def test_a_second_trained_policy_may_have_the_name_of_a_worker(tmp_path: Path):
+    (tmp_path / "named.py").write_text(
+        textwrap.dedent(
+            """
+            from tests.agents.debate import Debate
+
+            class Named(Debate):
+                roles = ("player", "actor")
+
+                def step(self, action):
+                    seen = super().step(action)
+                    if seen.role == "judge":
+                        seen.role = "actor"
+                        seen.rewards = {}
+                    return seen
+            """
+        )
+    )
+    policies = "{player: {trained: true}, actor: {trained: true, path: toy}}"
+    own = [
+        *DEBATE[1:],
+        f"{ROLLOUT}.agent.environment.name={tmp_path}/named.py:Named",
+        f"{ROLLOUT}.agent.policies={policies}",
+        "trainer.max_steps=1",
+    ]
+    assert run(tmp_path / "run", *own) == 0
+    (line,) = step_lines(tmp_path / "run")
+    assert "policy_actor/actor/grad_norm" in line
+
+
 def test_two_trained_policies_resume_to_the_bit(tmp_path: Path):
     own = [*DEBATE, PARTNER, f"{ROLLOUT}.deterministic=True", "trainer.save_freq=2"]
     assert run(tmp_path / "whole", *own, "trainer.max_steps=4") == 0

@@ -1,5 +1,6 @@
 """Policies that are trained next to the actor: their settings, and features that they lack."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -55,6 +56,12 @@ def partners_can_learn(config: TrainConfig) -> Iterator[str]:
             (1,),
         ),
     }
+    for role in partners:
+        if re.fullmatch(r"[\w-]+", role) is None:
+            yield (
+                f"{_ROLLOUT}.agent.policies: a second trained policy has checkpoints in a folder "
+                f"with the name of its role, got {role!r}. Use letters, digits, _ and - alone."
+            )
     role = next(iter(partners))
     trained = f"{_ROLLOUT}.agent.policies.{role} (trained, with a path)"
     for key, (given, supported) in lacking.items():

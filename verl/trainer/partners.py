@@ -33,7 +33,7 @@ class PartnersTrainer(PPOTrainer):
         self.partners = {}
         self.partner_rollouts = {}
         roles = self.config.actor_rollout_ref
-        beside: dict[str, Colocated] = {}
+        engines: dict[str, Colocated] = {}
         for role, policy in roles.rollout.agent.partners.items():
             assert policy.path is not None, "the configuration was checked"
             check_same_vocabulary(
@@ -55,14 +55,14 @@ class PartnersTrainer(PPOTrainer):
                 tokenizer=self.tokenizer,
             )
             self.partner_rollouts[role] = self.start_role(
-                f"{name}_rollout",
+                f"rollout_{role}",
                 RolloutWorker,
                 section,
                 device=self.device,
                 tokenizer=self.tokenizer,
                 actor=Colocated(name),
             )
-            beside[role] = Colocated(f"{name}_rollout")
+            engines[name] = Colocated(f"rollout_{role}")
 
         return self.start_role(
             "rollout",
@@ -71,7 +71,7 @@ class PartnersTrainer(PPOTrainer):
             device=self.device,
             tokenizer=self.tokenizer,
             actor=Colocated("actor"),
-            **beside,
+            **engines,
         )
 
     def begin_passes(self, batch: DataProto) -> None:

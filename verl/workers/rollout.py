@@ -11,6 +11,7 @@ import torch
 
 from verl import agents
 from verl.config import ActorRolloutRefConfig
+from verl.config.policies import partner_role
 from verl.data.build import build_picture_reader
 from verl.distributed.collectives import gather_objects
 from verl.distributed.mesh import init_mesh, init_rollout_mesh
@@ -83,7 +84,7 @@ class RolloutWorker(Worker):
         actor: the actor of this process. Its weights become the engine's without a copy wherever
             layout and dtype agree. None: the rollout has ranks of its own.
         partners: rollouts in this process that draw the turns of a role, whose policies are trained
-            next to the actor.
+            next to the actor, by `partner_role`.
         loads_weights: whether an engine without an actor reads the weights from the model's files;
             if not, they come from the actor's ranks before the first generation.
     """
@@ -99,7 +100,9 @@ class RolloutWorker(Worker):
         **partners: "RolloutWorker",
     ) -> None:
         self.config = config
-        self.partners = partners
+        self.partners = {
+            role: partners[partner_role(role)] for role in config.rollout.agent.partners
+        }
         self.tokenizer = tokenizer
         self.actor = actor
         self.is_asleep = False
@@ -161,7 +164,7 @@ class RolloutWorker(Worker):
                 policies=policies,
                 partners={
                     role: agents.PartnerPolicy(role, partner.engine)
-                    for role, partner in partners.items()
+                    for role, partner in self.partners.items()
                 },
             )
 
