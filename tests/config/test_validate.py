@@ -288,6 +288,15 @@ def test_a_second_trained_policy_names_the_features_that_it_lacks(
         config_from_dict(given)
 
 
+def test_settings_that_a_policy_does_not_read_have_no_effect(log: pytest.LogCaptureFixture):
+    given = with_judge(path="a/b", temperature=0.5, timeout_s=10)
+    policies = given["actor_rollout_ref"]["rollout"]["agent"]["policies"]
+    policies["player"] |= {"temperature": 0.5, "max_new_tokens": 8, "update_freq": 2}
+    config_from_dict(given)
+    assert "policies.player: temperature, max_new_tokens, update_freq without effect" in log.text
+    assert "policies.judge: timeout_s without effect" in log.text
+
+
 @pytest.mark.parametrize("role", ["", "a/b", "a b"])
 def test_a_second_trained_policy_has_a_role_that_can_name_a_folder(role: str):
     given = with_judge(path="a/b")

@@ -169,8 +169,16 @@ def _copies_can_be_made(config: TrainConfig, key: str, freq: int | None) -> Iter
 
 
 def agent_doubts(config: TrainConfig) -> Iterator[str]:
-    """Yield settings of turns that nothing reads."""
+    """Yield settings of policies and turns that nothing reads."""
     rollout = config.actor_rollout_ref.rollout
+    for role, policy in rollout.agent.policies.items():
+        unread = _unread_by(policy)
+        if unread:
+            yield (
+                f"{_ROLLOUT}.agent.policies.{role}: {', '.join(unread)} without effect. A trained "
+                "policy draws as the actor does (rollout.temperature and so on); timeout_s and "
+                "max_concurrent belong to url."
+            )
     turns = rollout.multi_turn
     plain = MultiTurnConfig()
     if turns.tool_config_path is None and turns.function_tool_path is None:
@@ -189,6 +197,17 @@ def agent_doubts(config: TrainConfig) -> Iterator[str]:
                 f"{_ROLLOUT}.multi_turn.{name}={value} has no effect: no tools, interactions or "
                 "environment are configured."
             )
+
+
+def _unread_by(policy: PolicyConfig) -> list[str]:
+    """Return the settings of a policy that are given, and that nothing reads."""
+    names = []
+    if policy.trained:
+        names += ["temperature", "top_k", "top_p", "max_new_tokens", "update_freq"]
+    if policy.url is None:
+        names += ["timeout_s", "max_concurrent"]
+    plain = PolicyConfig()
+    return [name for name in names if getattr(policy, name) != getattr(plain, name)]
 
 
 RULES = (
