@@ -5,6 +5,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.tiny_models import FAMILIES, tiny_model
+from tests.tiny_vision_models import FAMILIES as VISION_FAMILIES
+from tests.tiny_vision_models import tiny_vision_model
 from verl.models.load import TOY, load_causal_lm
 from verl.models.lora import (
     adapted_layers,
@@ -14,6 +16,7 @@ from verl.models.lora import (
     plain_modules,
 )
 from verl.models.packed import PackedBatch, PackedCausalLM
+from verl.models.vision import text_body
 from verl.utils.errors import ModelError
 
 EXPERTS = ("qwen3_moe", "gpt_oss")
@@ -181,6 +184,16 @@ def test_targets_match_the_configuration():
         chosen(ATTENTION, ["v_prj"])
     with pytest.raises(ModelError, match="leaves no module"):
         chosen(ATTENTION, ["self_attn.q_proj", "self_attn.v_proj"])
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_all_linear_leaves_the_vision_tower_out(family: str):
+    model = tiny_vision_model(family)
+    apply_lora(model, rank=4, alpha=8)
+    layers = list(adapted_layers(model).values())
+    assert layers
+    of_text = set(text_body(model).modules())
+    assert all(layer in of_text for layer in layers)
 
 
 def test_adapters_come_after_the_check_at_load_and_before_packing():

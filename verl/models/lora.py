@@ -370,13 +370,15 @@ def _chosen(
     fix = f"Set {section}.target_modules={_shown(leaves)}."
 
     if targets == ALL_LINEAR:
+        of_vision = {id(part) for tower in vision_parts(model) for part in tower.modules()}
+        # Position embeddings of a vision tower may have three dimensions, too.
+        stacks = [name for name in stacks if id(model.get_submodule(name)) not in of_vision]
         if stacks:
             raise ModelError(
                 f"{section}.target_modules=all-linear: the experts of '{family}' are stacks of "
                 f"matrices ({stacks[0]}), which cannot have adapters, so most weights would not be "
                 f"trained. {fix[:-1]} to accept that."
             )
-        of_vision = {id(part) for tower in vision_parts(model) for part in tower.modules()}
         chosen = [name for name in linear if id(modules[name]) not in of_vision]
     else:
         chosen = _matching(list(modules), targets, f"{section}.target_modules", linear, fix)
