@@ -5,8 +5,9 @@ import torch
 
 from tests.rollout.servers.test_servers import draw, rollout_on
 from tests.tiny_models import tiny_tokenizer
+from tests.tiny_vision_models import tiny_vision_model
 from tests.workers.batches import CPU, actor_of, config
-from verl.models.lora import adapted_layers
+from verl.models.lora import adapted_layers, apply_lora
 from verl.rollout import check_engine
 from verl.rollout.servers.owned import OwnedServers
 from verl.rollout.servers.sglang import SGLangServer
@@ -157,6 +158,21 @@ def test_servers_that_the_run_starts_take_adapters_by_default(settings, keys, ex
     server_class = {"vllm": VLLMServer, "sglang": SGLangServer}[rollout.name]
     model = actor_of(settings).engine.hf_model
     assert adapter_rank(rollout, server_class, model) == (4 if expected else 0)
+
+
+def test_adapters_of_a_vision_tower_travel_merged(settings):
+    rollout = settings.actor_rollout_ref.rollout
+    rollout.name = "vllm"
+    of_text = tiny_vision_model("internvl")
+    apply_lora(of_text, rank=4, alpha=8)
+    assert adapter_rank(rollout, VLLMServer, of_text) == 4
+
+    of_both = tiny_vision_model("internvl")
+    apply_lora(of_both, rank=4, alpha=8, target_modules=["q_proj"])
+    assert adapter_rank(rollout, VLLMServer, of_both) == 0
+    rollout.lora_weights = "adapter"
+    with pytest.raises(ConfigError, match="ignores adapters of a vision tower.*all-linear"):
+        adapter_rank(rollout, VLLMServer, of_both)
 
 
 def test_a_started_server_has_room_for_the_rank():

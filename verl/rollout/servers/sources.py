@@ -7,7 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
-from verl.models.lora import lora_rank
+from verl.models.lora import adapted_layers, lora_rank
+from verl.models.vision import vision_parts
 from verl.rollout.servers.owned import takes_memory
 from verl.rollout.servers.server import Server, WeightSource
 from verl.rollout.servers.weights import MemorySource, WeightFolder, with_head
@@ -20,21 +21,35 @@ _SECTION = "actor_rollout_ref.rollout"
 def adapter_rank(config: RolloutConfig, server_class: type[Server], model: PreTrainedModel) -> int:
     """Return the rank of the adapters that servers draw by; 0: they get whole, merged weights.
 
-    Raises ConfigError if the configuration asks for adapters of a rank that they do not take.
+    Raises ConfigError if the configuration asks for adapters that they do not take.
     """
     rank = lora_rank(model)
+    adapts_vision = _adapts_vision(model)
     largest = server_class.largest_lora_rank
     if config.lora_weights == "adapter" and rank > largest:
         raise ConfigError(
             f"{_SECTION}.lora_weights=adapter: {server_class.title} takes adapters of ranks up to "
             f"{largest}, got actor_rollout_ref.model.lora_rank={rank}. Set lora_weights=merged."
         )
+    if config.lora_weights == "adapter" and adapts_vision:
+        raise ConfigError(
+            f"{_SECTION}.lora_weights=adapter: {server_class.title} ignores adapters of a vision "
+            "tower, and actor_rollout_ref.model.target_modules names layers of one. Set "
+            "lora_weights=merged, or target_modules=all-linear."
+        )
     if config.lora_weights is not None:
         return rank if config.lora_weights == "adapter" else 0
 
     is_owned = not config.server_urls
     is_free = config.weight_transport in (None, "disk")
-    return rank if is_owned and is_free and rank <= largest else 0
+    is_taken = rank <= largest and not adapts_vision
+    return rank if is_owned and is_free and is_taken else 0
+
+
+def _adapts_vision(model: PreTrainedModel) -> bool:
+    """Return whether any layer around the language model has an adapter."""
+    of_vision = {id(module) for part in vision_parts(model) for module in part.modules()}
+    return any(id(layer) in of_vision for layer in adapted_layers(model).values())
 
 
 class WeightSources:
