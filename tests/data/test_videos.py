@@ -217,6 +217,7 @@ BAD = {
     "empty": ([], r"expected a video as a path"),
     "key": ({"video": ["good.png"], "nframes": 4}, r"one of the keys video, path, and of fps"),
     "fps": ({"video": ["good.png"], "fps": 0}, r"a video's fps must be a number above 0, got 0"),
+    "no fps": ({"video": ["good.png"], "fps": float("nan")}, r"fps must be a .* above 0, got nan"),
     "frames": ({"video": ["good.png"], "max_frames": 2.5}, r"max_frames must be a number above 0"),
 }
 

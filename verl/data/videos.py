@@ -1,6 +1,7 @@
 """Read the videos of a row: a file, frames, or an array of them, and how many frames to keep."""
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +52,8 @@ class Asked(NamedTuple):
         for key, value in given.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             whole = key == "fps" or (is_number and float(value).is_integer())
-            if not is_number or not whole or value <= 0:
+            # pandas writes NaN for a number that is missing.
+            if not is_number or not whole or not 0 < value < math.inf:
                 raise DataError(f"a video's {key} must be a number above 0, got {value!r}")
         numbers = {key: value if key == "fps" else int(value) for key, value in given.items()}
         return cls(sources[0], **numbers)
