@@ -47,10 +47,9 @@ class ServerSender:
         self._adapters = adapters
         self._world = world
         self._acts = world.rank == 0 or engine.config.in_process
-        self._tensors: Iterator[Any] = iter(())
+        self._pushed: Iterator[Any] | None = None
         if engine.config.in_process:
-            # Once is enough: an engine in process that ends, ends the run.
-            engine.sources.tensors_again = lambda: self._tensors
+            engine.sources.tensors_again = self._tensors_once
         elif world.size == 1:
             engine.sources.tensors_again = tensors
         urls = self._act(engine.open)
@@ -67,7 +66,7 @@ class ServerSender:
         if self._engine.takes_adapters:
             adapters = self._adapters()
             tensors = iter(())  # whole weights are not even gathered
-        self._tensors = tensors
+        self._pushed = tensors
 
         def push() -> tuple[Any, dict[str, Completion] | None]:
             if log is not None:
@@ -87,6 +86,13 @@ class ServerSender:
 
         own = self._log_probs(self._engine.probe_prompt(), list(probes.values()))
         self._act(lambda: prove(probes, own, self._engine.weight_dtype))
+
+    def _tensors_once(self) -> NamedTensors:
+        """Return the tensors of this push. Once is enough: an engine that ends, ends the run."""
+        tensors = self._pushed
+        self._pushed = None
+        assert tensors is not None, "the tensors of a push were read twice"
+        return tensors
 
     def _act(self, act: Callable[[], Any], then: Callable[[], None] | None = None) -> Any:
         """Act on the first rank, or in process on every rank; raise an error on every rank.

@@ -73,10 +73,11 @@ class AheadTrainer(PPOTrainer):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the driver's own part of a checkpoint, with the validation that is due."""
-        return super().state_dict() | {"validation_due": self.validation_due}
+        """Return the driver's own part of a checkpoint, with a validation that is due."""
+        due = {"validation_due": self.validation_due} if self.validation_due else {}
+        return super().state_dict() | due
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`."""
         super().load_state_dict(state)
-        self.validation_due = state["validation_due"]
+        self.validation_due = state.get("validation_due", 0)
