@@ -97,6 +97,11 @@ def test_a_server_that_restarts_gets_the_adapter_before_it_draws(lora, start, ve
     server.start()
     assert torch.equal(draw(rollout).batch["responses"], expected)
 
+    server.end()
+    server.start()
+    rollout.take_weights()  # which draws before the push
+    assert torch.equal(draw(rollout).batch["responses"], expected)
+
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_draw_on_a_server_that_lost_the_adapter_is_drawn_again(lora, start, version):

@@ -3,11 +3,17 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verl.rollout.servers.server import Drawn, Server, ServerLostError, WeightSource
+from verl.rollout.servers.server import (
+    AdapterLostError,
+    Drawn,
+    Server,
+    ServerLostError,
+    WeightSource,
+)
 from verl.utils.errors import RolloutError
 from verl.utils.logging import logger
 
@@ -132,12 +138,7 @@ class Fleet:
             drawn = {}
             for member in awake:
                 try:
-                    probe = self._probe(member.server)
-                    if not self.is_current(probe):
-                        # It has restarted since the push.
-                        self.make_current(member)
-                        probe = self._probe(member.server)
-                    drawn[member.server.name] = probe
+                    drawn[member.server.name] = self._probe_current(member)
                 except ServerLostError as error:
                     self.note_lost(member, error)
             if drawn or len(awake) < len(living):
@@ -148,6 +149,16 @@ class Fleet:
             f"In {_MOST_PROBES} tries, every server ended during a draw of a few tokens: {faults}. "
             "Look into its log."
         )
+
+    def _probe_current(self, member: Member) -> Drawn:
+        """Draw the fixed tokens by weights of this run."""
+        with suppress(AdapterLostError):
+            probe = self._probe(member.server)
+            if self.is_current(probe):
+                return probe
+        # It has restarted since the push.
+        self.make_current(member)
+        return self._probe(member.server)
 
     def check_unnamed(self) -> None:
         """Raise RolloutError if a server that names no weights has others than those of the push.
