@@ -133,9 +133,11 @@ class WeightFolder:
             _remove_left_behind(parent)
         else:
             parent = None
-        self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._claim = Claim(self._root)
+        made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
+        self._claim = Claim(made)
         self._claim.take()
+        # Other runs look for this name, and find it claimed.
+        self._root = made.rename(made.with_name(made.name.removeprefix(".")))
         self._root.chmod(0o755)  # servers may run as another user
         weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         self._model = model
@@ -176,7 +178,7 @@ def _remove_left_behind(parent: Path) -> None:
     me = f"pid {os.getpid()} "
     for folder in parent.glob(f"{_PREFIX}*"):
         claim = Claim(folder)
-        # Without the file its run is about to claim it. Locks do not hold within one process.
+        # Locks do not hold within one process. Those of before have no file.
         with suppress(OSError):  # another user's
             if claim.file.read_text().startswith(me) or claim.take() is not None:
                 continue
