@@ -40,7 +40,9 @@ def test_folders_of_killed_runs_are_removed_and_others_stay(tmp_path, monkeypatc
 
     first = WeightFolder(None, tiny_model("llama"), torch.float32)
     second = WeightFolder(None, tiny_model("llama"), torch.float32)
+    other, of_other = start(tmp_path)  # which looks for folders, too
     left = {str(folder) for folder in tmp_path.iterdir()}
     alive.communicate("\n")
-    assert left == {of_alive, str(unclaimed), str(first._root), str(second._root)}
+    other.communicate("\n")
+    assert left == {of_alive, of_other, str(unclaimed), str(first._root), str(second._root)}
     assert not (tmp_path / of_alive).exists(), "a run that ends removes its own"

@@ -1,6 +1,5 @@
 """New weights for servers: the folder that they read, and the proof that they use it."""
 
-import os
 import shutil
 import tempfile
 import weakref
@@ -28,6 +27,7 @@ from verl.weight_sync.link import Offer, Route
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "verl-weights-"
+_own_folders: set[Path] = set()  # of this process
 # Mean difference of log-probs between two correct implementations. Measured: 1e-6 in float32;
 # 0.12 in bfloat16 with random weights, which are the flattest.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
@@ -138,6 +138,7 @@ class WeightFolder:
         self._claim.take()
         # Other runs look for this name, and find it claimed.
         self._root = made.rename(made.with_name(made.name.removeprefix(".")))
+        _own_folders.add(self._root)
         self._root.chmod(0o755)  # servers may run as another user
         weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         self._model = model
@@ -175,15 +176,15 @@ class WeightFolder:
 
 def _remove_left_behind(parent: Path) -> None:
     """Remove the folders of runs that were killed. They take memory until the machine restarts."""
-    me = f"pid {os.getpid()} "
     for folder in parent.glob(f"{_PREFIX}*"):
         claim = Claim(folder)
-        # Locks do not hold within one process. Those of before have no file.
+        # Folders of before have no file. To open that of a folder of ours would give up its lock.
+        if folder in _own_folders or not claim.file.exists():
+            continue
         with suppress(OSError):  # another user's
-            if claim.file.read_text().startswith(me) or claim.take() is not None:
-                continue
-            shutil.rmtree(folder)
-            claim.give_back()
+            if claim.take() is None:
+                shutil.rmtree(folder)
+                claim.give_back()
 
 
 def with_head(named_tensors: NamedTensors, model: PreTrainedModel) -> NamedTensors:
