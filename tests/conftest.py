@@ -12,16 +12,23 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 import importlib
+import pkgutil
 
 import hypothesis
 import pytest
 import torch
+from hypothesis.strategies import _internal as strategies
 from jaxtyping import install_import_hook
 
 from tests.algorithms import typecheck
 from verl.utils.logging import logger, say_once
 
 torch.set_num_threads(1)
+
+# pytest parses the modules of hypothesis when they are imported, some of them during a test. In
+# Python 3.11.7 a garbage collection that runs Python code meanwhile breaks the parser.
+for module in pkgutil.iter_modules(strategies.__path__, f"{strategies.__name__}."):
+    importlib.import_module(module.name)
 
 # No deadline: an example may be slow on a busy machine.
 hypothesis.settings.register_profile("no clock", deadline=None)
