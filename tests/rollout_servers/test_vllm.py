@@ -97,13 +97,15 @@ def test_responses_end_as_those_of_the_embedded_engine(servers):
 
 
 def test_a_server_that_is_killed_loses_no_sample(servers, tmp_path):
-    """Kill the toy's server in the middle of a generation; the run waits for it to come back."""
+    """Kill the toy's server in the middle of training; the run waits for it to come back."""
     owned = servers["toy"]
     [url] = owned.urls
     keeper = owned._processes[url]
+    metrics = tmp_path / "metrics.jsonl"
 
     def kill():
-        time.sleep(2.0)
+        while not metrics.exists() or "training/rollout_kl" not in metrics.read_text():
+            time.sleep(0.05)
         [child] = subprocess.check_output(["pgrep", "-P", str(keeper.pid)], text=True).split()
         os.kill(int(child), signal.SIGKILL)
         keeper.wait()
