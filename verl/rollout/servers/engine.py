@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from verl.rollout.servers.health import check_log_probs, check_server, check_ser
 from verl.rollout.servers.in_process import InProcessVLLM
 from verl.rollout.servers.owned import OwnedServers
 from verl.rollout.servers.probe import Probe
-from verl.rollout.servers.server import AdapterLostError, Draw, Drawn, Server, ServerLostError
+from verl.rollout.servers.server import Draw, Drawn, Server, ServerLostError
 from verl.rollout.servers.sglang import SGLangServer
 from verl.rollout.servers.sources import WeightSources, adapter_rank
 from verl.rollout.servers.vllm import VLLMServer
@@ -356,15 +356,10 @@ class ServerEngine(EngineClass):
     def _draw_on(self, member: Member, draw: Draw) -> Drawn | None:
         """Draw a sample; None: the server ended, or drew it by other weights."""
         try:
-            with suppress(AdapterLostError):
-                drawn = member.server.draw(draw)
-                if self.fleet.is_current(drawn):
-                    return drawn
-            # It lost the weights in between. Nothing that it drew is used.
-            self.fleet.make_current(member)
+            return self.fleet.draw_current(member, lambda server: server.draw(draw))
         except ServerLostError as error:
             self.fleet.note_lost(member, error)
-        return None
+            return None
 
     def _begin(self) -> None:
         """Begin a generation: every server that answers has the weights of the last push."""

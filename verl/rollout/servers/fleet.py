@@ -119,7 +119,20 @@ class Fleet:
                     return best
             self._wait_for_one()
 
-    def is_current(self, drawn: Drawn) -> bool:
+    def draw_current(self, member: Member, draw: Callable[[Server], Drawn]) -> Drawn | None:
+        """Draw on a server; None: it drew by other weights, and has those of the last push now.
+
+        Raises ServerLostError if it does not answer.
+        """
+        with suppress(AdapterLostError):
+            drawn = draw(member.server)
+            if self._is_current(drawn):
+                return drawn
+        # It lost the weights in between. Nothing that it drew is used.
+        self.make_current(member)
+        return None
+
+    def _is_current(self, drawn: Drawn) -> bool:
         """Return whether weights of this run drew the tokens, as far as the server says which."""
         if self._version is None:
             return True
@@ -138,7 +151,8 @@ class Fleet:
             drawn = {}
             for member in awake:
                 try:
-                    drawn[member.server.name] = self._probe_current(member)
+                    probe = self.draw_current(member, self._probe)
+                    drawn[member.server.name] = probe or self._probe(member.server)
                 except ServerLostError as error:
                     self.note_lost(member, error)
             if drawn or len(awake) < len(living):
@@ -149,16 +163,6 @@ class Fleet:
             f"In {_MOST_PROBES} tries, every server ended during a draw of a few tokens: {faults}. "
             "Look into its log."
         )
-
-    def _probe_current(self, member: Member) -> Drawn:
-        """Draw the fixed tokens by weights of this run."""
-        with suppress(AdapterLostError):
-            probe = self._probe(member.server)
-            if self.is_current(probe):
-                return probe
-        # It has restarted since the push.
-        self.make_current(member)
-        return self._probe(member.server)
 
     def check_unnamed(self) -> None:
         """Raise RolloutError if a server that names no weights has others than those of the push.
