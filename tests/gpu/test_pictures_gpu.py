@@ -30,6 +30,12 @@ PROMPTS = [[20, 256, 40], [5, 130, 3]]
 RESPONSES = [[100], [1], [64, 200, 30], [300], [7]]
 
 
+@pytest.fixture(autouse=True)
+def exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute patches in float32: cuDNN rounds its inputs to TF32 by default."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def cuda_layout(shared: bool) -> Layout:
     sequences = [*SEQUENCES, *PROMPTS, *RESPONSES] if shared else SEQUENCES
     made = layout_of(sequences, shared=(3, 2) if shared else ())

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, integers, lists, tuples
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.models.grouped import Rows, grouped_rows, kernel_backward, kernel_forward
 from tests.models.rows import KeepFloat64
@@ -255,6 +256,17 @@ def test_kernel_calls_give_the_result_of_blocks(
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_checkpointing_keeps_the_result_of_kernel_calls(rows: Rows) -> None:
+    def checkpointed(*arguments: Any) -> Tensor:
+        return checkpoint(attention._varlen_attention, *arguments, use_reentrant=False)
+
+    layout = shared_layout(rows)
+    expected = attend(attention._varlen_attention, layout, None)
+    for ours, theirs in zip(attend(checkpointed, layout, None), expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def keep_log_sum_exp(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:

@@ -92,7 +92,7 @@ class _JoinedAttention(torch.autograd.Function):
         calls: Calls = ctx.calls
         whole = varlen.backward(grad_out, q, k, v, out, lse, calls.own, ctx.scale)
         if calls.shared is not None:
-            _add_shared_(whole, ctx, grad_out, calls.shared)
+            _add_shared_(whole, grad_out, (q, k, v, out, lse), calls.shared, ctx.scale)
 
         if calls.ahead is not None:
             sequences, queries, later = calls.ahead
@@ -105,10 +105,18 @@ class _JoinedAttention(torch.autograd.Function):
 
 
 def _add_shared_(
-    whole: tuple[Tensor, Tensor, Tensor], ctx: Any, grad_out: Tensor, parts: SharedParts
+    whole: tuple[Tensor, Tensor, Tensor],
+    grad_out: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    parts: SharedParts,
+    scale: float,
 ) -> None:
-    """Add the gradients of responses that attend to their prompts."""
-    q, k, v, out, lse = ctx.saved_tensors
+    """Add the gradients of responses that attend to their prompts.
+
+    `saved` are q, k, v, the output and the log-sum-exp. They are handed over, since checkpointing
+    lets the backward pass read them from the context only once.
+    """
+    q, k, v, out, lse = saved
     grad_q, grad_k, grad_v = whole
     prompts = parts.prompts
     responses = parts.responses
@@ -120,7 +128,7 @@ def _add_shared_(
         out[responses],
         lse[:, responses],
         parts.across,
-        ctx.scale,
+        scale,
     )
 
     grad_q[responses] += more_q
