@@ -18,10 +18,11 @@ from verl.data.pictures import PictureReader
 from verl.data.rl_dataset import RLDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.videos import Asked
+from verl.models import processor as processor_module
 from verl.models import videos
 from verl.models.load import load_causal_lm, load_tokenizer
 from verl.models.processor import copy_processor, load_picture_processor
-from verl.utils.errors import DataError
+from verl.utils.errors import DataError, MissingDependencyError
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FRAMES = [some_image(number) for number in range(5)]
@@ -205,6 +206,19 @@ def test_long_prompts_are_dropped_by_the_tokens_of_videos(
     assert len(dataset(folder, reader, *rows, filter_overlong_prompts=True, **limit)) == 1
     with pytest.raises(DataError, match=rf"rows.jsonl, row 1: the prompt has {lengths[1]} tok"):
         dataset(folder, reader, *rows, truncation="left", **limit)
+
+
+def test_pictures_work_where_transformers_does_not_know_videos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (processor_module, videos):
+        monkeypatch.setattr(module, "knows_videos", lambda: False)
+    reader = reader_of(tmp_path)
+    (tmp_path / "0.png").write_bytes(png(FRAMES[0]))
+    pictured = row("<image>Hi", images=["0.png"])
+    assert len(dataset(tmp_path, reader, pictured)) == 1
+    with pytest.raises(MissingDependencyError, match="Videos need transformers"):
+        dataset(tmp_path, reader, pictured, row(videos=[["0.png"]]))
 
 
 BAD = {

@@ -22,7 +22,7 @@ from transformers.models.auto.processing_auto import (
 from verl.models.load import load_model_config, resolve_path
 from verl.models.pictures import Picture
 from verl.models.videos import VideoProcessor
-from verl.models.vision import family_of, reads_pictures
+from verl.models.vision import family_of, knows_videos, reads_pictures
 from verl.utils.errors import DataError, ModelError
 from verl.utils.imports import require
 
@@ -56,7 +56,8 @@ class PictureProcessor:
         self.videos: VideoProcessor | None = None
         if self.family.video_pixels is not None:
             self.videos = VideoProcessor(processor, config, source)
-            settings += json.dumps(self.videos.settings, sort_keys=True, default=str)
+            if knows_videos():
+                settings += json.dumps(self.videos.settings, sort_keys=True, default=str)
         text = f"{type(processor).__name__} {settings} {self.token_id}"
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
