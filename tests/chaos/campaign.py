@@ -186,9 +186,10 @@ HEAD = "| fault | backend | tries | survived | slowest error |\n|---|---|---|---
 class Campaign:
     """Tries of faults in a folder, against undisturbed runs of every backend."""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path, seed: int, deadline_s: float = DEADLINE_S) -> None:
         self.root = root
         self.seed = seed
+        self.deadline_s = deadline_s
         self._undisturbed: dict[str, tuple[Path, float]] = {}
 
     def run(self, fault: Fault, backend: str, tries: int) -> Row:
@@ -210,6 +211,7 @@ class Campaign:
         return row
 
     def _start(self, backend: str, folder: Path, *keys: str, **environment: str) -> Job:
+        keys = (f"trainer.deadline_s={self.deadline_s:g}", *keys)
         if backend in ON_TWO_MACHINES:
             return TwoMachinesJob(ON_TWO_MACHINES[backend], folder, *keys, **environment)
         return Job(backend, folder, *keys, **environment)
@@ -254,8 +256,8 @@ class Campaign:
         if seconds is not None:
             row.error_s.append(seconds)
         must_report = fault.is_noticed and was_running and code != 0
-        if must_report and (seconds is None or seconds > DEADLINE_S + 5):
-            return f"error after {seconds} s"
+        if must_report and (seconds is None or seconds > self.deadline_s + 5):
+            return f"error after {seconds} s: {[line for _, line in job.lines[-5:]]}"
         if job.left:
             return f"processes left: {job.left}"
 
@@ -271,7 +273,7 @@ class Campaign:
             again = self._start(backend, folder, *fresh, **environment)
             code = again.end()
         if code != 0:
-            return f"did not resume ({code}): {[line for _, line in again.lines[-3:]]}"
+            return f"did not resume ({code}): {[line for _, line in again.lines[-9:]]}"
         if backend in CLOCKED:
             return lost_or_repeated(load_run(folder))
         found = compare_runs(load_run(undisturbed), load_run(folder))

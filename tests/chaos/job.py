@@ -24,7 +24,7 @@ TRAINING = [
     *("data.dataset_name=toy", f"data.train_batch_size={PROMPTS}", "data.max_response_length=8"),
     *(f"actor_rollout_ref.rollout.n={SAMPLES}", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
     *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.num_threads=1"),
-    *(f"trainer.max_steps={STEPS}", "trainer.save_freq=1", f"trainer.deadline_s={DEADLINE_S:g}"),
+    *(f"trainer.max_steps={STEPS}", "trainer.save_freq=1"),
 ]
 TORCHRUN = ["-m", "torch.distributed.run", f"--nproc_per_node={NUM_RANKS}"]
 FULLY_ASYNC = "trainer.mode=fully_async"
