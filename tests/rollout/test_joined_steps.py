@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from tests.rollout.engines import make_engine, play_turns, talkative_model
 from verl.rollout.embedded import engine as engine_module
 from verl.rollout.embedded.host_runner import HostRunner
+from verl.rollout.embedded.pages import PageAllocator
 from verl.rollout.embedded.runner import Draws
-from verl.rollout.embedded.samples import Prefill
+from verl.rollout.embedded.samples import Group, Prefill, Sample
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.several import Fed
 
@@ -74,3 +75,43 @@ def test_turns_that_join_a_step_draw_what_a_prefill_gives(
         np.testing.assert_allclose(
             completion.log_probs, expected[sample_id].log_probs, rtol=0, atol=1e-5
         )
+
+
+@pytest.mark.parametrize(
+    ("ends", "admitted"),
+    [
+        ([4, 4, 4], [2, 1]),  # 3 rows each: the third waits for the next step
+        ([12, 4], [2]),  # the first takes a prefill, which the second shares
+        ([4, 12], [1, 1]),
+        ([4] * 20, [20]),  # too many steps for rows
+    ],
+)
+def test_ends_of_prompts_start_in_as_many_steps_as_they_fit(ends: list[int], admitted: list[int]):
+    pages = PageAllocator(100)
+    prompt = list(range(8))
+    held = pages.allocate(2)
+    pages.register(prompt, held, page_size=4)
+    pages.free(held)
+    samples = []
+    for number, end in enumerate([1, *ends]):
+        group = Group(prompt=(*prompt, *[50 + number] * end), unstarted=1)
+        samples.append(Sample(sample_id=number, group=group, limit=4, key=np.uint64(number)))
+    scheduler = Scheduler(
+        samples[:1],
+        pages,
+        page_size=4,
+        max_num_seqs=32,
+        max_num_batched_tokens=1000,
+        prefix_caching=True,
+        least_slots=32,
+        least_tokens=64,
+    )
+    assert scheduler.admit(step_rows=8) is not None, "the first sample runs"
+    scheduler.add(samples[1:])
+
+    counts = []
+    while scheduler.waiting:
+        admission = scheduler.admit(step_rows=8)
+        assert admission is not None
+        counts.append(len(admission.slots))
+    assert counts == admitted

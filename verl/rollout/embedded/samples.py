@@ -96,11 +96,28 @@ class Admission:
 
     A slot draws its first token from the hidden state of its group, or of `prefills[n]` where
     `resumed[slot] = n`.
+
+    `rows` counts the tokens to compute besides one for each sample. None of them needs a prefill
+    while `are_rows`.
     """
 
-    slots: list[int]
-    prefills: list[Prefill]
-    resumed: dict[int, int]
+    slots: list[int] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
+    resumed: dict[int, int] = field(default_factory=dict)
+    rows: int = 0
+    are_rows: bool = True
+
+    def add_rows(self, rows: int | None) -> None:
+        """Count the rows of one more sample. None: it cannot start within a step."""
+        if rows is None:
+            self.are_rows = False
+        else:
+            self.rows += rows
+
+    def fits_step(self, step_rows: int) -> bool:
+        """Return whether some samples start, as rows of a step that has `step_rows` for them."""
+        has_room = step_rows > 0 and self.rows <= step_rows
+        return has_room and self.are_rows and bool(self.slots)
 
 
 def samples_of(

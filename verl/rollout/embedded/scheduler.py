@@ -167,15 +167,16 @@ class Scheduler:
             self._preempt(slot)
         return list(self.waiting)
 
-    def admit(self) -> Admission | None:
+    def admit(self, step_rows: int = 0) -> Admission | None:
         """Start as many waiting samples as slots, pages and the token budget of a prefill allow.
 
         While others run, samples start only when `refill` of them can start at once, because each
-        prefill has a fixed price.
+        prefill has a fixed price. It is spared where all that has to be computed fits `step_rows`
+        additional rows of their next step, so a few samples too many wait for the step after.
         """
         if self.running.size and len(self._free_slots) < min(self.refill, len(self.waiting)):
             return None
-        admission = Admission([], [], {})
+        admission = Admission()
         budget = self.max_num_batched_tokens
 
         while self.waiting and self._free_slots:
@@ -191,14 +192,20 @@ class Scheduler:
                 kept = self._take_kept(sample) if sample.token_ids else []
                 found = kept or self._find(names, group)
                 uncached = len(token_ids) - len(found) * self.page_size
+                rows = uncached - 1
+                # Samples that start later need the hidden state, which a step does not give.
+                if not found or (not sample.token_ids and group.unstarted > 1):
+                    rows = None
                 # A sequence longer than the whole budget is computed alone.
                 fits = not admission.prefills or uncached <= budget
+                fits = fits and not self._waits_a_step(admission, rows, step_rows)
                 idle = not admission.slots and not self.running.size
                 if not fits or not self._make_room(needed - len(kept), spare, idle=idle):
                     if kept:
                         self.kept[int(sample.key)] = kept
                     break
                 budget -= uncached
+                admission.add_rows(rows)
                 held = kept or self.pages.share(found)
                 pages = [*held, *self.pages.allocate(needed - len(found))]
                 cached = len(token_ids) - uncached
@@ -211,7 +218,9 @@ class Scheduler:
                 if not sample.token_ids:
                     group.pages = pages
                     self._prompts.append(group)
-            elif not self.pages.can_allocate(spare):
+            elif self.pages.can_allocate(spare):
+                admission.add_rows(None)
+            else:
                 break
             self._start(self.waiting.popleft(), admission)
 
@@ -221,6 +230,16 @@ class Scheduler:
                     self.pages.register(prefill.names, prefill.pages, self.page_size)
 
         return admission if admission.slots else None
+
+    def _waits_a_step(self, admission: Admission, rows: int | None, step_rows: int) -> bool:
+        """Return whether the next sample, of `rows`, waits so that the others fit `step_rows`.
+
+        Where they would be many steps behind, one prefill for all is cheaper.
+        """
+        if not self.running.size or not admission.fits_step(step_rows):
+            return False
+        fits = rows is not None and admission.rows + rows <= step_rows
+        return not fits and len(self.waiting) <= 2 * len(admission.slots)
 
     @property
     def unfinished(self) -> NDArray[np.int64]:

@@ -25,13 +25,15 @@ class Steps:
         """
         scheduler = run.scheduler
         counts = run.counts
-        admission = scheduler.admit()
+        # A step gives neither the routes of several tokens nor a hidden state.
+        step_rows = 0 if scheduler.routes is not None else self._runner.spare_rows
+        admission = scheduler.admit(step_rows)
         if admission is not None:
             for prefill in admission.prefills:
                 counts["prefill_tokens"] += len(prefill.token_ids) - prefill.cached
                 counts["cached_tokens"] += prefill.cached
             slots = np.array(admission.slots, np.int64)
-            if self._fits_a_step(scheduler, admission):
+            if admission.fits_step(step_rows):
                 return self._join(run, slots, admission)
             draws = self._runner.start(scheduler, slots, self._prefill(scheduler, admission))
             scheduler.launch(slots, fed=0)
@@ -107,19 +109,6 @@ class Steps:
             self._runner.copy_pages(copies)
             run.counts["copied_pages"] += len(copies)
         return complete
-
-    def _fits_a_step(self, scheduler: Scheduler, admission: Admission) -> bool:
-        """Check whether all that an admission has to compute can be rows of one decode step."""
-        alone = len(admission.prefills) == len(admission.slots)
-        if not alone or not self._runner.spare_rows or scheduler.routes is not None:
-            return False
-        rows = 0
-        for prefill in admission.prefills:
-            # Samples that start later need the hidden state, which a step does not give.
-            if prefill.cached == 0 or (prefill.is_prompt and prefill.group.unstarted):
-                return False
-            rows += len(prefill.token_ids) - prefill.cached - 1
-        return rows <= self._runner.spare_rows
 
     def _join(self, run: Run, new: NDArray[np.int64], admission: Admission) -> list[Draws]:
         """Take one step of the running samples, and start those in the slots `new` within it.
