@@ -10,6 +10,7 @@ import torch
 
 from tests.vision_folders import save_vision_folder, some_image
 from verl.data.shapes import rows, shapes_file
+from verl.models.vision import knows_videos
 from verl.trainer import PPOTrainer
 
 
@@ -90,6 +91,7 @@ def trainer_on_rows(folder: Path, family: str, content: str, **keys: Any) -> PPO
     return trainer
 
 
+@pytest.mark.skipif(not knows_videos(), reason="this transformers does not know videos")
 def test_rollout_and_trainer_read_the_same_videos(tmp_path: Path) -> None:
     trainer = trainer_on_rows(tmp_path, "qwen2_5_vl", "<video>How many, and here <image>?")
     worker: Any = trainer.actor_wg.worker
