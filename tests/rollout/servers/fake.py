@@ -67,6 +67,7 @@ class FakeServer:
         self.never_drawn = []
         self.tokenizer = tiny_tokenizer()
         self.aborted = set()
+        self.pauses = 0  # each ended the draws of before
         self._port = port
         self._of_thread = threading.local()
         self.start()
@@ -84,9 +85,19 @@ class FakeServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            has_answered = False
 
             def do_GET(self):
                 self._answer(None)
+
+            def handle_one_request(self):
+                # As a server whose limit for idle connections has passed: the call is read, and
+                # the connection ends without an answer.
+                if "closes after an answer" in fake.faults and self.has_answered:
+                    self.rfile.read(1)
+                    self.close_connection = True
+                    return
+                super().handle_one_request()
 
             def do_POST(self):
                 length = int(self.headers.get("Content-Length") or 0)
@@ -107,6 +118,7 @@ class FakeServer:
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
+                self.has_answered = True
 
             def log_message(self, *args):
                 pass
@@ -114,6 +126,7 @@ class FakeServer:
         class Listener(ThreadingHTTPServer):
             daemon_threads = True
             allow_reuse_address = True
+            request_queue_size = 128
 
             def handle_error(self, request, client_address):
                 pass  # a client or this server has closed the connection
@@ -180,7 +193,7 @@ class FakeServer:
                 {"model_path": self.name, "weight_version": self.weight_version},
             ),
             "/generate": self._sglang_generate,
-            "/pause_generation": lambda body: self._pause(True, {"status": "ok"}),
+            "/pause_generation": self._sglang_pause,
             "/continue_generation": lambda body: self._pause(False, {"status": "ok"}),
             "/abort_request": lambda body: self._abort([body["rid"]], {}),
             "/flush_cache": lambda body: (200, "Cache flushed.") if self._flush() else (400, "no"),
@@ -249,7 +262,7 @@ class FakeServer:
 
     def _sglang_generate(self, body):
         asked = body["sampling_params"]
-        stops = set(asked.get("stop_token_ids", ()))
+        stops = set() if asked.get("ignore_eos") else set(asked.get("stop_token_ids", ()))
         seeded = {**asked, "seed": asked.get("sampling_seed", 0)}
         ids, rows, reason = self._draw(
             body["input_ids"], asked["max_new_tokens"], seeded, stops, body.get("rid")
@@ -273,11 +286,13 @@ class FakeServer:
         model = self.cached.setdefault((adapter, tuple(prompt)), own)
         noise = torch.Generator().manual_seed(asked.get("seed") or 0)
         ids, rows = [], []
+        pauses = self.pauses
         with torch.no_grad():
             while len(ids) < limit:
                 if self.delay_s:
                     time.sleep(self.delay_s)
-                if self._of_thread.ended.is_set() or str(request_id) in self.aborted:
+                is_aborted = str(request_id) in self.aborted or self.pauses != pauses
+                if self._of_thread.ended.is_set() or is_aborted:
                     return ids, rows, "abort"
                 logits = self._logits(model, [*prompt, *ids])
                 temperature = asked["temperature"] or 1.0
@@ -309,6 +324,11 @@ class FakeServer:
     def _pause(self, is_paused, answer):
         self.is_paused = is_paused
         return 200, answer
+
+    def _sglang_pause(self, body):
+        assert body["mode"] == "abort", "with requests there, the flush is refused"
+        self.pauses += 1
+        return self._pause(True, {"status": "ok"})
 
     def _flush(self):
         if "flush refused" in self.faults:
@@ -345,6 +365,7 @@ class FakeServer:
         return 200, {"success": True}
 
     def _sglang_load(self, body):
+        assert not body["flush_cache"], "refused here, the flush ends the server"
         status, answer = self._load(body["model_path"], {"success": True, "message": "ok"})
         self._record(body["weight_version"])
         return status, answer

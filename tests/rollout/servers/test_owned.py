@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from verl.rollout.servers.owned import _KEEPER
+from verl.rollout.servers.sglang import SGLangServer
 
 # A server with a worker of its own.
 SERVER = """
@@ -35,3 +36,10 @@ def test_no_worker_outlives_its_server(ends: str):
     gone, _ = psutil.wait_procs([worker], timeout=60)
     keeper.stdout.close()
     assert gone
+
+
+def test_a_user_can_start_sglang_without_its_slow_deterministic_kernels():
+    flag = "--enable-deterministic-inference"
+    assert flag in SGLangServer.command("python", "M", 8000)
+    command = SGLangServer.command("python", "M", 8000, enable_deterministic_inference=False)
+    assert flag not in command

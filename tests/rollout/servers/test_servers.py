@@ -278,6 +278,67 @@ def test_aborted_samples_keep_their_tokens_and_others_go_on(settings, start, dia
     assert [(each.sample_id, len(each.token_ids)) for each in completions] == [(1, 3)]
 
 
+@pytest.mark.parametrize("stops", [(), (5,)])
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_responses_end_at_stop_tokens_with_and_without_the_models_own(
+    settings, start, dialect, stops
+):
+    server = start(dialect)
+    rollout = rollout_on(settings, server)
+    rollout.take_weights()
+    engine = rollout.engine
+
+    def drawn(**keys):
+        params = SamplingParams(max_new_tokens=R, **keys)
+        engine.submit([Request(prompt_ids=(5, 6, 7), sample_ids=(0,))], params, seed=0, step=0)
+        while engine.has_work:
+            completions.extend(engine.step())
+        return completions.pop()
+
+    completions = []
+    free = drawn(ignore_eos=True)
+    assert (len(free.token_ids), free.finish_reason) == (R, "length")
+    second = free.token_ids[1]
+    for ignore_eos in (True, False):
+        ended = drawn(ignore_eos=ignore_eos, stop_token_ids=(*stops, second))
+        length = next(n for n, each in enumerate(free.token_ids, 1) if each in (*stops, second))
+        assert ended.token_ids == free.token_ids[:length]
+        assert len(ended.log_probs) == length
+        assert ended.finish_reason == "stop"
+
+
+def test_samples_that_another_run_aborts_are_drawn_again(settings, start):
+    server = start("sglang")
+    rollout = rollout_on(settings, server)
+    rollout.take_weights()
+    expected = draw(rollout).batch["responses"]
+    server.delay_s = 0.02
+    before = server.draws
+
+    def push():
+        while server.draws < before + 3:
+            time.sleep(0.005)
+        server.answer("/pause_generation", {"mode": "abort"}, threading.Event())
+        server.answer("/continue_generation", {}, threading.Event())
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    batch = draw(rollout)
+    thread.join()
+    assert torch.equal(batch.batch["responses"], expected)
+    assert batch.meta_info["metrics"]["rollout/num_redrawn"] >= 1
+
+
+def test_a_server_that_closes_idle_connections_is_not_lost(settings, start):
+    """It closes them when the next call is on its way, so that the call has no answer."""
+    server = start()
+    server.faults.add("closes after an answer")
+    rollout = rollout_on(settings, server)
+    rollout.take_weights()
+    batch = draw(rollout)
+    assert batch.meta_info["metrics"]["rollout/num_redrawn"] == 0
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [

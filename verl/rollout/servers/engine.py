@@ -165,15 +165,8 @@ class ServerEngine(EngineClass):
 
     def join(self, urls: Sequence[str], owned: OwnedServers | None = None) -> None:
         """Use the servers at `urls`."""
-        servers = []
-        for url in urls:
-            server = self.server_class(
-                url,
-                connections=self.config.max_num_seqs,
-                has_vision=reads_pictures(self.model.config),
-            )
-            servers.append(server)
-        self._use(servers, owned)
+        has_vision = reads_pictures(self.model.config)
+        self._use([self.server_class(url, has_vision=has_vision) for url in urls], owned)
 
     def _use(self, servers: Sequence[Server], owned: OwnedServers | None = None) -> None:
         members = [Member(server) for server in servers]
@@ -345,12 +338,13 @@ class ServerEngine(EngineClass):
                 finally:
                     sample.member = None
 
-            if drawn is not None:
+            # Another's push may abort it, too.
+            if drawn is not None and (drawn.finish_reason != "abort" or sample.is_aborted):
                 return drawn
             self._counts["num_redrawn"] += 1
         raise RolloutError(
-            f"Sample {sample.sample_id} was drawn {_MOST_ATTEMPTS} times, and its server ended or "
-            "changed its weights every time. Look into the server's log."
+            f"Sample {sample.sample_id} was drawn {_MOST_ATTEMPTS} times, and its server ended, "
+            "aborted it or changed its weights every time. Look into the server's log."
         )
 
     def _draw_on(self, member: Member, draw: Draw) -> Drawn | None:

@@ -80,7 +80,6 @@ class Server(ABC):
 
     Args:
         url: its address.
-        connections: calls at once.
         has_vision: whether its model reads pictures.
 
     Raises ServerLostError where no answer comes, and RolloutError with the server's own words for
@@ -98,11 +97,10 @@ class Server(ABC):
     largest_lora_rank: ClassVar[int] = 0  # of an adapter that it draws by; 0: it takes none
     way_out: ClassVar[str] = ""  # of an error at the start; "": start another server
 
-    def __init__(self, url: str, *, connections: int = 64, has_vision: bool = False) -> None:
+    def __init__(self, url: str, *, has_vision: bool = False) -> None:
         self.url = url.rstrip("/")
         self.has_vision = has_vision
         self.adapter: str | None = None  # that draws name; None: the model alone draws
-        self._http = urllib3.PoolManager(maxsize=connections, retries=False)
 
     # ---------------------------------------------------------------- a dialect defines
 
@@ -226,7 +224,9 @@ class Server(ABC):
         """Return the status and the JSON value of an answer, or its text if it is none."""
         timeout = urllib3.Timeout(connect=_CONNECT_S, read=timeout_s)
         try:
-            answer = self._http.request(method, self.url + path, json=body, timeout=timeout)
+            # A connection for each call: servers close idle ones, some just as the next call comes.
+            with urllib3.PoolManager(retries=False) as http:
+                answer = http.request(method, self.url + path, json=body, timeout=timeout)
         except urllib3.exceptions.HTTPError as error:
             raise ServerLostError(f"{self.name} does not answer{self._where()}: {error}") from error
 

@@ -1,6 +1,7 @@
 """SGLang's dialect: its native /generate and the routes for weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ class SGLangServer(Server):
         }
         for name in ("logprobs_mode", "takes_memory", "lora_rank"):
             options.pop(name, None)
-        named = {names.get(name, name): value for name, value in options.items()}
-        command = [python, "-m", "sglang.launch_server", "--model-path", model]
         # Without it, a seed in a request has no effect.
-        command += ["--port", str(port), "--enable-deterministic-inference"]
-        return command + flags_of(named)
+        named: dict[str, Any] = {"enable_deterministic_inference": True}
+        named |= {names.get(name, name): value for name, value in options.items()}
+        command = [python, "-m", "sglang.launch_server", "--model-path", model]
+        return [*command, "--port", str(port), *flags_of(named)]
 
     def facts(self) -> ServerFacts:
         """Implement `Server.facts`."""
@@ -56,6 +57,8 @@ class SGLangServer(Server):
     def draw(self, draw: Draw) -> Drawn:
         """Implement `Server.draw`."""
         params = draw.params
+        # With ignore_eos, SGLang ignores stop_token_ids, too; without it, it ends at the model's.
+        ignores_stops = params.ignore_eos or not draw.stop_token_ids
         sampling: dict[str, Any] = {
             "max_new_tokens": draw.limit,
             "temperature": params.temperature,
@@ -64,7 +67,7 @@ class SGLangServer(Server):
             "min_p": params.min_p,
             "sampling_seed": draw.seed >> 33,  # a signed number of 32 bits
             "stop_token_ids": list(draw.stop_token_ids),
-            "ignore_eos": True,  # the ids above are all that end a response
+            "ignore_eos": ignores_stops,
             "repetition_penalty": 1.0,
             "no_stop_trim": True,
             "skip_special_tokens": False,
@@ -87,7 +90,7 @@ class SGLangServer(Server):
             )
         except (KeyError, IndexError, TypeError) as error:
             raise self.unexpected("/generate", answer) from error
-        return drawn
+        return _cut(drawn, draw.stop_token_ids) if ignores_stops else drawn
 
     def top_two(self, prompt_ids: Sequence[int], temperature: float) -> tuple[float, float]:
         """Implement `Server.top_two`."""
@@ -109,15 +112,16 @@ class SGLangServer(Server):
 
     def load(self, source: WeightSource, version: str) -> None:
         """Implement `Server.load`."""
-        # "retract" drops the keys of running requests, which are computed again afterwards.
-        self.call("/pause_generation", {"mode": "retract"})
+        # Other modes keep requests, and with any of them there SGLang refuses to flush.
+        self.call("/pause_generation", {"mode": "abort"})
         with self.resumed("/continue_generation"):
             source.fill(self, version)
             self.require_flushed(self.flush())
 
     def read_folder(self, folder: Path, version: str) -> None:
         """Implement `Server.read_folder`."""
-        weights = {"model_path": str(folder), "weight_version": version, "flush_cache": True}
+        # A flush that is refused here ends the server; `load` flushes, and reads the answer.
+        weights = {"model_path": str(folder), "weight_version": version, "flush_cache": False}
         answer = self.call("/update_weights_from_disk", weights, timeout_s=LOAD_S)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise RolloutError(
@@ -146,6 +150,19 @@ class SGLangServer(Server):
         if status == 404:
             status, answer = self.ask("GET", f"/get_{kind}_info")
         return status, answer
+
+
+def _cut(drawn: Drawn, stop_token_ids: Sequence[int]) -> Drawn:
+    """End a response after its first stop token."""
+    for number, token in enumerate(drawn.token_ids, 1):
+        if token in stop_token_ids:
+            return replace(
+                drawn,
+                token_ids=drawn.token_ids[:number],
+                log_probs=drawn.log_probs[:number],
+                finish_reason="stop",
+            )
+    return drawn
 
 
 def _versions(meta: dict[str, Any]) -> frozenset[str]:

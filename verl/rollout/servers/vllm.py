@@ -38,8 +38,8 @@ class VLLMServer(Server):
     takes_pictures = True
     largest_lora_rank = _LORA_RANKS[-1]
 
-    def __init__(self, url: str, *, connections: int = 64, has_vision: bool = False) -> None:
-        super().__init__(url, connections=connections, has_vision=has_vision)
+    def __init__(self, url: str, *, has_vision: bool = False) -> None:
+        super().__init__(url, has_vision=has_vision)
         self._route = _GENERATE
 
     @classmethod
