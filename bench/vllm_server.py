@@ -10,7 +10,9 @@ Run `python bench/vllm_server.py`, with `--models 1.5b,7b` for several shapes; o
 `--lora-rank 32 --engines vllm,vllm-merged,embedded` it trains LoRA, and compares servers that get the
 adapters alone with servers that get merged weights. The engine vllm-in-process is vLLM within this
 process, which sleeps while the trainer works: `--engines vllm-in-process,vllm,embedded` needs vLLM
-in the environment of this script.
+in the environment of this script. The engine sglang is a server of SGLang, without vLLM's own
+generation to compare: `--engines sglang,embedded --server-python VENV/bin/python`, and its flags in
+`--server-flags '{"attention_backend": "triton"}'`.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import gpu_step
 import torch
 from rollout_models import SHAPES
 
+from verl.config.rollout import EngineKwargsConfig
 from verl.trainer.ppo_trainer import PPOTrainer
 
 PHASES = ("gen", "old_log_prob", "update_actor", "sync_weights", "step")
@@ -40,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--engines",
         default="vllm,embedded",
-        help="of vllm, vllm-merged, vllm-in-process, embedded [vllm,embedded]",
+        help="of vllm, vllm-merged, vllm-in-process, sglang, embedded [vllm,embedded]",
     )
     parser.add_argument("--lora-rank", type=int, default=0, help="0: train all weights [0]")
     parser.add_argument("--steps", type=int, default=4, help="the first is a warm-up [4]")
@@ -52,6 +55,7 @@ def parse_arguments() -> argparse.Namespace:
         "--server-memory", type=float, default=0.3, help="share of the device [0.3]"
     )
     parser.add_argument("--server-python", default=sys.executable)
+    parser.add_argument("--server-flags", type=json.loads, default={}, help="a JSON object")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
     parser.add_argument("--folder", type=Path, help="where the temporary folder goes")
     arguments = parser.parse_args()
@@ -77,8 +81,9 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     rollout.name = name
     rollout.fingerprint_interval = 1
     rollout.in_process = way == "in-process"
-    if name == "vllm":
+    if name != "embedded":
         rollout.lora_weights = "merged" if way == "merged" else None
+        rollout.engine_kwargs = EngineKwargsConfig(**{name: arguments.server_flags})
         rollout.server_python = None if rollout.in_process else arguments.server_python
         rollout.gpu_memory_utilization = arguments.server_memory
         rollout.enforce_eager = arguments.tiny
@@ -95,7 +100,7 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     trainer.fit()
     lines = (folder / engine / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines][1:]
-    if name == "vllm":
+    if name != "embedded":
         fleet = trainer.rollout_wg.worker.engine.fleet
         owner = fleet.members[0].server if rollout.in_process else fleet._restarter
         owner.close()
@@ -111,6 +116,7 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
         values = [step.get(name, float("nan")) for step in steps]
         means[name.rpartition("rollout_")[2]] = sum(values) / len(values)
     means["mismatch"] = max(step["training/rollout_probs_diff_mean"] for step in steps)
+    means["kl"] = max(abs(step["training/rollout_kl"]) for step in steps)
     return means
 
 
@@ -141,8 +147,10 @@ def main() -> None:
             gpu_step.write_model(folder / "model", shape, device)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            alone = None if arguments.tiny else vllm_alone(arguments, model)
-            for engine in arguments.engines.split(","):
+            engines = arguments.engines.split(",")
+            has_vllm = any(engine.startswith("vllm") for engine in engines)
+            alone = vllm_alone(arguments, model) if has_vllm and not arguments.tiny else None
+            for engine in engines:
                 means = train(arguments, folder, engine, shape)
                 print(json.dumps({"engine": engine, **means}), flush=True)
                 rows.append((model, engine, alone, means))

@@ -1,0 +1,68 @@
+"""Training with a server of SGLang that the run starts, on one GPU with the trainer. The server needs
+an environment of its own: SGLANG_PYTHON is its interpreter, or SGLang is beside this package."""
+
+import importlib.util
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.rollout_servers import toy
+
+PYTHON = os.environ.get("SGLANG_PYTHON")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        PYTHON is None and importlib.util.find_spec("sglang") is None,
+        reason="sglang is not importable here, and SGLANG_PYTHON names no interpreter that has it",
+    ),
+]
+_LINES = 60
+
+
+def end_of_logs():
+    """Return the end of the newest server's log."""
+    logs = sorted(
+        Path(tempfile.gettempdir()).glob("verl-sglang-*/*.log"), key=lambda log: log.stat().st_mtime
+    )
+    if not logs:
+        return "no server was started"
+    lines = logs[-1].read_text(encoding="utf-8", errors="replace").splitlines()
+    return f"{logs[-1]}:\n" + "\n".join(lines[-_LINES:])
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_the_toy_learns_on_sglang_and_every_push_is_proved(tmp_path, is_deterministic):
+    flags = {
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "cuda_graph_backend_prefill": "disabled",
+        "enable_deterministic_inference": is_deterministic,
+    }
+    keys = {
+        "actor_rollout_ref.rollout.name": "sglang",
+        "actor_rollout_ref.rollout.server_python": PYTHON or sys.executable,
+        "actor_rollout_ref.rollout.gpu_memory_utilization": 0.2,
+        "actor_rollout_ref.rollout.engine_kwargs.sglang": flags,
+        "trainer.device": "cuda",
+    }
+    try:
+        steps = toy.train(tmp_path, **keys)
+    except BaseException:
+        print(end_of_logs())
+        raise
+
+    gaps = [step["training/rollout_probs_diff_mean"] for step in steps]
+    kls = [step["training/rollout_kl"] for step in steps]
+    rewards = [step["critic/rewards/mean"] for step in steps]
+    redrawn = [step.get("perf/rollout_num_redrawn", 0) for step in steps]
+    figures = f"gaps: {gaps}; kls: {kls}; rewards: {rewards}; redrawn: {redrawn}"
+    print(figures)
+    assert len(steps) == 10, figures
+    assert max(gaps) < 0.02, figures
+    assert sum(rewards[-3:]) > sum(rewards[:3]), figures
+    assert not any(redrawn), figures
