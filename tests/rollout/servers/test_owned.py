@@ -38,8 +38,8 @@ def test_no_worker_outlives_its_server(ends: str):
     assert gone
 
 
-def test_a_user_can_start_sglang_without_its_slow_deterministic_kernels():
-    flag = "--enable-deterministic-inference"
+@pytest.mark.parametrize("name", ["enable_deterministic_inference", "skip_server_warmup"])
+def test_a_user_can_take_flags_of_sglang_back(name):
+    flag = "--" + name.replace("_", "-")
     assert flag in SGLangServer.command("python", "M", 8000)
-    command = SGLangServer.command("python", "M", 8000, enable_deterministic_inference=False)
-    assert flag not in command
+    assert flag not in SGLangServer.command("python", "M", 8000, **{name: False})

@@ -39,8 +39,12 @@ class SGLangServer(Server):
         }
         for name in ("logprobs_mode", "takes_memory", "lora_rank"):
             options.pop(name, None)
-        # Without it, a seed in a request has no effect.
-        named: dict[str, Any] = {"enable_deterministic_inference": True}
+        named: dict[str, Any] = {
+            # Without it, a seed in a request has no effect.
+            "enable_deterministic_inference": True,
+            # Its request of 34 tokens ends a server whose context is shorter.
+            "skip_server_warmup": True,
+        }
         named |= {names.get(name, name): value for name, value in options.items()}
         command = [python, "-m", "sglang.launch_server", "--model-path", model]
         return [*command, "--port", str(port), *flags_of(named)]
