@@ -36,10 +36,13 @@ CLOCKED = ("fully_async apart", "agents", "agents apart")
 
 
 def kill(job: Job, generator: random.Random) -> bool:
-    """Kill one rank."""
+    """Kill one rank, or the driver of the ranks."""
     ranks = job.ranks()
     if ranks:
-        generator.choice(ranks).kill()
+        victim = generator.choice(ranks)
+        victim.kill()
+        # On Ray the driver is a process that can be killed, too, and then can say nothing.
+        job.can_report = victim.pid != job.process.pid
     return False
 
 
@@ -83,6 +86,7 @@ def kill_by_memory_limit(job: Job, generator: random.Random) -> bool:
         (limit,) = [group / name for name in names if (group / name).exists()]
         limit.write_text(str(generator.randrange(1 << 20, 8 << 20)))
         (group / "cgroup.procs").write_text(str(rank.pid))
+        job.can_report = rank.pid != job.process.pid
     return False
 
 
@@ -255,7 +259,7 @@ class Campaign:
         seconds = job.error_after(moment)
         if seconds is not None:
             row.error_s.append(seconds)
-        must_report = fault.is_noticed and was_running and code != 0
+        must_report = fault.is_noticed and was_running and job.can_report and code != 0
         if must_report and (seconds is None or seconds > self.deadline_s + 5):
             return f"error after {seconds} s: {[line for _, line in job.lines[-5:]]}"
         if job.left:

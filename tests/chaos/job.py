@@ -64,6 +64,7 @@ class Job:
         self.lines: list[tuple[float, str]] = []
         self.left: list[str] = []  # processes that were still there long after the end
         self.readers: list[threading.Thread] = []
+        self.can_report = True  # whether the process that names errors lives
         launcher, more = BACKENDS[backend]
         if launcher:
             launcher = [*launcher, f"--master_port={random.randint(20_000, 40_000)}"]
