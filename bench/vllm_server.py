@@ -56,6 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--server-python", default=sys.executable)
     parser.add_argument("--server-flags", type=json.loads, default={}, help="a JSON object")
+    parser.add_argument("--no-seeds", action="store_true", help="samples have no seeds")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
     parser.add_argument("--folder", type=Path, help="where the temporary folder goes")
     arguments = parser.parse_args()
@@ -80,6 +81,7 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     name, _, way = engine.partition("-")
     rollout.name = name
     rollout.fingerprint_interval = 1
+    rollout.seed_samples = not arguments.no_seeds
     rollout.in_process = way == "in-process"
     if name != "embedded":
         rollout.lora_weights = "merged" if way == "merged" else None

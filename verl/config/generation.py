@@ -73,6 +73,7 @@ class GenerationRolloutConfig:
     server_timeout_s: float = as_in(RolloutConfig, "server_timeout_s")
     mode: str = as_in(RolloutConfig, "mode")
     seed: int = as_in(RolloutConfig, "seed")
+    seed_samples: bool = as_in(RolloutConfig, "seed_samples")
     n: int = setting(5, "responses a prompt", alias_of="data.n_samples")
     do_sample: bool = as_in(RolloutConfig, "do_sample")
     temperature: float = as_in(RolloutConfig, "temperature")

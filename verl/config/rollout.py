@@ -112,6 +112,11 @@ class RolloutConfig:
         at_least=0,
         follows="trainer.seed",
     )
+    seed_samples: bool = setting(
+        True,
+        "vllm, sglang: send a seed with each sample, so that a run can be repeated; False: engines "
+        "draw by noise of their own, which costs them less",
+    )
     n: int = setting(1, "G: responses a prompt", above=0)
     do_sample: bool = setting(True, "False: greedy")
     temperature: float = setting(1.0, "divides the logits, in every log-prob too", at_least=0)

@@ -7,9 +7,12 @@ import sys
 
 import psutil
 import pytest
+import torch
 
-from verl.rollout.servers.owned import _KEEPER
+from verl.config.rollout import RolloutConfig
+from verl.rollout.servers.owned import _KEEPER, engine_options
 from verl.rollout.servers.sglang import SGLangServer
+from verl.rollout.servers.vllm import VLLMServer
 
 # A server with a worker of its own.
 SERVER = """
@@ -43,3 +46,18 @@ def test_a_user_can_take_flags_of_sglang_back(name):
     flag = "--" + name.replace("_", "-")
     assert flag in SGLangServer.command("python", "M", 8000)
     assert flag not in SGLangServer.command("python", "M", 8000, **{name: False})
+
+
+@pytest.mark.parametrize(
+    ("server_class", "flag"), [(VLLMServer, "seed"), (SGLangServer, "random-seed")]
+)
+def test_servers_draw_by_different_noise_where_samples_have_no_seeds(server_class, flag):
+    config = RolloutConfig(seed=5, seed_samples=False)
+    commands = []
+    for number in range(2):
+        options = engine_options(config, torch.float32, number)
+        commands.append(" ".join(server_class.command("python", "M", 8000, **options)))
+    assert f"--{flag} 5" in commands[0]
+    assert f"--{flag} 6" in commands[1]
+    assert "--enable-deterministic-inference" not in commands[0]
+    assert "seed" not in engine_options(RolloutConfig(seed=5), torch.float32, 0)

@@ -307,6 +307,30 @@ def test_responses_end_at_stop_tokens_with_and_without_the_models_own(
         assert ended.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_samples_are_sent_without_seeds_where_that_is_asked_for(
+    settings, start, dialect, monkeypatch
+):
+    server = start(dialect)
+    sent = []
+    answer = server.answer
+
+    def watched(path, body, *others):
+        if "generate" in path:
+            asked = body["sampling_params"]
+            sent.append({"seed", "sampling_seed"} & asked.keys())
+        return answer(path, body, *others)
+
+    monkeypatch.setattr(server, "answer", watched)
+    for seed_samples in (True, False):
+        rollout = rollout_on(settings, server, seed_samples=seed_samples)
+        rollout.take_weights()
+        sent.clear()
+        draw(rollout)
+        assert len(sent) > 4
+        assert all(bool(names) == seed_samples for names in sent)
+
+
 def test_samples_that_another_run_aborts_are_drawn_again(settings, start):
     server = start("sglang")
     rollout = rollout_on(settings, server)

@@ -228,7 +228,7 @@ class ServerEngine(EngineClass):
                     prompt_ids=request.prompt_ids,
                     params=params,
                     limit=limit,
-                    seed=key,
+                    seed=key if self.config.seed_samples else None,
                     stop_token_ids=stop_ids,
                     pictures=request.pictures,
                 )

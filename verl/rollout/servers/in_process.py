@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
+import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 
 from verl.config.rollout import RolloutConfig
@@ -150,7 +151,7 @@ class InProcessVLLM(VLLMServer):
     ) -> dict[str, Any]:
         arguments = {
             "model": self._model,
-            **engine_options(config, dtype),
+            **engine_options(config, dtype, dist.get_rank() if dist.is_initialized() else 0),
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": EXTENSION,
             "enable_sleep_mode": self._can_sleep,

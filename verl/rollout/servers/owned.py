@@ -46,9 +46,15 @@ def takes_memory(config: RolloutConfig) -> bool:
     return is_owned and is_possible and config.weight_transport != "disk"
 
 
-def engine_options(config: RolloutConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the settings of an engine under the names that servers give them."""
+def engine_options(config: RolloutConfig, dtype: torch.dtype, number: int) -> dict[str, Any]:
+    """Return the settings of an engine under the names that servers give them.
+
+    Engine `number` of several gets a seed of its own where samples have none: with equal ones all
+    would draw by the same noise.
+    """
+    seed = {} if config.seed_samples else {"seed": config.seed + number}
     return {
+        **seed,
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": config.max_model_len or config.prompt_length + config.response_length,
         "tensor_parallel_size": config.tensor_model_parallel_size,
@@ -108,7 +114,7 @@ class OwnedServers:
             return
         port = url.rpartition(":")[2]
         log = self._log(url)
-        command = self._command(port)
+        command = self._command(port, self.urls.index(url))
         logger.info("Starting %s at %s; log: %s", self._class.title, url, log)
         with log.open("ab") as output:
             self._processes[url] = subprocess.Popen(
@@ -128,11 +134,11 @@ class OwnedServers:
             process.wait(timeout=30)
         self._processes.clear()
 
-    def _command(self, port: str) -> list[str]:
+    def _command(self, port: str, number: int) -> list[str]:
         config = self._config
         options: dict[str, Any] = {
             "host": "127.0.0.1",
-            **engine_options(config, self._dtype),
+            **engine_options(config, self._dtype, number),
             "takes_memory": takes_memory(config),
             "lora_rank": self._lora_rank,
         }

@@ -48,7 +48,7 @@ class Draw:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     limit: int
-    seed: int
+    seed: int | None  # None: the server has noise of its own
     stop_token_ids: tuple[int, ...]  # all of them, the model's end of sequence included
     pictures: Pictures = ()  # of the prompt, in the order of their tokens
 

@@ -36,12 +36,13 @@ class SGLangServer(Server):
             "gpu_memory_utilization": "mem_fraction_static",
             "max_num_seqs": "max_running_requests",
             "enforce_eager": "disable_cuda_graph",
+            "seed": "random_seed",
         }
         for name in ("logprobs_mode", "takes_memory", "lora_rank"):
             options.pop(name, None)
         named: dict[str, Any] = {
             # Without it, a seed in a request has no effect.
-            "enable_deterministic_inference": True,
+            "enable_deterministic_inference": options.get("seed") is None,
             # Its request of 34 tokens ends a server whose context is shorter.
             "skip_server_warmup": True,
         }
@@ -69,13 +70,14 @@ class SGLangServer(Server):
             "top_p": params.top_p,
             "top_k": params.top_k if params.top_k > 0 else -1,
             "min_p": params.min_p,
-            "sampling_seed": draw.seed >> 33,  # a signed number of 32 bits
             "stop_token_ids": list(draw.stop_token_ids),
             "ignore_eos": ignores_stops,
             "repetition_penalty": 1.0,
             "no_stop_trim": True,
             "skip_special_tokens": False,
         }
+        if draw.seed is not None:
+            sampling["sampling_seed"] = draw.seed >> 33  # a signed number of 32 bits
         if params.stop:
             sampling["stop"] = list(params.stop)
         body = {"input_ids": list(draw.prompt_ids), "sampling_params": sampling}

@@ -83,13 +83,14 @@ class VLLMServer(Server):
             "top_p": params.top_p,
             "top_k": max(params.top_k, 0),
             "min_p": params.min_p,
-            "seed": draw.seed >> 1,  # a signed number of 64 bits
             "stop_token_ids": list(draw.stop_token_ids),
             "ignore_eos": True,  # the ids above are all that end a response
             "repetition_penalty": 1.0,  # the model's folder may ask for another one
             "logprobs": 0,
             "detokenize": bool(params.stop),
         }
+        if draw.seed is not None:
+            sampling["seed"] = draw.seed >> 1  # a signed number of 64 bits
         if params.stop:
             sampling |= {"stop": list(params.stop), "include_stop_str_in_output": True}
             sampling["skip_special_tokens"] = False
