@@ -88,34 +88,30 @@ class DeviceSlots:
         """
         spare = self.spare(len(owners))
         named = np.concatenate([slots, spare])
-        parts: list[tuple[Tensor, NDArray[np.int64]]] = []
+        parts: dict[str, NDArray[np.int64]] = {}
         if not np.array_equal(named, self._shown):
             self._shown = named
-            filled = np.full(self.most_rows, self.most_rows, np.int64)
-            filled[: len(named)] = named
-            parts.append((self.rows, filled))
+            parts["rows"] = np.full(self.most_rows, self.most_rows, np.int64)
+            parts["rows"][: len(named)] = named
 
         width = scheduler.table.shape[1]
         changed = scheduler.take_changed()
-        targets = np.concatenate([changed, spare])
-        if targets.size:
-            places = torch.empty(len(targets), dtype=torch.int32, device=self.device)
-            news = torch.empty(len(targets), width, dtype=torch.int32, device=self.device)
-            tables = scheduler.table[np.concatenate([changed, owners])]
-            parts += [(places, targets), (news, tables)]
+        if changed.size or spare.size:
+            parts["slots"] = np.concatenate([changed, spare])
+            parts["tables"] = scheduler.table[np.concatenate([changed, owners])]
         if not parts:
             return
 
         # One copy for all, because the cost of a copy is its launch.
-        flat = np.concatenate([array.ravel() for _, array in parts])
+        flat = np.concatenate([array.ravel() for array in parts.values()])
         arrived = send(torch.from_numpy(flat.astype(np.int32)), self.device)
-        start = 0
-        for target, array in parts:
-            part = arrived[start : start + array.size]
-            target.copy_(part.view(target.shape))
-            start += array.size
-        if targets.size:
-            self.state.table[:, :width].index_copy_(0, places.long(), news)
+        pieces = arrived.split([array.size for array in parts.values()])
+        news = dict(zip(parts, pieces, strict=True))
+        if "rows" in news:
+            self.rows.copy_(news["rows"])
+        if "slots" in news:
+            tables = news["tables"].view(-1, width)
+            self.state.table[:, :width].index_copy_(0, news["slots"].long(), tables)
 
     def place(self, scheduler: Scheduler, fed: Fed, slots: NDArray[np.int64] | None = None) -> None:
         """Set the next tokens (n,) of `slots` (n,); None: of the slots of their samples."""
