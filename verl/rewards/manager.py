@@ -1,61 +1,32 @@
 """Reward managers: turn a batch of responses into a batch of scores."""
 
-import copy
 import math
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from verl.protocol import DataProto
+from verl.rewards.ahead import CallsAhead
 from verl.rewards.calls import Caller, Outcome
 from verl.rewards.fields import collect_extra
 from verl.rewards.processes import ProcessFunction
 from verl.rewards.registry import answer_extractors, reward_managers
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, scores_by_rule
+from verl.rewards.sample import Sample
 from verl.rewards.texts import format_traceback, on_one_line, text_of
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
 from verl.utils.phases import phase
-from verl.utils.timeline import note_span
 
 # Columns that the managers read; none is written.
 READ = "prompts responses attention_mask rm_scores data_source reward_model extra_info agent_info"
 
 OnError = Literal["stop", "zero", "drop", "retry"]
-
-
-@dataclass(slots=True)
-class Sample:
-    """One response, the arguments of its reward function, and its place in the batch."""
-
-    row: int
-    data_source: Any
-    solution_str: str
-    ground_truth: Any
-    extra_info: Any
-    last_token: int  # column of the response's last real token
-    token_ids: Sequence[int] = ()
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of one call, as copies.
-
-        A function that changed the originals would change the data of the next epoch and of the
-        other samples of the prompt.
-        """
-        return {
-            "data_source": self.data_source,
-            "solution_str": self.solution_str,
-            "ground_truth": copy.deepcopy(self.ground_truth),
-            "extra_info": copy.deepcopy(self.extra_info),
-        }
 
 
 @dataclass(slots=True)
@@ -140,7 +111,7 @@ class RewardManager:
         else:
             self._caller = Caller(self.compute_score, self.timeout_s)
 
-        self._begun: _Begun | None = None
+        self._begun: CallsAhead | None = None
 
     @phase(reads=READ)
     def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
@@ -237,7 +208,14 @@ class RewardManager:
         if self._caller.in_caller:
             yield None
             return
-        self._begun = begun = _Begun(self, prompts, samples_each, first_sample)
+        self._begun = begun = CallsAhead(
+            self._caller,
+            self.tokenizer,
+            self.columns_of(prompts),
+            samples_each=samples_each,
+            first_sample=first_sample,
+            stop_at_failure=self.on_error == "stop",
+        )
         try:
             yield begun.take
         finally:
@@ -428,73 +406,6 @@ class RewardManager:
         if outcome.error is not None:
             text += "\n" + format_traceback(outcome.error)
         return text
-
-
-class _Begun:
-    """Calls for responses that arrive before their batch."""
-
-    def __init__(
-        self, manager: RewardManager, prompts: DataProto, samples_each: int, first_sample: int
-    ) -> None:
-        self.caller = manager._caller
-        self.tokenizer = manager.tokenizer
-        self.columns = manager.columns_of(prompts)
-        self.samples_each = samples_each
-        self.first_sample = first_sample
-        self.samples: dict[int, tuple[int, Sample]] = {}  # row -> (index of the outcome, sample)
-        sources = {columns["data_source"] for columns in self.columns}
-        self.calls = self.caller.begin(
-            manager.on_error == "stop", calls_at_once(self.caller.function, sources)
-        )
-        self.started_ns: int | None = None
-        self.lock = threading.Lock()
-
-    def take(self, response: tuple[int, list[int]]) -> None:
-        number, token_ids = response
-        row = number - self.first_sample
-        with self.lock:
-            # A rank without work of its own may have got a copy of a prompt.
-            if row in self.samples:
-                return
-
-            self.started_ns = self.started_ns or time.monotonic_ns()
-            columns = self.columns[row // self.samples_each]
-            sample = Sample(row=row, solution_str="", last_token=-1, token_ids=token_ids, **columns)
-            index = self.calls.add(row, partial(self._arguments, sample))
-            self.samples[row] = (index, sample)
-
-    def _arguments(self, sample: Sample) -> dict[str, Any]:
-        """Decode the response in the thread of the call, so that the engine does not wait."""
-        (sample.solution_str,) = self.tokenizer.batch_decode(
-            [sample.token_ids], skip_special_tokens=True
-        )
-        return sample.arguments()
-
-    def outcomes(self, samples: Sequence[Sample]) -> Sequence[Outcome | None] | None:
-        """Return one outcome per sample, as `RewardManager.call` does, or None to call all again.
-
-        That is necessary if the function works only in the caller's thread, or if a response in the
-        batch differs from the one that was taken: of copies on two ranks, the batch keeps one.
-        """
-        for sample in samples:
-            taken = self.samples.get(sample.row)
-            if taken is not None and taken[1].token_ids != sample.token_ids:
-                return None
-
-        indexes: list[int] = []
-        for sample in samples:
-            taken = self.samples.get(sample.row)
-            if taken is None:
-                indexes.append(self.calls.add(sample.row, sample.arguments))
-            else:
-                indexes.append(taken[0])
-
-        outcomes = self.caller.finish(self.calls)
-        if self.started_ns is not None:
-            note_span("reward, from the first response", "rewards", self.started_ns)
-        if self.caller.in_caller:
-            return None
-        return [outcomes[index] for index in indexes]
 
 
 @reward_managers.register("naive")

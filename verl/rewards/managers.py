@@ -7,7 +7,7 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.rewards.calls import Outcome
 from verl.rewards.fields import shown
-from verl.rewards.manager import READ, NaiveRewardManager, RewardManager, Sample, Scores
+from verl.rewards.manager import READ, NaiveRewardManager, RewardManager, Scores
 from verl.rewards.processes import ProcessFunction
 from verl.rewards.registry import (
     REWARD_MANAGER_REGISTRY,
@@ -15,6 +15,7 @@ from verl.rewards.registry import (
     register_reward_manager,
     reward_managers,
 )
+from verl.rewards.sample import Sample
 from verl.rewards.sandbox.runner import count_cores
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.phases import phase

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 from verl.config.train import TrainConfig
 from verl.rewards.calls import Outcome
-from verl.rewards.manager import RewardManager, Sample
+from verl.rewards.manager import RewardManager
 from verl.rewards.processes import ProcessFunction, pack_function
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import check_options, find_rule
+from verl.rewards.sample import Sample
 from verl.rewards.texts import format_traceback, text_of
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
