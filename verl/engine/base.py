@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from verl.checkpoint.sharded import ShardedWriter
-from verl.distributed.collectives import gather_objects, max_of
+from verl.distributed.collectives import max_of
 from verl.distributed.fsdp import full_tensor, recover, reshard, sync_gradients
 from verl.distributed.mesh import Mesh, init_mesh
 from verl.distributed.offload import Offload
@@ -21,16 +21,16 @@ from verl.engine.agreement import plan_of_all_ranks
 from verl.engine.apply import apply_to_module
 from verl.engine.budget import AutomaticBudgets, CudaMeter
 from verl.engine.footprint import EngineFootprint, EngineSetup
-from verl.engine.guard import find_offenders_in_turns
+from verl.engine.guard import find_offenders_in_turns, names_on_all_ranks
 from verl.engine.memory import PassGuard, Result, memory_hints
 from verl.engine.microbatch import TokenBudget
 from verl.engine.model_shape import ModelShape
-from verl.engine.optim import build_optimizer
+from verl.engine.optim import build_optimizer, moment_tensors
 from verl.engine.options import EngineOptions
 from verl.engine.packing import MicroBatch, MiniBatch
 from verl.engine.schedule import LearningRate
 from verl.engine.state import load_state, save_state
-from verl.engine.totals import LossOutput, Totals
+from verl.engine.totals import LossFunction, LossOutput, Totals
 from verl.models.lora import adapted_layers, adapter_state, merged_parameters, plain_parameters
 from verl.protocol import DataProto
 from verl.single_controller import note_progress
@@ -41,11 +41,6 @@ from verl.weight_sync.shards import gathered
 
 # The engines of this process, which share its device.
 _engines: "weakref.WeakSet[TrainEngine]" = weakref.WeakSet()
-
-# (outputs of the module, packed columns, row number of each token) -> LossOutput
-LossFunction = Callable[
-    [dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor], LossOutput
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +121,12 @@ class TrainEngine:
         # A plain module lies on the host anyway, and rollout engines may alias its weights.
         moves = self.is_sharded and not fsdp.offload_policy
         self._checkpoints = ShardedWriter(self.mesh.world)
-        self._parameters = (
-            Offload(self.module.parameters, device) if moves and fsdp.param_offload else None
-        )
-        self._moments = (
-            Offload(self._moment_tensors, device) if moves and fsdp.optimizer_offload else None
-        )
+        self._parameters: Offload | None = None
+        if moves and fsdp.param_offload:
+            self._parameters = Offload(self.module.parameters, device)
+        self._moments: Offload | None = None
+        if moves and fsdp.optimizer_offload:
+            self._moments = Offload(partial(moment_tensors, self.optimizer), device)
 
     @property
     def is_sharded(self) -> bool:
@@ -472,9 +467,7 @@ class TrainEngine:
 
     def _gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of all gradients, a scalar on the device, equal on every rank."""
-        gradients = [
-            parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
-        ]
+        gradients = [each.grad for each in self.module.parameters() if each.grad is not None]
         return full_tensor(nn.utils.get_total_norm(gradients))
 
     def _find_offenders(self, pending: _Pending) -> list[str]:
@@ -485,24 +478,16 @@ class TrainEngine:
         def is_finite(rows: Sequence[int]) -> bool:
             optimizer.zero_grad(set_to_none=True)
             loss_fn = pending.loss_fn if rows else None
-            output = self._backward(
-                pending.mini_batch.pack(rows), loss_fn, pending.forward_arguments
-            )
+            micro_batch = pending.mini_batch.pack(rows)
+            output = self._backward(micro_batch, loss_fn, pending.forward_arguments)
             finite = math.isfinite(self._gradient_norm().item())
             finite = finite and (output is None or math.isfinite(output.loss.item()))
             return max_of(int(not finite), self.mesh.world) == 0
 
+        groups = [rows for rows in pending.plan if rows]
         with self._passes():
-            rows = find_offenders_in_turns(
-                [rows for rows in pending.plan if rows], is_finite, self.mesh
-            )
-        place = f" of data-parallel rank {self.mesh.data.rank}" if self.mesh.data.size > 1 else ""
-        names = [pending.mini_batch.describe(row) + place for row in rows]
-
-        everyone: list[str] = []
-        for found in gather_objects(names, self.mesh.data):
-            everyone += found
-        return everyone
+            rows = find_offenders_in_turns(groups, is_finite, self.mesh)
+        return names_on_all_ranks(rows, pending.mini_batch.describe, self.mesh)
 
     def _bytes_to_come(self) -> int:
         """Return the bytes of moments that first optimizer steps in this process will make."""
@@ -513,11 +498,3 @@ class TrainEngine:
             if has_to_come and stays:
                 total += engine.footprint.moments
         return total
-
-    def _moment_tensors(self) -> list[torch.Tensor]:
-        if self.optimizer is None:
-            return []
-        tensors = []
-        for state in self.optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        return tensors

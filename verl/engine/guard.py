@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from verl.distributed.collectives import sum_of
+from verl.distributed.collectives import gather_objects, sum_of
 from verl.distributed.mesh import Mesh
 
 
@@ -58,3 +58,16 @@ def find_offenders_in_turns(
             while sum_of(0, mesh.world):
                 is_finite([])
     return found
+
+
+def names_on_all_ranks(
+    rows: Sequence[int], describe: Callable[[int], str], mesh: Mesh
+) -> list[str]:
+    """Return the names of the rows of all ranks. Every rank must call it."""
+    place = f" of data-parallel rank {mesh.data.rank}" if mesh.data.size > 1 else ""
+    mine = [describe(row) + place for row in rows]
+
+    names: list[str] = []
+    for found in gather_objects(mine, mesh.data):
+        names += found
+    return names

@@ -48,6 +48,14 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
     )
 
 
+def moment_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer has made so far."""
+    tensors: list[torch.Tensor] = []
+    for state in optimizer.state.values() if optimizer is not None else ():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return tensors
+
+
 class JointOptimizer(torch.optim.Optimizer):
     """Several optimizers over different parameters, with one `step`, `state` and list of groups."""
 

@@ -1,6 +1,7 @@
 """The answer of a loss function, and how its numbers add up to those of a mini-batch."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,12 @@ class LossOutput:
     means: dict[str, torch.Tensor] = field(default_factory=dict)
     # scalars: shares of a number of the mini-batch
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+# (outputs of the module, packed columns, row number of each token) -> LossOutput
+LossFunction = Callable[
+    [dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor], LossOutput
+]
 
 
 class Totals:

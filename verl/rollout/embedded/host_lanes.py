@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from verl.rollout.embedded.fused import Matrix, StackedDecoder
 from verl.rollout.embedded.host_rows import RowArrays
 from verl.rollout.embedded.kernels.blas import sgemm_address
+from verl.rollout.embedded.kernels.host_arrays import Memory, Weights
 from verl.rollout.sampling import column_hashes
 from verl.utils.imports import is_installed
 from verl.utils.logging import logger
@@ -125,7 +126,7 @@ class Lanes:
         return answers
 
     def weights(self) -> Any:
-        """Return `kernels.host.Weights`: the model's own memory and the decoder's."""
+        """Return `host_arrays.Weights`: the model's own memory and the decoder's."""
         decoder = self.decoder
         stacks = self.decoder.stacks
         layers = decoder.layers
@@ -142,7 +143,7 @@ class Lanes:
         if head_bias is not None:
             head_bias = head_bias[None]
 
-        return self.kernels.Weights(
+        return Weights(
             embeddings=decoder.embeddings.weight.detach().numpy(),
             **_arrays("head", Matrix(self._head.weight, head_bias)),
             head_norms=head_norms.numpy(),
@@ -222,7 +223,7 @@ class Lane:
         # By torch, which has them begin where vectors do.
         arrays = {name: torch.empty(shape).numpy() for name, shape in shapes.items()}
         self.logits = owner.memory_of_logits(number, count, weights.head.shape[0])
-        self.memory = owner.kernels.Memory(**arrays, logits=self.logits.numpy())
+        self.memory = Memory(**arrays, logits=self.logits.numpy())
 
     def generate(
         self,

@@ -8,7 +8,7 @@ again when its own file changes, but not when the files of the functions that it
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import llvmlite.binding
 import numpy as np
@@ -156,47 +156,6 @@ def gate(gate_up, out):
             out[row, i] = gate / (np.float32(1) + exp(-gate)) * gate_up[1, row, i]
 
 
-class Weights(NamedTuple):
-    """The weights of n layers, as `fused.Stacks` has them.
-
-    A weight that the model lacks is empty in its last dimension but one.
-    """
-
-    embeddings: NDArray  # (V, H)
-    qkv: NDArray  # (n, H, (Hq + 2 Hk) D)
-    qkv_bias: NDArray  # (n, 1, (Hq + 2 Hk) D)
-    head_norms: NDArray  # (n, Hq + Hk, D)
-    output: NDArray  # (n, Hq D, H)
-    output_bias: NDArray  # (n, 1, H)
-    gate_up: NDArray  # (n, 2, H, I)
-    gate_up_bias: NDArray  # (n, 2, 1, I)
-    down: NDArray  # (n, I, H)
-    down_bias: NDArray  # (n, 1, H)
-    last_factors: NDArray  # (H,)
-    turns: NDArray  # (P, D / 2)
-    head: NDArray  # (V, H)
-    head_bias: NDArray  # (1, V)
-    windows: NDArray  # (n,), int64
-    scale: np.float32
-    epsilon: np.float32  # times H
-    head_epsilon: np.float32  # times D
-
-
-class Memory(NamedTuple):
-    """The memory that a step writes to."""
-
-    stream: NDArray  # (b, H)
-    added: NDArray  # (b, H)
-    normed: NDArray  # (b, H)
-    heads: NDArray  # (b, Hq + 2 Hk, D)
-    mixed: NDArray  # (b, Hq, D)
-    gate_up: NDArray  # (2, b, I)
-    active: NDArray  # (b, I)
-    scores: NDArray  # (b, Hq, C)
-    logits: NDArray  # (rows with logits at the same time, V)
-    scratch: NDArray  # (V,)
-
-
 @compiled
 def generate(
     ids,
@@ -215,8 +174,8 @@ def generate(
 ):
     """Write tokens (s, b) and log_probs (s, b) of s steps, the first of which gets `ids` (b,).
 
-    noise (s, b, 2), or (s, 0, 2) for the largest logits. The other arguments are those of `step`
-    and `draw`.
+    noise (s, b, 2), or (s, 0, 2) for the largest logits. `weights` and `memory` are those of
+    `host_arrays`, and the other arguments those of `step` and `draw`.
     """
     last = ids
     most = len(memory.logits)

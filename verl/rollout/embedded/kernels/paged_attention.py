@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl.rollout.embedded.kernels.running_softmax import merged, store_mean, weigh, weigh_one
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # More splits fill the device at small batches, but their results must be merged.
 _PROGRAMS_PER_SM = 2
@@ -32,8 +34,6 @@ _MAX_SPLITS = 32
 # Programs with fresh tokens that run at once in three stages: three on each multiprocessor of an
 # H100 or H200.
 _THREE_STAGES = 3 * 132
-# partial results that a program reads at a time: that many loads wait together
-_MERGED = tl.constexpr(4)
 
 
 class DecodeConfig(NamedTuple):
@@ -398,7 +398,7 @@ def _attend(
             own, place = tl.load(pages + position // PAGE_SIZE).to(tl.int64), position % PAGE_SIZE
             tl.store(keys + own * key_page + place * key_token + dims, k, mask=dims < DIM)
             tl.store(values + own * value_page + place * value_token + dims, v, mask=dims < DIM)
-            m, total, acc = _weigh_one(q, k, v, sink, scale, cap)
+            m, total, acc = weigh_one(q, k, v, sink, scale, cap)
 
     for block in range(start, last, BLOCK_N):
         tokens = block + offsets
@@ -410,7 +410,7 @@ def _attend(
         within = tokens.to(tl.uint32) % PAGE_SIZE
         k = _read(keys, page, key_page, within, key_token, seen, DIM, BLOCK_DIM)
         v = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, BLOCK_VALUE)
-        m, total, acc = _weigh(q, k, v, seen, m, total, acc, scale, cap)
+        m, total, acc = weigh(q, k, v, seen, m, total, acc, scale, cap)
         page = next_page
 
     if SINKS is not None:
@@ -421,18 +421,18 @@ def _attend(
     if PARTIAL_OUT is not None and count > 1:
         partial = at * tl.num_programs(2)
         tl.store(PARTIAL_LSE + partial + split, m + tl.log2(total), mask=real)
-        _store(PARTIAL_OUT, partial + split, real, acc, total, VALUE_DIM)
+        store_mean(PARTIAL_OUT, partial + split, real, acc, total, VALUE_DIM)
         tl.debug_barrier()  # every thread's stores must be visible before the count
         counter = ARRIVED + row * tl.num_programs(1) + kv_head
         is_last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
         if is_last:
             tl.store(counter, 0)
-            total, acc = _merged(
+            total, acc = merged(
                 PARTIAL_OUT, PARTIAL_LSE, partial, real, count, VALUE_DIM, BLOCK_VALUE
             )
         real &= is_last
 
-    _store(OUT, at, real, acc, total, VALUE_DIM)
+    store_mean(OUT, at, real, acc, total, VALUE_DIM)
 
 
 @triton.jit
@@ -475,89 +475,3 @@ def _read(
     # NaN is NaN.
     mask = seen[:, None] if DIM == BLOCK else seen[:, None] & (dims < DIM)
     return tl.load(CACHE + at[:, None] + dims, mask=mask, other=0.0)
-
-
-@triton.jit
-def _weigh(q, k, v, seen, m, total, acc, scale, cap):
-    """Take keys and values into the running softmax.
-
-    Returns its maximum, the sum of its weights, and the sum of weighted values.
-    """
-    # "ieee": fp32 operands would be rounded to TF32 otherwise.
-    s = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap)
-    s = tl.where(seen[None, :], s, float("-inf"))
-    new_m = tl.maximum(m, tl.max(s, 1))
-    p = tl.exp2(s - new_m[:, None])
-    alpha = tl.exp2(m - new_m)
-    total = total * alpha + tl.sum(p, 1)
-    return new_m, total, tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-
-
-@triton.jit
-def _weigh_one(q, k, v, sink, scale, cap):
-    """Begin the running softmax with one key k (1, D)."""
-    s = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, cap)
-    m = tl.maximum(sink, s)
-    total = tl.exp2(s - m)
-    return m, total, total[:, None] * v.to(tl.float32)
-
-
-@triton.jit
-def _capped(s, cap):
-    if cap is not None:
-        s = cap * (2 * tl.sigmoid(2 * s) - 1)  # tanh
-    return s
-
-
-@triton.jit
-def _store(OUT, place, mask, acc, total, VALUE_DIM: tl.constexpr):
-    """Divide and write; a query that saw no key gives 0."""
-    dims = tl.arange(0, acc.shape[1])[None, :]
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    at = OUT + place[:, None] * VALUE_DIM + dims
-    tl.store(at, result.to(OUT.dtype.element_ty), mask=mask[:, None] & (dims < VALUE_DIM))
-
-
-@triton.jit
-def _merged(
-    PARTIAL_OUT,
-    PARTIAL_LSE,
-    partial,
-    real,
-    count,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-):
-    """Merge the `count` partials of each query head, weighted by their denominators, in order.
-
-    The first of them is at `partial` (M,).
-    """
-    m = tl.full(partial.shape, float("-inf"), tl.float32)
-    total = tl.zeros(partial.shape, tl.float32)
-    acc = tl.zeros([partial.shape[0], BLOCK_VALUE], tl.float32)
-    dims = tl.arange(0, BLOCK_VALUE)[None, :]
-
-    for first in range(0, count, _MERGED):
-        for number in tl.static_range(_MERGED):
-            split = first + number
-            written = real & (split < count)
-            # Past the L1 cache, which may hold the numbers of an earlier layer.
-            lse = tl.load(
-                PARTIAL_LSE + partial + split,
-                mask=written,
-                other=float("-inf"),
-                cache_modifier=".cg",
-            )
-            at = PARTIAL_OUT + (partial + split)[:, None] * VALUE_DIM + dims
-            part = tl.load(
-                at, mask=written[:, None] & (dims < VALUE_DIM), other=0.0, cache_modifier=".cg"
-            )
-            new_m = tl.maximum(m, lse)
-            # A padding head has no partial at all: -inf minus -inf would be NaN.
-            weight = tl.where(written, tl.exp2(lse - new_m), 0.0)
-            alpha = tl.where(m > float("-inf"), tl.exp2(m - new_m), 0.0)
-            total = total * alpha + weight
-            acc = acc * alpha[:, None] + part * weight[:, None]
-            m = new_m
-
-    return total, acc
