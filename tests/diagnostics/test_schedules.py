@@ -90,7 +90,7 @@ def test_measured_steps_give_back_the_costs_that_made_them():
 
 
 def test_a_run_proposes_a_schedule_and_so_does_the_plan_of_its_record(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("verl.trainer.ppo_trainer.PROPOSAL_STEPS", 4)
+    monkeypatch.setattr("verl.trainer.proposer.PROPOSAL_STEPS", 4)
     assert run(tmp_path, "trainer.max_steps=5", "trainer.save_freq=-1") == 0
     assert capfd.readouterr().out.count("schedules: after 3 measured steps") == 1
 

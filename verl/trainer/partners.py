@@ -9,8 +9,7 @@ from verl.config.policies import partner_role
 from verl.models.load import load_tokenizer
 from verl.protocol import DataProto
 from verl.single_controller import Colocated, GroupOf, WorkerGroup, start
-from verl.trainer.episodes import mini_batch_rows
-from verl.trainer.pools import dealt_by_prompts
+from verl.trainer.dealing import dealt_for_update
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
 from verl.utils.phases import phase
 from verl.workers import ActorWorker, RolloutWorker, TrainedWorker
@@ -28,12 +27,12 @@ class PartnersTrainer(PPOTrainer):
     partners: dict[str, GroupOf[ActorWorker]]  # by role
     partner_rollouts: dict[str, GroupOf[RolloutWorker]]
 
-    def start_rollout(self) -> GroupOf[RolloutWorker]:
+    def start_rollout(self, **partners: Colocated) -> GroupOf[RolloutWorker]:
         """Start the partners, then the actor's rollout, whose episodes they play in."""
         self.partners = {}
         self.partner_rollouts = {}
         roles = self.config.actor_rollout_ref
-        engines: dict[str, Colocated] = {}
+        engines = dict(partners)
         for role, policy in roles.rollout.agent.partners.items():
             assert policy.path is not None, "the configuration was checked"
             check_same_vocabulary(
@@ -64,15 +63,7 @@ class PartnersTrainer(PPOTrainer):
             )
             engines[name] = Colocated(f"rollout_{role}")
 
-        return self.start_role(
-            "rollout",
-            RolloutWorker,
-            roles,
-            device=self.device,
-            tokenizer=self.tokenizer,
-            actor=Colocated("actor"),
-            **engines,
-        )
+        return super().start_rollout(**engines)
 
     def begin_passes(self, batch: DataProto) -> None:
         """Begin no pass early: each policy has a share of the rows alone."""
@@ -108,8 +99,9 @@ class PartnersTrainer(PPOTrainer):
 
         for role, group, own in self.shares(batch):
             part = batch.select_idxs(own)
-            rows = dealt_by_prompts(part, group, samples)
-            mini = mini_batch_rows(batch, len(part), mini_prompts, samples, group)
+            rows, mini = dealt_for_update(
+                part, group, played=batch, mini_prompts=mini_prompts, samples=samples
+            )
             coeff = self.entropy_controller.value
             metrics = self.timed("update_actor", group.update_actor, rows, coeff, mini)
             self._note(role, metrics)

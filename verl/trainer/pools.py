@@ -11,9 +11,7 @@ import torch
 
 from verl.config import TrainConfig
 from verl.config.placement import number_of_ranks, ranks_of_roles
-from verl.protocol import DataProto
 from verl.single_controller import Worker, WorkerGroup, spmd
-from verl.single_controller.dealing import Dealt, in_windows, token_counts
 from verl.single_controller.spmd import ResourcePool
 from verl.utils.errors import ConfigError
 from verl.utils.imports import require
@@ -105,17 +103,3 @@ def _asked_of_ray(config: TrainConfig) -> dict[str, Any]:
         if value is not None:
             asked[name] = value
     return asked
-
-
-def dealt_by_prompts(batch: DataProto, group: Any, samples: int) -> Any:
-    """Deal all samples of a prompt to one rank, where every rank then has as many rows.
-
-    The rows of a prompt share computation. Mini-batches stay those of one process.
-    """
-    shares = group.num_shares
-    if shares == 1 or len(batch) % (shares * samples):
-        return batch
-    lengths = token_counts(batch)
-    if lengths is None:
-        return batch
-    return Dealt(batch, in_windows(lengths, shares, unit_rows=samples))

@@ -12,62 +12,44 @@ from verl.algorithms.advantages import advantage_estimators
 from verl.algorithms.kl import get_kl_controller
 from verl.config import TrainConfig
 from verl.config.keywords import config_from_keywords
-from verl.config.placement import rollout_is_apart
-from verl.diagnostics.profile import watch
-from verl.diagnostics.proposal import MeasuredSteps
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
-from verl.single_controller import Colocated, GroupFuture, GroupOf, OnTold, start
+from verl.single_controller import GroupFuture, OnTold, start
 from verl.tracking.samples import write_samples
 from verl.trainer import scored, setup
 from verl.trainer.algorithm import (
     advantage_inputs,
     chosen_samples,
     corrected_rollout,
-    describe_algorithm,
     distilled,
     entropy_controller,
     estimated_by_episode,
-    loglinear,
     penalised_scores,
-    rollout_reinforce,
 )
+from verl.trainer.dealing import dealt_for_update
 from verl.trainer.episodes import (
     add_turn_rewards,
     agent_metrics,
     episode_rows,
-    mini_batch_rows,
     require_episodes,
     with_episodes,
     with_scores_of_episodes,
 )
 from verl.trainer.flat_rewards import FlatRewards
-from verl.trainer.frozen_models import connect_frozen_models
 from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
-from verl.trainer.pools import dealt_by_prompts, join_pool
-from verl.trainer.run import TrainingRun
+from verl.trainer.pools import join_pool
+from verl.trainer.proposer import ScheduleProposer
+from verl.trainer.roles import RunOfRoles
 from verl.trainer.validation_pass import ValidationPass
-from verl.trainer.weights import ActorRolloutGroups, ColocatedLink, RemoteLink, WeightLink
-from verl.utils.logging import logger
 from verl.utils.phases import declared_phase, declared_phases, may_overlap, phase
-from verl.workers import (
-    ActorWorker,
-    CriticWorker,
-    ReferenceWorker,
-    RewardModelWorker,
-    RolloutWorker,
-    TeacherWorker,
-    TrainedWorker,
-)
 
-PROPOSAL_STEPS = 10  # after which a run proposes a schedule
 # The columns that `generate` writes.
 GENERATED = (
     "prompts responses input_ids attention_mask position_ids response_mask rollout_log_probs uid"
 )
 
 
-class PPOTrainer(TrainingRun[TrainConfig]):
+class PPOTrainer(RunOfRoles):
     """Train a causal LM on prompts and a reward, by PPO, GRPO or a related algorithm.
 
     The step is composed of the public methods `generate`, `score`, `evaluate_policies`,
@@ -103,16 +85,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     mode: ClassVar[str] = "sync"  # the schedule: `trainer.mode` of the configurations it takes
 
-    # A subclass that reads `old_log_probs` before the update sets this: the pass is never skipped
-    # then.
+    # A subclass that reads `old_log_probs` before the update sets this; then the pass always runs.
     reads_old_log_probs = False
-
-    actor_wg: GroupOf[ActorWorker]
-    rollout_wg: GroupOf[RolloutWorker]
-    critic_wg: GroupOf[CriticWorker] | None
-    ref_policy_wg: GroupOf[ReferenceWorker] | GroupOf[ActorWorker] | None
-    rm_wg: GroupOf[RewardModelWorker] | None
-    teacher_wg: GroupOf[TeacherWorker] | None
 
     def __init__(
         self,
@@ -151,109 +125,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.first_val_batch = self.val_loader.state_dict() if self.val_loader is not None else {}
         self.total_steps = setup.count_steps(config, len(self.train_loader))
         self.flat_rewards = FlatRewards(config)
-        self.response_lengths: list[int] = []  # of the last step, in tokens
-        self.measured = MeasuredSteps(
-            prompts=config.data.train_batch_size,
-            samples=config.actor_rollout_ref.rollout.n,
-            ranks=self.pool.world_size,
-        )
+        self.proposer = ScheduleProposer(config, self.pool.world_size)
         # passes over a batch, by phase
         self.begun: tuple[DataProto | None, dict[str, GroupFuture]] = None, {}
-
-    # ---------------------------------------------------------------- set-up
-
-    def init_workers(self) -> None:
-        """Load the models that the configuration asks for, and connect them.
-
-        Actor and rollout engine always; critic, reference, reward model and teacher if needed.
-        """
-        watch(self.config)  # for profile_memory()
-        for line in describe_algorithm(self.config):
-            logger.info("%s", line)
-        self.start_tracker()
-        roles = self.config.actor_rollout_ref
-        self.actor_wg = self.start_role(
-            "actor",
-            ActorWorker,
-            roles,
-            total_steps=self.total_steps,
-            device=self.device,
-            tokenizer=self.tokenizer,
-        )
-        self.rollout_wg = self.start_rollout()
-        self.critic_wg = self.ref_policy_wg = self.rm_wg = self.teacher_wg = None
-        if self.config.needs_critic:
-            self.critic_wg = self.start_role(
-                "critic",
-                CriticWorker,
-                self.config.critic,
-                max_length=self.config.data.max_prompt_length
-                + self.config.data.max_response_length,
-                total_steps=self.total_steps,
-                device=self.device,
-                tokenizer=self.tokenizer,
-                seed=self.config.trainer.seed,
-            )
-        if self.config.needs_reference and roles.model.lora_rank > 0:
-            self.ref_policy_wg = self.actor_wg  # its frozen weights, without the adapters
-        elif self.config.needs_reference:
-            self.ref_policy_wg = self.start_role(
-                "reference", ReferenceWorker, roles, device=self.device
-            )
-        if self.config.reward_model.enable:
-            self.rm_wg = self.start_role(
-                "reward_model",
-                RewardModelWorker,
-                self.config.reward_model,
-                input_tokenizer=setup.reward_input_tokenizer(self.config, self.tokenizer),
-                device=self.device,
-            )
-        if self.config.distillation.enabled:
-            self.teacher_wg = self.start_role(
-                "teacher",
-                TeacherWorker,
-                self.config.distillation,
-                roles,
-                tokenizer=self.tokenizer,
-                device=self.device,
-            )
-        connect_frozen_models(self.config, self.actor_wg, self.ref_policy_wg, self.teacher_wg)
-        proximal = loglinear(self.config)
-        if proximal is not None:
-            self.actor_wg.use_loglinear_proximal(proximal)
-        reinforce = rollout_reinforce(self.config)
-        if reinforce is not None:
-            self.actor_wg.use_rollout_reinforce(reinforce)
-
-        self.weights = self.link_weights()
-
-    def start_rollout(self) -> GroupOf[RolloutWorker]:
-        """Start the rollout: in the actor's processes, or on ranks of its own."""
-        is_apart = rollout_is_apart(self.config)
-        return self.start_role(
-            "rollout",
-            RolloutWorker,
-            self.config.actor_rollout_ref,
-            device=self.device,
-            tokenizer=self.tokenizer,
-            actor=None if is_apart else Colocated("actor"),
-        )
-
-    def link_weights(self) -> WeightLink:
-        """Connect the rollout with the actor, because it generates with the actor's weights."""
-        if not rollout_is_apart(self.config):
-            return ColocatedLink(self.rollout_wg)
-        return RemoteLink(
-            self.actor_wg,
-            self.rollout_wg,
-            self.config.actor_rollout_ref.rollout.weight_transport,
-            self.checkpoints.root / "rollout_weights",
-        )
-
-    @property
-    def actor_rollout_wg(self) -> "ActorRolloutGroups":
-        """Both groups, under the name that verl 0.5 has for one group with both tasks."""
-        return ActorRolloutGroups(self.actor_wg, self.rollout_wg)
 
     # ---------------------------------------------------------------- the run
 
@@ -287,7 +161,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             prompts: (B,) prompts of the step.
         """
         super().run_step(prompts)
-        self._propose_schedule()
+        self.proposer.note_metrics(self.metrics)
         if self.global_step in (self.config.trainer.profile_steps or ()):
             self.write_timeline()
 
@@ -297,23 +171,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.metrics.update(data_metrics(batch))
         self.metrics.update(agent_metrics(batch))
         self.flat_rewards.watch(batch, self.global_step)
-        width = batch.batch["responses"].shape[1]
-        self.response_lengths = batch.batch["attention_mask"][:, -width:].sum(-1).tolist()
+        self.proposer.note_lengths(batch)
         self.write_rollouts(batch)
-
-    def _propose_schedule(self) -> None:
-        """Log the schedule and the split of ranks that the first steps of this process propose.
-
-        Only synchronous steps of all ranks show the times of generation and update.
-        """
-        is_whole = self.mode == "sync" and not rollout_is_apart(self.config)
-        is_over = len(self.measured.steps) == PROPOSAL_STEPS
-        if is_over or not is_whole or "rollout/decode_steps" not in self.metrics:
-            return
-        self.measured.add(self.metrics, self.response_lengths)
-        if len(self.measured.steps) == PROPOSAL_STEPS:
-            staleness = self.config.async_training.staleness_threshold
-            logger.info("%s", self.measured.proposal(staleness).line())
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         return timing_metrics(batch, self.timer.seconds, num_devices=self.pool.world_size)
@@ -347,11 +206,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         """
         n = self.config.actor_rollout_ref.rollout.n
         with self.scoring_ahead(self.reward_fn, prompts, n, first_row) as on_told:
-            if on_told is None:
-                # A `generate` that replaces ours may not take it.
-                batch = self.timed("gen", self.generate, prompts, first_row)
-            else:
-                batch = self.timed("gen", self.generate, prompts, first_row, on_told)
+            # A `generate` that replaces ours may not take it.
+            told = () if on_told is None else (on_told,)
+            batch = self.timed("gen", self.generate, prompts, first_row, *told)
             self.begin_passes(batch)
             return self.timed("reward", self.score, batch)
 
@@ -443,9 +300,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def add_rm_scores(self, batch: DataProto) -> DataProto:
         """Add `rm_scores` if a reward model is configured; reward managers use them as scores."""
         if self.rm_wg is not None:
-            batch.batch["rm_scores"] = self.timed("rm", self.rm_wg.compute_rm_score, batch).batch[
-                "rm_scores"
-            ]
+            scores = self.timed("rm", self.rm_wg.compute_rm_score, batch)
+            batch.batch["rm_scores"] = scores.batch["rm_scores"]
         return batch
 
     @phase(reads=GENERATED, writes="old_log_probs entropys ref_log_prob values")
@@ -551,25 +407,22 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         Args:
             batch: trajectories with `advantages` and `returns`.
         """
-        samples = self.config.actor_rollout_ref.rollout.n
-        played = batch
+        roles = self.config.actor_rollout_ref
+        deal = partial(dealt_for_update, played=batch, samples=roles.rollout.n)
         batch = chosen_samples(batch, self.config, self.global_step)
 
         if self.critic_wg is not None:
-            rows = dealt_by_prompts(batch, self.critic_wg, samples)
-            update = self.critic_wg.update_critic
             mini_prompts = self.config.critic.ppo_mini_batch_size
-            mini = mini_batch_rows(played, len(batch), mini_prompts, samples, self.critic_wg)
+            rows, mini = deal(batch, self.critic_wg, mini_prompts=mini_prompts)
+            update = self.critic_wg.update_critic
             self.metrics.update(self.timed("update_critic", update, rows, mini))
 
         if self.global_step > self.config.trainer.critic_warmup:
             batch = self.correct_rollout(batch)
-            rows = dealt_by_prompts(batch, self.actor_wg, samples)
+            rows, mini = deal(batch, self.actor_wg, mini_prompts=roles.actor.ppo_mini_batch_size)
             update = self.actor_wg.update_actor
-            entropy_coeff = self.entropy_controller.value
-            mini_prompts = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-            mini = mini_batch_rows(played, len(batch), mini_prompts, samples, self.actor_wg)
-            self.metrics.update(self.timed("update_actor", update, rows, entropy_coeff, mini))
+            coeff = self.entropy_controller.value
+            self.metrics.update(self.timed("update_actor", update, rows, coeff, mini))
             self.entropy_controller.update(self.metrics["actor/entropy"])
 
     def correct_rollout(self, batch: DataProto) -> DataProto:
@@ -613,21 +466,11 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def write_timeline(self) -> None:
         """Write the step as a Chrome trace into the folder of checkpoints."""
         folder = Path(self.config.trainer.default_local_dir) / "timeline"
-        write_timeline(
-            folder / f"global_step_{self.global_step}.json",
-            self.worker_groups(),
-            self.timer.started_at_ns,
-        )
-
-    def checkpointed_groups(self) -> dict[str, GroupOf[TrainedWorker]]:
-        groups: dict[str, GroupOf[TrainedWorker]] = {"actor": self.actor_wg}
-        if self.critic_wg is not None:
-            groups["critic"] = self.critic_wg
-        return groups
+        path = folder / f"global_step_{self.global_step}.json"
+        write_timeline(path, self.worker_groups(), self.timer.started_at_ns)
 
     def load_checkpoint(self) -> None:
-        """Go back to the newest sound checkpoint, or to the one that `trainer.resume_from_path`
-        names."""
+        """Go back to a checkpoint, see `TrainingRun.load_checkpoint`, and hand its weights over."""
         super().load_checkpoint()
         self.sync_weights()
 

@@ -1,0 +1,135 @@
+"""The models of a run: actor, rollout, critic, reference, reward model and teacher."""
+
+from verl.config import TrainConfig
+from verl.config.placement import rollout_is_apart
+from verl.diagnostics.profile import watch
+from verl.single_controller import Colocated, GroupOf
+from verl.trainer import setup
+from verl.trainer.algorithm import describe_algorithm, loglinear, rollout_reinforce
+from verl.trainer.frozen_models import connect_frozen_models
+from verl.trainer.run import TrainingRun
+from verl.trainer.weights import ActorRolloutGroups, ColocatedLink, RemoteLink, WeightLink
+from verl.utils.logging import logger
+from verl.workers import (
+    ActorWorker,
+    CriticWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    RolloutWorker,
+    TeacherWorker,
+    TrainedWorker,
+)
+
+
+class RunOfRoles(TrainingRun[TrainConfig]):
+    """A training run with the models that its configuration asks for, as groups of workers."""
+
+    actor_wg: GroupOf[ActorWorker]
+    rollout_wg: GroupOf[RolloutWorker]
+    critic_wg: GroupOf[CriticWorker] | None
+    ref_policy_wg: GroupOf[ReferenceWorker] | GroupOf[ActorWorker] | None
+    rm_wg: GroupOf[RewardModelWorker] | None
+    teacher_wg: GroupOf[TeacherWorker] | None
+
+    def init_workers(self) -> None:
+        """Load the models that the configuration asks for, and connect them.
+
+        Actor and rollout engine always; critic, reference, reward model and teacher if needed.
+        """
+        watch(self.config)  # for profile_memory()
+        for line in describe_algorithm(self.config):
+            logger.info("%s", line)
+        self.start_tracker()
+        roles = self.config.actor_rollout_ref
+        data = self.config.data
+        self.actor_wg = self.start_role(
+            "actor",
+            ActorWorker,
+            roles,
+            total_steps=self.total_steps,
+            device=self.device,
+            tokenizer=self.tokenizer,
+        )
+        self.rollout_wg = self.start_rollout()
+        self.critic_wg = self.ref_policy_wg = self.rm_wg = self.teacher_wg = None
+        if self.config.needs_critic:
+            self.critic_wg = self.start_role(
+                "critic",
+                CriticWorker,
+                self.config.critic,
+                max_length=data.max_prompt_length + data.max_response_length,
+                total_steps=self.total_steps,
+                device=self.device,
+                tokenizer=self.tokenizer,
+                seed=self.config.trainer.seed,
+            )
+        if self.config.needs_reference and roles.model.lora_rank > 0:
+            self.ref_policy_wg = self.actor_wg  # its frozen weights, without the adapters
+        elif self.config.needs_reference:
+            reference = self.start_role("reference", ReferenceWorker, roles, device=self.device)
+            self.ref_policy_wg = reference
+        if self.config.reward_model.enable:
+            self.rm_wg = self.start_role(
+                "reward_model",
+                RewardModelWorker,
+                self.config.reward_model,
+                input_tokenizer=setup.reward_input_tokenizer(self.config, self.tokenizer),
+                device=self.device,
+            )
+        if self.config.distillation.enabled:
+            self.teacher_wg = self.start_role(
+                "teacher",
+                TeacherWorker,
+                self.config.distillation,
+                roles,
+                tokenizer=self.tokenizer,
+                device=self.device,
+            )
+        connect_frozen_models(self.config, self.actor_wg, self.ref_policy_wg, self.teacher_wg)
+        proximal = loglinear(self.config)
+        if proximal is not None:
+            self.actor_wg.use_loglinear_proximal(proximal)
+        reinforce = rollout_reinforce(self.config)
+        if reinforce is not None:
+            self.actor_wg.use_rollout_reinforce(reinforce)
+
+        self.weights = self.link_weights()
+
+    def start_rollout(self, **partners: Colocated) -> GroupOf[RolloutWorker]:
+        """Start the rollout: in the actor's processes, or on ranks of its own.
+
+        Args:
+            partners: see `RolloutWorker`.
+        """
+        is_apart = rollout_is_apart(self.config)
+        return self.start_role(
+            "rollout",
+            RolloutWorker,
+            self.config.actor_rollout_ref,
+            device=self.device,
+            tokenizer=self.tokenizer,
+            actor=None if is_apart else Colocated("actor"),
+            **partners,
+        )
+
+    def link_weights(self) -> WeightLink:
+        """Connect the rollout with the actor, because it generates with the actor's weights."""
+        if not rollout_is_apart(self.config):
+            return ColocatedLink(self.rollout_wg)
+        return RemoteLink(
+            self.actor_wg,
+            self.rollout_wg,
+            self.config.actor_rollout_ref.rollout.weight_transport,
+            self.checkpoints.root / "rollout_weights",
+        )
+
+    @property
+    def actor_rollout_wg(self) -> "ActorRolloutGroups":
+        """Both groups, under the name that verl 0.5 has for one group with both tasks."""
+        return ActorRolloutGroups(self.actor_wg, self.rollout_wg)
+
+    def checkpointed_groups(self) -> dict[str, GroupOf[TrainedWorker]]:
+        groups: dict[str, GroupOf[TrainedWorker]] = {"actor": self.actor_wg}
+        if self.critic_wg is not None:
+            groups["critic"] = self.critic_wg
+        return groups
