@@ -1,6 +1,6 @@
 """Play the episodes of a batch on one engine, and make columns of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -111,26 +111,6 @@ def follow_to_the_end(steps: "agents.EngineSteps", sharing: Axis) -> Played:
     if message is None:
         raise RolloutError("The rank that plays the episodes of this engine has failed.")
     return message
-
-
-def combine_metrics(of_engines: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of agents by their names: sums, but means, smallest and largest ones."""
-    combined: dict[str, list[float]] = {}
-    for metrics in of_engines:
-        for name, value in metrics.items():
-            combined.setdefault(name, []).append(value)
-
-    metrics = {}
-    for name, values in combined.items():
-        if name.endswith("/min"):
-            metrics[name] = min(values)
-        elif name.endswith("/max"):
-            metrics[name] = max(values)
-        elif name.endswith("/mean"):
-            metrics[name] = sum(values) / len(values)
-        else:
-            metrics[name] = sum(values)
-    return metrics
 
 
 def pictures_of(prompts: DataProto) -> list[Pictures]:

@@ -1,6 +1,5 @@
 """The rollout role: owns a rollout engine, next to the actor or on ranks of its own."""
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -45,8 +44,8 @@ from verl.weight_sync import (
     receive_into,
 )
 from verl.workers.actor import ActorWorker, model_source
+from verl.workers.counters import combine_counters, combine_metrics
 from verl.workers.playing import (
-    combine_metrics,
     episode_columns,
     follow_to_the_end,
     frozen_policies,
@@ -56,6 +55,7 @@ from verl.workers.playing import (
 )
 from verl.workers.served import server_sender
 from verl.workers.stream import EpisodeOrders, EpisodeStream, Orders, Progressed, advance, freeze
+from verl.workers.texts import text_columns
 
 if TYPE_CHECKING:
     from verl.rollout.embedded.engine import EmbeddedEngine
@@ -70,8 +70,6 @@ _WAY_OUT_NEXT_TO_THE_ACTOR = (
     "max_num_batched_tokens, or keep the trainer's weights and moments on the host meanwhile: "
     "actor_rollout_ref.actor.fsdp_config.param_offload=True, optimizer_offload=True."
 )
-# Counters that are added up over all engines; for the others the largest counts.
-_ADDED_UP = ("_tokens", "_steps", "_pages", "preemptions", "_per_s")
 
 
 class RolloutWorker(Worker):
@@ -147,13 +145,10 @@ class RolloutWorker(Worker):
         if config.rollout.uses_agents:
             stop_ids = end_of_sequence_ids(model, tokenizer)
             pictures = build_picture_reader(config.model, tokenizer, keeps_images=self.is_external)
+            sharing = self.rollout_mesh.tensor
             with self._names_out_of_memory("loading"):
                 policies = frozen_policies(
-                    config,
-                    tokenizer,
-                    self.device,
-                    is_alone=actor is None,
-                    sharing=self.rollout_mesh.tensor,
+                    config, tokenizer, self.device, is_alone=actor is None, sharing=sharing
                 )
             self._copies = agents.Copies(config.rollout, policies)
             self.agents = agents.AgentRunner(
@@ -249,9 +244,8 @@ class RolloutWorker(Worker):
         assert self.agents is not None, "the configuration names no agent loop"
         if not self.has_weights:
             self.take_weights()
-        episodes = agents.episodes_of(
-            prompts.non_tensor_batch, n, step=step, record_step=record_step
-        )
+        columns = prompts.non_tensor_batch
+        episodes = agents.episodes_of(columns, n, step=step, record_step=record_step)
         for partner in self.partners.values():
             if not partner.has_weights:
                 partner.take_weights()
@@ -384,43 +378,17 @@ class RolloutWorker(Worker):
     def generate_texts(
         self, prompts: DataProto, *, n: int, params: SamplingParams, seed: int
     ) -> DataProto:
-        """Sample n texts for each of B prompts.
+        """Sample n texts for each of B prompts: the columns of `text_columns`.
 
-        Reads `raw_prompt_ids` and `prompt_row` as `generate_sequences` does. Gives the object
-        columns `responses` (lists of n texts without special tokens), and of all n together
-        `num_tokens` and `num_cut` (responses that the limit ended).
+        Reads `raw_prompt_ids` and `prompt_row` as `generate_sequences` does.
         """
         prompt_ids = list(map(tuple, prompts.non_tensor_batch["raw_prompt_ids"]))
         rows = list(map(int, prompts.non_tensor_batch["prompt_row"]))
 
-        finished = {}
         pictures = pictures_of(prompts)
-        for completion in self._generate(prompt_ids, rows, n, params, seed, 0, pictures):
-            finished[completion.sample_id] = completion
-        wanted: list[int] = []
-        for row in rows:
-            wanted += range(row * n, (row + 1) * n)
-
-        if finished.keys() != set(wanted):
-            raise RolloutError(
-                f"Expected {len(wanted)} samples from the engine, got {len(finished)}, or others."
-            )
-
-        token_ids = [finished[number].token_ids for number in wanted]
-        is_cut = [finished[number].finish_reason == "length" for number in wanted]
-        texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-
-        responses = []
-        num_tokens = []
-        num_cut = []
-        for start in range(0, len(wanted), n):
-            group = slice(start, start + n)
-            responses.append(texts[group])
-            num_tokens.append(sum(map(len, token_ids[group])))
-            num_cut.append(sum(is_cut[group]))
-        return DataProto.from_dict(
-            non_tensors={"responses": responses, "num_tokens": num_tokens, "num_cut": num_cut}
-        )
+        completions = list(self._generate(prompt_ids, rows, n, params, seed, 0, pictures))
+        columns = text_columns(completions, rows, n, self.tokenizer)
+        return DataProto.from_dict(non_tensors=columns)
 
     def _generate(
         self,
@@ -459,15 +427,7 @@ class RolloutWorker(Worker):
 
     def _metrics(self, counters: dict[str, float]) -> dict[str, float]:
         """Combine the counters of a generation over all engines."""
-        statistics = gather_objects(counters, self.rollout_mesh.data)
-        metrics = {}
-        for name in dict.fromkeys(itertools.chain(*statistics)):
-            combine = sum if name.endswith(_ADDED_UP) else max
-            # Times are under perf/; all other metrics are the same in every run of a seed.
-            key = f"perf/rollout_{name}" if name.endswith("_s") else f"rollout/{name}"
-            # An engine without episodes has counted nothing.
-            metrics[key] = combine(each[name] for each in statistics if name in each)
-        return metrics
+        return combine_counters(gather_objects(counters, self.rollout_mesh.data))
 
     # ---------------------------------------------------------------- weights
 

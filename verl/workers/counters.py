@@ -1,0 +1,41 @@
+"""Numbers of all engines as one: counters of generation, and metrics of agents."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+# Counters that are added up over all engines; for the others the largest counts.
+_ADDED_UP = ("_tokens", "_steps", "_pages", "preemptions", "_per_s")
+
+
+def combine_counters(of_engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine the counters of a generation, under the names of metrics.
+
+    An engine without episodes has counted nothing.
+    """
+    metrics = {}
+    for name in dict.fromkeys(itertools.chain(*of_engines)):
+        combine = sum if name.endswith(_ADDED_UP) else max
+        # Times are under perf/; all other metrics are the same in every run of a seed.
+        key = f"perf/rollout_{name}" if name.endswith("_s") else f"rollout/{name}"
+        metrics[key] = combine(each[name] for each in of_engines if name in each)
+    return metrics
+
+
+def combine_metrics(of_engines: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Combine the metrics of agents by their names: sums, but means, smallest and largest ones."""
+    combined: dict[str, list[float]] = {}
+    for metrics in of_engines:
+        for name, value in metrics.items():
+            combined.setdefault(name, []).append(value)
+
+    metrics = {}
+    for name, values in combined.items():
+        if name.endswith("/min"):
+            metrics[name] = min(values)
+        elif name.endswith("/max"):
+            metrics[name] = max(values)
+        elif name.endswith("/mean"):
+            metrics[name] = sum(values) / len(values)
+        else:
+            metrics[name] = sum(values)
+    return metrics
