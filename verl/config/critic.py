@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.choices import ATTENTION_KERNELS, LOSS_AGGREGATIONS, MAX_LORA_RANK, STRATEGIES
+from verl.config.choices import LOSS_AGGREGATIONS, STRATEGIES
 from verl.config.fsdp import FSDPConfig
+from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.setting import setting
+from verl.config.setting import as_in, setting
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,7 +35,7 @@ class CriticModelConfig:
         no_effect="the critic reads the actor's token ids",
         is_path=True,
     )
-    override_config: dict[str, Any] = setting({}, "entries of the model's config.json to replace")
+    override_config: dict[str, Any] = as_in(ModelConfig, "override_config")
     external_lib: str | None = setting(
         None,
         "module imported at start",
@@ -55,23 +56,10 @@ class CriticModelConfig:
     use_shm: bool = setting(
         False, "copy weights to /dev/shm first", no_effect="weights are read once a process"
     )
-    enable_gradient_checkpointing: bool = setting(
-        True, "recompute activations in the backward pass"
-    )
-    attention_kernel: str = setting(
-        "auto",
-        "for packed sequences on CUDA; auto: the fastest that is installed and proved",
-        choices=ATTENTION_KERNELS,
-    )
-    gradient_checkpointing_share: float = setting(
-        1.0,
-        "share of the decoder layers that recompute: less where memory is left",
-        above=0,
-        at_most=1,
-    )
-    enable_activation_offload: bool = setting(
-        False, "keep the inputs of checkpointed layers on the host"
-    )
+    enable_gradient_checkpointing: bool = as_in(ModelConfig, "enable_gradient_checkpointing")
+    attention_kernel: str = as_in(ModelConfig, "attention_kernel")
+    gradient_checkpointing_share: float = as_in(ModelConfig, "gradient_checkpointing_share")
+    enable_activation_offload: bool = as_in(ModelConfig, "enable_activation_offload")
     use_remove_padding: bool = setting(
         True,
         "compute on packed sequences",
@@ -79,15 +67,10 @@ class CriticModelConfig:
     )
     custom_cls: CriticClassConfig = field(default_factory=CriticClassConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    lora_rank: int = setting(
-        0, "rank of LoRA adapters; 0: train all weights", at_least=0, at_most=MAX_LORA_RANK
-    )
-    lora_alpha: int = setting(16, "LoRA: adapters count lora_alpha / lora_rank", above=0)
-    target_modules: Any = setting(
-        "all-linear",
-        "LoRA: modules that get adapters; a list of (ends of) names, or a regex for whole names",
-    )
-    exclude_modules: Any = setting(None, "LoRA: modules that get none, given likewise")
+    lora_rank: int = as_in(ModelConfig, "lora_rank")
+    lora_alpha: int = as_in(ModelConfig, "lora_alpha")
+    target_modules: Any = as_in(ModelConfig, "target_modules")
+    exclude_modules: Any = as_in(ModelConfig, "exclude_modules")
 
 
 def _critic_optim() -> OptimConfig:

@@ -5,7 +5,8 @@ from typing import Any
 
 from verl.config.choices import DISTILLATION_LOSSES, EXACT_DIVERGENCES
 from verl.config.fsdp import FSDPConfig
-from verl.config.setting import setting
+from verl.config.ref import RefConfig
+from verl.config.setting import as_in, setting
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,33 +57,13 @@ class DistillationConfig:
     enabled: bool = setting(False, "train towards a teacher model on the actor's own responses")
     teacher_models: TeacherModelsConfig = field(default_factory=TeacherModelsConfig)
     distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
-    log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None,
-        "responses a forward pass; null: as many as fit log_prob_max_token_len_per_gpu",
-        above=0,
+    log_prob_micro_batch_size_per_gpu: int | None = as_in(
+        RefConfig, "log_prob_micro_batch_size_per_gpu"
     )
-    log_prob_use_dynamic_bsz: bool | None = setting(
-        None,
-        "micro-batches by tokens; null: unless their rows are given",
-        follows="actor_rollout_ref.actor.use_dynamic_bsz",
-    )
-    log_prob_max_token_len_per_gpu: int | None = setting(
-        None,
-        "tokens a forward pass; null: as many as fit the GPU",
-        above=0,
-        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    )
-    use_torch_compile: bool | None = setting(
-        None,
-        "compile the decoder layers; null: as the actor",
-        follows="actor_rollout_ref.actor.use_torch_compile",
-    )
-    ulysses_sequence_parallel_size: int = setting(
-        1,
-        "ranks that share the tokens of a sequence",
-        above=0,
-        follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-    )
+    log_prob_use_dynamic_bsz: bool | None = as_in(RefConfig, "log_prob_use_dynamic_bsz")
+    log_prob_max_token_len_per_gpu: int | None = as_in(RefConfig, "log_prob_max_token_len_per_gpu")
+    use_torch_compile: bool | None = as_in(RefConfig, "use_torch_compile")
+    ulysses_sequence_parallel_size: int = as_in(RefConfig, "ulysses_sequence_parallel_size")
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
 
     @property

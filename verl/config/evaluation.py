@@ -1,5 +1,4 @@
 """The configuration tree of `verl.trainer.main_eval`."""
-# ruff: noqa: RUF009 - `as_in` makes dataclass fields
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,8 +13,8 @@ from verl.config.reward import (
     SandboxFusionConfig,
 )
 from verl.config.reward_rules import reward_has_what_it_needs
-from verl.config.setting import setting
-from verl.config.shared_keys import SharedKeys, as_in
+from verl.config.setting import as_in, setting
+from verl.config.shared_keys import SharedKeys
 
 _NO_RAY = (
     "rewards are called without Ray; reward_model.reward_manager=prime calls them in processes"

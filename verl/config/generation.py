@@ -1,5 +1,4 @@
 """The configuration tree of `verl.trainer.main_generation`."""
-# ruff: noqa: RUF009 - `as_in` makes dataclass fields
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,8 +9,8 @@ from verl.config.data import DataConfig
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.config.rules import is_greedy
-from verl.config.setting import setting
-from verl.config.shared_keys import SharedKeys, as_in
+from verl.config.setting import as_in, setting
+from verl.config.shared_keys import SharedKeys
 from verl.config.trainer import RayInitConfig, TrainerConfig
 
 _NO_TRAINING = "nothing is trained here"

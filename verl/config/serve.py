@@ -1,16 +1,15 @@
 """The configuration tree of `verl serve`."""
-# ruff: noqa: RUF009 - `as_in` makes dataclass fields
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.gateway import GatewayConfig
-from verl.config.generation import GenerationRolloutConfig
+from verl.config.generation import GenerationModelConfig, GenerationRolloutConfig
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.setting import setting
-from verl.config.shared_keys import SharedKeys, as_in
+from verl.config.setting import as_in, setting
+from verl.config.shared_keys import SharedKeys
 from verl.config.trainer import TrainerConfig
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -20,11 +19,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class ServeModelConfig:
     path: str | None = as_in(ModelConfig, "path")
     custom_chat_template: str | None = as_in(ModelConfig, "custom_chat_template")
-    external_lib: str | None = setting(
-        None,
-        "Python module or .py file imported at start: the place to register a rollout engine",
-        is_path=True,
-    )
+    external_lib: str | None = as_in(GenerationModelConfig, "external_lib")
     override_config: dict[str, Any] = as_in(ModelConfig, "override_config")
     trust_remote_code: bool = as_in(ModelConfig, "trust_remote_code")
 

@@ -6,7 +6,7 @@ read one source.
 """
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 _METADATA_KEY = "verl_setting"
@@ -50,6 +50,14 @@ def setting(default: Any, help: str, **details: Any) -> Any:
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def as_in(section: type, name: str) -> Any:
+    """Declare a field as the key `name` of another section is declared."""
+    original = next(each for each in fields(section) if each.name == name)
+    if original.default_factory is not MISSING:
+        return field(default_factory=original.default_factory, metadata=original.metadata)
+    return field(default=original.default, metadata=original.metadata)
 
 
 def setting_of(dataclass_field: Any) -> Setting | None:

@@ -1,6 +1,5 @@
 """The configuration tree of `verl.trainer.main_sft`: names of verl 0.5's sft_trainer, read by the
 parts of training."""
-# ruff: noqa: RUF009 - `as_in` makes dataclass fields
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,8 +12,8 @@ from verl.config.data import DataConfig
 from verl.config.fsdp import FSDPConfig
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
-from verl.config.setting import setting
-from verl.config.shared_keys import SharedKeys, as_in
+from verl.config.setting import as_in, setting
+from verl.config.shared_keys import SharedKeys
 from verl.config.trainer import RayInitConfig, RecordConfig, TrainerConfig
 
 

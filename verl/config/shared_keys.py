@@ -3,22 +3,13 @@
 They are declared once, read by the parts of training, and reported under the names of the root.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.config.keys import keys_of, owner_of, value_at
 from verl.config.rules import Rule
 from verl.config.train import TrainConfig
-
-
-def as_in(section: type, name: str) -> Any:
-    """Declare a field as the key `name` of another section is declared."""
-    original = next(each for each in dataclasses.fields(section) if each.name == name)
-    if original.default_factory is not dataclasses.MISSING:
-        return field(default_factory=original.default_factory, metadata=original.metadata)
-    return field(default=original.default, metadata=original.metadata)
 
 
 @dataclass(frozen=True)
