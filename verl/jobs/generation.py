@@ -3,6 +3,7 @@
 import hashlib
 import io
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from verl.config.generation import PLACE_AND_SPEED, SHARED, GenerationConfig
 from verl.config.keys import keys_of, value_at
 from verl.config.rollout import RolloutConfig
-from verl.data.build import build_picture_reader
 from verl.data.files import ArrowRows
 from verl.data.lengths import tokenizer_fingerprint
 from verl.data.rl_dataset import RLDataset
@@ -21,7 +21,7 @@ from verl.data.toy import TOY, toy_files
 from verl.jobs.finished_batches import FinishedBatches
 from verl.models.load import resolve_path
 from verl.protocol import DataProto
-from verl.rollout import capabilities_of, check_engine, check_engine_service
+from verl.rollout import check_engine, check_engine_service
 from verl.trainer import setup
 from verl.trainer.pools import join_pool
 from verl.utils.devices import describe_device, visible_device
@@ -96,12 +96,7 @@ def generate(config: GenerationConfig) -> None:
 
     tokenizer = setup.build_tokenizer(train)
     files = toy_files() if data.path == [TOY] else data.path
-    engine = train.actor_rollout_ref.rollout.name
-    pictures = build_picture_reader(
-        train.actor_rollout_ref.model,
-        tokenizer,
-        keeps_images=capabilities_of(engine).external,
-    )
+    pictures = setup.picture_reader(train, tokenizer)
     prompts = Prompts(files, tokenizer, train.data, pictures=pictures)
     table = prompts.table()
 
@@ -139,13 +134,8 @@ def generate(config: GenerationConfig) -> None:
         )
         progress = Progress(sum(map(len, waiting.values())), data.n_samples)
         for number, rows in waiting.items():
-            items = [prompts[row] for row in rows]
-            columns: dict[str, Any] = {"prompt_row": list(rows)}
-            for name in ("raw_prompt_ids", "prepared_pictures"):
-                if name in items[0]:
-                    columns[name] = [item[name] for item in items]
             answer = group.generate_texts(
-                DataProto.from_dict(non_tensors=columns),
+                batch_of(prompts, rows),
                 n=data.n_samples,
                 params=setup.sampling_params(rollout),
                 seed=rollout.seed,
@@ -160,6 +150,16 @@ def generate(config: GenerationConfig) -> None:
         data.n_samples,
         data.output_path,
     )
+
+
+def batch_of(prompts: RLDataset, rows: Sequence[int]) -> DataProto:
+    """Return the columns of these prompts that a rollout reads."""
+    items = [prompts[row] for row in rows]
+    columns: dict[str, Any] = {"prompt_row": list(rows)}
+    for name in ("raw_prompt_ids", "prepared_pictures"):
+        if name in items[0]:
+            columns[name] = [item[name] for item in items]
+    return DataProto.from_dict(non_tensors=columns)
 
 
 def identity(config: GenerationConfig, prompts: RLDataset) -> dict[str, Any]:

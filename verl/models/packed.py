@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -343,16 +344,16 @@ class PackedCausalLM(nn.Module):
         hidden = packed_hidden_states(self.model, self.slot, batch, routes)
         hidden = hidden.index_select(0, batch.predict)
         linear: Any = self.model.get_output_embeddings()
-        log_probs, entropies = token_log_probs(
+        score = partial(
+            token_log_probs,
             hidden,
             linear.weight,
             batch.targets,
             bias=linear.bias,
             head=self.head,
-            temperature=temperature,
-            entropy=entropy,
         )
 
+        log_probs, entropies = score(temperature=temperature, entropy=entropy)
         outputs = {"log_probs": log_probs}
         if entropy:
             outputs["entropy"] = entropies
@@ -364,14 +365,7 @@ class PackedCausalLM(nn.Module):
             outputs["routed_experts"] = chosen.index_select(0, batch.predict)
             self.slot.recorded = None
         if sum_pi_squared:
-            sharper, _ = token_log_probs(
-                hidden,
-                linear.weight,
-                batch.targets,
-                bias=linear.bias,
-                head=self.head,
-                temperature=temperature / 2,
-            )
+            sharper, _ = score(temperature=temperature / 2)
             outputs["sum_pi_squared"] = (2 * log_probs - sharper).exp()
 
         for asked in divergences:

@@ -89,7 +89,7 @@ def picture_tokens(ids: Tensor, pictures: Sequence[Picture], name: str) -> Tenso
     return places
 
 
-def with_placeholders(ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+def ids_with_placeholders(ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
     """Return a prompt's ids with one token for each picture, as before they were expanded.
 
     Raises DataError if a picture's tokens are not in the prompt.

@@ -160,6 +160,13 @@ def has_rule(batch: DataProto) -> bool:
     )
 
 
+def picture_reader(config: TrainConfig, tokenizer: Any) -> PictureReader | None:
+    """Build the reader of the prompts' images; None for a model that reads text alone."""
+    roles = config.actor_rollout_ref
+    keeps_images = capabilities_of(roles.rollout.name).external
+    return build_picture_reader(roles.model, tokenizer, keeps_images=keeps_images)
+
+
 def build_loaders(
     config: TrainConfig, tokenizer: Any, train_dataset: Any = None, val_dataset: Any = None
 ) -> tuple[RLDataLoader, RLDataLoader | None]:
@@ -168,12 +175,7 @@ def build_loaders(
     Checks the rows for agents, see `check_agents`. The second is None where there is no validation set.
     """
     data = config.data
-    engine = config.actor_rollout_ref.rollout.name
-    pictures = build_picture_reader(
-        config.actor_rollout_ref.model,
-        tokenizer,
-        keeps_images=capabilities_of(engine).external,
-    )
+    pictures = picture_reader(config, tokenizer)
     if train_dataset is None:
         train_dataset = build_dataset(config, tokenizer, split="train", pictures=pictures)
         assert train_dataset is not None, "without training data build_dataset raises"

@@ -16,7 +16,7 @@ from tests.vision_folders import save_vision_folder, some_image
 from tests.workers.batches import CPU, config
 from verl.data.build import build_picture_reader
 from verl.models.load import load_tokenizer
-from verl.models.pictures import with_placeholders
+from verl.models.pictures import ids_with_placeholders
 from verl.models.vision import model_arguments
 from verl.protocol import DataProto
 from verl.rollout import check_engine_model
@@ -184,11 +184,11 @@ def test_a_prompt_gets_one_token_a_picture_again(vision):
     _, reader, _, _ = vision
     [ids, *_] = prompts(reader).non_tensor_batch["raw_prompt_ids"]
     [pictures, *_] = prompts(reader).non_tensor_batch["prepared_pictures"]
-    short = with_placeholders(ids, pictures)
+    short = ids_with_placeholders(ids, pictures)
     assert short.count(pictures[0].token_id) == 2
     assert reader.expand(short, pictures) == ids
     with pytest.raises(DataError, match="tokens of picture 1 are not in the prompt"):
-        with_placeholders(ids, (pictures[0], replace(pictures[1], token_ids=(5,) * 40)))
+        ids_with_placeholders(ids, (pictures[0], replace(pictures[1], token_ids=(5,) * 40)))
 
 
 def test_vllm_refuses_families_that_write_text_around_a_picture(vision):

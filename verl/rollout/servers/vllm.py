@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.models.pictures import Picture, Pictures, with_placeholders
+from verl.models.pictures import Picture, Pictures, ids_with_placeholders
 from verl.rollout.servers.server import (
     DRAW_S,
     LOAD_S,
@@ -242,7 +242,7 @@ class VLLMServer(Server):
     ) -> dict[str, Any]:
         """Send pictures, which the server prepares and places itself, and compare the tokens."""
         body = {
-            "token_ids": with_placeholders(prompt_ids, pictures),
+            "token_ids": ids_with_placeholders(prompt_ids, pictures),
             "content_parts": [_part(picture) for picture in pictures],
             "return_token_ids": True,
             "sampling_params": dict(sampling),
