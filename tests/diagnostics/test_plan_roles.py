@@ -14,7 +14,7 @@ from tests.engine.batches import make_batch
 from tests.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 from tests.tiny_reward_models import save_reward_model, tiny_classifier
 from verl.config import FSDPConfig
-from verl.diagnostics.memory_plan import plan_memory
+from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
 from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
@@ -485,17 +485,20 @@ def test_planned_teacher_matches_the_worker(tmp_path: Path):
     assert planned.footprint.setup == worker.engine.footprint.setup
 
 
+def plans_of_a_duel(folder: Path, others: str, *keys: str) -> tuple[MemoryPlan, MemoryPlan]:
+    """Plan a trained 7B player in an environment, alone and with `others`, of which one is 8B."""
+    LLAMA_8B.save_pretrained(folder / "other")
+    agent = "actor_rollout_ref.rollout.agent"
+    keys = (f"{agent}.environment.name=duel.py:Duel", *keys)
+    policies = f"{agent}.policies={{player: {{trained: true}}, {others}}}"
+    alone = plan_memory(make_config(folder / "alone", QWEN_7B, *keys), 141)
+    return alone, plan_memory(make_config(folder / "both", QWEN_7B, *keys, policies), 141)
+
+
 def test_frozen_policies_take_room_on_the_host_and_while_agents_play(tmp_path: Path):
     """Plan a 7B actor against an 8B opponent and a copy of itself."""
-    LLAMA_8B.save_pretrained(tmp_path / "opponent")
-    agent = "actor_rollout_ref.rollout.agent"
-    playing = [f"{agent}.environment.name=duel.py:Duel", "trainer.n_gpus_per_node=1"]
-    policies = (
-        f"{agent}.policies={{player: {{trained: true}}, "
-        f"opponent: {{path: '{tmp_path / 'opponent'}'}}, old: {{path: self, update_freq: 2}}}}"
-    )
-    alone = plan_memory(make_config(tmp_path / "alone", QWEN_7B, *playing), 141)
-    three = plan_memory(make_config(tmp_path / "three", QWEN_7B, *playing, policies), 141)
+    opponents = f"opponent: {{path: '{tmp_path / 'other'}'}}, old: {{path: self, update_freq: 2}}"
+    alone, three = plans_of_a_duel(tmp_path, opponents, "trainer.n_gpus_per_node=1")
 
     numbers = round(8.03e9) + alone.roles["actor"].footprint.shape.numel
     rollout = phase_of(three, "actor", "rollout")
@@ -508,15 +511,8 @@ def test_frozen_policies_take_room_on_the_host_and_while_agents_play(tmp_path: P
 
 
 def test_a_second_trained_policy_has_parameters_moments_and_an_update(tmp_path: Path):
-    LLAMA_8B.save_pretrained(tmp_path / "partner")
-    agent = "actor_rollout_ref.rollout.agent"
-    given = [f"{agent}.environment.name=duel.py:Duel", "actor_rollout_ref.actor.use_kl_loss=False"]
-    policies = (
-        f"{agent}.policies={{player: {{trained: true}}, "
-        f"other: {{trained: true, path: '{tmp_path / 'partner'}'}}}}"
-    )
-    alone = plan_memory(make_config(tmp_path / "alone", QWEN_7B, *given), 141)
-    both = plan_memory(make_config(tmp_path / "both", QWEN_7B, *given, policies), 141)
+    partner = f"other: {{trained: true, path: '{tmp_path / 'other'}'}}"
+    alone, both = plans_of_a_duel(tmp_path, partner, "actor_rollout_ref.actor.use_kl_loss=False")
 
     partner = both.roles["policy_other"].footprint
     assert partner.shape.numel == pytest.approx(8.03e9, rel=0.001)

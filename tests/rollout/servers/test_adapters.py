@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.rollout.servers.test_servers import draw, rollout_on
+from tests.rollout.servers.test_servers import draw, largest_kl, rollout_on, updated_rollout
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_vision_models import tiny_vision_model
 from tests.workers.batches import CPU, actor_of, config
@@ -39,10 +39,6 @@ def server_with_adapters(start, *arguments):
     server = start(*arguments)
     server.takes_adapters = True
     return server
-
-
-def largest_kl(actor, batch):
-    return abs(actor.compute_log_prob(batch).meta_info["metrics"]["training/rollout_kl"])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -88,10 +84,7 @@ def test_a_server_of_another_model_is_caught(lora, start):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_server_that_restarts_gets_the_adapter_before_it_draws(lora, start, version):
     server = server_with_adapters(start, "vllm", version)
-    actor = actor_of(lora)
-    rollout = rollout_on(lora, server, actor=actor)
-    move(actor)
-    rollout.take_weights()
+    rollout = updated_rollout(lora, server, update=move)
     expected = draw(rollout).batch["responses"]
     server.end()
     server.start()
@@ -106,10 +99,7 @@ def test_a_server_that_restarts_gets_the_adapter_before_it_draws(lora, start, ve
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_draw_on_a_server_that_lost_the_adapter_is_drawn_again(lora, start, version):
     server = server_with_adapters(start, "vllm", version)
-    actor = actor_of(lora)
-    rollout = rollout_on(lora, server, actor=actor)
-    move(actor)
-    rollout.take_weights()
+    rollout = updated_rollout(lora, server, update=move)
     expected = draw(rollout).batch["responses"]
     check = rollout.engine.fleet.check_versions
 

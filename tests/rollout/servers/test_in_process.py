@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -12,14 +11,19 @@ import torch
 from tests.rollout.servers.conftest import untied_copy
 from tests.rollout.servers.fake_vllm import modules
 from tests.rollout.servers.test_adapters import move as move_adapters
-from tests.rollout.servers.test_servers import PARAMS, draw, move
+from tests.rollout.servers.test_servers import (
+    check_abort_of_one_sample,
+    draw,
+    largest_kl,
+    move,
+)
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_vision_models import tiny_vision_model
 from tests.workers.batches import CPU, R, actor_of, prompts
 from verl.config import config_from_dict
 from verl.rollout import check_engine, check_engine_model, check_engine_service
 from verl.rollout.servers.in_process import InProcessVLLM
-from verl.rollout.types import Request, SamplingParams
+from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
 from verl.workers import RolloutWorker
 
@@ -58,10 +62,6 @@ def rollout_of(vllm, settings):
         worker.engine.fleet.members[0].server.close()
 
 
-def largest_kl(actor, batch):
-    return abs(actor.compute_log_prob(batch).meta_info["metrics"]["training/rollout_kl"])
-
-
 @pytest.mark.parametrize("transport", [None, "disk"])
 def test_log_probs_are_the_trainers_after_every_push(rollout_of, transport):
     worker, actor, _ = rollout_of(temperature=0.7, weight_transport=transport)
@@ -90,19 +90,7 @@ def test_a_push_that_did_not_arrive_whole_is_caught(rollout_of, fault):
 
 def test_aborted_samples_keep_their_tokens_and_others_go_on(rollout_of):
     worker, _, fake = rollout_of()
-    worker.take_weights()
-    fake.server.delay_s = 0.1
-    engine = worker.engine
-    requests = [Request(prompt_ids=(5, 6, 7), sample_ids=(0, 1), limits=(R, 3))]
-    engine.submit(requests, PARAMS, seed=0, step=0)
-    time.sleep(0.25)
-    [aborted] = engine.abort([0])
-    assert aborted.finish_reason == "abort"
-    assert 0 < len(aborted.token_ids) == len(aborted.log_probs) < R
-    completions = []
-    while engine.has_work:
-        completions += engine.step()
-    assert [(each.sample_id, len(each.token_ids)) for each in completions] == [(1, 3)]
+    check_abort_of_one_sample(worker, fake.server)
 
 
 def test_a_sleeping_engine_gets_weights_before_its_cache(rollout_of, monkeypatch):

@@ -41,8 +41,38 @@ def move(actor):
             parameter.add_(torch.randn_like(parameter) * 0.02)
 
 
+def updated_rollout(settings, *servers, update=move):
+    """Return a rollout that has taken the weights of an actor after an update."""
+    actor = actor_of(settings)
+    rollout = rollout_on(settings, *servers, actor=actor)
+    update(actor)
+    rollout.take_weights()
+    return rollout
+
+
 def draw(rollout, count=4, step=1):
     return rollout.generate_sequences(prompts(count), n=2, params=PARAMS, seed=0, step=step)
+
+
+def largest_kl(actor, batch):
+    return abs(actor.compute_log_prob(batch).meta_info["metrics"]["training/rollout_kl"])
+
+
+def check_abort_of_one_sample(rollout, server):
+    """Abort one of two samples: it keeps its tokens, and the other one goes on."""
+    rollout.take_weights()
+    server.delay_s = 0.1
+    engine = rollout.engine
+    requests = [Request(prompt_ids=(5, 6, 7), sample_ids=(0, 1), limits=(R, 3))]
+    engine.submit(requests, PARAMS, seed=0, step=0)
+    time.sleep(0.25)
+    [aborted] = engine.abort([0])
+    assert aborted.finish_reason == "abort"
+    assert 0 < len(aborted.token_ids) == len(aborted.log_probs) < R
+    completions = []
+    while engine.has_work:
+        completions += engine.step()
+    assert [(each.sample_id, len(each.token_ids)) for each in completions] == [(1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -139,10 +169,7 @@ def test_a_server_that_does_not_know_the_extension_ends_the_wait(settings, start
 @pytest.mark.parametrize(("dialect", "version"), KINDS)
 def test_a_restarted_server_gets_the_weights_before_it_draws(settings, start, dialect, version):
     server = start(dialect, version)
-    actor = actor_of(settings)
-    rollout = rollout_on(settings, server, actor=actor)
-    move(actor)
-    rollout.take_weights()
+    rollout = updated_rollout(settings, server)
     expected = draw(rollout).batch["responses"]
     server.end()
     server.start()
@@ -151,11 +178,7 @@ def test_a_restarted_server_gets_the_weights_before_it_draws(settings, start, di
 
 def test_a_restart_between_two_draws_is_noticed_by_a_server_that_names_no_weights(settings, start):
     server = start("vllm", "0.24.0")
-    actor = actor_of(settings)
-    rollout = rollout_on(settings, server, actor=actor)
-    move(actor)
-    rollout.take_weights()
-    engine = rollout.engine
+    engine = updated_rollout(settings, server).engine
     engine.forget_prefixes()
     engine.submit([Request(prompt_ids=(5, 6), sample_ids=(0,))], PARAMS, seed=0, step=0)
     while engine._ended.empty():
@@ -173,10 +196,7 @@ def test_a_restart_between_two_draws_is_noticed_by_a_server_that_names_no_weight
 def test_samples_of_a_server_that_ends_are_drawn_again(settings, start, dialect, others):
     """End it in the middle of its draws; without another server, it comes back with old weights."""
     servers = [start(dialect) for _ in range(others + 1)]
-    actor = actor_of(settings)
-    rollout = rollout_on(settings, *servers, actor=actor)
-    move(actor)
-    rollout.take_weights()
+    rollout = updated_rollout(settings, *servers)
     expected = draw(rollout).batch["responses"]
 
     for server in servers:
@@ -196,7 +216,7 @@ def test_samples_of_a_server_that_ends_are_drawn_again(settings, start, dialect,
     thread.join()
     assert torch.equal(batch.batch["responses"], expected), "each sample once, by the same noise"
     assert batch.meta_info["metrics"]["rollout/num_redrawn"] >= 1
-    assert abs(actor.compute_log_prob(batch).meta_info["metrics"]["training/rollout_kl"]) < 1e-5
+    assert largest_kl(rollout.actor, batch) < 1e-5
 
 
 @pytest.mark.parametrize("probe", [1, 2], ids=["before the push", "after it"])
@@ -262,20 +282,7 @@ def test_a_run_ends_with_the_reason_if_no_server_comes_back(settings, start):
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_aborted_samples_keep_their_tokens_and_others_go_on(settings, start, dialect):
     server = start(dialect)
-    rollout = rollout_on(settings, server)
-    rollout.take_weights()
-    server.delay_s = 0.1
-    engine = rollout.engine
-    requests = [Request(prompt_ids=(5, 6, 7), sample_ids=(0, 1), limits=(R, 3))]
-    engine.submit(requests, PARAMS, seed=0, step=0)
-    time.sleep(0.25)
-    [aborted] = engine.abort([0])
-    assert aborted.finish_reason == "abort"
-    assert 0 < len(aborted.token_ids) == len(aborted.log_probs) < R
-    completions = []
-    while engine.has_work:
-        completions += engine.step()
-    assert [(each.sample_id, len(each.token_ids)) for each in completions] == [(1, 3)]
+    check_abort_of_one_sample(rollout_on(settings, server), server)
 
 
 @pytest.mark.parametrize("stops", [(), (5,)])
