@@ -24,9 +24,11 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from verl.utils.column_dicts import (
+    Indices,
+    cut_columns,
     leading_sizes,
-    lists_as_matrix,
     object_column,
+    row_numbers,
     union_dict,
     union_numpy_dict,
     union_tensor_dict,
@@ -36,8 +38,6 @@ from verl.utils.lazy import lazy_names
 from verl.utils.pickling import pack_tensor_dict, unpack_tensor_dict
 from verl.utils.units import MIB
 
-# int, or bool of length B
-Indices: TypeAlias = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 Keys: TypeAlias = Sequence[str] | None
 
 
@@ -205,29 +205,7 @@ class DataProto:
 
         A row may be chosen several times.
         """
-        values = idxs if isinstance(idxs, torch.Tensor) else np.asarray(idxs)
-        index = torch.as_tensor(values).cpu()
-        if index.ndim != 1 or (index.numel() and index.is_floating_point()):
-            raise BatchError(
-                f"Rows are chosen by a 1-D list of int or bool, got {index.dtype} of "
-                f"{list(index.shape)}."
-            )
-
-        if index.dtype == torch.bool:
-            if len(index) != len(self):
-                raise BatchError(
-                    f"A mask must have one entry for each of the {len(self)} rows, got "
-                    f"{len(index)}."
-                )
-            index = index.nonzero().flatten()
-
-        index = index.long()
-        if index.numel():
-            lowest = int(index.min())
-            highest = int(index.max())
-            if lowest < -len(self) or highest >= len(self):
-                raise IndexError(f"Rows {lowest} to {highest} are not all among {len(self)} rows.")
-
+        index = row_numbers(idxs, len(self))
         array = index.numpy()
         return self._map(
             lambda column: column[index if isinstance(column, torch.Tensor) else array], len(index)
@@ -278,15 +256,10 @@ class DataProto:
             )
 
         if self.batch is not None:
-            renamed: Any = {names.get(key, key): column for key, column in self._tensors().items()}
-            self.batch = TensorDict(
-                renamed, batch_size=self.batch.batch_size, device=self.batch.device
-            )
-
-        objects: dict[str, np.ndarray] = {}
-        for key, column in self.non_tensor_batch.items():
-            objects[names.get(key, key)] = column
-        self.non_tensor_batch = objects
+            tensors: Any = _renamed(self._tensors(), names)
+            sizes = self.batch.batch_size
+            self.batch = TensorDict(tensors, batch_size=sizes, device=self.batch.device)
+        self.non_tensor_batch = _renamed(self.non_tensor_batch, names)
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
@@ -449,20 +422,7 @@ class DataProto:
         are neighbors.
         """
         columns = {**self._tensors(), **self.non_tensor_batch}
-        rows = len(self) * n_split
-        cut: dict[str, Any] = {}
-        for key in split_keys or ():
-            column = lists_as_matrix(columns[key]) if key in columns else None
-            if column is None or column.ndim < 2 or n_split < 1 or column.shape[1] % n_split:
-                if column is None:
-                    fact = f"there are {list(columns)}"
-                else:
-                    fact = f"it has {tuple(column.shape[1:])} after the rows"
-                raise BatchError(
-                    f"Column '{key}' needs a dimension 1 divisible by n_split={n_split}; {fact}."
-                )
-            cut[key] = column.reshape(rows, column.shape[1] // n_split, *column.shape[2:])
-
+        cut = cut_columns(columns, split_keys or (), n_split)
         unfolded = self.repeat(n_split)
         for key, column in cut.items():
             if key in self.non_tensor_batch:
@@ -601,6 +561,10 @@ __getattr__ = lazy_names(__name__, {}, old_names=True)
 
 def _pick(mapping: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     return dict(mapping) if keys is None else {key: mapping[key] for key in keys}
+
+
+def _renamed(mapping: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): column for key, column in mapping.items()}
 
 
 def _rebuild(kind: type[DataProto], packed: Any, objects: Any, meta: Any) -> DataProto:

@@ -1,13 +1,16 @@
 """Merge and compare dictionaries of columns, which are tensors or arrays."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from verl.utils.errors import BatchError
+
+# int, or bool with an entry for each row
+Indices: TypeAlias = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
 def leading_sizes(columns: Mapping[str, Any], count: int) -> tuple[int, ...]:
@@ -23,6 +26,56 @@ def leading_sizes(columns: Mapping[str, Any], count: int) -> tuple[int, ...]:
             f"All columns must have and share {count} (at least 1) leading sizes, got {sizes}."
         )
     return next(iter(sizes.values()), (0,) * count)
+
+
+def row_numbers(idxs: Indices, num_rows: int) -> torch.Tensor:
+    """Return integer `idxs` as (n,) int64, or the numbers of the rows where a mask is true.
+
+    Raises BatchError for another kind of index, and IndexError for a row that does not exist.
+    """
+    values = idxs if isinstance(idxs, torch.Tensor) else np.asarray(idxs)
+    index = torch.as_tensor(values).cpu()
+    if index.ndim != 1 or (index.numel() and index.is_floating_point()):
+        raise BatchError(
+            f"Rows are chosen by a 1-D list of int or bool, got {index.dtype} of "
+            f"{list(index.shape)}."
+        )
+
+    if index.dtype == torch.bool:
+        if len(index) != num_rows:
+            raise BatchError(
+                f"A mask must have one entry for each of the {num_rows} rows, got {len(index)}."
+            )
+        index = index.nonzero().flatten()
+
+    index = index.long()
+    if index.numel():
+        lowest = int(index.min())
+        highest = int(index.max())
+        if lowest < -num_rows or highest >= num_rows:
+            raise IndexError(f"Rows {lowest} to {highest} are not all among {num_rows} rows.")
+    return index
+
+
+def cut_columns(columns: Mapping[str, Any], keys: Iterable[str], n_split: int) -> dict[str, Any]:
+    """Cut dimension 1 of the columns `keys` into `n_split` rows each.
+
+    Raises BatchError for a column that is missing or cannot be cut.
+    """
+    cut: dict[str, Any] = {}
+    for key in keys:
+        column = lists_as_matrix(columns[key]) if key in columns else None
+        if column is None or column.ndim < 2 or n_split < 1 or column.shape[1] % n_split:
+            if column is None:
+                fact = f"there are {list(columns)}"
+            else:
+                fact = f"it has {tuple(column.shape[1:])} after the rows"
+            raise BatchError(
+                f"Column '{key}' needs a dimension 1 divisible by n_split={n_split}; {fact}."
+            )
+        size = column.shape[1] // n_split
+        cut[key] = column.reshape(len(column) * n_split, size, *column.shape[2:])
+    return cut
 
 
 def object_column(values: Iterable[Any]) -> np.ndarray:
