@@ -290,7 +290,9 @@ def _has_misfits(key: Key, value: Any) -> bool:
     entries of a list (or a value that becomes one) of a wrong kind.
     """
     if key.setting.many:
-        entries = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        if value is None:
+            return False
+        entries = value if isinstance(value, (list, tuple)) else [value]
         return not all(isinstance(entry, (str, Path)) for entry in entries)
     if isinstance(value, int) and not isinstance(value, bool):
         return value not in (0, 1) if _plain_type(key) is bool else abs(value) > _LARGEST
@@ -368,11 +370,15 @@ def _tidy(config: Any, keys: Mapping[str, Key]) -> None:
         owner, name = owner_of(config, key.path)
         value = getattr(owner, name)
         if key.setting.many and not isinstance(value, list):
-            value = [value] if value is not None else None if key.default is None else []
+            if value is not None:
+                value = [value]
+            elif key.default is not None:
+                value = []
         if key.setting.is_path:
-            value = (
-                [_expanded(item) for item in value] if isinstance(value, list) else _expanded(value)
-            )
+            if isinstance(value, list):
+                value = [_expanded(item) for item in value]
+            else:
+                value = _expanded(value)
         setattr(owner, name, value)
 
 

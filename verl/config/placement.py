@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from itertools import chain
 
 from verl.config.policies import partner_role
 from verl.config.train import TrainConfig
@@ -16,16 +17,18 @@ def number_of_ranks(config: TrainConfig) -> int:
     if trainer.n_gpus_per_node is not None:
         return trainer.nnodes * trainer.n_gpus_per_node
     launched = int(os.environ.get("WORLD_SIZE", "1"))
-    named = [rank for ranks in _given(config).values() for rank in ranks]
+    named = chain.from_iterable(_given(config).values())
     return launched if launched > 1 else max(named, default=0) + 1
 
 
 def ranks_of_roles(config: TrainConfig) -> dict[str, list[int]]:
     """Return the ranks of every role that has a model of its own, in ascending order."""
     given = {role: sorted(ranks) for role, ranks in _given(config).items()}
-    taken = {rank for role, ranks in given.items() if role != "actor" for rank in ranks}
+    others = [ranks for role, ranks in given.items() if role != "actor"]
+    taken = set(chain.from_iterable(others))
     everyone = range(number_of_ranks(config))
-    actor = given.get("actor") or [rank for rank in everyone if rank not in taken] or list(everyone)
+    free = [rank for rank in everyone if rank not in taken]
+    actor = given.get("actor") or free or list(everyone)
     placed = {role: given.get(role, actor) for role in ("actor", *_active(config))}
     for role in config.actor_rollout_ref.rollout.agent.partners:
         placed[partner_role(role)] = actor

@@ -48,14 +48,17 @@ def contradictions(
     config: Any, rules: Iterable[Rule] = RULES, *, only_to_plan: bool = False
 ) -> list[str]:
     """Return one message for each value that cannot be honoured; see `validate`."""
-    problems = [
-        problem
-        for key in (*keys_of(type(config)).values(), *keys_of_entries(config))
-        for problem in _problems_of_value(config, key)
-    ]
-    if not problems:  # rules take it that every single value is in its range
-        problems = [] if only_to_plan else list(_not_available(config))
-        problems += [problem for rule in rules for problem in rule(config)]
+    problems: list[str] = []
+    for key in (*keys_of(type(config)).values(), *keys_of_entries(config)):
+        problems += _problems_of_value(config, key)
+    if problems:
+        return problems
+
+    # Rules take it that every single value is in its range.
+    if not only_to_plan:
+        problems += _not_available(config)
+    for rule in rules:
+        problems += rule(config)
     return problems
 
 

@@ -1,9 +1,9 @@
 """The nearest configurations that fit: keys to change, each set of them planned again as proof."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations, starmap
 
 from verl.config import TrainConfig
 from verl.config.keys import keys_of, owner_of, value_at
@@ -18,6 +18,14 @@ MOST_CHANGES = 3
 MOST_ADVICE = 3
 # Factors by which ranks are added, in whole hosts.
 MORE_RANKS = (2, 4, 8)
+# Sections of the roles that may need less memory.
+_MODELS = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
+_TRAINED = {"actor": "actor_rollout_ref.actor.fsdp_config", "critic": "critic.model.fsdp_config"}
+_FROZEN = {
+    "reference": "actor_rollout_ref.ref.fsdp_config",
+    "reward_model": "reward_model.model.fsdp_config",
+    "teacher": "distillation.fsdp_config",
+}
 
 Change = tuple[tuple[str, object], ...]  # keys with values that go together
 
@@ -57,15 +65,14 @@ def advise(config: TrainConfig, plan: MemoryPlan, shapes: ModelShapes) -> list[A
             planned = plan_memory(again, device_gib, shapes)
         except ConfigError:  # ranks that do not divide rows or heads
             return None
-        written = tuple(f"{key}={'null' if value is None else value}" for key, value in pairs)
-        return Advice(changes=written, plan=planned)
+        return Advice(changes=tuple(starmap(_written, pairs)), plan=planned)
 
     moves = [move for move in _moves(config, plan) if changed(move) is not None]
     for count in range(1, MOST_CHANGES + 1):
         found: list[Advice] = []
         for chosen in combinations(moves, count):
-            pairs = tuple(pair for change in chosen for pair in change)
-            if len({key for key, _ in pairs}) < len(pairs):
+            pairs = tuple(chain.from_iterable(chosen))
+            if len(dict(pairs)) < len(pairs):
                 continue
             advice = changed(pairs)
             if advice is not None and advice.plan.fits:
@@ -75,6 +82,10 @@ def advise(config: TrainConfig, plan: MemoryPlan, shapes: ModelShapes) -> list[A
         if found:
             return found
     return []
+
+
+def _written(key: str, value: object) -> str:
+    return f"{key}={'null' if value is None else value}"
 
 
 def _set(config: TrainConfig, key: str, value: object) -> None:
@@ -90,21 +101,14 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     """Yield single changes that save memory, the cheapest first."""
     roles = config.actor_rollout_ref
     rollout = "actor_rollout_ref.rollout"
-    models = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
-    models = {role: section for role, section in models.items() if role in plan.roles}
-    trained = {"actor": "actor_rollout_ref.actor.fsdp_config", "critic": "critic.model.fsdp_config"}
-    trained = {role: section for role, section in trained.items() if role in plan.roles}
-    frozen = {
-        "reference": "actor_rollout_ref.ref.fsdp_config",
-        "reward_model": "reward_model.model.fsdp_config",
-        "teacher": "distillation.fsdp_config",
-    }
+    models = _of_planned(_MODELS, plan)
+    trained = _of_planned(_TRAINED, plan)
+    frozen = _of_planned(_FROZEN, plan)
 
-    frozen = {role: section for role, section in frozen.items() if role in plan.roles}
     switches = [f"{rollout}.free_cache_engine"]
-    switches += [f"{model}.enable_gradient_checkpointing" for model in models.values()]
-    switches += [f"{section}.optimizer_offload" for section in trained.values()]
-    switches += [f"{section}.param_offload" for section in (*frozen.values(), *trained.values())]
+    switches += [f"{model}.enable_gradient_checkpointing" for model in models]
+    switches += [f"{section}.optimizer_offload" for section in trained]
+    switches += [f"{section}.param_offload" for section in (*frozen, *trained)]
 
     for key in switches:
         if not value_at(config, key):
@@ -120,7 +124,7 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
         if roles.rollout.max_num_seqs > most:
             yield ((f"{rollout}.max_num_seqs", most),)
 
-    for model in models.values():
+    for model in models:
         if not value_at(config, f"{model}.enable_activation_offload"):
             keys = (f"{model}.enable_gradient_checkpointing", f"{model}.enable_activation_offload")
             yield tuple((key, True) for key in keys if not value_at(config, key))
@@ -143,9 +147,14 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
             yield (("trainer.n_gpus_per_node", factor),)
 
     # The optimizer steps on the host then, which takes longest of all.
-    for section in trained.values():
+    for section in trained:
         if not value_at(config, f"{section}.offload_policy"):
             yield ((f"{section}.offload_policy", True),)
+
+
+def _of_planned(sections: Mapping[str, str], plan: MemoryPlan) -> list[str]:
+    """Return the sections of the roles that the plan has."""
+    return [section for role, section in sections.items() if role in plan.roles]
 
 
 def _smaller_passes(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
@@ -155,9 +164,8 @@ def _smaller_passes(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
             continue
         passes = phase.passes
         work = phase.passes.work
-        sizes = {max(passes.least, passes.tokens // divisor) for divisor in (2, 4, 8)} - {
-            passes.tokens
-        }
+        sizes = {max(passes.least, passes.tokens // divisor) for divisor in (2, 4, 8)}
+        sizes.discard(passes.tokens)
         for size in sorted(sizes, reverse=True):
             by_rows = value_at(config, f"{work.section}.{work.rows_key}") is not None
             rows = ((f"{work.section}.{work.rows_key}", None),) if by_rows else ()

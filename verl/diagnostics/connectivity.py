@@ -29,24 +29,16 @@ class Connectivity:
         return all(finding.verdict == "ok" for finding in self.findings)
 
     def __str__(self) -> str:
-        lines = [
-            f"{link.source} -> {link.target}: "
-            + (
-                link.error
-                or (
-                    f"{link.latency_s * 1e3:.2f} ms there and back, {link.bytes_per_s / 1e9:.2f} "
-                    "GB/s"
-                )
-            )
-            for link in self.links
-        ]
+        lines = []
+        for link in self.links:
+            latency = f"{link.latency_s * 1e3:.2f} ms there and back"
+            speed = f"{link.bytes_per_s / 1e9:.2f} GB/s"
+            lines.append(f"{link.source} -> {link.target}: {link.error or f'{latency}, {speed}'}")
 
         for finding in self.findings:
-            lines.append(
-                f"{finding.verdict}: {finding.evidence}"
-                + (f"\n$ {finding.fix}" if finding.fix else "")
-            )
-
+            lines.append(f"{finding.verdict}: {finding.evidence}")
+            if finding.fix:
+                lines.append(f"$ {finding.fix}")
         return "\n".join(lines)
 
 

@@ -115,15 +115,14 @@ def _table(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
             )
         rows.append(row)
 
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    numeric = {name for name in header if "GiB" in name or name in ("error", "tokens a pass")}
-    return [
-        "  ".join(
-            cell.rjust(width) if name in numeric else cell.ljust(width)
-            for cell, width, name in zip(row, widths, header)
-        ).rstrip()
-        for row in rows
-    ]
+    columns = []
+    for cells in zip(*rows):
+        name = cells[0]
+        is_numeric = "GiB" in name or name in ("error", "tokens a pass")
+        align = str.rjust if is_numeric else str.ljust
+        width = max(map(len, cells))
+        columns.append([align(cell, width) for cell in cells])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns)]
 
 
 def _measured(phase: PhasePlan, peak: Peak | None, on_cuda: bool) -> list[str]:
@@ -239,6 +238,7 @@ def _spans(numbers: Sequence[int]) -> str:
     """Format ranks as spans: 0-5 for 0, 1, 2, 3, 4, 5."""
     starts = [number for number in numbers if number - 1 not in numbers]
     ends = [number for number in numbers if number + 1 not in numbers]
-    return ", ".join(
-        str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends)
-    )
+    spans = []
+    for start, end in zip(starts, ends):
+        spans.append(str(start) if start == end else f"{start}-{end}")
+    return ", ".join(spans)

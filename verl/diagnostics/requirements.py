@@ -92,11 +92,11 @@ def missing_packages(world: World) -> dict[str, Missing]:
 
 def install_command(missing: dict[str, Missing]) -> str:
     """Return one command that installs everything."""
-    quoted = [
-        f"'{package.wanted}'" if re.search(r"[<>=!~]", package.wanted) else package.wanted
-        for package in missing.values()
-    ]
-    return f"pip install {' '.join(quoted)}"
+    words = ["pip install"]
+    for package in missing.values():
+        has_range = re.search(r"[<>=!~]", package.wanted)
+        words.append(f"'{package.wanted}'" if has_range else package.wanted)
+    return " ".join(words)
 
 
 def _is_there_anyway(world: World, name: str) -> bool:

@@ -165,11 +165,11 @@ def _requirements() -> list[str] | None:
 
 def _conda_packages(prefix: str) -> dict[str, str]:
     """Read the packages of a conda environment, with files name-version-build.json."""
-    names = [
-        Path(path).stem.rsplit("-", 2)
-        for path in glob.glob(f"{glob.escape(prefix)}/conda-meta/*-*-*.json")
-    ]
-    return {name: version for name, version, _ in names}
+    packages = {}
+    for path in glob.glob(f"{glob.escape(prefix)}/conda-meta/*-*-*.json"):
+        name, version, _ = Path(path).stem.rsplit("-", 2)
+        packages[name] = version
+    return packages
 
 
 def _count_cards() -> int:

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.distributed.collectives import Axis, max_of
-from verl.engine.microbatch import TokenBudget, plan_micro_batches
+from verl.engine.microbatch import TokenBudget, plan_micro_batches, tokens_of
 from verl.protocol import DataProto
 from verl.single_controller.dealing import largest_differencing
 from verl.utils.errors import DataError
@@ -90,7 +90,7 @@ def _differenced(lengths: Sequence[int], max_tokens: int, below: int) -> Plan | 
     fewest = max(ceildiv(sum(lengths), max_tokens), 1)
     for count in range(fewest, below):
         parts = largest_differencing(weights, count)
-        if all(sum(lengths[row] for row in rows) <= max_tokens for rows in parts):
+        if max(tokens_of(rows, lengths) for rows in parts) <= max_tokens:
             return [rows for rows in parts if rows]
     return None
 
@@ -119,7 +119,7 @@ def _cut_into(count: int, plan: Plan, lengths: Sequence[int]) -> Plan:
     plan = list(plan)
     while len(plan) < count:
         of_several = [rows for rows in plan if len(rows) > 1]
-        fullest = max(of_several, key=lambda rows: sum(lengths[row] for row in rows))
+        fullest = max(of_several, key=lambda rows: tokens_of(rows, lengths))
         halves = largest_differencing([max(lengths[row], 1) for row in fullest], 2)
         plan.remove(fullest)
         for half in halves:

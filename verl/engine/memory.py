@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from verl.distributed.collectives import Axis
-from verl.engine.microbatch import TokenBudget
+from verl.engine.microbatch import TokenBudget, tokens_of
 from verl.engine.options import EngineOptions
 from verl.utils.errors import OutOfMemoryError, VerlError
 from verl.utils.logging import logger
@@ -177,7 +177,7 @@ class PassGuard:
         lengths: Sequence[int],
         smaller: TokenBudget | None,
     ) -> str:
-        tokens = max(sum(lengths[row] for row in group) for group in rows)
+        tokens = max(tokens_of(group, lengths) for group in rows)
         ways = list(self.hints)
         if not shortage.on_device:
             ways = [hint for hint in ways if "offload" not in hint]
@@ -224,7 +224,7 @@ def _halved(budget: TokenBudget, rows: Plan, lengths: Sequence[int]) -> TokenBud
         return replace(budget, rows=most // 2) if most > 1 else None
 
     assert budget.max_tokens is not None
-    largest = max(sum(lengths[row] for row in group) for group in rows)
+    largest = max(tokens_of(group, lengths) for group in rows)
     most = min(budget.max_tokens, largest)
     if most <= max(lengths):
         return None

@@ -1,7 +1,7 @@
 """Plan which rows share a micro-batch, from lengths alone: equal on every rank, in every run."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,6 +93,11 @@ def plan_micro_batches(
     return min(plans, key=len)
 
 
+def tokens_of(rows: Iterable[int], lengths: Sequence[int]) -> int:
+    """Count the tokens of rows."""
+    return sum(lengths[row] for row in rows)
+
+
 def _inseparable(
     lengths: Sequence[int],
     prompts: SharedPrompts,
@@ -130,7 +135,7 @@ def _fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     fewest = max(-(-sum(lengths) // max_tokens), long_rows, 1)
     for num_bins in range(fewest, len(fallback) + 1):
         bins = _longest_first(lengths, num_bins)
-        if all(sum(lengths[row] for row in rows) <= max_tokens for rows in bins):
+        if max(tokens_of(rows, lengths) for rows in bins) <= max_tokens:
             return bins
     return fallback
 

@@ -89,18 +89,14 @@ class ModelShape:
         # Multi-head latent attention keeps one latent and one rotary key for all heads.
         cached = latent + config.qk_rope_head_dim if latent else 2 * key_heads * head_dim
 
+        weights = []
+        for each in model.parameters():
+            places = (id(each) in in_layers, id(each) in first)
+            weights.append(Weight(tuple(each.shape), each.itemsize, each.requires_grad, *places))
+
         return cls(
             family=config.model_type,
-            weights=tuple(
-                Weight(
-                    tuple(weight.shape),
-                    weight.itemsize,
-                    weight.requires_grad,
-                    id(weight) in in_layers,
-                    id(weight) in first,
-                )
-                for weight in model.parameters()
-            ),
+            weights=tuple(weights),
             layers=len(layers),
             hidden=config.hidden_size,
             heads=heads,

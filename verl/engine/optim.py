@@ -94,10 +94,8 @@ def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.A
 
 
 def _adamw_8bit(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
-    if any(
-        isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
-        for parameter in parameters
-    ):
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if any(parameter.device_mesh.size() > 1 for parameter in sharded):
         raise ConfigError(
             "optim.optimizer=AdamW8bit works on one rank: its blocks of moments cannot be put "
             "together from several. Set optim.optimizer=AdamW; over several ranks every one keeps "
@@ -166,7 +164,10 @@ def _parts(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def _keys(optimizer: torch.optim.Optimizer) -> set[str]:

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
 
 from verl.columns import COLUMNS
 from verl.distributed.collectives import ALONE, Axis
-from verl.engine.microbatch import SharedPrompts
+from verl.engine.microbatch import SharedPrompts, tokens_of
 from verl.models.packed import PackedBatch
 from verl.models.pictures import Pictures, num_in_prompt, row_picture_tokens
 from verl.protocol import DataProto
@@ -99,9 +100,8 @@ class MiniBatch:
         packed_rows = [row for row in rows if self.lengths[row]]
         if rows and self.pictures is not None:
             pictures = [self.pictures[row] for row in packed_rows]
-            packed = packed.with_pictures(
-                pictures, [self.prompt_lengths[row] for row in packed_rows]
-            )
+            prompt_lengths = [self.prompt_lengths[row] for row in packed_rows]
+            packed = packed.with_pictures(pictures, prompt_lengths)
         if rows and self.prompts is not None:
             numbers = [self.prompts.number[row] for row in packed_rows]
             prompt_lengths = [self.prompts.lengths[row] for row in packed_rows]
@@ -121,7 +121,7 @@ class MiniBatch:
 
         Vectors, (M, H), become (B, R, H) of their own dtype.
         """
-        order = torch.tensor([row for rows in plan for row in rows], dtype=torch.int64)
+        order = torch.tensor(list(chain.from_iterable(plan)), dtype=torch.int64)
         present = self.present.cpu()
         of_token = pieces[0].shape[1:]
         dtype = pieces[0].dtype if of_token else torch.float32
@@ -165,7 +165,7 @@ class MiniBatch:
         number = list(unshared)
         for rows in rows_of.values():
             saved = (len(rows) - 1) * prompt_lengths[rows[0]]
-            if saved > MIN_SAVING * sum(self.lengths[row] for row in rows):
+            if saved > MIN_SAVING * tokens_of(rows, self.lengths):
                 for row in rows:
                     number[row] = rows[0]
         return None if number == unshared else SharedPrompts(number, prompt_lengths)

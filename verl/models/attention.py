@@ -307,14 +307,18 @@ def _varlen_attention(
     )
 
 
+def _block_of(tensor: Tensor, places: Tensor, rows: int) -> Tensor:
+    """Return (rows, H, tokens of a row, D) at `places` of a packed tensor (N, H, D)."""
+    return tensor.index_select(0, places).unflatten(0, (rows, -1)).transpose(1, 2)
+
+
 def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
     """Attend block by block: q (N, Hq, D), k (N, Hk, D), v (N, Hk, Dv) -> (N, Hq, Dv)."""
     outputs = []
     for number, (index, keys, rows, length, context) in enumerate(layout.blocks):
-        q_block, k_block, v_block = (
-            tensor.index_select(0, places).unflatten(0, (rows, -1)).transpose(1, 2)
-            for tensor, places in ((q, index), (k, keys), (v, keys))
-        )
+        q_block = _block_of(q, index, rows)
+        k_block = _block_of(k, keys, rows)
+        v_block = _block_of(v, keys, rows)
         whole = context + length
         window = whole if facts.window is None else min(facts.window, whole)
         seen = None

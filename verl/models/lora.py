@@ -366,7 +366,7 @@ def _chosen(
             linear.append(name)
     stacked = [name for name, weight in model.named_parameters() if weight.ndim == 3]
     stacks = sorted({name.rpartition(".")[0] for name in stacked})
-    leaves = sorted({name.rpartition(".")[2] for name in linear})
+    leaves = _last_parts(linear)
     fix = f"Set {section}.target_modules={_shown(leaves)}."
 
     if targets == ALL_LINEAR:
@@ -407,11 +407,15 @@ def _chosen(
     return chosen
 
 
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
 def _matching(
     names: list[str], wanted: str | list[str], key: str, linear: list[str], fix: str
 ) -> list[str]:
     """Return the names that a list of (ends of) names or a regular expression selects in peft."""
-    leaves = sorted({name.rpartition(".")[2] for name in linear})
+    leaves = _last_parts(linear)
     if isinstance(wanted, str):
         try:
             found = [name for name in names if re.fullmatch(wanted, name)]

@@ -79,6 +79,11 @@ def check_packed(model: PreTrainedModel) -> None:
     model.train(training)
 
 
+def _without_token(sequence: list[int], token: int) -> list[int]:
+    """Return a sequence with 0 in the places of a token."""
+    return [0 if each == token else each for each in sequence]
+
+
 def _check_pictures(model: PreTrainedModel, slot: PackingSlot, sequences: list[list[int]]) -> None:
     """Raise ModelError unless packed sequences with pictures have transformers' own states.
 
@@ -87,8 +92,7 @@ def _check_pictures(model: PreTrainedModel, slot: PackingSlot, sequences: list[l
     body: Any = model.base_model
     token: int = model.config.image_token_id  # pyright: ignore[reportAttributeAccessIssue]
     one, other = (example_picture(model, seed) for seed in range(2))
-    text = [[0 if each == token else each for each in sequence] for sequence in sequences]
-    short, long = text
+    short, long = (_without_token(sequence, token) for sequence in sequences)
     pictures = [(one,), (other, one)]
     ids = [
         [*short[:2], *one.token_ids, *short[2:]],

@@ -17,6 +17,7 @@ away:
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -80,12 +81,12 @@ class Sample:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All tokens drawn so far."""
-        return tuple(token for segment in self.segments for token in segment.token_ids)
+        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @property
     def log_probs(self) -> tuple[float, ...]:
         """One for each token."""
-        return tuple(value for segment in self.segments for value in segment.log_probs or ())
+        return tuple(chain.from_iterable(segment.log_probs or () for segment in self.segments))
 
     @property
     def span(self) -> int:
@@ -275,7 +276,8 @@ class Book:
 
     def hand_over(self) -> None:
         """Record that the engines have new weights. No sample runs meanwhile."""
-        assert not any(s.state is State.RUNNING for g in self.groups for s in g.samples)
+        for group in self.groups:
+            assert all(sample.state is not State.RUNNING for sample in group.samples)
         self.version += 1
 
     # ---------------------------------------------------------------- consumption

@@ -4,6 +4,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -400,8 +401,8 @@ def _stacks(module: nn.Module, names: Sequence[str]) -> list[list[str]]:
                     stack = [f"{path}.{sibling}.{kind}" for sibling in siblings]
                     if all(name in names for name in stack):
                         stacks.append(stack)
-    stacked = {name for stack in stacks for name in stack}
-    return [*stacks, *([name] for name in names if name not in stacked)]
+    stacked = set(chain.from_iterable(stacks))
+    return stacks + [[name] for name in names if name not in stacked]
 
 
 def _meta_copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:
@@ -424,7 +425,6 @@ def _share_other_tensors(model: nn.Module, twin: nn.Module, device: torch.device
         for key, value in vars(mine).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 setattr(mine, key, getattr(original, key).to(device))
-    stranded = [
-        name for name, tensor in (*twin.named_parameters(), *twin.named_buffers()) if tensor.is_meta
-    ]
+    tensors = (*twin.named_parameters(), *twin.named_buffers())
+    stranded = [name for name, tensor in tensors if tensor.is_meta]
     assert not stranded, f"tensors left on meta: {stranded}"

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def whole_fingerprints(named_tensors: NamedTensors) -> tuple[list[str], list[int
         values.append(found if bucket.mesh is None else found.to(_device_of(bucket.mesh)))
 
     _add_up(buckets, values)
-    names = [name for bucket in buckets for name in bucket.names]
+    names = list(chain.from_iterable(bucket.names for bucket in buckets))
     return names, torch.cat([value.cpu() for value in values]).tolist() if values else []
 
 
@@ -168,7 +169,9 @@ class _Bucket:
         missing = [ranks * chunk for given, chunk in zip(places, self._chunks) if given is None]
         memory = torch.empty(sum(missing), dtype=self.dtype, device=whole.device)
         scratch = iter(memory.split_with_sizes(missing))
-        flat = [next(scratch) if given is None else given.view(-1) for given in places]
+        flat = []
+        for given in places:
+            flat.append(next(scratch) if given is None else given.view(-1))
         columns = [tensor.view(ranks, -1) for tensor in flat]
         torch.split_with_sizes_copy(whole, self._chunks, dim=1, out=columns)
 
