@@ -167,7 +167,7 @@ def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[
     return nest(merged)
 
 
-def read_yaml(path: str | Path, *, root: str = "ppo_trainer") -> dict[str, Any]:
+def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML file and the files that its `defaults:` name, as unchecked nested values."""
     file = Path(path)
     if file.suffix != ".yaml":
@@ -175,7 +175,7 @@ def read_yaml(path: str | Path, *, root: str = "ppo_trainer") -> dict[str, Any]:
             f"The name of a configuration file must end in .yaml, got '{path}'. Rename it."
         )
     command = CommandLine(config_path=str(file.parent), config_name=file.stem)
-    return compose_files(command, root, _schema(root))
+    return compose_files(command, "ppo_trainer", _schema("ppo_trainer"))
 
 
 def given_values(

@@ -128,20 +128,14 @@ def attention_switched(model: PreTrainedModel, implementation: str) -> Iterator[
         set_attention(model, previous)
 
 
-def apply_checkpointing(module: nn.Module, enabled: bool = True, *, share: float = 1.0) -> None:
-    """Recompute decoder layers in the backward pass (non-reentrant), or stop doing so.
+def apply_checkpointing(module: nn.Module, *, share: float = 1.0) -> None:
+    """Recompute decoder layers in the backward pass (non-reentrant).
 
     Args:
         module: a model of transformers, or a module around one.
-        enabled: whether to recompute.
         share: of the layers, from the first one on.
     """
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
-    if not enabled:
-        # transformers 5 introduced the newer name, transformers 6 removes the older one.
-        getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
-        return
-
     if not model.supports_gradient_checkpointing:
         raise ModelError(
             f"The family '{model.config.model_type}' does not support gradient checkpointing in "
@@ -149,6 +143,7 @@ def apply_checkpointing(module: nn.Module, enabled: bool = True, *, share: float
         )
 
     contexts = prepare(model).checkpoint_contexts
+    # transformers 5 introduced the newer name, transformers 6 removes the older one.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False, "context_fn": contexts})
     if share < 1:

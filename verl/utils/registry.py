@@ -10,12 +10,12 @@ from verl.utils.errors import ConfigError
 T = TypeVar("T")
 
 
-def nearest_names(name: str, known: list[str], count: int = 3) -> str:
-    """Return the known names closest to `name`, or all if none is close.
+def nearest_names(name: str, known: list[str]) -> str:
+    """Return at most three known names close to `name`, or all if none is close.
 
     Returns "none" if no name is known.
     """
-    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return ", ".join(close or sorted(known)) or "none"
 
 
