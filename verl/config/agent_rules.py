@@ -96,6 +96,7 @@ def policies_can_play(config: TrainConfig) -> Iterator[str]:
             f"{_ROLLOUT}.agent.policies needs an agent loop with roles, got a rollout of one turn. "
             "Set agent.environment.name or agent.agent_loop_config_path, or leave it out."
         )
+
     for role, policy in policies.items():
         key = f"{_ROLLOUT}.agent.policies.{role}"
         yield from _policy_is_one_model(key, policy)
@@ -108,6 +109,7 @@ def policies_can_play(config: TrainConfig) -> Iterator[str]:
                 "which trainer.mode=fully_async does not wait for. Serve the model and set url, or "
                 "set trainer.mode=sync."
             )
+
     if policies and not any(each.trained and each.path is None for each in policies.values()):
         yield (
             f"{_ROLLOUT}.agent.policies names no role that the actor plays, got "
@@ -132,6 +134,7 @@ def _policy_is_one_model(key: str, policy: PolicyConfig) -> Iterator[str]:
             f"{key} needs one of trained=true (the actor), path (a frozen model) and url (a "
             f"server), got {' and '.join(places) or 'none'}."
         )
+
     if policy.lr is not None and not policy.is_partner:
         yield f"{key}.lr={policy.lr} needs trained=true and a path. Set both, or leave it out."
     if policy.url is not None and policy.model is None:
@@ -179,24 +182,26 @@ def agent_doubts(config: TrainConfig) -> Iterator[str]:
                 "policy draws as the actor does (rollout.temperature and so on); timeout_s and "
                 "max_concurrent belong to url."
             )
+
     turns = rollout.multi_turn
-    plain = MultiTurnConfig()
     if turns.tool_config_path is None and turns.function_tool_path is None:
-        for name in ("max_parallel_calls", "max_tool_response_length"):
-            value = getattr(turns, name)
-            if value != getattr(plain, name):
-                yield (
-                    f"{_ROLLOUT}.multi_turn.{name}={value} has no effect: no tools are configured."
-                )
+        for setting in _changed(turns, "max_parallel_calls", "max_tool_response_length"):
+            yield f"{setting} has no effect: no tools are configured."
+
     if rollout.uses_agents:
         return
-    for name in ("max_assistant_turns", "max_user_turns", "max_tokens_per_turn"):
+    limits = ("max_assistant_turns", "max_user_turns", "max_tokens_per_turn")
+    for setting in _changed(turns, *limits):
+        yield f"{setting} has no effect: no tools, interactions or environment are configured."
+
+
+def _changed(turns: MultiTurnConfig, *names: str) -> Iterator[str]:
+    """Yield key=value of the settings that do not have their defaults."""
+    plain = MultiTurnConfig()
+    for name in names:
         value = getattr(turns, name)
         if value != getattr(plain, name):
-            yield (
-                f"{_ROLLOUT}.multi_turn.{name}={value} has no effect: no tools, interactions or "
-                "environment are configured."
-            )
+            yield f"{_ROLLOUT}.multi_turn.{name}={value}"
 
 
 def _unread_by(policy: PolicyConfig) -> list[str]:

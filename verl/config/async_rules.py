@@ -159,6 +159,7 @@ def proximal_is_known(config: TrainConfig) -> Iterator[str]:
             f"records, got {config.trainer.mode}. Set trainer.mode=fully_async, or "
             "proximal=recompute."
         )
+
     asked = {
         "bypass_mode": correction.bypass_mode,
         "rollout_rs": correction.rollout_rs is not None,
@@ -172,6 +173,7 @@ def proximal_is_known(config: TrainConfig) -> Iterator[str]:
                 f"{prefix} knows old log-probs within the update alone, so {name} cannot be "
                 "applied before it. Leave it out, or set proximal=recompute."
             )
+
     if config.advantages_read_old_log_probs:
         yield (
             f"{prefix} makes no pass for old log-probs, which the advantages of this run read. Set "

@@ -32,6 +32,7 @@ def partners_can_learn(config: TrainConfig) -> Iterator[str]:
     partners = roles.rollout.agent.partners
     if not partners:
         return
+
     algorithm = config.algorithm
     lacking = {
         "trainer.mode": (config.trainer.mode, ("sync",)),
@@ -56,12 +57,14 @@ def partners_can_learn(config: TrainConfig) -> Iterator[str]:
             (1,),
         ),
     }
+
     for role in partners:
         if re.fullmatch(r"[\w-]+", role) is None:
             yield (
                 f"{_ROLLOUT}.agent.policies: a second trained policy has checkpoints in a folder "
                 f"with the name of its role, got {role!r}. Use letters, digits, _ and - alone."
             )
+
     role = next(iter(partners))
     trained = f"{_ROLLOUT}.agent.policies.{role} (trained, with a path)"
     for key, (given, supported) in lacking.items():

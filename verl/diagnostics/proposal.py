@@ -165,16 +165,19 @@ def proposal_of_run(folder: str | Path, staleness: float) -> Proposal:
             f"{folder} has trainer.mode={mode} and placement {placement}. Give a run with "
             f"trainer.mode=sync; {LEAST_STEPS} steps suffice."
         )
+
     measured = MeasuredSteps(
         prompts=run.config["data"]["train_batch_size"],
         samples=run.config["actor_rollout_ref"]["rollout"]["n"],
         ranks=run.facts["ranks"],
     )
+
     for step in sorted(run.steps):
         metrics = run.steps[step].metrics
         if "rollout/decode_steps" not in metrics or "timing_s/gen" not in metrics:
             continue
         measured.add(metrics, _lengths(run, step))
+
     if len(measured.steps) < LEAST_STEPS or not measured.lengths:
         raise DataError(
             f"A proposal needs {LEAST_STEPS} steps with counters of the rollout "

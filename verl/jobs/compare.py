@@ -185,6 +185,7 @@ class _Step:
         """Locate the first value that differs; None if all are within the tolerance."""
         if len(one) != len(other):
             return f"{len(one)} and {len(other)} samples"
+
         num_differing = 0
         largest = 0.0
         first = None
@@ -195,6 +196,7 @@ class _Step:
                 first = first or f"row {row}: {len(left)} and {len(right)} tokens"
                 num_differing += 1
                 continue
+
             wrong = ~self.tolerances.allows(name, left, right)
             if wrong.any():
                 token = int(wrong.argmax())
@@ -202,6 +204,7 @@ class _Step:
                 num_differing += int(wrong.sum())
                 gaps = np.abs(left[wrong].astype(float) - right[wrong].astype(float))
                 largest = max(largest, float(gaps.max()))
+
         if first is None:
             return None
         return f"{first}; {num_differing} values differ, by at most {largest:.3g}"
@@ -221,10 +224,12 @@ class _Step:
         one, other = (line.weights[role] for line in self.lines)
         if one == other:
             return
+
         names = self.runs[0].tensor_names[role]
         if names != self.runs[1].tensor_names[role]:
             yield Difference(self.step, "update", f"weights of the {role}", "other tensors")
             return
+
         unequal = [name for name, left, right in zip(names, one, other) if left != right]
         saved = self._saved(role)
         if saved is None:
@@ -234,6 +239,7 @@ class _Step:
             else:
                 self.notes.append(f"The {role}'s weights after step {self.step} have other bits.")
             return
+
         for name in unequal:
             place = self._first_element(name, *saved)
             if place is not None:

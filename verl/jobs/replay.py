@@ -171,10 +171,12 @@ def _config(
     """Return the run's configuration, changed to one that executes a step and nothing else."""
     if run.facts["kind"] != "TrainConfig":
         raise ConfigError("A capsule of supervised fine-tuning cannot be replayed yet.")
+
     values = dict(run.config)
     resume = {"resume_mode": "disable", "resume_from_path": None}
     if checkpoint is not None:
         resume = {"resume_mode": "resume_path", "resume_from_path": str(checkpoint)}
+
     values["trainer"] = (
         values["trainer"]
         | resume
@@ -191,6 +193,7 @@ def _config(
             "record": {"enable": True, "keep_steps": 10_000, "max_mib": 1e9, "weights": True},
         }
     )
+
     for key, value in keys.items():
         section = values
         *parts, last = key.split(".")

@@ -61,6 +61,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForCo
     """Make a model from a configuration, with drawn weights."""
     ids = tokenizer.get_vocab()
     start, image, video, end = (ids[token] for token in VISION)
+
     config = Qwen2_5_VLConfig(
         image_token_id=image,
         video_token_id=video,
@@ -98,6 +99,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForCo
             "initializer_range": 0.1,
         },
     )
+
     torch.manual_seed(seed)
     model = Qwen2_5_VLForConditionalGeneration(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -337,8 +337,11 @@ class Book:
                 if state is State.FROZEN and not sample.segments:
                     state = State.ADMITTED
                     half_played += 1
+
                 own = [_packed_trajectory(each) for each in sample.trajectories]
-                samples.append((state.value, _packed(sample.segments) if not own else [], own))
+                segments = [] if own else _packed(sample.segments)  # the trajectories have them
+                samples.append((state.value, segments, own))
+
             is_new = all(state == State.ADMITTED for state, _, _ in samples)
             groups.append(
                 {
@@ -349,6 +352,7 @@ class Book:
                     "samples": samples,
                 }
             )
+
         return {
             "version": self.version,
             "next_step": self.next_step,
@@ -367,6 +371,7 @@ class Book:
         self.discarded_groups = state["discarded_groups"]
         self.discarded_tokens = state["discarded_tokens"]
         self.replayed_episodes = state["replayed_episodes"]
+
         self.groups = []
         self._by_id = {}
         for saved, payload in zip(state["groups"], payloads, strict=True):
@@ -374,15 +379,15 @@ class Book:
             for number, (of_sample, segments, trajectories) in enumerate(saved["samples"]):
                 sample_id = saved["serial"] * self.num_samples + number
                 sample = Sample(sample_id, State(of_sample), _unpacked(segments))
+
                 own = [_unpacked_trajectory(each) for each in trajectories]
                 for trajectory in own:
                     sample.segments += [each for each in trajectory.segments if each.is_model]
                 sample.trajectories = own
                 samples.append(sample)
-            group = Group(
-                saved["serial"], saved["step"], saved["row"], samples, payload, saved["born"]
-            )
-            self._add(group)
+
+            place = (saved["serial"], saved["step"], saved["row"])
+            self._add(Group(*place, samples, payload, saved["born"]))
 
     def _add(self, group: Group) -> None:
         self.groups.append(group)
