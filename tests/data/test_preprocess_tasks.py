@@ -85,13 +85,21 @@ def test_code_problems_from_small_files(tmp_path, tokenizer):
         )
 
 
+def written_by(script, raw, folder, tokenizer, split):
+    """Return the only row that a script for GSM8K writes from one raw row."""
+    for each in ("train", "test"):
+        write_lines(folder / f"{each}.jsonl", [raw])
+    main = load_script(f"data_preprocess/{script}.py").main
+    main(["--local_dataset_path", str(folder), "--local_save_dir", str(folder / "out")])
+    (row,) = load_rows(folder / "out", split, tokenizer)
+    return row
+
+
+SUM = {"question": "How many are 1,000 and 200?", "answer": "1,000 + 200 = 1,200\n#### 1,200"}
+
+
 def test_gsm8k_with_a_tool(tmp_path, tokenizer):
-    raw = {"question": "How many are 1,000 and 200?", "answer": "1,000 + 200 = 1,200\n#### 1,200"}
-    for split in ("train", "test"):
-        write_lines(tmp_path / f"{split}.jsonl", [raw])
-    main = load_script("data_preprocess/gsm8k_multiturn_w_tool.py").main
-    main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
-    (row,) = load_rows(tmp_path / "out", "train", tokenizer)
+    row = written_by("gsm8k_multiturn_w_tool", SUM, tmp_path, tokenizer, "train")
     assert [message["role"] for message in row["raw_prompt"]] == ["system", "user"]
     assert "calc_gsm8k_reward" in row["raw_prompt"][0]["content"]
 
@@ -102,29 +110,24 @@ def test_gsm8k_with_a_tool(tmp_path, tokenizer):
     }
     assert extra["interaction_kwargs"] == {
         "name": "gsm8k",
-        "query": raw["question"],
+        "query": SUM["question"],
         "ground_truth": "1200",
     }
 
     assert row["agent_name"] == "tool_agent"
-    assert gold_score(row, raw["answer"]) == 1.0
+    assert gold_score(row, SUM["answer"]) == 1.0
 
 
 def test_gsm8k_with_a_simulated_user(tmp_path, tokenizer):
-    raw = {"question": "How many are 1,000 and 200?", "answer": "1,000 + 200 = 1,200\n#### 1,200"}
-    for split in ("train", "test"):
-        write_lines(tmp_path / f"{split}.jsonl", [raw])
-    main = load_script("data_preprocess/gsm8k_multiturn_w_interaction.py").main
-    main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
-    (row,) = load_rows(tmp_path / "out", "test", tokenizer)
+    row = written_by("gsm8k_multiturn_w_interaction", SUM, tmp_path, tokenizer, "test")
     assert [message["role"] for message in row["raw_prompt"]] == ["system", "user"]
 
     extra = row["extra_info"]
-    expected = {"name": "gsm8k", "query": raw["question"], "ground_truth": "1200"}
+    expected = {"name": "gsm8k", "query": SUM["question"], "ground_truth": "1200"}
     assert extra["interaction_kwargs"] == expected
     assert "tools_kwargs" not in extra
     assert row["agent_name"] == "tool_agent"
-    assert gold_score(row, raw["answer"]) == 1.0
+    assert gold_score(row, SUM["answer"]) == 1.0
 
 
 @needs_shared("data/hh-rlhf")

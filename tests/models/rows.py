@@ -4,11 +4,14 @@ them."""
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.tiny_models import VOCABULARY, tiny_model
+from verl.models import packed
+from verl.models.layout import Layout
 
 PROMPT_LENGTHS = (24, 5, 1, 17, 9, 2)
 RESPONSE_LENGTHS = (40, 1, 33, 0, 12, 38)
@@ -79,3 +82,14 @@ class KeepFloat64(TorchFunctionMode):
             kwargs["dtype"] = torch.float64
 
         return func(*args, **kwargs)
+
+
+def join_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make all packed sequences one, in which every token sees all before it."""
+
+    def one_sequence(
+        lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...], *_: Tensor | None
+    ) -> Layout:
+        return Layout((sum(lengths),), ends[[0, -1]])
+
+    monkeypatch.setattr(packed, "Layout", one_sequence)

@@ -11,9 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.rows import RESPONSE_LENGTH, KeepFloat64, eager_log_probs, padded_rows
+from tests.models.rows import (
+    RESPONSE_LENGTH,
+    KeepFloat64,
+    eager_log_probs,
+    join_sequences,
+    padded_rows,
+)
 from tests.tiny_models import ALIBI_FAMILIES, FAMILIES, LATENT_FAMILIES, MORE_FAMILIES, tiny_model
-from verl.models import alibi, attention, packed
+from verl.models import alibi, attention
 from verl.models.attention import Layout, attention_switched
 from verl.models.logprobs import Head
 from verl.models.packed import PackedBatch, PackedCausalLM
@@ -145,12 +151,7 @@ def test_dropping_the_scaling_is_noticed(
 def test_dropping_sequence_isolation_is_noticed(
     family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_sequence(
-        lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...], *_: Tensor | None
-    ) -> Layout:
-        return Layout((sum(lengths),), ends[[0, -1]])
-
-    monkeypatch.setattr(packed, "Layout", one_sequence)
+    join_sequences(monkeypatch)
     assert distance(family, batch) > 1e-2
 
 

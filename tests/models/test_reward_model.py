@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
+from tests.models.rows import join_sequences
 from tests.tiny_models import VOCABULARY, save_tiny
 from tests.tiny_reward_models import save_reward_model, tiny_classifier
-from verl.models import packed
-from verl.models.layout import Layout
 from verl.models.reward_model import RewardModel
 from verl.utils.errors import ModelError, RewardError
 
@@ -52,12 +51,7 @@ def test_rewards_are_the_logits_of_transformers(family: str) -> None:
 def test_dropping_sequence_isolation_is_noticed(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_sequence(
-        lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...], *_: Tensor | None
-    ) -> Layout:
-        return Layout((sum(lengths),), ends[[0, -1]])
-
-    monkeypatch.setattr(packed, "Layout", one_sequence)
+    join_sequences(monkeypatch)
     assert distance(family) > 1e-2
 
 

@@ -74,6 +74,16 @@ def flood(status):
     return respond
 
 
+def drip(start):
+    def respond(send):
+        send(start)
+        while True:
+            send(b" ")
+            time.sleep(0.05)
+
+    return respond
+
+
 def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -98,13 +108,7 @@ def test_an_endless_error_is_not_read_before_a_retry(server):
 
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\nX-Slow: ", ENDLESS + b"{"])
 def test_a_slow_answer_ends_with_the_time_out_of_a_request(server, start):
-    def respond(send):
-        send(start)
-        while True:
-            send(b" ")
-            time.sleep(0.05)
-
-    server.respond = respond
+    server.respond = drip(start)
     with pytest.raises(RewardError, match="gave no answer"):
         make_client(server, timeout_s=0.5).post("/", {})
     wait_until(lambda: server.num_open == 0)
@@ -131,13 +135,7 @@ def test_a_compressed_answer_is_decompressed_up_to_the_limit(server):
 
 @pytest.mark.parametrize("policy", ["zero", "drop"])
 def test_no_thread_survives_the_deadline_of_its_call(server, policy):
-    def respond(send):
-        send(ENDLESS)
-        while True:
-            send(b" ")
-            time.sleep(0.05)
-
-    server.respond = respond
+    server.respond = drip(ENDLESS)
     before = set(threading.enumerate())  # other tests leave calls behind that only wait
     requests = RequestsConfig(timeout_s=600.0, max_retries=5, backoff_s=0.01)
     judge = Judge(JudgeConfig(url=server.url, model="m", max_concurrent=4), requests)
