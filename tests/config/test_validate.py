@@ -411,6 +411,13 @@ def test_changed_key_without_effect_gives_one_line(
         (["trainer.critic_warmup=5", "trainer.max_steps=5"], "the actor learns nothing"),
         ([f"{ACTOR}.optim.lr_warmup_steps=9", "trainer.max_steps=8"], "never comes to"),
         (["trainer.profile_steps=[3]", "trainer.max_steps=2"], "profile_steps=[3] are no steps"),
+        (
+            [
+                *("trainer.mode=one_step_off", "trainer.placement.rollout=[1]"),
+                *("trainer.dynamic_validation=True", "trainer.test_freq=-1"),
+            ],
+            "dynamic_validation=True has no effect with trainer.test_freq=-1",
+        ),
     ],
 )
 def test_doubtful_combinations_give_a_warning(

@@ -208,6 +208,12 @@ def async_doubts(config: TrainConfig) -> Iterator[str]:
             f"trainer.mode={config.trainer.mode} learns from tokens that older weights drew, and "
             f"nothing corrects for that. Set {_BYPASS}=True, or rollout_is=token."
         )
+    if config.trainer.dynamic_validation and config.trainer.test_freq <= 0:
+        yield (
+            "trainer.dynamic_validation=True has no effect with trainer.test_freq="
+            f"{config.trainer.test_freq}: no step is followed by a validation. Set test_freq to the "
+            "steps between two validations, or dynamic_validation=False."
+        )
 
 
 RULES = (schedule_is_possible, validation_can_run_ahead, proximal_is_known)
