@@ -1,6 +1,7 @@
 """Roles of an episode: the policy of each, and its tokens, rewards and noise."""
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -216,6 +217,21 @@ def test_copies_are_renewed_by_the_step_and_never_by_a_validation():
         if copies.renew(policy.engine, step):
             due.append(step)
     assert due == [None, 1, 4, 7]
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_newer"), [([4], False), ([None, 4], False), ([5, 6], True), ([None, 6], True)]
+)
+def test_a_run_that_resumes_between_two_copies_says_so_once(
+    caplog: pytest.LogCaptureFixture, steps: list[int | None], is_newer: bool
+):
+    own = rollout_config(agent__policies={"old": PolicyConfig(path="self", update_freq=3)})
+    policy = toy_policies("old")["old"]
+    copies = Copies(own, {"old": policy})
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        for step in steps:
+            copies.renew(policy.engine, step)
+    assert caplog.text.count("by the copy after step 3 ") == int(is_newer)
 
 
 # ---- servers -------------------------------------------------------------------------------------

@@ -27,8 +27,10 @@ from verl.rollout import RolloutEngine, create_rollout_engine
 from verl.rollout.sampling import sample_keys
 from verl.rollout.types import Room, SamplingParams
 from verl.utils.errors import ConfigError, DataError, RewardError, RolloutError
+from verl.utils.logging import logger
 
 _KEY = "actor_rollout_ref.rollout.agent.policies"
+_IN_VALIDATION = -1  # in place of the step of the training
 
 
 class FrozenPolicy(Protocol):
@@ -282,7 +284,8 @@ class Copies:
         """Renew the copies that are due. Return their roles.
 
         The first batch of a run copies in any case, and so does every training step that follows
-        a multiple of `update_freq`.
+        a multiple of `update_freq`. Logs where a run resumes between two of these, because its
+        checkpoint has no copy.
 
         Args:
             engine: of the actor, with its current weights.
@@ -294,8 +297,27 @@ class Copies:
             if role not in self._renewed_at or (is_due and self._renewed_at[role] != step):
                 policy.take(engine.twin.named_weights())
                 renewed.append(role)
-                self._renewed_at[role] = -1 if step is None else step
+                self._renewed_at[role] = _IN_VALIDATION
+            if step is not None and self._renewed_at[role] == _IN_VALIDATION:
+                self._renewed_at[role] = step
+                if not is_due:
+                    self._warn_of_newer_copy(role, step)
         return renewed
+
+    def _warn_of_newer_copy(self, role: str, step: int) -> None:
+        freq = self._freqs[role]
+        logger.warning(
+            "Role '%s' is played by a copy of the actor after step %d, where this run resumes. An "
+            "uninterrupted run would play it by the copy after step %d (%s.%s.update_freq=%d), "
+            "which a checkpoint does not hold. To keep that opponent, resume from a step that is a "
+            "multiple of update_freq (trainer.resume_mode=resume_path).",
+            role,
+            step - 1,
+            (step - 1) // freq * freq,
+            _KEY,
+            role,
+            freq,
+        )
 
 
 def check_roles(policies: Mapping[str, PolicyConfig], roles: Sequence[str], where: str) -> None:
