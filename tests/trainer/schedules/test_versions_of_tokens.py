@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from tests.launches import launch
 from tests.trainer.runs import command_line, step_lines
-from tests.trainer.schedules.test_agents import APART, BASE, STEPS
+from tests.trainer.schedules.test_agents import APART, BASE, PROMPTS, SAMPLES, STEPS
 from verl.protocol import DataProto
 from verl.trainer.main_ppo import main
 from verl.workers import ActorWorker
@@ -25,7 +26,8 @@ class LogProbsOfVersions:
 
     Writes one row for each step, turn and age of tokens. Its `distances` are the largest ones
     between the log-probs of the rollout and those of each version; `old_distance` is that between
-    the old log-probs and those of the last version, which the update starts from.
+    the old log-probs and those of the last version, which the update starts from; `uids` are the
+    prompts of the step, one for each episode.
     """
 
     def __init__(self, folder: Path, mode: str) -> None:
@@ -49,13 +51,14 @@ class LogProbsOfVersions:
             of_versions.append(worker.compute_log_prob(batch).batch["old_log_probs"])
         from_old = (of_versions[-1] - batch.batch["old_log_probs"]).abs()
 
+        uids = batch.non_tensor_batch["uid"].tolist()
         turns = batch.batch["turn_of_token"]
         ages = self.ages(batch, step)
         own = batch.batch["response_mask"].bool()
         for turn, age in torch.stack([turns[own], ages[own]], -1).unique(dim=0).tolist():
             tokens = own & (turns == turn) & (ages == age)
             distances = [(each - rollout)[tokens].abs().max().item() for each in of_versions]
-            row = {"step": step, "turn": turn, "age": age, "distances": distances}
+            row = {"step": step, "turn": turn, "age": age, "uids": uids, "distances": distances}
             row["old_distance"] = from_old[tokens].max().item()
             self.rows.append(row)
         self.file.write_text(json.dumps(self.rows), encoding="utf-8")
@@ -111,6 +114,12 @@ def test_each_turn_has_the_log_probs_of_the_version_that_drew_it(tmp_path, mode,
 
     rows = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
     assert {row["step"] for row in rows} == set(range(1, STEPS + 1)), "one update a step"
+    learned = Counter()
+    for uids in {row["step"]: row["uids"] for row in rows}.values():
+        learned.update(uids)
+    assert len(learned) == STEPS * PROMPTS
+    assert set(learned.values()) == {SAMPLES}, "every episode is learned from once"
+
     assert {row["age"] for row in rows} == ({0} if mode == "sync" else {0, 1})
     for row in rows:
         assert row["old_distance"] <= ROUNDING, row
