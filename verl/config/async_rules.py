@@ -11,7 +11,7 @@ from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
 _CORRECTION = "algorithm.rollout_correction."
-_BYPASS = _CORRECTION + "bypass_mode"
+_WEIGHTS = _CORRECTION + "rollout_is"
 
 
 def with_correction_forms(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,8 @@ def with_async_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` (flat, aliases renamed), with a correction where tokens may be stale.
 
     Without one the ratio would be against the current policy, 1 for every token, and hide that
-    older weights drew it.
+    older weights drew it. A clipped ratio against those (bypass_mode) is no default: it leaves out
+    the tokens that have become likelier, but only where their response did well.
     """
     mode = given.get("trainer.mode", "sync")
     is_stale = mode == "one_step_off"
@@ -61,12 +62,12 @@ def with_async_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     if not is_stale or chosen:
         return dict(given)
     logger.info(
-        "trainer.mode=%s sets %s=True: the ratio of the policy loss is against the weights that "
-        "drew each token. Any key of algorithm.rollout_correction replaces that.",
+        "trainer.mode=%s sets %s=token: each token weighs by the policy before the update against "
+        "the one that drew it. Any key of algorithm.rollout_correction replaces that.",
         mode,
-        _BYPASS,
+        _WEIGHTS,
     )
-    return {**given, _BYPASS: True}
+    return {**given, _WEIGHTS: "token"}
 
 
 def _may_be_stale(threshold: float, most: int | None, on_stale: str) -> bool:
@@ -206,7 +207,7 @@ def async_doubts(config: TrainConfig) -> Iterator[str]:
     if is_stale and not is_corrected:
         yield (
             f"trainer.mode={config.trainer.mode} learns from tokens that older weights drew, and "
-            f"nothing corrects for that. Set {_BYPASS}=True, or rollout_is=token."
+            f"nothing corrects for that. Set {_WEIGHTS}=token, or leave the section out."
         )
     if config.trainer.dynamic_validation and config.trainer.test_freq <= 0:
         yield (
