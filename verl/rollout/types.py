@@ -39,9 +39,11 @@ class Continuation:
     with the capability `continues` take it.
 
     Args:
-        step, number: fix the noise, in place of the call's step and the sample's id. The samples of
-            several steps can so run at once, under ids that differ.
-        token_ids, log_probs: as `abort` returned them.
+        step: fixes the noise, in place of the call's step.
+        number: fixes the noise, in place of the sample's id. The samples of several steps can so
+            run at once, under ids that differ.
+        token_ids: drawn before, as `abort` returned them.
+        log_probs: of these tokens, as `abort` returned them.
     """
 
     step: int
