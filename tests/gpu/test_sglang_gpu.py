@@ -1,5 +1,5 @@
 """Training with a server of SGLang that the run starts, on one GPU with the trainer. The server needs
-an environment of its own: SGLANG_PYTHON is its interpreter, or SGLang is beside this package."""
+an environment of its own: SGLANG_PYTHON is its interpreter, or SGLang is installed next to this package."""
 
 import importlib.util
 import os
