@@ -1,5 +1,8 @@
-"""Training with a server of SGLang that the run starts, on one GPU with the trainer. The server needs
-an environment of its own: SGLANG_PYTHON is its interpreter, or SGLang is installed next to this package."""
+"""Training with a server of SGLang that the run starts, on one GPU with the trainer.
+
+SGLANG_PYTHON is the interpreter of the server's environment. Without it, SGLang must be installed
+next to this package.
+"""
 
 import importlib.util
 import os
