@@ -97,22 +97,24 @@ class Admission:
     A slot draws its first token from the hidden state of its group, or of `prefills[n]` where
     `resumed[slot] = n`.
 
-    `rows` counts the tokens to compute besides one for each sample. None of them needs a prefill
-    while `are_rows`.
+    `tokens` are to be computed. They can be `rows` more rows of a step, besides one for each
+    sample, while `are_rows`.
     """
 
     slots: list[int] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
     resumed: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
     rows: int = 0
     are_rows: bool = True
 
-    def add_rows(self, rows: int | None) -> None:
-        """Count the rows of one more sample. None: it cannot start within a step."""
-        if rows is None:
-            self.are_rows = False
-        else:
-            self.rows += rows
+    def add(self, prefill: Prefill, *, is_row: bool) -> None:
+        """Add the prefill of one more sample; `is_row`: it can start within a step."""
+        uncached = len(prefill.token_ids) - prefill.cached
+        self.prefills.append(prefill)
+        self.tokens += uncached
+        self.rows += uncached - 1
+        self.are_rows = self.are_rows and is_row
 
     def fits_step(self, step_rows: int) -> bool:
         """Return whether some samples start, as rows of a step that has `step_rows` for them."""

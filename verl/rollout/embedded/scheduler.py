@@ -177,49 +177,13 @@ class Scheduler:
         if self.running.size and len(self._free_slots) < min(self.refill, len(self.waiting)):
             return None
         admission = Admission()
-        budget = self.max_num_batched_tokens
-
         while self.waiting and self._free_slots:
             sample = self.waiting[0]
-            group = sample.group
-            # Every sample needs a page of its own soon: the copy of its prompt's last page, or the
-            # next one.
-            spare = len(admission.slots) + self.running.size // self.page_size
-            if sample.token_ids or group.pages is None:
-                token_ids = [*group.prompt, *sample.token_ids]
-                needed = -(-len(token_ids) // self.page_size)
-                names = [*(group.names or group.prompt), *sample.token_ids]
-                kept = self._take_kept(sample) if sample.token_ids else []
-                found = kept or self._find(names, group)
-                uncached = len(token_ids) - len(found) * self.page_size
-                rows = uncached - 1
-                # Samples that start later need the hidden state, which a step does not give.
-                if not found or (not sample.token_ids and group.unstarted > 1):
-                    rows = None
-                # A sequence longer than the whole budget is computed alone.
-                fits = not admission.prefills or uncached <= budget
-                fits = fits and not self._waits_a_step(admission, rows, step_rows)
-                idle = not admission.slots and not self.running.size
-                if not fits or not self._make_room(needed - len(kept), spare, idle=idle):
-                    if kept:
-                        self.kept[int(sample.key)] = kept
+            if sample.token_ids or sample.group.pages is None:
+                if not self._admit_to_prefill(sample, admission, step_rows):
                     break
-                budget -= uncached
-                admission.add_rows(rows)
-                held = kept or self.pages.share(found)
-                pages = [*held, *self.pages.allocate(needed - len(found))]
-                cached = len(token_ids) - uncached
-                sample.has_old_keys = bool(kept)
-                admission.prefills.append(
-                    Prefill(
-                        token_ids, names, pages, cached, group, not sample.token_ids, bool(kept)
-                    )
-                )
-                if not sample.token_ids:
-                    group.pages = pages
-                    self._prompts.append(group)
-            elif self.pages.can_allocate(spare):
-                admission.add_rows(None)
+            elif self.pages.can_allocate(self._spare_pages(admission)):
+                admission.are_rows = False  # it draws from the prefill of another sample
             else:
                 break
             self._start(self.waiting.popleft(), admission)
@@ -230,6 +194,48 @@ class Scheduler:
                     self.pages.register(prefill.names, prefill.pages, self.page_size)
 
         return admission if admission.slots else None
+
+    def _admit_to_prefill(self, sample: Sample, admission: Admission, step_rows: int) -> bool:
+        """Give a sample pages for its tokens so far. Return False if it has to wait."""
+        group = sample.group
+        is_prompt = not sample.token_ids
+        token_ids = [*group.prompt, *sample.token_ids]
+        names = [*(group.names or group.prompt), *sample.token_ids]
+        needed = -(-len(token_ids) // self.page_size)
+        kept = [] if is_prompt else self._take_kept(sample)
+        found = kept or self._find(names, group)
+        cached = len(found) * self.page_size
+        uncached = len(token_ids) - cached
+
+        # Samples that start later need the hidden state, which a step does not give.
+        is_row = bool(found) and not (is_prompt and group.unstarted > 1)
+        waits = self._waits_a_step(admission, uncached - 1 if is_row else None, step_rows)
+        # A sequence longer than the whole budget is computed alone.
+        fits = not admission.prefills or admission.tokens + uncached <= self.max_num_batched_tokens
+        spare = self._spare_pages(admission)
+        idle = not admission.slots and not self.running.size
+        if waits or not fits or not self._make_room(needed - len(kept), spare, idle=idle):
+            if kept:
+                self.kept[int(sample.key)] = kept
+            return False
+
+        held = kept or self.pages.share(found)
+        pages = [*held, *self.pages.allocate(needed - len(found))]
+        sample.has_old_keys = bool(kept)
+        prefill = Prefill(token_ids, names, pages, cached, group, is_prompt, bool(kept))
+        admission.add(prefill, is_row=is_row)
+        if is_prompt:
+            group.pages = pages
+            self._prompts.append(group)
+        return True
+
+    def _spare_pages(self, admission: Admission) -> int:
+        """Return how many pages stay free when the next sample starts.
+
+        Every sample needs a page of its own soon: the copy of its prompt's last page, or the next
+        one.
+        """
+        return len(admission.slots) + self.running.size // self.page_size
 
     def _waits_a_step(self, admission: Admission, rows: int | None, step_rows: int) -> bool:
         """Return whether the next sample, of `rows`, waits so that the others fit `step_rows`.
