@@ -112,9 +112,8 @@ class OwnedServers:
         process = self._processes.get(url)
         if process is not None and process.poll() is None:
             return
-        port = url.rpartition(":")[2]
         log = self._log(url)
-        command = self._command(port, self.urls.index(url))
+        command = self._command(url)
         logger.info("Starting %s at %s; log: %s", self._class.title, url, log)
         with log.open("ab") as output:
             self._processes[url] = subprocess.Popen(
@@ -134,18 +133,18 @@ class OwnedServers:
             process.wait(timeout=30)
         self._processes.clear()
 
-    def _command(self, port: str, number: int) -> list[str]:
+    def _command(self, url: str) -> list[str]:
         config = self._config
         options: dict[str, Any] = {
             "host": "127.0.0.1",
-            **engine_options(config, self._dtype, number),
+            **engine_options(config, self._dtype, self.urls.index(url)),
             "takes_memory": takes_memory(config),
             "lora_rank": self._lora_rank,
         }
         given = {"vllm": config.engine_kwargs.vllm, "sglang": config.engine_kwargs.sglang}
         options |= given.get(config.name, {})
         python = config.server_python or sys.executable
-        command = self._class.command(python, self._model, port, **options)
+        command = self._class.command(python, self._model, _port(url), **options)
         return [word for word in command if word not in self._unknown_flags]
 
     def _environment(self) -> dict[str, str]:
@@ -201,7 +200,11 @@ class OwnedServers:
         )
 
     def _log(self, url: str) -> Path:
-        return self._logs / f"{url.rpartition(':')[2]}.log"
+        return self._logs / f"{_port(url)}.log"
+
+
+def _port(url: str) -> str:
+    return url.rpartition(":")[2]
 
 
 def _free_ports(count: int) -> Sequence[int]:
