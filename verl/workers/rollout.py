@@ -331,7 +331,9 @@ class RolloutWorker(Worker):
 
         Every rank must call it. `keep` holds their keys and values until they go on.
         """
-        assert self.episodes is not None, "start_episodes comes first"
+        if self.episodes is None:  # the checkpoint of a resumed run may hold a whole batch
+            self._make_room()
+            return Progressed()
         ended = self.episodes.freeze(keep=keep)
         counters, of_agents = self.episodes.take_metrics()
         metrics = {**self._metrics(counters), **self._agent_metrics(of_agents)}

@@ -80,26 +80,37 @@ def test_an_episode_goes_on_across_updates(tmp_path):
     assert_learned_from_all_once(tmp_path)
 
 
-def test_a_killed_run_plays_half_played_episodes_anew(tmp_path):
-    """Nothing that had ended is lost or repeated."""
-    command = [*BASE, ASYNC, "trainer.save_freq=1"]
+def killed_and_resumed(folder: Path, command: list[str], step: int) -> None:
+    """Run until a kill -9 in the update of a step, and once more to the end."""
 
     def until_killed() -> int:
         update = PPOTrainer.update
 
         def die(self: PPOTrainer, batch: DataProto) -> None:
             update(self, batch)
-            if self.global_step == 3:
+            if self.global_step == step:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         PPOTrainer.update = die
-        return run(tmp_path, *command)
+        return run(folder, *command)
 
     assert os.WTERMSIG(run_in_child(until_killed)) == signal.SIGKILL
-    assert run(tmp_path, *command) == 0
+    assert run(folder, *command) == 0
+
+
+def test_a_killed_run_plays_half_played_episodes_anew(tmp_path):
+    """Nothing that had ended is lost or repeated."""
+    killed_and_resumed(tmp_path, [*BASE, ASYNC, "trainer.save_freq=1"], step=3)
     lines = step_lines(tmp_path)
     assert lines[-1]["fully_async/replayed_episodes"] > 0
     assert max(line["fully_async/age/max"] for line in lines) == 1
+    assert_learned_from_all_once(tmp_path)
+
+
+def test_a_killed_run_takes_the_whole_batch_of_its_checkpoint(tmp_path):
+    """The first step then plays no episode: those of two steps were begun together."""
+    ahead = ["async_training.staleness_threshold=1", "async_training.partial_rollout=false"]
+    killed_and_resumed(tmp_path, [*BASE, ASYNC, "trainer.save_freq=1", *ahead], step=4)
     assert_learned_from_all_once(tmp_path)
 
 
