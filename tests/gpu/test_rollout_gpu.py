@@ -25,6 +25,13 @@ from verl.utils.errors import EngineAsleepError, RolloutError
 pytestmark = pytest.mark.gpu
 
 
+def empty_device() -> None:
+    """Give the memory of earlier tests back to the device."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
 def on_cuda(model: Any) -> Any:
     return model.cuda()
 
@@ -199,14 +206,14 @@ def test_memory_that_stays_during_sleep_is_listed():
     model = on_cuda(
         talkative_model("qwen2", dtype=torch.bfloat16, hidden_size=512, num_attention_heads=8)
     )
+    empty_device()
     before = torch.cuda.memory_reserved()
     engine = cuda_engine(model, gpu_memory_utilization=0.02)
     run(engine, PROMPTS, n=100)
     awake = engine.kept_asleep()
     engine.sleep()
 
-    gc.collect()
-    torch.cuda.empty_cache()
+    empty_device()
     kept = engine.kept_asleep()
     left = torch.cuda.memory_reserved() - before
     assert kept == awake
@@ -227,10 +234,10 @@ def test_a_failed_capture_does_not_end_the_engine(given, raised, monkeypatch):
     step = engine.runner._step
     calls = 0
 
-    def broken(rows: int) -> None:
+    def broken(rows: int, *, several: bool) -> None:
         nonlocal calls
         calls += 1
-        step(rows)
+        step(rows, several=several)
         if calls == 2:  # the first one compiles, the second is captured
             raise given("in the middle of a capture")
 
@@ -244,15 +251,14 @@ def test_a_failed_capture_does_not_end_the_engine(given, raised, monkeypatch):
 def test_sleep_frees_the_memory():
     model = talkative_model("qwen2", dtype=torch.bfloat16, hidden_size=512, num_attention_heads=8)
     parameters = dict(model.named_parameters())
-    torch.cuda.synchronize()
+    empty_device()
     free = torch.cuda.mem_get_info()[0]
     engine = cuda_engine(model, gpu_memory_utilization=0.02)
     first = tokens_of(run(engine, PROMPTS, n=2))
     awake = free - torch.cuda.mem_get_info()[0]
     engine.sleep()
 
-    gc.collect()
-    torch.cuda.empty_cache()
+    empty_device()
     kept = free - torch.cuda.mem_get_info()[0]
     held = engine.runner.page_bytes * engine.statistics()["num_pages"] + sum(
         p.nbytes for p in parameters.values()

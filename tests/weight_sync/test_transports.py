@@ -2,6 +2,8 @@
 that differs."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,12 @@ from safetensors.torch import load_file
 
 from tests.distributed.ranks import Ranks
 from tests.tiny_models import tiny_model
-from tests.weight_sync.jobs import Engine, Store, Trip, odd_tensors, travel
+from tests.weight_sync.jobs import BUCKET_BYTES, Engine, Store, Trip, odd_tensors, travel
 from verl.rollout.twin import ModelTwin
 from verl.utils.errors import CheckpointError
 from verl.weight_sync import DirectSender, FingerprintLog, receive_into
 from verl.weight_sync.disk import DiskReceiver, DiskSender
+from verl.weight_sync.ipc import SharedMemoryReceiver, SharedMemorySender
 from verl.weight_sync.shards import gathered
 
 TRANSPORTS = ("host", "broadcast", "disk")
@@ -108,3 +111,29 @@ def test_tied_weights_within_one_process(dtype: torch.dtype):
         placed = twin.module.get_parameter(name)
         assert torch.equal(placed, parameter.to(dtype))
         assert (placed.data_ptr() == parameter.data_ptr()) == (dtype == torch.float32)
+
+
+def test_the_tensors_of_a_bucket_are_valid_together():
+    """An engine may take all of them in one call."""
+    ours, theirs = Pipe()
+    tensors = odd_tensors(1)
+    received: dict[str, torch.Tensor] = {}
+    most = 0
+
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(
+            SharedMemorySender, [ours], device=torch.device("cpu"), bucket_bytes=BUCKET_BYTES
+        )
+        receiver = SharedMemoryReceiver(theirs, torch.device("cpu"))
+        sent = pool.submit(made.result().send, tensors.items())
+        for bucket in receiver.buckets():
+            together = dict(bucket)
+            most = max(most, len(together))
+            received |= {name: tensor.clone() for name, tensor in together.items()}
+        receiver.report(None)
+        sent.result()
+
+    assert most > 1
+    assert received.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(received[name], tensor), name

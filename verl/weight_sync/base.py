@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -12,6 +12,7 @@ from verl.weight_sync.fingerprint import Fingerprint, FingerprintLog
 
 # (name in `named_parameters` of the Hugging Face module, whole tensor). A tied weight comes once.
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Content = TypeVar("Content")  # of a hand-over: a tensor, or the tensors of a bucket
 
 
 class WeightTaker(Protocol):
@@ -93,20 +94,19 @@ def receive_into(engine: WeightTaker, receiver: WeightReceiver, sharing: Axis = 
         receiver: this end of the transport.
         sharing: the ranks with engines that hold parts of the same tensors. All must call this.
     """
-    with reported(receiver) as tensors:
+    with reported(receiver, receiver.tensors()) as tensors:
         engine.update_weights(tensors)
         check(receiver.expected(), engine, world=sharing, sharing=sharing)
 
 
 @contextmanager
-def reported(receiver: WeightReceiver) -> Iterator[NamedTensors]:
-    """Give the tensors of one hand-over, and report to the sender how the block has ended."""
-    tensors = receiver.tensors()
+def reported(receiver: WeightReceiver, contents: Iterator[Content]) -> Iterator[Iterator[Content]]:
+    """Give the contents of one hand-over, and report to the sender how the block has ended."""
     try:
-        yield tensors
+        yield contents
     except Exception as error:
         # Read to the end: the sender, and with it the other receivers, would wait forever.
-        for _ in tensors:
+        for _ in contents:
             pass
         receiver.report(f"{type(error).__name__}: {error}")
         raise

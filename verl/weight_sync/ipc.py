@@ -170,10 +170,15 @@ class SharedMemoryReceiver:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield as `WeightReceiver.tensors` describes."""
+        for bucket in self.buckets():
+            yield from bucket
+
+    def buckets(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Yield the tensors that each bucket completes. They are valid until the next bucket."""
         unpacker = Unpacker()
         self._fingerprints = None
         while isinstance(message := self._connection.recv(), _Filled):
-            yield from unpacker.unpack(self._slots[message.slot], message.pieces)
+            yield unpacker.unpack(self._slots[message.slot], message.pieces)
             self._wait()  # the engine's copies out of this bucket
             self._connection.send(message.slot)
 

@@ -4,9 +4,11 @@ vLLM mixes the class into its worker: `--worker-extension-cls` names it, and PYT
 server must have this package.
 """
 
+import itertools
 import os
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Client
 from typing import Any
@@ -37,8 +39,9 @@ class TakesWeights:
             key: hexadecimal; proves to the trainer that the caller may read its weights.
         """
         connection: Any = Client(address, family="AF_UNIX", authkey=bytes.fromhex(key))
-        with reported(SharedMemoryReceiver(connection, self.device)) as tensors:
-            self._verl_load(tensors)
+        receiver = SharedMemoryReceiver(connection, self.device)
+        with reported(receiver, receiver.buckets()) as buckets:
+            self._verl_load(buckets)
 
     def verl_end_with(self, process: int) -> None:
         """End this worker as soon as a process of this machine has ended, also by kill -9."""
@@ -53,12 +56,14 @@ class TakesWeights:
 
         threading.Thread(target=wait, name="verl-end", daemon=True).start()
 
-    def _verl_load(self, tensors: NamedTensors) -> None:
+    def _verl_load(self, buckets: Iterator[NamedTensors]) -> None:
         if self.device.type == "cpu":
             # Layers are packed on a CPU, and vLLM keeps tensors until their layer is complete;
             # the memory of these is used again before.
+            tensors = itertools.chain.from_iterable(buckets)
             copies = ((name, tensor.clone()) for name, tensor in tensors)
             self.model_runner.reload_weights(weights_iterator=copies)
             return
-        for named in tensors:
-            self.model_runner.model.load_weights([named])
+        # Each call lists all parameters of the model anew, so few calls take many tensors each.
+        for bucket in buckets:
+            self.model_runner.model.load_weights(bucket)
