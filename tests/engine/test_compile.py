@@ -9,13 +9,16 @@ from hypothesis.strategies import integers, lists, tuples
 from torch._dynamo.utils import counters
 
 from tests.engine.batches import COLUMNS, flat_gradient, make_batch, smooth_loss
+from tests.models.test_vision import packed_batch
 from tests.tiny_models import tiny_model
+from tests.tiny_vision_models import tiny_vision_model
 from verl.config import OptimConfig
 from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
 from verl.engine.compile import KEY, apply_compile
 from verl.engine.microbatch import TokenBudget
 from verl.engine.options import EngineOptions
+from verl.models.attention import apply_checkpointing
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.utils.errors import ConfigError
 
@@ -85,6 +88,28 @@ def test_compiled_layers_give_the_same_log_probs_and_gradients(family, how):
                 <= 1e-4
             )
         plain.step(), compiled.step()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_models_that_read_pictures_have_the_same_gradients(family, checkpointing):
+    """Layers of the tower and of the language are compiled."""
+    gradients = []
+    for backend in (None, "aot_eager"):
+        module = PackedCausalLM(tiny_vision_model(family))
+        batch = packed_batch(module.model)
+        if checkpointing:
+            apply_checkpointing(module.model)
+        if backend is not None:
+            counters.clear()
+            apply_compile(module, CPU, backend=backend)
+        log_probs = module(batch)["log_probs"]
+        parameters = [each for each in module.parameters() if each.requires_grad]
+        found = torch.autograd.grad(log_probs.sum(), parameters, allow_unused=True)
+        gradients.append([each for each in found if each is not None])
+    assert counters["stats"]["unique_graphs"] >= 8  # four of each kind of layer
+    for plain, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
 
 
 def test_all_layers_and_lengths_share_four_graphs():

@@ -1,6 +1,7 @@
 """Pictures and videos on CUDA: the kernel calls for pictures that see themselves against blocks in
 float64, and models and the engine against transformers."""
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from verl.models.attention import (
 )
 from verl.models.packed import PackedCausalLM
 from verl.models.probe import check_packed
+from verl.models.vision_attention import window_attention
 
 pytestmark = pytest.mark.gpu
 # Plain tokens and tokens of a picture, in turn: more than a tile of the kernel, and much less.
@@ -94,3 +96,28 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     expected = expected_answers(model, asked)
     engine = make_engine(model.cuda(), device="cuda", dtype="float32")
     assert tokens_of(answers(engine, asked)) == expected
+
+
+@pytest.mark.parametrize("head_dim", [80, 72])
+def test_all_windows_at_once_are_those_of_float64(head_dim: int) -> None:
+    lengths = [64] * 30 + [48, 16, 4096, 64, 8]
+    bounds = torch.tensor([0, *accumulate(lengths)], device="cuda")
+    generator = torch.Generator("cuda").manual_seed(1)
+    size = (1, 4, int(bounds[-1]), head_dim)
+    drawn = [torch.randn(size, device="cuda", generator=generator).bfloat16() for _ in range(3)]
+    weight = torch.randn(1, size[2], 4, head_dim, device="cuda", generator=generator)
+
+    def attended(dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in drawn]
+        out, _ = window_attention(
+            torch.nn.Identity(),
+            *(*inputs, None),
+            scaling=head_dim**-0.5,
+            cu_seq_lens_q=bounds,
+            max_length_q=4096,
+        )
+        return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
+
+    for one, other in zip(attended(torch.bfloat16), attended(torch.float64), strict=True):
+        error = ((one.double() - other).norm() / other.norm()).item()
+        assert error < 1e-2, error

@@ -1,4 +1,5 @@
-"""`torch.compile` of decoder layers, from outside: after checkpointing, before sharding.
+"""`torch.compile` of decoder layers, and of the layers of vision towers that read pictures of any
+size, from outside: after checkpointing, before sharding.
 
 Each layer's `forward` is compiled on its own. All layers of one kind have the same code and the
 same shapes, so they share the graphs of the first one; the number of tokens is symbolic, so batches
@@ -15,11 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl.distributed.fsdp import decoder_layers
 from verl.models.attention import IMPLEMENTATION, packed_attention
+from verl.models.vision import text_body, towers_within
+from verl.models.vision_attention import IMPLEMENTATION as WINDOWS
+from verl.models.vision_attention import has_windows, window_attention
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
@@ -34,9 +38,12 @@ FAMILIES = frozenset(
         "mixtral",
         "phi3",
         "qwen2",
+        "qwen2_5_vl_text",
         "qwen2_moe",
+        "qwen2_vl_text",
         "qwen3",
         "qwen3_moe",
+        "qwen3_vl_text",
     }
 )
 KEY = "actor_rollout_ref.actor.use_torch_compile"
@@ -58,9 +65,16 @@ def apply_compile(module: nn.Module, device: torch.device, *, backend: str = "in
     # asked for.
     torch._dynamo.config.specialize_float = True
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(packed_attention))
+    AttentionInterface.register(WINDOWS, torch.compiler.disable(window_attention))
 
-    layers = decoder_layers(module)
-    for number, layer in enumerate(layers):
+    model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
+    layers = decoder_layers(text_body(model))
+    of_towers = []
+    for tower in towers_within(model):
+        if has_windows(tower):
+            of_towers += decoder_layers(tower)
+
+    for number, layer in enumerate([*layers, *of_towers]):
         assert "forward" not in vars(layer), "these layers are compiled already"
         recompute: Any = None
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:

@@ -31,7 +31,8 @@ from verl.models.alibi import KeyBias, route_attention, set_attention
 from verl.models.kernels.attention import choose_kernel, torch_attention
 from verl.models.layout import Layout
 from verl.models.shared_prompts import joined_attention
-from verl.models.vision import language_parts
+from verl.models.vision import language_parts, towers_within
+from verl.models.vision_attention import join_windows
 from verl.utils.errors import ModelError
 
 IMPLEMENTATION = "verl_packed"
@@ -109,6 +110,8 @@ def prepare(model: nn.Module) -> PackingSlot:
     """
     slot = getattr(model, _SLOT, None) or PackingSlot()
     route_attention(model)
+    for tower in towers_within(model):
+        join_windows(tower)
     for module in model.modules():
         setattr(module, _SLOT, slot)
     for part in language_parts(model):

@@ -203,14 +203,20 @@ def attention_settings(config: PreTrainedConfig, implementation: str) -> str | d
     return settings
 
 
+def towers_within(root: nn.Module) -> list[nn.Module]:
+    """Return the vision parts of all transformers models within `root`, itself included."""
+    towers: dict[nn.Module, None] = {}  # a model and its body share them
+    for part in root.modules():
+        if isinstance(part, PreTrainedModel):
+            towers |= dict.fromkeys(vision_parts(part))
+    return list(towers)
+
+
 def language_parts(root: nn.Module) -> list[PreTrainedModel]:
     """Return the transformers models within `root`, itself included, except vision towers."""
     parts = [part for part in root.modules() if isinstance(part, PreTrainedModel)]
-    towers: set[int] = set()
-    for part in parts:
-        for tower in vision_parts(part):
-            towers |= {id(module) for module in tower.modules()}
-    return [part for part in parts if id(part) not in towers]
+    of_vision = {id(module) for tower in towers_within(root) for module in tower.modules()}
+    return [part for part in parts if id(part) not in of_vision]
 
 
 def picture_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
