@@ -60,7 +60,7 @@ def window_attention(
     *,
     scaling: float,
     cu_seq_lens_q: Tensor,
-    max_length_q: int,
+    max_length_q: int | Tensor,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention within each window, in both directions.
@@ -78,7 +78,8 @@ def window_attention(
 
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     bounds = cu_seq_lens_q.to(torch.int32)
-    out = varlen_attn(q, k, v, bounds, bounds, max_length_q, max_length_q, scale=scaling)
+    longest = int(max_length_q)  # older releases of transformers give a tensor
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling)
     assert isinstance(out, Tensor)
     return out[None], None
 
