@@ -28,7 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.alibi import KeyBias, route_attention, set_attention
-from verl.models.kernels.attention import choose_kernel, torch_attention
+from verl.models.kernels.attention import choose_kernel, packed_kernel_takes, torch_attention
 from verl.models.layout import Layout
 from verl.models.shared_prompts import joined_attention
 from verl.models.vision import language_parts, towers_within
@@ -261,9 +261,7 @@ def refuse_unsupported(
 
 def varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
     """Return whether a kernel for packed sequences supports this attention."""
-    head_dim = q.shape[-1]
-    fits = head_dim % 8 == 0 and head_dim <= 256 and v.shape[-1] <= head_dim
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and facts.is_plain and fits
+    return packed_kernel_takes(q) and v.shape[-1] <= q.shape[-1] and facts.is_plain
 
 
 def _window_of(layout: Layout, facts: Facts) -> int | None:

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
+from verl.models.kernels.attention import packed_kernel_takes
+
 # transformers passes bounds to an attention with "flash" in its name.
 IMPLEMENTATION = "verl_flash_windows"
-# The kernel's steps in the size of a head, and its largest one.
-_HEAD_STEP = 8
-_LARGEST_HEAD = 256
 
 
 def join_windows(tower: nn.Module) -> None:
@@ -71,9 +70,7 @@ def window_attention(
     assert attention_mask is None, "towers have no mask"
     assert not asked.get("dropout"), "and their dropout is zero"
 
-    head = query.shape[-1]
-    has_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    if not has_kernel or head % _HEAD_STEP or head > _LARGEST_HEAD:
+    if not packed_kernel_takes(query):
         return _by_length(query, key, value, cu_seq_lens_q, scaling)[None], None
 
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

@@ -36,6 +36,13 @@ if "enable_gqa" in inspect.signature(varlen_attn).parameters:
     VARLEN_GQA["enable_gqa"] = True
 
 
+def packed_kernel_takes(q: Tensor) -> bool:
+    """Return whether PyTorch's variable-length attention takes queries (..., D) like these."""
+    head_dim = q.shape[-1]
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and is_half and head_dim % 8 == 0 and head_dim <= 256
+
+
 def torch_attention(
     q: Tensor,
     k: Tensor,
