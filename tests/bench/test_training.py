@@ -110,6 +110,11 @@ def test_flops_of_a_pass(tmp_path):
             "ValueError: the reason (code 1, log: ",
         ),
         ("raise SystemExit('a word')", 60, "a word (code 1"),
+        (
+            "print('ValueError: of a rank')\nraise SystemExit('elastic.ChildFailedError: ')",
+            60,
+            "ValueError: of a rank (code 1",
+        ),
         ("import time\ntime.sleep(60)", 0.5, "not done after "),
         ("pass", 60, None),
     ],
