@@ -14,6 +14,28 @@ from rollout_work import draw_limits
 from verl.diagnostics.schedules import Costs, Work, all_schedules, best_split
 
 
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `costs_of`."""
+    parser.add_argument("--decode-s", type=float, default=3.4e-3, help="a step without rows")
+    parser.add_argument("--row-s", type=float, default=6.5e-6, help="a row of a step")
+    parser.add_argument("--cached-token-s", type=float, default=7.8e-9, help="a token in the cache")
+    parser.add_argument("--prefill-token-s", type=float, default=8e-6)
+    parser.add_argument("--token-s", type=float, default=2.0e-5, help="a token of an update")
+    parser.add_argument("--sync-s", type=float, default=0.02, help="a hand-over")
+
+
+def costs_of(given: argparse.Namespace) -> Costs:
+    """Return the costs that the options give."""
+    return Costs(
+        given.decode_s,
+        given.row_s,
+        given.cached_token_s,
+        given.prefill_token_s,
+        given.token_s,
+        given.sync_s,
+    )
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -26,25 +48,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--staleness", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--decode-s", type=float, default=3.4e-3, help="a step without rows")
-    parser.add_argument("--row-s", type=float, default=6.5e-6, help="a row of a step")
-    parser.add_argument("--cached-token-s", type=float, default=7.8e-9, help="a token in the cache")
-    parser.add_argument("--prefill-token-s", type=float, default=8e-6)
-    parser.add_argument("--token-s", type=float, default=2.0e-5, help="a token of an update")
-    parser.add_argument("--sync-s", type=float, default=0.02, help="a hand-over")
+    add_costs(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     given = parse_arguments()
-    costs = Costs(
-        given.decode_s,
-        given.row_s,
-        given.cached_token_s,
-        given.prefill_token_s,
-        given.token_s,
-        given.sync_s,
-    )
+    costs = costs_of(given)
     rows = given.steps * given.prompts * given.samples
     work = Work(
         prompts=given.prompts,
