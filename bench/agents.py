@@ -7,12 +7,17 @@ tokens an episode in one turn.
     python bench/agents.py --model toy --episodes 256 --turns 8 --tool-ms 50
     python bench/agents.py --shape 1.5b --tokens 128              # random weights, on a GPU
     python bench/agents.py --shape 1.5b --tokens 512 --spread 0.5 # turns of 256 to 768 tokens
+    python bench/agents.py --shape 1.5b --profile                 # how long the GPU idles
     python bench/agents.py --shape 1.5b --engine vllm --set gpu_memory_utilization=0.5
     python bench/agents.py --engine vllm --device cpu --server-python VENV/bin/python
 
 Without `--set server_urls=[...]` an engine of servers starts one, with `--server-python` or the
 interpreter of this script. Such a server gets the weights of this process before it draws. The
 seconds of a step of such an engine are seconds of waiting for the server.
+
+`--profile` plays the turns once more and records each kernel of the GPU. `device_idle_share` is the
+part of the time in which no kernel runs, without the moments in which every episode waits for its
+tool. Recording slows the host down, so it is an upper bound.
 """
 
 import argparse
@@ -21,6 +26,8 @@ import json
 import tempfile
 import textwrap
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +35,8 @@ import numpy as np
 import torch
 import yaml
 from rollout_models import SHAPES, random_model, write_config
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from verl.agents import AgentContext, EngineClient, EngineSteps, Episode
 from verl.agents.boundary import ChatBoundary
@@ -85,8 +94,34 @@ class Counted:
             self.steps += 1
 
 
+class Waits:
+    """How long tools took beyond their own time, and how long all episodes waited for them."""
+
+    def __init__(self) -> None:
+        self.overheads: list[float] = []
+        self.all_waiting_s = 0.0
+        self._drawing = 0
+        self._since: float | None = None  # no episode draws; None: one does
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Count an episode as one that draws."""
+        self._drawing += 1
+        if self._since is not None:
+            self.all_waiting_s += time.perf_counter() - self._since
+            self._since = None
+        try:
+            yield
+        finally:
+            self._drawing -= 1
+            if self._drawing == 0:
+                self._since = time.perf_counter()
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="toy", help="a packaged name, a folder or a hub name")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead")
     parser.add_argument("--engine", default="embedded", help="name of the rollout engine")
@@ -103,6 +138,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tool-ms", type=float, default=50.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each; the best counts")
+    parser.add_argument("--profile", action="store_true", help="how long a GPU idles")
     return parser.parse_args()
 
 
@@ -114,7 +150,7 @@ def lengths(row: int, arguments: argparse.Namespace) -> list[int]:
 
 
 async def play(
-    context: AgentContext, episode: Episode, arguments: argparse.Namespace, waits: list[float]
+    context: AgentContext, episode: Episode, arguments: argparse.Namespace, waits: Waits
 ) -> int:
     """Play one episode. Return the tokens that the model drew."""
     assert context.tools is not None
@@ -122,14 +158,15 @@ async def play(
     conversation = context.conversation(episode)
     drawn = 0
     for turn, tokens in enumerate(lengths(episode.row, arguments)):
-        drawn += await _draw(context, conversation, tokens)
+        with waits.drawing():
+            drawn += await _draw(context, conversation, tokens)
         if turn + 1 == arguments.turns:
             break
         seconds = arguments.tool_ms / 1000
         call = ToolCall(name="wait", arguments={"seconds": seconds})
         started = time.perf_counter()
         (result,) = await session.call([call], turn=turn)
-        waits.append(time.perf_counter() - started - seconds)
+        waits.overheads.append(time.perf_counter() - started - seconds)
         reply = {"role": "assistant", "content": "."}
         new = [{"role": "user", "content": result.text}]
         assert conversation.extend(reply, new, "tool"), "the response has no room for a turn"
@@ -156,7 +193,7 @@ def many_turns(
     context.client = client
     engine.forget_prefixes()
     engine.reserve(Room(sequences=len(episodes), tokens=context.config.max_model_len or 0))
-    waits: list[float] = []
+    waits = Waits()
 
     async def all_of() -> list[int]:
         return await asyncio.gather(*(play(context, each, arguments, waits) for each in episodes))
@@ -166,19 +203,42 @@ def many_turns(
     drawn = asyncio.run(client.serve(all_of()))
     seconds = time.perf_counter() - started
     num_turns = arguments.turns * len(episodes)
-    # While every episode waits for its tool, the engine has nothing to do.
-    idle_s = seconds - counted.seconds
+    outside_s = seconds - counted.seconds
     return {
         "seconds": seconds,
         # of the process: on a shared machine seconds say little
         "cpu_s": time.process_time() - cpu_started,
         "tokens_per_s": sum(drawn) / seconds,
+        # of the host: a device works on while the host is elsewhere
+        "host_outside_engine_ms_a_turn": 1000 * outside_s / num_turns,
         "engine_s": counted.seconds,
-        "idle_share": idle_s / seconds,
-        "idle_ms_a_turn": 1000 * idle_s / num_turns,
-        "tool_overhead_ms": 1000 * sum(waits) / len(waits),
+        "all_waiting_s": waits.all_waiting_s,
+        "tool_overhead_ms": 1000 * sum(waits.overheads) / len(waits.overheads),
         "prefill_tokens": client.counters.get("prefill_tokens", 0.0),
         "cached_tokens": client.counters.get("cached_tokens", 0.0),
+    }
+
+
+def device_idle(play_turns: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Play the turns once more with every kernel recorded. Return how long the device idles."""
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        played = play_turns()
+        torch.cuda.synchronize()
+    spans = []
+    for event in recorded.profiler.kineto_results.events():  # pyright: ignore[reportOptionalMemberAccess]
+        if event.device_type() == DeviceType.CUDA and event.duration_ns() > 0:
+            spans.append((event.start_ns(), event.end_ns()))
+
+    busy_ns = 0
+    end = 0
+    for start, stop in sorted(spans):
+        busy_ns += max(0, stop - max(start, end))
+        end = max(end, stop)
+    free_s = played["seconds"] - played["all_waiting_s"]
+    return {
+        "profiled_s": played["seconds"],
+        "device_busy_s": busy_ns / 1e9,
+        "device_idle_share": 1 - busy_ns / 1e9 / free_s,
     }
 
 
@@ -273,6 +333,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     context = AgentContext(config=config, tokenizer=tokenizer, boundary=boundary, tools=tools)
     turns = [many_turns(context, engine, episodes, arguments) for _ in range(arguments.repeat)]
     plain = [one_turn(engine, episodes, arguments) for _ in range(arguments.repeat)]
+    idle = {}
+    if arguments.profile:
+        idle = device_idle(lambda: many_turns(context, engine, episodes, arguments))
     tools.close()
 
     best_turns = max(turns, key=lambda run: run["tokens_per_s"])
@@ -280,6 +343,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     ratio = best_turns["tokens_per_s"] / best_plain["tokens_per_s"]
     cpu_ratio = min(run["cpu_s"] for run in plain) / min(run["cpu_s"] for run in turns)
     report = {"turns": best_turns, "one_turn": best_plain, "ratio": ratio, "cpu_ratio": cpu_ratio}
+    report |= idle
     print(json.dumps(report, indent=2))
 
 

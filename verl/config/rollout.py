@@ -174,7 +174,9 @@ class RolloutConfig:
     enable_chunked_prefill: bool = setting(
         True, "split long prompts over prefill steps", no_effect="the scheduler decides"
     )
-    enforce_eager: bool = setting(False, "on CUDA, decode without CUDA graphs")
+    enforce_eager: bool = setting(
+        False, "on CUDA, decode without CUDA graphs, and leave vision towers uncompiled"
+    )
     free_cache_engine: bool = setting(True, "give the engine's memory back while training")
     enable_rollout_routing_replay: bool = setting(
         False,

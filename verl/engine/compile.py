@@ -9,23 +9,18 @@ leaves four graphs a layer: norm, projections with RoPE, output projection, the 
 and checkpointing stay around the compiled function and are not traced.
 """
 
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl.distributed.fsdp import decoder_layers
-from verl.models.attention import IMPLEMENTATION, packed_attention
-from verl.models.vision import text_body, towers_within
-from verl.models.vision_attention import IMPLEMENTATION as WINDOWS
-from verl.models.vision_attention import has_windows, window_attention
+from verl.models.compiled import compiled_forward, prepare_compiler, tower_layers
+from verl.models.vision import text_body
 from verl.utils.errors import ConfigError
-from verl.utils.logging import logger
 
 # Families that `use_torch_compile=null` compiles on CUDA: an update takes a sixth less time on an
 # H200 (Qwen2.5-1.5B), after 11 to 28 s of compiling.
@@ -47,9 +42,6 @@ FAMILIES = frozenset(
     }
 )
 KEY = "actor_rollout_ref.actor.use_torch_compile"
-# For each function of a layer: with and without gradient, for every model of the process. At
-# torch's limit of 8 a fourth model would run uncompiled, with no more than a warning.
-_GRAPHS_PER_FUNCTION = 64
 
 
 def apply_compile(module: nn.Module, device: torch.device, *, backend: str = "inductor") -> None:
@@ -58,23 +50,11 @@ def apply_compile(module: nn.Module, device: torch.device, *, backend: str = "in
     Raises ConfigError where the backend cannot compile on this machine.
     """
     _check_backend(device, backend)
-    torch._dynamo.config.recompile_limit = max(
-        torch._dynamo.config.recompile_limit, _GRAPHS_PER_FUNCTION
-    )
-    # An epsilon is a constant, or it would be an input of every kernel as soon as `dynamic` is
-    # asked for.
-    torch._dynamo.config.specialize_float = True
-    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(packed_attention))
-    AttentionInterface.register(WINDOWS, torch.compiler.disable(window_attention))
-
+    prepare_compiler()
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     layers = decoder_layers(text_body(model))
-    of_towers = []
-    for tower in towers_within(model):
-        if has_windows(tower):
-            of_towers += decoder_layers(tower)
 
-    for number, layer in enumerate([*layers, *of_towers]):
+    for number, layer in enumerate([*layers, *tower_layers(model)]):
         assert "forward" not in vars(layer), "these layers are compiled already"
         recompute: Any = None
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
@@ -83,35 +63,8 @@ def apply_compile(module: nn.Module, device: torch.device, *, backend: str = "in
             recompute = layer._gradient_checkpointing_func
             layer.gradient_checkpointing = False
         message = f"{len(layers)} decoder layers are compiled ({backend})" if number == 0 else None
-        compiled = _compiled(layer, backend, message)
+        compiled = compiled_forward(layer, backend, message)
         layer.forward = compiled if recompute is None else partial(recompute, compiled)
-
-
-def _compiled(layer: nn.Module, backend: str, message: str | None) -> Callable[..., Any]:
-    """Return the layer's forward, compiled at its first call; `message` is logged with its time."""
-    # dynamic: the first batch would make its number of tokens a constant, the second compile
-    # everything again.
-    compiled: Callable[..., Any] = torch.compile(layer.forward, dynamic=True, backend=backend)
-    is_first = True
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_first
-        if not is_first:
-            return compiled(*args, **kwargs)
-
-        is_first = False
-        for part in layer.modules():
-            # Set by FSDP2 for its hooks, which stay outside here. With it the tracer takes numbers
-            # of the module, such as head_dim, for symbols: slower kernels, and twice the time to
-            # compile.
-            part._is_fsdp_managed_module = False  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-        start = time.perf_counter()
-        result = compiled(*args, **kwargs)
-        if message is not None:
-            logger.info("%s; the first took %.1f s forward.", message, time.perf_counter() - start)
-        return result
-
-    return forward
 
 
 def _check_backend(device: torch.device, backend: str) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.models.attention import Layout
+from verl.models.compiled import compile_towers
 from verl.models.experts import FUSED_EXPERT_FAMILIES
 from verl.models.families import LLAMA_FAMILIES, LLAMA_VISION_FAMILIES
 from verl.models.vision import reads_pictures
@@ -135,6 +136,8 @@ class CudaRunner(ModelRunner):
                 "graphs"
             )
         self.enforce_eager = enforce_eager or one_by_one
+        if not enforce_eager:
+            compile_towers(self.module)
 
         self.spare_rows = spare_rows
         self.lag = lag
