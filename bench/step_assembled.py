@@ -17,7 +17,7 @@ os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_ALLOW_INSECURE_SERIAL
 import numpy as np
 import torch
 import vllm
-from rollout_vllm import VLLM
+from rollout_vllm import VLLM, graphs_up_to
 from rollout_work import Ask, draw_prompts
 from step_work import StepJob, serve
 from training_torch import Torch
@@ -40,6 +40,7 @@ class SleepingVLLM(VLLM):
             max_num_seqs=min(1024, job.rows),
             gpu_memory_utilization=job.vllm_memory,
             enable_sleep_mode=True,
+            compilation_config=graphs_up_to(min(1024, job.rows)),
         )
 
     def take(self, buckets: Iterator[list[tuple[str, torch.Tensor]]]) -> None:
