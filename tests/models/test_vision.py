@@ -32,6 +32,7 @@ from verl.models.vision import (
     example_video,
     freeze_vision_tower,
     knows_videos,
+    language_layers,
     model_arguments,
 )
 from verl.utils.errors import DataError, ModelError
@@ -376,3 +377,13 @@ def test_an_unknown_family_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match=r"'mistral3' reads pictures in a way .* not supported"):
         load_causal_lm(tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_those_of_the_language_model_next_to_a_heavy_tower(family):
+    model: Any = tiny_vision_model(family)
+    layers = language_layers(PackedCausalLM(model))
+    assert len(layers) == model.config.get_text_config().num_hidden_layers
+    (tower,) = vision.towers_within(model)[:1]
+    tower.more = torch.nn.ModuleList(torch.nn.Linear(200, 200) for _ in range(5))
+    assert language_layers(PackedCausalLM(model)) == layers

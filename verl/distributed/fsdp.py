@@ -1,5 +1,6 @@
 """Shard any module with a list of layers by FSDP2, from outside, and get full tensors back."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,12 +49,13 @@ def keeps_gathered(
 
 def apply_fsdp(
     module: nn.Module,
+    layers: Sequence[nn.Module],
     mesh: DeviceMesh,
     config: FSDPConfig,
     *,
     compute_dtype: torch.dtype | None = None,
 ) -> bool:
-    """Shard `module` in place: one unit for each layer, one for embeddings, norm and head.
+    """Shard `module` in place: one unit for each of `layers`, one for embeddings, norm and head.
 
     Returns whether weights stay gathered until `reshard` (see `keeps_gathered`).
 
@@ -93,7 +95,7 @@ def apply_fsdp(
             # Otherwise division by 1 becomes a separate kind of reduction, which gloo lacks.
             unit.set_force_sum_reduction_for_comms(True)
 
-    for layer in decoder_layers(module):
+    for layer in layers:
         shard(layer, config.reshard_after_forward is not False and not keep_gathered)
     # The rest is needed again at once in backward (the head is last in and first out), so it stays
     # gathered.

@@ -16,6 +16,7 @@ from verl.models.attention import apply_checkpointing
 from verl.models.grouped_experts import use_grouped_experts
 from verl.models.kernels.swiglu import use_fused_swiglu
 from verl.models.rope import use_fast_rope
+from verl.models.vision import language_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,10 @@ def apply_to_module(module: nn.Module, mesh: Mesh, options: EngineOptions) -> Ap
     keeps_gathered = False
     if mesh.weights is not None:
         keeps_gathered = apply_fsdp(
-            module, mesh.weights, options.fsdp_config, compute_dtype=options.compute_dtype
+            module,
+            language_layers(module),
+            mesh.weights,
+            options.fsdp_config,
+            compute_dtype=options.compute_dtype,
         )
     return Applied(keeps_gathered=keeps_gathered, fused_mlp=fused_mlps > 0)

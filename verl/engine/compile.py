@@ -17,9 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from verl.distributed.fsdp import decoder_layers
 from verl.models.compiled import compiled_forward, prepare_compiler, tower_layers
-from verl.models.vision import text_body
+from verl.models.vision import language_layers
 from verl.utils.errors import ConfigError
 
 # Families that `use_torch_compile=null` compiles on CUDA: an update takes a sixth less time on an
@@ -52,7 +51,7 @@ def apply_compile(module: nn.Module, device: torch.device, *, backend: str = "in
     _check_backend(device, backend)
     prepare_compiler()
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
-    layers = decoder_layers(text_body(model))
+    layers = language_layers(model)
 
     for number, layer in enumerate([*layers, *tower_layers(model)]):
         assert "forward" not in vars(layer), "these layers are compiled already"

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from verl.distributed.fsdp import decoder_layers
 from verl.engine.compile import FAMILIES
 from verl.engine.flops import head_sizes
+from verl.models.vision import language_layers
 
 
 class Weight(NamedTuple):
@@ -67,7 +67,7 @@ class ModelShape:
         """Read a causal LM, a critic, or a wrapper; sharded, with adapters, or on meta."""
         model: Any = module if hasattr(module, "config") else getattr(module, "model", module)
         config: Any = model.config.get_text_config()
-        layers = decoder_layers(model)
+        layers = language_layers(model)
         in_layers: set[int] = set()
         for layer in layers:
             in_layers |= {id(weight) for weight in layer.parameters()}

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from verl.config import OptimConfig
 from verl.config.choices import OPTIMIZERS
-from verl.distributed.fsdp import decoder_layers, shard_like
+from verl.distributed.fsdp import shard_like
+from verl.models.vision import language_layers
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.imports import require
 
@@ -76,7 +77,7 @@ def _muon_and_adamw(
     trained: list[nn.Parameter], module: nn.Module, config: OptimConfig
 ) -> JointOptimizer:
     hidden: set[int] = set()  # matrices of the decoder layers
-    for layer in decoder_layers(module):
+    for layer in language_layers(module):
         hidden |= {id(weight) for weight in layer.parameters() if weight.ndim == 2}
 
     muon = torch.optim.Muon(

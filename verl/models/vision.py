@@ -17,6 +17,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from verl.distributed.fsdp import decoder_layers
 from verl.models.pictures import Picture, Placed
 from verl.utils.devices import send
 from verl.utils.errors import ModelError
@@ -181,6 +182,17 @@ def text_body(model: PreTrainedModel) -> nn.Module:
         return model.base_model
     body: Any = model.base_model
     return body.get_decoder()
+
+
+def language_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers of the language model within `module`, a wrapper or a model.
+
+    A vision tower has layers, too, and may outweigh those of a small language model.
+    """
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            return decoder_layers(text_body(part))
+    return decoder_layers(module)
 
 
 def vision_parts(model: PreTrainedModel) -> list[nn.Module]:
