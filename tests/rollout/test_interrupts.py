@@ -9,10 +9,10 @@ import torch
 
 from tests.launches import launch
 from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of
-from verl.rollout.embedded import pages, scheduler
+from verl.rollout.embedded import pages, running, scheduler, waiting_pages
 from verl.utils.errors import RolloutError
 
-BOOKKEEPING = (pages.__file__, scheduler.__file__)
+BOOKKEEPING = tuple(part.__file__ for part in (pages, running, scheduler, waiting_pages))
 
 
 def interrupted(number: int, call: Callable[[], Any]) -> bool:

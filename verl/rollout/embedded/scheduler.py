@@ -1,33 +1,28 @@
 """Schedule samples: which run, which wait, and which pages each holds.
 
-The last hidden state of a prompt is the only tensor here.
+`running` has the arrays of those that run, `waiting_pages` the pages held for those that wait. The
+last hidden state of a prompt is the only tensor here.
 """
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from verl.rollout.embedded.pages import PageAllocator
-from verl.rollout.embedded.samples import Admission, Group, Prefill, Sample, completion_of
+from verl.rollout.embedded.running import RunningSamples
+from verl.rollout.embedded.samples import Admission, Prefill, Sample, completion_of
+from verl.rollout.embedded.waiting_pages import WaitingPages
 from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
 
 
-class Scheduler:
+class Scheduler(RunningSamples):
     """Admits samples in order of request and sample, and pre-empts the latest admitted one.
 
     A pre-empted sample waits at the front. With `redraw` it begins anew, otherwise with the tokens
     it has drawn.
-
-    A running sample owns a slot: one row of the arrays below. `running` lists the slots in order of
-    admission.
-
-    The device may be some draws ahead of this book-keeping: `launched` counts the launched draws,
-    `drawn` those with tokens that have come back. A slot's `epoch` changes when its sample leaves,
-    so that tokens which come back late are ignored.
 
     `kept` has the full pages of samples that were taken out and will go on, by their noise key. They
     are held until then, or until their memory is needed.
@@ -48,7 +43,6 @@ class Scheduler:
         least_tokens: int = 0,
         kept: dict[int, list[int]] | None = None,
     ) -> None:
-        self.kept = {} if kept is None else kept
         self.waiting = deque(samples)
         self.pages = pages
         self.page_size = page_size
@@ -57,48 +51,26 @@ class Scheduler:
         self.prefix_caching = prefix_caching
         self.redraw = redraw
         self.max_num_seqs = max_num_seqs
-
-        slots = min(max_num_seqs, max(len(self.waiting), least_slots))
-        longest = max((sample.limit for sample in self.waiting), default=1)
-        longest = max(longest, least_tokens)
-        longest_sequence = max(
-            (len(sample.group.prompt) + sample.limit for sample in self.waiting), default=1
-        )
-        longest_sequence = max(longest_sequence, least_tokens)
-        self.running: NDArray[np.int64] = np.empty(0, np.int64)
-        self.table = np.zeros((slots, -(-longest_sequence // page_size)), np.int64)
-        # tokens with keys in the pages, now or after the launched steps
-        self.cached = np.zeros(slots, np.int64)
-
-        self.launched = np.zeros(slots, np.int64)
-        self.drawn = np.zeros(slots, np.int64)
-        self.epoch = np.zeros(slots, np.int64)
-        self.limits = np.zeros(slots, np.int64)
-        self.keys = np.zeros(slots, np.uint64)
-        self.shifts = np.zeros(slots, np.int64)  # see `Group.shift`
-        self.token_ids = np.zeros((slots, longest), np.int64)
-        self.log_probs = np.zeros((slots, longest), np.float32)
-        # (slots, longest, C) experts, if draws have them; see `Completion.routed_experts`
-        self.routes: NDArray[np.integer] | None = None
-        # slots with a row of `table` that changed since the last `take_changed`
-        self._changed: set[int] = set()
-
-        self._samples: list[Sample | None] = [None] * slots
-        self._held: list[list[int]] = [[] for _ in range(slots)]
-        self._free_slots = list(range(slots))
-        # groups with prompt pages that are held for samples yet to come
-        self._prompts: list[Group] = []
         self.preemptions = 0
         self.discarded = 0  # tokens that pre-empted samples draw again
+
+        slots = min(max_num_seqs, max(len(self.waiting), least_slots))
+        longest = max(_most_drawn(self.waiting, default=1), least_tokens)
+        sequence = max(_longest_sequence(self.waiting, default=1), least_tokens)
+        super().__init__(slots=slots, longest=longest, pages=-(-sequence // page_size))
+
+        self._held: list[list[int]] = [[] for _ in range(slots)]  # pages of running samples
+        self._free_slots = list(range(slots))
+        self._waiting_pages = WaitingPages(
+            pages,
+            page_size=page_size,
+            prefix_caching=prefix_caching,
+            kept={} if kept is None else kept,
+        )
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting) or self.running.size > 0
-
-    @property
-    def num_slots(self) -> int:
-        """Number of samples that can run at once."""
-        return len(self._samples)
 
     def sample_ids(self) -> set[int]:
         """Return the ids of the samples that wait or run."""
@@ -117,9 +89,8 @@ class Scheduler:
 
     def has_room_for(self, samples: Sequence[Sample]) -> bool:
         """Return whether `add` can take these samples: enough slots, and wide enough tables."""
-        longest = max((sample.limit for sample in samples), default=0)
-        sequence = max((len(each.group.prompt) + each.limit for each in samples), default=0)
-        pages = -(-sequence // self.page_size)
+        longest = _most_drawn(samples, default=0)
+        pages = -(-_longest_sequence(samples, default=0) // self.page_size)
         wanted = len(self.waiting) + self.running.size + len(samples)
         return (
             min(wanted, self.max_num_seqs) <= self.num_slots
@@ -142,7 +113,7 @@ class Scheduler:
                 if keep:
                     full = int(self.cached[slot]) // self.page_size
                     pages = self.pages.share(self._held[slot][:full])
-                    self.kept[int(self.keys[slot])] = pages
+                    self._waiting_pages.keep(int(self.keys[slot]), pages)
                 completions += self.finish([slot], set(), reason="abort")
 
         staying: deque[Sample] = deque()
@@ -162,7 +133,7 @@ class Scheduler:
 
         The scheduler cannot be used afterwards; it forgets their pages.
         """
-        self._drop_prompts()
+        self._waiting_pages.drop_prompts()
         for slot in reversed(self.running.tolist()):
             self._preempt(slot)
         return list(self.waiting)
@@ -202,8 +173,8 @@ class Scheduler:
         token_ids = [*group.prompt, *sample.token_ids]
         names = [*(group.names or group.prompt), *sample.token_ids]
         needed = -(-len(token_ids) // self.page_size)
-        kept = [] if is_prompt else self._take_kept(sample)
-        found = kept or self._find(names, group)
+        kept = [] if is_prompt else self._waiting_pages.take_kept(sample)
+        found = kept or self._waiting_pages.find(names, group)
         cached = len(found) * self.page_size
         uncached = len(token_ids) - cached
 
@@ -216,7 +187,7 @@ class Scheduler:
         idle = not admission.slots and not self.running.size
         if waits or not fits or not self._make_room(needed - len(kept), spare, idle=idle):
             if kept:
-                self.kept[int(sample.key)] = kept
+                self._waiting_pages.keep(int(sample.key), kept)
             return False
 
         held = kept or self.pages.share(found)
@@ -225,9 +196,15 @@ class Scheduler:
         prefill = Prefill(token_ids, names, pages, cached, group, is_prompt, bool(kept))
         admission.add(prefill, is_row=is_row)
         if is_prompt:
-            group.pages = pages
-            self._prompts.append(group)
+            self._waiting_pages.hold_prompt(group, pages)
         return True
+
+    def _make_room(self, needed: int, spare: int, *, idle: bool) -> bool:
+        if idle:
+            # Nothing runs, so only prompts and samples kept for later can hold pages. That one
+            # sample fits alone was checked before the first was admitted.
+            return self._waiting_pages.drop_until(needed)
+        return self.pages.can_allocate(needed + spare)
 
     def _spare_pages(self, admission: Admission) -> int:
         """Return how many pages stay free when the next sample starts.
@@ -246,11 +223,6 @@ class Scheduler:
             return False
         fits = rows is not None and admission.rows + rows <= step_rows
         return not fits and len(self.waiting) <= 2 * len(admission.slots)
-
-    @property
-    def unfinished(self) -> NDArray[np.int64]:
-        """Return the running slots with draws left to launch."""
-        return self.running[self.launched[self.running] < self.limits[self.running]]
 
     def steps_ahead(self, most: int) -> int:
         """Return how many steps, from 1 to `most`, all unfinished slots can take together.
@@ -290,7 +262,7 @@ class Scheduler:
                 if index < len(held) and not shared:
                     break  # the other samples no longer share it
                 if not self.pages.can_allocate(1):
-                    if not self._drop_prompts() and not self.drop_kept():
+                    if not self._waiting_pages.drop_some():
                         if not may_preempt:
                             return copies, False
                         self._preempt(int(self.running[-1]))
@@ -308,56 +280,12 @@ class Scheduler:
 
         return copies, True
 
-    def take_changed(self) -> NDArray[np.int64]:
-        """Return the slots with a row of `table` that has changed since the last call."""
-        changed = np.fromiter(self._changed, np.int64, len(self._changed))
-        self._changed.clear()
-        return changed
+    def release_started_prompts(self) -> None:
+        """Release the pages of prompts that have started all samples.
 
-    def launch(self, slots: NDArray[np.int64], *, fed: int) -> None:
-        """Record the launch of the first draw of each slot (fed = 0), or of `fed` further draws.
-
-        Each further draw also writes one token to the slot's pages.
+        Called once the first tokens of these samples are drawn.
         """
-        self.launched[slots] += max(fed, 1)
-        self.cached[slots] += fed
-
-    def keep_routes(self, choices: int, dtype: np.dtype) -> None:
-        """Make room for the experts of every token, `choices` ids each."""
-        size = (*self.token_ids.shape, choices)
-        self.routes = np.full(size, np.iinfo(dtype).max, dtype)
-
-    def record(
-        self,
-        slots: NDArray[np.int64],
-        token_ids: NDArray[np.int64],
-        log_probs: NDArray[np.float32],
-        routes: NDArray[np.integer] | None = None,
-    ) -> NDArray[np.int64]:
-        """Record the tokens drawn by slots (b,). Return the number of tokens of each, (b,).
-
-        `routes` (b, C) are the experts of the tokens that were fed; None after a prefill.
-        """
-        place = self.drawn[slots]
-        if self.routes is not None:
-            unknown = np.iinfo(self.routes.dtype).max
-            self.routes[slots, place] = unknown if routes is None else routes
-        self.token_ids[slots, place] = token_ids
-        self.log_probs[slots, place] = log_probs
-        self.drawn[slots] = place + 1
-        return place + 1
-
-    def drawn_since(self, known: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
-        """Return tokens and log-probs of running samples after the first `known[sample id]`."""
-        news = {}
-        for slot in self.running.tolist():
-            sample_id = self.sample_id_of(slot)
-            begin = known.get(sample_id)
-            end = self.drawn[slot]
-            if begin is not None and begin < end:
-                token_ids = self.token_ids[slot, begin:end].tolist()
-                news[sample_id] = (token_ids, self.log_probs[slot, begin:end].tolist())
-        return news
+        self._waiting_pages.release_started()
 
     def finish(
         self, slots: Sequence[int], stopped: set[int], reason: str = "length"
@@ -378,20 +306,9 @@ class Scheduler:
         self.running = self.running[~np.isin(self.running, slots)]
         return completions
 
-    def group_of(self, slot: int) -> Group:
-        sample = self._samples[slot]
-        assert sample is not None
-        return sample.group
-
-    def sample_id_of(self, slot: int) -> int:
-        sample = self._samples[slot]
-        assert sample is not None
-        return sample.sample_id
-
     def check_integrity(self) -> None:
-        """Assert that only running samples, and prompts with samples yet to start, hold pages."""
-        prompts = [group.pages for group in self._prompts if group.pages is not None]
-        self.pages.check_integrity([*self._held, *prompts, *self.kept.values()])
+        """Assert that pages are held by running samples and for waiting ones, and by none else."""
+        self.pages.check_integrity([*self._held, *self._waiting_pages.holders()])
 
     def _lacking_pages(self, steps: int) -> list[tuple[int, int]]:
         """List the pages that unfinished slots need for `steps` tokens, or their last, but do not own.
@@ -419,102 +336,21 @@ class Scheduler:
         group = sample.group
         if sample.token_ids:
             admission.resumed[slot] = len(admission.prefills) - 1
-            self._held[slot] = admission.prefills[-1].pages
-            self.cached[slot] = len(group.prompt) + len(sample.token_ids)
-            self.token_ids[slot, : len(sample.token_ids)] = sample.token_ids
-            self.log_probs[slot, : len(sample.token_ids)] = sample.log_probs
-            if self.routes is not None:
-                unknown = np.iinfo(self.routes.dtype).max
-                restored = unknown if sample.routes is None else sample.routes
-                self.routes[slot, : len(sample.token_ids)] = restored
+            held = admission.prefills[-1].pages
         else:
             assert group.pages is not None
-            self._held[slot] = self.pages.share(group.pages)
-            self.cached[slot] = len(group.prompt)
+            held = self.pages.share(group.pages)
             group.unstarted -= 1
 
-        held = self._held[slot]
+        self._held[slot] = held
+        self.cached[slot] = len(group.prompt) + len(sample.token_ids)
         self.table[slot] = 0
         self.table[slot, : len(held)] = held
         self._changed.add(slot)
 
-        self.launched[slot] = self.drawn[slot] = len(sample.token_ids)
-        self.limits[slot] = sample.limit
-        self.keys[slot] = sample.key
-        self.shifts[slot] = group.shift
-        self._samples[slot] = sample
+        self._load(slot, sample)
         self.running = np.append(self.running, slot)
         admission.slots.append(slot)
-
-    def release_started_prompts(self) -> None:
-        """Release the pages of prompts that have started all samples.
-
-        Called once the first tokens of these samples are drawn.
-        """
-        for group in [group for group in self._prompts if group.unstarted == 0]:
-            self._drop_prompt(group)
-
-    def _take_kept(self, sample: Sample) -> list[int]:
-        """Return the pages that were kept for a sample; none if they end within a picture."""
-        kept = self.kept.pop(int(sample.key), [])
-        if len(kept) * self.page_size >= sample.group.text_begins:
-            return kept
-        self.pages.free(kept)
-        return []
-
-    def _find(self, names: list[int], group: Group) -> list[int]:
-        """Return cached pages of the first tokens, if they cover at least a fifth of all tokens.
-
-        They must cover the last picture, because the rest is computed from tokens alone.
-
-        The last token is always left to compute. Sequences with cached pages are a pass of their
-        own over the weights, so a few cached tokens do not pay.
-        """
-        if not self.prefix_caching:
-            return []
-        found = self.pages.find(names[:-1], self.page_size)
-        covered = len(found) * self.page_size
-        pays = 5 * covered >= len(names)
-        return found if pays and covered >= group.text_begins else []
-
-    def _make_room(self, needed: int, spare: int, *, idle: bool) -> bool:
-        if idle:
-            # Nothing runs, so only prompts and samples kept for later can hold pages. That one
-            # sample fits alone was checked before the first was admitted.
-            for drop in (self._drop_prompts, self.drop_kept):
-                if self.pages.can_allocate(needed):
-                    break
-                drop()
-            return self.pages.can_allocate(needed)
-        return self.pages.can_allocate(needed + spare)
-
-    def _drop_prompts(self) -> bool:
-        """Drop the prompts kept for samples yet to start, which compute them again.
-
-        Returns False if no prompt was kept.
-        """
-        dropped = bool(self._prompts)
-        for group in list(self._prompts):
-            self._drop_prompt(group)
-        return dropped
-
-    def drop_kept(self) -> bool:
-        """Drop the pages kept for samples that go on, which compute them again.
-
-        Returns False if none was kept.
-        """
-        dropped = bool(self.kept)
-        for pages in self.kept.values():
-            self.pages.free(pages)
-        self.kept.clear()
-        return dropped
-
-    def _drop_prompt(self, group: Group) -> None:
-        assert group.pages is not None
-        self.pages.free(group.pages)
-        group.pages = None
-        group.hidden = None
-        self._prompts.remove(group)
 
     def _preempt(self, slot: int) -> None:
         sample = self._save(slot)
@@ -533,20 +369,20 @@ class Scheduler:
         self.running = self.running[:-1]
         self.preemptions += 1
 
-    def _save(self, slot: int) -> Sample:
-        """Return the sample in `slot`, with all tokens that it has drawn."""
-        sample = self._samples[slot]
-        assert sample is not None
-        count = self.drawn[slot]
-        sample.token_ids = self.token_ids[slot, :count].tolist()
-        sample.log_probs = self.log_probs[slot, :count].tolist()
-        if self.routes is not None:
-            sample.routes = self.routes[slot, :count].copy()
-        return sample
-
     def _release(self, slot: int) -> None:
         self.pages.free(self._held[slot])
         self._held[slot] = []
         self._samples[slot] = None
         self.epoch[slot] += 1
         heapq.heappush(self._free_slots, slot)
+
+
+def _most_drawn(samples: Collection[Sample], *, default: int) -> int:
+    """Return the most tokens that one of these samples draws."""
+    return max((sample.limit for sample in samples), default=default)
+
+
+def _longest_sequence(samples: Collection[Sample], *, default: int) -> int:
+    """Return the most tokens of a sample with its prompt."""
+    lengths = [len(sample.group.prompt) + sample.limit for sample in samples]
+    return max(lengths, default=default)
