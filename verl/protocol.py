@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
@@ -26,9 +25,14 @@ from torch.utils.data import DataLoader
 from verl.utils.column_dicts import (
     Indices,
     cut_columns,
+    join_numpy_dicts,
+    join_tensor_dicts,
     leading_sizes,
+    object_bytes,
     object_column,
     row_numbers,
+    tensor_bytes,
+    tensors_and_arrays,
     union_dict,
     union_numpy_dict,
     union_tensor_dict,
@@ -81,7 +85,9 @@ class DataProto:
     def __len__(self) -> int:
         if self.batch is not None:
             return self.batch.batch_size[0]
-        return next((len(column) for column in self.non_tensor_batch.values()), 0)
+        for column in self.non_tensor_batch.values():
+            return len(column)
+        return 0
 
     def __getitem__(self, item: Any) -> Any:
         """Return a DataProtoItem for an int, or a DataProto for a slice, indices or a mask."""
@@ -89,6 +95,7 @@ class DataProto:
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, list | tuple | range) or getattr(item, "ndim", 0) == 1:
             return self.select_idxs(item)
+
         row = range(len(self))[item]  # IndexError ends `for item in data`
         tensors: Any = None if self.batch is None else self.batch[row]
         objects = {key: column[row] for key, column in self.non_tensor_batch.items()}
@@ -128,19 +135,7 @@ class DataProto:
 
         Raises BatchError for a column that is neither.
         """
-        tensors: dict[str, torch.Tensor] = {}
-        objects: dict[str, np.ndarray] = {}
-        strange: dict[str, str] = {}
-        for key, column in data.items():
-            if isinstance(column, torch.Tensor):
-                tensors[key] = column
-            elif isinstance(column, np.ndarray):
-                objects[key] = column
-            else:
-                strange[key] = type(column).__name__
-
-        if strange:
-            raise BatchError(f"Columns must be tensors or numpy arrays, got {strange}.")
+        tensors, objects = tensors_and_arrays(data)
         return cls.from_dict(tensors, objects, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -207,9 +202,11 @@ class DataProto:
         """
         index = row_numbers(idxs, len(self))
         array = index.numpy()
-        return self._map(
-            lambda column: column[index if isinstance(column, torch.Tensor) else array], len(index)
-        )
+
+        def chosen(column: Any) -> Any:
+            return column[index if isinstance(column, torch.Tensor) else array]
+
+        return self._map(chosen, len(index))
 
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
@@ -247,9 +244,10 @@ class DataProto:
         known = self._columns()
         names = dict(zip(old, new))
 
-        renamed_keys = {names.get(key, key) for key in known}
-        one_each = len(old) == len(new)
-        if not one_each or not set(old) <= set(known) or len(renamed_keys) < len(known):
+        is_paired = len(old) == len(new)
+        are_known = set(old) <= set(known)
+        stay_different = len(_renamed(known, names)) == len(known)
+        if not (is_paired and are_known and stay_different):
             raise BatchError(
                 f"Cannot rename {old} to {new}: columns are {list(known)}, and names must stay "
                 "different."
@@ -307,7 +305,7 @@ class DataProto:
             settings["generator"] = torch.Generator().manual_seed(seed or 0)
         rows: Any = range(len(self))
         loader: Any = DataLoader(rows, batch_size=mini_batch_size, **settings)
-        return (mini_batch for _ in range(epochs) for mini_batch in loader)
+        return itertools.chain.from_iterable(itertools.repeat(loader, epochs))
 
     def is_padding_enabled(self) -> bool:
         """Return whether this batch, or every batch of the process, may be cut unevenly."""
@@ -327,7 +325,8 @@ class DataProto:
                 f"Cannot append {padding_size} copies of a row to a batch of {len(self)} rows."
             )
         row = 0 if padding_candidate == "first" else len(self) - 1
-        self.reorder([*range(len(self)), *[row] * padding_size])
+        copies = [row] * padding_size
+        self.reorder([*range(len(self)), *copies])
 
     def chunk(self, chunks: int) -> list["DataProto"]:
         """Cut the batch into `chunks` pieces of equal size, in order.
@@ -342,14 +341,20 @@ class DataProto:
             )
 
         size, longer = divmod(len(self), chunks)
-        starts = (i * size + min(i, longer) for i in range(chunks + 1))
-        return [self.slice(start, end) for start, end in itertools.pairwise(starts)]
+        pieces: list[DataProto] = []
+        start = 0
+        for number in range(chunks):
+            end = start + size + (number < longer)  # the first ones are longer
+            pieces.append(self.slice(start, end))
+            start = end
+        return pieces
 
     def split(self, split_size: int) -> list["DataProto"]:
         """Cut the batch into pieces of `split_size` rows, in order; the last one may be smaller."""
         if split_size < 1:
             raise BatchError(f"split_size must be at least 1, got {split_size}.")
-        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+        starts = range(0, len(self), split_size)
+        return [self.slice(start, start + split_size) for start in starts]
 
     @staticmethod
     def concat(data: list["DataProto"]) -> "DataProto":
@@ -361,31 +366,19 @@ class DataProto:
             raise BatchError("concat needs at least one DataProto, got an empty list.")
 
         first = data[0]
-        tensors = first._tensors()
-        columns = first._columns()
         for position, other in enumerate(data):
-            differing = (
-                columns.items() ^ other._columns().items()
-                or tensors.keys() ^ other._tensors().keys()
-            )
+            differing = first._differences(other)
             if differing:
                 raise BatchError(
                     f"concat needs the same columns in all batches; {position} differs from 0 in "
                     f"{sorted(differing)}."
                 )
 
+        batches = [piece.batch for piece in data]
         batch: Any = None
-        if all(piece.batch is not None for piece in data):
-            joined: Any = {}
-            for key in tensors:
-                joined[key] = torch.cat([piece.batch[key] for piece in data])
-            rows = sum(len(piece) for piece in data)
-            sizes = [rows, *first.batch.batch_size[1:]]
-            batch = TensorDict(joined, batch_size=sizes, device=first.batch.device)
-
-        objects: dict[str, np.ndarray] = {}
-        for key in first.non_tensor_batch:
-            objects[key] = np.concatenate([piece.non_tensor_batch[key] for piece in data])
+        if all(each is not None for each in batches):
+            batch = join_tensor_dicts(batches)
+        objects = join_numpy_dicts([piece.non_tensor_batch for piece in data])
         return type(first)(batch=batch, non_tensor_batch=objects, meta_info=dict(first.meta_info))
 
     def reorder(self, indices: Indices) -> None:
@@ -449,13 +442,8 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> None:
         """Print the number of rows and MiB. Objects count without those that they refer to."""
-        tensor_bytes = sum(tensor.nbytes for tensor in self._tensors().values())
-        object_bytes = 0
-        for column in self.non_tensor_batch.values():
-            object_bytes += sum(sys.getsizeof(value) for value in column.flat)
-
-        tensor_mib = tensor_bytes / MIB
-        object_mib = object_bytes / MIB
+        tensor_mib = tensor_bytes(self._tensors()) / MIB
+        object_mib = object_bytes(self.non_tensor_batch) / MIB
         sizes = f"{tensor_mib:.3f} MiB of tensors, {object_mib:.3f} MiB of objects"
         print(f"{prefix}{len(self)} rows, {sizes}", flush=True)
 
@@ -468,6 +456,11 @@ class DataProto:
         """Return the sizes of every column after the row dimension."""
         columns = {**self._tensors(), **self.non_tensor_batch}
         return {key: tuple(column.shape[1:]) for key, column in columns.items()}
+
+    def _differences(self, other: "DataProto") -> set[Any]:
+        """Return the columns that only one of two batches has, or that differ in size or kind."""
+        by_size = self._columns().items() ^ other._columns().items()
+        return by_size or self._tensors().keys() ^ other._tensors().keys()
 
     def _require(self, *wanted: Sequence[str]) -> None:
         """Raise BatchError unless the tensor columns, object columns and meta entries exist."""
@@ -525,9 +518,11 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
             f"new_batch_size must divide the {len(data)} rows of the batch, got {new_batch_size}."
         )
     sizes = (new_batch_size, len(data) // new_batch_size)
-    return data._map(
-        lambda column: column.reshape(*sizes, *column.shape[1:]), new_batch_size, inner=()
-    )
+
+    def folded(column: Any) -> Any:
+        return column.reshape(*sizes, *column.shape[1:])
+
+    return data._map(folded, new_batch_size, inner=())
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
@@ -537,9 +532,11 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """
     columns = {**data._tensors(), **data.non_tensor_batch}
     rows = math.prod(leading_sizes(columns, batch_dims))
-    return data._map(
-        lambda column: column.reshape(rows, *column.shape[batch_dims:]), rows, inner=()
-    )
+
+    def unfolded(column: Any) -> Any:
+        return column.reshape(rows, *column.shape[batch_dims:])
+
+    return data._map(unfolded, rows, inner=())
 
 
 def collate_fn(x: list[DataProtoItem]) -> DataProto:

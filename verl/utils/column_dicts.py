@@ -1,5 +1,6 @@
-"""Merge and compare dictionaries of columns, which are tensors or arrays."""
+"""Make, join, merge and compare dictionaries of columns, which are tensors or arrays."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,19 +14,54 @@ from verl.utils.errors import BatchError
 Indices: TypeAlias = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
+def tensors_and_arrays(
+    columns: Mapping[str, Any],
+) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]:
+    """Sort columns into tensors and numpy arrays. Raises BatchError for a column that is neither."""
+    tensors: dict[str, torch.Tensor] = {}
+    arrays: dict[str, np.ndarray] = {}
+    strange: dict[str, str] = {}
+    for key, column in columns.items():
+        if isinstance(column, torch.Tensor):
+            tensors[key] = column
+        elif isinstance(column, np.ndarray):
+            arrays[key] = column
+        else:
+            strange[key] = type(column).__name__
+
+    if strange:
+        raise BatchError(f"Columns must be tensors or numpy arrays, got {strange}.")
+    return tensors, arrays
+
+
+def tensor_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def object_bytes(columns: Mapping[str, np.ndarray]) -> int:
+    """Return the bytes of all values, without the objects that they refer to."""
+    total = 0
+    for column in columns.values():
+        total += sum(map(sys.getsizeof, column.flat))
+    return total
+
+
 def leading_sizes(columns: Mapping[str, Any], count: int) -> tuple[int, ...]:
     """Return the first `count` sizes, zeros if there are no columns.
 
     Raises BatchError unless all columns have and share them.
     """
-    sizes = {key: tuple(column.shape[:count]) for key, column in columns.items()}
-    differ = len(set(sizes.values())) > 1
-    too_few = any(len(size) < count for size in sizes.values())
-    if count < 1 or differ or too_few:
+    sizes: dict[str, tuple[int, ...]] = {}
+    for key, column in columns.items():
+        sizes[key] = tuple(column.shape[:count])
+
+    different = set(sizes.values()) or {(0,) * count}
+    shared = different.pop()
+    if count < 1 or different or len(shared) < count:
         raise BatchError(
             f"All columns must have and share {count} (at least 1) leading sizes, got {sizes}."
         )
-    return next(iter(sizes.values()), (0,) * count)
+    return shared
 
 
 def row_numbers(idxs: Indices, num_rows: int) -> torch.Tensor:
@@ -94,13 +130,38 @@ def lists_as_matrix(column: Any) -> Any:
     """
     if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype != object:
         return column
-    lengths = {len(row) if isinstance(row, list | tuple) else -1 for row in column}
-    if len(lengths) != 1 or lengths == {-1}:
+
+    lengths: set[int] = set()
+    for row in column:
+        if not isinstance(row, list | tuple):
+            return column
+        lengths.add(len(row))
+    if len(lengths) != 1:
         return column
+
     matrix = np.empty((len(column), lengths.pop()), dtype=object)
     for number, row in enumerate(column):
         matrix[number] = object_column(row)
     return matrix
+
+
+def join_tensor_dicts(pieces: Sequence[TensorDict]) -> TensorDict:
+    """Append the rows of batches with the same columns, one after the other."""
+    first = pieces[0]
+    joined: Any = {}
+    for key in first.keys():
+        joined[key] = torch.cat([piece[key] for piece in pieces])
+    rows = sum(len(piece) for piece in pieces)
+    sizes = [rows, *first.batch_size[1:]]
+    return TensorDict(joined, batch_size=sizes, device=first.device)
+
+
+def join_numpy_dicts(pieces: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Append the rows of object columns with the same names, one after the other."""
+    joined: dict[str, np.ndarray] = {}
+    for key in pieces[0]:
+        joined[key] = np.concatenate([piece[key] for piece in pieces])
+    return joined
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
@@ -165,17 +226,21 @@ def same_value(one: Any, other: Any) -> bool:
         if one.shape != other.shape or (one.dtype == object) != (other.dtype == object):
             return False
         if one.dtype == object:
-            return all(same_value(x, y) for x, y in zip(one.flat, other.flat))
+            return all(map(same_value, one.flat, other.flat))
         return one.dtype.kind == other.dtype.kind and _all_equal(one, other)
 
     if isinstance(one, torch.Tensor | np.ndarray) or isinstance(other, torch.Tensor | np.ndarray):
         return False
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one)
+        if one.keys() != other.keys():
+            return False
+        return all(same_value(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(same_value(x, y) for x, y in zip(one, other))
+        return len(one) == len(other) and all(map(same_value, one, other))
     return bool(one == other or (one != one and other != other))
 
 
 def _all_equal(one: Any, other: Any) -> bool:
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    are_equal = one == other
+    are_nan = (one != one) & (other != other)
+    return bool((are_equal | are_nan).all())
