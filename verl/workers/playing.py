@@ -1,6 +1,6 @@
 """Play the episodes of a batch on one engine, and make columns of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,10 +9,12 @@ import torch
 
 from verl import agents
 from verl.config import ActorRolloutRefConfig
+from verl.data.build import build_picture_reader
 from verl.distributed.collectives import Axis, gather_objects
 from verl.models.load import load_causal_lm
 from verl.models.pictures import Pictures
 from verl.protocol import DataProto
+from verl.rollout import RolloutEngine
 from verl.rollout.trajectory import Trajectory
 from verl.single_controller import note_progress, tell
 from verl.utils.errors import RolloutError
@@ -28,39 +30,41 @@ _EPISODE_COLUMNS = (
 Played = tuple[list[Trajectory], dict[str, float]]
 
 
-def frozen_policies(
+def make_agents(
     config: ActorRolloutRefConfig,
     tokenizer: Any,
     device: torch.device,
     *,
+    stop_ids: Sequence[int],
+    partners: Mapping[str, RolloutEngine],
     is_alone: bool,
+    keeps_images: bool,
     sharing: Axis,
-) -> "dict[str, agents.FrozenPolicy]":
-    """Return the policies of frozen roles, on the rank that plays the episodes of an engine.
+) -> "tuple[agents.AgentRunner, agents.Copies]":
+    """Return what plays episodes on an engine, and what renews the copies of its actor.
 
     Args:
         tokenizer: the actor's.
+        stop_ids: tokens that end a turn.
+        partners: the engines that draw the turns of other trained roles.
         is_alone: whether no actor shares the device, so that engines need not sleep.
+        keeps_images: whether the engine reads the images themselves.
         sharing: the ranks that share the actor's engine.
     """
-    if sharing.rank > 0:
-        return {}
-    rollout = config.rollout
+    policies: dict[str, agents.FrozenPolicy] = {}
+    if sharing.rank == 0:  # the rank that plays the episodes
+        policies = _frozen_policies(config, tokenizer, device, sleeps=not is_alone)
 
-    def own_model() -> Any:
-        return load_causal_lm(
-            **model_source(config.model),
-            dtype=agents.host_dtype(rollout, device, on_cpu=config.model.dtype),
-            max_length=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
-        )
-
-    return agents.make_policies(
-        rollout,
-        own_model=own_model,
-        own_tokenizer=tokenizer,
-        device=device,
-        sleeps=rollout.free_cache_engine and not is_alone,
+    trained = {role: agents.PartnerPolicy(role, engine) for role, engine in partners.items()}
+    runner = agents.AgentRunner(
+        config.rollout,
+        tokenizer,
+        stop_ids=stop_ids,
+        pictures=build_picture_reader(config.model, tokenizer, keeps_images=keeps_images),
+        policies=policies,
+        partners=trained,
     )
+    return runner, agents.Copies(config.rollout, policies)
 
 
 def lead(
@@ -146,6 +150,32 @@ def episode_columns(
     if with_pictures:
         columns["prepared_pictures"] = [each.pictures for each in trajectories]
     return {name: _objects(values) for name, values in columns.items()}
+
+
+def _frozen_policies(
+    config: ActorRolloutRefConfig, tokenizer: Any, device: torch.device, *, sleeps: bool
+) -> "dict[str, agents.FrozenPolicy]":
+    """Return the policies of frozen roles. Their engines sleep between batches if the rollout's do.
+
+    Args:
+        sleeps: False where nothing else needs the device.
+    """
+    rollout = config.rollout
+
+    def own_model() -> Any:
+        return load_causal_lm(
+            **model_source(config.model),
+            dtype=agents.host_dtype(rollout, device, on_cpu=config.model.dtype),
+            max_length=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
+        )
+
+    return agents.make_policies(
+        rollout,
+        own_model=own_model,
+        own_tokenizer=tokenizer,
+        device=device,
+        sleeps=rollout.free_cache_engine and sleeps,
+    )
 
 
 def _objects(values: Sequence[Any]) -> np.ndarray:
