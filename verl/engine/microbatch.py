@@ -64,9 +64,11 @@ def plan_micro_batches(
     for each count of bins tried.
     """
     if budget.rows is not None:
-        everything = list(range(len(lengths)))
-        starts = range(0, len(lengths), budget.rows)
-        return [everything[start : start + budget.rows] for start in starts]
+        chunks: list[list[int]] = []
+        for start in range(0, len(lengths), budget.rows):
+            end = min(start + budget.rows, len(lengths))
+            chunks.append(list(range(start, end)))
+        return chunks
 
     assert budget.max_tokens is not None
     for row, length in enumerate(lengths):
@@ -83,6 +85,7 @@ def plan_micro_batches(
     for deal in (_fill, _first_fit_decreasing):
         units = _inseparable(lengths, prompts, budget.max_tokens, deal)
         tokens = [_num_tokens(unit, lengths, prompts) for unit in units]
+
         bins: list[list[int]] = []
         for members in _fill(tokens, budget.max_tokens):
             rows: list[int] = []
@@ -124,7 +127,8 @@ def _inseparable(
 def _num_tokens(rows: Sequence[int], lengths: Sequence[int], prompts: SharedPrompts) -> int:
     """Count the tokens of rows of one prompt, which is computed once."""
     prompt = prompts.lengths[rows[0]]
-    return prompt + sum(lengths[row] - prompt for row in rows)
+    repeated = prompt * (len(rows) - 1)
+    return tokens_of(rows, lengths) - repeated
 
 
 def _fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -132,10 +136,13 @@ def _fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     fallback = _first_fit_decreasing(lengths, max_tokens)
     # No two rows of more than half the budget share a bin.
     long_rows = sum(2 * length > max_tokens for length in lengths)
-    fewest = max(-(-sum(lengths) // max_tokens), long_rows, 1)
+    full_bins = -(-sum(lengths) // max_tokens)
+    fewest = max(full_bins, long_rows, 1)
+
     for num_bins in range(fewest, len(fallback) + 1):
         bins = _longest_first(lengths, num_bins)
-        if max(tokens_of(rows, lengths) for rows in bins) <= max_tokens:
+        fullest = max(tokens_of(rows, lengths) for rows in bins)
+        if fullest <= max_tokens:
             return bins
     return fallback
 
@@ -156,13 +163,22 @@ def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[
     bins: list[list[int]] = []
     room: list[int] = []
     for row in _by_falling_length(lengths):
-        index = next((index for index, free in enumerate(room) if free >= lengths[row]), len(bins))
+        length = lengths[row]
+        index = _first_with_room(room, length)
         if index == len(bins):
             bins.append([])
             room.append(max_tokens)
         bins[index].append(row)
-        room[index] -= lengths[row]
+        room[index] -= length
     return bins
+
+
+def _first_with_room(room: Sequence[int], length: int) -> int:
+    """Return the number of the first bin with room for `length`; that of a new one if none has."""
+    for index, free in enumerate(room):
+        if free >= length:
+            return index
+    return len(room)
 
 
 def _by_falling_length(lengths: Sequence[int]) -> list[int]:

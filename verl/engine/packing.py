@@ -89,32 +89,19 @@ class MiniBatch:
     def pack(self, rows: Sequence[int]) -> MicroBatch:
         """Pack some rows: tokens, columns (M,), row numbers (M,); no rows give one token, M = 0."""
         chosen = torch.tensor(rows, dtype=torch.int64, device=self.input_ids.device)
-        # Boolean indexing waits for its device, so it happens where the batch lives: on the host.
-        present = self.present[chosen]
-        if rows:
-            packed = PackedBatch.from_rows(
-                self.input_ids[chosen], self.attention_mask[chosen], self.response_length
-            )
-        else:
-            packed = PackedBatch.from_sequences([[0]])
-        packed_rows = [row for row in rows if self.lengths[row]]
-        if rows and self.pictures is not None:
-            pictures = [self.pictures[row] for row in packed_rows]
-            prompt_lengths = [self.prompt_lengths[row] for row in packed_rows]
-            packed = packed.with_pictures(pictures, prompt_lengths)
-        if rows and self.prompts is not None:
-            numbers = [self.prompts.number[row] for row in packed_rows]
-            prompt_lengths = [self.prompts.lengths[row] for row in packed_rows]
-            packed = packed.with_shared_prompts(numbers, prompt_lengths)
+        packed = self._pack_tokens(rows, chosen)
         packed = packed.split(self.sequence.size, self.sequence.rank)
 
+        # Boolean indexing waits for its device, so it happens where the batch lives: on the host.
+        present = self.present[chosen]
         columns: dict[str, torch.Tensor] = {}
         states: dict[str, torch.Tensor] = {}
         for name, column in self.columns.items():
             of_tokens = states if name in STATES else columns
             of_tokens[name] = send(column[chosen][present], self.device)
         sequence = send(chosen.repeat_interleave(present.sum(dim=1)), self.device)
-        return MicroBatch(replace(packed.to(self.device), states=states), columns, sequence)
+        packed = replace(packed.to(self.device), states=states)
+        return MicroBatch(packed, columns, sequence)
 
     def unpack(self, plan: Sequence[Sequence[int]], pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """Turn (M,) per micro-batch of the plan into (B, R) fp32 on the host, zero without a token.
@@ -132,6 +119,25 @@ class MiniBatch:
         result = torch.empty_like(in_plan_order)
         result[order] = in_plan_order
         return result
+
+    def _pack_tokens(self, rows: Sequence[int], chosen: torch.Tensor) -> PackedBatch:
+        """Pack the tokens of `rows`, which `chosen` holds as a tensor, with what they share."""
+        if not rows:
+            return PackedBatch.from_sequences([[0]])
+
+        packed = PackedBatch.from_rows(
+            self.input_ids[chosen], self.attention_mask[chosen], self.response_length
+        )
+        packed_rows = [row for row in rows if self.lengths[row]]
+        if self.pictures is not None:
+            pictures = [self.pictures[row] for row in packed_rows]
+            prompt_lengths = [self.prompt_lengths[row] for row in packed_rows]
+            packed = packed.with_pictures(pictures, prompt_lengths)
+        if self.prompts is not None:
+            numbers = [self.prompts.number[row] for row in packed_rows]
+            prompt_lengths = [self.prompts.lengths[row] for row in packed_rows]
+            packed = packed.with_shared_prompts(numbers, prompt_lengths)
+        return packed
 
     def _find_pictures(self, batch: DataProto) -> list[Pictures] | None:
         """Return the pictures of each row; None if no row has any."""
@@ -153,22 +159,25 @@ class MiniBatch:
         ids = self.input_ids[:, :end].cpu().numpy()
         real = self.attention_mask[:, :end].bool()
         mask = real.cpu().numpy()
-        prompt_lengths = self.prompt_lengths
+
         rows_of: dict[tuple[bytes, tuple[str, ...]], list[int]] = {}
         for row in range(len(self)):
             seen: Pictures = () if self.pictures is None else self.pictures[row]
             number_seen = num_in_prompt(self.input_ids[row, :end][real[row]], seen)
             keys = tuple(picture.key for picture in seen[:number_seen])
-            rows_of.setdefault((ids[row][mask[row]].tobytes(), keys), []).append(row)
+            prompt = ids[row][mask[row]].tobytes()
+            rows_of.setdefault((prompt, keys), []).append(row)
 
         unshared = list(range(len(self)))
         number = list(unshared)
         for rows in rows_of.values():
-            saved = (len(rows) - 1) * prompt_lengths[rows[0]]
+            saved = (len(rows) - 1) * self.prompt_lengths[rows[0]]
             if saved > MIN_SAVING * tokens_of(rows, self.lengths):
                 for row in rows:
                     number[row] = rows[0]
-        return None if number == unshared else SharedPrompts(number, prompt_lengths)
+        if number == unshared:
+            return None
+        return SharedPrompts(number, self.prompt_lengths)
 
     def describe(self, row: int) -> str:
         """Return the name of a row in messages."""
