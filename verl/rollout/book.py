@@ -17,7 +17,6 @@ away:
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -81,20 +80,27 @@ class Sample:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All tokens drawn so far."""
-        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
+        token_ids: list[int] = []
+        for segment in self.segments:
+            token_ids += segment.token_ids
+        return tuple(token_ids)
 
     @property
     def log_probs(self) -> tuple[float, ...]:
         """One for each token."""
-        return tuple(chain.from_iterable(segment.log_probs or () for segment in self.segments))
+        log_probs: list[float] = []
+        for segment in self.segments:
+            log_probs += segment.log_probs or ()
+        return tuple(log_probs)
 
     @property
     def span(self) -> int:
         """Versions between its oldest and its newest token."""
-        ranges = [segment.version_range for segment in self.segments]
-        if not ranges:
+        if not self.segments:
             return 0
-        return max(newest for _, newest in ranges) - min(oldest for oldest, _ in ranges)
+        oldest = min(segment.version_range[0] for segment in self.segments)
+        newest = max(segment.version_range[1] for segment in self.segments)
+        return newest - oldest
 
     def grow(self, token_ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:
         """Take all tokens of the sample; those that are new were drawn by `version`."""
@@ -173,16 +179,15 @@ class Book:
     def room(self) -> int:
         """Return how many groups may start now."""
         pace = self.pace
-        started = sum(group.born is not None for group in self.groups)
         most = pace.max_started
         if pace.is_bound:
             steps = pace.last_step(self.version) - self.next_step + 1
             most = min(most, steps * pace.groups_per_step)
-        return max(0, most - started)
+        return max(0, most - len(self._started()))
 
     def wanted(self) -> int:
         """Return how many groups must be admitted so that all that may start can."""
-        unstarted = sum(group.born is None for group in self.groups)
+        unstarted = len(self.groups) - len(self._started())
         return max(0, self.room() - unstarted)
 
     # ---------------------------------------------------------------- generation
@@ -200,20 +205,20 @@ class Book:
                 group.born = self.version
             if group.born is None:
                 continue
-            idle = [each for each in group.samples if each.state in (State.ADMITTED, State.FROZEN)]
-            for sample in idle:
-                sample.state = State.RUNNING
-            if idle:
+
+            has_idle = False
+            for sample in group.samples:
+                if sample.state in (State.ADMITTED, State.FROZEN):
+                    sample.state = State.RUNNING
+                    has_idle = True
+            if has_idle:
                 started.append(group)
-        return sorted(started, key=lambda group: group.age_order)
+        return sorted(started, key=_by_age)
 
     def goal(self) -> Goal:
         """Return the groups that generation has to finish before the next batch can be taken."""
         pace = self.pace
-        started = sorted(
-            (group for group in self.groups if group.born is not None),
-            key=lambda group: group.age_order,
-        )
+        started = sorted(self._started(), key=_by_age)
         unfinished = [group for group in started if not group.is_whole]
         num_whole = len(started) - len(unfinished)
 
@@ -227,7 +232,8 @@ class Book:
         for group in unfinished:
             ids = [each.sample_id for each in group.samples if each.state is State.RUNNING]
             running.append(tuple(ids))
-        return Goal(tuple(running), tuple(need for need in needs if need[1] > 0))
+        open_needs = [need for need in needs if need[1] > 0]
+        return Goal(tuple(running), tuple(open_needs))
 
     def _needs_of_those_due(self, started: Sequence[Group]) -> list[tuple[int, int]]:
         """Return, for each due step, how many groups must be whole so that all can be in time."""
@@ -291,7 +297,7 @@ class Book:
         """Return the groups of the next batch in the order of admission. They are consumed."""
         assert self.can_take(), "generation stops at its goal"
         whole = [group for group in self.groups if group.is_whole]
-        whole.sort(key=lambda group: group.age_order)
+        whole.sort(key=_by_age)
         batch = whole[: self.pace.groups_per_step]
         self._remove(batch)
         self.next_step += 1
@@ -307,7 +313,8 @@ class Book:
             if is_old and group.is_whole:
                 stale.append(group)
                 self.discarded_groups += 1
-                self.discarded_tokens += sum(len(each.token_ids) for each in group.samples)
+                for sample in group.samples:
+                    self.discarded_tokens += len(sample.token_ids)
         self._remove(stale)
         return stale
 
@@ -389,6 +396,9 @@ class Book:
             place = (saved["serial"], saved["step"], saved["row"])
             self._add(Group(*place, samples, payload, saved["born"]))
 
+    def _started(self) -> list[Group]:
+        return [group for group in self.groups if group.born is not None]
+
     def _add(self, group: Group) -> None:
         self.groups.append(group)
         for sample in group.samples:
@@ -406,6 +416,10 @@ class Book:
         group, sample = self._by_id[sample_id]
         assert sample.state is State.RUNNING, f"sample {sample_id} is {sample.state.value}"
         return group, sample
+
+
+def _by_age(group: Group) -> tuple[int, int]:
+    return group.age_order
 
 
 def _packed(segments: Iterable[Segment]) -> list[tuple[int, np.ndarray, np.ndarray]]:
