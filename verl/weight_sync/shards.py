@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -46,12 +45,14 @@ def gathered(
             gathered values go into it directly.
     """
     waiting: list[_Bucket] = []
-    proofs: list[tuple[_Bucket, Tensor]] = []
+    proved: list[_Bucket] = []
+    proofs: list[Tensor] = []  # one of each proved bucket
 
     for bucket in _buckets(named_tensors, int(bucket_bytes * _SHARE), dtype):
         bucket.start()
         if log is not None:
-            proofs.append((bucket, bucket.fingerprints(dtype)))
+            proved.append(bucket)
+            proofs.append(bucket.fingerprints(dtype))
         waiting.append(bucket)
         # The newest stays on its way meanwhile; whole tensors need no waiting.
         while waiting and (len(waiting) > 1 or bucket.mesh is None):
@@ -60,8 +61,8 @@ def gathered(
         yield from bucket.finish(place)
 
     if log is not None:
-        _add_up([bucket for bucket, _ in proofs], [values for _, values in proofs])
-        for bucket, values in proofs:
+        _add_up(proved, proofs)
+        for bucket, values in zip(proved, proofs):
             log.add(bucket.names, values)
 
 
@@ -73,17 +74,23 @@ def whole_fingerprints(named_tensors: NamedTensors) -> tuple[list[str], list[int
     """
     buckets: list[_Bucket] = []
     values: list[Tensor] = []
+    names: list[str] = []
     for bucket in _buckets(named_tensors, 1 << 30, None):
         bucket.shards = [_local(tensor) for tensor in bucket.shards]
         if bucket.mesh is not None:
             bucket.cut()
         found = bucket.fingerprints(None)
+        if bucket.mesh is not None:
+            found = found.to(_device_of(bucket.mesh))
         buckets.append(bucket)
-        values.append(found if bucket.mesh is None else found.to(_device_of(bucket.mesh)))
+        values.append(found)
+        names += bucket.names
 
     _add_up(buckets, values)
-    names = list(chain.from_iterable(bucket.names for bucket in buckets))
-    return names, torch.cat([value.cpu() for value in values]).tolist() if values else []
+    sums: list[int] = []
+    for value in values:
+        sums += value.tolist()
+    return names, sums
 
 
 @dataclass
@@ -126,8 +133,10 @@ class _Bucket:
         """Note how many elements of each tensor a rank has; the last ranks may have fewer."""
         assert self.mesh is not None
         size = self.mesh.size(self.axis)
-        rows = [-(-shape[0] // size) for shape in self.shapes]
-        self._chunks = [count * shape[1:].numel() for count, shape in zip(rows, self.shapes)]
+        self._chunks = []
+        for shape in self.shapes:
+            rows = -(-shape[0] // size)
+            self._chunks.append(rows * shape[1:].numel())
 
     @torch.no_grad()
     def fingerprints(self, dtype: torch.dtype | None) -> Tensor:
@@ -138,8 +147,10 @@ class _Bucket:
             cast.append(shard.to(dtype) if is_cast else shard)
         if self.mesh is None:
             return fingerprints(cast)
+
         rank = self.mesh.get_local_rank(self.axis)
-        return fingerprints(cast, [Part(rank * chunk) for chunk in self._chunks])
+        parts = [Part(rank * chunk) for chunk in self._chunks]
+        return fingerprints(cast, parts)
 
     def finish(self, place: Callable[[str], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole tensors, and keep no reference to them."""
@@ -158,15 +169,20 @@ class _Bucket:
         del self._whole, self._work
 
         sizes = [shape.numel() for shape in self.shapes]
-        places = [place(name) for name in self.names]
-        for number, (given, size, chunk) in enumerate(zip(places, sizes, self._chunks)):
+        padded = [ranks * chunk for chunk in self._chunks]
+        places: list[Tensor | None] = []
+        missing: list[int] = []  # sizes of the tensors without a place of the receiver's
+        for name, size, with_padding in zip(self.names, sizes, padded):
+            given = place(name)
             # With unequal shares, the chunks of the last ranks hold more than the tensor.
-            if given is not None and (size < ranks * chunk or given.dtype != self.dtype):
-                places[number] = None
+            if given is not None and (size < with_padding or given.dtype != self.dtype):
+                given = None
+            places.append(given)
+            if given is None:
+                missing.append(with_padding)
         if len(places) == 1 and places[0] is None:
             return [whole.view(-1)[: sizes[0]].view(self.shapes[0])]
 
-        missing = [ranks * chunk for given, chunk in zip(places, self._chunks) if given is None]
         memory = torch.empty(sum(missing), dtype=self.dtype, device=whole.device)
         scratch = iter(memory.split_with_sizes(missing))
         flat = []
@@ -188,11 +204,13 @@ def _add_up(buckets: Sequence[_Bucket], values: Sequence[Tensor]) -> None:
         groups.append(None if bucket.mesh is None else bucket.mesh.get_group(bucket.axis))
 
     for group in dict.fromkeys(groups):
-        if group is not None:
-            own = [value for value, other in zip(values, groups) if other is group]
-            total = torch.cat(own)
-            dist.all_reduce(total, group=group)
-            torch._foreach_copy_(own, list(total.split([len(value) for value in own])))
+        if group is None:
+            continue
+        own = [value for value, other in zip(values, groups) if other is group]
+        total = torch.cat(own)
+        dist.all_reduce(total, group=group)
+        sizes = [len(value) for value in own]
+        torch._foreach_copy_(own, list(total.split(sizes)))
 
 
 def _buckets(
