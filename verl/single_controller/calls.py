@@ -184,8 +184,13 @@ class GroupFuture(Generic[Answer]):
 
         if any(isinstance(end, Raised) for end in ended.values()):
             ended = self._wait_for_the_others()
-        lost = {rank: end for rank, end in ended.items() if isinstance(end, Lost)}
-        raised = {rank: end for rank, end in ended.items() if isinstance(end, Raised)}
+        lost: dict[int, Lost] = {}
+        raised: dict[int, Raised] = {}
+        for rank, end in ended.items():
+            if isinstance(end, Lost):
+                lost[rank] = end
+            elif isinstance(end, Raised):
+                raised[rank] = end
         late = [rank for rank in self._replies if rank not in ended]
 
         if lost:
@@ -209,8 +214,10 @@ class GroupFuture(Generic[Answer]):
         waiting = dict(self._replies)
         ended = {}
         while waiting:
-            ended |= self._wait_until(ends_at, waiting)
-            waiting = {rank: reply for rank, reply in waiting.items() if rank not in ended}
+            just_ended = self._wait_until(ends_at, waiting)
+            ended |= just_ended
+            for rank in just_ended:
+                waiting.pop(rank, None)
             if time.monotonic() >= ends_at:
                 break
         return ended
@@ -226,13 +233,16 @@ class GroupFuture(Generic[Answer]):
 
     def _describe_late(self, late: list[int], stacks: dict[int, str]) -> str:
         """List ranks that do not answer first, because the others wait for them."""
-        parts = []
-        silent = [rank for rank in late if rank not in stacks]
-        waiting = [rank for rank in late if rank in stacks]
-        for ranks, state in ((silent, "does not answer"), (waiting, "still works or waits")):
-            for rank in ranks:
-                parts.append(f"rank {rank} ({self.ranks.describe(rank)}) {state}")
-        return f"{self.label} not done within {self._deadline_s:g} s: {'; '.join(parts)}"
+        silent: list[str] = []
+        waiting: list[str] = []
+        for rank in late:
+            name = f"rank {rank} ({self.ranks.describe(rank)})"
+            if rank in stacks:
+                waiting.append(f"{name} still works or waits")
+            else:
+                silent.append(f"{name} does not answer")
+        parts = "; ".join([*silent, *waiting])
+        return f"{self.label} not done within {self._deadline_s:g} s: {parts}"
 
     def _describe_errors(self, raised: dict[int, Raised]) -> str:
         by_summary: dict[str, list[int]] = {}
@@ -240,11 +250,11 @@ class GroupFuture(Generic[Answer]):
             by_summary.setdefault(end.summary, []).append(rank)
         parts = []
         for summary, numbers in by_summary.items():
-            where = f"rank {', '.join(map(str, numbers))} ({self.ranks.describe(numbers[0])})"
-            parts.append(
-                f"{self.label} raised on {where}: "
-                f"{summary}\n{raised[numbers[0]].traceback.rstrip()}"
-            )
+            first = numbers[0]
+            shown = ", ".join(map(str, numbers))
+            where = f"rank {shown} ({self.ranks.describe(first)})"
+            traceback = raised[first].traceback.rstrip()
+            parts.append(f"{self.label} raised on {where}: {summary}\n{traceback}")
         return "\n".join(parts)
 
     def _fail(

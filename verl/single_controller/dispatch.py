@@ -171,23 +171,34 @@ def _split_batches(
         raise ValueError(
             f"All batches of one call must have the same number of rows, got {sorted(sizes)}."
         )
-    orders = [value.rows for value in given if isinstance(value, Dealt)]
-    if orders and (len(orders[0]) != num_shares or any(order != orders[0] for order in orders)):
-        raise ValueError(
-            f"Rows must be dealt alike in all batches, to {num_shares} shares; got {orders}."
-        )
+    rows = _rows_dealt_before(given, num_shares)
 
-    batches = {id(value): _undealt(value) for value in given}
-    if orders:
-        rows = orders[0]
-    else:
-        batches = {key: pad(batch, num_shares) for key, batch in batches.items()}
+    batches: dict[int, DataProto] = {}
+    for value in given:
+        batch = _undealt(value)
+        batches[id(value)] = pad(batch, num_shares) if rows is None else batch
+    if rows is None:
         rows = deal(batches[id(given[0])], num_shares)
 
-    chunks = {}
+    chunks: dict[int, list[DataProto]] = {}
     for key, batch in batches.items():
         chunks[key] = [_rows(batch, share) for share in rows]
     return shares_of_each(args, kwargs, chunks), Order(rows, sizes.pop())
+
+
+def _rows_dealt_before(values: Sequence[DataProto | Dealt], num_shares: int) -> Rows | None:
+    """Return the rows of each share that the caller chose, the same for all; None if not any."""
+    orders = [value.rows for value in values if isinstance(value, Dealt)]
+    if not orders:
+        return None
+
+    first = orders[0]
+    are_alike = all(order == first for order in orders)
+    if len(first) != num_shares or not are_alike:
+        raise ValueError(
+            f"Rows must be dealt alike in all batches, to {num_shares} shares; got {orders}."
+        )
+    return first
 
 
 def shares_of_each(
@@ -273,16 +284,19 @@ def _join_protos(outputs: list[Any], order: Order | None) -> Any:
         return joined
 
     answers = len(joined) // len(rows)
-    answers_of_shares = [len(output) for output in outputs]
-    rows_of_shares = [len(share) for share in order.shares]
-    if answers_of_shares != [count * answers for count in rows_of_shares]:
+    answers_of_shares = list(map(len, outputs))
+    rows_of_shares = list(map(len, order.shares))
+    expected = [count * answers for count in rows_of_shares]
+    if answers_of_shares != expected:
         raise ValueError(
             "Answers come back in the order of the rows, so there must be equally many to each; "
             f"got {answers_of_shares} to {rows_of_shares} rows."
         )
 
     place = np.argsort(rows)[: order.rows_of_caller]
-    return joined.select_idxs((place[:, None] * answers + np.arange(answers)).reshape(-1))
+    first_answer = place[:, None] * answers
+    answer_rows = first_answer + np.arange(answers)
+    return joined.select_idxs(answer_rows.reshape(-1))
 
 
 def _concatenated(outputs: list[Any], _: Any) -> Any:
@@ -372,15 +386,13 @@ def functions_of(mode: DispatchMode) -> tuple[Callable[..., Any], Callable[..., 
         worker_group: Any, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         per_rank, worker_group.undo_of_dispatch = mode.split(worker_group.world_size, args, kwargs)
-        args_per_rank = [args for args, _ in per_rank]
-        kwargs_per_rank = [kwargs for _, kwargs in per_rank]
-
-        columns: list[list[Any]] = []
-        for position in range(len(args)):
-            columns.append([values[position] for values in args_per_rank])
-        named: dict[str, list[Any]] = {}
-        for name in kwargs:
-            named[name] = [values[name] for values in kwargs_per_rank]
+        columns: list[list[Any]] = [[] for _ in args]
+        named: dict[str, list[Any]] = {name: [] for name in kwargs}
+        for own_args, own_kwargs in per_rank:
+            for column, value in zip(columns, own_args):
+                column.append(value)
+            for name, entries in named.items():
+                entries.append(own_kwargs[name])
         return tuple(columns), named
 
     def collect_fn(worker_group: Any, output: list[Any]) -> Any:

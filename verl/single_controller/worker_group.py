@@ -112,7 +112,8 @@ class InProcess:
         """
         if timeout_s:
             wait(replies.values())
-        return {rank: None for rank, reply in replies.items() if reply.done()}
+        done = [rank for rank, reply in replies.items() if reply.done()]
+        return dict.fromkeys(done)
 
     def values(self, replies: Sequence[Future]) -> list[Any]:
         return [reply.result() for reply in replies]
@@ -228,7 +229,9 @@ class WorkerGroup:
             answering = list(share_of)
 
         per_share, undo = self._split(mode, plan, len(answering), args, kwargs)
-        arguments = {self._members[place]: per_share[share] for place, share in share_of.items()}
+        arguments: dict[int, Arguments] = {}
+        for place, share in share_of.items():
+            arguments[self._members[place]] = per_share[share]
         answering = [self._members[place] for place in answering]
         replies = self._ranks.submit(self.role, name, arguments, blocking, on_told)
 
@@ -256,13 +259,14 @@ class WorkerGroup:
         if not plan.materialize_futures:
             return mode.split(num_shares, args, kwargs)
 
-        values = (*args, *kwargs.values())
-        futures = {id(value): value for value in values if isinstance(value, GroupFuture)}
-        # A GroupFuture is an instance of DataProtoFuture too.
-        others = [value for value in values if id(value) not in futures]
-        has_batches = any(
-            isinstance(value, DataProto | Dealt | DataProtoFuture) for value in others
-        )
+        futures: dict[int, GroupFuture] = {}
+        has_batches = False
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, GroupFuture):  # an instance of DataProtoFuture too
+                futures[id(value)] = value
+            elif isinstance(value, DataProto | Dealt | DataProtoFuture):
+                has_batches = True
+
         if futures and mode.takes_any_deal and not has_batches:
             handed_on = self._handed_on(futures, num_shares)
             if handed_on is not None:
@@ -278,10 +282,13 @@ class WorkerGroup:
         shares: dict[int, list[Any]] = {}
         orders = []
         for key, dealt in zip(futures, found):
-            if dealt is None or len(dealt[0]) != num_shares:
+            if dealt is None:
                 return None
-            shares[key] = dealt[0]
-            orders.append(dealt[1])
+            own_shares, order = dealt
+            if len(own_shares) != num_shares:
+                return None
+            shares[key] = own_shares
+            orders.append(order)
 
         if not orders or any(order != orders[0] for order in orders):
             return None
@@ -326,17 +333,17 @@ def bound(call: Callable[..., Any], plan: CallPlan, method: Any) -> Callable[...
         own = {name: kwargs.pop(name, default) for name, default in defaults.items()}
         return call(args, kwargs, **own)
 
-    own_parameters = []
+    own_parameters: list[inspect.Parameter] = []
     for name, default in defaults.items():
-        kind = inspect.Parameter.KEYWORD_ONLY
         own_parameters.append(
-            inspect.Parameter(name, kind, default=default, annotation=kinds[name])
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name]
+            )
         )
-    parameters = list(signature.parameters.values())[1:]
-    has_var_keyword = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters
-    )
-    place = len(parameters) - int(has_var_keyword)  # **kwargs must stay the last
+    parameters = list(signature.parameters.values())[1:]  # without self
+    place = len(parameters)
+    if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        place -= 1  # **kwargs must stay the last
     parameters[place:place] = own_parameters
     vars(call_ranks)["__signature__"] = signature.replace(parameters=parameters)
     return call_ranks
