@@ -122,14 +122,18 @@ def flatten(values: Mapping[str, Any], root: type) -> dict[str, Any]:
 
     visit(values, "")
     if unknown:
-        raise ConfigError("\n".join(_unknown_key_message(path, list(known)) for path in unknown))
+        messages = [_unknown_key_message(path, list(known)) for path in unknown]
+        raise ConfigError("\n".join(messages))
     return flat
 
 
 def _leaves(value: Any, path: str) -> list[str]:
     if not isinstance(value, Mapping) or not value:
         return [path]
-    return [leaf for name, inner in value.items() for leaf in _leaves(inner, f"{path}.{name}")]
+    leaves: list[str] = []
+    for name, inner in value.items():
+        leaves += _leaves(inner, f"{path}.{name}")
+    return leaves
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,12 +156,19 @@ def rename_aliases(
     Returns the values by main key, and how the user wrote each main key. Names `on_line` overrule
     others.
     """
-    renamed = {path: value for path, value in given.items() if keys[path].setting.alias_of is None}
-    written_as = {path: path for path in renamed}
+    renamed: dict[str, Any] = {}
+    written_as: dict[str, str] = {}
+    aliases: list[tuple[str, str]] = []  # name, and the key that it stands for
     for path, value in given.items():
         main = keys[path].setting.alias_of
-        if main is None or value is None:
-            continue
+        if main is None:
+            renamed[path] = value
+            written_as[path] = path
+        elif value is not None:
+            aliases.append((path, main))
+
+    for path, main in aliases:
+        value = given[path]
         if renamed.get(main) is not None and renamed[main] != value:
             other = written_as[main]
             if (path in on_line) == (other in on_line):
@@ -202,15 +213,22 @@ def nearest_keys(path: str, known: list[str]) -> str:
 
     Similar keys come from the same section, else have the same name, else are from the whole tree.
     """
-    ending = [key for key in known if key.endswith(f".{path}")]
     section, _, name = path.rpartition(".")
-    siblings = {_name(key): key for key in known if key.rpartition(".")[0] == section}
+    ending: list[str] = []
+    same_name: list[str] = []
+    siblings: dict[str, str] = {}
+    for key in known:
+        own_section, _, own_name = key.rpartition(".")
+        if key.endswith(f".{path}"):
+            ending.append(key)
+        if own_section == section:
+            siblings[own_name] = key
+        if own_name == name:
+            same_name.append(key)
+
     close_names = difflib.get_close_matches(name, list(siblings), n=3, cutoff=0.6)
     similar = [siblings[close] for close in close_names]
-    same_name = [key for key in known if _name(key) == name]
-    best = ending or similar or same_name or difflib.get_close_matches(path, known, n=4, cutoff=0.5)
+    best = ending or similar or same_name
+    if not best:
+        best = difflib.get_close_matches(path, known, n=4, cutoff=0.5)
     return ", ".join(best[:4]) if best else "none; --cfg job prints all keys"
-
-
-def _name(path: str) -> str:
-    return path.rpartition(".")[2]

@@ -162,7 +162,8 @@ class _Step:
             yield from self._weights(role)
 
     def _columns(self) -> Iterator[Difference]:
-        one, other = (line.columns for line in self.lines)
+        one = self.lines[0].columns
+        other = self.lines[1].columns
         names = sorted(one.keys() & other.keys(), key=_order)
         unequal = [name for name in names if one[name] != other[name]]
         if not unequal:
@@ -200,28 +201,30 @@ class _Step:
             wrong = ~self.tolerances.allows(name, left, right)
             if wrong.any():
                 token = int(wrong.argmax())
-                first = first or (f"row {row}, token {token}: {left[token]!s} and {right[token]!s}")
+                first = first or f"row {row}, token {token}: {left[token]!s} and {right[token]!s}"
                 num_differing += int(wrong.sum())
-                gaps = np.abs(left[wrong].astype(float) - right[wrong].astype(float))
-                largest = max(largest, float(gaps.max()))
+                largest = max(largest, _largest_gap(left[wrong], right[wrong]))
 
         if first is None:
             return None
         return f"{first}; {num_differing} values differ, by at most {largest:.3g}"
 
     def _metrics(self) -> Iterator[Difference]:
-        one, other = (line.metrics for line in self.lines)
+        one = self.lines[0].metrics
+        other = self.lines[1].metrics
         for name in one:
             if name.startswith(_NOT_COMPARED) or name not in other:
                 continue
-            left, right = (np.array(metrics[name], dtype=float) for metrics in (one, other))
+            left = np.array(one[name], dtype=float)
+            right = np.array(other[name], dtype=float)
             if not self.tolerances.allows(name, left, right).all():
                 place = f"{one[name]!r} and {other[name]!r}"
                 phase = "validation" if name.startswith("val") else "update"
                 yield Difference(self.step, phase, f"metric {name}", place)
 
     def _weights(self, role: str) -> Iterator[Difference]:
-        one, other = (line.weights[role] for line in self.lines)
+        one = self.lines[0].weights[role]
+        other = self.lines[1].weights[role]
         if one == other:
             return
 
@@ -261,19 +264,27 @@ class _Step:
         left = one.read_whole([key])[key]
         right = other.read_whole([key])[key]
         shape = tuple(left.shape)
-        flat = left.float().numpy().reshape(-1), right.float().numpy().reshape(-1)
-        wrong = ~self.tolerances.allows(name, *flat)
+        flat_left = left.float().numpy().reshape(-1)
+        flat_right = right.float().numpy().reshape(-1)
+
+        wrong = ~self.tolerances.allows(name, flat_left, flat_right)
         if not wrong.any():
             if self.tolerances.is_exact:
                 return "the recorded digests differ, and the checkpoints of the step are equal"
             return None
+
         first = int(wrong.argmax())
-        index = ", ".join(str(number) for number in np.unravel_index(first, shape))
-        gap = np.abs(flat[0][wrong].astype(float) - flat[1][wrong].astype(float)).max()
+        index = ", ".join(map(str, np.unravel_index(first, shape)))
+        gap = _largest_gap(flat_left[wrong], flat_right[wrong])
         return (
-            f"element [{index}] of {list(shape)}: {flat[0][first]!s} and {flat[1][first]!s}; "
+            f"element [{index}] of {list(shape)}: {flat_left[first]!s} and {flat_right[first]!s}; "
             f"{int(wrong.sum())} elements differ, by at most {gap:.3g}"
         )
+
+
+def _largest_gap(left: np.ndarray, right: np.ndarray) -> float:
+    gaps = np.abs(left.astype(float) - right.astype(float))
+    return float(gaps.max())
 
 
 def phase_of(column: str) -> str:
@@ -289,7 +300,8 @@ def _order(column: str) -> tuple[int, int, str]:
     phase = phase_of(column)
     place = _PHASES.index(phase) if phase in _PHASES else 1
     known = list(COLUMNS)
-    return place, known.index(column) if column in known else -1, column
+    place_in_table = known.index(column) if column in known else -1
+    return place, place_in_table, column
 
 
 def _same_bits(one: np.ndarray, other: np.ndarray) -> np.ndarray:

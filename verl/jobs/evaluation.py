@@ -73,8 +73,7 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
             responses = row[data.response_key]
             if isinstance(responses, str):
                 responses = [responses]
-            is_list = isinstance(responses, list) and bool(responses)
-            if not is_list or not all(isinstance(text, str) for text in responses):
+            if not _are_texts(responses):
                 raise DataError(
                     f"{file}, row {number}, column '{data.response_key}': must be a list of texts, "
                     f"at least one, got {str(responses)[:80]!r}."
@@ -91,6 +90,13 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
             prompts.append(ScoredPrompt(name, prompt, responses, columns))
 
     return prompts
+
+
+def _are_texts(value: Any) -> bool:
+    """Return whether a value is a list of texts, at least one."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(text, str) for text in value)
 
 
 def check_k(k: Sequence[int], prompts: Sequence[ScoredPrompt]) -> None:
@@ -153,16 +159,21 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
 
 
 def _batch(rows: Sequence[tuple[ScoredPrompt, str]], tokenizer: TextTokenizer) -> DataProto:
-    prompts = tokenizer.encode([prompt.prompt for prompt, _ in rows])
-    responses = tokenizer.encode([response for _, response in rows])
-    attention_mask = torch.ones(len(rows), 2, dtype=torch.int64)
-    objects: dict[str, list[Any]] = {}
-    for name in ("data_source", "reward_model", "extra_info"):
-        objects[name] = [prompt.columns[name] for prompt, _ in rows]
-    return DataProto.from_dict(
-        tensors={"prompts": prompts, "responses": responses, "attention_mask": attention_mask},
-        non_tensors=objects,
-    )
+    prompts: list[str] = []
+    responses: list[str] = []
+    objects: dict[str, list[Any]] = {"data_source": [], "reward_model": [], "extra_info": []}
+    for prompt, response in rows:
+        prompts.append(prompt.prompt)
+        responses.append(response)
+        for name, column in objects.items():
+            column.append(prompt.columns[name])
+
+    tensors = {
+        "prompts": tokenizer.encode(prompts),
+        "responses": tokenizer.encode(responses),
+        "attention_mask": torch.ones(len(rows), 2, dtype=torch.int64),
+    }
+    return DataProto.from_dict(tensors=tensors, non_tensors=objects)
 
 
 def _record(rows: Sequence[tuple[ScoredPrompt, str]], result: Scores, pass_score: float) -> None:
@@ -233,27 +244,7 @@ def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict
 def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
     """Compute means over prompts, each with its bounds and the number of prompts that have it."""
     metrics = config.metrics
-    most = max(len(prompt.scores) for prompt in prompts)
-    ks = sorted(set(metrics.k))
-    if not ks:
-        powers = {1 << exponent for exponent in range(most.bit_length())}
-        ks = sorted({*powers, most})
-
-    voting: set[str] = set()
-    for prompt in prompts:
-        if any(answer is not None for answer in prompt.answers):
-            voting.add(prompt.source)
-
-    # A column has one value per prompt, NaN if the prompt has too few responses or no votes.
-    columns = {"mean": [float(np.mean(prompt.scores)) for prompt in prompts]}
-    for k in ks:
-        columns[f"pass@{k}"] = [_pass_at_k(prompt, k) for prompt in prompts]
-    if most <= MAX_VOTES:
-        for k in ks:
-            if k > 1:  # the majority of one response is the mean
-                columns[f"maj@{k}"] = [_majority_at_k(prompt, k, voting) for prompt in prompts]
-
-    columns = {name: values for name, values in columns.items() if not np.isnan(values).all()}
+    columns = _columns(prompts, metrics.k)
     values = np.array(list(columns.values())).T
     low, high = bootstrap_intervals(
         values, confidence=metrics.confidence, resamples=metrics.resamples, seed=metrics.seed
@@ -274,6 +265,34 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
     return summary
 
 
+def _columns(prompts: Sequence[ScoredPrompt], k: Sequence[int]) -> dict[str, list[float]]:
+    """Return one value per prompt for each metric that some prompt has.
+
+    It is NaN for a prompt with too few responses, or without votes.
+    """
+    most = max(len(prompt.scores) for prompt in prompts)
+    ks = sorted(set(k))
+    if not ks:
+        powers = {1 << exponent for exponent in range(most.bit_length())}
+        ks = sorted({*powers, most})
+
+    voting: set[str] = set()
+    for prompt in prompts:
+        if any(answer is not None for answer in prompt.answers):
+            voting.add(prompt.source)
+
+    columns = {"mean": [float(np.mean(prompt.scores)) for prompt in prompts]}
+    for k_value in ks:
+        columns[f"pass@{k_value}"] = [_pass_at_k(prompt, k_value) for prompt in prompts]
+    if most <= MAX_VOTES:
+        for k_value in ks:
+            if k_value > 1:  # the majority of one response is the mean
+                votes = [_majority_at_k(prompt, k_value, voting) for prompt in prompts]
+                columns[f"maj@{k_value}"] = votes
+
+    return {name: values for name, values in columns.items() if not np.isnan(values).all()}
+
+
 def _pass_at_k(prompt: ScoredPrompt, k: int) -> float:
     n = len(prompt.passed)
     return pass_at_k(n, sum(prompt.passed), k) if n >= k else np.nan
@@ -292,8 +311,9 @@ def table(report: dict[str, Any]) -> str:
     for source, summary in [*report["data_sources"].items(), (ALL, report[ALL])]:
         for name, entry in summary.items():
             if isinstance(entry, dict):
+                value = f"{entry['value']:.4f}"
                 bounds = f"[{entry['low']:.4f}, {entry['high']:.4f}]"
-                lines.append((source, name, f"{entry['value']:.4f}", bounds, str(entry["prompts"])))
+                lines.append((source, name, value, bounds, str(entry["prompts"])))
 
     widths = [max(map(len, column)) for column in zip(*lines)]
     rows: list[str] = []
