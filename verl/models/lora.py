@@ -91,7 +91,8 @@ def apply_lora(
         assert isinstance(layer.get_base_layer(), (nn.Linear, Conv1D)), name
         for factor in _factors(layer):
             # Trained in fp32: updates of some 1e-6 of a weight vanish in bf16.
-            factor.to(torch.promote_types(factor.weight.dtype, torch.float32)).requires_grad_(True)
+            precise = torch.promote_types(factor.weight.dtype, torch.float32)
+            factor.to(precise).requires_grad_(True)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -103,9 +104,11 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 def lora_rank(model: nn.Module) -> int:
     """Return the rank of the adapters; 0 without LoRA."""
-    return max(
-        (_factors(layer)[0].out_features for layer in adapted_layers(model).values()), default=0
-    )
+    largest = 0
+    for layer in adapted_layers(model).values():
+        a, _ = _factors(layer)
+        largest = max(largest, a.out_features)
+    return largest
 
 
 @contextmanager
@@ -158,8 +161,10 @@ def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     It includes persistent buffers, and tied weights under each of their names. See
     `merged_parameters`.
     """
-    state = model.state_dict(keep_vars=True)
-    plain = [(_plain(name), tensor) for name, tensor in state.items() if not _is_adapter_part(name)]
+    plain: list[tuple[str, Tensor]] = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not _is_adapter_part(name):
+            plain.append((_plain(name), tensor))
     for (_, tensor), (name, whole) in zip(plain, _whole(model, plain)):
         yield name, tensor, whole
 
@@ -175,7 +180,9 @@ def _whole(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
 
 
 def _merged(layer: Any, weight: Tensor) -> Tensor:
-    a, b = (full_tensor(factor.weight) for factor in _factors(layer))
+    factor_a, factor_b = _factors(layer)
+    a = full_tensor(factor_a.weight)
+    b = full_tensor(factor_b.weight)
     return merged_weight(layer.get_base_layer(), weight, a, b, layer.scaling[_ADAPTER])
 
 
@@ -194,9 +201,9 @@ def merged_weight(layer: nn.Module, weight: Tensor, a: Tensor, b: Tensor, scalin
     """
     precise = torch.promote_types(weight.dtype, torch.float32)
     transposed = isinstance(layer, Conv1D)  # GPT-2: (in, out)
-    total = (weight.T if transposed else weight).to(
-        precise, copy=True, memory_format=torch.contiguous_format
-    )
+    if transposed:
+        weight = weight.T
+    total = weight.to(precise, copy=True, memory_format=torch.contiguous_format)
     total.addmm_(b.to(precise), a.to(precise), alpha=scaling)
     return total.T.contiguous() if transposed else total
 

@@ -91,8 +91,10 @@ def _check_pictures(model: PreTrainedModel, slot: PackingSlot, sequences: list[l
     """
     body: Any = model.base_model
     token: int = model.config.image_token_id  # pyright: ignore[reportAttributeAccessIssue]
-    one, other = (example_picture(model, seed) for seed in range(2))
-    short, long = (_without_token(sequence, token) for sequence in sequences)
+    one = example_picture(model, 0)
+    other = example_picture(model, 1)
+    short = _without_token(sequences[0], token)
+    long = _without_token(sequences[1], token)
     pictures = [(one,), (other, one)]
     ids = [
         [*short[:2], *one.token_ids, *short[2:]],
@@ -103,7 +105,7 @@ def _check_pictures(model: PreTrainedModel, slot: PackingSlot, sequences: list[l
         pictures[0] = (one, video)
         ids[0] += [*video.token_ids, *short]
 
-    lengths = [len(each) for each in ids]
+    lengths = list(map(len, ids))
     batch = PackedBatch.from_sequences(ids).with_pictures(pictures, lengths)
     packed = packed_hidden_states(model, slot, batch.to(model.device))
     kept = getattr(body, "rope_deltas", None)
@@ -136,13 +138,19 @@ def _sequences(model: PreTrainedModel) -> list[list[int]]:
 
 
 def _padded(sequences: list[list[int]], device: torch.device) -> dict[str, Tensor]:
-    longest = max(len(sequence) for sequence in sequences)
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    lengths = list(map(len, sequences))
+    longest = max(lengths)
+    ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.tensor(sequence)
+
     position = torch.arange(longest)[None, :]
-    mask = position < lengths[:, None]
-    ids = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences])
-    columns = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": position * mask}
-    return {name: value.to(device) for name, value in columns.items()}
+    mask = position < torch.tensor(lengths)[:, None]
+    return {
+        "input_ids": ids.to(device),
+        "attention_mask": mask.long().to(device),
+        "position_ids": (position * mask).to(device),
+    }
 
 
 def _check_layers(model: PreTrainedModel, windows: list[int | None]) -> None:
@@ -178,7 +186,11 @@ def _compare(model: PreTrainedModel, fault: str, ours: Tensor, theirs: Tensor) -
     tolerance = _TOLERANCE.get(model.dtype, 1e-3)
     ours = ours.double()
     theirs = theirs.double()
-    scale = theirs.norm(dim=-1) if theirs.shape[-1] > 1 else theirs.square().mean().sqrt()
+
+    if theirs.shape[-1] > 1:
+        scale = theirs.norm(dim=-1)
+    else:
+        scale = theirs.square().mean().sqrt()
     errors = (ours - theirs).norm(dim=-1) / scale.clamp(min=1e-6)
     error = errors.mean() if tolerance > 1e-2 else errors.max()
     if not bool(error <= tolerance):  # NaN fails too

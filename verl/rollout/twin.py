@@ -82,10 +82,9 @@ class ModelTwin:
         self._source = model
         self._parameters = dict(plain_parameters(model))
         self._merged = {f"{name}.weight" for name in adapted_layers(model)}
-        self._shapes = {
-            name: self._cut(name, _like(parameter)).shape
-            for name, parameter in self._parameters.items()
-        }
+        self._shapes: dict[str, torch.Size] = {}
+        for name, parameter in self._parameters.items():
+            self._shapes[name] = self._cut(name, _like(parameter)).shape
 
         self._places = _places(model, self._parameters)
         self._aliased: set[str] = set()
@@ -142,7 +141,10 @@ class ModelTwin:
         self.ready = False
         self._num_updates += 1
         missing = set(self._parameters)
-        tied = {place: name for name, places in self._places.items() for place in places}
+        tied: dict[str, str] = {}  # place of a parameter -> its name
+        for name, places in self._places.items():
+            tied |= dict.fromkeys(places, name)
+
         for given, tensor in named_tensors:
             if given not in tied:
                 raise RolloutError(
@@ -162,9 +164,11 @@ class ModelTwin:
 
         if missing:
             shown = ", ".join(sorted(missing)[:5])
+            if len(missing) > 5:
+                shown += " ..."
             raise RolloutError(
                 f"update_weights must give all {len(self._parameters)} parameters, {len(missing)} "
-                f"are missing: {shown}{' ...' if len(missing) > 5 else ''}."
+                f"are missing: {shown}."
             )
         self.ready = True
 
@@ -210,9 +214,11 @@ class ModelTwin:
         if self._arrived:
             arrived = torch.cat(list(self._arrived.values())).tolist()
             sums.update(dict(zip(self._arrived, arrived)))
-        return {
-            name: Fingerprint(value, is_part=name in self._cuts) for name, value in sums.items()
-        }
+
+        found: dict[str, Fingerprint] = {}
+        for name, value in sums.items():
+            found[name] = Fingerprint(value, is_part=name in self._cuts)
+        return found
 
     def release(self) -> None:
         """Give the memory of copies on CUDA back. Their addresses stay, and nothing may read them
@@ -231,13 +237,22 @@ class ModelTwin:
     ) -> tuple[torch.Tensor | Rows, torch.Tensor | None]:
         """Weight (sum of N, K) and bias (sum of N,) of linear layers with one input: one matrix
         over their memory."""
-        weights = [linear.weight for linear in linears]
-        biases = [linear.bias for linear in linears if linear.bias is not None]
+        weights: list[torch.Tensor] = []
+        biases: list[torch.Tensor] = []
+        scales: list[torch.Tensor] = []
+        for linear in linears:
+            weights.append(linear.weight)
+            if linear.bias is not None:
+                biases.append(linear.bias)
+            if isinstance(linear, Fp8Linear):
+                scales.append(linear.scales)
         assert len(biases) in (0, len(linears))
+
         name = self._name_of(weights[0])
         weight = self._joined(weights, self._offsets[name])
-        bias = self._joined(biases, self._offsets[self._name_of(biases[0])]) if biases else None
-        scales = [linear.scales for linear in linears if isinstance(linear, Fp8Linear)]
+        bias = None
+        if biases:
+            bias = self._joined(biases, self._offsets[self._name_of(biases[0])])
         if scales:
             return Rows(weight, self._joined(scales, self._scale_offsets[name])), bias
         return weight, bias
@@ -249,9 +264,8 @@ class ModelTwin:
         first = parts[0]
         rows = 0
         for part in parts:
-            assert part.data_ptr() == first.data_ptr() + rows * first.stride(0) * first.itemsize, (
-                "not stacked"
-            )
+            place = first.data_ptr() + rows * first.stride(0) * first.itemsize
+            assert part.data_ptr() == place, "not stacked"
             rows += part.shape[0]
         assert self._memory is not None
         return self._memory.tensor(offset, (rows, *first.shape[1:]), first.dtype)
@@ -351,11 +365,9 @@ class ModelTwin:
         return self._held[name]  # asking the module takes as long as a small copy
 
     def _place(self, name: str, tensor: torch.Tensor) -> None:
-        parameter = (
-            tensor
-            if isinstance(tensor, nn.Parameter)
-            else nn.Parameter(tensor, requires_grad=False)
-        )
+        parameter = tensor
+        if not isinstance(parameter, nn.Parameter):
+            parameter = nn.Parameter(tensor, requires_grad=False)
         for place in self._places[name]:
             owner, _, attribute = place.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
@@ -392,17 +404,23 @@ def _places(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, 
 
 def _stacks(module: nn.Module, names: Sequence[str]) -> list[list[str]]:
     """Group `names` of parameters: those of one group are stacked in memory."""
+    known = set(names)
     stacks: list[list[str]] = []
     for path, owner in module.named_modules():
         for siblings in _ONE_INPUT:
             linears = [getattr(owner, sibling, None) for sibling in siblings]
-            if all(isinstance(linear, nn.Linear) for linear in linears):
-                for kind in ("weight", "bias"):
-                    stack = [f"{path}.{sibling}.{kind}" for sibling in siblings]
-                    if all(name in names for name in stack):
-                        stacks.append(stack)
+            if not all(isinstance(linear, nn.Linear) for linear in linears):
+                continue
+            for kind in ("weight", "bias"):
+                stack = [f"{path}.{sibling}.{kind}" for sibling in siblings]
+                if set(stack) <= known:
+                    stacks.append(stack)
+
     stacked = set(chain.from_iterable(stacks))
-    return stacks + [[name] for name in names if name not in stacked]
+    for name in names:
+        if name not in stacked:
+            stacks.append([name])
+    return stacks
 
 
 def _meta_copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:

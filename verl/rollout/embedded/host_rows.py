@@ -124,10 +124,16 @@ class KeyRows:
         last = self._end
         first = min(self._first, last + 1 - FEWEST_COLUMNS)
         for stack in self._stacks:
-            caches = (stack.keys[:, :rows], stack.values[:, :rows])
-            parts = [cache[:, :, :, last].unbind() for cache in caches]
-            parts += [cache.flatten(1, 2)[:, :, first : last + 1].unbind() for cache in caches]
-            for pages, *mine in zip(stack.pages, *parts):
+            keys = stack.keys[:, :rows]
+            values = stack.values[:, :rows]
+            layers = zip(
+                stack.pages,
+                keys[:, :, :, last].unbind(),
+                values[:, :, :, last].unbind(),
+                keys.flatten(1, 2)[:, :, first : last + 1].unbind(),
+                values.flatten(1, 2)[:, :, first : last + 1].unbind(),
+            )
+            for pages, *mine in layers:
                 self._layers[id(pages)] = _LayerRows(*mine)
 
     def arrays(self) -> RowArrays:
@@ -187,7 +193,8 @@ class KeyRows:
         """
         for stack in self._stacks:
             for layer, *mine in zip(stack.pages, stack.keys, stack.values):
-                yield from ((words(pages), words(rows)) for pages, rows in zip(layer, mine))
+                for pages, rows in zip(layer, mine):
+                    yield words(pages), words(rows)
 
     def _seat(
         self, scheduler: Scheduler, slots: NDArray[np.int64], kept: NDArray[np.int64], steps: int
@@ -197,8 +204,12 @@ class KeyRows:
         lengths = scheduler.cached[new]
         if not kept.size:
             self.clear()
-        longest = max(self._end - self._starts[kept].min(initial=self._end), lengths.max(initial=0))
-        self._reserve(scheduler, max(len(slots), 1 + kept.max(initial=-1)), int(longest), steps)
+
+        longest_kept = self._end - self._starts[kept].min(initial=self._end)
+        longest = max(longest_kept, lengths.max(initial=0))
+        num_rows = max(len(slots), 1 + kept.max(initial=-1))
+        self._reserve(scheduler, num_rows, int(longest), steps)
+
         # Rows are the first b: the last ones move to where others have left.
         stays = kept[kept < len(slots)]
         moves = kept[kept >= len(slots)]
@@ -210,15 +221,16 @@ class KeyRows:
             self._move(moves, targets)
         if new.size:
             self._fill(rest, scheduler.table[new], lengths, scheduler.page_size)
-        order, starts = np.empty((2, len(slots)), np.int64)
 
-        for array, old, fresh in (
-            (order, self._slots, new),
-            (starts, self._starts, self._end - lengths),
-        ):
-            array[stays] = old[stays]
-            array[targets] = old[moves]
-            array[rest] = fresh
+        order = np.empty(len(slots), np.int64)
+        order[stays] = self._slots[stays]
+        order[targets] = self._slots[moves]
+        order[rest] = new
+
+        starts = np.empty(len(slots), np.int64)
+        starts[stays] = self._starts[stays]
+        starts[targets] = self._starts[moves]
+        starts[rest] = self._end - lengths
 
         self._slots = order
         self._starts = starts
