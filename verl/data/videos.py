@@ -40,22 +40,32 @@ class Asked(NamedTuple):
         """Read a video that is a dict, or the video itself. Raises DataError for a wrong key."""
         if not isinstance(source, dict):
             return cls(source)
-        given = {key: value for key, value in source.items() if value is not None}
-        given.pop("type", None)
-        sources = [given.pop(key) for key in _SOURCES if key in given]
-        unknown = sorted(given.keys() - set(_NUMBERS))
-        if len(sources) != 1 or unknown:
+
+        sources: list[Any] = []
+        given: dict[str, Any] = {}
+        for key, value in source.items():
+            if value is None or key == "type":
+                continue
+            if key in _SOURCES:
+                sources.append(value)
+            else:
+                given[key] = value
+        if len(sources) != 1 or not given.keys() <= set(_NUMBERS):
             raise DataError(
                 f"expected a video with one of the keys {', '.join(_SOURCES)}, and of "
                 f"{', '.join(_NUMBERS)} those that are needed, got {list(source)}"
             )
+
+        numbers: dict[str, Any] = {}
         for key, value in given.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            whole = key == "fps" or (is_number and float(value).is_integer())
             # pandas writes NaN for a number that is missing.
-            if not is_number or not whole or not 0 < value < math.inf:
+            is_valid = is_number and 0 < value < math.inf
+            if is_valid and key != "fps":
+                is_valid = float(value).is_integer()
+            if not is_valid:
                 raise DataError(f"a video's {key} must be a number above 0, got {value!r}")
-        numbers = {key: value if key == "fps" else int(value) for key, value in given.items()}
+            numbers[key] = value if key == "fps" else int(value)
         return cls(sources[0], **numbers)
 
     def choose_of_file(self, total: int, fps: float) -> list[int]:
@@ -111,16 +121,15 @@ def read_video(
 
 
 def _of_file(asked: Asked, frames: np.ndarray, places: list[int], total: int, fps: float) -> Frames:
-    if frames.shape[1] == 3 and frames.shape[3] != 3:
-        frames = frames.transpose(0, 2, 3, 1)
-    images = [_image_of(frame) for frame in frames]
+    images = [_image_of(frame) for frame in _colors_last(frames)]
     return _frames(asked, images, places, total, fps)
 
 
 def _of_list(asked: Asked, contents: Sequence[Any], open_image: Callable[[Any], Any]) -> Frames:
     total = len(contents)
     places = asked.choose_of_list(total)
-    images = _each_frame([contents[place] for place in places], open_image)
+    chosen = [contents[place] for place in places]
+    images = _each_frame(chosen, open_image)
     return _frames(asked, images, places, total, asked.fps)
 
 
@@ -140,6 +149,13 @@ def _frames(asked: Asked, images: list[Any], places: list[int], total: int, fps:
     )
 
 
+def _colors_last(frames: np.ndarray) -> np.ndarray:
+    """Turn (T, 3, H, W) into (T, H, W, 3)."""
+    if frames.shape[1] == 3 and frames.shape[3] != 3:
+        return frames.transpose(0, 2, 3, 1)
+    return frames
+
+
 def _image_of(frame: np.ndarray) -> Any:
     from PIL import Image
 
@@ -155,8 +171,9 @@ def _array(source: Any) -> np.ndarray | None:
         source = source.numpy()
     if not isinstance(source, np.ndarray) or source.dtype == object:
         return None
-    if source.ndim == 4 and source.shape[1] == 3 and source.shape[3] != 3:
-        source = source.transpose(0, 2, 3, 1)
+
+    if source.ndim == 4:
+        source = _colors_last(source)
     if source.ndim != 4 or source.shape[3] != 3 or source.dtype != np.uint8 or not source.size:
         raise DataError(
             "a video that is an array must be uint8 of shape (frames, height, width, 3) or "

@@ -108,7 +108,9 @@ def choose_rows(dataset: MapDataset, count: int) -> list[tuple[int, Mapping[str,
     Rows of one source are usually neighbors, so the first rows would not show all sources.
     """
     last = len(dataset) - 1
-    numbers = {round(i * last / max(count - 1, 1)) for i in range(min(count, len(dataset)))}
+    numbers: set[int] = set()
+    for place in range(min(count, len(dataset))):
+        numbers.add(round(place * last / max(count - 1, 1)))
     return [(number, dataset[number]) for number in sorted(numbers)]
 
 
@@ -236,17 +238,22 @@ def _failures(report: Report, manager: RewardManager) -> None:
 
 def _gold_above_wrong(report: Report, manager: RewardManager) -> None:
     sound = [probe for probe in report.probes if probe.failure is None]
-    scores = {probe.score for probe in sound}
-    has_gold = any(probe.kind == "gold" for probe in sound)
+    scores: set[float] = set()
+    kinds: set[str] = set()
+    rows: dict[int, None] = {}
+    for probe in sound:
+        scores.add(probe.score)
+        kinds.add(probe.kind)
+        rows[probe.row] = None
 
-    if has_gold and len(scores) == 1:
+    if "gold" in kinds and len(scores) == 1:
         report.suspicions.append(
             f"all {len(sound)} answers tried, gold and wrong, score {scores.pop():g}."
         )
         return
 
     unsure = []
-    for row in dict.fromkeys(probe.row for probe in sound):
+    for row in rows:
         gold = _best(sound, row, "gold")
         wrong = _best(sound, row, "wrong")
         if gold is not None and wrong is not None and gold.score <= wrong.score:
@@ -257,8 +264,8 @@ def _gold_above_wrong(report: Report, manager: RewardManager) -> None:
 
     if unsure:
         report.suspicions.append(
-            f"on {len(unsure)} of {len({probe.row for probe in sound})} rows no gold answer scores "
-            f"above a wrong one. The first: {unsure[0]}."
+            f"on {len(unsure)} of {len(rows)} rows no gold answer scores above a wrong one. The "
+            f"first: {unsure[0]}."
         )
 
 

@@ -203,12 +203,16 @@ class RayRanks:
         """
         if self.links is None or self.links.lost:
             return None
-        shares = {id(share): share for share in arguments.values()}.values()
-        if any(_holds(_ROWS + _REFERENCES, args, kwargs) for args, kwargs in shares):
-            return None
+        different = {id(share): share for share in arguments.values()}
+        for args, kwargs in different.values():
+            if _holds(_ROWS + _REFERENCES, args, kwargs):
+                return None
+
         before = [self._unfinished[rank] for rank in arguments.keys() & self._unfinished.keys()]
-        if before and ray.wait(before, num_returns=len(before), timeout=0, fetch_local=False)[1]:
-            return None
+        if before:
+            _, queued = ray.wait(before, num_returns=len(before), timeout=0, fetch_local=False)
+            if queued:
+                return None
         for rank in arguments:
             self._unfinished.pop(rank, None)
         return self.links
@@ -227,7 +231,9 @@ class RayRanks:
 
             left = ends_at - time.monotonic()
             timeout = min(max(left, 0.0), _POLL_S)
-            ranks = {reply.reference: rank for rank, reply in waiting.items()}
+            ranks: dict[Any, int] = {}
+            for rank, reply in waiting.items():
+                ranks[reply.reference] = rank
             done, _ = ray.wait(list(ranks), num_returns=len(ranks), timeout=timeout)
             for reference in done:
                 rank = ranks[reference]
@@ -327,7 +333,10 @@ class RayRanks:
         return {rank: stacks for rank, (stacks, _) in answers.items()}
 
     def breadcrumbs(self) -> dict[int, str]:
-        nodes = {place.node_id for rank, place in enumerate(self.places) if rank not in self._notes}
+        nodes: set[str] = set()
+        for rank, place in enumerate(self.places):
+            if rank not in self._notes:
+                nodes.add(place.node_id)
         if nodes:
             first = min(self._silent, default=0)
             logger.warning(
@@ -372,17 +381,16 @@ class RayRanks:
         killed = _answered(asked, ANSWER_S).keys()
 
         left = stopped - killed
-        left |= {neighbors[rank] for rank in neighbors.keys() - killed}
-        asked = {}
+        for rank in neighbors.keys() - killed:
+            left.add(neighbors[rank])
+
+        waited = {}
         for rank in left:
             place = self.places[rank]
-            asked[rank] = _on_node(place.node_id, kill_rank, place.pid)
-        # A machine that has just been silent for so long gets its task, and no further wait.
-        waited = {
-            rank: task
-            for rank, task in asked.items()
-            if self.places[rank].node_id not in self._silent_nodes
-        }
+            task = _on_node(place.node_id, kill_rank, place.pid)
+            # A machine that has just been silent for so long gets its task, and no further wait.
+            if place.node_id not in self._silent_nodes:
+                waited[rank] = task
         for rank in sorted(left - _answered(waited, _READ_S).keys()):
             logger.warning(
                 "Rank %d (%s) could not be ended: nothing on its machine did so within %g s. If it "

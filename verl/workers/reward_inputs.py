@@ -111,15 +111,7 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
         DataError: no fit between responses and prompts, or a chat template that refuses the
             conversation.
     """
-    is_list = isinstance(responses, Sized) and not isinstance(responses, (str, Mapping))
-    is_tensor = isinstance(responses, Tensor)
-    if not is_list or (is_tensor and responses.ndim != 2) or not len(responses):
-        got = f"{tuple(responses.shape) if is_tensor else responses!r:.80}"
-        raise DataError(
-            "compute_reward needs a list of responses (texts or token ids) or a (B, T) tensor of "
-            f"ids, got {got}."
-        )
-
+    _check_responses(responses)
     answers = _texts_or_ids(responses, "response", model.tokenizer)
     if prompts is not None and len(prompts) != len(answers):
         raise DataError(
@@ -154,6 +146,21 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
     return model.score(reader.fit(sequences, _response))
 
 
+def _check_responses(responses: Any) -> None:
+    """Raise DataError unless the responses are a list, at least one, or a matrix of ids."""
+    if isinstance(responses, Tensor):
+        fits = responses.ndim == 2
+        got = f"{tuple(responses.shape)}"
+    else:
+        fits = isinstance(responses, Sized) and not isinstance(responses, (str, Mapping))
+        got = f"{responses!r:.80}"
+    if not fits or not len(responses):
+        raise DataError(
+            "compute_reward needs a list of responses (texts or token ids) or a (B, T) tensor of "
+            f"ids, got {got}."
+        )
+
+
 def _response(row: int) -> str:
     return f"response {row}"
 
@@ -167,9 +174,10 @@ def _conversation(prompt: Any, answer: str, name: str) -> Messages:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, Tensor) or (
-        isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], int)
-    )
+    if isinstance(value, Tensor):
+        return True
+    is_list = isinstance(value, (list, tuple)) and bool(value)
+    return is_list and isinstance(value[0], int)
 
 
 def _texts_or_ids(values: Any, kind: str, tokenizer: Any) -> list[str | list[int]]:
@@ -188,17 +196,21 @@ def _texts_or_ids(values: Any, kind: str, tokenizer: Any) -> list[str | list[int
             checked.append(ids)
             continue
 
-        if not isinstance(ids, (list, tuple)) or not all(isinstance(token, int) for token in ids):
+        is_list = isinstance(ids, (list, tuple))
+        if not is_list or not all(isinstance(token, int) for token in ids):
             raise RewardError(f"{name} must be a text or token ids (T,), got {value!r:.80}.")
 
-        real = [place for place, token in enumerate(ids) if token != tokenizer.pad_token_id]
         if isinstance(values, Tensor):  # rows that were padded to one length
+            real = [place for place, token in enumerate(ids) if token != tokenizer.pad_token_id]
             ids = ids[real[0] : real[-1] + 1] if real else []
         if not ids:
             raise RewardError(f"{name} is empty.")
-        if not 0 <= min(ids) <= max(ids) < len(tokenizer):
+
+        lowest = min(ids)
+        highest = max(ids)
+        if lowest < 0 or highest >= len(tokenizer):
             raise RewardError(
-                f"{name} has the token ids {min(ids)} to {max(ids)}, but the reward model's "
+                f"{name} has the token ids {lowest} to {highest}, but the reward model's "
                 f"tokenizer has {len(tokenizer)}: they are of another tokenizer. Decode them, and "
                 "give texts."
             )
