@@ -29,7 +29,10 @@ def group_ids(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Int[Tensor, " B
     # tensors of one number differ as keys
     uids = uids.tolist() if isinstance(uids, Tensor) else uids
     numbers: dict[object, int] = {}
-    return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.int64)
+    groups: list[int] = []
+    for uid in uids:
+        groups.append(numbers.setdefault(uid, len(numbers)))
+    return torch.tensor(groups, dtype=torch.int64)
 
 
 def group_sum(values: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
@@ -60,7 +63,8 @@ def group_mean_and_std(
     """
     count = group_size(group)
     mean = group_sum(scores, group) / count
-    std = (group_sum((scores - mean) ** 2, group) / (count - 1).clamp(min=1)).sqrt()
+    squares = group_sum((scores - mean) ** 2, group)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
     alone = count == 1
     return torch.where(alone, 0.0, mean), torch.where(alone, 1.0, std)
 
@@ -78,7 +82,9 @@ def grpo_advantages(
     """
     mean, std = group_mean_and_std(scores, group)
     advantages = scores.double() - mean
-    return (advantages / (std + epsilon) if norm_by_std else advantages).to(scores.dtype)
+    if norm_by_std:
+        advantages = advantages / (std + epsilon)
+    return advantages.to(scores.dtype)
 
 
 @advantage_estimators.register("grpo")
@@ -94,7 +100,8 @@ def grpo(inputs: AdvantageInputs) -> Advantages:
     al. 2025, arXiv:2503.20783).
     """
     scores, group = _scores_and_group(inputs, "grpo")
-    return _on_tokens(grpo_advantages(scores, group, norm_by_std=inputs.norm_by_std), inputs)
+    advantages = grpo_advantages(scores, group, norm_by_std=inputs.norm_by_std)
+    return _on_tokens(advantages, inputs)
 
 
 def passk_advantages(
@@ -111,8 +118,10 @@ def passk_advantages(
     # by two, or there is no second
     shared = (group_sum(is_best.double(), group) > 1) | second.isinf()
     advantages = torch.where(is_best & ~shared, best - second, 0.0).double()
-    _, std = group_mean_and_std(scores, group)
-    return (advantages / (std + epsilon) if norm_by_std else advantages).to(scores.dtype)
+    if norm_by_std:
+        _, std = group_mean_and_std(scores, group)
+        advantages = advantages / (std + epsilon)
+    return advantages.to(scores.dtype)
 
 
 @advantage_estimators.register("grpo_passk")
@@ -126,7 +135,8 @@ def grpo_passk(inputs: AdvantageInputs) -> Advantages:
     Two best ones have no lead over each other: 0. `norm_by_std=False` leaves the division out.
     """
     scores, group = _scores_and_group(inputs, "grpo_passk")
-    return _on_tokens(passk_advantages(scores, group, norm_by_std=inputs.norm_by_std), inputs)
+    advantages = passk_advantages(scores, group, norm_by_std=inputs.norm_by_std)
+    return _on_tokens(advantages, inputs)
 
 
 def rloo_advantages(scores: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
@@ -144,7 +154,8 @@ def rloo(inputs: AdvantageInputs) -> Advantages:
 
     A_i = r_i - mean of the other rewards of the same prompt
     """
-    return _on_tokens(rloo_advantages(*_scores_and_group(inputs, "rloo")), inputs)
+    scores, group = _scores_and_group(inputs, "rloo")
+    return _on_tokens(rloo_advantages(scores, group), inputs)
 
 
 @advantage_estimators.register("opo")
@@ -159,7 +170,8 @@ def opo(inputs: AdvantageInputs) -> Advantages:
     """
     scores, group = _scores_and_group(inputs, "opo")
     lengths = inputs.response_mask.bool().sum(-1).double()
-    baseline = group_sum(lengths * scores, group) / group_sum(lengths, group).clamp(min=1)
+    weighted = group_sum(lengths * scores, group)
+    baseline = weighted / group_sum(lengths, group).clamp(min=1)
     return _on_tokens((scores - baseline).to(scores.dtype), inputs)
 
 
@@ -191,7 +203,8 @@ def gpg(inputs: AdvantageInputs) -> Advantages:
     M of the B rows belong to groups with equal rewards: they give no gradient, and the other rows
     are scaled up in their place. Goes with the policy loss `gpg`.
     """
-    return _on_tokens(gpg_advantages(*_scores_and_group(inputs, "gpg")), inputs)
+    scores, group = _scores_and_group(inputs, "gpg")
+    return _on_tokens(gpg_advantages(scores, group), inputs)
 
 
 @advantage_estimators.register("reinforce_plus_plus_baseline")

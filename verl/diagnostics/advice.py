@@ -106,9 +106,12 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     frozen = _of_planned(_FROZEN, plan)
 
     switches = [f"{rollout}.free_cache_engine"]
-    switches += [f"{model}.enable_gradient_checkpointing" for model in models]
-    switches += [f"{section}.optimizer_offload" for section in trained]
-    switches += [f"{section}.param_offload" for section in (*frozen, *trained)]
+    for model in models:
+        switches.append(f"{model}.enable_gradient_checkpointing")
+    for section in trained:
+        switches.append(f"{section}.optimizer_offload")
+    for section in (*frozen, *trained):
+        switches.append(f"{section}.param_offload")
 
     for key in switches:
         if not value_at(config, key):
@@ -163,10 +166,14 @@ def _smaller_passes(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
         if phase.passes is None or phase.passes.chosen:
             continue
         passes = phase.passes
-        work = phase.passes.work
+        tokens_key = f"{passes.work.section}.{passes.work.tokens_key}"
+        rows_key = f"{passes.work.section}.{passes.work.rows_key}"
+        is_by_rows = value_at(config, rows_key) is not None
+
         sizes = {max(passes.least, passes.tokens // divisor) for divisor in (2, 4, 8)}
         sizes.discard(passes.tokens)
         for size in sorted(sizes, reverse=True):
-            by_rows = value_at(config, f"{work.section}.{work.rows_key}") is not None
-            rows = ((f"{work.section}.{work.rows_key}", None),) if by_rows else ()
-            yield ((f"{work.section}.{work.tokens_key}", size), *rows)
+            if is_by_rows:
+                yield ((tokens_key, size), (rows_key, None))
+            else:
+                yield ((tokens_key, size),)

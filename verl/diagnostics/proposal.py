@@ -60,16 +60,20 @@ class MeasuredSteps:
 
         A prefill is taken for a third of the update's seconds a token, which has a backward.
         """
-        # Both are sums over the ranks.
-        steps = np.array([each["rollout/decode_steps"] for each in counted]) / self.ranks
-        rows = np.array([each["rollout/generated_tokens"] for each in counted]) / self.ranks
-        gen_s = np.array([each["timing_s/gen"] for each in counted])
+
+        def of_steps(name: str) -> np.ndarray:
+            return np.array([each[name] for each in counted])
+
+        # The counters are sums over the ranks.
+        steps = of_steps("rollout/decode_steps") / self.ranks
+        rows = of_steps("rollout/generated_tokens") / self.ranks
+        prefills = of_steps("rollout/prefill_tokens") / self.ranks
+        gen_s = of_steps("timing_s/gen")
         sync_s = _mean(counted, "timing_s/sync_weights")
         update_s = _mean(counted, "timing_s/step") - float(gen_s.mean()) - sync_s
         tokens = _mean(counted, "perf/total_num_tokens")
         token_s = max(0.0, update_s) * self.ranks / max(1.0, tokens)
 
-        prefills = np.array([each["rollout/prefill_tokens"] for each in counted]) / self.ranks
         decode_s = np.maximum(gen_s - prefills * token_s / 3, 0.0)
         fixed, per_row = _non_negative_fit(steps, rows, decode_s)
         return Costs(fixed, per_row, 0.0, token_s / 3, token_s, sync_s)

@@ -40,13 +40,17 @@ def with_episodes(
     Returns the trajectories in the order of prompts, episodes and parts. Raises RolloutError for an
     episode that is missing or was played twice.
     """
-    keys = list(zip(played.non_tensor_batch["episode"], played.non_tensor_batch["episode_part"]))
+    columns = played.non_tensor_batch
+    keys = list(zip(columns["episode"], columns["episode_part"]))
     order = sorted(range(len(keys)), key=keys.__getitem__)
     if len(set(keys)) < len(keys):
         raise RolloutError("The agent loops returned an episode twice.")
 
     numbers = prompts.non_tensor_batch["prompt_row"] if rows is None else rows
-    place_of_row = {int(row): i for i, row in enumerate(numbers)}
+    place_of_row: dict[int, int] = {}
+    for place, row in enumerate(numbers):
+        place_of_row[int(row)] = place
+
     prompt_of = []
     episodes = set()
     for place in order:
@@ -187,13 +191,12 @@ def episode_rows(batch: DataProto) -> EpisodeRows | None:
     if played is None:
         return None
     last: dict[tuple[Any, Any], int] = {}
+    numbers: dict[tuple[Any, Any], int] = {}
+    number_of_row: list[int] = []
     for row, episode in enumerate(played):
         last[episode] = row
-    numbers = {episode: number for number, episode in enumerate(last)}
-    return EpisodeRows(
-        last=torch.tensor(list(last.values())),
-        episode=torch.tensor([numbers[episode] for episode in played]),
-    )
+        number_of_row.append(numbers.setdefault(episode, len(numbers)))
+    return EpisodeRows(last=torch.tensor(list(last.values())), episode=torch.tensor(number_of_row))
 
 
 def _episodes_of_rows(batch: DataProto) -> list[tuple[Any, Any]] | None:
@@ -217,8 +220,13 @@ def without_failed(batch: DataProto) -> tuple[DataProto, list[str]]:
     infos = batch.non_tensor_batch.get("agent_info")
     if infos is None:
         return batch, []
-    kept = [row for row, info in enumerate(infos) if "failure" not in info]
-    causes = [info["failure"] for info in infos if "failure" in info]
+    kept: list[int] = []
+    causes: list[str] = []
+    for row, info in enumerate(infos):
+        if "failure" in info:
+            causes.append(info["failure"])
+        else:
+            kept.append(row)
     if causes:
         batch = batch.select_idxs(np.array(kept, dtype=np.int64))
     return batch, causes

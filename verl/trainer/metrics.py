@@ -23,6 +23,11 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     }
 
 
+def _share(is_counted: torch.Tensor) -> float:
+    """Return the part of a mask that is true."""
+    return is_counted.float().mean().item()
+
+
 def data_metrics(batch: DataProto) -> dict[str, float]:
     """Summarize scores, rewards, advantages, returns, values and lengths of a batch of
     trajectories."""
@@ -46,11 +51,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         **_spread("response_length", response_length),
         **_spread("prompt_length", prompt_length),
         # A response that fills its whole width was most likely cut off.
-        "response_length/clip_ratio": (response_length == response_attention.shape[1])
-        .float()
-        .mean()
-        .item(),
-        "prompt_length/clip_ratio": (prompt_length == prompt_width).float().mean().item(),
+        "response_length/clip_ratio": _share(response_length == response_attention.shape[1]),
+        "prompt_length/clip_ratio": _share(prompt_length == prompt_width),
     }
 
     if "values" in columns.keys():
@@ -82,27 +84,31 @@ def timing_metrics(
     batch: DataProto, seconds: Mapping[str, float], num_devices: int
 ) -> dict[str, float]:
     """Compute seconds per phase, milliseconds per token and tokens per second per device."""
-    num_response_tokens = int(
-        batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :].sum()
-    )
-    num_total_tokens = int(batch.batch["attention_mask"].sum())
+    attention_mask = batch.batch["attention_mask"]
+    prompt_width = batch.batch["prompts"].shape[1]
+    num_response_tokens = int(attention_mask[:, prompt_width:].sum())
+    num_total_tokens = int(attention_mask.sum())
+
     metrics = {}
     for name, value in seconds.items():
         metrics[f"timing_s/{name}"] = value
         tokens = num_response_tokens if name in _RESPONSE_PHASES else num_total_tokens
         if name not in _NOT_PER_TOKEN and tokens > 0:
             metrics[f"timing_per_token_ms/{name}"] = 1000 * value / tokens
+
+    device_seconds = seconds["step"] * num_devices
     metrics["perf/total_num_tokens"] = num_total_tokens
     metrics["perf/time_per_step"] = seconds["step"]
-    metrics["perf/throughput"] = num_total_tokens / (seconds["step"] * num_devices)
+    metrics["perf/throughput"] = num_total_tokens / device_seconds
     return metrics
 
 
 def spans_of_processes(groups: Iterable[Any], since_wall_ns: int) -> list[tuple[str, Recorded]]:
     """Return the driver's phases and calls, and the methods of every rank, process by process."""
     ours = recorded_since(since_wall_ns)
-    names = {(ours.machine, ours.pid): ["driver"]}
-    found: dict[tuple[str, int], Recorded] = {(ours.machine, ours.pid): ours}
+    driver = (ours.machine, ours.pid)
+    names: dict[tuple[str, int], list[str]] = {driver: ["driver"]}
+    found: dict[tuple[str, int], Recorded] = {driver: ours}
     for group in dict.fromkeys(groups):
         for rank, recorded in enumerate(group.recent_spans(since_wall_ns)):
             key = (recorded.machine, recorded.pid)
@@ -111,7 +117,8 @@ def spans_of_processes(groups: Iterable[Any], since_wall_ns: int) -> list[tuple[
 
     processes = []
     for key, recorded in found.items():
-        processes.append((f"{', '.join(names[key])} (pid {key[1]})", recorded))
+        roles = ", ".join(names[key])
+        processes.append((f"{roles} (pid {recorded.pid})", recorded))
     return processes
 
 

@@ -5,6 +5,7 @@ A question is a path: "runs", "curves/0" (number of the run), "samples/0/7" (ste
 """
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -87,12 +88,11 @@ class Answers:
         run = self._run(number)
         run.refresh()
         steps = sorted(run.steps)
-        names: dict[str, None] = {}
-        for step in steps:
-            names.update(dict.fromkeys(run.steps[step].metrics))
-        metrics = {}
-        for name in names:
-            metrics[name] = [run.steps[step].metrics.get(name) for step in steps]
+        metrics: dict[str, list[Any]] = {}
+        for place, step in enumerate(steps):
+            for name, value in run.steps[step].metrics.items():
+                curve = metrics.setdefault(name, [None] * len(steps))
+                curve[place] = value
         return {"steps": steps, "metrics": metrics}
 
     def samples(self, number: int, step: int) -> dict[str, Any]:
@@ -138,25 +138,28 @@ class Answers:
         if row >= len(samples):
             raise DataError(f"Step {step} has {len(samples)} samples, got row {row}.")
         sample = samples[row]
-        pieces = samples.pieces
         ids = sample.tokens["response_ids"].tolist()
         tokens = {}
         for name, values in sample.tokens.items():
             if name != "response_ids":
                 tokens[name] = _finite(values)
 
+        def pieces(token_ids: Sequence[int]) -> list[str]:
+            return [samples.pieces.get(token, "") for token in token_ids]
+
         fields = dict(sample.fields)
         messages = _messages(fields)
         uids = samples.table["uid"].to_pylist()
+        members = [other for other, uid in enumerate(uids) if uid == sample.uid]
         return {
             "row": row,
             "group": sample.uid,
-            "members": [other for other, uid in enumerate(uids) if uid == sample.uid],
+            "members": members,
             "score": sample.score,
             "prompt": sample.prompt,
             "response": sample.response,
-            "prompt_pieces": [pieces.get(token, "") for token in sample.prompt_ids.tolist()],
-            "pieces": [pieces.get(token, "") for token in ids],
+            "prompt_pieces": pieces(sample.prompt_ids.tolist()),
+            "pieces": pieces(ids),
             "ids": ids,
             "tokens": tokens,
             "messages": messages,
@@ -169,7 +172,10 @@ class Answers:
         line = self.runs[number].steps.get(step)
         end_s = line.metrics.get("timing_s/step", 0.0) if line is not None else 0.0
         for lane in lanes:
-            own = [(start, end) for _, row, start, end in lane["spans"] if row not in _WAITING_ROWS]
+            own: list[tuple[float, float]] = []
+            for _, row, start, end in lane["spans"]:
+                if row not in _WAITING_ROWS:
+                    own.append((start, end))
             lane["busy_s"] = _covered(own, end_s)
         return {"end_s": end_s, "lanes": lanes}
 
@@ -255,14 +261,16 @@ def _excerpts(column: pa.ChunkedArray) -> list[str]:
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-    values = np.asarray(values, dtype=float)
-    return [round(value, 6) if np.isfinite(value) else None for value in values.tolist()]
+    rounded: list[float | None] = []
+    for value in np.asarray(values, dtype=float).tolist():
+        rounded.append(round(value, 6) if math.isfinite(value) else None)
+    return rounded
 
 
 def _finite(values: np.ndarray) -> list[float | None]:
     if values.dtype.kind != "f":
         return values.tolist()
-    return [value if np.isfinite(value) else None for value in values.tolist()]
+    return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 def _offsets_and_values(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -300,8 +308,9 @@ def _covered(spans: Sequence[tuple[float, float]], end_s: float) -> float:
     covered = 0.0
     reached = 0.0
     for start, end in sorted(spans):
-        start, end = max(start, reached), min(end, end_s)
-        if end > start:
-            covered += end - start
-            reached = end
+        begins_at = max(start, reached)
+        ends_at = min(end, end_s)
+        if ends_at > begins_at:
+            covered += ends_at - begins_at
+            reached = ends_at
     return covered
