@@ -86,7 +86,7 @@ class EnginePolicy:
         self.model = model
         self.tokenizer = tokenizer
         self.params = params
-        self.longest = config.max_model_len or config.prompt_length + config.response_length
+        self.longest = config.longest_sequence
         self._template = ChatTemplate(tokenizer)
         self._seed = _seed_of(role, config.seed)
         self._sleeps = sleeps
@@ -347,7 +347,7 @@ def _loaded(
         asked.path,
         dtype=host_dtype(config, device),
         trust_remote_code=asked.trust_remote_code,
-        max_length=config.max_model_len or config.prompt_length + config.response_length,
+        max_length=config.longest_sequence,
     )
     check_vocabulary(model, tokenizer)
     return model, tokenizer

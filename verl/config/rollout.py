@@ -264,6 +264,11 @@ class RolloutConfig:
     trace: TraceConfig = field(default_factory=TraceConfig)
 
     @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a prompt and its response together."""
+        return self.max_model_len or self.prompt_length + self.response_length
+
+    @property
     def uses_agents(self) -> bool:
         """Return whether rows are played by agent loops."""
         turns = self.multi_turn

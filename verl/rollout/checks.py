@@ -15,10 +15,9 @@ from verl.utils.errors import ConfigError, DataError, RolloutError
 def longest_sequence(config: RolloutConfig, model: PreTrainedModel) -> int:
     """Return the most tokens that a prompt and its response may have together.
 
-    This is max_model_len, or prompt_length + response_length. Raises ConfigError where the model
-    has fewer positions.
+    Raises ConfigError where the model has fewer positions.
     """
-    length = config.max_model_len or config.prompt_length + config.response_length
+    length = config.longest_sequence
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise ConfigError(

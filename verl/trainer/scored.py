@@ -12,6 +12,7 @@ from verl.algorithms.group_advantages import group_ids
 from verl.config import TrainConfig
 from verl.protocol import DataProto
 from verl.rewards.results import check_result
+from verl.utils.column_dicts import object_column
 from verl.utils.errors import RewardError
 from verl.utils.logging import say_once
 
@@ -36,7 +37,7 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
                 logging.WARNING,
             )
             continue
-        batch.non_tensor_batch[name] = np.array([*values, None], dtype=object)[:-1]
+        batch.non_tensor_batch[name] = object_column(values)
         kept.append(name)
 
     dropped = list(result.get("dropped", ()))

@@ -72,7 +72,7 @@ class ActorWorker(TrainedWorker):
         model = load_causal_lm(
             **model_source(model_config),
             dtype=parameter_dtype(model_config, device),
-            max_length=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
+            max_length=rollout.longest_sequence,
             weights=self.reads_weights,
         )
         check_vocabulary(model, tokenizer)

@@ -17,6 +17,7 @@ from verl.protocol import DataProto
 from verl.rollout import RolloutEngine
 from verl.rollout.trajectory import Trajectory
 from verl.single_controller import note_progress, tell
+from verl.utils.column_dicts import object_column
 from verl.utils.errors import RolloutError
 from verl.workers.actor import model_source
 from verl.workers.stream import follow
@@ -149,7 +150,7 @@ def episode_columns(
         columns["turn_rewards"].append(each.turn_rewards)
     if with_pictures:
         columns["prepared_pictures"] = [each.pictures for each in trajectories]
-    return {name: _objects(values) for name, values in columns.items()}
+    return {name: object_column(values) for name, values in columns.items()}
 
 
 def _frozen_policies(
@@ -166,7 +167,7 @@ def _frozen_policies(
         return load_causal_lm(
             **model_source(config.model),
             dtype=agents.host_dtype(rollout, device, on_cpu=config.model.dtype),
-            max_length=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
+            max_length=rollout.longest_sequence,
         )
 
     return agents.make_policies(
@@ -176,10 +177,3 @@ def _frozen_policies(
         device=device,
         sleeps=rollout.free_cache_engine and sleeps,
     )
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray:
-    """Return an object column, whatever its values are."""
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column

@@ -175,7 +175,7 @@ class RolloutWorker(RolloutEngineWorker):
                 partner.take_weights()
         self._copies.renew(self.engine, step if record_step >= 0 else None)
         self.engine.forget_prefixes()
-        longest = self._longest_episode
+        longest = self.config.rollout.longest_sequence
         self.engine.reserve(Room(sequences=len(episodes), tokens=longest))
 
         steps = agents.EngineSteps(self.engine, params, seed, step)
@@ -236,8 +236,10 @@ class RolloutWorker(RolloutEngineWorker):
         if not self.has_weights:
             self.take_weights()
         if self.episodes is None:
-            sharing = self.rollout_mesh.tensor
-            self.episodes = EpisodeStream(self.agents, self.engine, sharing, self._longest_episode)
+            longest = self.config.rollout.longest_sequence
+            self.episodes = EpisodeStream(
+                self.agents, self.engine, self.rollout_mesh.tensor, longest
+            )
         self.episodes.start(orders)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)

@@ -115,12 +115,6 @@ class RolloutEngineWorker(Worker):
         """Return `Worker.data_size`."""
         return self.rollout_mesh.data.size
 
-    @property
-    def _longest_episode(self) -> int:
-        """Return the most tokens of a prompt and its response together."""
-        rollout = self.config.rollout
-        return rollout.max_model_len or rollout.prompt_length + rollout.response_length
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_weights(self) -> None:
         """Take the weights of the actor in this process. Every rank must call it."""
@@ -189,7 +183,7 @@ class RolloutEngineWorker(Worker):
         model = load_causal_lm(
             **model_source(self.config.model),
             dtype=dtype,
-            max_length=self._longest_episode,
+            max_length=rollout.longest_sequence,
             weights=weights,
         )
         check_vocabulary(model, self.tokenizer)
