@@ -202,6 +202,9 @@ def test_two_policies_learn_each_from_its_role_alone(tmp_path: Path):
     assert not same_bits(actor["both"], actor["still"])
     lines = step_lines(tmp_path / "both")
     assert all(line["policy_judge/actor/grad_norm"] > 0 for line in lines)
+    for line in lines:
+        assert line["policy_judge/rollout/generated_tokens"] > 0
+        assert line["policy_judge/perf/rollout_generate_s"] > 0
     assert all(line["actor/grad_norm"] > 0 for line in lines)
 
 

@@ -159,6 +159,14 @@ class AgentRunner:
             metrics |= self.context.tools.counts(reset=True)
         return metrics
 
+    def partner_counters(self) -> dict[str, dict[str, float]]:
+        """Return the counters of the partners' engines in the last `play`, by role."""
+        counters = {}
+        for role, partner in self.context.partners.items():
+            assert partner.client is not None, "play comes first"
+            counters[role] = partner.client.counters
+        return counters
+
     def loop_name(self, episode: Episode) -> str:
         """Return the name of the loop that plays an episode."""
         return str(episode.fields.get("agent_name") or self.config.agent_loop)

@@ -192,6 +192,9 @@ class RolloutWorker(RolloutEngineWorker):
             rollout._make_room()
 
         metrics = {**self._metrics(counters), **self._agent_metrics(self.agents.metrics())}
+        for role, drawn in self.agents.partner_counters().items():
+            for name, value in self._metrics(drawn).items():
+                metrics[f"{partner_role(role)}/{name}"] = value
         return DataProto.from_dict(
             tensors=self._columns(trajectories, with_turns=True),
             non_tensors=episode_columns(trajectories, self.agents.context.pictures is not None),

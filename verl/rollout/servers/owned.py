@@ -56,7 +56,7 @@ def engine_options(config: RolloutConfig, dtype: torch.dtype, number: int) -> di
     return {
         **seed,
         "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": config.max_model_len or config.prompt_length + config.response_length,
+        "max_model_len": config.longest_sequence,
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "max_num_seqs": config.max_num_seqs,
