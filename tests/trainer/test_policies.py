@@ -269,3 +269,63 @@ def test_old_log_probs_are_those_of_the_policy_that_drew_the_row(tmp_path: Path)
         differences += [line[name] for name in line if name.endswith("rollout_diff_max")]
     assert len(differences) >= 3
     assert max(map(abs, differences)) < 1e-4
+
+
+TALK = """
+from verl.agents import AgentLoopBase, AgentLoopOutput
+
+class Talk(AgentLoopBase):
+    roles = ("player", "judge")
+
+    async def run(self, messages, sampling_params):
+        ids = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        outputs = []
+        for role in self.roles:
+            drawn = await self.server_manager.generate(
+                role, prompt_ids=ids, sampling_params={**sampling_params, "max_tokens": 8}, role=ROLE
+            )
+            said = self.tokenizer.decode(drawn, skip_special_tokens=True)
+            outputs.append(
+                AgentLoopOutput(
+                    prompt_ids=ids,
+                    response_ids=drawn,
+                    response_mask=[1] * len(drawn),
+                    reward_score=float(len(set(said))),
+                    role=role,
+                )
+            )
+        return outputs
+"""
+
+
+def run_talk(folder: Path, role: str) -> int:
+    """Train two policies by a loop of a user's; `role` is the code of that given to `generate`."""
+    (folder / "loops.py").write_text(TALK.replace("ROLE", role))
+    (folder / "loops.yaml").write_text(f"- {{name: talk, _target_: {folder}/loops.py:Talk}}")
+    own = [
+        f"{ROLLOUT}.agent.agent_loop_config_path={folder}/loops.yaml",
+        f"{ROLLOUT}.agent.default_agent_loop=talk",
+        f"{ROLLOUT}.agent.gives_reward=True",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "trainer.test_freq=-1",
+    ]
+    policies = "{player: {trained: true}, judge: {trained: true, path: toy, lr: 1e-2}}"
+    return run(folder / "run", *own, f"{ROLLOUT}.agent.policies={policies}")
+
+
+def test_a_loop_from_a_users_file_draws_by_both_trained_policies(tmp_path: Path):
+    assert run_talk(tmp_path, "role") == 0
+    lines = step_lines(tmp_path / "run")
+    assert all(line["policy_judge/rollout/generated_tokens"] > 0 for line in lines)
+    assert all(line["policy_judge/actor/grad_norm"] > 0 for line in lines)
+    # Tokens of another policy would differ as soon as the judge has learned.
+    differences = [v for line in lines for k, v in line.items() if k.endswith("rollout_diff_max")]
+    assert len(differences) >= 2
+    assert max(map(abs, differences)) < 1e-4
+
+
+def test_tokens_that_another_policy_drew_are_refused(tmp_path: Path, capfd):
+    assert run_talk(tmp_path, "'player'") == 1
+    assert "give generate the role of the output" in capfd.readouterr().err

@@ -79,5 +79,10 @@ def partners_can_learn(config: TrainConfig) -> Iterator[str]:
             f"{trained} needs its engine next to its weights. Leave trainer.placement.rollout "
             "unset."
         )
-    if roles.rollout.agent.environment.name is None:
-        yield f"{trained} plays in environments alone. Set {_ROLLOUT}.agent.environment.name."
+    agent = roles.rollout.agent
+    plays = (agent.environment.name, agent.agent_loop_config_path, roles.model.external_lib)
+    if not any(plays):
+        yield (
+            f"{trained} plays in environments and in agent loops of your own. Set {_ROLLOUT}.agent."
+            "environment.name, or .agent_loop_config_path."
+        )

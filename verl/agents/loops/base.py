@@ -146,6 +146,18 @@ class AgentContext:
             reader=self.pictures,
         )
 
+    def policy_of(self, role: str) -> str:
+        """Return the role of the partner that draws for `role`; empty: the actor does."""
+        return role if role in self.partners else ""
+
+    def client_of(self, policy: str) -> EngineClient:
+        """Return the client of a policy, as `policy_of` names it."""
+        if not policy:
+            return self.client
+        own = self.partners[policy].client
+        assert own is not None, "serve comes first"
+        return own
+
     async def draw(
         self, conversation: Conversation, number: int | None = None, role: str = ""
     ) -> Generated:
@@ -156,16 +168,11 @@ class AgentContext:
                 noise; None: the episode has one conversation.
             role: draws by the partner that plays it, or else by the actor.
         """
-        client = self.client
-        if role in self.partners:
-            own = self.partners[role].client
-            assert own is not None, "serve comes first"
-            client = own
         limit = conversation.room
         most = self.config.multi_turn.max_tokens_per_turn
         if most is not None:
             limit = min(limit, most)
-        drawn = await client.generate(
+        drawn = await self.client_of(self.policy_of(role)).generate(
             prompt_ids=conversation.ids,
             row=conversation.row,
             turn=conversation.turns if number is None else number,

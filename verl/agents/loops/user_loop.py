@@ -2,6 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -68,6 +69,24 @@ class TokenOutput(list[int]):
         self.extra_fields: dict[str, Any] = {}
 
 
+@dataclass(frozen=True)
+class DrawnTurn:
+    """A turn that a loop asked for.
+
+    Args:
+        prompt_ids: all tokens before it.
+        policy: the role of the partner that drew it; empty: the actor.
+        drawn: its tokens.
+    """
+
+    prompt_ids: list[int]
+    policy: str
+    drawn: Generated
+
+
+NumberedTurns = Sequence[tuple[int, DrawnTurn]]
+
+
 class ServerManager:
     """Draws turns for one episode of a user's loop, and records them.
 
@@ -78,8 +97,8 @@ class ServerManager:
         self._context = context
         self._episode = episode
         self._params = sampling_dict(context.client.params)
-        self.drawn: list[tuple[list[int], Generated]] = []
-        self._turn = 0
+        self.drawn: list[DrawnTurn] = []
+        self._turns: Counter[str] = Counter()  # by policy
         self._frozen_turn = 0
 
     async def reply(self, role: str, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -102,18 +121,29 @@ class ServerManager:
         sampling_params: Mapping[str, Any],
         image_data: Any = None,
         video_data: Any = None,
+        role: str = "",
         **_: Any,
     ) -> TokenOutput:
         """Draw the tokens after `prompt_ids`; see `TokenOutput`.
 
-        Raises RolloutError for sampling parameters that are not the run's: recorded log-probs are
-        defined at its temperature. A limit (`max_tokens` or `max_new_tokens`) is free.
+        `role` is drawn by the policy that is trained for it next to the actor
+        (`rollout.agent.policies`), or else by the actor.
+
+        Raises RolloutError for a frozen role, and for sampling parameters that are not the run's:
+        recorded log-probs are defined at its temperature. A limit (`max_tokens` or
+        `max_new_tokens`) is free.
         """
         if image_data or video_data:
             raise RolloutError("Images and videos cannot be generated from in this version.")
+        if role in self._context.policies:
+            raise RolloutError(
+                f"The role '{role}' is frozen, so none of its tokens is learned from. Ask it by "
+                "server_manager.reply(role, messages)."
+            )
         limit = self._limit(sampling_params)
-        turn = self._turn
-        self._turn += 1
+        policy = self._context.policy_of(role)
+        turn = self._turns[policy]
+        self._turns[policy] += 1
         ids = [int(token) for token in prompt_ids]
         longest = self._context.client.max_model_len
         most = longest - len(ids)
@@ -124,13 +154,13 @@ class ServerManager:
                 "actor_rollout_ref.rollout.max_model_len, or drop such episodes: "
                 "actor_rollout_ref.rollout.agent.on_error=drop."
             )
-        drawn = await self._context.client.generate(
+        drawn = await self._context.client_of(policy).generate(
             prompt_ids=ids,
             row=self._episode.row,
             turn=turn,
             limit=most if limit is None else min(limit, most),
         )
-        self.drawn.append((ids, drawn))
+        self.drawn.append(DrawnTurn(ids, policy, drawn))
         return TokenOutput(drawn)
 
     def _limit(self, asked: Mapping[str, Any]) -> int | None:
@@ -318,7 +348,10 @@ class UserLoop:
         prompt = [int(token) for token in output.prompt_ids]
         check_prompt(episode, prompt, self.context.config.prompt_length)
         extra = dict(getattr(output, "extra_fields", None) or {})
-        segments = self._segments(prompt, response, mask, server)
+        role = getattr(output, "role", "")
+        policy = self.context.policy_of(role)
+        turns = [(turn, each) for turn, each in enumerate(server.drawn) if each.policy == policy]
+        segments = self._segments(prompt, response, mask, turns)
         for segment in segments:
             segment.is_trained = getattr(output, "is_trained", True)
         return Trajectory(
@@ -326,16 +359,16 @@ class UserLoop:
             prompt_ids=prompt,
             segments=segments,
             part=number,
-            role=getattr(output, "role", ""),
+            role=role,
             reward=getattr(output, "reward_score", None),
             num_turns=output.num_turns,
             extra=extra,
         )
 
     def _segments(
-        self, prompt: list[int], response: list[int], mask: list[int], server: ServerManager
+        self, prompt: list[int], response: list[int], mask: list[int], turns: NumberedTurns
     ) -> list[Segment]:
-        """Cut a response into turns that the engine drew and the text between them."""
+        """Cut a response into turns that its policy drew and the text between them."""
         segments: list[Segment] = []
         place = 0
         while place < len(response):
@@ -348,23 +381,24 @@ class UserLoop:
                 place = end
                 continue
             while place < end:
-                segment = self._drawn_at(prompt, response, place, end, server)
+                segment = self._drawn_at(prompt, response, place, end, turns)
                 segments.append(segment)
                 place += len(segment.token_ids)
         return segments
 
     def _drawn_at(
-        self, prompt: list[int], response: list[int], place: int, end: int, server: ServerManager
+        self, prompt: list[int], response: list[int], place: int, end: int, turns: NumberedTurns
     ) -> Segment:
         """Find the turn that was drawn after exactly the tokens before `place`."""
         before = [*prompt, *response[:place]]
         shown = response[place:end]
-        for turn, (ids, drawn) in enumerate(server.drawn):
+        for turn, asked in turns:
+            drawn = asked.drawn
             own = drawn.token_ids
             count = min(len(own), len(shown))
             # The output may end within a turn, at the limit of the response.
             is_whole = count == len(own) or end == len(response)
-            if ids == before and own[:count] == shown[:count] and is_whole and count:
+            if asked.prompt_ids == before and own[:count] == shown[:count] and is_whole and count:
                 return Segment(
                     source=MODEL,
                     token_ids=own[:count],
@@ -378,7 +412,8 @@ class UserLoop:
             f"The agent loop '{self.name}' marks tokens as the model's that the engine did not "
             f"draw there: {shown[:8]} ({text!r}) at response token {place}. Return the ids of "
             "server_manager.generate as they are, after the prompt_ids that were given to it, with "
-            "mask 0 for all others. Never tokenize the text again."
+            "mask 0 for all others. Never tokenize the text again. Where a role has a policy of "
+            "its own, give generate the role of the output."
         )
 
 
