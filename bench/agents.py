@@ -23,6 +23,7 @@ tool. Recording slows the host down, so it is an upper bound.
 import argparse
 import asyncio
 import json
+import math
 import tempfile
 import textwrap
 import time
@@ -44,6 +45,7 @@ from verl.agents.conversation import Conversation
 from verl.agents.formats import ToolCall
 from verl.agents.tools import ToolSet
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig
+from verl.diagnostics.view.answers import covered
 from verl.models.load import load_causal_lm, load_tokenizer
 from verl.rollout import (
     Request,
@@ -229,16 +231,12 @@ def device_idle(play_turns: Callable[[], dict[str, float]]) -> dict[str, float]:
         if event.device_type() == DeviceType.CUDA and event.duration_ns() > 0:
             spans.append((event.start_ns(), event.end_ns()))
 
-    busy_ns = 0
-    end = 0
-    for start, stop in sorted(spans):
-        busy_ns += max(0, stop - max(start, end))
-        end = max(end, stop)
+    busy_s = covered(spans, math.inf) / 1e9
     free_s = played["seconds"] - played["all_waiting_s"]
     return {
         "profiled_s": played["seconds"],
-        "device_busy_s": busy_ns / 1e9,
-        "device_idle_share": 1 - busy_ns / 1e9 / free_s,
+        "device_busy_s": busy_s,
+        "device_idle_share": 1 - busy_s / free_s,
     }
 
 

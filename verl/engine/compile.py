@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl.models.compiled import compiled_forward, prepare_compiler, tower_layers
@@ -50,10 +49,9 @@ def apply_compile(module: nn.Module, device: torch.device, *, backend: str = "in
     """
     _check_backend(device, backend)
     prepare_compiler()
-    model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
-    layers = language_layers(model)
+    layers = language_layers(module)
 
-    for number, layer in enumerate([*layers, *tower_layers(model)]):
+    for number, layer in enumerate([*layers, *tower_layers(module)]):
         assert "forward" not in vars(layer), "these layers are compiled already"
         recompute: Any = None
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:

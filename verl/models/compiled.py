@@ -32,10 +32,10 @@ def prepare_compiler() -> None:
     AttentionInterface.register(WINDOWS, torch.compiler.disable(window_attention))
 
 
-def tower_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of the vision towers that read pictures of any size."""
+def tower_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the layers of the vision towers within `module` that read pictures of any size."""
     layers = []
-    for tower in towers_within(model):
+    for tower in towers_within(module):
         if has_windows(tower):
             layers += decoder_layers(tower)
     return layers

@@ -41,15 +41,9 @@ class RolloutWorker(RolloutEngineWorker):
     """Generate responses with an engine of its own.
 
     Args:
-        config: the `actor_rollout_ref` section; `model` and `rollout` are read.
-        device: where the engine computes; with an actor in this process, its device counts.
-        tokenizer: for stop strings, the padding token and texts.
-        actor: the actor of this process. Its weights become the engine's without a copy wherever
-            layout and dtype agree. None: the rollout has ranks of its own.
+        config, device, tokenizer, actor, loads_weights: see `RolloutEngineWorker`.
         partners: rollouts in this process that draw the turns of a role, whose policies are trained
             next to the actor, by `partner_role`.
-        loads_weights: whether an engine without an actor reads the weights from the model's files;
-            if not, they come from the actor's ranks before the first generation.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class RolloutEngineWorker(Worker):
     Args:
         config: the `actor_rollout_ref` section; `model` and `rollout` are read.
         device: where the engine computes; with an actor in this process, its device counts.
-        tokenizer: for stop strings and the check of the vocabulary.
+        tokenizer: for stop strings, the padding token, texts and the check of the vocabulary.
         actor: the actor of this process. Its weights become the engine's without a copy wherever
             layout and dtype agree. None: the rollout has ranks of its own.
         loads_weights: whether an engine without an actor reads the weights from the model's files;

@@ -176,7 +176,7 @@ class Answers:
             for _, row, start, end in lane["spans"]:
                 if row not in _WAITING_ROWS:
                     own.append((start, end))
-            lane["busy_s"] = _covered(own, end_s)
+            lane["busy_s"] = covered(own, end_s)
         return {"end_s": end_s, "lanes": lanes}
 
     def plan(self, number: int) -> dict[str, Any]:
@@ -303,7 +303,7 @@ def _largest_gap(table: pa.Table, mask: tuple[np.ndarray, np.ndarray]) -> np.nda
     return np.where(offsets[1:] > offsets[:-1], largest, 0.0)
 
 
-def _covered(spans: Sequence[tuple[float, float]], end_s: float) -> float:
+def covered(spans: Sequence[tuple[float, float]], end_s: float) -> float:
     """Return the seconds between 0 and `end_s` that at least one span covers."""
     covered = 0.0
     reached = 0.0
