@@ -93,7 +93,7 @@ def test_interactions_of_a_file_by_dotted_path_and_by_file(tmp_path):
         (f"interaction: [{{class_name: {GSM8K}, config: 5}}]", ["entry 1", "config must be"]),
         (
             f"interaction: [{{class_name: {GSM8K}}}, {{name: gsm8k, class_name: {GSM8K}}}]",
-            ["entry 2", "the name 'gsm8k' is taken"],
+            ["entry 2", "Duplicate interaction name 'gsm8k' found"],
         ),
         ("interaction: [", ["must be a YAML file"]),
     ],

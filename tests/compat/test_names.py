@@ -175,7 +175,10 @@ def test_section_is_an_object_and_a_mapping():
     model.act = "gelu"
     with pytest.raises(dataclasses.FrozenInstanceError):
         model.hidden_size = 3
-    with pytest.raises(KeyError):
+    model.added = "later"  # pyright: ignore
+    assert model["added"] == "later"
+    assert "nothing" not in model
+    with pytest.raises(AttributeError):
         _ = model["nothing"]
     with pytest.raises(ConfigError, match="no fields \\['hiden'\\]"):
         omega_conf_to_dataclass({"hiden": 1}, Model)

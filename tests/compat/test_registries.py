@@ -1,7 +1,9 @@
 """The registries of verl 0.5's core_algos: our functions with its signatures, users' functions."""
 
 import warnings
+from enum import Enum
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from verl.utils.errors import ConfigError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
+    from verl.trainer.ppo import core_algos  # pyright: ignore[reportMissingImports]
     from verl.trainer.ppo.core_algos import (  # pyright: ignore[reportMissingImports]
         ADV_ESTIMATOR_REGISTRY,
         POLICY_LOSS_REGISTRY,
@@ -202,13 +205,29 @@ def test_cleared_name_can_be_reused():
         assert register_adv_est("gae")(own) is own, "the same function again is no mistake"
         with pytest.raises(ValueError, match="already been registered"):
             register_adv_est("gae")(lambda: None)
-        with pytest.raises(ValueError, match="Unknown advantage estimator: GAE"):
+        with pytest.raises(ValueError, match="Unknown advantage estimator simply: GAE"):
             get_adv_estimator_fn("GAE")
     finally:
         ADV_ESTIMATOR_REGISTRY.clear()
         ADV_ESTIMATOR_REGISTRY.update(before)
     assert get_adv_estimator_fn("gae").__name__ == "compute_gae_advantage_return"
     assert advantage_estimators.get("gae") is estimator
+
+
+def test_registry_replaced_by_a_dictionary(monkeypatch):
+    class Mine(Enum):
+        TEST = "of_my_own"
+
+    replaced: dict[str, Any] = {}
+    before = core_algos.ADV_ESTIMATOR_REGISTRY
+    monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", replaced)
+    function = register_adv_est(Mine.TEST)(lambda: "mine")
+    assert replaced == {"of_my_own": function}
+    with pytest.raises(ValueError, match="already been registered"):
+        register_adv_est("of_my_own")(lambda: "another")
+
+    monkeypatch.undo()
+    assert core_algos.ADV_ESTIMATOR_REGISTRY is before
 
 
 @register_policy_loss("test_padded_reinforce")

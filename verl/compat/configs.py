@@ -30,9 +30,11 @@ class BaseConfig(Mapping[str, Any]):
         return getattr(self, key, default)
 
     def __getitem__(self, key: str) -> Any:
-        if key not in [entry.name for entry in fields(self)]:
-            raise KeyError(key)
+        """Return an attribute, as verl 0.5 does: AttributeError if there is none of that name."""
         return getattr(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.__dict__
 
     def __iter__(self) -> Iterator[str]:
         return iter([entry.name for entry in fields(self)])
@@ -80,7 +82,7 @@ class AlgoConfig(BaseConfig):
     kl_penalty: str = "kl"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     use_pf_ppo: bool = False
-    pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
+    pf_ppo: PFPPOConfig | None = None
     filter_groups: FilterGroupsConfig | None = None
 
 

@@ -330,9 +330,13 @@ def home_of(path: str, name: str) -> tuple[str, str]:
 class _OldModule(ModuleType):
     """A module that looks its names up in the table.
 
-    If a name is set or deleted here, it is set or deleted in its new module. Otherwise
-    unittest.mock.patch would have no effect.
+    A name that is set here is set in its new module. Otherwise unittest.mock.patch would have no
+    effect. Deleting it brings back the value from before, because patches undo themselves so.
     """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__dict__["_replaced"] = {}
 
     def __getattr__(self, name: str) -> Any:
         names = OLD_PATHS[self.__name__]
@@ -351,14 +355,20 @@ class _OldModule(ModuleType):
             super().__setattr__(name, value)
             return
         module, new_name = home_of(self.__name__, name)
-        setattr(importlib.import_module(module), new_name, value)
+        home = importlib.import_module(module)
+        self._replaced.setdefault(name, getattr(home, new_name))
+        setattr(home, new_name, value)
 
     def __delattr__(self, name: str) -> None:
         if name not in OLD_PATHS[self.__name__]:
             super().__delattr__(name)
             return
         module, new_name = home_of(self.__name__, name)
-        delattr(importlib.import_module(module), new_name)
+        home = importlib.import_module(module)
+        if name in self._replaced:
+            setattr(home, new_name, self._replaced.pop(name))
+        else:
+            delattr(home, new_name)
 
 
 class _ProgramLoader:

@@ -106,11 +106,19 @@ def get_policy_loss_fn(name: str) -> Function:
 def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[Function], Function]:
     """Register fn(token_level_rewards, response_mask, index, config, ...).
 
-    It returns (advantages, returns).
+    It returns (advantages, returns). Raises ConfigError (a ValueError) if another function has that
+    name.
     """
+    name = plain(name_or_enum)
 
     def add(function: Function) -> Function:
-        ADV_ESTIMATOR_REGISTRY[name_or_enum] = function
+        # Recipes and tests replace the registry by a plain dictionary, which refuses nothing.
+        if ADV_ESTIMATOR_REGISTRY.get(name, function) is not function:
+            raise ConfigError(
+                f"advantage estimator '{name}' has already been registered; give yours another "
+                "name."
+            )
+        ADV_ESTIMATOR_REGISTRY[name] = function
         return function
 
     return add
@@ -121,7 +129,8 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> Function:
 
     Raises ConfigError (a ValueError) for an unknown name.
     """
-    return _registered(ADV_ESTIMATOR_REGISTRY, "advantage estimator", plain(name_or_enum))
+    # "simply" is in the message of verl 0.5, which recipes' tests match.
+    return _registered(ADV_ESTIMATOR_REGISTRY, "advantage estimator simply", plain(name_or_enum))
 
 
 def get_reward_manager_cls(name: str) -> Callable[..., Any]:

@@ -29,8 +29,7 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
         name = entry.name or default_name(entry.cls)
         if name in interactions:
             raise ConfigError(
-                f"{entry.where}: the name '{name}' is taken by an earlier entry. Set another "
-                "`name:`."
+                f"{entry.where}: Duplicate interaction name '{name}' found. Set another `name:`."
             )
         interactions[name] = entry.cls({**entry.config, "name": name})
     return interactions
