@@ -22,6 +22,7 @@ class AsyncEngineArgs:
     tensor_parallel_size: int
     gpu_memory_utilization: float
     max_num_seqs: int
+    max_num_batched_tokens: int
     enforce_eager: bool
     logprobs_mode: str
     worker_extension_cls: str
@@ -106,6 +107,7 @@ class FakeAsyncLLM:
 
     async def pause_generation(self, *, mode="abort", clear_cache=True):
         assert mode == "keep"
+        assert not self.server.is_paused, "a pause takes time, and one that sleeps needs none"
         await self._ask("/pause", {})
 
     async def resume_generation(self):
@@ -125,10 +127,12 @@ class FakeAsyncLLM:
         assert self.args.enable_sleep_mode
         self.slept.append(level)
         self.awake = set()
+        self.server.is_paused = True
         self.server.cached.clear()
 
     async def wake_up(self, tags=None):
         self.awake |= set(tags or ("weights", "kv_cache"))
+        self.server.is_paused = "kv_cache" not in self.awake
 
     async def add_lora(self, lora_request):
         names = {"lora_name": lora_request.lora_name, "lora_path": lora_request.lora_path}

@@ -61,3 +61,16 @@ def test_servers_draw_by_different_noise_where_samples_have_no_seeds(server_clas
     assert f"--{flag} 6" in commands[1]
     assert "--enable-deterministic-inference" not in commands[0]
     assert "seed" not in engine_options(RolloutConfig(seed=5), torch.float32, 0)
+
+
+@pytest.mark.parametrize(
+    ("server_class", "flag"),
+    [(VLLMServer, "max-num-batched-tokens"), (SGLangServer, "max-prefill-tokens")],
+)
+@pytest.mark.parametrize(("samples", "tokens"), [(8, 512), (1024, 1024)])
+def test_a_prefill_takes_the_configured_tokens_and_one_of_each_sample(
+    server_class, flag, samples, tokens
+):
+    config = RolloutConfig(max_num_batched_tokens=512, max_num_seqs=samples)
+    options = engine_options(config, torch.float32, 0)
+    assert f"--{flag} {tokens}" in " ".join(server_class.command("python", "M", 8000, **options))

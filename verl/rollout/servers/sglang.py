@@ -35,6 +35,7 @@ class SGLangServer(Server):
             "tensor_parallel_size": "tp_size",
             "gpu_memory_utilization": "mem_fraction_static",
             "max_num_seqs": "max_running_requests",
+            "max_num_batched_tokens": "max_prefill_tokens",
             "enforce_eager": "disable_cuda_graph",
             "seed": "random_seed",
         }

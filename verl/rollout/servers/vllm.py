@@ -1,7 +1,8 @@
 """vLLM's dialect: the token-in, token-out route and the routes of its development mode."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,7 @@ class VLLMServer(Server):
 
     def load(self, source: WeightSource, version: str) -> None:
         """Implement `Server.load`."""
-        self.call("/pause?mode=keep")
-        with self.resumed("/resume"):
+        with self.paused():
             source.fill(self, version)
             # Requests that wait meanwhile are computed again: no key of the old weights stays.
             self.require_flushed(self.flush(running=True))
@@ -145,6 +145,13 @@ class VLLMServer(Server):
             status, answer = self.ask("POST", "/update_weight_version", {"new_version": version})
             if status not in (200, 404):  # older versions record none
                 raise self.refusal("/update_weight_version", status, answer)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep requests waiting."""
+        self.call("/pause?mode=keep")
+        with self.resumed("/resume"):
+            yield
 
     def read_folder(self, folder: Path, version: str) -> None:
         """Implement `Server.read_folder`."""
