@@ -67,7 +67,9 @@ def test_a_seed_draws_the_same_first_step_again(tmp_path: Path, policies: str):
     lines = []
     for name in ("one", "two"):
         assert run(tmp_path / name, *ON_CUDA, policies) == 0
-        first = without_times(step_lines(tmp_path / name), "agent_loop/", "rollout/", "policy_judge/rollout/", "perf/")[0]
+        first = without_times(
+            step_lines(tmp_path / name), "agent_loop/", "rollout/", "policy_judge/rollout/", "perf/"
+        )[0]
         kept = {key: first[key] for key in first if "actor/" not in key and "perf/" not in key}
         lines.append(kept)
     assert lines[0] == lines[1]

@@ -5,11 +5,13 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -441,6 +443,34 @@ def test_a_cluster_that_does_not_answer_is_reported_at_once(monkeypatch):
             ConfigError, match=f"No Ray cluster answers at ray_init.address={address}"
         ):
             connect(address=address)
+
+
+@pytest.mark.parametrize("is_late_again", [False, True])
+def test_a_ray_that_is_late_on_a_busy_machine_is_started_again(
+    monkeypatch, tmp_path, is_late_again
+):
+    # Ray leaves such a process behind. Its name is that of the file.
+    left = tmp_path / "raylet"
+    shutil.copy(shutil.which("sleep") or "", left)
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def init(**arguments: Any) -> None:
+        if processes and not is_late_again:
+            return
+        processes.append(subprocess.Popen([str(left), "60"]))
+        raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    if is_late_again:
+        with pytest.raises(ConfigError, match="started twice.*30 s.*load of.*ray start --head"):
+            connect()
+        processes.pop().kill()
+    else:
+        connect()
+    assert len(processes) == 1
+    assert not psutil.pid_exists(processes[0].pid)
+    ray_control.note_own(False)
 
 
 def test_workers_get_the_drivers_nccl_variables(monkeypatch):

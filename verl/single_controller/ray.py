@@ -19,7 +19,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from verl.single_controller.calls import GroupFuture
 from verl.single_controller.dispatch import CallPlan, Dispatch, registered_methods
-from verl.single_controller.ray_control import is_own, note_own, on_loopback, starts_its_own
+from verl.single_controller.ray_control import (
+    LATE,
+    init_patiently,
+    is_own,
+    note_own,
+    on_loopback,
+    starts_its_own,
+)
 from verl.single_controller.ray_ranks import RayRanks, forwarded
 from verl.single_controller.ray_upload import EXCLUDES, refused_upload
 from verl.single_controller.worker import Worker
@@ -122,7 +129,7 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
 
     try:
         with sigterm_kept(), on_loopback() if own else nullcontext():
-            ray.init(runtime_env=runtime_env, **ray_init)
+            init_patiently(runtime_env=runtime_env, **ray_init)
         note_own(own)
     except Exception as error:
         ray.shutdown()  # or the next attempt would find it initialized
@@ -145,6 +152,13 @@ def _explain_failure(
     if "AF_UNIX path length" in str(error):
         return ConfigError(
             f"Ray's folder has too long a path for its sockets: {error}. Set RAY_TMPDIR=/tmp."
+        )
+
+    if LATE in str(error):
+        return ConfigError(
+            "Ray was started twice, and was not ready within 30 s each time: the machine has a load "
+            f"of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. Start the run when it is less "
+            "busy, or start Ray first with `ray start --head` and set ray_init.address=auto."
         )
 
     refused = refused_upload(error, runtime_env)

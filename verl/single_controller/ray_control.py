@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import ray
 
 from verl.utils.errors import WorkerLostError
 from verl.utils.logging import logger
 
+LATE = "timed out during startup"  # in Ray's message
 _POLL_S = 1.0
 _CONNECT_S = 5.0
 # Ray itself gives up after 60 s and ends the driver without a message. The control service of a
@@ -66,6 +68,34 @@ def on_loopback() -> Iterator[None]:
             del os.environ[_RAY_CLUSTERS]
         else:
             os.environ[_RAY_CLUSTERS] = variable
+
+
+def init_patiently(**arguments: Any) -> None:
+    """Call `ray.init`, and once more if the Ray that it starts was not ready within 30 s.
+
+    Ray waits no longer for its own processes, which a busy machine may need.
+    """
+    try:
+        ray.init(**arguments)
+    except Exception as error:
+        if LATE not in str(error):
+            raise
+        ray.shutdown()
+        _end_half_started()
+        logger.warning(
+            "Ray was not ready within 30 s, with a load of %.0f on %d cores. It is started again.",
+            os.getloadavg()[0],
+            os.cpu_count(),
+        )
+        ray.init(**arguments)
+
+
+def _end_half_started() -> None:
+    """End the processes of a Ray that was not ready in time, which Ray leaves running."""
+    for child in psutil.Process().children():
+        if child.name() in ("gcs_server", "raylet"):
+            child.kill()
+            child.wait()
 
 
 class ControlWatch:
