@@ -156,11 +156,13 @@ class ServerEngine(EngineClass):
             )
             urls = owned.urls
             self.join(urls, owned)
+
         for member in self.fleet.members:
             check_server(member.server, self.config, self.model, self.tokenizer, self.max_model_len)
             if self.takes_adapters:
                 member.server.check_adapters(self._lora_rank)
             check_log_probs(member.server, self.config, self._probe.prompt_ids)
+
         return urls
 
     def join(self, urls: Sequence[str], owned: OwnedServers | None = None) -> None:
@@ -213,11 +215,14 @@ class ServerEngine(EngineClass):
             raise RolloutError(
                 f"Servers cannot continue samples by the same noise. Set {_SECTION}.name=embedded."
             )
+
         rule = StopRule(params, self.eos_ids, self.tokenizer)
         stop_ids = tuple(rule.token_ids.tolist())
+
         if not self.has_work:
             self._begin()
         self._calls += 1
+
         for request in requests:
             ids = np.array(request.sample_ids, np.int64)
             keys = sample_keys(seed, step, ids).tolist()
@@ -236,6 +241,7 @@ class ServerEngine(EngineClass):
                 self._samples[sample_id] = sample
                 self._counts["prefill_tokens"] += len(request.prompt_ids)
                 self._waiting.put(sample)
+
         self._start_threads()
 
     def step(self) -> list[Completion]:
@@ -247,6 +253,7 @@ class ServerEngine(EngineClass):
                 sample, outcome = self._ended.get(timeout=timeout)
             except Empty:
                 break
+
             timeout = 0.0
             if self._samples.get(sample.sample_id) is not sample:
                 continue  # given up since
@@ -256,6 +263,7 @@ class ServerEngine(EngineClass):
                 raise outcome
             self._counts["generated_tokens"] += len(outcome.token_ids)
             completions.append(_completion(sample.sample_id, outcome))
+
         if completions and not self._samples:
             self.fleet.check_unnamed()
         return completions
@@ -298,12 +306,14 @@ class ServerEngine(EngineClass):
                 sample, outcome = self._ended.get(timeout=0.1)
             except Empty:
                 continue
+
             if self._samples.get(sample.sample_id) is not sample:
                 continue
             if sample.sample_id in wanted:
                 outcomes[sample.sample_id] = outcome
             else:
                 others.append((sample, outcome))
+
         for each in others:
             self._ended.put(each)
         return outcomes

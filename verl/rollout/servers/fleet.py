@@ -158,6 +158,7 @@ class Fleet:
             if drawn or len(awake) < len(living):
                 return drawn
             self._wait_for_one()
+
         faults = "; ".join(str(member.fault) for member in self.members)
         raise RolloutError(
             f"In {_MOST_PROBES} tries, every server ended during a draw of a few tokens: {faults}. "
@@ -173,6 +174,7 @@ class Fleet:
         if not self._has_unnamed:
             return
         self._has_unnamed = False
+
         for member in self.living():
             try:
                 is_stale = self._is_stale(member)

@@ -36,12 +36,14 @@ def check_settings(config: RolloutConfig) -> None:
             f"weight_transport={config.weight_transport}. Leave the latter unset, or set "
             "lora_weights=merged."
         )
+
     for url in config.server_urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
                 f"{_SECTION}.server_urls must be addresses such as http://host:8000, got {url!r}."
             )
+
     if config.server_urls and config.server_python is not None:
         raise ConfigError(
             f"{_SECTION}.server_urls names servers that run, and {_SECTION}.server_python asks "

@@ -171,6 +171,7 @@ class InProcessVLLM(VLLMServer):
                 f"vLLM {self._vllm.__version__} has no argument {', '.join(sorted(unknown))}. "
                 f"{_SECTION}.engine_kwargs.vllm takes those of its AsyncEngineArgs."
             )
+
         try:
             return engine_class.from_engine_args(engine_args(**arguments))
         except (RuntimeError, ValueError) as error:
@@ -245,6 +246,7 @@ class InProcessVLLM(VLLMServer):
         route = self._routes.get(parts.path)
         if route is None:
             return 404, "no such call"
+
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         try:
             return 200, self._run(route({**query, **(body or {})}), timeout_s)

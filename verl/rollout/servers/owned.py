@@ -169,6 +169,7 @@ class OwnedServers:
                     break
                 except ServerLostError:
                     pass
+
                 process = self._processes[url]
                 if process.poll() is not None and self._drop_unknown_flags(url):
                     self.restart(url)

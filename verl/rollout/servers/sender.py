@@ -108,11 +108,13 @@ class ServerSender:
                 fault = error
         if then is not None:
             then()
+
         if self._engine.config.in_process:
             faults = gather_objects(fault, self._world)
         else:
             [(fault, result), *_] = gather_objects((fault, result), self._world)
             faults = [fault]
+
         for fault in faults:
             if fault is not None:
                 raise fault

@@ -39,6 +39,7 @@ class SGLangServer(Server):
             "enforce_eager": "disable_cuda_graph",
             "seed": "random_seed",
         }
+
         for name in ("logprobs_mode", "takes_memory", "lora_rank"):
             options.pop(name, None)
         named: dict[str, Any] = {
@@ -48,6 +49,7 @@ class SGLangServer(Server):
             "skip_server_warmup": True,
         }
         named |= {names.get(name, name): value for name, value in options.items()}
+
         command = [python, "-m", "sglang.launch_server", "--model-path", model]
         return [*command, "--port", str(port), *flags_of(named)]
 
@@ -81,6 +83,7 @@ class SGLangServer(Server):
             sampling["sampling_seed"] = draw.seed >> 33  # a signed number of 32 bits
         if params.stop:
             sampling["stop"] = list(params.stop)
+
         body = {"input_ids": list(draw.prompt_ids), "sampling_params": sampling}
         answer = self.draw_call(
             "/generate", {**body, "rid": draw.request_id, "return_logprob": True}

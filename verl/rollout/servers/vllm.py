@@ -232,6 +232,7 @@ class VLLMServer(Server):
             if status not in (403, 404):
                 raise self.refusal(_GENERATE, status, answer)
             self._route = _COMPLETIONS  # a server without --enable-scale-out
+
         flat = {**sampling, "prompt": list(prompt_ids), "return_token_ids": True, **named}
         flat.pop("detokenize", None)
         status, answer = self.ask("POST", _COMPLETIONS, flat, timeout_s=DRAW_S)

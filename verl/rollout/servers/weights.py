@@ -133,6 +133,7 @@ class WeightFolder:
             _remove_left_behind(parent)
         else:
             parent = None
+
         made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
         self._claim = Claim(made)
         self._claim.take()
@@ -141,6 +142,7 @@ class WeightFolder:
         _own_folders.add(self._root)
         self._root.chmod(0o755)  # servers may run as another user
         weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
+
         self._model = model
         self._dtype = dtype
         self._last: Path | None = None
@@ -223,6 +225,7 @@ def prove(drawn: Mapping[str, Completion], own: Sequence[Sequence[float]], dtype
     """
     tolerance = _TOLERANCE.get(dtype, _TOLERANCE_OF_HALVES)
     worst = 0.0
+
     for (name, probe), expected in zip(drawn.items(), own, strict=True):
         gaps = [abs(theirs - ours) for theirs, ours in zip(probe.log_probs, expected, strict=True)]
         mean = sum(gaps) / len(gaps)
