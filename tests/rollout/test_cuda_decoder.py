@@ -40,9 +40,12 @@ from verl.rollout.embedded.kernels.paged_attention import split_workspace
 from verl.rollout.fp8 import Fp8Linear, Rows
 
 ROWS = 2
-LENGTH = 11
+LENGTH = 10
 PAGE_SIZE = 8
 WIDTH = 2
+STEPS = 4
+AHEAD = LENGTH - STEPS  # of the second sequence's tokens, computed before the first step
+BOTH = torch.arange(ROWS)
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 64,
@@ -52,6 +55,8 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+# For families whose experts have this width: a full tile of the kernel and a part of one.
+SMALL = SIZES | {"intermediate_size": 40}
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WINDOWS: dict[str, Any] = {
     "head_dim": 16,
@@ -83,10 +88,10 @@ def make_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
         model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOWS, query_pre_attn_scalar=4))
     elif family == "gpt_oss":  # sinks, biases of experts
         model = GptOssForCausalLM(
-            GptOssConfig(**SIZES, **WINDOWS, num_local_experts=6, num_experts_per_tok=2)
+            GptOssConfig(**SMALL, **WINDOWS, num_local_experts=6, num_experts_per_tok=2)
         )
     else:
-        model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=6, sliding_window=4))
+        model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=6, sliding_window=4))
     for parameter in model.parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, 1.0, 0.2)
@@ -167,16 +172,26 @@ def test_decode_steps_equal_transformers(family: str, dtype: torch.dtype, tolera
         patch.object(cuda_decoder, "_SHORTEST", 16),
         patch.object(torch, "bmm", wraps=product_of_halves) as products,
     ):
-        for position in range(LENGTH):
-            step = make_step(torch.full((ROWS,), position), TABLE, num_splits=1 + position % 2)
-            states = decoder(ids[:, position], torch.full((ROWS,), position), step)
-            torch.testing.assert_close(states.float(), truth[:, position], rtol=0, atol=tolerance)
-        assert products.call_count == (0 if dtype == torch.float32 else LENGTH * 2 * 2), (
+        # The second sequence is ahead: it leaves the window and enters its second page.
+        places = torch.arange(AHEAD)
+        ends = torch.tensor([0, AHEAD], dtype=torch.int32)
+        pages = TABLE[1, places // PAGE_SIZE].long()
+        first = PrefillStep(Layout((AHEAD,), ends), pages, places % PAGE_SIZE)
+        with decoder.paging.computing(first):
+            decoder(ids[1, :AHEAD], places, first)
+        products.reset_mock()
+
+        for step_number in range(STEPS):
+            place = torch.tensor([step_number, AHEAD + step_number])
+            step = make_step(place, TABLE, num_splits=1 + step_number % 2)
+            states = decoder(ids[BOTH, place], place, step)
+            torch.testing.assert_close(states.float(), truth[BOTH, place], rtol=0, atol=tolerance)
+        assert products.call_count == (0 if dtype == torch.float32 else STEPS * 2 * 2), (
             "products were to be split"
         )
 
         # New tokens of both sequences after some that have their keys in pages.
-        cached = (5, 9)
+        cached = (3, 9)
         rows = []
         places = []
         for row, start in enumerate(cached):
