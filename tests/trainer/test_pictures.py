@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.vision_folders import save_vision_folder, some_image
+from verl.data import shapes
 from verl.data.shapes import rows, shapes_file
 from verl.models.vision import knows_videos
 from verl.trainer import PPOTrainer
@@ -17,6 +18,13 @@ from verl.trainer import PPOTrainer
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def few_shapes(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut the data set off before its pictures are drawn: every run prepares all of its rows."""
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache-of-few-shapes"))
+    monkeypatch.setattr(shapes, "SIZES", {"train": 12, "val": 4})
 
 
 def config(folder: Path, **keys: Any) -> dict[str, Any]:
@@ -33,7 +41,9 @@ def config(folder: Path, **keys: Any) -> dict[str, Any]:
     }
 
 
-def test_grpo_counts_the_vision_tower_and_agrees_with_the_rollout(tmp_path: Path) -> None:
+def test_grpo_counts_the_vision_tower_and_agrees_with_the_rollout(
+    few_shapes, tmp_path: Path
+) -> None:
     trainer = PPOTrainer(config(tmp_path))
     trainer.init_workers()
     worker: Any = trainer.actor_wg.worker
@@ -139,7 +149,7 @@ def test_rollout_and_trainer_let_pictures_see_themselves(tmp_path: Path) -> None
     assert changed == {"multi_modal_projector", "language_model"}
 
 
-def test_other_pictures_give_other_log_probs(tmp_path: Path) -> None:
+def test_other_pictures_give_other_log_probs(few_shapes, tmp_path: Path) -> None:
     trainer = PPOTrainer(config(tmp_path))
     trainer.init_workers()
     worker: Any = trainer.actor_wg.worker

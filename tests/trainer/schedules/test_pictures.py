@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.trainer.runs import run, run_in_child, same_bits, step_lines, weights, without_times
+from verl.data import shapes
 from verl.models.pictures import Picture
 from verl.protocol import DataProto
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -17,8 +18,6 @@ from verl.utils.column_dicts import object_column
 STEPS = 3
 SHAPES = [
     "data.dataset_name=shapes",
-    "data.train_max_samples=12",
-    "data.val_max_samples=4",
     "data.train_batch_size=4",
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.actor.optim.lr=1e-3",
@@ -31,7 +30,9 @@ ASYNC = "trainer.mode=fully_async"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    """Cut the data set off before its pictures are drawn: every run prepares all of its rows."""
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache-of-few-shapes"))
+    monkeypatch.setattr(shapes, "SIZES", {"train": 12, "val": 4})
 
 
 def train(folder: Path, *more: str) -> int:
