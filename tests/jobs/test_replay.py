@@ -1,12 +1,11 @@
 """Capsules: a step executed again in this and another process, with and without a planted fault."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import verl
+from tests.launches import launch, run_module
 from tests.trainer.runs import run
 from verl.cli.main import main
 from verl.jobs.replay import replay
@@ -51,8 +50,7 @@ def test_another_process_replays_with_the_weights_inside(trained: Path, tmp_path
     assert f"/verl replay {capsule}" in capsys.readouterr().out
     hidden = trained.rename(trained.with_name("hidden"))  # nothing but the capsule is there
     try:
-        command = [sys.executable, "-m", "verl.jobs.main_replay", str(capsule)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = launch(1, run_module, "verl.jobs.main_replay", [str(capsule)], folder=tmp_path)
     finally:
         hidden.rename(trained)
     assert done.returncode == 0, done.stdout + done.stderr

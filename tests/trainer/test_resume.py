@@ -4,8 +4,6 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import verl.checkpoint.manager
 import verl.checkpoint.sharded
 import verl.engine.base
 import verl.workers.rollout
+from tests.launches import launch, run_module
 from tests.trainer.runs import (
     command_line,
     metric_lines,
@@ -171,14 +170,7 @@ def test_a_new_process_ends_with_the_same_bits_too(tmp_path, undisturbed):
     with pytest.MonkeyPatch.context() as patch:
         in_update(patch, "grpo")
         assert os.WIFSIGNALED(run_in_child(lambda: run(tmp_path, *COMMAND)))
-    again = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *command_line(tmp_path, *COMMAND)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    again = launch(1, run_module, "verl.trainer.main_ppo", command_line(tmp_path, *COMMAND))
     assert again.returncode == 0, again.stderr
     assert "global_step_2: step 2 of" in again.stdout
     assert_same_end(tmp_path, undisturbed("grpo"), "grpo")

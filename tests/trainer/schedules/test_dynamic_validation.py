@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +36,7 @@ BASE = [
 DYNAMIC = "trainer.dynamic_validation=True"
 ZERO = ["trainer.mode=fully_async", "async_training.staleness_threshold=0"]
 ONE_STEP_OFF = ["trainer.mode=one_step_off"]
+SCHEDULES = {"fully_async": ZERO, "one_step_off": ONE_STEP_OFF}
 OF_A_SCHEDULE = ("rollout/", "fully_async/", "trainer/", "rollouter/", WRITTEN_IN_STEP)
 
 
@@ -52,27 +54,38 @@ def numbers(folder: Path) -> list[dict]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of an uninterrupted run of a schedule, created once."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(schedule: str) -> Path:
+        if schedule not in folders:
+            folders[schedule] = tmp_path_factory.mktemp(schedule)
+            train(folders[schedule], *SCHEDULES[schedule], DYNAMIC)
+        return folders[schedule]
+
+    return folder_of
+
+
 @pytest.mark.parametrize(
-    ("awaited", "ahead"),
-    [([], ZERO), (ONE_STEP_OFF, ONE_STEP_OFF)],
-    ids=["fully_async", "one_step_off"],
+    ("schedule", "awaited"), [("fully_async", []), ("one_step_off", ONE_STEP_OFF)]
 )
-def test_scores_are_those_of_a_validation_that_is_waited_for(tmp_path, awaited, ahead):
+def test_scores_are_those_of_a_validation_that_is_waited_for(tmp_path, whole, schedule, awaited):
     """The samples of the same weights, logged at the same steps; and the training is the same."""
-    train(tmp_path / "awaited", *awaited)
-    train(tmp_path / "ahead", *ahead, DYNAMIC)
-    ours = numbers(tmp_path / "ahead")
-    assert ours == numbers(tmp_path / "awaited")
+    train(tmp_path, *awaited)
+    ours = numbers(whole(schedule))
+    assert ours == numbers(tmp_path)
     validated = [line["step"] for line in ours if any("val-core" in name for name in line)]
     assert validated == [2, 4, 6]
-    assert same_bits(weights(tmp_path / "ahead", STEPS), weights(tmp_path / "awaited", STEPS))
+    assert same_bits(weights(whole(schedule), STEPS), weights(tmp_path, STEPS))
 
     written = {}
-    for line in metric_lines(tmp_path / "ahead"):
+    for line in metric_lines(whole(schedule)):
         if WRITTEN_IN_STEP in line:
             written[line["step"]] = line[WRITTEN_IN_STEP]
     assert written == {2: 3, 4: 5}, "drawn during the next step; no step follows the last one"
-    recorded = load_run(tmp_path / "ahead").metric("val-core/toy/reward/mean@8")
+    recorded = load_run(whole(schedule)).metric("val-core/toy/reward/mean@8")
     assert list(recorded) == [2, 4, 6]
 
 
@@ -90,20 +103,25 @@ def killed_after(name: str, command: list[str]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mode", "save_freq", "method"),
-    [(ZERO, 1, "update"), (ONE_STEP_OFF, 3, "update"), (ONE_STEP_OFF, 1, "after_step")],
+    ("schedule", "save_freq", "method"),
+    [
+        ("fully_async", 1, "update"),
+        ("one_step_off", 3, "update"),
+        ("one_step_off", 1, "after_step"),
+    ],
     ids=["fully_async", "older_checkpoint", "logged_already"],
 )
-def test_a_validation_in_flight_begins_anew_after_a_kill(tmp_path, mode, save_freq, method):
-    keys = [*mode, DYNAMIC, f"trainer.save_freq={save_freq}"]
-    train(tmp_path / "whole", *keys)
-    command = command_line(tmp_path / "killed", *BASE, *keys)
+def test_a_validation_in_flight_begins_anew_after_a_kill(
+    tmp_path, whole, schedule, save_freq, method
+):
+    keys = [*SCHEDULES[schedule], DYNAMIC, f"trainer.save_freq={save_freq}"]
+    command = command_line(tmp_path, *BASE, *keys)
     assert launch(2, partial(killed_after, method), command).returncode != 0
-    train(tmp_path / "killed", *keys)
-    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
-    lines = Counter(line["step"] for line in metric_lines(tmp_path / "killed"))
+    train(tmp_path, *keys)
+    assert numbers(tmp_path) == numbers(whole(schedule))
+    lines = Counter(line["step"] for line in metric_lines(tmp_path))
     assert lines == {1: 1, 2: 2, 3: 1, 4: 2, 5: 1, 6: 1}, "no line is lost or written twice"
-    assert same_bits(weights(tmp_path / "killed", STEPS), weights(tmp_path / "whole", STEPS))
+    assert same_bits(weights(tmp_path, STEPS), weights(whole(schedule), STEPS))
 
 
 def test_agents_validate_while_their_episodes_wait(tmp_path):
