@@ -18,7 +18,7 @@ from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
 
-def compose_files(command: CommandLine, root: str, schema: DictConfig) -> dict[str, Any]:
+def compose_files(command: CommandLine, root: str) -> dict[str, Any]:
     """Return the values that the user's YAML and overrides set, with unresolved interpolations.
 
     The schema stays out of the composition (its name stands for an empty tree meanwhile). So the
@@ -48,7 +48,7 @@ def compose_files(command: CommandLine, root: str, schema: DictConfig) -> dict[s
     ]
     try:
         with (
-            _stand_in(root, schema),
+            _stand_in(root),
             warnings.catch_warnings(),
             initialize_config_dir(str(folder), version_base="1.3"),
         ):
@@ -64,17 +64,20 @@ def compose_files(command: CommandLine, root: str, schema: DictConfig) -> dict[s
 
 
 @contextmanager
-def _stand_in(root: str, schema: DictConfig) -> Iterator[None]:
+def _stand_in(root: str) -> Iterator[None]:
     """Replace `root` in Hydra's ConfigStore by an empty tree within the context.
 
     Outside, it is the schema, for users' own Hydra programs.
     """
     store = ConfigStore.instance()
+    name = f"{root}.yaml"
+    # Put back as it was: to store the schema again would copy the whole tree.
+    schema = store.repo[name]
     store.store(name=root, node={})
     try:
         yield
     finally:
-        store.store(name=root, node=schema)
+        store.repo[name] = schema
 
 
 def _asks_for_files(command: CommandLine) -> bool:

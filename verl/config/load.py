@@ -124,7 +124,7 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
     on_line = {override.partition("=")[0].lstrip("+") for override in command.overrides}
     if command.show:
         with silenced():  # the output is a YAML file to be kept
-            config = _build(compose_files(command, root, _schema(root)), root, on_line)
+            config = _build(compose_files(command, root), root, on_line)
         schema = ROOTS[root].schema
         values = flatten(config_to_show(config), schema)
         keys = keys_of(schema)
@@ -142,7 +142,7 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
             )
         sys.exit(0)
 
-    config = _build(compose_files(command, root, _schema(root)), root, on_line)
+    config = _build(compose_files(command, root), root, on_line)
     about = ROOTS[root]
     validate(config, (*about.rules, *about.rules_of_files), about.doubts, only_to_plan=only_to_plan)
     return config
@@ -175,7 +175,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             f"The name of a configuration file must end in .yaml, got '{path}'. Rename it."
         )
     command = CommandLine(config_path=str(file.parent), config_name=file.stem)
-    return compose_files(command, "ppo_trainer", _schema("ppo_trainer"))
+    return compose_files(command, "ppo_trainer")
 
 
 def given_values(
