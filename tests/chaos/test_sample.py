@@ -17,7 +17,7 @@ from tests.chaos.machines import TwoMachinesJob
 )
 def test_a_run_survives_a_fault_at_a_random_moment(tmp_path: Path, name: str, backend: str):
     (fault,) = [each for each in FAULTS if each.name == name and backend in each.backends]
-    row = Campaign(tmp_path, seed=1).run(fault, backend, tries=1)
+    row = Campaign(tmp_path, seed=1, usual_s=1.0).run(fault, backend, tries=1)
     assert row.failures == []
     assert row.survived == 1
 
