@@ -92,8 +92,8 @@ COLUMNS: dict[str, Column] = {
             "uint8",
             "B R C",
             "generate with R3, evaluate_policies with R2",
-            "experts of the token before each token, layer by layer; the dtype's largest number for "
-            "none; int16 for more than 255 experts",
+            "experts of the token before each token, layer by layer; the dtype's largest number "
+            "for none; int16 for more than 255 experts",
         ),
         Column(
             "turn_of_token",

@@ -1,8 +1,8 @@
 """The tokens that a chat template puts between turns, derived by rendering.
 
-A model drew the ids of its reply; the next prompt must begin with exactly these ids, since text that
-is tokenized again may give others. So only the part behind the reply is rendered and encoded: the
-rest of the end of the turn, the new messages and the generation prompt.
+A model drew the ids of its reply; the next prompt must begin with exactly these ids, since text
+that is tokenized again may give others. So only the part behind the reply is rendered and encoded:
+the rest of the end of the turn, the new messages and the generation prompt.
 
 The history before it is the shortest that the template accepts. So it does not matter that many
 templates rewrite earlier turns (drop reasoning, move the tools, write JSON anew). Checks at

@@ -87,7 +87,10 @@ def require_methods(cls: type, methods: Collection[str], where: str) -> None:
 
 
 def checked_roles(where: str, roles: Any) -> tuple[str, ...]:
-    """Return the roles that a class declares. Raises ConfigError unless they are different names."""
+    """Return the roles that a class declares.
+
+    Raises ConfigError unless they are different names.
+    """
     names = tuple(roles) if isinstance(roles, list | tuple) else ()
     texts = [name for name in names if isinstance(name, str) and name]
     if not isinstance(roles, list | tuple) or len(set(texts)) < len(names):

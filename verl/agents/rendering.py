@@ -13,8 +13,8 @@ _PROBE_VALUE = "verlArgumentValue"
 class ChatTemplate:
     """The chat template of a tokenizer with fixed variables.
 
-    Arguments of tool calls may be given as objects or as JSON texts; the template gets the form that
-    it can write. Methods that render raise DataError where the template refuses the messages.
+    Arguments of tool calls may be given as objects or as JSON texts; the template gets the form
+    that it can write. Methods that render raise DataError where the template refuses the messages.
     """
 
     def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:

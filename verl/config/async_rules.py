@@ -212,8 +212,8 @@ def async_doubts(config: TrainConfig) -> Iterator[str]:
     if config.trainer.dynamic_validation and config.trainer.test_freq <= 0:
         yield (
             "trainer.dynamic_validation=True has no effect with trainer.test_freq="
-            f"{config.trainer.test_freq}: no step is followed by a validation. Set test_freq to the "
-            "steps between two validations, or dynamic_validation=False."
+            f"{config.trainer.test_freq}: no step is followed by a validation. Set test_freq to "
+            "the steps between two validations, or dynamic_validation=False."
         )
 
 

@@ -155,8 +155,8 @@ class RolloutConfig:
     )
     gpu_memory_utilization: float = setting(
         0.5,
-        "share of the memory left free by weights and trainer that key-value pages may fill; vllm and "
-        "sglang: share of the whole GPU",
+        "share of the memory left free by weights and trainer that key-value pages may fill; vllm "
+        "and sglang: share of the whole GPU",
         above=0,
         at_most=1,
     )

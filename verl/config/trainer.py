@@ -109,8 +109,8 @@ class TrainerConfig:
     dynamic_validation: bool = setting(
         False,
         (
-            "the rollout's ranks draw a validation while the trainer goes on with the next step; its "
-            "metrics are logged at its own step"
+            "the rollout's ranks draw a validation while the trainer goes on with the next step; "
+            "its metrics are logged at its own step"
         ),
     )
     critic_warmup: int = setting(0, "first steps that train the critic alone", at_least=0)

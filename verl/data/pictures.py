@@ -285,7 +285,7 @@ def picture_parts(prompt: Any, given: Mapping[str, Sequence[Any]]) -> tuple[Mess
 
 
 def with_placeholders(prompt: Any) -> Messages:
-    """Return a prompt's messages with a part, such as {"type": "image"}, for each picture, unread."""
+    """Return a prompt's messages with an unread part for each picture, such as {"type": "image"}."""
     if not isinstance(prompt, list):
         return as_messages(prompt)
     unread: dict[str, list[None]] = {"image": [], "video": []}

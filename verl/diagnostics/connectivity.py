@@ -49,7 +49,7 @@ def test_ray_connectivity(
     deadline_s: float = 60.0,  # noqa: PT028
     **ray_init: Any,
 ) -> Connectivity:
-    """Measure every pair of nodes in both directions, by Ray's calls and objects; `print` the result.
+    """Measure every pair of nodes both ways, by Ray's calls and objects; `print` the result.
 
     Args:
         megabytes: size of the object to transfer.

@@ -31,7 +31,7 @@ CARDS = {
     "V100": 31.7,
     "4090": 23.6,
 }
-# Memory that no tensor gets: the CUDA context with its kernels, cuBLAS's workspaces, NCCL's buffers.
+# Memory that no tensor gets: the CUDA context with kernels, cuBLAS's workspaces, NCCL's buffers.
 OUTSIDE_BYTES = int(1.0 * GIB)
 # Share of the rest that a plan may fill; fragments of the allocator take some of it.
 FILLED_SHARE = 0.95
@@ -61,7 +61,7 @@ class Placement:
         return -(-self.ranks // self.ranks_a_host)
 
     def beside(self, role: str) -> list[str]:
-        """Return the roles on the devices of `role`, itself included: two share all ranks or none."""
+        """Return the roles on the devices of `role`, with itself: two share all ranks or none."""
         return [name for name, ranks in self.roles.items() if ranks == self.roles[role]]
 
     def fullest_host(self, held: Mapping[str, int]) -> int:

@@ -9,7 +9,10 @@ from verl.utils.garbage import loading_packages
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the plan. Return 0 if it fits or the device is unknown, 2 if it does not fit, 1 for errors."""
+    """Print the plan.
+
+    Return 0 if it fits or the device is unknown, 2 if it does not fit, 1 for errors.
+    """
     parser = argparse.ArgumentParser(
         prog="verl plan",
         usage=(

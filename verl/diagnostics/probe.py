@@ -1,8 +1,8 @@
 """Load and call libraries: `python -m verl.diagnostics.probe NAME=MODULE,MODULE ...`.
 
 The doctor runs it in a process of its own, since any of these steps may kill or hang it. Each line
-of the output is a JSON pair [name, fact]; ["begin", name] announces a step. The fact of an attempt is
-null, or its error.
+of the output is a JSON pair [name, fact]; ["begin", name] announces a step. The fact of an attempt
+is null, or its error.
 """
 
 import ctypes

@@ -193,8 +193,8 @@ def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
     host = max(plan.phases, key=lambda phase: phase.host)
     lines = [
         (
-            f"Host: at most {_gib(host.host)} GiB ({host.role}, {host.phase}) without the processes "
-            "themselves."
+            f"Host: at most {_gib(host.host)} GiB ({host.role}, {host.phase}) without the "
+            "processes themselves."
         )
     ]
 

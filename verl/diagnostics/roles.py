@@ -125,7 +125,7 @@ class Work(NamedTuple):
     predictions: int  # of them
 
 
-# Of each phase: its section, the first word of its keys there, and the reader of its size of passes.
+# Of each phase: its section, the first word of its keys there, the reader of its size of passes.
 _SIZED_BY: dict[str, tuple[str, str, Callable[[Any], MicroBatch]]] = {
     "old log-probs": ("actor_rollout_ref.rollout", "log_prob", log_prob_micro_batch),
     "reference log-probs": ("actor_rollout_ref.ref", "log_prob", log_prob_micro_batch),

@@ -327,7 +327,7 @@ class TrainEngine:
             return adapter_state(self.hf_model)
 
     def trained_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Give (name, tensor) of the parameters that learn, where they lie now, whole or sharded."""
+        """Give (name, tensor) of the parameters that learn, as they lie now, whole or sharded."""
         for name, parameter in self.hf_model.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter

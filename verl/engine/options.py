@@ -31,8 +31,8 @@ class EngineOptions:
     """Hold every option of a `TrainEngine`.
 
     An option has the name of its key in the configuration, so that a key and a field of the same
-    name are all that a new one needs. `TrainEngine`, `apply_to_module`, `EngineSetup` and the memory
-    plan read options from here alone.
+    name are all that a new one needs. `TrainEngine`, `apply_to_module`, `EngineSetup` and the
+    memory plan read options from here alone.
 
     Attributes:
         device: device of the role; on several GPUs a rank takes its own.

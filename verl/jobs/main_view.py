@@ -58,8 +58,8 @@ def _recorded_runs() -> list[Path]:
     found = list(Path("checkpoints").glob("**/records/run.json"))
     if not found:
         raise DataError(
-            f"Found no recorded run under {Path('checkpoints').absolute()}. Name the folder of one: "
-            "verl view RUN (trainer.default_local_dir)."
+            f"Found no recorded run under {Path('checkpoints').absolute()}. Name the folder of "
+            "one: verl view RUN (trainer.default_local_dir)."
         )
     found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     return [path.parent.parent for path in found[:8]]

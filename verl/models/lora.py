@@ -56,8 +56,8 @@ def apply_lora(
         model: a causal LM, or the body of a critic.
         rank: rank of the factors.
         alpha: the update is scaled by alpha / rank.
-        target_modules: "all-linear" (all but the head and the vision tower), a list of names or ends of names, or a
-            regular expression that matches whole names, as in peft.
+        target_modules: "all-linear" (all but the head and the vision tower), a list of names or
+            ends of names, or a regular expression that matches whole names, as in peft.
         exclude_modules: layers without adapters, in the same forms.
         section: the configuration section that errors name.
 

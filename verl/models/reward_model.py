@@ -30,7 +30,7 @@ class RewardOutput(NamedTuple):
 
 
 class RewardModel(nn.Module):
-    """A sequence classifier of transformers with `score`, a linear map from states to one number."""
+    """A sequence classifier of transformers with `score`, a linear map of states to one number."""
 
     def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
         super().__init__()

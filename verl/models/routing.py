@@ -1,9 +1,9 @@
 """Record the experts that tokens are routed to, and route other passes to the same ones.
 
 Rounding differs between a rollout and a training pass, so a router of nearly equal logits may
-choose other experts, and a log-prob is far off (routing replay: Zheng et al. 2025, arXiv:2507.18071;
-Ma et al. 2025, arXiv:2510.11370). In a replay the choice is given. Scores are still those of the
-pass's own logits, so gradients reach the router.
+choose other experts, and a log-prob is far off (routing replay: Zheng et al. 2025,
+arXiv:2507.18071; Ma et al. 2025, arXiv:2510.11370). In a replay the choice is given. Scores are
+still those of the pass's own logits, so gradients reach the router.
 
 Choices of a token are one row of numbers, layer by layer.
 """

@@ -155,7 +155,7 @@ def video_times(config: Any, frames: int, seconds: float) -> tuple[tuple[int, ..
 
 
 def knows_videos() -> bool:
-    """Return whether this transformers reads videos as it should: older ones drop parts of a second."""
+    """Return whether this transformers reads videos rightly: older ones drop parts of a second."""
     return Version(transformers.__version__) >= Version(FIRST_WITH_VIDEOS)
 
 
@@ -244,8 +244,8 @@ def freeze_vision_tower(model: PreTrainedModel) -> None:
     towers = [part for part in vision_parts(model) if isinstance(part, PreTrainedModel)]
     if not towers:
         raise ModelError(
-            f"actor_rollout_ref.actor.freeze_vision_tower=true needs a model that reads pictures, got the family "
-            f"'{model.config.model_type}'. Set it to false."
+            f"actor_rollout_ref.actor.freeze_vision_tower=true needs a model that reads pictures, "
+            f"got the family '{model.config.model_type}'. Set it to false."
         )
     for tower in towers:
         tower.requires_grad_(False)

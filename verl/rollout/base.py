@@ -194,8 +194,8 @@ def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> Non
         )
     if config.enable_rollout_routing_replay and not capabilities.routed_experts:
         raise ConfigError(
-            f"{section}.enable_rollout_routing_replay=true needs an engine that records the experts "
-            f"of its tokens, got {section}.name={config.name}. "
+            f"{section}.enable_rollout_routing_replay=true needs an engine that records the "
+            f"experts of its tokens, got {section}.name={config.name}. "
             f"Set {_names_with('routed_experts')}enable_rollout_routing_replay=false."
         )
     if config.lora_weights == "adapter" and not capabilities.adapters:
@@ -219,8 +219,8 @@ def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> Non
         raise ConfigError(
             f"{section}.quantization={config.quantization} needs an engine that rounds its weights "
             f"at each hand-over, got {section}.name={config.name}. Set "
-            f"{_names_with('quantization')}quantization=null; vLLM servers take a flag of their own "
-            f"in {section}.engine_kwargs.vllm."
+            f"{_names_with('quantization')}quantization=null; vLLM servers take a flag of their "
+            f"own in {section}.engine_kwargs.vllm."
         )
     if ranks > 1 and not capabilities.tensor_parallel:
         raise ConfigError(

@@ -105,7 +105,7 @@ def _check_continuations(number: int, request: Request) -> None:
 
 
 def check_pictures(requests: Sequence[Request], config: PreTrainedConfig) -> None:
-    """Raise RolloutError for pictures that the model does not read, or that a prompt does not fit."""
+    """Raise RolloutError for pictures that a model does not read or that a prompt does not fit."""
     for number, request in enumerate(requests):
         if not request.pictures:
             continue

@@ -112,8 +112,8 @@ def replace_linears(module: PreTrainedModel) -> dict[str, Fp8Linear]:
         sizes = (linear.in_features, linear.out_features)
         if any(size % MULTIPLE for size in sizes):
             raise ConfigError(
-                "actor_rollout_ref.rollout.quantization=fp8 needs linear layers with sizes that are "
-                f"multiples of {MULTIPLE}, got {sizes[0]} inputs and {sizes[1]} outputs in '{name}'."
+                "actor_rollout_ref.rollout.quantization=fp8 needs linear layers with sizes that "
+                f"are multiples of {MULTIPLE}, got {sizes[0]} inputs and {sizes[1]} outputs in '{name}'."
                 " Set it to null."
             )
         mine = Fp8Linear(*sizes, bias=linear.bias is not None, device="meta")

@@ -212,9 +212,9 @@ def _refuse_long_videos(pictures: Pictures) -> None:
         longest = max(times[-1] + 1 for times in picture.times)
         if picture.grid is not None and longest > max(picture.grid):
             raise RolloutError(
-                f"A video has positions up to {longest} in time, but a frame of {picture.grid[0]} x "
-                f"{picture.grid[1]} tokens, and transformers' own generate gives the text behind it "
-                "other positions than the trainer. Set actor_rollout_ref.rollout.name=embedded."
+                f"A video has positions up to {longest} in time, but a frame of {picture.grid[0]} "
+                f"x {picture.grid[1]} tokens, and transformers' own generate gives the text behind "
+                "it other positions than the trainer. Set actor_rollout_ref.rollout.name=embedded."
             )
 
 

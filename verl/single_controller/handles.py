@@ -1,8 +1,8 @@
 """Typed handles of worker groups: an editor goes from a call on a group to the worker's method.
 
-A group offers the registered methods of its worker, with the worker's own parameters. A type checker
-therefore takes `GroupOf[ActorWorker]` for an `ActorWorker`. The two differences are functions here:
-`start` does not wait, and `of_all_ranks` returns an answer from every rank.
+A group offers the registered methods of its worker, with the worker's own parameters. A type
+checker therefore takes `GroupOf[ActorWorker]` for an `ActorWorker`. The two differences are
+functions here: `start` does not wait, and `of_all_ranks` returns an answer from every rank.
 """
 
 from collections.abc import Callable

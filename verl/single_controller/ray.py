@@ -156,9 +156,9 @@ def _explain_failure(
 
     if LATE in str(error):
         return ConfigError(
-            "Ray was started twice, and was not ready within 30 s each time: the machine has a load "
-            f"of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. Start the run when it is less "
-            "busy, or start Ray first with `ray start --head` and set ray_init.address=auto."
+            "Ray was started twice, and was not ready within 30 s each time: the machine has a "
+            f"load of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. Start the run when it is "
+            "less busy, or start Ray first with `ray start --head` and set ray_init.address=auto."
         )
 
     refused = refused_upload(error, runtime_env)

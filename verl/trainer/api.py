@@ -69,9 +69,9 @@ class RLTrainer:
         keywords: replace values of `config`: actor_placement, critic_placement,
             reference_placement and reward_model_placement (lists of ranks); actor_config,
             rollout_config, critic_config and ray_config (mappings); backend, max_new_tokens,
-            gradient_clip_val, lr and sglang_endpoint; enable_hybrid_engine; the arguments of `train`; sections of
-            the tree (`data={...}`) and its keys (`**{"trainer.max_steps": 2}`). A `config` may hold
-            these too.
+            gradient_clip_val, lr and sglang_endpoint; enable_hybrid_engine; the arguments of
+            `train`; sections of the tree (`data={...}`) and its keys (`**{"trainer.max_steps":
+            2}`). A `config` may hold these too.
 
     Example:
         ```python

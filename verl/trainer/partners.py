@@ -20,8 +20,8 @@ class PartnersTrainer(PPOTrainer):
     """Trains a policy of its own for each role of `rollout.agent.policies` that has one.
 
     Such a partner has the actor's settings, and a model, a learning rate, an optimizer, a rollout
-    engine and a checkpoint of its own, on the actor's ranks. Advantages compare the rows of one role,
-    so a batch falls apart by role where policies are evaluated and updated.
+    engine and a checkpoint of its own, on the actor's ranks. Advantages compare the rows of one
+    role, so a batch falls apart by role where policies are evaluated and updated.
     """
 
     partners: dict[str, GroupOf[ActorWorker]]  # by role
@@ -70,7 +70,7 @@ class PartnersTrainer(PPOTrainer):
 
     @phase(reads=GENERATED, writes="old_log_probs entropys")
     def evaluate_policies(self, batch: DataProto) -> DataProto:
-        """Add the old log-probs of every row, of the policy that drew it, if something reads them."""
+        """Add the old log-probs of every row, by the policy that drew it, if anything reads them."""
         if not self.needs_old_log_probs():
             return batch
         rows: list[int] = []

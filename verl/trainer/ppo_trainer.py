@@ -489,7 +489,7 @@ class PPOTrainer(RunOfRoles):
 
 
 def number_prompts(prompts: DataProto, step: int, first_row: int = 0) -> None:
-    """Write `uid` and `prompt_row`: the place of (B,) prompts in a step, which fixes their noise."""
+    """Write `uid` and `prompt_row`: the place of (B,) prompts in a step, which fixes the noise."""
     numbers = range(first_row, first_row + len(prompts))
     uids = [f"{step}-{row}" for row in numbers]
     prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)

@@ -172,7 +172,8 @@ def build_loaders(
 ) -> tuple[RLDataLoader, RLDataLoader | None]:
     """Build the loaders of training batches, reshuffled every epoch, and of validation batches.
 
-    Checks the rows for agents, see `check_agents`. The second is None where there is no validation set.
+    Checks the rows for agents, see `check_agents`. The second is None where there is no validation
+    set.
     """
     data = config.data
     pictures = picture_reader(config, tokenizer)

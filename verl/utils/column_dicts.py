@@ -17,7 +17,10 @@ Indices: TypeAlias = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 def tensors_and_arrays(
     columns: Mapping[str, Any],
 ) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]:
-    """Sort columns into tensors and numpy arrays. Raises BatchError for a column that is neither."""
+    """Sort columns into tensors and numpy arrays.
+
+    Raises BatchError for a column that is neither.
+    """
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, np.ndarray] = {}
     strange: dict[str, str] = {}

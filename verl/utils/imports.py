@@ -102,8 +102,8 @@ def _explain_failure(path: Path, origin: str | None, error: BaseException) -> Ve
     if isinstance(error, ModuleNotFoundError):
         if error.name and _is_neighbor(path, error.name):
             return ConfigError(
-                f"'{path}', line {line}, imports '{error.name}', which is in the same folder. Python "
-                "does not look there. Add that folder to its search path: export "
+                f"'{path}', line {line}, imports '{error.name}', which is in the same folder. "
+                "Python does not look there. Add that folder to its search path: export "
                 f"PYTHONPATH={path.resolve().parent}"
             )
         missing = missing_package(error)

@@ -74,7 +74,7 @@ def _machine() -> str:
 
 
 def clock_shift_ns(recorded: Recorded, reference: Recorded) -> int:
-    """Return the nanoseconds to add to the times of a process to have them by the clock of `reference`.
+    """Return the nanoseconds that bring the times of a process to the clock of `reference`.
 
     Processes of one machine share their clock; others are aligned by their wall clocks.
     """

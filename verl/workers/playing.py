@@ -130,8 +130,8 @@ def refuse_pictures(prompts: DataProto) -> None:
     """Raise RolloutError for prompts with pictures, which these episodes cannot read."""
     if any(pictures_of(prompts)):
         raise RolloutError(
-            "Agents of trainer.mode=fully_async cannot play prompts with pictures. Leave the images "
-            "out, or set trainer.mode=sync."
+            "Agents of trainer.mode=fully_async cannot play prompts with pictures. Leave the "
+            "images out, or set trainer.mode=sync."
         )
 
 

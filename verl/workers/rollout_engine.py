@@ -1,4 +1,4 @@
-"""A worker with a rollout engine: how the engine is made, gets its weights and shares its device."""
+"""A worker with a rollout engine: how it is made, gets its weights and shares its device."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""The calculator task as an environment: the tool is called inside the world, without a tool loop."""
+"""The calculator task as an environment: the world calls the tool, without a tool loop."""
 
 from typing import Any
 

@@ -37,7 +37,8 @@ class ToolCall:
     """One call that a model wrote.
 
     `arguments` is None where the call is malformed; then `error` is one sentence for the model.
-    `raw` is the text of the call. `call_id` is the id that the model gave it, if its format has ids.
+    `raw` is the text of the call. `call_id` is the id that the model gave it, if its format has
+    ids.
     """
 
     name: str
@@ -67,9 +68,9 @@ class ToolFormat(Protocol):
         """Split a reply into text and calls. Never raises for any text.
 
         `text` is decoded with special tokens kept; the token that ends the turn may be missing.
-        `tools` are OpenAI schemas, which give the types of arguments that are written as text. Where
-        the prompt ends with an opened <think>, a reply that was cut within it needs that tag in
-        front, since the text alone does not show it.
+        `tools` are OpenAI schemas, which give the types of arguments that are written as text.
+        Where the prompt ends with an opened <think>, a reply that was cut within it needs that tag
+        in front, since the text alone does not show it.
         """
         ...
 

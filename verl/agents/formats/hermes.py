@@ -1,4 +1,7 @@
-"""Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Qwen2.5 and Qwen3 write it."""
+"""Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+Qwen2.5 and Qwen3 write it.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

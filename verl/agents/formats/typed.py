@@ -61,7 +61,7 @@ def convert(text: str, schema: Any) -> Any:
 
 
 def allowed_types(schema: Any) -> frozenset[str]:
-    """Return the JSON types that a schema allows; empty where it does not say or is not understood."""
+    """Return the JSON types that a schema allows; empty where it says none that is understood."""
     if not isinstance(schema, Mapping):
         return frozenset()
 

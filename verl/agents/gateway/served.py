@@ -186,7 +186,10 @@ class ServedEngine:
         self._share_progress()
 
     def _guard(self, work: Callable[[], list[Completion]]) -> list[Completion] | None:
-        """Do a work of the engine. If it fails, all requests at work fail, and the server goes on."""
+        """Do a work of the engine.
+
+        If it fails, all requests at work fail, and the server goes on.
+        """
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - the server goes on with other requests

@@ -26,7 +26,7 @@ class Sequences(NamedTuple):
 
     @property
     def masked(self) -> tuple[bool, dict[str, int]]:
-        """Return the arguments of the kernel for causal masks and windows, which exclude each other."""
+        """Return the kernel's arguments for causal masks and windows, which exclude each other."""
         if self.window is None:
             return self.causal, {}
         assert self.causal

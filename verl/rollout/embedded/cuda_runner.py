@@ -315,7 +315,7 @@ class CudaRunner(ModelRunner):
     def _take_step(
         self, scheduler: Scheduler, slots: NDArray[np.int64], spare_of: NDArray[np.int64] = _NONE
     ) -> None:
-        """Feed `slots`, and a spare slot for each of `spare_of`, which has the pages of that one."""
+        """Feed `slots`, and for each of `spare_of` a spare slot, which has the pages of that one."""
         several = spare_of.size > 0
         self.slots.show(scheduler, slots, spare_of)
         rows = self.sizes[bisect.bisect_left(self.sizes, len(slots) + len(spare_of))]

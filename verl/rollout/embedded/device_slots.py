@@ -1,4 +1,4 @@
-"""What decode steps on CUDA read at fixed addresses: the state of every slot, and the slots to feed.
+"""The state that decode steps on CUDA read at fixed addresses: every slot's, and the slots to feed.
 
 A row of a step feeds one slot. Samples own the first slots. Behind them are spare slots, for more
 tokens of a sample in one step: such a row has the page table of its sample and a place of its own.

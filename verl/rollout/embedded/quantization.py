@@ -32,8 +32,8 @@ def check_settings(config: RolloutConfig) -> None:
         )
     if config.dtype not in (None, "bfloat16"):
         raise ConfigError(
-            f"{asked} computes everything else in bfloat16, got {section}.dtype={config.dtype}. Set "
-            "dtype to bfloat16 or null, or quantization to null."
+            f"{asked} computes everything else in bfloat16, got {section}.dtype={config.dtype}. "
+            "Set dtype to bfloat16 or null, or quantization to null."
         )
 
 
@@ -63,6 +63,6 @@ def check_runner(device: torch.device, family: str, *, fuses: bool) -> None:
         )
     if not fuses:
         raise ConfigError(
-            f"{_SETTING}=fp8 needs decoder layers that are transformers' own, and this model of the "
-            f"family '{family}' has other modules or another activation. Set it to null."
+            f"{_SETTING}=fp8 needs decoder layers that are transformers' own, and this model of "
+            f"the family '{family}' has other modules or another activation. Set it to null."
         )

@@ -280,7 +280,7 @@ class ModelRunner:
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], torch.Tensor | None]]:
-        """Record the experts that a step chooses; call the result for them, (b, C), if asked for."""
+        """Record the experts that a step chooses; call the result for them (b, C) if asked for."""
         packing = self.paging.packing
         packing.recorded = {} if self.num_routes else None
         try:

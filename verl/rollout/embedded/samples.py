@@ -22,7 +22,7 @@ class Group:
     prompt: tuple[int, ...]
     unstarted: int  # samples that have not been admitted yet
     pictures: Pictures = ()
-    # The ids by which pages are found: a picture's tokens are named by its content. Empty: `prompt`.
+    # The ids by which pages are found: a picture's content names its tokens. Empty: `prompt`.
     names: tuple[int, ...] = ()
     text_begins: int = 0  # the place behind the last picture token
     shift: int = 0  # of the positions from there on against the places

@@ -24,8 +24,8 @@ class Scheduler(RunningSamples):
     A pre-empted sample waits at the front. With `redraw` it begins anew, otherwise with the tokens
     it has drawn.
 
-    `kept` has the full pages of samples that were taken out and will go on, by their noise key. They
-    are held until then, or until their memory is needed.
+    `kept` has the full pages of samples that were taken out and will go on, by their noise key.
+    They are held until then, or until their memory is needed.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Scheduler(RunningSamples):
     def prepare_decode(
         self, steps: int, *, may_preempt: bool = True
     ) -> tuple[list[tuple[int, int]], bool]:
-        """Give every unfinished slot pages of its own for its next `steps` tokens, or all it may draw.
+        """Give every unfinished slot pages of its own for `steps` more tokens, or all it may draw.
 
         Pre-empts the latest admitted sample where pages are missing.
 
@@ -311,7 +311,7 @@ class Scheduler(RunningSamples):
         self.pages.check_integrity([*self._held, *self._waiting_pages.holders()])
 
     def _lacking_pages(self, steps: int) -> list[tuple[int, int]]:
-        """List the pages that unfinished slots need for `steps` tokens, or their last, but do not own.
+        """List the pages that unfinished slots need for `steps` tokens, or the last, but do not own.
 
         Each is (slot, number of the page in its sequence). The page is missing or shared.
         """

@@ -92,8 +92,8 @@ class ServerEngine(EngineClass):
             )
         if reads_pictures(model) and family_of(model).sees_itself:
             raise ConfigError(
-                f"actor_rollout_ref.rollout.name={config.name} does not support the pictures of the "
-                f"family '{model.model_type}', whose tokens a server places otherwise than the "
+                f"actor_rollout_ref.rollout.name={config.name} does not support the pictures of "
+                f"the family '{model.model_type}', whose tokens a server places otherwise than the "
                 "trainer. Set it to embedded."
             )
 

@@ -168,8 +168,8 @@ class Fleet:
     def check_unnamed(self) -> None:
         """Raise RolloutError if a server that names no weights has others than those of the push.
 
-        Called when all samples have ended. A restart while it drew has been noticed, and answered by
-        another push; this finds one between two draws.
+        Called when all samples have ended. A restart while it drew has been noticed, and answered
+        by another push; this finds one between two draws.
         """
         if not self._has_unnamed:
             return

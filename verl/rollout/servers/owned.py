@@ -60,7 +60,7 @@ def engine_options(config: RolloutConfig, dtype: torch.dtype, number: int) -> di
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "max_num_seqs": config.max_num_seqs,
-        # vLLM's own default within a run is 2048, and a prefill step must have room for each sample.
+        # vLLM's own default within a run is 2048. A prefill step must have room for each sample.
         "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
         "enforce_eager": config.enforce_eager,
     }

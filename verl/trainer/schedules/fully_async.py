@@ -2,8 +2,8 @@
 
 A step takes whole groups from the books (`book`) instead of generating its own. On shared devices
 generation and update take turns: unfinished responses are frozen while the device is the trainer's,
-and go on under the new weights from where they were. A rollout on ranks of its own goes on generating
-while the trainer learns, and is interrupted for the hand-over of weights alone.
+and go on under the new weights from where they were. A rollout on ranks of its own goes on
+generating while the trainer learns, and is interrupted for the hand-over of weights alone.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class FullyAsyncTrainer(AheadTrainer):
         self.is_apart = rollout_is_apart(self.config)
 
     def init_workers(self) -> None:
-        """Load the models, see `PPOTrainer.init_workers`, and connect the books with the engines."""
+        """Load the models, see `PPOTrainer.init_workers`, and connect books with engines."""
         super().init_workers()
         rollout = self.config.actor_rollout_ref.rollout
         params = setup.sampling_params(rollout)

@@ -1,7 +1,7 @@
 """One-step-off training: the rollout generates the next batch while the actor learns from this one.
 
-A step waits for its batch, hands the weights over, begins the next batch with them, and then learns.
-Every token is so one version old. It pays where the rollout has ranks of its own
+A step waits for its batch, hands the weights over, begins the next batch with them, and then
+learns. Every token is so one version old. It pays where the rollout has ranks of its own
 (`trainer.placement.rollout`).
 """
 

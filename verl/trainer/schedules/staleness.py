@@ -1,4 +1,4 @@
-"""What a batch with tokens of several versions of the weights looks like, and what is done to it."""
+"""Measures of batches with tokens of several versions of the weights, and their treatment."""
 
 from collections.abc import Sequence
 

@@ -127,8 +127,8 @@ def mix_experts(
 ) -> Tensor:
     """Compute score * expert(x) of every choice: out[j] (b, H) is that of each token's j-th.
 
-    x (b, H), ids and scores (b, k). `out` (k or more, b, H) is allocated if it is not given. The sum
-    over j is left to the reader (`layers.add_rms_norm`), who adds in the order of the choices.
+    x (b, H), ids and scores (b, k). `out` (k or more, b, H) is allocated if it is not given. The
+    sum over j is left to the reader (`layers.add_rms_norm`), who adds in the order of the choices.
     """
     rows, hidden = x.shape
     top_k = ids.shape[1]
