@@ -75,19 +75,23 @@ def init_patiently(**arguments: Any) -> None:
 
     Ray waits no longer for its own processes, which a busy machine may need.
     """
-    try:
-        ray.init(**arguments)
-    except Exception as error:
-        if LATE not in str(error):
-            raise
-        ray.shutdown()
-        _end_half_started()
+    for is_last in (False, True):
+        try:
+            ray.init(**arguments)
+            return
+        except Exception as error:  # Ray raises no class of its own for it
+            if LATE not in str(error):
+                raise
+            ray.shutdown()
+            _end_half_started()
+            if is_last:
+                raise
+
         logger.warning(
             "Ray was not ready within 30 s, with a load of %.0f on %d cores. It is started again.",
             os.getloadavg()[0],
             os.cpu_count(),
         )
-        ray.init(**arguments)
 
 
 def _end_half_started() -> None:
