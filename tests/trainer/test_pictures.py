@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.vision_folders import save_vision_folder, some_image
-from verl.data import shapes
 from verl.data.shapes import rows, shapes_file
 from verl.models.vision import knows_videos
 from verl.trainer import PPOTrainer
@@ -18,13 +17,6 @@ from verl.trainer import PPOTrainer
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-@pytest.fixture
-def few_shapes(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the data set off before its pictures are drawn: every run prepares all of its rows."""
-    monkeypatch.setenv("VERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache-of-few-shapes"))
-    monkeypatch.setattr(shapes, "SIZES", {"train": 12, "val": 4})
 
 
 def config(folder: Path, **keys: Any) -> dict[str, Any]:

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from tests.trainer.runs import run, run_in_child, same_bits, step_lines, weights, without_times
-from verl.data import shapes
 from verl.models.pictures import Picture
 from verl.protocol import DataProto
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.schedules.packing import packed, unpacked
 from verl.utils.column_dicts import object_column
+
+pytestmark = pytest.mark.usefixtures("few_shapes")
 
 STEPS = 3
 SHAPES = [
@@ -26,13 +27,6 @@ SHAPES = [
     f"trainer.save_freq={STEPS}",
 ]
 ASYNC = "trainer.mode=fully_async"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the data set off before its pictures are drawn: every run prepares all of its rows."""
-    monkeypatch.setenv("VERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache-of-few-shapes"))
-    monkeypatch.setattr(shapes, "SIZES", {"train": 12, "val": 4})
 
 
 def train(folder: Path, *more: str) -> int:
