@@ -39,7 +39,7 @@ class _Message:
 
 @tool_formats.register("gpt-oss")
 class GptOssFormat:
-    """Harmony messages: analysis is reasoning, final and commentary without recipient content."""
+    """Harmony messages: analysis is reasoning; content is final, or commentary to no recipient."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
         """See `ToolFormat.parse`."""
