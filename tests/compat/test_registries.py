@@ -214,20 +214,36 @@ def test_cleared_name_can_be_reused():
     assert advantage_estimators.get("gae") is estimator
 
 
-def test_registry_replaced_by_a_dictionary(monkeypatch):
+@pytest.mark.parametrize(
+    ("registry", "register"),
+    [
+        ("ADV_ESTIMATOR_REGISTRY", register_adv_est),
+        ("POLICY_LOSS_REGISTRY", register_policy_loss),
+    ],
+)
+def test_registry_replaced_by_a_dictionary(monkeypatch, registry, register):
+    replaced: dict[str, Any] = {}
+    before = getattr(core_algos, registry)
+    monkeypatch.setattr(core_algos, registry, replaced)
+    function = register("of_my_own")(lambda: "mine")
+    assert replaced == {"of_my_own": function}
+    assert register("of_my_own")(function) is function, "the same function again is no mistake"
+    with pytest.raises(ValueError, match="already been registered"):
+        register("of_my_own")(lambda: "another")
+    assert replaced == {"of_my_own": function}
+
+    monkeypatch.undo()
+    assert getattr(core_algos, registry) is before
+
+
+def test_member_of_an_enum_names_an_estimator(monkeypatch):
     class Mine(Enum):
         TEST = "of_my_own"
 
     replaced: dict[str, Any] = {}
-    before = core_algos.ADV_ESTIMATOR_REGISTRY
     monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", replaced)
     function = register_adv_est(Mine.TEST)(lambda: "mine")
     assert replaced == {"of_my_own": function}
-    with pytest.raises(ValueError, match="already been registered"):
-        register_adv_est("of_my_own")(lambda: "another")
-
-    monkeypatch.undo()
-    assert core_algos.ADV_ESTIMATOR_REGISTRY is before
 
 
 @register_policy_loss("test_padded_reinforce")

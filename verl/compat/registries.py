@@ -1,7 +1,7 @@
 """The registries of verl 0.5: dictionaries of functions with its signatures."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from enum import Enum
 from typing import Any
 
@@ -88,12 +88,12 @@ ADV_ESTIMATOR_REGISTRY = RegistryDict(advantage_estimators, PaddedEstimator, _es
 def register_policy_loss(name: str) -> Callable[[Function], Function]:
     """Register fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config).
 
-    See `verl.algorithms.padded` for its arguments.
+    See `verl.algorithms.padded` for its arguments. Raises ConfigError (a ValueError) if another
+    function has that name.
     """
 
     def add(function: Function) -> Function:
-        POLICY_LOSS_REGISTRY[name] = function
-        return function
+        return _register(POLICY_LOSS_REGISTRY, "policy loss", name, function)
 
     return add
 
@@ -112,14 +112,7 @@ def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[Functi
     name = plain(name_or_enum)
 
     def add(function: Function) -> Function:
-        # Recipes and tests replace the registry by a plain dictionary, which refuses nothing.
-        if ADV_ESTIMATOR_REGISTRY.get(name, function) is not function:
-            raise ConfigError(
-                f"advantage estimator '{name}' has already been registered; give yours another "
-                "name."
-            )
-        ADV_ESTIMATOR_REGISTRY[name] = function
-        return function
+        return _register(ADV_ESTIMATOR_REGISTRY, "advantage estimator", name, function)
 
     return add
 
@@ -136,6 +129,16 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> Function:
 def get_reward_manager_cls(name: str) -> Callable[..., Any]:
     """Return a reward manager by name. Raises ConfigError (a ValueError) for an unknown name."""
     return _registered(REWARD_MANAGER_REGISTRY, "reward manager", name)
+
+
+def _register(
+    registry: MutableMapping[str, Any], kind: str, name: str, function: Function
+) -> Function:
+    # Recipes and tests replace a registry by a plain dictionary, which refuses nothing.
+    if registry.get(name, function) is not function:
+        raise ConfigError(f"{kind} '{name}' has already been registered; give yours another name.")
+    registry[name] = function
+    return function
 
 
 def _registered(registry: RegistryDict, kind: str, name: str) -> Any:
