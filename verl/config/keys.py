@@ -29,7 +29,7 @@ class Key:
     def section(self) -> str:
         return self.path.rpartition(".")[0]
 
-    @property
+    @functools.cached_property
     def followed(self) -> str | None:
         """Path of the one key that gives the value of this key when unset, or None."""
         source = self.setting.alias_of or self.setting.follows
@@ -65,10 +65,9 @@ def _walk(section: Any, prefix: str) -> Iterator[Key]:
 def keys_of_entries(config: Any) -> Iterator[Key]:
     """Give the keys of sections that the user names, such as a value of `agent.policies`."""
     for key in keys_of(type(config)).values():
-        entries = value_at(config, key.path)
-        if not isinstance(entries, dict):
+        if not isinstance(key.default, dict):
             continue
-        for name, entry in entries.items():
+        for name, entry in value_at(config, key.path).items():
             if dataclasses.is_dataclass(entry):
                 if "." in name:
                     raise ConfigError(f"{key.path}: a name must have no dot, got '{name}'.")

@@ -1,5 +1,6 @@
 """Checks whether a configuration can be honoured, before a weight is loaded."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -49,7 +50,7 @@ def contradictions(
 ) -> list[str]:
     """Return one message for each value that cannot be honoured; see `validate`."""
     problems: list[str] = []
-    for key in (*keys_of(type(config)).values(), *keys_of_entries(config)):
+    for key in (*_keys_with_limits(type(config)), *keys_of_entries(config)):
         problems += _problems_of_value(config, key)
     if problems:
         return problems
@@ -60,6 +61,18 @@ def contradictions(
     for rule in rules:
         problems += rule(config)
     return problems
+
+
+@functools.cache
+def _keys_with_limits(root: type) -> list[Key]:
+    """Return the keys with a value that can be wrong by itself."""
+    found = []
+    for key in keys_of(root).values():
+        has_choices = key.setting.choices is not None
+        is_free = key.type in (bool, str, str | None)
+        if has_choices or not is_free:
+            found.append(key)
+    return found
 
 
 def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:

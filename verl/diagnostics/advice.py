@@ -4,9 +4,10 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, combinations, starmap
+from typing import Any
 
 from verl.config import TrainConfig
-from verl.config.keys import keys_of, owner_of, value_at
+from verl.config.keys import keys_of, value_at
 from verl.config.validate import contradictions
 from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
 from verl.diagnostics.model_shapes import ModelShapes
@@ -56,9 +57,9 @@ def advise(config: TrainConfig, plan: MemoryPlan, shapes: ModelShapes) -> list[A
 
     def changed(pairs: Change) -> Advice | None:
         """Plan with these values; None if they contradict each other or the rest."""
-        again = copy.deepcopy(config)
+        again = config
         for key, value in pairs:
-            _set(again, key, value)
+            again = _changed(again, key, value)
         if contradictions(again, only_to_plan=True):
             return None
         try:
@@ -88,13 +89,25 @@ def _written(key: str, value: object) -> str:
     return f"{key}={'null' if value is None else value}"
 
 
-def _set(config: TrainConfig, key: str, value: object) -> None:
-    """Set a key, and those that follow it, as if the configuration were loaded with it."""
+def _changed(config: TrainConfig, key: str, value: object) -> TrainConfig:
+    """Change a key, and those that follow it, as if the configuration were loaded with it.
+
+    Returns a copy that shares all sections without a change.
+    """
     before = value_at(config, key)
-    setattr(*owner_of(config, key), value)
+    changed = copy.copy(config)
+    section: Any = changed
+    *names, last = key.split(".")
+    for name in names:
+        inner = copy.copy(getattr(section, name))
+        setattr(section, name, inner)
+        section = inner
+    setattr(section, last, value)
+
     for other in keys_of(TrainConfig).values():
-        if other.followed == key and value_at(config, other.path) == before:
-            _set(config, other.path, value)
+        if other.followed == key and value_at(changed, other.path) == before:
+            changed = _changed(changed, other.path, value)
+    return changed
 
 
 def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:

@@ -384,7 +384,7 @@ class _Planner:
         """Return the bytes of two buckets of whole tensors in the engine's dtype."""
         footprint = self.roles["actor"].footprint
         width = self.rollout.itemsize
-        largest = width * max(weight.numel() for weight in footprint.shape.weights)
+        largest = width * footprint.shape.largest_numel
         bucket = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
         return 2 * min(max(bucket, largest), width * footprint.shape.numel)
 

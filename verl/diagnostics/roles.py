@@ -44,7 +44,7 @@ class Role:
     @property
     def full_bytes(self) -> int:
         """Bytes of the whole model, as it is read."""
-        return sum(weight.numel() * weight.itemsize for weight in self.footprint.shape.weights)
+        return self.footprint.shape.num_bytes
 
 
 def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> dict[str, Role]:

@@ -59,6 +59,14 @@ class ModelShape:
         return sum(weight.numel() for weight in self.weights)
 
     @cached_property
+    def num_bytes(self) -> int:
+        return sum(weight.numel() * weight.itemsize for weight in self.weights)
+
+    @cached_property
+    def largest_numel(self) -> int:
+        return max(weight.numel() for weight in self.weights)
+
+    @cached_property
     def trained_numel(self) -> int:
         return sum(weight.numel() for weight in self.weights if weight.trained)
 
