@@ -8,6 +8,7 @@ import pytest
 from tests.config.conftest import BASE, Load
 from verl.config import ActorConfig, TrainConfig, config_from_dict, load_config, validate
 from verl.config.keys import keys_of
+from verl.config.validate import contradictions
 from verl.utils.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -567,3 +568,11 @@ def test_unavailable_features_give_one_line_each_in_plans(log: pytest.LogCapture
     assert not any("\n" in line for line in lines)
     with pytest.raises(ConfigError, match="divisible"):
         load_config([*BASE, *UNAVAILABLE, f"{ACTOR}.ppo_mini_batch_size=3"], only_to_plan=True)
+
+
+def test_program_may_set_a_mapping_to_none():
+    config = TrainConfig()
+    config.data.dataset_name = "toy"
+    before = contradictions(config)
+    config.reward_model.rule_kwargs = None
+    assert contradictions(config) == before

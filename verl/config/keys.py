@@ -67,7 +67,8 @@ def keys_of_entries(config: Any) -> Iterator[Key]:
     for key in keys_of(type(config)).values():
         if not isinstance(key.default, dict):
             continue
-        for name, entry in value_at(config, key.path).items():
+        entries = value_at(config, key.path) or {}  # a program may have set None
+        for name, entry in entries.items():
             if dataclasses.is_dataclass(entry):
                 if "." in name:
                     raise ConfigError(f"{key.path}: a name must have no dot, got '{name}'.")
