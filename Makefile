@@ -1,5 +1,5 @@
 # Everything a newcomer types: `make quickstart` (install and the toy training), `make smoke` (the
-# tests of a first change, within two minutes) and `make test` (all tests).
+# tests of a first change, within two minutes) and `make test` (all but the slow tests, within ten).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,12 +22,14 @@ SMOKE := tests/config tests/data tests/protocol tests/algorithms tests/tracking 
 # the package, and every worker rewrites all tests.
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= \
   $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-seed=0
+# The marker `slow` of a test decides which of the two commands runs it.
+HERE := not gpu and not multi_gpu and not vllm
 
 # vLLM's pins exclude those of this package, so it gets an environment of its own.
 VLLM_VENV ?= .venv-vllm
 VLLM_PINS := tests/rollout_servers/requirements.txt tests/rollout_servers/overrides.txt
 
-.PHONY: quickstart install smoke test test-vllm check format bench docs clean
+.PHONY: quickstart install smoke test test-slow test-vllm check format bench docs clean
 
 quickstart: install
 	$(BIN)/python -m verl.trainer.main_ppo data.dataset_name=toy data.train_batch_size=4 \
@@ -51,8 +53,13 @@ check: install
 smoke: install
 	$(TEST) $(SMOKE)
 
+# A test listed at the end of `make test` may need the marker `slow`.
 test: check
-	$(TEST)
+	$(TEST) -m '$(HERE) and not slow' --durations=10 --durations-min=3
+
+# Whole matrices of ranks, Ray and compilation, and faults at random moments.
+test-slow: install
+	$(TEST) -m '$(HERE) and slow'
 
 test-vllm: install $(VLLM_VENV)/.installed
 	VLLM_PYTHON=$(VLLM_VENV)/bin/python OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \

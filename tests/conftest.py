@@ -55,30 +55,45 @@ def _own_log() -> Iterator[None]:
     assert not left_disabled, "this test left the log disabled, which would hide the next one's"
 
 
-# Files that start ranks or compute for long come first: at the end, one would leave the other of
-# two processes without work.
+# Files that start ranks or compute for long come first, the longest at the head: at the end, one
+# would leave the other of two processes without work.
 _LONG = (
-    "test_ranks.py",
-    "test_ray.py",
-    "test_spmd.py",
-    "test_ray_workers.py",
-    "test_hostile_programs.py",
-    "test_managers.py",
-    "test_hostile_rewards.py",
     "test_compile.py",
-    "test_plan.py",
-    "test_embedded.py",
-    "test_rollout_apart.py",
-    "test_placement.py",
+    "test_ray.py",
+    "test_ranks.py",
+    "test_sample.py",
+    "test_ray_workers.py",
     "test_resume.py",
+    "test_policies.py",
+    "test_managers.py",
+    "test_servers.py",
+    "test_agents.py",
+    "test_readme.py",
+    "test_embedded.py",
+    "test_hostile_programs.py",
+    "test_spmd.py",
+    "test_cuda_decoder.py",
+    "test_dynamic_validation.py",
     "test_algorithms.py",
+    "test_placement.py",
+    "test_runs.py",
+    "test_versions_of_tokens.py",
+    "test_in_process.py",
+    "test_bad_inputs.py",
+    "test_reserved_memory.py",
+    "test_apart.py",
+    "test_ray_upload.py",
+    "test_hostile_rewards.py",
+    "test_plan.py",
+    "test_rollout_apart.py",
+    "test_training.py",
     "test_api.py",
     "test_distillation.py",
-    "test_readme.py",
     "test_generation.py",
     "test_sft.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in _LONG)
+    place = {name: number for number, name in enumerate(_LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(_LONG)))

@@ -168,6 +168,7 @@ def test_the_algorithms_match_the_folders():
     }
 
 
+@pytest.mark.slow
 def test_a_script_trains(tmp_path: Path):
     """Run two real steps of the packaged model, started like a user starts them."""
     prompts = ROOT / "verl" / "data" / "toy_prompts.jsonl"

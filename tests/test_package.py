@@ -116,12 +116,14 @@ def imported() -> tuple[list[str], list[str]]:
     return loaded, failed
 
 
+@pytest.mark.slow
 def test_the_trainer_loads_agents_only_where_a_run_has_them(imported):
     loaded, _ = imported
     assert "verl.trainer.ppo_trainer" in loaded
     assert [name for name in loaded if name.startswith("verl.agents.")] == []
 
 
+@pytest.mark.slow
 def test_every_room_can_be_imported_alone(imported):
     """Import each room first: an import cycle may work only if another module came before."""
     _, failed = imported

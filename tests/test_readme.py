@@ -50,6 +50,7 @@ def run_code(code: str) -> None:
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_first_steps(tmp_path: Path):
     """Run each step in the folder with the files of the previous one."""
@@ -99,7 +100,13 @@ def test_the_tutorial_has_the_first_steps_of_the_readme():
     assert of_tutorial == FIRST_STEPS
 
 
-@pytest.mark.parametrize("code", PIECES_OF_CODE)
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, marks=pytest.mark.slow if "verl.train(" in code else ())
+        for code in PIECES_OF_CODE
+    ],
+)
 def test_a_code_example_runs(code: str, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for registry in (advantage_estimators, rollout_engines):

@@ -19,6 +19,7 @@ def test_case_has_a_prediction_for_every_phase(tmp_path: Path, name: str):
     assert {result["tokens"] for result in results} == {None, 128}
 
 
+@pytest.mark.slow
 def test_script_runs_one_case_in_a_process(tmp_path: Path, capsys):
     assert memory.main(["--tiny", "--cases", "tiny-vocabulary", "--out", str(tmp_path)]) == 0
     output = capsys.readouterr().out

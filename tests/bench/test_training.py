@@ -221,6 +221,7 @@ class FakeLLM:
         self.calls.append("reset")
 
 
+@pytest.mark.slow
 def test_assembled_step_transfers_its_weights(tmp_path, monkeypatch):
     fake = types.SimpleNamespace(LLM=FakeLLM, SamplingParams=dict, __version__="0")
     monkeypatch.setitem(sys.modules, "vllm", fake)

@@ -32,6 +32,9 @@ with warnings.catch_warnings():
         create_colocated_worker_raw_cls,
     )
 
+# Starting the cluster takes most of the time.
+pytestmark = pytest.mark.slow
+
 
 @ray.remote
 class Actor(Worker):

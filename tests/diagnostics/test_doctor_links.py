@@ -18,6 +18,7 @@ GOOD = [
 ]
 
 
+@pytest.mark.slow
 def test_two_nodes():
     store = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args=store)

@@ -105,6 +105,7 @@ def test_this_host():
     assert "lo" not in read_network().interfaces
 
 
+@pytest.mark.slow
 def test_check_env_does_not_import_torch():
     code = (
         "import sys; from verl.utils import check_env; report = check_env(); "

@@ -77,7 +77,7 @@ def test_eight_cards(tmp_path: Path, model: PreTrainedConfig, device_gib, fits: 
     ("model", "overrides", "device_gib"),
     [
         (LLAMA_70B, (), "H100"),
-        (LLAMA_70B, ("algorithm.adv_estimator=gae",), 48),
+        pytest.param(LLAMA_70B, ("algorithm.adv_estimator=gae",), 48, marks=pytest.mark.slow),
         (QWEN_7B, (*ONE, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=65536"), "H200"),
         (
             QWEN_7B,

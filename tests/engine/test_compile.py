@@ -72,6 +72,7 @@ def relative_l2(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one - other).norm() / other.norm()).item()
 
 
+@pytest.mark.slow
 def test_all_layers_and_lengths_share_four_graphs(no_graphs):
     engine = make_engine("aot_eager", enable_gradient_checkpointing=True)
     counters.clear()  # of the graph that checks the backend
@@ -93,6 +94,7 @@ def test_all_layers_and_lengths_share_four_graphs(no_graphs):
     assert counters["stats"]["unique_graphs"] == known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "backend", "how"),
     [
@@ -161,6 +163,7 @@ def test_compiled_layers_are_logged_once(caplog):
     assert line.startswith("2 decoder layers are compiled (aot_eager); the first took ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
     [("qwen2_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", True)],

@@ -161,6 +161,7 @@ def test_a_critic_keeps_its_value_head(tmp_path: Path):
     )
 
 
+@pytest.mark.slow
 def test_merging_works_without_training_packages(
     tmp_path: Path, alone, adapters, base: Path, capsys
 ):

@@ -102,6 +102,7 @@ def test_a_pass_that_replays_its_own_choices_is_the_same(family: str):
     torch.testing.assert_close(free, live["log_probs"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_replay_in_compiled_and_recomputed_layers():
     changes = {"use_torch_compile": True, "compile_backend": "aot_eager"}
     plain = make_trainer()

@@ -42,7 +42,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("family", "compiled"),
-    [*((family, False) for family in sorted(LLAMA_FAMILIES)), ("qwen2", True)],
+    [
+        *((family, False) for family in sorted(LLAMA_FAMILIES)),
+        pytest.param("qwen2", True, marks=pytest.mark.slow),
+    ],
 )
 def test_the_outputs_of_a_model_do_not_change(family: str, compiled: bool):
     # With compilation, each layer is compiled three times.

@@ -149,6 +149,7 @@ def test_the_first_failure_by_row_is_reported(is_async):
     assert result["metrics"] == {"reward/num_errors": 3, "reward/num_timeouts": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_deadline_of_a_call_counts_from_its_own_start(is_async):
     """Check that the wait for the batch does not count, and that a call that ended late fails.

@@ -31,8 +31,9 @@ OF_USERS = {
     "an ordinary user": list(PROGRAMS),
     "Python in /tmp": [name for name in PROGRAMS if name in OF_FILES],
 }
+# Each user needs a trainer of its own, which takes seconds to start.
 CASES = [
-    (user, isolation, name)
+    pytest.param(user, isolation, name, marks=() if user == "this user" else pytest.mark.slow)
     for user, names in OF_USERS.items()
     for isolation in ("namespaces", "seccomp")
     for name in names

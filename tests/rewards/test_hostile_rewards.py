@@ -42,7 +42,9 @@ def reward_file(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("kind", [NaiveRewardManager, PrimeRewardManager])
+@pytest.mark.parametrize(
+    "kind", [NaiveRewardManager, pytest.param(PrimeRewardManager, marks=pytest.mark.slow)]
+)
 def test_a_function_of_a_file_cannot_stop_the_trainer(reward_file, kind):
     texts = ["1", "exits", "loops", "backtracks", "2", "forks", "3", "4"]
     manager = kind(

@@ -149,6 +149,7 @@ def test_prime_without_a_function_uses_the_rules():
         manager(make_batch(["x"], ["4"], ["mystery"]))
 
 
+@pytest.mark.slow
 def test_prime_survives_every_kind_of_failed_call(reward_file):
     function = load_custom_reward(reward_file, "moody")
     texts = ["raises", "odd", "exits", "dies", "hangs", "sleeps", "fine"]
@@ -180,6 +181,7 @@ def test_a_function_that_cannot_be_sent_is_reported_when_the_manager_is_made():
         PrimeRewardManager(CharTokenizer(), 0, lambda **_: 1.0)
 
 
+@pytest.mark.slow
 def test_processes_end_with_the_trainer(reward_file):
     code = f"""
         from verl.rewards.custom import load_custom_reward
@@ -264,6 +266,7 @@ def test_a_late_call_is_abandoned_even_if_it_forked_a_process_that_lives_on(tmp_
         function(data_source="s", solution_str="a", ground_truth=None)
 
 
+@pytest.mark.slow
 def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of_its_process(
     tmp_path,
 ):
@@ -330,6 +333,7 @@ def test_only_hanging_calls_are_late(reward_file, kind):
     assert result["metrics"] == {"reward/num_errors": 0, "reward/num_timeouts": 1}
 
 
+@pytest.mark.slow
 def test_calls_that_hang_step_after_step_move_to_processes_and_the_run_goes_on(monkeypatch, caplog):
     monkeypatch.setattr("verl.rewards.calls.MAX_HANGING", 1)
     manager = NaiveRewardManager(

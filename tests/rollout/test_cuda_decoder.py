@@ -154,12 +154,12 @@ def product_of_halves(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> 
         ("qwen2", torch.float16, 3e-2),
         ("qwen3", torch.float32, 1e-4),
         ("qwen3_moe", torch.float32, 1e-4),
-        ("qwen2_moe", torch.float32, 1e-4),
-        ("mixtral", torch.float32, 1e-4),
+        pytest.param("qwen2_moe", torch.float32, 1e-4, marks=pytest.mark.slow),
+        pytest.param("mixtral", torch.float32, 1e-4, marks=pytest.mark.slow),
         ("gemma2", torch.float32, 1e-4),
         ("gemma3", torch.float32, 1e-4),
         ("gemma3", torch.float16, 6e-2),
-        ("gpt_oss", torch.float32, 1e-4),
+        pytest.param("gpt_oss", torch.float32, 1e-4, marks=pytest.mark.slow),
     ],
 )
 @interpreted

@@ -43,6 +43,7 @@ def interrupted(number: int, call: Callable[[], Any]) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_the_bookkeeping_loses_no_page():
     """Run in a separate process, which frees no objects of other tests."""
     done = launch(1, interrupt_all)

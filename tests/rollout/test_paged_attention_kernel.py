@@ -271,6 +271,7 @@ def test_fixed_splits_cover_every_window():
     assert kernels.fixed_num_splits(8, 8, 16) == 4
 
 
+@pytest.mark.slow
 def test_verl_is_imported_without_triton():
     code = "import sys; sys.modules['triton'] = None; import verl.rollout"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -36,6 +36,9 @@ from verl.single_controller.spmd import LocalPool
 from verl.utils.devices import ALLOCATOR_SETTINGS
 from verl.utils.errors import ConfigError, DeadlineError, WorkerError, WorkerLostError
 
+# Starting the cluster and its pools takes most of the time.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pools():

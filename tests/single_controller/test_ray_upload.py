@@ -60,6 +60,7 @@ def test_the_files_are_the_ones_that_ray_packs(
     assert "src/deep/kept.txt" in packed
 
 
+@pytest.mark.slow
 def test_a_rejected_upload_names_the_largest_files_and_excludes(folder: Path, monkeypatch):
     monkeypatch.setattr(packaging, "GCS_STORAGE_MAX_SIZE", 4 * MIB)
     with pytest.raises(ConfigError) as raised:
@@ -87,6 +88,7 @@ def test_another_error_is_not_about_an_upload(folder: Path):
     assert refused_upload(RuntimeError("Request Entity Too Large"), {}) is None
 
 
+@pytest.mark.slow
 def test_values_that_ray_rejects_are_reported_in_one_sentence(monkeypatch):
     """Test here: with the cluster of another test, any address would join that cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -100,6 +102,7 @@ def test_values_that_ray_rejects_are_reported_in_one_sentence(monkeypatch):
     assert not ray.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_job_with_excludes_and_variables_of_its_own_can_be_joined(monkeypatch):
     """Start a driver like `ray job submit --runtime-env-json`: with the variables, and with all of
     it as JSON."""

@@ -172,6 +172,7 @@ def test_a_death_is_listed_before_an_error_that_was_noticed_first():
     assert "raised on rank 0 (this process): RuntimeError: connection closed" in text
 
 
+@pytest.mark.slow
 def test_a_stopped_driver_is_ended_by_the_other_ranks():
     run = launch(workers.driver_stops, silence_s=4.0)
     assert run.error == ("no answer", "")
@@ -233,6 +234,7 @@ def test_neither_memory_nor_descriptors_grow_over_hundreds_of_calls():
     workers.assert_nothing_grew(run.value)
 
 
+@pytest.mark.slow
 def test_torchrun_does_not_end_the_driver_before_it_reports_the_cause():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m"]
     found = subprocess.run(

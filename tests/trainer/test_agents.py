@@ -68,6 +68,7 @@ def test_an_environment_of_several_turns_trains_on_exact_tokens(tmp_path: Path):
     assert "val/test_score/number_guessing" not in step_lines(tmp_path)[0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
     """Compare bits: episodes return in any order, and the engine is deterministic."""
     own = [*GUESSING, f"{ROLLOUT}.deterministic=True", "trainer.test_freq=-1"]
@@ -79,6 +80,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
     assert same_bits(weights(parts, 4), weights(whole, 4))
 
 
+@pytest.mark.slow
 def test_two_ranks_train_on_episodes_like_one_process(tmp_path: Path):
     # Validate on one prompt, so that one of the ranks has none.
     own = [*GUESSING, "data.val_max_samples=1"]
@@ -155,6 +157,7 @@ def test_a_loop_from_a_users_file_trains(tmp_path: Path, loop: str):
         assert line["actor/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_ranks_that_share_an_engine_play_the_same_episodes(tmp_path: Path):
     shared = [*GUESSING, f"{ROLLOUT}.tensor_model_parallel_size=2"]
     assert run(tmp_path / "one", *GUESSING) == 0

@@ -458,6 +458,7 @@ APART = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keywords", "steps", "place"), [({}, 2, "[0, 1]"), (APART, 4, "[1]")])
 def test_two_ranks_generate_score_and_train_like_one_process(
     alone, program, tmp_path, keywords, steps, place

@@ -117,6 +117,7 @@ def test_a_divergence_can_be_subtracted_from_advantages(tmp_path, teacher):
     assert "teacher_states" not in columns.keys()
 
 
+@pytest.mark.slow
 def test_a_teacher_on_ranks_of_its_own_and_on_all_ranks(tmp_path, teacher):
     """Include the exact KL to the reference."""
     own = distilling(teacher, "reverse_kl", "trainer.max_steps=2")

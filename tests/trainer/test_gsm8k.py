@@ -106,6 +106,7 @@ def test_the_files_have_all_rows(parquet):
     assert counts == [7_473, 1_319]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [

@@ -60,6 +60,7 @@ def slow_reward(folder) -> list[str]:
     return [f"custom_reward_function.path={file}"]
 
 
+@pytest.mark.slow
 def test_the_run_is_the_same_with_and_without_overlap(tmp_path):
     options = [*KL, *slow_reward(tmp_path), "trainer.profile_steps=[2]", "trainer.save_freq=2"]
     options += [

@@ -50,6 +50,7 @@ def test_an_actor_apart_from_critic_and_reference_learns_the_same(alone, tmp_pat
     )
 
 
+@pytest.mark.slow
 def test_ray_actors_in_pools_of_their_own_learn_the_same(alone, tmp_path):
     pytest.importorskip("ray", reason="the optional backend is not installed")
     on_second = "trainer.placement.rollout=[1]"

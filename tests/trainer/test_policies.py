@@ -57,6 +57,7 @@ def test_the_player_learns_and_the_judge_stays_the_same_to_the_bit(tmp_path: Pat
         assert max(map(abs, differences)) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policies", [FROZEN, COPY], ids=["frozen", "copy"])
 def test_a_resumed_run_meets_the_same_opponent(tmp_path: Path, policies: str):
     own = [*DEBATE, policies, f"{ROLLOUT}.deterministic=True", "trainer.save_freq=2"]
@@ -153,6 +154,7 @@ def test_a_server_plays_in_every_schedule(tmp_path: Path, mode: str):
     assert sum(line.get("agent_loop/policy/judge/turns", 0) for line in lines) > 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_two_ranks_meet_the_same_judge_as_one_process(tmp_path: Path, sharing: int):
     shared = f"{ROLLOUT}.tensor_model_parallel_size={sharing}"
@@ -186,6 +188,7 @@ def num_differing(saved: dict[str, torch.Tensor]) -> int:
     return differing
 
 
+@pytest.mark.slow
 def test_two_policies_learn_each_from_its_role_alone(tmp_path: Path):
     """Compare with a frozen judge: one that is trained without a step is the same opponent."""
     own = [*DEBATE, LONGER, "trainer.max_steps=3", "trainer.save_freq=3"]
@@ -238,6 +241,7 @@ def test_a_second_trained_policy_may_have_the_name_of_a_worker(tmp_path: Path):
     assert "policy_actor/actor/grad_norm" in line
 
 
+@pytest.mark.slow
 def test_two_trained_policies_resume_to_the_bit(tmp_path: Path):
     own = [*DEBATE, PARTNER, f"{ROLLOUT}.deterministic=True", "trainer.save_freq=2"]
     assert run(tmp_path / "whole", *own, "trainer.max_steps=4") == 0
@@ -249,6 +253,7 @@ def test_two_trained_policies_resume_to_the_bit(tmp_path: Path):
         assert not same_bits(weights(tmp_path / "whole", 2, role), whole), role
 
 
+@pytest.mark.slow
 def test_two_ranks_train_two_policies_like_one_process(tmp_path: Path):
     own = [*DEBATE, PARTNER, "trainer.save_freq=2"]
     assert run(tmp_path / "one", *own) == 0

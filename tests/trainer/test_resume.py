@@ -145,7 +145,10 @@ def assert_same_end(folder: Path, whole: Path, algorithm: str) -> None:
             ("grpo", moment)
             for moment in (in_rollout, in_update, in_weights, in_manifest, before_latest)
         ),
-        *(("ppo", moment) for moment in (in_update, in_weights)),
+        *(
+            pytest.param("ppo", moment, marks=pytest.mark.slow)
+            for moment in (in_update, in_weights)
+        ),
     ],
 )
 def test_a_killed_run_ends_with_the_same_bits(tmp_path, undisturbed, capfd, algorithm, moment):
@@ -166,6 +169,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, undisturbed, capfd, algo
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [".in_use"]
 
 
+@pytest.mark.slow
 def test_a_new_process_ends_with_the_same_bits_too(tmp_path, undisturbed):
     with pytest.MonkeyPatch.context() as patch:
         in_update(patch, "grpo")
@@ -176,6 +180,7 @@ def test_a_new_process_ends_with_the_same_bits_too(tmp_path, undisturbed):
     assert_same_end(tmp_path, undisturbed("grpo"), "grpo")
 
 
+@pytest.mark.slow
 def test_a_run_killed_during_a_background_save_ends_with_the_same_bits(
     tmp_path, undisturbed, capfd
 ):
@@ -355,6 +360,7 @@ def test_validation_only_validates_the_checkpoint(tmp_path, undisturbed):
     assert scores.items() <= expected.items()
 
 
+@pytest.mark.slow
 def test_out_of_memory_on_one_of_several_ranks_lowers_the_next_start(tmp_path, capfd, monkeypatch):
     """Raise a WorkerError from the error of a rank, as calls on ranks do."""
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"

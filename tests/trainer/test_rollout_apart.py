@@ -59,6 +59,7 @@ def train_until_killed(command: list[str]) -> int:
     return main(command)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_bits(together, tmp_path):
     folder, expected = together
     killed = command_line(tmp_path, *STEPS[1:], APART, "trainer.save_freq=1", "trainer.max_steps=3")

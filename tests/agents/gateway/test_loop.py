@@ -187,6 +187,7 @@ def test_episode_without_requests_is_abandoned(model, file: Path):
     assert counts["abandoned"] == 1
 
 
+@pytest.mark.slow
 def test_program(model, tmp_path: Path):
     program = tmp_path / "agent.py"
     program.write_text(PROGRAM)

@@ -138,6 +138,7 @@ def test_the_engine_ends_with_the_run_and_a_dead_core_is_an_error(rollout_of):
         draw(worker)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_reaped", [True, False], ids=["reaped", "zombie"])
 def test_a_worker_ends_with_the_run_that_is_killed(is_reaped):
     command = [sys.executable, "-c", "import time; time.sleep(300)"]

@@ -10,7 +10,7 @@ from tests.rollout.servers.fake import FakeServer, toy_model
 from verl.models.load import load_tokenizer, resolve_path
 
 
-@pytest.mark.parametrize("weights", ["adapter", "merged"])
+@pytest.mark.parametrize("weights", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
 def test_two_ranks_train_lora_on_a_server(tmp_path, weights):
     server = FakeServer(toy_model, name=str(resolve_path("toy")))
     server.tokenizer = load_tokenizer("toy")
@@ -26,6 +26,7 @@ def test_two_ranks_train_lora_on_a_server(tmp_path, weights):
     server.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_two_ranks_train_with_an_engine_of_each(tmp_path, lora_rank):
     train(

@@ -60,7 +60,9 @@ def assert_learned_from_all_once(folder: Path) -> None:
     assert learned == dict.fromkeys(uids, SAMPLES)
 
 
-@pytest.mark.parametrize("algorithm", [[], PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "algorithm", [[], pytest.param(PPO, marks=pytest.mark.slow)], ids=["grpo", "ppo"]
+)
 def test_staleness_zero_has_the_bits_of_the_synchronous_run(tmp_path, algorithm):
     # The bits of a log-prob depend on the turns that are drawn next to it.
     even = [*BASE, "actor_rollout_ref.rollout.agent.default_agent_loop=turns", *algorithm]
@@ -107,6 +109,7 @@ def test_a_killed_run_plays_half_played_episodes_anew(tmp_path):
     assert_learned_from_all_once(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_run_takes_the_whole_batch_of_its_checkpoint(tmp_path):
     """The first step then plays no episode: those of two steps were begun together."""
     ahead = ["async_training.staleness_threshold=1", "async_training.partial_rollout=false"]
@@ -114,6 +117,7 @@ def test_a_killed_run_takes_the_whole_batch_of_its_checkpoint(tmp_path):
     assert_learned_from_all_once(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [[APART, *ZERO], [APART, ASYNC], [ASYNC]])
 def test_two_ranks_play_episodes(tmp_path, keys):
     """With ranks of its own the rollout goes on during the update, else both take turns."""

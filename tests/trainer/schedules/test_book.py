@@ -113,6 +113,7 @@ class Run:
         assert counts["running"] == len(self.engine.drawn)
 
 
+@pytest.mark.slow
 def test_10_000_random_schedules():
     for seed in range(SCHEDULES):
         run = Run(random.Random(seed))

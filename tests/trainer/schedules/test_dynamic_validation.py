@@ -69,7 +69,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "awaited"), [("fully_async", []), ("one_step_off", ONE_STEP_OFF)]
+    ("schedule", "awaited"),
+    [pytest.param("fully_async", [], marks=pytest.mark.slow), ("one_step_off", ONE_STEP_OFF)],
 )
 def test_scores_are_those_of_a_validation_that_is_waited_for(tmp_path, whole, schedule, awaited):
     """The samples of the same weights, logged at the same steps; and the training is the same."""
@@ -102,6 +103,7 @@ def killed_after(name: str, command: list[str]) -> int:
     return main(command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "save_freq", "method"),
     [
@@ -124,6 +126,7 @@ def test_a_validation_in_flight_begins_anew_after_a_kill(
     assert same_bits(weights(tmp_path, STEPS), weights(whole(schedule), STEPS))
 
 
+@pytest.mark.slow
 def test_agents_validate_while_their_episodes_wait(tmp_path):
     agents = [
         f"actor_rollout_ref.model.external_lib={Path(__file__).with_name('turn_loop.py')}",

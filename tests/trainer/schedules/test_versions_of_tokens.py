@@ -95,7 +95,9 @@ def watched(folder: Path, mode: str, command: list[str]) -> int:
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
-@pytest.mark.parametrize("keys", [[], [APART]], ids=["together", "apart"])
+@pytest.mark.parametrize(
+    "keys", [[], pytest.param([APART], marks=pytest.mark.slow)], ids=["together", "apart"]
+)
 def test_each_turn_has_the_log_probs_of_the_version_that_drew_it(tmp_path, mode, keys):
     """Also where an episode spans an update. The old log-probs are those before the update."""
     command = command_line(
