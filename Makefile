@@ -65,7 +65,8 @@ test-vllm: install $(VLLM_VENV)/.installed
 	VLLM_PYTHON=$(VLLM_VENV)/bin/python OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 	  $(BIN)/python -m pytest -m vllm tests/rollout_servers
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-	  $(VLLM_VENV)/bin/python -m pytest -m vllm tests/rollout_servers/test_in_process.py
+	  $(VLLM_VENV)/bin/python -m pytest -m vllm tests/rollout_servers/test_in_process.py \
+	  tests/rollout_servers/test_recorded_copies.py
 
 # pip cannot leave out the CUDA-only packages that vLLM names; uv can.
 $(VLLM_VENV)/.installed: $(VLLM_PINS)

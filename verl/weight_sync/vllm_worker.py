@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import torch
 
+from verl.utils.logging import show_log
 from verl.weight_sync.base import NamedTensors, reported
 from verl.weight_sync.ipc import SharedMemoryReceiver
+from verl.weight_sync.recorded_copies import RecordedLoad
 
 EXTENSION = "verl.weight_sync.vllm_worker.TakesWeights"
 METHOD = "verl_take_weights"
@@ -30,6 +32,7 @@ class TakesWeights:
 
     device: torch.device
     model_runner: Any
+    verl_loads: RecordedLoad | None = None
 
     def verl_take_weights(self, address: str, key: str) -> None:
         """Take the weights of one hand-over from the trainer that listens at `address`.
@@ -64,6 +67,7 @@ class TakesWeights:
             copies = ((name, tensor.clone()) for name, tensor in tensors)
             self.model_runner.reload_weights(weights_iterator=copies)
             return
-        # Each call lists all parameters of the model anew, so few calls take many tensors each.
-        for bucket in buckets:
-            self.model_runner.model.load_weights(bucket)
+        if self.verl_loads is None:
+            show_log()  # this process is vLLM's, which shows its own log alone
+            self.verl_loads = RecordedLoad(self.model_runner.model)
+        self.verl_loads.load(buckets)

@@ -110,6 +110,30 @@ def test_a_sleeping_engine_gets_weights_before_its_cache(rollout_of, monkeypatch
     assert fake.slept == [2, 2], "the next weights replace all of the old ones"
 
 
+def test_a_sleep_drops_cached_prefixes_and_no_flush_is_asked_for(rollout_of, monkeypatch):
+    """If it did not, the next proof would find the keys of the old weights."""
+    worker, actor, fake = rollout_of()
+    worker.engine.can_sleep = True
+    worker.engine.fleet.members[0].server._can_sleep = True
+    fake.args.enable_sleep_mode = True
+    worker.take_weights()
+    draw(worker)
+    move(actor)
+    flushes = []
+    with monkeypatch.context() as patched:
+        patched.setattr(fake, "reset_prefix_cache", lambda **_: flushes.append(1))
+        worker.take_weights()
+    assert not flushes
+    assert worker.engine.statistics()["map_cache_s"] > 0
+
+    kept = dict(fake.server.cached)
+    draw(worker)
+    move(actor)
+    fake.server.cached.update(kept)
+    with pytest.raises(RolloutError, match="draws by other weights than"):
+        worker.take_weights()
+
+
 def test_adapters_are_added_to_weights_that_stay(rollout_of, settings):
     settings.actor_rollout_ref.model.lora_rank = 4
     worker, actor, fake = rollout_of()

@@ -68,7 +68,8 @@ class ServerEngine(EngineClass):
     that was pushed last; one that lost it (a restart) gets the weights again.
 
     Statistics: prefill_tokens, generated_tokens, generate_s, tokens_per_s, num_redrawn,
-    update_weights_s, update_weights_gb_per_s.
+    update_weights_s, update_weights_gb_per_s, and map_cache_s for an engine that slept: the time to
+    take memory for its cache again, which is not part of update_weights_s.
     """
 
     capabilities = Capabilities(external=True, tensor_parallel=True)
@@ -408,9 +409,12 @@ class ServerEngine(EngineClass):
         started = time.perf_counter()
         self._pushes += 1
         yield f"verl-{self._run_name}-{self._pushes}"
-        seconds = time.perf_counter() - started
+        mapping = sum(member.server.map_cache_s for member in self.fleet.members)
+        seconds = time.perf_counter() - started - mapping
         per_s = num_bytes / seconds / 1e9
         self._hand_over = {"update_weights_s": seconds, "update_weights_gb_per_s": per_s}
+        if self.can_sleep:
+            self._hand_over["map_cache_s"] = mapping
 
     def probe(self) -> dict[str, Completion]:
         """Draw the same few tokens on every server that can, with the settings of training.

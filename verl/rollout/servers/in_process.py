@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -207,10 +208,17 @@ class InProcessVLLM(VLLMServer):
 
     def load(self, source: WeightSource, version: str) -> None:
         """Implement `Server.load`."""
+        self.map_cache_s = 0.0
         super().load(source, version)
         if self._is_asleep:
+            started = time.perf_counter()
             self.call("/wake_up", {"tags": ["kv_cache"]}, timeout_s=LOAD_S)
+            self.map_cache_s = time.perf_counter() - started
             self._is_asleep = False
+
+    def flush(self, running: bool = False) -> bool:
+        """Implement `Server.flush`. vLLM drops all cached prefixes when it falls asleep."""
+        return True if self._is_asleep else super().flush(running)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -101,6 +101,7 @@ class Server(ABC):
         self.url = url.rstrip("/")
         self.has_vision = has_vision
         self.adapter: str | None = None  # that draws name; None: the model alone draws
+        self.map_cache_s = 0.0  # of the last `load`, to take memory for its cache after a sleep
 
     # ---------------------------------------------------------------- a dialect defines
 
