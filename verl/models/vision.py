@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.distributed.fsdp import decoder_layers
+from verl.models.features import FeatureStore, store_of, use_store
 from verl.models.pictures import Picture, Placed
 from verl.utils.devices import send
 from verl.utils.errors import ModelError
@@ -115,7 +116,7 @@ def example_picture(model: PreTrainedModel, seed: int = 0) -> Picture:
         grid=grid,
         sees_itself=family.sees_itself,
     )
-    features, _ = picture_features(model, [draft])
+    features = _computed_features(model, [draft])[0]
     token = config.image_token_id
     return replace(draft, token_id=token, token_ids=(token,) * len(features))
 
@@ -251,15 +252,63 @@ def freeze_vision_tower(model: PreTrainedModel) -> None:
         tower.requires_grad_(False)
 
 
+def keep_features(model: PreTrainedModel) -> FeatureStore | None:
+    """Let a model that is about to be trained keep the features of pictures, where it can.
+
+    It can if no parameter that only pictures use is trained. Call it when all parameters are in
+    their place, after sharding. Returns the store, or None.
+    """
+    parameters = picture_parameters(model)
+    if not parameters or any(parameter.requires_grad for parameter in parameters):
+        return None
+    store = FeatureStore(parameters)
+    use_store(model, store)
+    return store
+
+
 def picture_features(
     model: PreTrainedModel, pictures: Sequence[Picture]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run the vision tower: features (F, H) of all pictures, and those that layers add to states.
-
-    It computes videos as it does pictures, in the same call.
+    """Return the features (F, H) of all pictures, and those that layers add to states.
 
     The second value is not empty for families with DeepStack (Qwen3-VL): (F, H) for each of the
     first layers.
+
+    The vision tower computes those that the model's store lacks, see `keep_features`.
+    """
+    store = store_of(model)
+    if store is None or not store.is_usable():
+        features = _computed_features(model, pictures)
+        return features[0], list(features[1:])
+
+    device = next(model.parameters()).device
+    parts: dict[str, Tensor | None] = {}
+    for picture in pictures:
+        parts[picture.key] = store.find(picture, device)
+    missing = [picture for picture in pictures if parts[picture.key] is None]
+
+    if missing:
+        computed = torch.stack(_computed_features(model, missing))
+        counts = [picture.num_tokens for picture in missing]
+        if computed.shape[1] != sum(counts):
+            raise ModelError(
+                f"The vision tower has {computed.shape[1]} features for {len(missing)} pictures "
+                f"with {sum(counts)} tokens. Prepare pictures by the processor of this model."
+            )
+        for picture, own in zip(missing, computed.split(counts, dim=1)):
+            store.put(picture, own)
+            parts[picture.key] = own
+        if len(missing) == len(pictures):
+            return computed[0], list(computed[1:])
+
+    features = torch.cat([part for part in parts.values() if part is not None], dim=1)
+    return features[0], list(features[1:])
+
+
+def _computed_features(model: PreTrainedModel, pictures: Sequence[Picture]) -> list[Tensor]:
+    """Run the vision tower: features (F, H), then (F, H) for each layer with DeepStack.
+
+    It computes videos as it does pictures, in the same call.
     """
     body: Any = model.base_model
     inputs = _joined_inputs(pictures, next(model.parameters()).device)
@@ -267,9 +316,8 @@ def picture_features(
     trained = any(parameter.requires_grad for parameter in picture_parameters(model))
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
         output = body.get_image_features(**inputs, return_dict=True)
-    features = _rows(output.pooler_output)
     deep = getattr(output, "deepstack_features", None) or []
-    return features, [_rows(layer) for layer in deep]
+    return [_rows(output.pooler_output), *(_rows(layer) for layer in deep)]
 
 
 def model_arguments(
@@ -308,8 +356,9 @@ def model_arguments(
 def _joined_inputs(pictures: Sequence[Picture], device: torch.device) -> dict[str, Tensor]:
     inputs: dict[str, Tensor] = {}
     for name in pictures[0].inputs:
-        parts = [picture.inputs[name] for picture in pictures]
-        inputs[name] = send(_joined(parts), device)
+        # Each on its own: the host prepares one copy while the one before is on its way.
+        parts = [send(picture.inputs[name], device) for picture in pictures]
+        inputs[name] = _joined(parts)
     return inputs
 
 

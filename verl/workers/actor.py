@@ -26,7 +26,7 @@ from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.lora import adapters_off
 from verl.models.packed import PackedCausalLM
 from verl.models.routing import route_dtype, watch_routers
-from verl.models.vision import freeze_vision_tower
+from verl.models.vision import freeze_vision_tower, keep_features
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.utils.imports import import_user_code
@@ -89,6 +89,7 @@ class ActorWorker(TrainedWorker):
             EngineOptions.of(actor, device, policy=config),
             total_steps=total_steps,
         )
+        self.features = keep_features(self.engine.hf_model)
         self.flops = FlopsModel.from_model(model)
         self.proofs = ProofSchedule(rollout.fingerprint_interval)
         self._offers: list[Offer] = []
@@ -203,6 +204,8 @@ class ActorWorker(TrainedWorker):
             entropy=True,
             divergences=self.divergences,
         )
+        if self.features is not None:
+            self.features.begin_round()
 
         lengths = batch.batch["attention_mask"].sum(-1).tolist()
         flops = actor.ppo_epochs * self.flops.train(lengths)

@@ -10,8 +10,10 @@ from verl.config import ActorRolloutRefConfig
 from verl.distributed.collectives import gather_objects
 from verl.distributed.mesh import init_mesh, init_rollout_mesh
 from verl.engine.memory import reports_out_of_memory
+from verl.models.features import use_store
 from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
 from verl.rollout import ServerEngine, capabilities_of, check_engine_model, create_rollout_engine
+from verl.rollout.local import LocalEngine
 from verl.rollout.stopping import end_of_sequence_ids
 from verl.single_controller import Dispatch, Worker, register
 from verl.utils.errors import ConfigError, RolloutError
@@ -101,6 +103,7 @@ class RolloutEngineWorker(Worker):
                 device=self.device,
                 ranks=self.rollout_mesh.tensor,
             )
+        self._share_features()
         self._direct = self._sender()
         self._weights_version = 0
         self.stop_ids = end_of_sequence_ids(model, tokenizer)
@@ -174,6 +177,20 @@ class RolloutEngineWorker(Worker):
             engine = cast(ServerEngine, self.engine)
             return server_sender(engine, self.actor, self.tokenizer, self.mesh.world)
         return DirectSender(self.engine, world=self.mesh.world, sharing=self.rollout_mesh.tensor)
+
+    def _share_features(self) -> None:
+        """Let engine and actor compute the features of pictures once for both.
+
+        They do so where both compute in one dtype.
+        """
+        if self.actor is None or self.actor.features is None:
+            return
+        if not isinstance(self.engine, LocalEngine):
+            return
+        trainer = self.actor.engine
+        dtype = trainer.options.compute_dtype or next(trainer.hf_model.parameters()).dtype
+        if self.engine.twin.dtype == dtype:
+            use_store(self.engine.twin.module, self.actor.features)
 
     def _load(self, weights: bool) -> Any:
         rollout = self.config.rollout
