@@ -1,11 +1,12 @@
 """A whole GRPO step on one CUDA device, phase by phase: ours, the best that can be assembled from
-parts, and TRL.
+parts, TRL, and the framework verl of PyPI.
 
 | engine | what it is |
 |---|---|
 | ours | verl's trainer with its embedded rollout engine |
 | assembled | vLLM that sleeps between rollouts, and a packed, compiled transformers update beside it |
 | trl | TRL's GRPOTrainer in transformers mode |
+| verl | the published verl with vLLM, in a process that cannot see this package; see PEERS.md |
 
 Random weights of a Qwen2.5 shape, prompts of random tokens, forced response lengths, no KL, one
 optimizer step; fp32 parameters and moments, bf16 compute. Every engine runs in a process of its
@@ -42,8 +43,15 @@ from step_work import StepJob
 from training_process import run_limited
 
 HERE = Path(__file__).parent
-ENGINES = {"ours": "step_ours.py", "assembled": "step_assembled.py", "trl": "step_trl.py"}
+ENGINES = {
+    "ours": "step_ours.py",
+    "assembled": "step_assembled.py",
+    "trl": "step_trl.py",
+    "verl": "step_verl.py",
+}
 NEEDS = {"assembled": ("vllm", "vllm==0.24.0"), "trl": ("trl", "trl")}
+END_OF_LOG = 40  # lines of a failed engine's log
+PEER_MARGIN_S = 90.0  # for the script around the peer verl: inputs, and ending its processes
 PHASES = ("generate", "old log-probs", "update", "weights", "rest", "step")
 DEVICE_DEFAULTS = {
     "prompts": 64,
@@ -93,6 +101,23 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--trl-steps", type=int, help="steps that TRL makes, if not --steps; 1 counts its first one"
     )
+    parser.add_argument("--verl-site", help="folder with the peer's package verl")
+    parser.add_argument("--verl-python", help="interpreter of the peer verl [this one]")
+    parser.add_argument(
+        "--verl-attention", default="sdpa", help="sdpa, eager, flash_attention_2, ... [sdpa]"
+    )
+    parser.add_argument(
+        "--verl-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a further key of the peer's configuration; may be repeated",
+    )
+    parser.add_argument("--verl-steps", type=int, default=3, help="the first is a warm-up [3]")
+    parser.add_argument(
+        "--verl-timeout", type=float, default=420.0, help="seconds for all of its steps [420]"
+    )
+
     parser.add_argument(
         "--limit-s", type=float, default=500.0, help="time limit of an engine [500]"
     )
@@ -136,6 +161,9 @@ def check(arguments: argparse.Namespace) -> None:
             if name not in known:
                 raise ValueError(f"--{option} must be of {', '.join(known)}, got '{name}'.")
 
+    if "verl" in arguments.engines:
+        check_peer(arguments)
+
     _, longest = parse_lengths(arguments.lengths)
     fewest = min(arguments.micro_tokens, arguments.peer_micro_tokens)
     if longest + arguments.prompt_tokens > fewest:
@@ -148,6 +176,27 @@ def check(arguments: argparse.Namespace) -> None:
             f"--steps and --samples must be at least 2, got {arguments.steps} and "
             f"{arguments.samples}."
         )
+
+
+def check_peer(arguments: argparse.Namespace) -> None:
+    """Raises ValueError unless the peer verl has a place of its own."""
+    if arguments.verl_site is None and arguments.verl_python is None:
+        raise ValueError(
+            "The engine verl needs --verl-site FOLDER, with its package and what it needs, or "
+            "--verl-python of an environment that has it."
+        )
+
+    if arguments.verl_site is not None:
+        site = Path(arguments.verl_site).resolve()
+        if not (site / "verl").is_dir() or site == HERE.parent:
+            raise ValueError(f"--verl-site must hold the peer's folder verl, got '{site}'.")
+
+    for word in arguments.verl_set:
+        if "=" not in word:
+            raise ValueError(f"--verl-set must be KEY=VALUE, got '{word}'.")
+
+    if arguments.verl_steps < 2:
+        raise ValueError(f"--verl-steps must be at least 2, got {arguments.verl_steps}.")
 
 
 def make_job(arguments: argparse.Namespace, engine: str) -> StepJob:
@@ -173,6 +222,18 @@ def make_job(arguments: argparse.Namespace, engine: str) -> StepJob:
         steps = arguments.trl_steps or job.steps
         job = replace(job, prompts=prompts, steps=steps)
 
+    if engine == "verl":
+        site = arguments.verl_site
+        job = replace(
+            job,
+            steps=arguments.verl_steps,
+            verl_python=arguments.verl_python or "",
+            verl_site=str(Path(site).resolve()) if site else "",
+            verl_attention=arguments.verl_attention,
+            verl_set=tuple(arguments.verl_set),
+            verl_timeout_s=arguments.verl_timeout,
+        )
+
     return job
 
 
@@ -193,8 +254,19 @@ def run_engine(arguments: argparse.Namespace, engine: str) -> dict[str, Any] | s
         str(files["json"]),
     ]
 
-    problem = run_limited(command, files["log"], limit_s=arguments.limit_s)
+    limit_s = arguments.limit_s
+    if engine == "verl":
+        limit_s = arguments.verl_timeout + PEER_MARGIN_S  # it has a limit of its own
+    problem = run_limited(command, files["log"], limit_s=limit_s)
+    if problem and engine == "verl":
+        print_end(files["log"])
     return problem or json.loads(files["json"].read_text(encoding="utf-8"))
+
+
+def print_end(log: Path) -> None:
+    """The last lines of a log, for an error whose cause stands above its last line."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    print(f"The end of {log}:", *lines[-END_OF_LOG:], sep="\n  ", flush=True)
 
 
 def phases(arguments: argparse.Namespace, engine: str, result: dict[str, Any]) -> dict[str, float]:

@@ -38,6 +38,11 @@ class StepJob:
     vllm_memory: float  # share of the device that vLLM may take
     backend: str  # of torch.compile
     seed: int
+    verl_python: str = ""  # interpreter of the peer verl, if not this one
+    verl_site: str = ""  # folder that holds the peer's package
+    verl_attention: str = "sdpa"  # of transformers
+    verl_set: tuple[str, ...] = ()  # further keys of the peer's configuration
+    verl_timeout_s: float = 420.0
 
     @property
     def longest(self) -> int:
