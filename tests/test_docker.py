@@ -52,9 +52,9 @@ def test_the_cpu_image_follows_ci():
     ]
     assert targets == ["install", "test"]
     assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in targets)
-    # CI goes on with a vLLM in an environment of its own.
-    steps = (ROOT / ".ci" / "run").read_text().splitlines()[-2:]
-    assert steps == [f"make {targets[-1]}", "make test-vllm"]
+    # CI goes on with the slow tests, and with a vLLM in an environment of its own.
+    steps = (ROOT / ".ci" / "run").read_text().splitlines()[-3:]
+    assert steps == [f"make {targets[-1]}", "make test-slow", "make test-vllm"]
 
 
 def test_the_cuda_image_has_the_makefiles_torch_and_extras_that_exist():
