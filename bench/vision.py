@@ -178,6 +178,7 @@ def measure(folder: Path, name: str, steps: int, freeze: bool) -> dict[str, floa
     seconds: dict[str, float] = {}
     (batch,) = trainer.train_loader  # later steps have its pictures in memory, too
     for number in range(steps):
+        clear_features(trainer)
         patches.update(dict.fromkeys(patches, 0))
         trainer.timer.seconds.clear()
         begin = time.perf_counter()
@@ -191,6 +192,13 @@ def measure(folder: Path, name: str, steps: int, freeze: bool) -> dict[str, floa
     for place, count in patches.items():
         seconds[f"patches of {place}"] = count
     return seconds
+
+
+def clear_features(trainer: Any) -> None:
+    """Let the step compute the features of a frozen tower, as with pictures that it sees first."""
+    features = trainer.actor_wg.worker.features
+    if features is not None:
+        features.clear()
 
 
 def count_patches(trainer: Any, patches: dict[str, int]) -> None:

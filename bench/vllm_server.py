@@ -17,6 +17,7 @@ generation to compare: `--engines sglang,embedded --server-python VENV/bin/pytho
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from rollout_models import SHAPES
 from verl.config.rollout import EngineKwargsConfig
 from verl.trainer.ppo_trainer import PPOTrainer
 
+HAND_OVER = ("update_weights_s", "update_weights_gb_per_s", "map_cache_s")
 PHASES = ("gen", "old_log_prob", "update_actor", "sync_weights", "step")
 # vLLM has no kernel for smaller heads on a CPU.
 TINY: dict[str, Any] = {**SHAPES["tiny"], "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -46,7 +48,8 @@ def parse_arguments() -> argparse.Namespace:
         help="of vllm, vllm-merged, vllm-in-process, sglang, embedded [vllm,embedded]",
     )
     parser.add_argument("--lora-rank", type=int, default=0, help="0: train all weights [0]")
-    parser.add_argument("--steps", type=int, default=4, help="the first is a warm-up [4]")
+    parser.add_argument("--steps", type=int, default=4, help="at least 3; 1 is a warm-up [4]")
+    parser.add_argument("--no-alone", action="store_true", help="do not run vLLM alone")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=256)
@@ -72,7 +75,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict) -> dict[str, Any]:
-    """Run the steps with one engine; return means of the phases after the warm-up."""
+    """Run the steps with one engine; return means of the phases after the warm-up, the medians of the
+    hand-overs from the third on, and each step's hand-over as `single`."""
     device = torch.device("cpu" if arguments.tiny else "cuda")
     config = gpu_step.make_config(arguments, folder, device)
     config.trainer.default_local_dir = str(folder / engine)
@@ -114,9 +118,11 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     for phase in PHASES:
         values = [step.get(f"timing_s/{phase}", 0.0) for step in steps]
         means[phase] = sum(values) / len(values)
-    for name in ("perf/rollout_update_weights_s", "perf/rollout_update_weights_gb_per_s"):
-        values = [step.get(name, float("nan")) for step in steps]
-        means[name.rpartition("rollout_")[2]] = sum(values) / len(values)
+    for name in HAND_OVER:
+        values = [step.get(f"perf/rollout_{name}", float("nan")) for step in steps]
+        # The first hand-over is the warm-up's, and the second proves the copies that later ones replay.
+        means[name] = statistics.median(values[1:])
+        means[f"single {name}"] = values
     means["mismatch"] = max(step["training/rollout_probs_diff_mean"] for step in steps)
     means["kl"] = max(abs(step["training/rollout_kl"]) for step in steps)
     return means
@@ -151,22 +157,26 @@ def main() -> None:
                 torch.cuda.empty_cache()
             engines = arguments.engines.split(",")
             has_vllm = any(engine.startswith("vllm") for engine in engines)
-            alone = vllm_alone(arguments, model) if has_vllm and not arguments.tiny else None
+            has_alone = has_vllm and not arguments.tiny and not arguments.no_alone
+            alone = vllm_alone(arguments, model) if has_alone else None
             for engine in engines:
                 means = train(arguments, folder, engine, shape)
                 print(json.dumps({"engine": engine, **means}), flush=True)
                 rows.append((model, engine, alone, means))
 
     print(
-        "\n| model | engine | " + " | ".join(PHASES) + " | hand-over s | GB/s | vLLM alone s "
+        "\n| model | engine | "
+        + " | ".join(PHASES)
+        + " | hand-over s | GB/s | mapping of the cache s | vLLM alone s "
         "| step / (vLLM alone + our update) | mean difference of probabilities |"
     )
-    print("|---" * (len(PHASES) + 7) + "|")
+    print("|---" * (len(PHASES) + 8) + "|")
     for model, engine, alone, means in rows:
         cells = [f"{means[phase]:.3f}" for phase in PHASES]
         bound = None if alone is None else alone + means["update_actor"] + means["old_log_prob"]
         ratio = "" if bound is None else f"{means['step'] / bound:.3f}"
         cells += [f"{means['update_weights_s']:.3f}", f"{means['update_weights_gb_per_s']:.2f}"]
+        cells.append(f"{means['map_cache_s']:.3f}")
         cells += ["" if alone is None else f"{alone:.3f}", ratio, f"{means['mismatch']:.1e}"]
         print(f"| {model} | {engine} | " + " | ".join(cells) + " |")
 
