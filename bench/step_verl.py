@@ -34,6 +34,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "STEP_VERL_RUN"  # in the environment of every process of a run, so that it can be ended
 LAST_LINES = 40
 END_S = 20.0  # after SIGTERM
+GONE_S = 10.0  # after SIGKILL
 
 # A row of `step.py`'s table, and the names that the peer may give it.
 ROWS = {
@@ -253,8 +254,9 @@ def check_package(python: str, environment: Mapping[str, str], folder: Path) -> 
 
 
 def end_marked(mark: str) -> None:
-    """End every process of a run: Ray and vLLM start sessions of their own."""
+    """End every process of a run, and wait for it: Ray and vLLM start sessions of their own."""
     wanted = f"{MARK}={mark}".encode()
+    killed = []
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or int(process.name) == os.getpid():
             continue
@@ -262,6 +264,21 @@ def end_marked(mark: str) -> None:
         with contextlib.suppress(OSError):
             if wanted in (process / "environ").read_bytes().split(b"\0"):
                 os.kill(int(process.name), signal.SIGKILL)
+                killed.append(process)
+
+    # Until then it may hold memory of the device.
+    limit = time.monotonic() + GONE_S
+    while any(map(is_running, killed)) and time.monotonic() < limit:
+        time.sleep(0.02)
+
+
+def is_running(process: Path) -> bool:
+    """Return whether the process of a folder in /proc has not ended; a zombie has."""
+    try:
+        status = (process / "status").read_text()
+    except OSError:  # it is gone
+        return False
+    return "zombie" not in status
 
 
 def run_peer(

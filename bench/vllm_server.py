@@ -63,6 +63,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
     parser.add_argument("--folder", type=Path, help="where the temporary folder goes")
     arguments = parser.parse_args()
+    if arguments.steps < 3:
+        parser.error(
+            f"--steps must be at least 3 to have a third hand-over, got {arguments.steps}."
+        )
     arguments.micro_tokens = None
     arguments.no_checkpointing = False
     if arguments.tiny:
