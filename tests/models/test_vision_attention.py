@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.tiny_vision_models import tiny_vision_model
 from verl.models.attention import prepare
 from verl.models.vision import towers_within
-from verl.models.vision_attention import IMPLEMENTATION, window_attention
+from verl.models.vision_attention import IMPLEMENTATION, join_windows, window_attention
 
 # Rows and columns of patches. Windows of Qwen2.5-VL are cut off at the right and at the bottom.
 GRIDS = [(4, 6), (10, 6), (4, 6), (2, 14)]
@@ -91,5 +91,33 @@ def test_a_mask_is_refused():
             *(q, q, q, torch.ones(2, 2)),
             scaling=1.0,
             cu_seq_lens_q=torch.tensor([0, 2]),
-            max_length_q=2,
         )
+
+
+def test_layers_leave_the_longest_window_to_the_attention(monkeypatch):
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+        Qwen2_5_VisionTransformerPretrainedModel as Tower,
+    )
+
+    config = Qwen2_5_VLVisionConfig(
+        depth=1, hidden_size=32, num_heads=4, intermediate_size=48, out_hidden_size=32
+    )
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    tower = Tower(config)
+    attention = tower.blocks[0].attn
+    states = torch.randn(12, 32)
+    bounds = torch.tensor([0, 4, 12], dtype=torch.int32)
+    rotation = (torch.randn(12, 8), torch.randn(12, 8))
+
+    expected = attention(states, cu_seqlens=bounds, position_embeddings=rotation)
+    join_windows(tower)
+
+    def read(tensor):
+        raise AssertionError("a layer reads a number from the device")
+
+    monkeypatch.setattr(torch.Tensor, "item", read)
+    actual = attention(states, cu_seqlens=bounds, position_embeddings=rotation)
+
+    torch.testing.assert_close(actual, expected)

@@ -7,6 +7,7 @@ attention that takes the bounds of the windows.
 
 import copy
 import inspect
+from collections.abc import MutableMapping
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -14,12 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 
 from verl.models.kernels.attention import packed_kernel_takes
 
 # transformers passes bounds to an attention with "flash" in its name.
 IMPLEMENTATION = "verl_flash_windows"
+_LONGEST = "max_seqlen"  # what transformers calls the length of the longest window
+
+# The longest window of bounds that are in use.
+_known_longest: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 
 
 def join_windows(tower: nn.Module) -> None:
@@ -32,6 +38,21 @@ def join_windows(tower: nn.Module) -> None:
         own = copy.copy(module.config)
         own._attn_implementation = IMPLEMENTATION
         module.config = own
+        if _LONGEST in inspect.signature(type(module).forward).parameters:
+            module.register_forward_pre_hook(_leave_longest, with_kwargs=True)
+
+
+def _leave_longest(
+    module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Leave the longest window to `window_attention`.
+
+    transformers would read it from the device in every layer: the host would wait for the device,
+    and a compiled layer would break in two.
+    """
+    if named.get(_LONGEST) is None:
+        named[_LONGEST] = 0  # is not read
+    return inputs, named
 
 
 def has_windows(tower: nn.Module) -> bool:
@@ -59,13 +80,12 @@ def window_attention(
     *,
     scaling: float,
     cu_seq_lens_q: Tensor,
-    max_length_q: int | Tensor,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention within each window, in both directions.
 
     query, key and value (1, H, N, D) -> (1, N, H, D). Window i holds the tokens from
-    `cu_seq_lens_q[i]` to `cu_seq_lens_q[i + 1]`; the longest has `max_length_q` tokens.
+    `cu_seq_lens_q[i]` to `cu_seq_lens_q[i + 1]`.
     """
     assert attention_mask is None, "towers have no mask"
     assert not asked.get("dropout"), "and their dropout is zero"
@@ -75,13 +95,22 @@ def window_attention(
 
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     bounds = cu_seq_lens_q.to(torch.int32)
-    longest = int(max_length_q)  # older releases of transformers give a tensor
+    longest = _longest(cu_seq_lens_q)
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling)
     assert isinstance(out, Tensor)
     return out[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, window_attention)
+
+
+def _longest(bounds: Tensor) -> int:
+    """Return the length of the longest window, read once for the layers that share `bounds`."""
+    longest = _known_longest.get(bounds)
+    if longest is None:
+        longest = int(bounds.diff().max())
+        _known_longest[bounds] = longest
+    return longest
 
 
 def _by_length(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float) -> Tensor:
