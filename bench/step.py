@@ -115,7 +115,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--verl-steps", type=int, default=3, help="the first is a warm-up [3]")
     parser.add_argument(
-        "--verl-timeout", type=float, default=420.0, help="seconds for all of its steps [420]"
+        "--verl-timeout",
+        type=float,
+        default=540.0,
+        help="seconds for its start and all of its steps [540]",
     )
 
     parser.add_argument(
