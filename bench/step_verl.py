@@ -331,6 +331,7 @@ def run_peer(
         code = process.wait()
     finally:
         timer.cancel()
+        timer.join()  # `stop` may be waiting for processes that it killed
         end_marked(environment[MARK])
 
     if late.is_set() or code:
