@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from omegaconf import DictConfig, ListConfig
 
-from verl.utils.column_dicts import same_value
+from verl.utils.column_dicts import union_dict
 from verl.utils.errors import BatchError
 
 
@@ -24,13 +24,7 @@ def union_two_dict(dict1: dict[Any, Any], dict2: Mapping[Any, Any]) -> dict[Any,
 
     Raises BatchError (an AssertionError) if a key of both has unequal values.
     """
-    unequal = [key for key in dict2 if key in dict1 and not same_value(dict1[key], dict2[key])]
-    if unequal:
-        raise BatchError(
-            f"A key of both dictionaries must have equal values, got unequal ones of {unequal}. "
-            "Rename or drop one side's."
-        )
-    dict1.update(dict2)
+    dict1.update(union_dict(dict1, dict(dict2), "entries"))
     return dict1
 
 

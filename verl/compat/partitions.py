@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from verl.engine.dynamic_batches import ceildiv
-from verl.single_controller.dealing import largest_differencing
+from verl.single_controller.dealing import Parts, largest_differencing, merge_partitions
 from verl.utils.errors import BatchError
 
 Partitions = list[list[int]]  # indices of the sequences in each part
@@ -35,20 +35,11 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
     starts = range(0, len(order), k_partitions)
     windows = [order[start : start + k_partitions] for start in starts]
 
-    # One entry of each window goes to each part. A state is a list of (sum, indices). States with
-    # the largest inner differences are merged first, the largest part with the smallest.
-    states: list[list[tuple[int, list[int]]]] = []
+    # One entry of each window goes to each part.
+    partitions: list[Parts] = []
     for window in windows:
-        states.append([(seqlen_list[index], [index]) for index in window])
-
-    while len(states) > 1:
-        states.sort(key=lambda parts: parts[0][0] - parts[-1][0])
-        one = states.pop()
-        other = states.pop()
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other))]
-        states.append(sorted(merged, key=lambda part: -part[0]))
-
-    return sorted(sorted(indices) for _, indices in states[0])
+        partitions.append([(seqlen_list[index], [index]) for index in window])
+    return sorted(sorted(indices) for _, indices in merge_partitions(partitions))
 
 
 def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partitions:

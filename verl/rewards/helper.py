@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +98,9 @@ class Helper:
     def ask(self, message: Any, timeout_s: float) -> Any:
         """Return the answer. After HelperTimeout or HelperDied the helper is closed."""
         ends = time.monotonic() + timeout_s
-        try:
+        with self._closing(timeout_s):
             self._write(message)
             return self._read(ends - time.monotonic())
-        except HelperTimeout:
-            self.close()
-            raise HelperTimeout(f"no answer within {timeout_s:g} s") from None
-        except HelperDied:
-            self.close()
-            raise
 
     def ask_each(self, message: Any, timeout_s: float, numbers: Sequence[int]) -> Iterator[Any]:
         """Yield the answers to one message with several requests, in the order of the requests.
@@ -117,12 +112,18 @@ class Helper:
             numbers: the first entry of each answer, which is a list. Other lines are skipped, such
                 as the answer of a process that the child forked.
         """
-        try:
+        with self._closing(timeout_s):
             self._write(message)
             for position, number in enumerate(numbers):
                 if position > 0 and b"\n" not in self._unread:
                     time.sleep(GATHER_S)
                 yield self._read_numbered(timeout_s, number)
+
+    @contextmanager
+    def _closing(self, timeout_s: float) -> Iterator[None]:
+        """Close the helper if it is late or dies."""
+        try:
+            yield
         except HelperTimeout:
             self.close()
             raise HelperTimeout(f"no answer within {timeout_s:g} s") from None

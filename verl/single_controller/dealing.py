@@ -13,6 +13,7 @@ from verl.protocol import DataProto
 MASK = "response_mask"
 
 Rows = list[list[int]]  # of each share, in the order in which it gets them
+Parts = list[tuple[int, list[int]]]  # of a partition: the sum of its weights, and its items
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,29 @@ def balanced(
 def largest_differencing(weights: Sequence[int], num_parts: int) -> Rows:
     """Divide positive `weights` into `num_parts` parts of nearly equal sums.
 
-    Each partition is a list of parts. The two partitions with the largest inner differences are
-    merged, largest part with smallest, until one is left. O(n log n) merges of `num_parts` parts.
+    O(n log n) merges of `num_parts` parts, see `merge_partitions`.
+    """
+    if not weights:
+        return [[] for _ in range(num_parts)]
+    partitions: list[Parts] = []
+    for item, weight in enumerate(weights):
+        empty_parts = [(0, [])] * (num_parts - 1)
+        partitions.append([(weight, [item]), *empty_parts])
+
+    parts = [sorted(items) for _, items in merge_partitions(partitions)]
+    return sorted(parts, key=lambda items: items[:1] or [len(weights)])
+
+
+def merge_partitions(partitions: Sequence[Parts]) -> Parts:
+    """Merge the two partitions with the largest inner differences, until one is left.
+
+    The parts of each must descend. The largest part of one joins the smallest of the other.
     """
     # The count breaks ties, so that parts are never compared and every run deals alike.
     count = itertools.count()
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for item, weight in enumerate(weights):
-        empty_parts = [(0, [])] * (num_parts - 1)
-        heap.append((-weight, next(count), [(weight, [item]), *empty_parts]))
+    heap: list[tuple[int, int, Parts]] = []
+    for parts in partitions:
+        heap.append((parts[-1][0] - parts[0][0], next(count), parts))
     heapq.heapify(heap)
 
     while len(heap) > 1:
@@ -83,13 +98,8 @@ def largest_differencing(weights: Sequence[int], num_parts: int) -> Rows:
         _, _, other = heapq.heappop(heap)
         merged = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other))]
         merged.sort(key=lambda part: -part[0])
-        difference = merged[0][0] - merged[-1][0]
-        heapq.heappush(heap, (-difference, next(count), merged))
-
-    if not heap:
-        return [[] for _ in range(num_parts)]
-    parts = [sorted(items) for _, items in heap[0][2]]
-    return sorted(parts, key=lambda items: items[:1] or [len(weights)])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], next(count), merged))
+    return heap[0][2]
 
 
 def in_windows(lengths: Sequence[int], num_shares: int, unit_rows: int = 1) -> Rows:
