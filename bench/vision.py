@@ -3,6 +3,7 @@
     python bench/vision.py                # 3B shape, drawn weights; needs a GPU of 80 GB or more
     python bench/vision.py --tiny         # a tiny shape, to try the script on a CPU
     python bench/vision.py --freeze       # the vision tower is not trained
+    python bench/vision.py --vllm         # the rollout of vLLM, too
 
 Both models get 32 prompts of 1,024 + 64 tokens, 8 samples of 128 tokens each. In the prompts of the
 vision model the 1,024 tokens are one picture (64 x 64 patches). The text model gets plain tokens.
@@ -12,6 +13,7 @@ over the pictures. Exit code 1 if the step takes more than 1.25 times that of te
 """
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from training_process import run_limited
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -27,6 +30,7 @@ from transformers import (
     Qwen2Config,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from vision_vllm import Job
 
 from verl.models.pictures import Picture
 from verl.models.shapes_model import VISION, make_tokenizer
@@ -34,6 +38,8 @@ from verl.trainer import PPOTrainer
 from verl.utils.phases import phase
 
 GOAL = 1.25
+VLLM_LOG = Path("outputs/vision_vllm.log")
+VLLM_LIMIT_S = 300.0
 PROMPTS, SAMPLES, RESPONSE, TEXT = 32, 8, 128, 64
 TOKEN_ROWS = 32  # rows and columns of the picture's tokens
 VOCABULARY = 151_936
@@ -57,16 +63,16 @@ VISION_3B: dict[str, Any] = {
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+TINY: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2}
 
 
 def make_models(folder: Path, tiny: bool) -> dict[str, Path]:
     """Write both models with drawn weights; return their folders."""
     text = TEXT_3B | (TINY | {"num_attention_heads": 4, "vocab_size": 512} if tiny else {})
     vision = dict(VISION_3B)
-    sections = [4, 2, 2] if tiny else [16, 24, 24]
+    sections = [4, 6, 6] if tiny else [16, 24, 24]
     if tiny:
-        vision |= {"depth": 2, "hidden_size": 64, "num_heads": 4, "out_hidden_size": 64}
+        vision |= {"depth": 2, "hidden_size": 64, "num_heads": 4, "out_hidden_size": 128}
         vision |= {"intermediate_size": 96, "patch_size": 4, "fullatt_block_indexes": [1]}
 
     tokenizer = make_tokenizer()
@@ -95,7 +101,10 @@ def make_models(folder: Path, tiny: bool) -> dict[str, Path]:
         model.save_pretrained(folders[name])
         tokenizer.save_pretrained(folders[name])
         if name == "vision":
-            Qwen2VLImageProcessorPil(patch_size=vision["patch_size"]).save_pretrained(folders[name])
+            pixels = {"shortest_edge": 256, "longest_edge": 1024 * 1024}
+            Qwen2VLImageProcessorPil(patch_size=vision["patch_size"], size=pixels).save_pretrained(
+                folders[name]
+            )
         del model
     return folders
 
@@ -215,6 +224,39 @@ def count_patches(trainer: Any, patches: dict[str, int]) -> None:
         tower.register_forward_hook(count)
 
 
+def measure_vllm(folder: Path, tiny: bool) -> dict[str, float]:
+    """Return the seconds of vLLM's rollouts of the vision model, in a process of its own."""
+    config = Qwen2_5_VLConfig.from_pretrained(folder)
+    vision: Any = config.vision_config
+    job = Job(
+        folder=str(folder),
+        dtype="float32" if tiny else "bfloat16",
+        prompts=PROMPTS,
+        samples=SAMPLES,
+        text_tokens=TEXT,
+        picture_tokens=TOKEN_ROWS**2,
+        picture_side=TOKEN_ROWS * vision.spatial_merge_size * vision.patch_size,
+        picture_token=config.image_token_id,
+        response_tokens=RESPONSE,
+    )
+    job_file, result = folder.parent / "vllm.job.json", folder.parent / "vllm.json"
+    job.write(job_file)
+    script = Path(__file__).parent / "vision_vllm.py"
+    command = [str(script), "--job", str(job_file), "--json", str(result)]
+    problem = run_limited(command, VLLM_LOG, limit_s=VLLM_LIMIT_S)
+    if problem:
+        raise SystemExit(f"vision.py: vLLM gave no result: {problem}")
+    found = json.loads(result.read_text(encoding="utf-8"))
+    print(found["versions"])
+    return found["seconds"]
+
+
+def show(name: str, seconds: dict[str, float]) -> None:
+    """Print a line of phases and their seconds."""
+    shown = ", ".join(f"{phase_name} {value:.3g}" for phase_name, value in seconds.items())
+    print(f"{name}: {shown}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -223,6 +265,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", choices=("text", "vision"), help="measure one model")
     parser.add_argument("--freeze", action="store_true", help="do not train the vision tower")
+    parser.add_argument("--vllm", action="store_true", help="measure vLLM's rollout, too")
     given = parser.parse_args()
     if given.tiny:
         global PROMPTS, RESPONSE, TOKEN_ROWS
@@ -235,14 +278,18 @@ def main() -> int:
         for name, folder in folders.items():
             if given.only in (None, name):
                 results[name] = measure(folder, name, given.steps, given.freeze)
+                show(name, results[name])
+        if given.vllm:
+            results["vllm"] = measure_vllm(folders["vision"], given.tiny)
+            show("vllm", results["vllm"])
     finally:
         shutil.rmtree(place)
 
-    for name, seconds in results.items():
-        shown = ", ".join(f"{phase_name} {value:.3g}" for phase_name, value in seconds.items())
-        print(f"{name}: {shown}")
     print(f"patches of one pass over the pictures: {PROMPTS * (2 * TOKEN_ROWS) ** 2}")
-    if len(results) < 2:
+    if given.vllm and "vision" in results:
+        ratio = results["vllm"]["new pictures"] / results["vision"]["gen"]
+        print(f"vLLM's rollout of new pictures takes {ratio:.2f} times as long as ours")
+    if not results.keys() >= {"text", "vision"}:
         return 0
     ratio = results["vision"]["step"] / results["text"]["step"]
     print(f"step time with pictures: {ratio:.2f} of text")
