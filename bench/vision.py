@@ -3,7 +3,7 @@
     python bench/vision.py                # 3B shape, drawn weights; needs a GPU of 80 GB or more
     python bench/vision.py --tiny         # a tiny shape, to try the script on a CPU
     python bench/vision.py --freeze       # the vision tower is not trained
-    python bench/vision.py --vllm         # the rollout of vLLM, too
+    python bench/vision.py --vllm         # the rollout of vLLM, too; it needs torchvision
 
 Both models get 32 prompts of 1,024 + 64 tokens, 8 samples of 128 tokens each. In the prompts of the
 vision model the 1,024 tokens are one picture (64 x 64 patches). The text model gets plain tokens.

@@ -13,6 +13,9 @@ process, which sleeps while the trainer works: `--engines vllm-in-process,vllm,e
 in the environment of this script. The engine sglang is a server of SGLang, without vLLM's own
 generation to compare: `--engines sglang,embedded --server-python VENV/bin/python`, and its flags in
 `--server-flags '{"attention_backend": "triton"}'`.
+
+With `--hand-over-only` nothing is trained: no gradients and no moments take memory, so that a 7B fits next to
+an engine: `--hand-over-only --models 7b --prompts 8 --new-tokens 16`.
 """
 
 import argparse
@@ -29,12 +32,20 @@ import torch
 from rollout_models import SHAPES
 
 from verl.config.rollout import EngineKwargsConfig
+from verl.protocol import DataProto
 from verl.trainer.ppo_trainer import PPOTrainer
 
 HAND_OVER = ("update_weights_s", "update_weights_gb_per_s", "map_cache_s")
 PHASES = ("gen", "old_log_prob", "update_actor", "sync_weights", "step")
 # vLLM has no kernel for smaller heads on a CPU.
 TINY: dict[str, Any] = {**SHAPES["tiny"], "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+class HandOvers(PPOTrainer):
+    """Steps without an update, which hand over the weights as they are."""
+
+    def update(self, batch: DataProto) -> None:
+        """Train nothing."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -49,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--lora-rank", type=int, default=0, help="0: train all weights [0]")
     parser.add_argument("--steps", type=int, default=4, help="at least 3; 1 is a warm-up [4]")
+    parser.add_argument("--hand-over-only", action="store_true", help="train nothing")
     parser.add_argument("--no-alone", action="store_true", help="do not run vLLM alone")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
@@ -100,7 +112,8 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     prompts = gpu_step.RandomPrompts(
         arguments.prompts * 2, arguments.prompt_tokens, shape["vocab_size"]
     )
-    trainer = PPOTrainer(
+    trainer_class = HandOvers if arguments.hand_over_only else PPOTrainer
+    trainer = trainer_class(
         config,
         reward_fn=gpu_step.even_share,
         val_reward_fn=gpu_step.even_share,
@@ -161,7 +174,8 @@ def main() -> None:
                 torch.cuda.empty_cache()
             engines = arguments.engines.split(",")
             has_vllm = any(engine.startswith("vllm") for engine in engines)
-            has_alone = has_vllm and not arguments.tiny and not arguments.no_alone
+            leaves_out = arguments.tiny or arguments.no_alone or arguments.hand_over_only
+            has_alone = has_vllm and not leaves_out
             alone = vllm_alone(arguments, model) if has_alone else None
             for engine in engines:
                 means = train(arguments, folder, engine, shape)
