@@ -356,3 +356,31 @@ def test_plan_is_available_in_verl_utils_and_as_a_command(tmp_path: Path, capsys
         profile_memory(
             make_config(tmp_path, QWEN_7B, "actor_rollout_ref.model.path=./nowhere"), device_gib=80
         )
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_vllm_in_process_takes_its_share_of_the_device(tmp_path: Path, sleeps: bool):
+    rollout = "actor_rollout_ref.rollout"
+    config = make_config(
+        tmp_path,
+        QWEN_7B,
+        *ONE,
+        f"{rollout}.name=vllm",
+        f"{rollout}.in_process=True",
+        f"{rollout}.gpu_memory_utilization=0.25",
+        f"{rollout}.free_cache_engine={sleeps}",
+    )
+    plan = plan_memory(config, 140)
+    share = int(0.25 * 140 * GIB)
+    weights = plan.rollout.weights
+    assert 14 < weights / GIB < 15
+    assert plan.rollout.weights + plan.rollout.working == share
+
+    generation = phase_of(plan, "actor", "rollout").device
+    assert generation["rollout weights"] + generation["rest of the engine's share"] == share
+    update = phase_of(plan, "actor", "actor update").device
+    assert update.get("rollout, awake", 0) == (0 if sleeps else share)
+    hand_over = phase_of(plan, "actor", "weights to the rollout").device
+    assert hand_over["rollout weights"] + hand_over.get("pages", 0) == (
+        weights if sleeps else share
+    )

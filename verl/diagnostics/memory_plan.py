@@ -395,14 +395,17 @@ class _Planner:
         """
         if self._sleeps:
             return 0 if self.placement.on_cuda else self.rollout.weights
-        return self.rollout.weights + self.rollout.page_memory
+        return self.rollout.kept
 
     def _handed_over(self, role: str) -> dict[str, int]:
         """Return the rollout engine's bytes in a phase between hand-over and generation."""
         if role not in self.placement.beside("rollout"):
             return {}
-        pages = 0 if self._sleeps else self.rollout.page_memory
-        return {"rollout weights": self.rollout.weights, "pages": pages}
+        weights = self.rollout.weights
+        return {
+            "rollout weights": weights,
+            "pages": 0 if self._sleeps else self.rollout.kept - weights,
+        }
 
     def _rollout(self, plain: ModelShape) -> RolloutPlan:
         """Plan the rollout engine; `plain` is the policy without adapters."""
@@ -420,6 +423,7 @@ class _Planner:
             aliases=not on_cuda and is_whole and roles.model.lora_rank == 0 and not self._is_apart,
             ranks=len(self.placement.roles["rollout"]),
             room=None if usable is None else usable - sum(beside.values()) - self._other_engines,
+            device_bytes=self.placement.device_bytes,
         )
 
 

@@ -36,7 +36,15 @@ class RolloutPlan:
         return min(self.samples, self.most_at_once, self.pages // self.pages_a_sample)
 
     @property
+    def kept(self) -> int:
+        """Return the bytes of an engine that does not sleep while others compute."""
+        return self.weights + (self.page_memory if self.page_tokens else self.working)
+
+    @property
     def parts(self) -> dict[str, int]:
+        """Return bytes by purpose during generation."""
+        if not self.page_tokens:
+            return {"rollout weights": self.weights, "rest of the engine's share": self.working}
         return {
             "rollout weights": self.weights,
             "pages": self.page_memory,
@@ -45,7 +53,8 @@ class RolloutPlan:
 
     def __str__(self) -> str:
         if self.page_tokens == 0:
-            return f"in the memory of servers; {self.at_once} of {self.samples} samples at once"
+            place = "the engine's share of the device" if self.working else "the memory of servers"
+            return f"in {place}; {self.at_once} of {self.samples} samples at once"
         return (
             f"{self.pages} pages of {self.page_tokens} tokens, {self.page_bytes / 2**20:.2f} MiB "
             f"each; {self.at_once} of {self.samples} samples run at once at full length"
@@ -73,6 +82,7 @@ def plan_rollout(
     aliases: bool,
     ranks: int,
     room: float | None,
+    device_bytes: int | None,
 ) -> RolloutPlan:
     """Plan the engine of one device.
 
@@ -84,12 +94,17 @@ def plan_rollout(
         aliases: whether the trainer's weights can serve as they are.
         ranks: number that generates.
         room: bytes that the trainer leaves free; None: unknown.
+        device_bytes: of the whole device; None: unknown.
     """
     parts = config.tensor_model_parallel_size
     itemsize = _itemsize(config, shape, on_cuda)
     capabilities = capabilities_of(config.name)
-    is_copy = not (capabilities.external or (aliases and capabilities.aliases_weights))
+    is_elsewhere = capabilities.external and not config.in_process
+    is_copy = not (is_elsewhere or (aliases and capabilities.aliases_weights))
     weights = _weight_bytes(config, shape, parts, itemsize) if is_copy else 0
+    share = None
+    if device_bytes is not None:
+        share = max(int(config.gpu_memory_utilization * device_bytes) - weights, 0)
     token_bytes = shape.layers * shape.cached // parts * itemsize
 
     longest = config.max_model_len or batch.longest
@@ -111,6 +126,7 @@ def plan_rollout(
         token_bytes=token_bytes,
         on_cuda=on_cuda,
         room=None if room is None else room - weights,
+        share=share,
     )
     memory = plan_engine(config, load)
 

@@ -31,6 +31,8 @@ class EngineLoad:
 
     on_cuda: bool
     room: float | None  # bytes that the trainer and the engine's weights leave; None: not known
+    # Bytes that `gpu_memory_utilization` of the whole device has above the weights; None: not known.
+    share: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class EngineMemory:
     page_tokens: int
     pages_a_sample: int  # of the longest one
     pages: int
-    working: int  # bytes of a prefill and of logits
+    working: int  # bytes of a prefill and of logits; without pages, of all but weights
 
 
 def spare_rows(config: RolloutConfig) -> int:

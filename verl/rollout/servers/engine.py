@@ -105,8 +105,9 @@ class ServerEngine(EngineClass):
 
     @classmethod
     def plan(cls, config: RolloutConfig, load: EngineLoad) -> EngineMemory:
-        """Implement `EngineClass.plan`: the servers' memory is their own."""
-        return EngineMemory(page_tokens=0, pages_a_sample=1, pages=load.samples, working=0)
+        """Implement `EngineClass.plan`: servers have memory of their own, in process it is a share."""
+        share = load.share if config.in_process else None
+        return EngineMemory(page_tokens=0, pages_a_sample=1, pages=load.samples, working=share or 0)
 
     def __init__(
         self, *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device
