@@ -6,6 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel as Tower,
+)
 
 from tests.tiny_vision_models import tiny_vision_model
 from verl.models.attention import prepare
@@ -95,11 +99,6 @@ def test_a_mask_is_refused():
 
 
 def test_layers_leave_the_longest_window_to_the_attention(monkeypatch):
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-        Qwen2_5_VisionTransformerPretrainedModel as Tower,
-    )
-
     config = Qwen2_5_VLVisionConfig(
         depth=1, hidden_size=32, num_heads=4, intermediate_size=48, out_hidden_size=32
     )
