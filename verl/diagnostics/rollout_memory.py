@@ -82,7 +82,7 @@ def plan_rollout(
     aliases: bool,
     ranks: int,
     room: float | None,
-    device_bytes: int | None,
+    device_bytes: int | None = None,
 ) -> RolloutPlan:
     """Plan the engine of one device.
 
