@@ -1,8 +1,9 @@
 """vLLM at the rollout of `vision.py`, which starts this script.
 
-Every prompt is one request with all its samples, so vLLM prepares its picture once. That preparation is timed;
-ours get their pictures prepared. vLLM keeps prepared pictures and the features of its tower, so
-the same pictures are drawn from twice: new, and once more with an empty prefix cache.
+Every prompt is one request with all its samples, so vLLM prepares its picture once. That
+preparation is timed; ours get their pictures prepared. vLLM keeps prepared pictures and the
+features of its tower, so the same pictures are drawn from twice: new, and once more with an empty
+prefix cache.
 """
 
 import argparse

@@ -14,8 +14,8 @@ in the environment of this script. The engine sglang is a server of SGLang, with
 generation to compare: `--engines sglang,embedded --server-python VENV/bin/python`, and its flags in
 `--server-flags '{"attention_backend": "triton"}'`.
 
-With `--hand-over-only` nothing is trained: no gradients and no moments take memory, so that a 7B fits next to
-an engine: `--hand-over-only --models 7b --prompts 8 --new-tokens 16`.
+With `--hand-over-only` nothing is trained: no gradients and no moments take memory, so that a 7B
+fits next to an engine: `--hand-over-only --models 7b --prompts 8 --new-tokens 16`.
 """
 
 import argparse
