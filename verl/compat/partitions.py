@@ -39,7 +39,7 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
     partitions: list[Parts] = []
     for window in windows:
         partitions.append([(seqlen_list[index], [index]) for index in window])
-    return sorted(sorted(indices) for _, indices in merge_partitions(partitions))
+    return sorted(sorted(indices) for _, indices in merge_partitions(partitions, tie_step=-1))
 
 
 def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partitions:

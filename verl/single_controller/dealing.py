@@ -81,13 +81,17 @@ def largest_differencing(weights: Sequence[int], num_parts: int) -> Rows:
     return sorted(parts, key=lambda items: items[:1] or [len(weights)])
 
 
-def merge_partitions(partitions: Sequence[Parts]) -> Parts:
+def merge_partitions(partitions: Sequence[Parts], *, tie_step: int = 1) -> Parts:
     """Merge the two partitions with the largest inner differences, until one is left.
 
     The parts of each must descend. The largest part of one joins the smallest of the other.
+
+    Args:
+        tie_step: which of several partitions with equal differences comes first: 1, the earliest;
+            -1, the latest.
     """
     # The count breaks ties, so that parts are never compared and every run deals alike.
-    count = itertools.count()
+    count = itertools.count(step=tie_step)
     heap: list[tuple[int, int, Parts]] = []
     for parts in partitions:
         heap.append((parts[-1][0] - parts[0][0], next(count), parts))
