@@ -106,6 +106,8 @@ def make_models(folder: Path, tiny: bool) -> dict[str, Path]:
                 folders[name]
             )
         del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # vLLM counts it as taken
     return folders
 
 
@@ -275,13 +277,13 @@ def main() -> int:
     try:
         folders = make_models(place, given.tiny)
         results = {}
+        if given.vllm:  # before a trainer of this process takes memory of the device
+            results["vllm"] = measure_vllm(folders["vision"], given.tiny)
+            show("vllm", results["vllm"])
         for name, folder in folders.items():
             if given.only in (None, name):
                 results[name] = measure(folder, name, given.steps, given.freeze)
                 show(name, results[name])
-        if given.vllm:
-            results["vllm"] = measure_vllm(folders["vision"], given.tiny)
-            show("vllm", results["vllm"])
     finally:
         shutil.rmtree(place)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoImageProcessor
 
 from tests.data.scripts import load_script
 from tests.tiny_vision_models import IMAGE
@@ -23,7 +24,7 @@ from verl.data.sft_dataset import SFTDataset
 from verl.models.load import load_tokenizer
 from verl.models.processor import load_picture_processor
 from verl.rewards.rules import default_compute_score
-from verl.utils.errors import DataError
+from verl.utils.errors import DataError, ModelError
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +228,20 @@ def test_geometry_rows_have_their_pictures(
     answer = "so \\boxed{12\\sqrt{3}}"
     assert default_compute_score(rows[0]["data_source"], answer, truth) == 1.0
     assert default_compute_score(rows[0]["data_source"], "\\boxed{12}", truth) == 0.0
+
+
+def test_the_error_of_a_processor_names_the_package_that_is_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        try:
+            raise ModuleNotFoundError("No module named 'pycountry'")
+        except ModuleNotFoundError as cause:
+            raise ModuleNotFoundError("Could not import module 'MistralBackend'.") from cause
+
+    monkeypatch.setattr(AutoImageProcessor, "from_pretrained", fail)
+    with pytest.raises(ModelError, match=r"'MistralBackend'\. The cause: No module .*'pycountry'"):
+        load_picture_processor(folder, load_tokenizer(folder))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])

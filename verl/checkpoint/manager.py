@@ -27,7 +27,7 @@ from verl.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
-from verl.utils.errors import CheckpointError
+from verl.utils.errors import CheckpointError, causes
 from verl.utils.limits import grown_too_large, make_writable
 from verl.utils.logging import logger
 
@@ -361,16 +361,12 @@ class CheckpointManager:
     def _why_unwritten(self, error: BaseException) -> str | None:
         """Describe a fault of the disk; None if the fault is the writer's own."""
         free = shutil.disk_usage(self.root if self.root.is_dir() else Path.cwd()).free
-        texts: list[str] = []
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-                texts.append("no space")
-            texts.append(str(cause))
-            cause = cause.__cause__ or cause.__context__
-
-        is_full = free < _FULL_DISK_BYTES or any(map(_NO_SPACE.search, texts))
-        if is_full:
+        is_full = any(
+            (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT))
+            or _NO_SPACE.search(str(cause))
+            for cause in causes(error)
+        )
+        if is_full or free < _FULL_DISK_BYTES:
             return (
                 f"no space left on the disk of {self.root}, {free / 2**20:.1f} MiB free ({error}). "
                 "Free some, lower trainer.max_actor_ckpt_to_keep, or set trainer.default_local_dir "

@@ -30,7 +30,7 @@ from verl.models.logprobs import head_of
 from verl.models.probe import check_packed
 from verl.models.vision import attention_settings, family_of, reads_pictures
 from verl.utils.cache import cache_folder
-from verl.utils.errors import ModelError
+from verl.utils.errors import ModelError, causes
 from verl.utils.logging import say_once
 
 TOY = "toy"
@@ -344,7 +344,7 @@ def _need_hub(source: str, part: str) -> None:
     except Exception as error:
         # Releases of the hub's client raise errors of different libraries. If it is no error of the
         # network, loading raises it again.
-        if any(isinstance(cause, (socket.gaierror, ConnectionError)) for cause in _causes(error)):
+        if any(isinstance(cause, (socket.gaierror, ConnectionError)) for cause in causes(error)):
             raise _unreachable(source, part) from error
 
 
@@ -356,16 +356,9 @@ def _unreachable(source: str, part: str) -> ModelError:
     )
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
-
-
 def _explained(source: str, part: str, error: Exception) -> ModelError:
     """Turn an error of loading into a ModelError with the fix."""
-    kinds = {type(cause) for cause in _causes(error)}
+    kinds = {type(cause) for cause in causes(error)}
 
     def is_a(*classes: type[BaseException]) -> bool:
         return any(issubclass(kind, classes) for kind in kinds)

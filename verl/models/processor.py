@@ -23,7 +23,7 @@ from verl.models.load import load_model_config, resolve_path
 from verl.models.pictures import Picture
 from verl.models.videos import VideoProcessor
 from verl.models.vision import family_of, knows_videos, reads_pictures
-from verl.utils.errors import DataError, ModelError
+from verl.utils.errors import DataError, ModelError, causes
 from verl.utils.imports import require
 
 # Outputs of a processor that are not read by the vision tower.
@@ -122,8 +122,11 @@ def load_picture_processor(
         settings = _settings(kind, source)
         processor = _of_images_alone(kind)(image_processor=images, tokenizer=tokenizer, **settings)
     except ImportError as error:
+        # transformers names a class of its own, which may have failed for want of another package
+        *_, root = causes(error)
+        reason = f"{error}" if root is error else f"{error} The cause: {root}"
         raise ModelError(
-            f"Cannot load the processor of pictures from '{source}': {error}"
+            f"Cannot load the processor of pictures from '{source}': {reason}"
         ) from error
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(

@@ -26,7 +26,7 @@ from verl.rewards.origin import runs_here, uses_signals
 from verl.rewards.outcome import Arguments, Outcome
 from verl.rewards.processes import ProcessFunction, pack_call
 from verl.rewards.watch import THREAD_NAME, LateCall, LockWatch, forbid_exit, interrupt
-from verl.utils.errors import ConfigError, RewardError
+from verl.utils.errors import ConfigError, RewardError, causes
 from verl.utils.logging import logger, say_once
 
 # Threads that one batch may use once calls hang; before the first time-out it uses one.
@@ -169,11 +169,10 @@ class Caller:
 
 
 def _needs_main_thread(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        isinstance(cause, ValueError) and "signal only works in main thread" in str(cause)
+        for cause in causes(error)
+    )
 
 
 def _call(function: Callable[..., Any], sample: dict[str, Any]) -> Outcome:

@@ -104,6 +104,14 @@ def sendable(error: BaseException) -> BaseException | None:
     return error
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the one that caused it, and so on to the first."""
+    seen = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
 def line_in(error: BaseException, file: str | None) -> int | None:
     """Return the last line of `file` in the traceback of an error; None if it has none."""
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
