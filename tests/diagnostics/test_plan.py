@@ -381,6 +381,6 @@ def test_vllm_in_process_takes_its_share_of_the_device(tmp_path: Path, sleeps: b
     update = phase_of(plan, "actor", "actor update").device
     assert update.get("rollout, awake", 0) == (0 if sleeps else share)
     hand_over = phase_of(plan, "actor", "weights to the rollout").device
-    assert hand_over["rollout weights"] + hand_over.get("pages", 0) == (
-        weights if sleeps else share
-    )
+    rest = hand_over.get("rest of the engine's share", 0)
+    assert hand_over["rollout weights"] + rest == (weights if sleeps else share)
+    assert "pages" not in hand_over

@@ -395,17 +395,15 @@ class _Planner:
         """
         if self._sleeps:
             return 0 if self.placement.on_cuda else self.rollout.weights
-        return self.rollout.kept
+        return sum(self.rollout.kept.values())
 
     def _handed_over(self, role: str) -> dict[str, int]:
         """Return the rollout engine's bytes in a phase between hand-over and generation."""
         if role not in self.placement.beside("rollout"):
             return {}
-        weights = self.rollout.weights
-        return {
-            "rollout weights": weights,
-            "pages": 0 if self._sleeps else self.rollout.kept - weights,
-        }
+        if self._sleeps:
+            return {"rollout weights": self.rollout.weights}
+        return self.rollout.kept
 
     def _rollout(self, plain: ModelShape) -> RolloutPlan:
         """Plan the rollout engine; `plain` is the policy without adapters."""

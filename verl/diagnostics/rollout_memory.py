@@ -36,20 +36,18 @@ class RolloutPlan:
         return min(self.samples, self.most_at_once, self.pages // self.pages_a_sample)
 
     @property
-    def kept(self) -> int:
-        """Return the bytes of an engine that does not sleep while others compute."""
-        return self.weights + (self.page_memory if self.page_tokens else self.working)
+    def kept(self) -> dict[str, int]:
+        """Return the bytes by purpose of an engine that does not sleep while others compute."""
+        if not self.page_tokens:
+            return {"rollout weights": self.weights, "rest of the engine's share": self.working}
+        return {"rollout weights": self.weights, "pages": self.page_memory}
 
     @property
     def parts(self) -> dict[str, int]:
         """Return bytes by purpose during generation."""
         if not self.page_tokens:
-            return {"rollout weights": self.weights, "rest of the engine's share": self.working}
-        return {
-            "rollout weights": self.weights,
-            "pages": self.page_memory,
-            "prefill and logits": self.working,
-        }
+            return self.kept
+        return {**self.kept, "prefill and logits": self.working}
 
     def __str__(self) -> str:
         if self.page_tokens == 0:
