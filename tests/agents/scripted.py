@@ -6,6 +6,7 @@ from typing import Any
 from tests.agents.templates import FAMILIES
 from tests.agents.tokenizers import word_tokenizer
 from verl.agents import AgentRunner, EngineClient, EngineSteps, Episode
+from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.rollout import Completion, Request, Room, SamplingParams, Trajectory
 
@@ -110,7 +111,7 @@ def play(
 ) -> tuple[list[Trajectory], dict[str, float], ScriptedEngine]:
     """Play episodes on a scripted engine. Return trajectories, metrics and the engine."""
     engine = ScriptedEngine(tokenizer, script)
-    runner = AgentRunner(config, tokenizer)
+    runner = AgentRunner(config, tokenizer, model=ModelConfig(path="some/model"))
     client = EngineClient(EngineSteps(engine, PARAMS, seed=0, step=1), max_model_len=4000)
     try:
         trajectories = runner.play(episodes, client)

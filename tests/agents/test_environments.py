@@ -217,6 +217,7 @@ def test_a_cancelled_episode_still_closes():
     [
         (("obs", 1.0, True, {}), "must return a verl.agents.environments.Observation, got tuple"),
         (Observation(["hello"]), "must return messages such as"),  # pyright: ignore
+        (Observation([], None), "must return a finite reward, got None"),  # pyright: ignore
         (Observation([], math.nan), "must return a finite reward, got nan"),
     ],
 )

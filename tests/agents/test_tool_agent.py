@@ -145,8 +145,11 @@ def test_an_episode_ends_at_its_limits(
     assert metrics[f"agent_loop/ended_by/{ended_by}"] == 1
     assert trajectory.segments[-1].is_model, "nothing stands after the last turn of the model"
     assert len(trajectory.response_ids) <= config.response_length
+    drawn = sum(segment.is_model for segment in trajectory.segments)
     if turns is not None:
-        assert sum(segment.is_model for segment in trajectory.segments) == turns
+        assert drawn == turns
+    # the prompt, the turns, and the answers that the model read
+    assert trajectory.num_turns == 1 + drawn + (drawn - 1)
 
 
 @pytest.mark.parametrize(("policy", "masks"), [("text", [True, True]), ("mask", [False, True])])

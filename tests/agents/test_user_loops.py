@@ -86,6 +86,53 @@ class Warm(New):
         return await super().run({**sampling_params, "temperature": 0.1}, **kwargs)
 
 
+class Stops(New):
+    async def run(self, sampling_params, **kwargs):
+        return await super().run({**sampling_params, "stop": ["Observation:"]}, **kwargs)
+
+
+class Free(New):
+    """Parameters that change no token are taken."""
+
+    async def run(self, sampling_params, **kwargs):
+        free = {"logprobs": 1, "stop": None, "presence_penalty": 0.0, "n": 1, "max_tokens": 50}
+        return await super().run({**sampling_params, **free}, **kwargs)
+
+
+class Later(AgentLoopBase):
+    """verl 0.6 and later, with ids straight from the chat template."""
+
+    @classmethod
+    def init_class(cls, config, tokenizer, processor):
+        cls.model = config.actor_rollout_ref.model.path
+        cls.processor_of_class = processor
+
+    def __init__(self, trainer_config, server_manager, tokenizer, processor):
+        super().__init__(trainer_config, server_manager, tokenizer, processor=processor)
+
+    async def run(self, sampling_params, **kwargs):
+        assert self.processor is None and self.processor_of_class is None
+        ids = self.tokenizer.apply_chat_template(
+            kwargs["raw_prompt"], add_generation_prompt=True, tokenize=True
+        )
+        drawn = await self.server_manager.generate(
+            request_id="id", prompt_ids=ids, sampling_params=sampling_params
+        )
+        names = ("agent_name", "tools_kwargs", "interaction_kwargs")
+        return AgentLoopOutput(
+            prompt_ids=ids,
+            response_ids=drawn,
+            response_mask=[1] * len(drawn),
+            extra_fields={"model": self.model, **{name: kwargs[name] for name in names}},
+        )
+
+
+class Unprepared(New):
+    @classmethod
+    def init_class(cls, config, tokenizer, database):
+        pass
+
+
 class Raises(New):
     async def run(self, sampling_params, **kwargs):
         raise KeyError("nothing here")
@@ -100,6 +147,10 @@ def loops(tmp_path: Path) -> str:
         "new": "New",
         "retokenizes": "Retokenizes",
         "warm": "Warm",
+        "stops": "Stops",
+        "free": "Free",
+        "later": "Later",
+        "unprepared": "Unprepared",
         "raises": "Raises",
     }
     lines = [
@@ -144,6 +195,27 @@ def test_loop_of_later_versions_returns_score_and_fields(loops: str):
     assert trajectory.extra == {"turn_scores": [1.0]}
 
 
+def test_a_later_loop_gets_ids_of_the_template_and_fields_of_the_row(loops: str):
+    extra = {"tools_kwargs": {"a": {"create_kwargs": {"x": 1}}, "b": None}}
+    _, (trajectory,), _ = run(loops, "later", fields={"extra_info": extra})
+    assert trajectory.extra == {
+        "model": "some/model",
+        "agent_name": "later",
+        "tools_kwargs": {"a": {"create_kwargs": {"x": 1}}},
+        "interaction_kwargs": {},
+    }
+
+
+def test_sampling_parameters_without_an_effect_are_taken(loops: str):
+    _, (trajectory,), _ = run(loops, "free")
+    assert trajectory.response_ids
+
+
+def test_a_class_that_cannot_be_prepared_is_named(loops: str):
+    with pytest.raises(ConfigError, match=r"'unprepared' cannot be used: .*'database'"):
+        run(loops, "unprepared")
+
+
 def test_an_episode_may_give_several_trajectories(loops: str):
     _, trajectories, _ = run(loops, "new", episodes=2, fields={"outputs": 3})
     found = [(each.row, each.part, each.reward) for each in trajectories]
@@ -155,6 +227,7 @@ def test_an_episode_may_give_several_trajectories(loops: str):
     [
         ("retokenizes", r"marks tokens as the model's that the engine did not draw there"),
         ("warm", r"'temperature'\] is 0.1 in an agent loop, the rollout's is 1.0"),
+        ("stops", r"sampling_params\['stop'\]=\['Observation:'\] cannot be set for one turn"),
         ("raises", r"The agent loop 'raises' raised KeyError: 'nothing here' in sample 0"),
     ],
 )
@@ -170,9 +243,15 @@ def test_an_episode_whose_loop_raises_can_be_dropped(loops: str):
     assert metrics["agent_loop/dropped"] == 1
 
 
+def test_a_missing_loop_file_names_its_key(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"agent_loop_config_path: expected a YAML file at"):
+        run(str(tmp_path / "nothing.yaml"), "a")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("a: [", "must be a YAML file"),
         ("name: a", "must be a list of"),
         ("- name: a", "entry 0: expected the keys name and _target_"),
         ("- {name: a, _target_: verl.rollout.trajectory.Trajectory}", "with run .*or with play"),

@@ -137,7 +137,8 @@ def test_a_loop_from_a_users_file_trains(tmp_path: Path, loop: str):
 
                 async def run(self, messages, sampling_params):
                     one = await super().run(messages, sampling_params)
-                    return [one, one] if len(one.response_ids) % 2 else one
+                    first = one.model_copy(update={"reward_score": None})
+                    return [first, one] if len(one.response_ids) % 2 else one
             """
         )
     )
@@ -155,6 +156,14 @@ def test_a_loop_from_a_users_file_trains(tmp_path: Path, loop: str):
     for line in step_lines(tmp_path / "run"):
         assert line["critic/score/max"] > 0
         assert line["actor/grad_norm"] > 0
+
+
+def test_a_missing_score_is_an_error_where_loops_give_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    own = [f"{ROLLOUT}.agent.gives_reward=True", f"{ROLLOUT}.mode=async"]
+    assert run(tmp_path / "run", *own) == 1
+    assert "gives_reward=True, but no episode has a score" in capsys.readouterr().err
 
 
 @pytest.mark.slow

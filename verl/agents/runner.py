@@ -18,6 +18,7 @@ from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, AgentLoop, Episode, Tally, agent_loops, register_loops
 from verl.agents.policies import FrozenPolicy, PartnerPolicy
 from verl.agents.tools import ToolSet
+from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.data.pictures import PictureReader
 from verl.rollout.trajectory import Trajectory
@@ -41,6 +42,7 @@ class AgentRunner:
         config: the section `rollout`.
         tokenizer: the model's.
         stop_ids: tokens that end a turn, in addition to the tokenizer's own.
+        model: the section `model`, for loops that read it.
         pictures: reads images; None: the model reads text alone.
         policies: frozen ones, by the role that they play.
         partners: policies that are trained next to the actor, by their roles.
@@ -54,6 +56,7 @@ class AgentRunner:
         tokenizer: Any,
         *,
         stop_ids: Sequence[int] = (),
+        model: ModelConfig | None = None,
         pictures: PictureReader | None = None,
         policies: Mapping[str, FrozenPolicy] | None = None,
         partners: Mapping[str, PartnerPolicy] | None = None,
@@ -74,6 +77,7 @@ class AgentRunner:
         self.context = AgentContext(
             config=config,
             tokenizer=tokenizer,
+            model=model,
             boundary=boundary,
             format=_format_of(config, tokenizer, boundary) if tools is not None else None,
             tools=tools,

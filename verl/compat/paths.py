@@ -119,7 +119,10 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.experimental.agent_loop.agent_loop": {
         **_same(_AGENTS, "AgentLoopBase AgentLoopOutput AgentLoopMetrics TokenOutput register"),
         "AsyncLLMServerManager": (_AGENTS, "ServerManager"),
+        "DictConfigWrap": ("verl.agents.loops.user_loop", "TrainerConfig"),
     },
+    "verl.experimental.agent_loop.single_turn_agent_loop": {},
+    "verl.experimental.agent_loop.tool_agent_loop": {},
     "verl.experimental.agent_loop.tool_parser": _same(_FORMATS, "FunctionCall ToolParser"),
     "verl.interactions": {},
     "verl.interactions.base": _same(_INTERACTIONS, "BaseInteraction"),
@@ -150,7 +153,7 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     ),
     "verl.tools.utils.mcp_clients": {},
     "verl.tools.utils.mcp_clients.McpClientManager": _same(
-        f"{_TOOLS}.mcp_clients", "MCPClientManager"
+        f"{_TOOLS}.mcp_clients", "ClientManager MCPClientManager"
     ),
     "verl.utils": {
         **_same(_TOKENIZERS, "hf_processor hf_tokenizer"),
@@ -183,6 +186,10 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "RLHFDataset": "verl.data.rlhf_dataset",
         "collate_fn": ("verl.data.collate", "columns_of"),
     },
+    "verl.utils.profiler": _same(_TIMERS, "log_gpu_memory_usage marked_timer simple_timer"),
+    "verl.utils.profiler.performance": _same(
+        _TIMERS, "log_gpu_memory_usage marked_timer simple_timer"
+    ),
     "verl.utils.py_functional": {
         **_same(
             _FUNCTIONAL,
@@ -204,6 +211,7 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "is_equiv": (_REWARDS, "math_equal"),
         **_same(_REWARDS, "last_boxed_only_string remove_boxed"),
     },
+    "verl.utils.rollout_trace": _same("verl.compat.tracing", "rollout_trace_attr rollout_trace_op"),
     "verl.utils.seqlen_balancing": {
         **_same(
             _MICRO,
@@ -286,6 +294,11 @@ _NO_WORKERS = (
     "actor_rollout_ref.rollout.mode=async; verl.agents.AgentRunner plays episodes in a program"
 )
 
+_OWN_LOOPS = (
+    "the built-in loops are chosen by their names, agent_name={}. For a loop of your own, derive "
+    "from verl.agents.AgentLoopBase"
+)
+
 # Names of old modules that this version does not have, with an alternative for each.
 ABSENT_NAMES = {
     "verl.utils.checkpoint.checkpoint_manager": {"BaseCheckpointManager": _OWN_CHECKPOINTS},
@@ -295,6 +308,24 @@ ABSENT_NAMES = {
     "verl.experimental.agent_loop.agent_loop": dict.fromkeys(
         ("AgentLoopManager", "AgentLoopWorker", "get_trajectory_info"), _NO_WORKERS
     ),
+    "verl.experimental.agent_loop.single_turn_agent_loop": {
+        "SingleTurnAgentLoop": _OWN_LOOPS.format("single_turn_agent")
+    },
+    "verl.experimental.agent_loop.tool_agent_loop": {
+        "ToolAgentLoop": _OWN_LOOPS.format("tool_agent")
+    },
+    "verl.experimental.agent_loop.tool_parser": {
+        "HermesToolParser": (
+            "parsers are chosen by their names. Call ToolParser.get_tool_parser('hermes', "
+            "tokenizer)"
+        )
+    },
+    "verl.utils.rollout_trace": {
+        "RolloutTraceConfig": (
+            "episodes are recorded with every step (trainer.record), and `verl view` shows their "
+            "turns. Leave the set-up of tracing out"
+        )
+    },
 }
 
 # Modules that this version does not have, with an alternative for each.

@@ -27,7 +27,12 @@ def greedy_record_step(step: int) -> int:
 
 
 def with_episodes(
-    prompts: DataProto, played: DataProto, n: int, rows: Sequence[int] | None = None
+    prompts: DataProto,
+    played: DataProto,
+    n: int,
+    rows: Sequence[int] | None = None,
+    *,
+    gives_reward: bool = False,
 ) -> DataProto:
     """Put the columns of the prompts next to the trajectories of their episodes.
 
@@ -36,6 +41,7 @@ def with_episodes(
         played: trajectories of `RolloutWorker.play_episodes`, in any order.
         n: episodes of a prompt.
         rows: numbers of the prompts that the episodes go by; None: `prompt_row`.
+        gives_reward: whether every episode must bring a score.
 
     Returns the trajectories in the order of prompts, episodes and parts. Raises RolloutError for an
     episode that is missing or was played twice.
@@ -71,7 +77,7 @@ def with_episodes(
     joined = repeated.union(trajectories)
     joined.meta_info.update(metrics)
     _compare_roles_apart(joined)
-    return with_given_scores(joined)
+    return with_given_scores(joined, required=gives_reward)
 
 
 def _compare_roles_apart(batch: DataProto) -> None:
@@ -83,20 +89,27 @@ def _compare_roles_apart(batch: DataProto) -> None:
     columns["uid"] = np.array(uids, dtype=object)
 
 
-def with_given_scores(batch: DataProto) -> DataProto:
+def with_given_scores(batch: DataProto, *, required: bool = False) -> DataProto:
     """Add `rm_scores` where the agent loops give the scores themselves.
 
-    Raises RewardError where only some of them do: the others would have none. Where all episodes
-    failed there is nothing to score, and all scores are 0.
+    The score of an episode with several parts is that of the last one. Raises RewardError where
+    only some episodes have one, or none has and it is `required`. Where all episodes failed there
+    is nothing to score, and all scores are 0.
     """
     rewards = batch.non_tensor_batch["agent_reward"]
     is_learned = batch.batch["response_mask"].bool().any(-1).tolist()
-    given = []
-    for reward, counts in zip(rewards, is_learned):
-        if counts:
-            given.append(reward is not None)
+    episodes = _episodes_of_rows(batch) or range(len(rewards))
+    reward_of = dict(zip(episodes, rewards))  # that of the last part stays
+    learned = {episode for episode, counts in zip(episodes, is_learned) if counts}
+    given = [reward_of[episode] is not None for episode in learned]
 
     if given and not any(given):
+        if required:
+            raise RewardError(
+                "actor_rollout_ref.rollout.agent.gives_reward=True, but no episode has a score. "
+                "Return it from the agent loop (reward_score) or from the gateway's agent (a "
+                "number, or a dict with 'reward'), or leave gives_reward out."
+            )
         return batch
     if not all(given):
         raise RewardError(

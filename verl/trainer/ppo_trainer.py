@@ -275,8 +275,9 @@ class PPOTrainer(RunOfRoles):
 
     def with_prompts(self, prompts: DataProto, drawn: DataProto, n: int) -> DataProto:
         """Put the columns of the prompts next to the trajectories of a `generation_call`."""
-        if self.config.actor_rollout_ref.rollout.uses_agents:
-            return with_episodes(prompts, drawn, n)
+        rollout = self.config.actor_rollout_ref.rollout
+        if rollout.uses_agents:
+            return with_episodes(prompts, drawn, n, gives_reward=rollout.agent.gives_reward)
         return prompts.repeat(n, interleave=True).union(drawn)
 
     @phase(reads="prompts responses attention_mask rm_scores", writes="token_level_scores")

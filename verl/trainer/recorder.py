@@ -38,6 +38,7 @@ from verl.trainer.metrics import spans_of_processes
 from verl.utils.commands import verl_command
 from verl.utils.devices import describe_device
 from verl.utils.errors import DataError
+from verl.utils.json_text import whole_characters
 from verl.utils.logging import logger
 from verl.utils.timeline import Recorded, clock_shift_ns
 from verl.utils.timing import PhaseTimer
@@ -283,8 +284,7 @@ class StepRecorder:
             key = row.tobytes()
             if key not in text_of:
                 text = self._tokenizer.decode(row)
-                # Half a character in a text is a lone surrogate, which Arrow does not take.
-                text_of[key] = text.encode("utf-8", errors="replace").decode("utf-8")
+                text_of[key] = whole_characters(text)  # Arrow does not take others
             texts.append(text_of[key])
         return texts
 

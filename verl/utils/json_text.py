@@ -1,4 +1,4 @@
-"""Parse JSON that a user or another program wrote."""
+"""Read JSON and texts that a user or another program wrote."""
 
 import json
 from typing import Any
@@ -13,3 +13,14 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def whole_characters(text: str) -> str:
+    """Replace halves of characters (lone surrogates), which no tokenizer takes, by U+FFFD.
+
+    They come from texts that were cut within the escapes of JSON. Two halves that belong together
+    become their character.
+    """
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -61,6 +61,7 @@ def make_agents(
         config.rollout,
         tokenizer,
         stop_ids=stop_ids,
+        model=config.model,
         pictures=build_picture_reader(config.model, tokenizer, keeps_images=keeps_images),
         policies=policies,
         partners=trained,

@@ -75,6 +75,14 @@ def test_other_shapes_are_errors(value):
         read_answer(value, ANY)
 
 
+@pytest.mark.parametrize(
+    ("given", "read"), [("caf\ud83d", "caf\ufffd"), ("\ud83d\ude00", "\U0001f600"), ("é", "é")]
+)
+def test_halves_of_characters_are_replaced(given, read):
+    assert read_answer(given, ANY).text == read
+    assert describe_failure(ValueError(given), ANY).endswith(read)
+
+
 def test_metrics_become_plain_values():
     metrics = {"n": np.int64(3), "s": "x" * 1000, "o": object(), "l": [np.float64(0.5)]}
     plain = read_answer(("a", 0, metrics), ANY).metrics

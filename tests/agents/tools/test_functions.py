@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tests.agents.tools.user_tools import call, one, tool_set
 from verl.agents.tools import FunctionTool, ToolResponse, ToolSet, function_tool
-from verl.agents.tools.functions import load_function_tools
+from verl.agents.tools.functions import as_tool, load_function_tools
 from verl.utils.errors import ConfigError
 
 
@@ -225,3 +225,13 @@ def test_a_response_object_is_an_answer():
 
     result = asyncio.run(run())
     assert (result.text, result.images) == ("t", ["i"])
+
+
+def test_an_unknown_setting_is_refused():
+    @function_tool(timeout=3)
+    def late() -> str:
+        """Wait."""
+        return ""
+
+    with pytest.raises(ConfigError, match=r"'late' has an unknown setting 'timeout'.*timeout_s"):
+        as_tool(late)

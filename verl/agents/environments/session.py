@@ -8,6 +8,7 @@ from typing import Any
 from verl.agents.environments.base import Observation
 from verl.agents.user_thread import UserCall, UserThread, taken_by
 from verl.utils.errors import RolloutError
+from verl.utils.json_text import whole_characters
 from verl.utils.logging import say_once
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -135,7 +136,10 @@ def checked(value: Any, where: str) -> Observation:
                 f"{where} must return messages such as {{'role': 'user', 'content': 'Hi'}}, got "
                 f"{str(message)[:80]!r}."
             )
+        if isinstance(message.get("content"), str):
+            message["content"] = whole_characters(message["content"])
     for reward in (value.reward, *value.rewards.values()):
-        if not math.isfinite(reward):
+        is_number = hasattr(reward, "__float__") and not isinstance(reward, str)
+        if not is_number or not math.isfinite(reward):
             raise RolloutError(f"{where} must return a finite reward, got {reward!r}.")
     return value

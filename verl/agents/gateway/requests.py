@@ -327,6 +327,8 @@ def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     plain.setdefault("content", "")
     calls = plain.pop("tool_calls", None)
     if calls:
+        if not isinstance(calls, list):
+            raise _wrong("tool_calls", "a list of calls", calls)
         plain["tool_calls"] = [_template_call(call) for call in calls]
     return plain
 

@@ -15,6 +15,7 @@ from verl.agents.interactions.registry import (
 )
 from verl.agents.user_thread import UserCall, UserThread, taken_by
 from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.json_text import whole_characters
 from verl.utils.logging import logger, say_once
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -195,6 +196,7 @@ def as_reply(value: Any, class_name: str) -> InteractionReply:
         should_terminate, content, score, data = value
         is_number = hasattr(score, "__float__") and not isinstance(score, str)
         if isinstance(content, str) and is_number and math.isfinite(float(score)):
+            content = whole_characters(content)
             return InteractionReply(bool(should_terminate), content, float(score), dict(data or {}))
 
     raise RolloutError(

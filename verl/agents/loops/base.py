@@ -15,6 +15,7 @@ from verl.agents.interactions import InteractionSet
 from verl.agents.policies import FrozenPolicy, PartnerPolicy
 from verl.agents.tools import ToolSet
 from verl.agents.user_thread import UserCall
+from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.data.pictures import PictureReader
 from verl.models.pictures import Pictures
@@ -92,6 +93,7 @@ class AgentContext:
     Args:
         config: the section `rollout`.
         tokenizer: the model's.
+        model: the section `model`, for loops that read it; None: there is none.
         boundary: of its chat template.
         format: how the model writes tool calls; None where there are no tools.
         tools: of the run; None without tools.
@@ -106,6 +108,7 @@ class AgentContext:
     config: RolloutConfig
     tokenizer: Any
     boundary: ChatBoundary
+    model: ModelConfig | None = None
     format: ToolFormat | None = None
     tools: ToolSet | None = None
     interactions: InteractionSet | None = None

@@ -20,7 +20,13 @@ def register_loops(path: str | Path) -> list[str]:
     `file.py:Class`, and further keys are keywords of every object. Raises ConfigError naming file
     and entry.
     """
-    entries = yaml.safe_load(Path(path).read_text())
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{_KEY}: expected a YAML file at '{path}', found none.")
+    try:
+        entries = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{_KEY}={path} must be a YAML file: {error}") from error
     if not isinstance(entries, list):
         raise ConfigError(
             f"{_KEY}={path} must be a list of {{name, _target_, ...}}, got "

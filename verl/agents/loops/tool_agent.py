@@ -141,9 +141,10 @@ class ToolAgentLoop:
             conversation.messages += [reply, *new]
             return
 
-        play.user_turns += 1
         if not conversation.extend(reply, new, source, pictures):
             play.ended_by = "length"
+            return
+        play.user_turns += 1
 
     def _reason_to_end(self, play: _Play, drawn: Generated, parsed: ParsedReply) -> str:
         """Return why the episode ends with the turn just drawn; "" if it goes on."""

@@ -1,5 +1,6 @@
 """Agent loops in verl's form: a class with `run`, which gives tokens and their masks."""
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -13,9 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from verl.agents.engine_client import Generated
 from verl.agents.entries import checked_roles
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt
+from verl.agents.user_thread import taken_by
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, DataError, RolloutError
+
+_LIMITS = ("max_tokens", "max_new_tokens")
+# Sampling parameters that change no token: log-probs are always recorded, and loops get ids.
+_WITHOUT_EFFECT = (
+    *("logprobs", "return_logprob"),
+    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+)
 
 
 class AgentLoopMetrics(BaseModel):
@@ -130,8 +139,8 @@ class ServerManager:
         (`rollout.agent.policies`), or else by the actor.
 
         Raises RolloutError for a frozen role, and for sampling parameters that are not the run's:
-        recorded log-probs are defined at its temperature. A limit (`max_tokens` or
-        `max_new_tokens`) is free.
+        recorded log-probs are defined at its temperature, and all turns end at the run's stops. A
+        limit (`max_tokens` or `max_new_tokens`) is free.
         """
         if image_data or video_data:
             raise RolloutError("Images and videos cannot be generated from in this version.")
@@ -171,7 +180,15 @@ class ServerManager:
                     f"sampling_params['{name}'] is {value!r} in an agent loop, the rollout's is "
                     f"{own!r}. Leave it as given: log-probs are recorded at the rollout's settings."
                 )
-        limits = [asked[name] for name in ("max_tokens", "max_new_tokens") if asked.get(name)]
+        for name, value in asked.items():
+            is_known = name in self._params or name in _LIMITS or name in _WITHOUT_EFFECT
+            if not is_known and value and (name, value) != ("n", 1):
+                raise RolloutError(
+                    f"sampling_params['{name}']={value!r} cannot be set for one turn of an agent "
+                    "loop. Leave it out; actor_rollout_ref.rollout.stop and stop_token_ids hold "
+                    "for all turns."
+                )
+        limits = [asked[name] for name in _LIMITS if asked.get(name)]
         return min(limits) if limits else None
 
 
@@ -299,9 +316,29 @@ class UserLoop:
                 "none. Derive it from verl.agents.AgentLoopBase."
             )
         self.trainer_config = TrainerConfig(_full_config(context))
-        prepare = getattr(loop_class, "init_class", None)
-        if prepare is not None:
-            prepare(config=self.trainer_config.config, tokenizer=context.tokenizer, **options)
+        self.tokenizer = with_plain_ids(context.tokenizer)
+        pictures = context.pictures
+        self.processor = None if pictures is None else pictures.processor.processor
+        self._prepare_class()
+
+    def _prepare_class(self) -> None:
+        prepare = getattr(self.loop_class, "init_class", None)
+        if prepare is None:
+            return
+        given = taken_by(prepare, {"processor": self.processor})
+        try:
+            prepare(
+                config=self.trainer_config.config,
+                tokenizer=self.tokenizer,
+                **given,
+                **self.options,
+            )
+        except Exception as error:  # a user's code may raise anything
+            raise ConfigError(
+                f"The agent loop '{self.name}' cannot be used: its init_class raised "
+                f"{type(error).__name__}: {error}. It gets config, tokenizer, processor, and the "
+                f"options of its entry: {', '.join(self.options) or 'none'}."
+            ) from error
 
     async def play(self, episode: Episode) -> list[Trajectory]:
         """See `AgentLoop.play`."""
@@ -309,7 +346,8 @@ class UserLoop:
         loop = self.loop_class(
             trainer_config=self.trainer_config,
             server_manager=server,
-            tokenizer=self.context.tokenizer,
+            tokenizer=self.tokenizer,
+            **taken_by(self.loop_class, {"processor": self.processor}),
             **self.options,
         )
         answer = await self._run(loop, episode)
@@ -331,7 +369,13 @@ class UserLoop:
         parameters = list(inspect.signature(loop.run).parameters)
         if parameters[:1] == ["messages"]:
             return await loop.run(list(episode.messages), sampling)
-        fields = {**episode.fields, "raw_prompt": list(episode.messages)}
+        fields = {
+            **episode.fields,
+            "raw_prompt": list(episode.messages),
+            "agent_name": episode.option("agent_name") or self.name,
+            "tools_kwargs": _present(episode.option("tools_kwargs")),
+            "interaction_kwargs": _present(episode.option("interaction_kwargs")),
+        }
         return await loop.run(sampling, **fields)
 
     def _trajectory(
@@ -417,11 +461,34 @@ class UserLoop:
         )
 
 
+def _present(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Leave out None: Parquet gives every row the fields of all rows."""
+    return {name: value for name, value in (kwargs or {}).items() if value is not None}
+
+
+def with_plain_ids(tokenizer: Any) -> Any:
+    """Return a copy of a tokenizer whose `apply_chat_template` returns a list of token ids.
+
+    That of transformers 5 returns a dict unless it gets `return_dict=False`; loops that were
+    written for an earlier release count on the list.
+    """
+    plain = copy.copy(tokenizer)
+    render = plain.apply_chat_template
+
+    def apply_chat_template(*args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("return_dict", False)
+        return render(*args, **kwargs)
+
+    plain.apply_chat_template = apply_chat_template
+    return plain
+
+
 def _full_config(context: AgentContext) -> Any:
     """Return the configuration as verl's loops read it: by attributes, from its root."""
     rollout = context.config
+    model = {} if context.model is None else asdict(context.model)
     tree = {
-        "actor_rollout_ref": {"rollout": asdict(rollout), "model": {}},
+        "actor_rollout_ref": {"rollout": asdict(rollout), "model": model},
         "data": {
             "max_prompt_length": rollout.prompt_length,
             "max_response_length": rollout.response_length,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from verl.agents.tools.schemas import ToolResponse
 from verl.rewards.texts import text_of
 from verl.utils.errors import ConfigError
+from verl.utils.json_text import whole_characters
 
 SIDES = ("left", "middle", "right")
 MAX_METRIC_CHARACTERS = 200
@@ -87,7 +88,7 @@ def read_answer(value: Any, limit: TextLimit) -> ToolAnswer:
         value, reward, metrics = (*value, None, None)[:3]
 
     answer = _read_content(value)
-    answer.text = limit.cut(answer.text)
+    answer.text = limit.cut(whole_characters(answer.text))
     answer.reward = None if reward is None else finite(reward, "the step reward")
     answer.metrics = _plain_metrics(metrics)
     return answer
@@ -109,7 +110,7 @@ def describe_failure(error: BaseException, limit: TextLimit) -> str:
     """Return an error as the model reads it: one line, cut."""
     text = " ".join(text_of(error)[: 2 * MAX_ERROR_CHARACTERS].split())
     line = f"Error: {type(error).__name__}: {text}" if text else f"Error: {type(error).__name__}"
-    return limit.cut(line[:MAX_ERROR_CHARACTERS])
+    return limit.cut(whole_characters(line[:MAX_ERROR_CHARACTERS]))
 
 
 def _read_content(value: Any) -> ToolAnswer:

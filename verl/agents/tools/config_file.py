@@ -163,11 +163,22 @@ def _import(name: str) -> Any:
     """Import a module. Errors of its own code become a ConfigError."""
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "verl":
+            raise _not_imported(name, error) from error
         raise ConfigError(
-            f"cannot import '{name}': {type(error).__name__}: {error}. Install it, or add its "
-            "folder to PYTHONPATH."
+            f"cannot import '{name}': this version has no module '{error.name}'. "
+            "docs/reference/import_paths.md lists the names that it has."
         ) from error
+    except (Exception, SystemExit) as error:
+        raise _not_imported(name, error) from error
+
+
+def _not_imported(name: str, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"cannot import '{name}': {type(error).__name__}: {error}. Install it, or add its folder "
+        "to PYTHONPATH."
+    )
 
 
 def _load_yaml(path: str | Path) -> Any:

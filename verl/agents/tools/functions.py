@@ -29,7 +29,9 @@ from verl.agents.tools.config_file import check_call_settings
 from verl.agents.tools.threads import run_in_thread
 from verl.utils.errors import ConfigError
 from verl.utils.imports import load_module
+from verl.utils.registry import nearest_names
 
+_SETTINGS = ["isolation", "parallel", "retries", "retry_delay_s", "timeout_s"]
 _MARK = "_verl_function_tool"
 _AGENT_DATA = "agent_data"
 _ARGUMENT_SECTIONS = ("args", "arguments", "parameters")
@@ -130,7 +132,14 @@ def as_tool(value: Any) -> BaseTool:
     settings = getattr(value, _MARK, {})
     config = settings.get("config", {})
     tool = FunctionTool(value, **settings)
-    check_call_settings(config, f"@function_tool of '{tool.name}'")
+    place = f"@function_tool of '{tool.name}'"
+    for name in config:
+        if name not in _SETTINGS:
+            raise ConfigError(
+                f"{place} has an unknown setting '{name}'. Nearest: "
+                f"{nearest_names(name, _SETTINGS)}."
+            )
+    check_call_settings(config, place)
     return tool
 
 

@@ -226,7 +226,13 @@ class FullyAsyncTrainer(AheadTrainer):
             repeated = prompts.repeat(self.book.num_samples, interleave=True)
             return repeated.union(DataProto.from_dict(tensors=columns))
         played = DataProto.from_dict(tensors=columns, non_tensors=episode_columns(trajectories))
-        return with_episodes(prompts, played, self.book.num_samples, range(len(groups)))
+        return with_episodes(
+            prompts,
+            played,
+            self.book.num_samples,
+            range(len(groups)),
+            gives_reward=rollout.agent.gives_reward,
+        )
 
     # ---------------------------------------------------------------- checkpoints
 
