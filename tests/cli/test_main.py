@@ -207,3 +207,10 @@ def test_reward_check_needs_no_model_and_accepts_long_prompts(tmp_path, capsys):
 def test_user_errors_are_one_line(capsys):
     assert cli.main(["reward", "check", "no.such.key=1"]) == 1
     assert capsys.readouterr().err.startswith("ConfigError: ")
+
+
+def test_the_package_is_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "verl", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"verl {verl.__version__}\n"

@@ -126,6 +126,38 @@ def test_samples_open_a_tracker_without_a_run(tmp_path: Path, monkeypatch):
     assert sorted(path.name for path in folder.iterdir()) == ["1.jsonl", "2.jsonl"]
 
 
+def test_marks_of_traces_change_nothing():
+    trace = importlib.import_module("verl.utils.rollout_trace")
+
+    @trace.rollout_trace_op
+    def twice(number: int) -> int:
+        return 2 * number
+
+    with trace.rollout_trace_attr(sample_index=1, step=2, rollout_n=0):
+        assert twice(3) == 6
+    with pytest.raises(ImportError, match="`verl view` shows"):
+        from verl.utils.rollout_trace import RolloutTraceConfig  # noqa: F401  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("from verl.utils.reward_score.math_dapo import compute_score", "default_compute_score"),
+        (
+            "from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop",
+            "agent_name=tool_agent",
+        ),
+        (
+            "from verl.experimental.agent_loop.tool_parser import HermesToolParser",
+            "get_tool_parser\\('hermes'",
+        ),
+    ],
+)
+def test_absent_names_point_to_another_way(line: str, message: str):
+    with pytest.raises(ImportError, match=message):
+        exec(line)
+
+
 def test_checkpoint_managers_name_the_replacement():
     with pytest.raises(ModuleNotFoundError, match="trainer.save_checkpoint"):
         importlib.import_module("verl.utils.checkpoint.fsdp_checkpoint_manager")

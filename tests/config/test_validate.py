@@ -364,6 +364,11 @@ def test_changed_key_without_effect_gives_one_line(
     ("overrides", "line"),
     [
         ([f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], "counts twice"),
+        ([f"{ACTOR}.kl_loss_coef=0.5"], "kl_loss_coef=0.5 has no effect"),
+        (["algorithm.kl_ctrl.kl_coef=0.5"], "read with algorithm.use_kl_in_reward=True only"),
+        (["algorithm.filter_groups.metric=acc"], "filter_groups.metric=acc has no effect"),
+        (["reward_model.overlong_buffer.len=4"], "overlong_buffer.len=4 has no effect"),
+        ([f"{ACTOR}.checkpoint.save_contents=[model]"], "leaves out optimizer and extra"),
         (["reward_model.model.path=rm"], "no effect without reward_model.enable=True"),
         (["custom_reward_function.name=mine"], "no effect without custom_reward_function.path"),
         (

@@ -101,6 +101,7 @@ def test_unsupported_content_parts_are_a_data_error(tokenizer):
     [
         (None, "must be a list of messages .* got NoneType"),
         ([], "must be a list of messages"),
+        ('[{"role": "user", "content": "Hi"}]', "got the JSON text of one.*Apply json.loads"),
         (7, "got int"),
         (["Hi"], "message 0 must be a dict"),
         ([*ONE, {"content": "x"}], "message 1 lacks its role"),

@@ -482,7 +482,18 @@ def test_dapo_without_a_buffer_is_naive():
         )
         result = manager(make_batch(["aaaa"]), return_dict=True)
         assert result["reward_tensor"].sum() == 1
-        assert result["reward_extra_info"] == {}
+        assert result["reward_extra_info"]["acc"] == [1.0]
+
+
+def test_dapo_keeps_the_score_before_the_penalty_as_acc():
+    buffer = {"enable": True, "len": 2, "penalty_factor": 1.0}
+    for score, acc in ((lambda **_: 1.0, 1.0), (lambda **_: {"score": 1.0, "acc": 0.5}, 0.5)):
+        manager = DAPORewardManager(
+            CharTokenizer(), 0, score, max_resp_len=5, overlong_buffer_cfg=buffer
+        )
+        result = manager(make_batch(["aaaa"]), return_dict=True)
+        assert result["reward_tensor"].sum() == 0
+        assert result["reward_extra_info"]["acc"] == [acc]
 
 
 @pytest.mark.parametrize(("length", "longest"), [(0, 10), (11, 10), (4, None)])

@@ -194,9 +194,9 @@ def test_math_answers(answer, truth, score):
 
 @pytest.mark.parametrize("source", ["math_dapo", "aime2024"])
 def test_dapos_own_data_and_its_validation_have_a_rule(source):
-    assert [
-        default_compute_score(source, f"17 * 2 is it.\n\nAnswer: {n}", "34") for n in (34, 35)
-    ] == [1.0, 0.0]
+    for number, score in ((34, 1.0), (35, 0.0)):
+        answer = f"17 * 2 is it.\n\nAnswer: {number}"
+        assert default_compute_score(source, answer, "34") == {"score": score, "acc": score}
 
 
 def test_last_boxed_balances_its_brackets():

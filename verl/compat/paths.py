@@ -328,8 +328,18 @@ ABSENT_NAMES = {
     },
 }
 
+_RULES = (
+    "rules are chosen by the data source. Call verl.utils.reward_score.default_compute_score("
+    "data_source, solution_str, ground_truth)"
+)
+_RULE_MODULES = (
+    *("geo3k", "math_batch", "math_dapo", "math_verify", "prime_code", "prime_math"),
+    *("sandbox_fusion", "search_r1_like_qa_em"),
+)
+
 # Modules that this version does not have, with an alternative for each.
 ABSENT = {
+    **{f"verl.utils.reward_score.{name}": _RULES for name in _RULE_MODULES},
     "verl.workers.megatron_workers": (
         "the Megatron backend is not in this version. Set strategy=fsdp; for large models, "
         "actor_rollout_ref.rollout.tensor_model_parallel_size"

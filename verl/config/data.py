@@ -55,6 +55,11 @@ class DataConfig:
     max_prompt_length: int = setting(512, "P: longest prompt, in tokens", above=0)
     max_response_length: int = setting(512, "R: longest response, in tokens", above=0)
     train_batch_size: int = setting(1024, "prompts a step", above=0)
+    gen_batch_size: int | None = setting(
+        None,
+        "prompts of a round of DAPO",
+        no_effect="rounds of train_batch_size prompts follow until enough of them are kept",
+    )
     val_batch_size: int | None = setting(
         None, "prompts a validation batch; null: all at once", above=0
     )

@@ -346,25 +346,8 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
             "reward."
         )
 
-    for section, model in (
-        ("actor_rollout_ref.model", config.actor_rollout_ref.model),
-        ("critic.model", config.critic.model),
-    ):
-        plain = type(model)()
-        for key in ("lora_alpha", "target_modules", "exclude_modules"):
-            value = getattr(model, key)
-            if model.lora_rank == 0 and value != getattr(plain, key):
-                yield (
-                    f"{section}.{key}={value} has no effect: it is read with {section}.lora_rank > "
-                    "0 only."
-                )
-
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.lora_weights is not None and config.actor_rollout_ref.model.lora_rank == 0:
-        yield (
-            f"actor_rollout_ref.rollout.lora_weights={rollout.lora_weights} has no effect: it is "
-            "read with actor_rollout_ref.model.lora_rank > 0 only."
-        )
+    yield from unread_keys(config)
+    yield from incomplete_checkpoints(config)
 
     if not validation.do_sample and validation.temperature > 0:
         yield (
@@ -387,4 +370,81 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
             yield (
                 f"{section}.fsdp_config: offload_policy=True keeps parameters and moments on the "
                 "host always, so param_offload and optimizer_offload have no effect."
+            )
+
+
+def unread_keys(config: TrainConfig) -> Iterator[str]:
+    """Yield changed keys that nothing reads, because another key turns their part off."""
+    model = config.actor_rollout_ref.model
+    actor = config.actor_rollout_ref.actor
+    critic_model = config.critic.model
+    algorithm = config.algorithm
+    overlong = config.reward_model.overlong_buffer
+    lora_keys = ("lora_alpha", "target_modules", "exclude_modules")
+    lora = "actor_rollout_ref.model.lora_rank > 0"
+
+    for section, holder, keys, is_read, reader in (
+        ("actor_rollout_ref.model", model, lora_keys, model.lora_rank > 0, lora),
+        (
+            "actor_rollout_ref.rollout",
+            config.actor_rollout_ref.rollout,
+            ("lora_weights",),
+            model.lora_rank > 0,
+            lora,
+        ),
+        (
+            "critic.model",
+            critic_model,
+            lora_keys,
+            critic_model.lora_rank > 0,
+            "critic.model.lora_rank > 0",
+        ),
+        (
+            "actor_rollout_ref.actor",
+            actor,
+            ("kl_loss_coef",),
+            actor.use_kl_loss,
+            "actor_rollout_ref.actor.use_kl_loss=True",
+        ),
+        (
+            "algorithm.kl_ctrl",
+            algorithm.kl_ctrl,
+            ("kl_coef",),
+            algorithm.use_kl_in_reward,
+            "algorithm.use_kl_in_reward=True",
+        ),
+        (
+            "algorithm.filter_groups",
+            algorithm.filter_groups,
+            ("metric",),
+            algorithm.filter_groups.enable,
+            "algorithm.filter_groups.enable=True",
+        ),
+        (
+            "reward_model.overlong_buffer",
+            overlong,
+            ("len",),
+            overlong.enable,
+            "reward_model.overlong_buffer.enable=True",
+        ),
+    ):
+        plain: Any = type(holder)()
+        for key in keys:
+            value = getattr(holder, key)
+            if not is_read and value != getattr(plain, key):
+                yield f"{section}.{key}={value} has no effect: it is read with {reader} only."
+
+
+def incomplete_checkpoints(config: TrainConfig) -> Iterator[str]:
+    """Yield checkpoints that a run cannot resume from to the same bits."""
+    sections = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.checkpoint}
+    if config.needs_critic:
+        sections["critic"] = config.critic.checkpoint
+    for section, checkpoint in sections.items():
+        missing = [part for part in ("optimizer", "extra") if part not in checkpoint.load_contents]
+        if missing and config.trainer.resume_mode != "disable":
+            yield (
+                f"{section}.checkpoint.load_contents leaves out {' and '.join(missing)}: a resumed "
+                "run begins with a new optimizer or schedule there, and its weights are not those "
+                "of a run without a break."
             )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from verl.utils.errors import DataError
+from verl.utils.json_text import parse_json
 from verl.utils.logging import say_once
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def as_messages(value: Any) -> Messages:
     are joined, because many templates would print the Python list instead.
     """
     if isinstance(value, str):
+        _check_no_json(value)
         say_once("A prompt that is a plain string is treated as one message of the user.")
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
@@ -36,6 +38,21 @@ def as_messages(value: Any) -> Messages:
             f"got {type(value).__name__}: {str(value)[:80]!r}"
         )
     return [_as_message(number, message) for number, message in enumerate(value)]
+
+
+def _check_no_json(text: str) -> None:
+    """Raise DataError for a chat that was written into its column as JSON."""
+    if not text.lstrip().startswith("[{"):
+        return
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return
+    if isinstance(value[0], dict) and {"role", "content"} <= value[0].keys():
+        raise DataError(
+            "must be a list of messages, got the JSON text of one, which the model would read as "
+            f"it stands: {text[:80]!r}. Apply json.loads to the column"
+        )
 
 
 def _as_message(number: int, message: Any) -> Message:

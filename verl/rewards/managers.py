@@ -111,6 +111,8 @@ class PrimeRewardManager(RewardManager):
 class DAPORewardManager(RewardManager):
     """Subtract a penalty for overlong responses, eq. (13) of DAPO (Yu et al., arXiv:2503.14476).
 
+    The field `acc` is the score before it, unless the reward returns a field of that name.
+
     A response of L tokens loses nothing up to `max_resp_len - len`, `penalty_factor` at
     `max_resp_len`, and a linear share in between: score + min((max_resp_len - len - L) / len *
     penalty_factor, 0).
@@ -151,6 +153,8 @@ class DAPORewardManager(RewardManager):
     @phase(reads=READ)
     def score(self, samples: Sequence[Sample], data: DataProto) -> Scores:
         result = super().score(samples, data)
+        for i, own in enumerate(result.scores):
+            result.extra[i] = {"acc": own, **result.extra[i]}
         if not self.buffer_len:
             return result
         for i, sample in enumerate(samples):

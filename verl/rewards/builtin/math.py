@@ -28,13 +28,12 @@ _SOURCES = (
     "DigitalLearningGmbH/MATH-lighteval",
     "HuggingFaceH4/MATH-500",
     "EleutherAI/hendrycks_math",
-    "math_dapo",
     "hiyouga/geometry3k",
-    "aime*",
 )
+_DAPO_SOURCES = ("math_dapo", "aime*")  # with a field `acc`, as in DAPO's own scripts
 
 
-@answer_extractors.register(*_SOURCES)
+@answer_extractors.register(*_SOURCES, *_DAPO_SOURCES)
 def last_boxed(text: str) -> str | None:
     """Return the content of the last `\\boxed{...}` or `\\fbox{...}`, with balanced braces."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
@@ -89,6 +88,15 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float
 
     text = f"\\boxed{{{answer}}}" if answer is not None else solution_str[-TAIL_CHARACTERS:]
     return float(_equal(f"\\boxed{{{gold}}}", _RUN.sub(r"\1", text)))
+
+
+@reward_rules.register(*_DAPO_SOURCES)
+def score_and_accuracy(
+    solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> dict[str, float]:
+    """Return `score` and the same number as `acc`, see `score`."""
+    value = score(solution_str, ground_truth, extra_info)
+    return {"score": value, "acc": value}
 
 
 def equal(gold: str, answer: str) -> bool:
