@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import importlib.util
 import json
 import logging
 import warnings
@@ -12,6 +13,7 @@ from typing import ClassVar
 import pytest
 from omegaconf import OmegaConf
 
+from verl.compat.paths import OLD_PROGRAMS
 from verl.utils.errors import ConfigError
 
 with warnings.catch_warnings():
@@ -156,6 +158,14 @@ def test_marks_of_traces_change_nothing():
 def test_absent_names_point_to_another_way(line: str, message: str):
     with pytest.raises(ImportError, match=message):
         exec(line)
+
+
+def test_an_old_program_has_a_file():
+    """`python -m` makes it sys.argv[0], which Ray takes for a path."""
+    for old, new in OLD_PROGRAMS.items():
+        spec = importlib.util.find_spec(old)
+        assert spec is not None
+        assert spec.origin == importlib.util.find_spec(new).origin
 
 
 def test_checkpoint_managers_name_the_replacement():

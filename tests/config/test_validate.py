@@ -365,6 +365,10 @@ def test_changed_key_without_effect_gives_one_line(
     [
         ([f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], "counts twice"),
         ([f"{ACTOR}.kl_loss_coef=0.5"], "kl_loss_coef=0.5 has no effect"),
+        (
+            ["async_training.staleness_threshold=0.5"],
+            "staleness_threshold=0.5 has no effect: it is read with trainer.mode=fully_async only",
+        ),
         (["algorithm.kl_ctrl.kl_coef=0.5"], "read with algorithm.use_kl_in_reward=True only"),
         (["algorithm.filter_groups.metric=acc"], "filter_groups.metric=acc has no effect"),
         (["reward_model.overlong_buffer.len=4"], "overlong_buffer.len=4 has no effect"),

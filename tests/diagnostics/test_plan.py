@@ -384,3 +384,9 @@ def test_vllm_in_process_takes_its_share_of_the_device(tmp_path: Path, sleeps: b
     rest = hand_over.get("rest of the engine's share", 0)
     assert hand_over["rollout weights"] + rest == (weights if sleeps else share)
     assert "pages" not in hand_over
+
+
+@pytest.mark.parametrize("device_gib", [-5, "0", "nan", "inf"])
+def test_a_device_has_a_size(tmp_path: Path, device_gib: float | str):
+    with pytest.raises(ConfigError, match="must be a size above 0"):
+        plan_memory(make_config(tmp_path, QWEN_7B, *ONE), device_gib)

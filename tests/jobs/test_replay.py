@@ -11,7 +11,7 @@ from verl.cli.main import main
 from verl.jobs.replay import replay
 from verl.trainer.capsule import write_capsule
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.utils.errors import DataError, RewardError
+from verl.utils.errors import ConfigError, DataError, RewardError
 
 COMMON = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -36,11 +36,25 @@ def test_a_replay_gives_the_same_bits(trained: Path, tmp_path: Path, step: int, 
     assert "equal to the last bit" in str(replayed)
 
 
-def test_a_schedule_that_draws_ahead_is_replayed(tmp_path: Path):
-    assert run(tmp_path / "run", *COMMON, "trainer.mode=one_step_off") == 0
-    replayed = replay(write_capsule(tmp_path / "run", 5, tmp_path / "capsule.zip"))
-    assert replayed.is_equal, str(replayed)
-    assert replayed.comparison.steps == [4, 5]
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_a_schedule_that_draws_ahead_is_replayed(tmp_path: Path, mode: str):
+    assert run(tmp_path / "run", *COMMON, f"trainer.mode={mode}") == 0
+    for step, steps in ((5, [4, 5]), (1, [0, 1])):
+        replayed = replay(write_capsule(tmp_path / "run", step, tmp_path / f"{step}.zip"))
+        assert replayed.is_equal, str(replayed)
+        assert replayed.comparison.steps == steps
+
+
+@pytest.mark.parametrize("step", [0, -3, 30_000_000])
+def test_a_step_without_samples_is_an_error(trained: Path, step: int):
+    with pytest.raises(DataError, match=rf"no samples of step {step}\. Kept are \[1, 2, 3, 4, 5\]"):
+        write_capsule(trained, step)
+
+
+def test_an_unknown_section_of_a_changed_key_is_named(trained: Path, tmp_path: Path):
+    capsule = write_capsule(trained, 1, tmp_path / "capsule.zip")
+    with pytest.raises(ConfigError, match="no section 'trianer'. Nearest known: trainer"):
+        replay(capsule, keys={"trianer.device": "cpu"})
 
 
 def test_another_process_replays_with_the_weights_inside(trained: Path, tmp_path: Path, capsys):
@@ -122,5 +136,5 @@ def test_a_missing_or_other_checkpoint_is_an_error(trained: Path, tmp_path: Path
         replay(capsule, checkpoint=tmp_path / "nothing")
     with pytest.raises(DataError, match="is no capsule"):
         replay(trained / "metrics.jsonl")
-    with pytest.raises(DataError, match="not kept"):
+    with pytest.raises(DataError, match="no samples of step 9"):
         write_capsule(trained, 9, tmp_path / "no.zip")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.rollout.engines import make_engine, talkative_model
-from verl.rollout import Completion, Continuation, Request, SamplingParams
-from verl.rollout.base import GenerateOnly
+from verl.rollout import Completion, Continuation, Request, Room, SamplingParams
+from verl.rollout.base import GenerateOnly, OptionalVerbs
 from verl.utils.errors import RolloutError
 
 PARAMS = SamplingParams(max_new_tokens=20, ignore_eos=True)
@@ -262,3 +262,46 @@ def test_samples_that_go_on_use_no_key_of_the_old_weights(monkeypatch):
         difference = np.subtract(stale[number].log_probs[:same], completion.log_probs[:same])
         worst = max(worst, float(np.abs(difference).max()))
     assert worst > 1e-3
+
+
+class Listed:
+    """An engine with `generate` alone, which gives a list that a test has made."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers = answers
+
+    def generate(self, requests, params, *, seed, step):
+        return iter(self.answers)
+
+
+def completion(sample_id: int) -> Completion:
+    return Completion(sample_id=sample_id, token_ids=[1], log_probs=[-1.0], finish_reason="length")
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ((completion(0), completion(0)), "returned sample 0, which was not asked for, or a second"),
+        ((completion(7),), "returned sample 7, which was not asked for"),
+        ((None, completion(0)), "must give verl.rollout.Completion objects, got NoneType"),
+    ],
+)
+def test_wrong_answers_of_generate_are_named(answers: tuple, message: str):
+    engine = GenerateOnly(Listed(*answers))
+    engine.submit([Request(prompt_ids=(1,), sample_ids=(0,))], PARAMS, seed=0, step=1)
+    with pytest.raises(RolloutError, match=message):
+        for _ in answers:
+            engine.step()
+
+
+def test_an_aborted_sample_may_still_come():
+    engine = GenerateOnly(Listed(completion(0), completion(1)))
+    engine.submit([Request(prompt_ids=(1,), sample_ids=(0, 1))], PARAMS, seed=0, step=1)
+    engine.abort([0])
+    assert [each.sample_id for each in engine.step()] == [1]
+
+
+def test_verbs_that_change_no_token_may_be_left_out():
+    engine = OptionalVerbs(Listed())
+    engine.reserve(Room(sequences=1, tokens=1))
+    engine.forget_prefixes()

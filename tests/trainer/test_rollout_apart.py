@@ -16,6 +16,7 @@ from verl.protocol import DataProto
 from verl.trainer import PPOTrainer
 from verl.trainer.main_ppo import main
 from verl.utils.errors import ConfigError
+from verl.utils.launcher import LAUNCHED_RANKS
 
 STEPS = ["trainer.max_steps=3", "trainer.save_freq=3", "trainer.test_freq=2"]
 APART = "trainer.placement.rollout=[1]"
@@ -102,3 +103,11 @@ def test_the_plan_counts_the_rollout_at_its_place():
     assert "actor parameters" not in phases["rollout", "rollout"]
     assert "rollout weights" not in phases["actor", "actor update"]
     assert apart.rollout.samples == 2 * together.rollout.samples, "one engine instead of two"
+
+
+def test_a_part_of_a_launch_places_roles_as_the_whole(monkeypatch: pytest.MonkeyPatch):
+    """WORLD_SIZE is that of a part, once the rollout has a part of its own."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv(LAUNCHED_RANKS, "2")
+    ranks = ranks_of_roles(load_config(["data.dataset_name=toy", "trainer.placement.rollout=[0]"]))
+    assert (ranks["rollout"], ranks["actor"]) == ([0], [1])

@@ -455,7 +455,10 @@ def find_old_module(name: str) -> ModuleSpec | None:
         if name == absent or name.startswith(f"{absent}."):
             raise ModuleNotFoundError(f"No module named '{name}': {way}.", name=name)
     if name in OLD_PROGRAMS:
-        return importlib.util.spec_from_loader(name, _ProgramLoader())  # pyright: ignore[reportArgumentType]
+        moved = importlib.util.find_spec(OLD_PROGRAMS[name])
+        assert moved is not None
+        # `python -m` makes the origin sys.argv[0], which Ray takes for a path
+        return importlib.util.spec_from_loader(name, _ProgramLoader(), origin=moved.origin)  # pyright: ignore[reportArgumentType]
     if name not in OLD_PATHS:
         return None
     return importlib.util.spec_from_loader(name, _OldModuleLoader(), is_package=True)  # pyright: ignore[reportArgumentType]

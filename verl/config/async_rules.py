@@ -10,6 +10,10 @@ from verl.config.train import TrainConfig
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
+_READ_BY_FULLY_ASYNC = (
+    *("staleness_threshold", "max_staleness", "on_stale", "trigger_parameter_sync_step"),
+    *("require_batches", "partial_rollout", "keep_kv_cache"),
+)
 _CORRECTION = "algorithm.rollout_correction."
 _WEIGHTS = _CORRECTION + "rollout_is"
 
@@ -209,6 +213,15 @@ def async_doubts(config: TrainConfig) -> Iterator[str]:
             f"trainer.mode={config.trainer.mode} learns from tokens that older weights drew, and "
             f"nothing corrects for that. Set {_WEIGHTS}=token, or leave the section out."
         )
+    if config.trainer.mode != "fully_async":
+        plain = AsyncTrainingConfig()
+        for name in _READ_BY_FULLY_ASYNC:
+            value = getattr(options, name)
+            if value != getattr(plain, name):
+                yield (
+                    f"async_training.{name}={value} has no effect: it is read with "
+                    f"trainer.mode=fully_async only, got trainer.mode={config.trainer.mode}."
+                )
     if config.trainer.dynamic_validation and config.trainer.test_freq <= 0:
         yield (
             "trainer.dynamic_validation=True has no effect with trainer.test_freq="

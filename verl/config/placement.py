@@ -6,6 +6,7 @@ from itertools import chain
 
 from verl.config.policies import partner_role
 from verl.config.train import TrainConfig
+from verl.utils.launcher import LAUNCHED_RANKS
 
 # The roles that `trainer.placement` has keys for.
 ROLES = ("actor", "rollout", "critic", "reference", "reward_model", "teacher")
@@ -16,7 +17,7 @@ def number_of_ranks(config: TrainConfig) -> int:
     trainer = config.trainer
     if trainer.n_gpus_per_node is not None:
         return trainer.nnodes * trainer.n_gpus_per_node
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = int(os.environ.get(LAUNCHED_RANKS) or os.environ.get("WORLD_SIZE", "1"))
     named = chain.from_iterable(_given(config).values())
     return launched if launched > 1 else max(named, default=0) + 1
 

@@ -1,5 +1,6 @@
 """The ranks and hosts of a run, and the memory of each device."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -106,15 +107,18 @@ class Placement:
 
 
 def _gib_of(device: float | str) -> float:
-    if not isinstance(device, str):
-        return float(device)
-    if device.upper() in CARDS:
+    if isinstance(device, str) and device.upper() in CARDS:
         return CARDS[device.upper()]
     try:
-        return float(device)
+        size = float(device)
     except ValueError:
-        near = nearest_names(device, list(CARDS))
+        size = None
+    if size is None:
+        near = nearest_names(str(device), list(CARDS))
         raise ConfigError(
             f"device_gib must be a number of GiB or the name of a card, got '{device}'. Nearest "
             f"known: {near}. All: {', '.join(CARDS)}."
-        ) from None
+        )
+    if not 0 < size < math.inf:
+        raise ConfigError(f"device_gib must be a size above 0, in GiB, got {device}.")
+    return size

@@ -17,6 +17,7 @@ from verl.trainer.variants import trainer_class
 from verl.utils.errors import ConfigError, DataError, VerlError
 from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
+from verl.utils.registry import nearest_names
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,11 @@ def _config(
         section = values
         *parts, last = key.split(".")
         for part in parts:
+            if not isinstance(section.get(part), Mapping):
+                raise ConfigError(
+                    f"Unknown key '{key}': there is no section '{part}'. Nearest known: "
+                    f"{nearest_names(part, list(section))}."
+                )
             section[part] = dict(section[part])
             section = section[part]
         section[last] = value
@@ -232,7 +238,7 @@ def _execute(then: Run, config: TrainConfig, step: int) -> str:
 
 def _run_to(trainer: PPOTrainer, step: int) -> None:
     while trainer.global_step < step:
-        for prompts in trainer.train_loader:
+        for prompts in trainer.prompt_batches():
             trainer.run_step(prompts)
             if trainer.global_step >= step:
                 return

@@ -12,6 +12,7 @@ from verl.rollout.base import (
     Capabilities,
     EngineClass,
     GenerateOnly,
+    OptionalVerbs,
     RolloutEngine,
     capabilities_of,
     check_engine,
@@ -79,7 +80,8 @@ def create_rollout_engine(
 
     missing = sorted(_VERBS - set(dir(engine)))
     if not missing:
-        return engine
+        has_all = hasattr(engine, "reserve") and hasattr(engine, "forget_prefixes")
+        return engine if has_all else cast(RolloutEngine, OptionalVerbs(engine))
     if callable(getattr(engine, "generate", None)):
         return cast(RolloutEngine, GenerateOnly(engine))
     raise ConfigError(

@@ -303,7 +303,29 @@ def generate(
     return Completions(engine, sample_ids)
 
 
-class GenerateOnly:
+class OptionalVerbs:
+    """Adds the verbs of a `RolloutEngine` that change no token, where an engine leaves them out."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def reserve(self, room: Room) -> None:
+        """Implement `RolloutEngine.reserve`, which only an engine with tables needs."""
+        reserve = getattr(self._engine, "reserve", None)
+        if reserve is not None:
+            reserve(room)
+
+    def forget_prefixes(self) -> None:
+        """Implement `RolloutEngine.forget_prefixes`, which only a cache of prefixes needs."""
+        forget = getattr(self._engine, "forget_prefixes", None)
+        if forget is not None:
+            forget()
+
+
+class GenerateOnly(OptionalVerbs):
     """The verbs of a `RolloutEngine` on top of an engine that has `generate` alone.
 
     Requests of one `submit` are one call of `generate`, begun when the calls before it have ended.
@@ -311,24 +333,21 @@ class GenerateOnly:
     """
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._calls: deque[Iterator[Completion]] = deque()
         self._unfinished: set[int] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        self._aborted: set[int] = set()  # of the calls that run
 
     @property
     def has_work(self) -> bool:
         return bool(self._calls)
 
-    def reserve(self, room: Room) -> None:
-        """Implement `RolloutEngine.reserve` by doing nothing: the engine has no such call."""
-
     def submit(
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
     ) -> None:
         """Implement `RolloutEngine.submit`."""
+        if not self._calls:
+            self._aborted.clear()
         call = self._engine.generate(requests, params, seed=seed, step=step)
         self._calls.append(iter(call))
         for request in requests:
@@ -337,12 +356,25 @@ class GenerateOnly:
     def step(self) -> list[Completion]:
         """Implement `RolloutEngine.step`."""
         while self._calls:
-            completion = next(self._calls[0], None)
-            if completion is None:
+            try:
+                completion = next(self._calls[0])
+            except StopIteration:
                 self._calls.popleft()
-            elif completion.sample_id in self._unfinished:
-                self._unfinished.discard(completion.sample_id)
+                continue
+            if not isinstance(completion, Completion):
+                raise RolloutError(
+                    "An engine's generate must give verl.rollout.Completion objects, got "
+                    f"{type(completion).__name__}."
+                )
+            sample_id = completion.sample_id
+            if sample_id in self._unfinished:
+                self._unfinished.discard(sample_id)
                 return [completion]
+            if sample_id not in self._aborted:
+                raise RolloutError(
+                    f"The engine returned sample {sample_id}, which was not asked for, or a second "
+                    "time; each is due exactly once."
+                )
         return []
 
     def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:
@@ -357,6 +389,7 @@ class GenerateOnly:
             )
 
         self._unfinished = self._unfinished - wanted
+        self._aborted |= wanted
         if not self._unfinished:
             self._calls.clear()
         return aborted

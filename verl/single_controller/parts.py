@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_role
+from verl.utils.launcher import LAUNCHED_RANKS
 from verl.utils.rendezvous import LOOPBACK, free_port
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def split_launch(pool: "SpmdPool", parts: Sequence[Sequence[int]]) -> list[SpmdP
             worlds[rank] = {
                 "RANK": str(number),
                 "WORLD_SIZE": str(len(part)),
+                LAUNCHED_RANKS: str(pool.world_size),
                 "MASTER_ADDR": host,
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_USE_AGENT_STORE": "False",  # the agent's store is for all ranks

@@ -42,12 +42,16 @@ def write_capsule(
     """
     run = load_run(folder)
     start, checkpoint = _start_of(run.folder, step)
+    if step < 1 or step > max(run.kept_steps, default=0):
+        raise DataError(
+            f"There are no samples of step {step}. Kept are {run.kept_steps}; choose one of them."
+        )
     needed = list(range(start + 1, step + 1))
     missing = sorted(set(needed) - set(run.kept_steps))
-    if step < 1 or missing:
+    if missing:
         raise DataError(
             f"A capsule of step {step} begins after step {start}, the newest checkpoint before it, "
-            f"and the samples of these steps are not kept: {missing or needed}. Kept are "
+            f"and the samples of these steps are not kept: {missing}. Kept are "
             f"{run.kept_steps}. Choose one of them, save more often (trainer.save_freq), or keep "
             "more (trainer.record.keep_steps)."
         )
@@ -99,11 +103,13 @@ def digest_of(checkpoint: Path) -> str:
 def _rows(run: Run, step: int) -> list[tuple[int, dict[str, Any]]]:
     """Return the rows of the training data that were drawn, with their numbers.
 
-    Asynchronous schedules draw ahead, so steps before the checkpoint count as well.
+    Asynchronous schedules draw ahead, so steps before the checkpoint and after `step` count as
+    well.
     """
+    draws_ahead = run.config["trainer"].get("mode", "sync") != "sync"
     rows = {}
     for each in run.kept_steps:
-        if each <= step:
+        if each <= step or draws_ahead:
             rows.update(run.samples(each).prompts)
     return list(rows.items())
 

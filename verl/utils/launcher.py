@@ -12,6 +12,8 @@ from pathlib import Path
 
 from verl.utils.sigterm import TERMINATED
 
+# In the environment of a launch that was divided: its ranks; WORLD_SIZE is then that of a part.
+LAUNCHED_RANKS = "VERL_LAUNCHED_RANKS"
 _POLL_S = 1.0
 _GRACE_S = 10.0  # after SIGTERM, which has no effect while the main thread waits in C++
 _THREAD = "verl-watch-launcher"
