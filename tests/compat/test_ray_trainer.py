@@ -7,6 +7,7 @@ import pytest
 from torch.utils.data import SequentialSampler
 
 from tests.trainer.runs import command_line
+from verl.compat.ray_trainer import OLD_NAMES
 from verl.config import load_config
 from verl.trainer.setup import build_tokenizer
 from verl.utils.errors import ConfigError
@@ -76,6 +77,13 @@ def test_recipe_trains(tmp_path):
     assert OwnActor.started == 1
     assert trainer.metrics["critic/score/mean"] == 1.0
     assert trainer.total_steps == 1
+
+    for old, new in OLD_NAMES.items():
+        assert getattr(trainer, old) == getattr(trainer, new)
+    trainer.global_steps += 1
+    assert trainer.global_step == 2
+    assert not trainer.use_reference_policy
+    assert not trainer.use_rm
 
 
 @pytest.mark.parametrize(

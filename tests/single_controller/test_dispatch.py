@@ -15,6 +15,7 @@ from verl.protocol import DataProto
 from verl.single_controller import (
     Dealt,
     Dispatch,
+    Execute,
     GroupFuture,
     Worker,
     WorkerGroup,
@@ -23,10 +24,11 @@ from verl.single_controller import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from verl.single_controller.dispatch import find_dispatch_mode
+from verl.single_controller.dispatch import CALL_PLAN, MODES, find_dispatch_mode
 from verl.single_controller.spmd import LocalPool
 from verl.single_controller.worker_group import InProcess
 from verl.utils.errors import ConfigError
+from verl.utils.pickling import pack_tensor, unpack_tensor
 
 
 def several(
@@ -152,8 +154,7 @@ def test_the_modes_without_batches(size):
     assert group.each([f"w{i}" for i in range(size)]) == [f"{i}: w{i}" for i in range(size)]
     with pytest.raises(ValueError, match="one entry per rank"):
         group.each(["too many"] * (size + 1))
-    with pytest.raises(ValueError, match="one entry per rank"):
-        group.each(size)
+    assert group.each("word") == [f"{i}: word" for i in range(size)]
     assert group.apply(negated, rows(5)).batch["y"].tolist() == [0, -1, -2, -3, -4]
 
 
@@ -357,3 +358,40 @@ def test_work_with_effects_is_done_once_for_each_row():
     answer = group.play(rows(2))
     assert sorted(answer.batch["x"].tolist()) == [0, 0, 1, 1]
     assert sorted(worker.seen[0] for worker in workers_of(group)) == [[], [0], [1]]
+
+
+def test_a_batch_without_rows_crosses_processes_that_keep_no_strides():
+    """Ray gives back a buffer of no bytes as an array with the stride 0."""
+    empty = DataProto.from_dict({"a": torch.zeros(0, 3)})
+    raw, dtype, shape = pack_tensor(empty.batch["a"])
+    without = np.lib.stride_tricks.as_strided(raw, shape=(0,), strides=(0,))
+    assert unpack_tensor((without, dtype, shape)).shape == (0, 3)
+
+
+def test_arguments_that_are_no_lists_go_to_all_ranks():
+    split = MODES[Dispatch.ALL_TO_ALL].split
+    assert split(2, ("a/path",), {"b": 3}) == ([(("a/path",), {"b": 3})] * 2, None)
+    assert split(2, (["a", "b"],), {}) == ([(("a",), {}), (("b",), {})], None)
+    with pytest.raises(ValueError, match="one entry per rank"):
+        MODES[Dispatch.DP_COMPUTE].split(2, ("ab",), {})
+
+
+def test_the_text_of_an_execute_mode_is_the_mode():
+    @register(Dispatch.ONE_TO_ALL, execute_mode="rank_zero")  # pyright: ignore
+    def method(worker: object) -> None: ...
+
+    assert getattr(method, CALL_PLAN)["execute_mode"] is Execute.RANK_ZERO
+    with pytest.raises(ConfigError, match="execute_mode must be one of"):
+        register(Dispatch.ONE_TO_ALL, execute_mode="first")  # pyright: ignore
+
+
+def test_answers_that_cannot_be_joined_are_named():
+    join = MODES[Dispatch.DP_COMPUTE_PROTO].collect
+    with pytest.raises(TypeError, match="must return a DataProto on every rank, got NoneType"):
+        join([None, None], None)
+
+
+def test_rows_may_be_chosen_by_a_reversed_array():
+    batch = DataProto.from_dict({"a": torch.arange(4)})
+    batch.reorder(np.arange(4)[::-1])  # pyright: ignore
+    assert batch.batch["a"].tolist() == [3, 2, 1, 0]

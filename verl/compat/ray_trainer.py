@@ -28,11 +28,21 @@ ROLES: dict[str, tuple[str, type[Worker]]] = {
     "RefPolicy": ("reference", ReferenceWorker),
     "RewardModel": ("reward_model", RewardModelWorker),
 }
+# Attributes and methods of verl 0.5's trainer that have another name here.
+OLD_NAMES = {
+    "train_dataloader": "train_loader",
+    "val_dataloader": "val_loader",
+    "global_steps": "global_step",
+    "total_training_steps": "total_steps",
+    "_load_checkpoint": "load_checkpoint",
+    "_save_checkpoint": "save_checkpoint",
+    "_validate": "validate",
+}
 _NEW_FORM = "verl.trainer.PPOTrainer(config, tokenizer=..., reward_fn=..., train_dataset=...)"
 
 
 class RayPPOTrainer(PPOTrainer):
-    """PPOTrainer with the parameters of verl 0.5.
+    """PPOTrainer with the parameters of verl 0.5, and its names of attributes (`OLD_NAMES`).
 
     Args:
         config, tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: see PPOTrainer.
@@ -83,6 +93,21 @@ class RayPPOTrainer(PPOTrainer):
         if train_sampler is not None:
             self._order_rows_by(train_sampler)
 
+    @property
+    def use_critic(self) -> bool:
+        """Whether the run has a critic."""
+        return self.config.needs_critic
+
+    @property
+    def use_reference_policy(self) -> bool:
+        """Whether the run has a reference."""
+        return self.config.needs_reference
+
+    @property
+    def use_rm(self) -> bool:
+        """Whether the run has a reward model."""
+        return self.config.reward_model.enable
+
     def start_role(self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any) -> Any:
         """Start a role as TrainingRun does, with the class of `role_worker_mapping` if given."""
         chosen = self.worker_classes.get(role, worker_class)
@@ -98,6 +123,22 @@ class RayPPOTrainer(PPOTrainer):
             sampler=sampler,
         )
         self.total_steps = setup.count_steps(self.config, len(self.train_loader))
+
+
+def _alias(name: str) -> property:
+    """Make a property that reads and sets the attribute `name`."""
+
+    def read(trainer: RayPPOTrainer) -> Any:
+        return getattr(trainer, name)
+
+    def write(trainer: RayPPOTrainer, value: Any) -> None:
+        setattr(trainer, name, value)
+
+    return property(read, write)
+
+
+for _old, _new in OLD_NAMES.items():
+    setattr(RayPPOTrainer, _old, _alias(_new))
 
 
 def _refuse(name: str, is_wrong: bool, way: str) -> None:

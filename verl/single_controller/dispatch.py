@@ -115,7 +115,7 @@ def one_entry_each(
 ) -> tuple[list[Arguments], None]:
     """Split arguments that are lists with one entry per rank."""
     for value in (*args, *kwargs.values()):
-        if not isinstance(value, Sequence):
+        if isinstance(value, str) or not isinstance(value, Sequence):
             raise ValueError(
                 f"Expected one entry per rank ({num_shares}), got {type(value).__name__}."
             )
@@ -126,6 +126,15 @@ def one_entry_each(
     for rank in range(num_shares):
         per_rank.append(each_argument(operator.itemgetter(rank), args, kwargs))
     return per_rank, None
+
+
+def lists_or_same(
+    num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Arguments], None]:
+    """Split the arguments if all are lists, with one entry per rank; otherwise all go to all."""
+    if all(isinstance(value, list | tuple) for value in (*args, *kwargs.values())):
+        return one_entry_each(num_shares, args, kwargs)
+    return same_for_all(num_shares, args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -275,6 +284,7 @@ def _join_protos(outputs: list[Any], order: Order | None) -> Any:
 
     A row may have several answers (n samples of a prompt).
     """
+    _require_batches(outputs)
     if order is None:
         return outputs[0] if len(outputs) == 1 else DataProto.concat(outputs)
 
@@ -301,7 +311,19 @@ def _join_protos(outputs: list[Any], order: Order | None) -> Any:
 
 def _concatenated(outputs: list[Any], _: Any) -> Any:
     """Join answers that have rows of their own, in the order of the shares."""
+    _require_batches(outputs)
     return outputs[0] if len(outputs) == 1 else DataProto.concat(outputs)
+
+
+def _require_batches(outputs: list[Any]) -> None:
+    """Raise TypeError for answers of several ranks that cannot be joined."""
+    wrong = {type(output).__name__ for output in outputs if not isinstance(output, DataProto)}
+    if len(outputs) > 1 and wrong:
+        raise TypeError(
+            "A method whose answers are joined (Dispatch.DP_COMPUTE_PROTO) must return a DataProto "
+            f"on every rank, got {', '.join(sorted(wrong))}. Return the batch, or register the "
+            "method with Dispatch.ONE_TO_ALL or DP_COMPUTE, which give a list of all answers."
+        )
 
 
 def _first(outputs: list[Any], _: Any) -> Any:
@@ -319,7 +341,7 @@ _split_for_metrics = functools.partial(_split_batches, deal=_deal_windows, pad=_
 MODES: dict[str, DispatchMode] = {
     Dispatch.RANK_ZERO: DispatchMode(same_for_all, _first),
     Dispatch.ONE_TO_ALL: DispatchMode(same_for_all, _all),
-    Dispatch.ALL_TO_ALL: DispatchMode(one_entry_each, _all),
+    Dispatch.ALL_TO_ALL: DispatchMode(lists_or_same, _all),
     Dispatch.DP_COMPUTE: DispatchMode(one_entry_each, _all, by_data_rank=True),
     Dispatch.DP_COMPUTE_PROTO: DispatchMode(
         _split_protos, _join_protos, by_data_rank=True, takes_any_deal=True
@@ -449,6 +471,11 @@ def register(
         blocking: whether a call on the group waits; if not, it returns a future with `result()`.
         materialize_futures: whether futures among the arguments are waited for before the call.
     """
+    if execute_mode not in list(Execute):
+        raise ConfigError(
+            f"execute_mode must be one of {', '.join(map(str, Execute))}, got {execute_mode!r}."
+        )
+    execute_mode = Execute(execute_mode)  # its text is equal to a member, but is none
     # A plain dictionary with verl's keys: recipes read it, and copy it to their own wrappers.
     given: dict[str, Any] = {
         "dispatch_mode": dispatch_mode,

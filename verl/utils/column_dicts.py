@@ -72,7 +72,8 @@ def row_numbers(idxs: Indices, num_rows: int) -> torch.Tensor:
 
     Raises BatchError for another kind of index, and IndexError for a row that does not exist.
     """
-    values = idxs if isinstance(idxs, torch.Tensor) else np.asarray(idxs)
+    # a copy, because torch takes no reversed array
+    values = idxs if isinstance(idxs, torch.Tensor) else np.array(idxs)
     index = torch.as_tensor(values).cpu()
     if index.ndim != 1 or (index.numel() and index.is_floating_point()):
         raise BatchError(

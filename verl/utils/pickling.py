@@ -30,6 +30,8 @@ def unpack_tensor(packed: Any) -> Any:
     if not isinstance(packed, tuple):
         return packed
     raw, dtype, shape = packed
+    if not raw.size:  # its buffer may come back without strides
+        return torch.empty(shape, dtype=dtype)
     # Copy a buffer that belongs to the sender (Ray's object store): it is read-only, and writing to
     # it would crash.
     if not raw.flags.writeable:
