@@ -43,8 +43,10 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
 
 def image_of(raw: Any, folder: str | None) -> dict[str, Any]:
     """Return an image as Parquet holds it: its bytes, and its name."""
-    if isinstance(raw, dict) and raw.get("bytes") is not None:
-        return {"bytes": raw["bytes"], "path": raw.get("path")}
+    if isinstance(raw, dict):
+        if raw.get("bytes") is not None:
+            return {"bytes": raw["bytes"], "path": raw.get("path")}
+        raw = raw["path"]
     if isinstance(raw, str):
         path = Path(folder or ".").expanduser() / raw
         return {"bytes": path.read_bytes(), "path": raw}

@@ -20,6 +20,7 @@ from verl.config.sft import SFTDataConfig
 from verl.data.collate import collate
 from verl.data.pictures import PictureReader
 from verl.data.rl_dataset import RLDataset
+from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.models.load import load_tokenizer
 from verl.models.processor import load_picture_processor
@@ -264,3 +265,63 @@ def test_answers_are_learnt_behind_the_tokens_of_pictures(family: str, tmp_path:
         assert str(tokenizer.decode(item["response_ids"])).startswith(row["answer"])
         learnt = [id for id, is_learnt in zip(item["response_ids"], item["learnt"]) if is_learnt]
         assert tokenizer.decode(learnt) == f"{row['answer']}<|im_end|>"
+
+
+@pytest.mark.parametrize("images", [None, []])
+def test_a_placeholder_without_images_is_an_error(reader: PictureReader, images: Any) -> None:
+    with pytest.raises(DataError, match=r"has a placeholder \(<image>\) and no images"):
+        reader.encode([{"role": "user", "content": "<image>How many?"}], images, Path())
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("data:image/png;base64,abcde", "the base64 text of the image is damaged"),
+        ("iVBOR" * 2000, "there is no file"),
+    ],
+)
+def test_damaged_base64_is_an_error_of_the_row(
+    reader: PictureReader, source: str, message: str
+) -> None:
+    with pytest.raises(DataError, match=f"image 0 of the row: {message}") as error:
+        reader.prepare_all([source], Path())
+    assert len(str(error.value)) < 1000
+
+
+def test_a_picture_is_turned_as_its_camera_says(reader: PictureReader) -> None:
+    image = some_image(0, (56, 28))
+    turned = image.getexif()
+    turned[0x0112] = 6  # to be turned by a quarter
+    encoded = io.BytesIO()
+    image.save(encoded, "PNG", exif=turned)
+    picture = reader.prepare(encoded.getvalue())
+    expected = reader.prepare(image.rotate(-90, expand=True))
+    assert picture.inputs["pixel_values"].equal(expected.inputs["pixel_values"])
+
+
+@pytest.mark.parametrize("truncation", ["error", "left"])
+def test_parts_with_images_need_no_column(
+    reader: PictureReader, tmp_path: Path, truncation: str
+) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "How many?"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": [{"role": "user", "content": content}]}) + "\n")
+    config = DataConfig(max_prompt_length=512, truncation=truncation)
+    dataset = RLDataset(str(file), reader.tokenizer, config, pictures=reader)
+    assert len(dataset[0]["prepared_pictures"]) == 1
+    with pytest.raises(DataError, match="prompts with pictures are never cut"):
+        config = DataConfig(max_prompt_length=3, truncation=truncation)
+        RLDataset(str(file), reader.tokenizer, config, pictures=reader)
+
+
+def test_the_dataset_of_verl_05_reads_pictures_by_its_processor(
+    reader: PictureReader, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row(images=["a.png"])) + "\n")
+    settings = {"max_prompt_length": 512}
+    processor = reader.processor.processor
+    dataset = RLHFDataset(str(file), reader.tokenizer, settings, processor=processor)
+    assert len(dataset[0]["prepared_pictures"]) == 1

@@ -81,5 +81,5 @@ def test_unsupported_settings_are_errors(parquet, tokenizer):
         ConfigError, match="Unknown key 'max_prompt_lenght'. Nearest known: max_prompt_length"
     ):
         RLHFDataset(files, tokenizer, {"max_prompt_lenght": 3})
-    with pytest.raises(DataError, match="images and videos"):
+    with pytest.raises(DataError, match="must be the one that data.custom_cls gets"):
         RLHFDataset(files, tokenizer, SETTINGS, processor=object())

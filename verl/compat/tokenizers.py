@@ -24,7 +24,7 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
     """Load the processor of a model that takes images; None, with a warning, if it has none."""
     try:
         processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:  # torchvision may be missing
         logger.warning("No processor for '%s': %s", name_or_path, error)
         return None
     return processor if "Processor" in type(processor).__name__ else None

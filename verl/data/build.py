@@ -134,7 +134,8 @@ def _custom_dataset(
     accepted = inspect.signature(kind).parameters
     if "processor" in accepted:
         arguments["processor"] = None if pictures is None else pictures.processor.processor
-    if "pictures" in accepted:
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    if "pictures" in accepted or (takes_any and pictures is not None):
         arguments["pictures"] = pictures
     if "split" in accepted:
         arguments["split"] = split

@@ -2,6 +2,7 @@
 prompt."""
 
 import base64
+import contextlib
 import hashlib
 import io
 import re
@@ -27,6 +28,7 @@ PLACEHOLDERS = {"image": "<image>", "video": "<video>"}  # in the text of a mess
 KEPT_BYTES = 1 << 30  # most bytes of prepared pictures that are kept
 _IN_TEXT = re.compile("(<image>|<video>)")
 # Keys of a part with its own picture or video.
+READER = "verl_picture_reader"  # attribute of a processor that a reader uses
 _SOURCES = ("image", "image_url", "url", "path", "bytes")
 _VIDEO_SOURCES = ("video", "path")
 _BASE64 = re.compile(r"data:image/[\w.+-]+;base64,")
@@ -50,6 +52,7 @@ class PictureReader:
         keeps_images: bool = False,
     ) -> None:
         self.processor = processor
+        setattr(processor.processor, READER, self)  # for datasets that get the processor
         self._keeps_images = keeps_images
         self.tokenizer = tokenizer
         self._kept: OrderedDict[str, Picture] = OrderedDict()
@@ -154,7 +157,10 @@ class PictureReader:
         if known is not None:
             return known
 
-        image = _opened(content).convert("RGB")
+        from PIL import ImageOps
+
+        # Cameras turn pictures by a note in the file.
+        image = ImageOps.exif_transpose(_opened(content)).convert("RGB")
         picture = self.processor.prepare(image, key)
         if self._keeps_images:
             picture = replace(picture, png=_png(image))
@@ -239,10 +245,25 @@ def messages_and_sources(
     `images` is the row's image column: one image, a list of them, or None. `videos` is the same.
     """
     given = {"image": _as_list(images), "video": _as_videos(videos)}
-    if not any(given.values()) and not _has_picture_parts(prompt):
-        return as_messages(prompt), ()
+    if not any(given.values()) and not has_picture_parts(prompt):
+        messages = as_messages(prompt)
+        _check_no_placeholder(messages)
+        return messages, ()
     messages, sources = picture_parts(prompt, given)
     return messages, tuple(sources)
+
+
+def _check_no_placeholder(messages: Messages) -> None:
+    """Raise DataError for a placeholder in a row without pictures, which would stay a text.
+
+    That of videos is a tag of HTML, too.
+    """
+    placeholder = PLACEHOLDERS["image"]
+    if any(placeholder in str(message.get("content")) for message in messages):
+        raise DataError(
+            f"has a placeholder ({placeholder}) and no images. Write the images into the column "
+            "that data.image_key names, or take the placeholder out"
+        )
 
 
 def picture_parts(prompt: Any, given: Mapping[str, Sequence[Any]]) -> tuple[Messages, list[Any]]:
@@ -357,7 +378,13 @@ def _content_of(source: Any, folder: Path) -> Any:
 def _read(source: str, folder: Path) -> bytes:
     encoded = _BASE64.match(source)
     if encoded is not None:
-        return base64.b64decode(source[encoded.end() :])
+        try:
+            return base64.b64decode(source[encoded.end() :])
+        except ValueError as error:
+            raise DataError(
+                f"the base64 text of the image is damaged or not complete ({error}). Write it "
+                "again, or leave the row out"
+            ) from error
     return _find_file(source, folder).read_bytes()
 
 
@@ -370,9 +397,10 @@ def _find_file(source: str, folder: Path) -> Path:
     path = Path(source.removeprefix("file://")).expanduser()
     places = [path] if path.is_absolute() else [folder / path, path]
     for place in places:
-        if place.is_file():
-            return place
-    looked = " and ".join(f"'{place}'" for place in dict.fromkeys(places))
+        with contextlib.suppress(OSError):  # a text that is too long for a path
+            if place.is_file():
+                return place
+    looked = " and ".join(f"'{str(place)[:200]}'" for place in dict.fromkeys(places))
     raise DataError(f"there is no file {looked}. Correct the path, or write the content instead")
 
 
@@ -408,7 +436,8 @@ def _kind(part: Any) -> str | None:
     return None
 
 
-def _has_picture_parts(prompt: Any) -> bool:
+def has_picture_parts(prompt: Any) -> bool:
+    """Return whether a content of the messages has a part that is an image or a video."""
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list) and any(_kind(part) is not None for part in content):

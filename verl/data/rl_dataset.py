@@ -26,7 +26,7 @@ from verl.data.files import (
     require_column,
 )
 from verl.data.lengths import prompt_lengths, tokenizer_fingerprint
-from verl.data.pictures import without_picture_parts
+from verl.data.pictures import has_picture_parts, without_picture_parts
 from verl.models.pictures import Pictures
 from verl.utils.errors import DataError
 from verl.utils.logging import logger, say_once
@@ -106,7 +106,9 @@ class RLDataset(Dataset):
         limit = self.config.max_prompt_length
         if len(ids) > limit:
             if self.config.truncation == "error" or pictures:
-                raise DataError(_too_long(self.files[source], number, len(ids), limit))
+                raise DataError(
+                    _too_long(self.files[source], number, len(ids), limit, cuts=not pictures)
+                )
             ids = truncate(ids, limit, self.config.truncation)
 
         values: dict[str, Any] = {"raw_prompt_ids": ids, "raw_prompt": messages, "index": number}
@@ -229,14 +231,26 @@ class RLDataset(Dataset):
                 long &= pictured  # a cut could go through a picture
             if long.any():
                 first = int(np.argmax(long))
-                raise DataError(_too_long(file, first, int(lengths[first]), limit, int(long.sum())))
+                raise DataError(
+                    _too_long(
+                        file,
+                        first,
+                        int(lengths[first]),
+                        limit,
+                        int(long.sum()),
+                        cuts=not pictured[first],
+                    )
+                )
 
         return np.stack([np.full_like(numbers, source), numbers], axis=1)
 
     def _has_pictures(self, source: int) -> bool:
-        columns = self._sources[source].columns
-        has_any = self.config.image_key in columns or self.config.video_key in columns
-        return self.pictures is not None and has_any
+        if self.pictures is None:
+            return False
+        rows = self._sources[source]
+        if self.config.image_key in rows.columns or self.config.video_key in rows.columns:
+            return True
+        return any(map(has_picture_parts, rows.column(self.config.prompt_key)))
 
     def _lengths_with_pictures(self, source: int) -> tuple[np.ndarray, np.ndarray]:
         """Measure prompts with their pictures, which also finds the pictures that cannot be read.
@@ -385,10 +399,16 @@ def _kept_columns(sources: list[Rows], prompt_key: str) -> list[str]:
     return [name for name in names if name not in _RESERVED]
 
 
-def _too_long(file: str, row: int, length: int, limit: int, count: int = 1) -> str:
+def _too_long(
+    file: str, row: int, length: int, limit: int, count: int = 1, *, cuts: bool = True
+) -> str:
+    """Describe a prompt over the limit; without `cuts` it has pictures, which are never cut."""
     others = f" ({count} rows of this file are too long)" if count > 1 else ""
+    way = "data.truncation=left, right or middle (cut them)."
+    if not cuts:
+        way = "make the pictures smaller: prompts with pictures are never cut."
     return (
         f"{file}, row {row}: the prompt has {length} tokens, data.max_prompt_length allows "
         f"{limit}{others}. Raise it, or set data.filter_overlong_prompts=true (drop such rows) or "
-        "data.truncation=left, right or middle (cut them)."
+        f"{way}"
     )

@@ -7,11 +7,14 @@ import torch
 
 from verl.config import DataConfig
 from verl.config.keys import flatten, owner_of
+from verl.data.pictures import READER
 from verl.data.rl_dataset import RLDataset
 from verl.utils.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from verl.data.pictures import PictureReader
 
 
 class RLHFDataset(RLDataset):
@@ -19,7 +22,7 @@ class RLHFDataset(RLDataset):
 
     An item also has `input_ids`, `attention_mask` and `position_ids`, (P,) int64, with P =
     `max_prompt_length` and padding on the left. `config` is the section `data`, or a mapping with
-    some of its keys; the others have their defaults.
+    some of its keys; the others have their defaults. `processor` or `pictures` read images.
     """
 
     def __init__(
@@ -29,13 +32,16 @@ class RLHFDataset(RLDataset):
         config: DataConfig | Mapping[str, Any],
         processor: Any = None,
         split: str = "train",
+        pictures: "PictureReader | None" = None,
     ) -> None:
-        if processor is not None:
-            raise DataError(
-                "A processor is for images and videos, which are not read in this version. Give "
-                "None."
-            )
-        super().__init__(data_files, tokenizer, _section(config), split=split)
+        if processor is not None and pictures is None:
+            pictures = getattr(processor, READER, None)
+            if pictures is None:
+                raise DataError(
+                    "The processor must be the one that data.custom_cls gets, or give "
+                    "pictures=verl.data.build.build_picture_reader(config.model, tokenizer)."
+                )
+        super().__init__(data_files, tokenizer, _section(config), split=split, pictures=pictures)
         self.processor = processor
 
     def __getitem__(self, item: int) -> dict[str, Any]:

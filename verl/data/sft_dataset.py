@@ -412,10 +412,12 @@ class SFTDataset(Dataset):
         long = len(ids) > limit
         if long:
             if side == "error" or images:  # a cut could go through a picture
+                way = "set data.truncation=left or right, which names the side to cut off."
+                if images:
+                    way = "make its pictures smaller: rows with pictures are never cut."
                 raise DataError(
                     f"{name}: {len(ids)} tokens, data.max_length allows {limit}. Raise it, leave "
-                    "the row out, or set data.truncation=left or right, which names the side to "
-                    "cut off."
+                    f"the row out, or {way}"
                 )
             kept = slice(-limit, None) if side == "left" else slice(limit)
             ids = ids[kept]

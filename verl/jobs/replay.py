@@ -102,6 +102,10 @@ class RecordedRows:
         self._rows: dict[int, dict[str, Any]] = {}
         self.is_training = False
         for number, row in parse_json((run.folder / ROWS_FILE).read_bytes()):
+            if "prepared_pictures" in row:
+                raise ConfigError(
+                    "A capsule of a run with pictures cannot be replayed yet: it does not hold them."
+                )
             self._rows[number] = row
 
     def __len__(self) -> int:

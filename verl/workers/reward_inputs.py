@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from verl.data.chat import Messages, as_messages, encode_conversations
+from verl.data.chat import Messages, encode_conversations
+from verl.data.pictures import without_picture_parts
 from verl.data.rl_dataset import truncate
 from verl.protocol import DataProto
 from verl.utils.errors import DataError, RewardError
@@ -167,7 +168,7 @@ def _response(row: int) -> str:
 
 def _conversation(prompt: Any, answer: str, name: str) -> Messages:
     try:
-        before = [] if isinstance(prompt, list) and not prompt else as_messages(prompt)
+        before = [] if isinstance(prompt, list) and not prompt else without_picture_parts(prompt)
     except DataError as error:
         raise DataError(f"The prompt of {name} {error}.") from error
     return [*before, {"role": "assistant", "content": answer}]
