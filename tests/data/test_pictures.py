@@ -323,5 +323,6 @@ def test_the_dataset_of_verl_05_reads_pictures_by_its_processor(
     file.write_text(json.dumps(row(images=["a.png"])) + "\n")
     settings = {"max_prompt_length": 512}
     processor = reader.processor.processor
+    assert "image_processor" in repr(processor), "it can still be copied and written"
     dataset = RLHFDataset(str(file), reader.tokenizer, settings, processor=processor)
     assert len(dataset[0]["prepared_pictures"]) == 1

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from verl.data.chat import Messages, apply_chat_template, as_messages
 from verl.data.videos import Video, read_video
@@ -28,10 +29,19 @@ PLACEHOLDERS = {"image": "<image>", "video": "<video>"}  # in the text of a mess
 KEPT_BYTES = 1 << 30  # most bytes of prepared pictures that are kept
 _IN_TEXT = re.compile("(<image>|<video>)")
 # Keys of a part with its own picture or video.
-READER = "verl_picture_reader"  # attribute of a processor that a reader uses
 _SOURCES = ("image", "image_url", "url", "path", "bytes")
 _VIDEO_SOURCES = ("video", "path")
 _BASE64 = re.compile(r"data:image/[\w.+-]+;base64,")
+
+
+# By the id of the processor that each holds. An attribute of the processor would be written into
+# its files.
+_readers: "WeakValueDictionary[int, PictureReader]" = WeakValueDictionary()
+
+
+def reader_of(processor: Any) -> "PictureReader | None":
+    """Return the reader that uses a processor of transformers; None if there is none."""
+    return _readers.get(id(processor))
 
 
 class PictureReader:
@@ -52,7 +62,7 @@ class PictureReader:
         keeps_images: bool = False,
     ) -> None:
         self.processor = processor
-        setattr(processor.processor, READER, self)  # for datasets that get the processor
+        _readers[id(processor.processor)] = self
         self._keeps_images = keeps_images
         self.tokenizer = tokenizer
         self._kept: OrderedDict[str, Picture] = OrderedDict()

@@ -7,7 +7,7 @@ import torch
 
 from verl.config import DataConfig
 from verl.config.keys import flatten, owner_of
-from verl.data.pictures import READER
+from verl.data.pictures import reader_of
 from verl.data.rl_dataset import RLDataset
 from verl.utils.errors import DataError
 
@@ -35,7 +35,7 @@ class RLHFDataset(RLDataset):
         pictures: "PictureReader | None" = None,
     ) -> None:
         if processor is not None and pictures is None:
-            pictures = getattr(processor, READER, None)
+            pictures = reader_of(processor)
             if pictures is None:
                 raise DataError(
                     "The processor must be the one that data.custom_cls gets, or give "
