@@ -33,13 +33,7 @@ def read_entries(path: str | Path, key: str) -> list[Entry]:
             or a class that cannot be imported. The message names file, entry and key.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"Expected a YAML file at '{path}', found none.")
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"'{path}' must be a YAML file: {error}") from error
-
+    content = read_yaml(path)
     found = content.get(key) if isinstance(content, Mapping) else None
     if not isinstance(found, list) or not found:
         raise ConfigError(
@@ -47,6 +41,23 @@ def read_entries(path: str | Path, key: str) -> list[Entry]:
             f"'- class_name: package.module.Class', got {_shown(content)}."
         )
     return [_entry(number, entry, file, key) for number, entry in enumerate(found, start=1)]
+
+
+def read_yaml(path: str | Path, setting: str | None = None) -> Any:
+    """Return the content of a YAML file.
+
+    Raises ConfigError, which begins with the `setting` that names the file, if it is missing or is
+    not YAML.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        expected = "Expected" if setting is None else f"{setting}: expected"
+        raise ConfigError(f"{expected} a YAML file at '{path}', found none.")
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        place = "" if setting is None else f"{setting}: "
+        raise ConfigError(f"{place}'{path}' must be a YAML file: {error}") from error
 
 
 def load_class(reference: str, folder: Path | None = None) -> type:

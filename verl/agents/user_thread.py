@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 import threading
 import time
 from collections import Counter
@@ -139,6 +140,12 @@ def taken_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = {parameter.name for parameter in parameters if parameter.kind in by_name}
     return {name: value for name, value in keywords.items() if name in names}
+
+
+def is_finite_number(value: Any) -> bool:
+    """Return whether a user's code gave a finite number. A text of digits is none."""
+    is_number = hasattr(value, "__float__") and not isinstance(value, str)
+    return is_number and math.isfinite(float(value))
 
 
 def name_of(function: Callable[..., Any]) -> str:

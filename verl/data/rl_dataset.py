@@ -207,12 +207,10 @@ class RLDataset(Dataset):
         limit = self.config.max_prompt_length
         numbers = np.arange(len(rows))
 
-        if (
-            self._has_pictures(source)
-            or self.config.filter_overlong_prompts
-            or self.config.truncation == "error"
-        ):
-            lengths, pictured = self._lengths(source)
+        has_pictures = self._has_pictures(source)
+        if has_pictures or self.config.filter_overlong_prompts or self.config.truncation == "error":
+            measure = self._lengths_with_pictures if has_pictures else self._lengths
+            lengths, pictured = measure(source)
             long = lengths > limit
             if self.config.filter_overlong_prompts:
                 numbers = numbers[~long]
@@ -276,9 +274,7 @@ class RLDataset(Dataset):
         return lengths, pictured
 
     def _lengths(self, source: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of tokens of each row, and whether it has pictures."""
-        if self._has_pictures(source):
-            return self._lengths_with_pictures(source)
+        """Return the number of tokens of each row of text, and that it has no pictures."""
         parts = (
             _OWN_CACHE_VERSION,
             self._content[source],

@@ -112,13 +112,11 @@ def _gib_of(device: float | str) -> float:
     try:
         size = float(device)
     except ValueError:
-        size = None
-    if size is None:
         near = nearest_names(str(device), list(CARDS))
         raise ConfigError(
             f"device_gib must be a number of GiB or the name of a card, got '{device}'. Nearest "
             f"known: {near}. All: {', '.join(CARDS)}."
-        )
+        ) from None
     if not 0 < size < math.inf:
         raise ConfigError(f"device_gib must be a size above 0, in GiB, got {device}.")
     return size

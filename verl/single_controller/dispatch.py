@@ -284,11 +284,10 @@ def _join_protos(outputs: list[Any], order: Order | None) -> Any:
 
     A row may have several answers (n samples of a prompt).
     """
-    _require_batches(outputs)
+    joined = _concatenated(outputs, None)
     if order is None:
-        return outputs[0] if len(outputs) == 1 else DataProto.concat(outputs)
+        return joined
 
-    joined = DataProto.concat(outputs)
     rows = list(itertools.chain(*order.shares))
     if rows == list(range(order.rows_of_caller)):
         return joined
@@ -311,19 +310,16 @@ def _join_protos(outputs: list[Any], order: Order | None) -> Any:
 
 def _concatenated(outputs: list[Any], _: Any) -> Any:
     """Join answers that have rows of their own, in the order of the shares."""
-    _require_batches(outputs)
-    return outputs[0] if len(outputs) == 1 else DataProto.concat(outputs)
-
-
-def _require_batches(outputs: list[Any]) -> None:
-    """Raise TypeError for answers of several ranks that cannot be joined."""
+    if len(outputs) == 1:
+        return outputs[0]
     wrong = {type(output).__name__ for output in outputs if not isinstance(output, DataProto)}
-    if len(outputs) > 1 and wrong:
+    if wrong:
         raise TypeError(
             "A method whose answers are joined (Dispatch.DP_COMPUTE_PROTO) must return a DataProto "
             f"on every rank, got {', '.join(sorted(wrong))}. Return the batch, or register the "
             "method with Dispatch.ONE_TO_ALL or DP_COMPUTE, which give a list of all answers."
         )
+    return DataProto.concat(outputs)
 
 
 def _first(outputs: list[Any], _: Any) -> Any:

@@ -1,12 +1,11 @@
 """One episode in an environment: deadlines, counted outcomes, and a close in every case."""
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from verl.agents.environments.base import Observation
-from verl.agents.user_thread import UserCall, UserThread, taken_by
+from verl.agents.user_thread import UserCall, UserThread, is_finite_number, taken_by
 from verl.utils.errors import RolloutError
 from verl.utils.json_text import whole_characters
 from verl.utils.logging import say_once
@@ -139,7 +138,6 @@ def checked(value: Any, where: str) -> Observation:
         if isinstance(message.get("content"), str):
             message["content"] = whole_characters(message["content"])
     for reward in (value.reward, *value.rewards.values()):
-        is_number = hasattr(reward, "__float__") and not isinstance(reward, str)
-        if not is_number or not math.isfinite(reward):
+        if not is_finite_number(reward):
             raise RolloutError(f"{where} must return a finite reward, got {reward!r}.")
     return value

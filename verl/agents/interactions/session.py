@@ -1,6 +1,5 @@
 """One conversation with a simulated user: deadlines, counted outcomes, and an end in every case."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -13,7 +12,7 @@ from verl.agents.interactions.registry import (
     choose_interaction,
     initialize_interactions_from_config,
 )
-from verl.agents.user_thread import UserCall, UserThread, taken_by
+from verl.agents.user_thread import UserCall, UserThread, is_finite_number, taken_by
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.json_text import whole_characters
 from verl.utils.logging import logger, say_once
@@ -194,8 +193,7 @@ def as_reply(value: Any, class_name: str) -> InteractionReply:
     """Check the tuple that `generate_response` returned. RolloutError for anything else."""
     if isinstance(value, tuple | list) and len(value) == 4:
         should_terminate, content, score, data = value
-        is_number = hasattr(score, "__float__") and not isinstance(score, str)
-        if isinstance(content, str) and is_number and math.isfinite(float(score)):
+        if isinstance(content, str) and is_finite_number(score):
             content = whole_characters(content)
             return InteractionReply(bool(should_terminate), content, float(score), dict(data or {}))
 

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from verl.agents.entries import load_class
+from verl.agents.entries import load_class, read_yaml
 from verl.agents.loops.base import agent_loops
 from verl.agents.loops.user_loop import AgentLoopBase, add_user_loop
 from verl.utils.errors import ConfigError
@@ -20,13 +18,7 @@ def register_loops(path: str | Path) -> list[str]:
     `file.py:Class`, and further keys are keywords of every object. Raises ConfigError naming file
     and entry.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"{_KEY}: expected a YAML file at '{path}', found none.")
-    try:
-        entries = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{_KEY}={path} must be a YAML file: {error}") from error
+    entries = read_yaml(path, _KEY)
     if not isinstance(entries, list):
         raise ConfigError(
             f"{_KEY}={path} must be a list of {{name, _target_, ...}}, got "
