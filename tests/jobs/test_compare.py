@@ -10,6 +10,7 @@ from tests.trainer.runs import run
 from verl.cli.main import main
 from verl.jobs.compare import Tolerances, compare_runs
 from verl.trainer.ppo_trainer import PPOTrainer
+from verl.utils.errors import ConfigError
 
 COMMON = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -88,3 +89,49 @@ def test_tolerances_are_by_key(first: Path, tmp_path: Path, monkeypatch):
     assert compare_runs(*pair, Tolerances(atol=1e-3, rtol=1e-3)).differences == []
     (difference,) = compare_runs(*pair, Tolerances(by_name={"returns": 1e-3})).differences
     assert difference.step == 7, "the tolerance of another name changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("rolout_log_probs", "rollout_log_probs"),
+        ("actor/gradnorm", "actor/grad_norm"),
+        ("model.layers.1.mlp.up_proj.wieght", "model.layers.1.mlp.up_proj.weight"),
+        ("metric critic/score/mean", "critic/score/mean"),
+    ],
+)
+def test_a_tolerance_of_an_unknown_name_is_refused(first: Path, capsys, name: str, nearest: str):
+    assert main(["compare", str(first), str(first), "--tolerance", f"{name}=1e-3"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"ConfigError: The tolerance '{name}' names no column, metric or")
+    assert nearest in error.partition("Nearest: ")[2]
+
+    assert main(["compare", str(first), str(first), "--tolerance", f"{nearest}=1e-3"]) == 0
+
+
+@pytest.mark.parametrize("name", ["response_ids", "timing_s/step", "qqqqqqqqqqqq"])
+def test_a_tolerance_without_effect_is_refused_in_a_short_line(first: Path, name: str):
+    run = verl.load_run(first)
+    with pytest.raises(ConfigError, match="Nearest: ") as raised:
+        compare_runs(run, run, Tolerances(by_name={name: 1e-3}))
+    assert len(str(raised.value)) < 700
+
+
+@pytest.mark.parametrize("value", ["nan", "-1", "inf"])
+@pytest.mark.parametrize("option", ["--atol=", "--rtol=", "--tolerance=values="])
+def test_a_tolerance_must_be_finite_and_not_negative(tmp_path: Path, capsys, option: str, value):
+    assert main(["compare", str(tmp_path), str(tmp_path), f"{option}{value}"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError: ")
+    assert f"expected a finite number >= 0, got {float(value)}" in error
+
+
+@pytest.mark.parametrize("option", ["--atol=1e-3", "--rtol=1e-3", "--tolerance=advantages=1e-3"])
+def test_only_an_exact_comparison_speaks_of_the_last_bit(first: Path, capsys, option: str):
+    assert main(["compare", str(first), str(first), option]) == 0
+    shown = capsys.readouterr().out
+    assert "Steps 0 to 8 are equal within the tolerances." in shown
+    assert "last bit" not in shown
+
+    assert main(["compare", str(first), str(first), "--atol=0"]) == 0
+    assert "Steps 0 to 8 are equal to the last bit." in capsys.readouterr().out

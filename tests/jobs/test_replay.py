@@ -8,6 +8,7 @@ import verl
 from tests.launches import launch, run_module
 from tests.trainer.runs import run
 from verl.cli.main import main
+from verl.jobs.compare import Tolerances
 from verl.jobs.replay import replay
 from verl.trainer.capsule import write_capsule
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -55,6 +56,15 @@ def test_an_unknown_section_of_a_changed_key_is_named(trained: Path, tmp_path: P
     capsule = write_capsule(trained, 1, tmp_path / "capsule.zip")
     with pytest.raises(ConfigError, match="no section 'trianer'. Nearest known: trainer"):
         replay(capsule, keys={"trianer.device": "cpu"})
+
+
+def test_a_tolerance_of_an_unknown_name_is_refused_before_the_step_is_executed(
+    trained: Path, tmp_path: Path, monkeypatch
+):
+    capsule = write_capsule(trained, 1, tmp_path / "capsule.zip")
+    monkeypatch.setattr(PPOTrainer, "init_workers", lambda self: pytest.fail("it was executed"))
+    with pytest.raises(ConfigError, match="Nearest: rollout_log_probs"):
+        replay(capsule, tolerances=Tolerances(by_name={"rolout_log_probs": 1e-3}))
 
 
 def test_another_process_replays_with_the_weights_inside(trained: Path, tmp_path: Path, capsys):

@@ -1,6 +1,8 @@
 """Find the first step, phase, tensor and token in which two recorded runs differ."""
 
-from collections.abc import Iterator, Mapping
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +11,8 @@ import numpy as np
 from verl.checkpoint.sharded import MODEL, SHARDED_FOLDER, SavedTensors
 from verl.columns import COLUMNS
 from verl.tracking.records import Run, StepLine, StepSamples
-from verl.utils.errors import DataError
+from verl.utils.errors import ConfigError, DataError
+from verl.utils.registry import nearest_names
 
 # Metrics of time, of machines, and of how far a schedule has drawn ahead.
 _NOT_COMPARED = (
@@ -20,6 +23,7 @@ _IDS = ("prompt_ids", "response_ids", "response_mask", "turn_of_token")
 _PHASES = ("data", "generate", "score", "evaluate_policies", "estimate_advantages", "update")
 _PHASE_OF = {"prompt_ids": "data", "response_ids": "generate"}
 _MOST_KEYS = 8
+_MOST_CHARACTERS = 500  # of the names that an error lists
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,38 @@ class Tolerances:
     """How far values may differ: |a - b| <= atol + rtol |b|. Ids and masks must be equal.
 
     Args:
-        by_name: absolute tolerances of single columns and metrics.
+        by_name: absolute tolerances of single columns, metrics and weights.
+
+    Raises:
+        ConfigError: a tolerance is negative, infinite or NaN.
     """
 
     atol: float = 0.0
     rtol: float = 0.0
     by_name: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = {"atol": self.atol, "rtol": self.rtol, **self.by_name}
+        for name, value in given.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(
+                    f"The tolerance '{name}': expected a finite number >= 0, got {value}."
+                )
+
+    def check_names(self, *runs: Run) -> None:
+        """Raise ConfigError for a tolerance of a name that no run has recorded.
+
+        Ids, and metrics that are not compared, count as unknown: a tolerance has no effect there.
+        """
+        known = _names_with_tolerance(runs)
+        for name in self.by_name:
+            if name not in known:
+                nearest = nearest_names(name, sorted(known))
+                shown = textwrap.shorten(nearest, _MOST_CHARACTERS, placeholder=" ...")
+                raise ConfigError(
+                    f"The tolerance '{name}' names no column, metric or weight that is compared "
+                    f"within a tolerance. Nearest: {shown}."
+                )
 
     def allows(self, name: str, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Mark the values that are near enough; without a tolerance those of equal bits."""
@@ -72,14 +102,17 @@ class Comparison:
         keys: configuration keys with other values, as texts.
         steps: steps that were compared.
         notes: parts that could not be compared.
+        is_exact: whether equal values have equal bits, because there was no tolerance.
     """
 
     differences: list[Difference]
     keys: list[str]
     steps: list[int]
     notes: list[str]
+    is_exact: bool = True
 
     def __str__(self) -> str:
+        equal = "equal to the last bit" if self.is_exact else "equal within the tolerances"
         lines = []
         if self.keys:
             shown = self.keys[:_MOST_KEYS]
@@ -89,26 +122,23 @@ class Comparison:
                 lines[-1] += f"; and {more} more"
         if not self.differences:
             span = f"{self.steps[0]} to {self.steps[-1]}"
-            lines.append(f"Steps {span} are equal to the last bit{self._within}.")
+            lines.append(f"Steps {span} are {equal}.")
             return "\n".join([*lines, *self.notes])
 
         first, *others = self.differences
         before = [step for step in self.steps if step < first.step]
         if before:
-            lines.append(f"Steps {before[0]} to {before[-1]} are equal{self._within}.")
+            lines.append(f"Steps {before[0]} to {before[-1]} are {equal}.")
         lines.append(f"The first difference: {first}")
         lines += [f"  then {other}" for other in others]
         return "\n".join([*lines, *self.notes])
-
-    @property
-    def _within(self) -> str:
-        return " within the tolerances" if any("tolerance" in note for note in self.notes) else ""
 
 
 def compare_runs(one: Run, other: Run, tolerances: Tolerances | None = None) -> Comparison:
     """Compare the steps that both runs have recorded.
 
-    Raises DataError if they have none in common.
+    Raises DataError if they have none in common, and ConfigError for a tolerance of a name that
+    neither has recorded.
     """
     tolerances = tolerances or Tolerances()
     steps = sorted(one.steps.keys() & other.steps.keys())
@@ -117,6 +147,8 @@ def compare_runs(one: Run, other: Run, tolerances: Tolerances | None = None) -> 
             f"{one.folder} and {other.folder} have no step in common: "
             f"{sorted(one.steps)[:3]}… and {sorted(other.steps)[:3]}…"
         )
+
+    tolerances.check_names(one, other)
 
     notes: list[str] = []
     if not tolerances.is_exact:
@@ -128,7 +160,19 @@ def compare_runs(one: Run, other: Run, tolerances: Tolerances | None = None) -> 
         if differences:
             break
     notes = list(dict.fromkeys(notes))
-    return Comparison(differences, changed_keys(one.config, other.config), steps, notes)
+    keys = changed_keys(one.config, other.config)
+    return Comparison(differences, keys, steps, notes, tolerances.is_exact)
+
+
+def _names_with_tolerance(runs: Iterable[Run]) -> set[str]:
+    """Return the recorded columns, metrics and weights to which a tolerance applies."""
+    names: set[str] = set()
+    for run in runs:
+        for line in run.steps.values():
+            names.update(line.columns, line.metrics)
+        for tensors in run.tensor_names.values():
+            names.update(tensors)
+    return {name for name in names if name not in _IDS and not name.startswith(_NOT_COMPARED)}
 
 
 def changed_keys(one: Any, other: Any, path: str = "") -> list[str]:

@@ -28,8 +28,8 @@ def compare(arguments: argparse.Namespace) -> int:
     from verl.jobs.compare import compare_runs
     from verl.tracking.records import load_run
 
-    pair = load_run(arguments.one), load_run(arguments.other)
-    found = compare_runs(*pair, tolerances_of(arguments))
+    tolerances = tolerances_of(arguments)
+    found = compare_runs(load_run(arguments.one), load_run(arguments.other), tolerances)
     print(found)
     return 1 if found.differences else 0
 
@@ -43,7 +43,7 @@ def add_tolerances(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=ATOL",
-        help="absolute tolerance of one column or metric, such as rollout_log_probs=1e-3",
+        help="absolute tolerance of a column, metric or weight, such as rollout_log_probs=1e-3",
     )
 
 

@@ -71,11 +71,14 @@ def replay(
 
     Raises:
         DataError: the file is no capsule, or its checkpoint is missing or another one.
+        ConfigError: a tolerance names nothing that the capsule has recorded.
     """
     with tempfile.TemporaryDirectory(prefix="verl-replay-") as name:
         folder = Path(name)
         facts = _unpack(Path(capsule).expanduser(), folder / "then")
         then = load_run(folder / "then")
+        if tolerances is not None and then.steps:
+            tolerances.check_names(then)
         start = _checkpoint_of(facts, folder / "then", checkpoint)
         config = _config(then, start, folder / "now", keys or {})
         failure_now = _execute(then, config, facts["step"])
