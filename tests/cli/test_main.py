@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -214,3 +215,33 @@ def test_the_package_is_a_program():
         [sys.executable, "-m", "verl", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"verl {verl.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--help"], 141),
+        (["--version"], 141),
+        (["view", "--help"], 141),
+        (["train", "--help"], 141),
+        (["view", "--port=x", "--help"], 2),
+    ],
+)
+def test_a_reader_that_has_exited_ends_every_command_silently(argv: list[str], code: int):
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    reader, writer = os.pipe()
+    os.close(reader)  # like `head -1`, but always before the command writes
+
+    done = subprocess.run(
+        [sys.executable, "-m", "verl", *argv],
+        env=environment,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipeError" not in done.stderr

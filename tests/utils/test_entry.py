@@ -107,3 +107,28 @@ def test_a_short_output_that_is_not_read_ends_silently_too():
     command.stdin.close()
     assert command.stderr.read() == b""
     assert command.wait(60) == 141
+
+
+def test_an_error_is_reported_once_when_the_reader_of_the_output_has_exited():
+    code = FAILS.replace("raise", "print(1)\n    raise")
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+
+    assert (done.returncode, done.stderr) == (1, "DataError: no rows\n")
+
+
+def test_a_closed_stdout_is_no_error():
+    code = PRINTS.replace("1_000_000", "3").replace("import sys", "import sys\nsys.stdout = None")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -17,7 +17,11 @@ _DRY_RUN = "--dry-run"
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status; 2 for an unknown command."""
     end_with_launcher()
-    argv = sys.argv[1:] if argv is None else argv
+    given = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _answer(given))
+
+
+def _answer(argv: list[str]) -> int:
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(_help())
         return 0
@@ -37,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if {"--help", "-h"} & set(rest):
         print(f"verl {command.words}: {command.summary}\n\n  {command.example}\n")
-    return exit_code(lambda: _run(command, rest))
+    return _run(command, rest)
 
 
 def _run(command: Command, argv: list[str]) -> int:

@@ -22,13 +22,14 @@ def exit_code(job: Callable[[], int | None]) -> int:
     """Run `job` and return its exit code; None counts as 0.
 
     An error that a user can cause gives exit code 1 and one line on stderr. With VERL_TRACEBACK=1
-    it is raised instead.
+    it is raised instead. If the reader of stdout has exited, the command ends silently.
     """
     try:
         with sigterm_as_exit():
             code = job() or 0
             # Flush inside the try block: a reader that has exited is no error.
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None: the shell has closed it
+                sys.stdout.flush()
             return code
 
     except VerlError as error:
@@ -55,9 +56,12 @@ def exit_code(job: Callable[[], int | None]) -> int:
         return _report("Interrupted.", error, INTERRUPTED)
 
     except SystemExit as error:
-        if error.code != TERMINATED:
-            raise
-        return _report("Ended by SIGTERM.", error, TERMINATED)
+        if error.code == TERMINATED:
+            return _report("Ended by SIGTERM.", error, TERMINATED)
+        # argparse prints its help and exits, without a flush.
+        if _reader_is_gone() and not error.code:
+            return READER_GONE
+        raise
 
 
 def _of_user(error: VerlError) -> VerlError:
@@ -75,6 +79,8 @@ def _reader_is_gone() -> bool:
 
     If so, discard all further output.
     """
+    if sys.stdout is None:
+        return False
     try:
         sys.stdout.flush()
         poll = select.poll()
@@ -96,6 +102,7 @@ def _named(error: Exception) -> str:
 
 
 def _report(text: str, error: BaseException, code: int = 1) -> int:
+    _reader_is_gone()  # if so, it discards the output that Python would flush at exit
     if os.environ.get("VERL_TRACEBACK"):
         raise error  # Python prints the traceback, which ends with the message
     print(_shortened(masked(text)), file=sys.stderr, flush=True)

@@ -10,10 +10,11 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.diagnostics.view.toy_records import HOSTILE, write_record
+from verl.cli.main import main
 from verl.diagnostics.view.answers import Answers
 from verl.diagnostics.view.notebook import load_run
 from verl.diagnostics.view.server import ViewServer
-from verl.utils.errors import DataError
+from verl.utils.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -82,3 +83,17 @@ def test_questions_without_sense_are_refused(server: ViewServer, question: str):
     with pytest.raises(DataError):
         server.answers.answer(question)
     assert get(server, f"/api/{question}", **{"X-Verl-Token": server.token})[0] == 404
+
+
+@pytest.mark.parametrize("port", [99999, 65536, -1])
+def test_a_port_out_of_range_is_an_error_of_one_line(tmp_path: Path, capsys, port: int):
+    write_record(tmp_path)
+    assert main(["view", str(tmp_path), f"--port={port}"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"ConfigError: Expected a port from 0 to 65535, got {port}.")
+    assert len(error.splitlines()) == 1
+
+
+def test_a_port_in_use_is_named(server: ViewServer):
+    with pytest.raises(ConfigError, match=f"Port {server.server_port} cannot be used"):
+        ViewServer(server.answers, server.server_port)

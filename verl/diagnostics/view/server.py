@@ -12,6 +12,7 @@ from verl.diagnostics.view.page import live_page
 from verl.utils.errors import ConfigError, VerlError
 
 HOST = "127.0.0.1"
+_LAST_PORT = 65535
 _TOKEN_HEADER = "X-Verl-Token"
 
 
@@ -21,11 +22,19 @@ class ViewServer(ThreadingHTTPServer):
     Args:
         answers: answers the page's questions.
         port: 0 takes a free one.
+
+    Raises:
+        ConfigError: the port is out of range, or cannot be used.
     """
 
     daemon_threads = True
 
     def __init__(self, answers: Answers, port: int = 0) -> None:
+        if not 0 <= port <= _LAST_PORT:
+            raise ConfigError(
+                f"Expected a port from 0 to {_LAST_PORT}, got {port}. Leave --port out to take a "
+                "free one."
+            )
         self.answers = answers
         self.token = secrets.token_urlsafe(24)
         try:
