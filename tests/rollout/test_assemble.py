@@ -1,5 +1,6 @@
 """Completions to columns, and every error that an engine could make in them."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +16,11 @@ def completion(sample_id: int, *token_ids: int, log_probs: list[float] | None = 
     )
 
 
-def columns(prompts, completions):
+def columns(prompts, completions, vocabulary=None):
     trajectories = trajectories_of(prompts, completions)
-    return assemble(trajectories, prompt_length=4, response_length=3, pad_token_id=9)
+    return assemble(
+        trajectories, prompt_length=4, response_length=3, pad_token_id=9, vocabulary=vocabulary
+    )
 
 
 def test_prompts_are_padded_left_and_responses_right():
@@ -64,6 +67,24 @@ def test_the_columns_match_the_table():
 def test_errors_of_an_engine_name_the_sample(completions, message):
     with pytest.raises(RolloutError, match=message):
         columns([[1], [1]], completions)
+
+
+@pytest.mark.parametrize("wrong", [10, 10_000, -1, 2**70, 1.5, None, "a", np.int64(10)])
+def test_a_token_id_outside_of_the_vocabulary_names_sample_and_id(wrong):
+    message = rf"token ids 0\.\.9, because the model embeds 10 .* sample 1 has {wrong}\."
+    with pytest.raises(RolloutError, match=message):
+        columns([[1], [1]], [completion(0, 2, 9), completion(1, 0, wrong)], vocabulary=10)
+
+
+def test_without_a_vocabulary_token_ids_are_integers_from_zero_on():
+    assert columns([[1]], [completion(0, 10_000)])["responses"].tolist() == [[10_000, 9, 9]]
+    with pytest.raises(RolloutError, match="integers of at least 0.* sample 0 has -1"):
+        columns([[1]], [completion(0, -1)])
+
+
+def test_token_ids_may_be_integers_of_numpy():
+    drawn = completion(0, *np.array([5, 6], dtype=np.uint32))
+    assert columns([[1]], [drawn], vocabulary=10)["responses"].tolist() == [[5, 6, 9]]
 
 
 def test_an_overlong_prompt_is_an_error():

@@ -72,6 +72,22 @@ class Whole:
 
 rollout_engines.register("whole")(Whole)
 """
+# One sample gets a token or a log-prob that no model could have drawn.
+FAULTY = """
+from verl.rollout import EmbeddedEngine, rollout_engines
+
+
+class Faulty(EmbeddedEngine):
+    def step(self):
+        ended = super().step()
+        for completion in ended:
+            if completion.sample_id == 3:
+                completion.FIELD[0] = VALUE
+        return ended
+
+
+rollout_engines.register("NAME")(Faulty)
+"""
 
 
 def rewards(folder: Path, *more: str) -> list[float]:
@@ -96,6 +112,28 @@ def test_it_draws_the_tokens_of_the_embedded_engine(embedded, tmp_path, name, te
         f"actor_rollout_ref.rollout.name={name}",
     )
     assert own == pytest.approx(embedded)
+
+
+def faulty_run(folder: Path, field: str, value: str, *more: str) -> int:
+    """Run with an engine that sets the first token or log-prob of sample 3 to `value`."""
+    file = folder / "engine.py"
+    text = FAULTY.replace("FIELD", field).replace("VALUE", value).replace("NAME", folder.name)
+    file.write_text(text, encoding="utf-8")
+    return run(
+        folder / "run",
+        f"actor_rollout_ref.model.external_lib={file}",
+        f"actor_rollout_ref.rollout.name={folder.name}",
+        *more,
+    )
+
+
+@pytest.mark.parametrize("value", ["100000", "-1", "1.5"])
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_a_token_id_that_the_model_lacks_is_an_error(tmp_path, capfd, mode, value):
+    assert faulty_run(tmp_path, "token_ids", value, f"trainer.mode={mode}") == 1
+    shown = capfd.readouterr().err
+    assert f"sample 3 has {value}. Let the rollout engine" in shown
+    assert "Traceback" not in shown
 
 
 def test_an_engine_without_verbs_is_an_error_that_names_them(tmp_path, capfd):

@@ -1,8 +1,11 @@
 """Turn trajectories into the padded columns of a batch."""
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +25,7 @@ def assemble(
     pad_token_id: int,
     with_turns: bool = False,
     version: int | None = None,
+    vocabulary: int | None = None,
 ) -> dict[str, Tensor]:
     """Return the tensor columns of phase "generate", one row for each trajectory.
 
@@ -30,10 +34,12 @@ def assemble(
     (B, R) fp32, which is 0 for others. `with_turns` adds `turn_of_token` (B, R): the number of the
     model's turn that drew a token, or -1. `version`, that of the weights to be updated, adds
     `token_age` (B, R): versions between the weights that drew a token and these, or -1. Where the
-    engine recorded them there is `routed_experts` (B, R, C), see `Completion`.
+    engine recorded them there is `routed_experts` (B, R, C), see `Completion`. `vocabulary` is the
+    number of tokens that the model embeds; None: unknown.
 
-    Raises RolloutError naming the sample that is empty or longer than its columns, or that does
-    not have one finite log-prob for each token of the model.
+    Raises RolloutError naming the sample that is empty or longer than its columns, that has a token
+    id outside of the vocabulary, or that does not have one finite log-prob for each token of the
+    model.
     """
     rows = len(trajectories)
     prompt_ids = torch.full((rows, prompt_length), pad_token_id, dtype=torch.int64)
@@ -56,7 +62,7 @@ def assemble(
         for segment in trajectory.segments:
             columns = slice(place, place + len(segment.token_ids))
             place = columns.stop
-            responses[row, columns] = torch.tensor(segment.token_ids, dtype=torch.int64)
+            responses[row, columns] = _checked_ids(segment, trajectory.row, vocabulary)
             if segment.is_model:
                 is_trained = segment.is_trained and not trajectory.is_dropped
                 response_mask[row, columns] = int(is_trained)
@@ -85,6 +91,39 @@ def assemble(
     if routes is not None:
         columns["routed_experts"] = routes
     return columns
+
+
+def _checked_ids(segment: Segment, row: int, vocabulary: int | None) -> Tensor:
+    """Return the token ids of a segment. Raises RolloutError for one that the model cannot read."""
+    limit = 2**63 if vocabulary is None else vocabulary
+    try:
+        # operator.index, because a tensor of integers would cut the fraction of a float silently.
+        ids = np.fromiter(map(operator.index, segment.token_ids), np.int64)
+    except (TypeError, OverflowError):
+        ids = None
+    if ids is not None and ids.min(initial=0) >= 0 and ids.max(initial=0) < limit:
+        return torch.from_numpy(ids)
+
+    expected = "integers of at least 0"
+    if vocabulary is not None:
+        expected = f"0..{vocabulary - 1}, because the model embeds {vocabulary} tokens"
+    raise RolloutError(
+        f"Expected token ids {expected}, but the response of sample {row} has "
+        f"{_first_unknown(segment.token_ids, limit)}. Let the rollout engine and the agent loop "
+        "use the model's own tokenizer."
+    )
+
+
+def _first_unknown(token_ids: Sequence[Any], limit: int) -> Any:
+    """Return the first id that is no integer of 0..limit - 1."""
+    for token_id in token_ids:
+        try:
+            is_known = 0 <= operator.index(token_id) < limit
+        except TypeError:
+            is_known = False
+        if not is_known:
+            return token_id
+    return None
 
 
 def _ages(segment: Segment, version: int) -> Tensor:

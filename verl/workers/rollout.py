@@ -313,6 +313,7 @@ class RolloutWorker(RolloutEngineWorker):
             response_length=rollout.response_length,
             pad_token_id=self.tokenizer.pad_token_id,
             with_turns=with_turns,
+            vocabulary=self.vocabulary,
         )
 
     def _agent_metrics(self, own: dict[str, float]) -> dict[str, float]:

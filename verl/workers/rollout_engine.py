@@ -96,6 +96,8 @@ class RolloutEngineWorker(Worker):
                 model = self._load(loads_weights and not self.is_external)
             else:
                 model = actor.engine.hf_model
+            embeddings: Any = model.get_input_embeddings()
+            self.vocabulary: int = embeddings.num_embeddings
             self.engine = create_rollout_engine(
                 config.rollout,
                 model=model,

@@ -35,6 +35,7 @@ def server_sender(
             prompt_length=rollout.prompt_length,
             response_length=rollout.response_length,
             pad_token_id=tokenizer.pad_token_id,
+            vocabulary=engine.vocabulary,
         )
         batch = DataProto.from_dict(tensors=columns)
         own = actor.compute_log_prob(batch).batch["old_log_probs"]

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from verl.config.placement import rollout_is_apart
+from verl.models.load import load_model_config
 from verl.protocol import DataProto
 from verl.rollout import Trajectory, assemble
 from verl.rollout.base import capabilities_of
@@ -33,6 +34,7 @@ from verl.trainer.schedules.staleness import (
 from verl.utils.errors import ConfigError, DataError, RolloutError
 from verl.utils.logging import logger
 from verl.utils.phases import phase
+from verl.workers.actor import model_source
 from verl.workers.playing import episode_columns
 
 
@@ -73,6 +75,8 @@ class FullyAsyncTrainer(AheadTrainer):
         rollout = self.config.actor_rollout_ref.rollout
         params = setup.sampling_params(rollout)
         how = EpisodeGeneration if rollout.uses_agents else Generation
+        model = load_model_config(**model_source(self.config.actor_rollout_ref.model))
+        self.vocabulary: int = model.get_text_config().vocab_size
         self.generation: Generation = how(
             self.book,
             self.rollout_wg,
@@ -220,6 +224,7 @@ class FullyAsyncTrainer(AheadTrainer):
             pad_token_id=self.tokenizer.pad_token_id,
             with_turns=rollout.uses_agents,
             version=self.book.pace.version_of(self.global_step),
+            vocabulary=self.vocabulary,
         )
         prompts = DataProto.concat([group.payload for group in groups])
         if not rollout.uses_agents:
