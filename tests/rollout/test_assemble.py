@@ -62,6 +62,10 @@ def test_the_columns_match_the_table():
             "2 finite log-probs for sample 1, got 1",
         ),
         ([completion(0, 2), completion(1, 2, log_probs=[float("nan")])], "some of them not finite"),
+        (
+            [completion(0, 2), completion(1, 2, 3, log_probs=[-1.0, 2.5])],
+            "log-prob is at most 0, but the engine returned 2.5 for a token of sample 1",
+        ),
     ],
 )
 def test_errors_of_an_engine_name_the_sample(completions, message):
@@ -85,6 +89,11 @@ def test_without_a_vocabulary_token_ids_are_integers_from_zero_on():
 def test_token_ids_may_be_integers_of_numpy():
     drawn = completion(0, *np.array([5, 6], dtype=np.uint32))
     assert columns([[1]], [drawn], vocabulary=10)["responses"].tolist() == [[5, 6, 9]]
+
+
+def test_a_log_prob_may_be_rounded_above_zero():
+    batch = columns([[1]], [completion(0, 2, 3, log_probs=[0.0, 1e-6])])
+    assert batch["rollout_log_probs"].tolist() == [[0.0, pytest.approx(1e-6), 0.0]]
 
 
 def test_an_overlong_prompt_is_an_error():

@@ -136,6 +136,11 @@ def test_a_token_id_that_the_model_lacks_is_an_error(tmp_path, capfd, mode, valu
     assert "Traceback" not in shown
 
 
+def test_a_log_prob_above_zero_is_an_error(tmp_path, capfd):
+    assert faulty_run(tmp_path, "log_probs", "2.0") == 1
+    assert "A log-prob is at most 0, but the engine returned 2" in capfd.readouterr().err
+
+
 def test_an_engine_without_verbs_is_an_error_that_names_them(tmp_path, capfd):
     file = tmp_path / "engine.py"
     file.write_text(

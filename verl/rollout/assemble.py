@@ -15,6 +15,8 @@ from verl.utils.errors import RolloutError
 
 NO_TURN = -1  # in the column `turn_of_token`: a token that no model drew
 NO_AGE = -1  # in the column `token_age`: a token that no model drew
+# Rounding in fp32 brings the log-prob of a certain token above 0, by less than this.
+_LARGEST_LOG_PROB = 1e-4
 
 
 def assemble(
@@ -38,8 +40,8 @@ def assemble(
     number of tokens that the model embeds; None: unknown.
 
     Raises RolloutError naming the sample that is empty or longer than its columns, that has a token
-    id outside of the vocabulary, or that does not have one finite log-prob for each token of the
-    model.
+    id outside of the vocabulary, or that does not have one finite log-prob, at most 0, for each
+    token of the model.
     """
     rows = len(trajectories)
     prompt_ids = torch.full((rows, prompt_length), pad_token_id, dtype=torch.int64)
@@ -226,4 +228,11 @@ def _check_log_probs(segment: Segment, name: str) -> None:
             not_finite = ", some of them not finite"
         raise RolloutError(
             f"Expected {expected} finite log-probs for {name}, got {len(log_probs)}{not_finite}."
+        )
+
+    largest = max(log_probs, default=0.0)
+    if largest > _LARGEST_LOG_PROB:
+        raise RolloutError(
+            f"A log-prob is at most 0, but the engine returned {largest:g} for a token of {name}. "
+            "An engine must return log_softmax(logits / temperature) of each token that it drew."
         )
