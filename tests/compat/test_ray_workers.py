@@ -126,6 +126,7 @@ def test_async_method_returns_a_future_of_a_batch(actors):
     future = actors.add_rank_later(DataProto.from_dict({"a": torch.zeros(4)}))
     assert isinstance(future, DataProtoFuture)
     assert future.get().batch["a"].tolist() == [0, 0, 1, 1]
+    assert [part.get().batch["a"].tolist() for part in future.chunk(2)] == [[0, 0], [1, 1]]
 
 
 def test_fused_workers(pool):

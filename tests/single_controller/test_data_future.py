@@ -20,6 +20,19 @@ def test_parts_of_a_pending_result():
     assert DataProtoFuture.concat(parts[::-1]).get().batch["y"].tolist() == [0, 2, 4, 6, 0, 2]
 
 
+def test_the_result_of_one_call_can_be_cut():
+    group = WorkerGroup(Counter(0))
+    first, second = group.double(rows(4), blocking=False).chunk(2)
+    assert isinstance(second, DataProtoFuture)
+    assert second.get().batch["y"].tolist() == [4, 6]
+    assert first.get().batch["y"].tolist() == [0, 2]
+
+    (number,) = group.generate(rows(2), blocking=False).chunk(1)
+    assert number.get().batch["number"].tolist() == [0, 0]
+    with pytest.raises(ValueError, match="must give a DataProto each"):
+        group.tell("hello", blocking=False).chunk(2)[0].get()
+
+
 def test_a_part_may_be_the_argument_of_a_call():
     group = WorkerGroup(Counter(0))
     future = DataProtoFuture(

@@ -3,13 +3,16 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from verl.single_controller.breadcrumbs import Progress
 from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import OnTold, Raised
 from verl.utils.errors import DeadlineError, WorkerError, WorkerLostError
 from verl.utils.timeline import note_span
+
+if TYPE_CHECKING:
+    from verl.single_controller.data_future import DataProtoFuture
 
 # Time for the other ranks to end after one has raised. A rank that still runs then waits in a
 # collective that the first one will never reach.
@@ -148,6 +151,13 @@ class GroupFuture(Generic[Answer]):
         return self._value
 
     get = result
+
+    def chunk(self, chunks: int) -> "list[DataProtoFuture]":
+        """Return a future for each of the `chunks` parts that `DataProto.chunk` will cut."""
+        # This module comes first, because a DataProtoFuture may consist of GroupFutures.
+        from verl.single_controller.data_future import DataProtoFuture
+
+        return DataProtoFuture.concat([self]).chunk(chunks)
 
     def handed_on(self, receiver: Ranks) -> tuple[list[Any], Any] | None:
         """Return a stand-in for each share's answer, and the data that undoes the dealing of rows.
