@@ -1,5 +1,6 @@
 """Episodes that fail: which of them stop a run, which are dropped, and what the error says."""
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,10 @@ class World:
         self.how = how
 
     def reset(self):
+        if self.how == "no beginning":
+            raise ValueError("there is no board")
+        if self.how == "no turn":
+            return Observation([], done=True)
         return Observation([{"role": "user", "content": "Go."}])
 
     def step(self, action):
@@ -217,6 +222,19 @@ def test_an_environment_that_raises_stops_the_run_or_is_dropped(files: Path):
     assert trajectory.is_dropped
     assert "the board is broken" in trajectory.extra["failure"]
     assert metrics["agent_loop/dropped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "failure"),
+    [
+        ("no beginning", r"World\.reset raised ValueError \(.*world\.py:\d+\): there is no board"),
+        ("no turn", "the environment ended it before the first turn"),
+    ],
+)
+def test_an_environment_that_fails_before_the_first_turn_is_named(files: Path, how, failure):
+    (trajectory,), _, _ = played(files, **world(files, how), agent__on_error="drop")
+    assert trajectory.is_dropped
+    assert re.fullmatch(failure, trajectory.extra["failure"])
 
 
 def test_an_environment_that_is_late_costs_its_episode(files: Path):

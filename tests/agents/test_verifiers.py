@@ -74,6 +74,18 @@ def test_an_environment_that_plays_itself_is_reached_through_the_gateway(tmp_pat
     assert all(line["critic/score/max"] > 0 for line in step_lines(tmp_path / "run"))
 
 
+def test_the_error_of_an_environment_that_plays_itself_is_shown(tmp_path: Path, capfd):
+    file = tmp_path / "worlds.py"
+    file.write_text(
+        "class World:\n"
+        "    async def play(self, base_url, api_key, row):\n"
+        "        raise KeyError('no such board')\n"
+    )
+    assert run(tmp_path / "run", f"{ENVIRONMENT}.name={file}:World", base=SMALL) == 1
+    expected = f"The first failed: World.play raised KeyError ({file}:3): 'no such board'"
+    assert expected in capfd.readouterr().err
+
+
 # ---- verifiers -----------------------------------------------------------------------------------
 
 TASKSET = """

@@ -16,6 +16,7 @@ from verl.agents.engine_client import EngineClient
 from verl.agents.formats import ToolFormat, recognise_format, tool_format, tool_formats
 from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, AgentLoop, Episode, Tally, agent_loops, register_loops
+from verl.agents.loops.base import EpisodeDropped
 from verl.agents.policies import FrozenPolicy, PartnerPolicy
 from verl.agents.tools import ToolSet
 from verl.config.model import ModelConfig
@@ -241,6 +242,8 @@ class AgentRunner:
             answer = await asyncio.wait_for(_played(loop, episode), agent.episode_timeout_s)
         except asyncio.TimeoutError:
             return self._drop(episode, f"it took more than {agent.episode_timeout_s:g} s")
+        if isinstance(answer, EpisodeDropped):
+            return self._drop(episode, str(answer))
         if isinstance(answer, Exception):
             return self._drop_failed(episode, answer)
 
@@ -274,7 +277,7 @@ class AgentRunner:
         counts = self.context.tally.counts
         counts["dropped"] += 1
         if counts["dropped"] == 1:
-            logger.warning("agents: sample %d is dropped: %s.", episode.row, why)
+            logger.warning("agents: sample %d is dropped: %s.", episode.row, why.rstrip("."))
 
 
 async def _played(loop: AgentLoop, episode: Episode) -> list[Trajectory] | Exception:

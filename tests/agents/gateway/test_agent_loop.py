@@ -1,5 +1,6 @@
 """The gateway as an agent loop of a run."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,8 @@ def test_episodes_of_a_batch_become_rows(tmp_path: Path, at_once: int):
         played = runner.play(episodes, client_of(engine))
         assert [each.row for each in played] == [0, 1, 2, 3]
         assert [each.is_dropped for each in played] == [False, True, False, False]
+        failure = played[1].extra["failure"]
+        assert re.fullmatch(r"failing raised KeyError \(.*agents.py:\d+\): 'no such tool'", failure)
         metrics = runner.metrics()
         assert metrics["agent_loop/gateway/finished"] == 3
         assert metrics["agent_loop/gateway/failed/error"] == 1
@@ -54,6 +57,31 @@ def test_episodes_of_a_batch_become_rows(tmp_path: Path, at_once: int):
         assert [float(each) for each in trained[[0, 2, 3]]] == [
             played[row].reward for row in (0, 2, 3)
         ]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "failure"),
+    [
+        ("wrong", {}, "must return a finite number"),
+        ("silent", {}, "its agent got no reply of the model"),
+        ("slow", {"timeout_s": 1.0}, "slow did not answer within 1 s"),
+        ("slow", {"idle_s": 0.3}, "it sent no request for 0.3 s"),
+    ],
+)
+def test_a_dropped_episode_carries_its_cause(tmp_path: Path, caplog, name, settings, failure):
+    file = tmp_path / "agents.py"
+    file.write_text(AGENTS)
+    config = RolloutConfig(prompt_length=64, response_length=128, max_model_len=256)
+    config.agent.gateway = GatewayConfig(path=str(file), name=name, **settings)
+    runner = AgentRunner(config, tiny_tokenizer())
+    prompt_ids = runner.context.boundary.prompt(MESSAGES)
+    episode = Episode(row=0, messages=MESSAGES, prompt_ids=prompt_ids, fields={"question": "q"})
+
+    engine = make_engine(tiny_model("qwen2"), max_model_len=256)
+    (played,) = runner.play([episode], client_of(engine))
+    assert played.is_dropped
+    assert failure in played.extra["failure"]
+    assert re.search(rf"sample 0 is dropped: .*{failure}", caplog.text)
 
 
 def test_one_agent_alone_can_be_named():

@@ -128,6 +128,9 @@ def play(
                 fields = {"question": f"q{row}", "weight": np.float32(row / 2)}
                 episodes.append(Episode(row, fields))
             played = await asyncio.gather(*map(loop.play, episodes))
+            assert list(loop.causes) == [
+                episode.name for episode, got in zip(episodes, played) if not got
+            ]
             return played, loop.counts()
 
     return asyncio.run(client.serve(batch()))

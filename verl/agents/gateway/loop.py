@@ -53,10 +53,14 @@ class GatewayLoop:
         self.server = server
         self.recorder = recorder
         self.timeout_s = timeout_s
+        self.causes: dict[str, str] = {}  # session -> the reason why it has no trajectory
         self._failures: Counter[str] = Counter()
 
     async def play(self, episode: Played) -> list[Trajectory]:
-        """Play an episode. Return its trajectories; none where it failed, which is counted."""
+        """Play an episode. Return its trajectories.
+
+        An episode that failed has none. It is counted, and `causes` has the reason.
+        """
         session = episode.name
         key = self.recorder.open(session, row=episode.row)
         row = {"messages": [dict(message) for message in episode.messages], **episode.fields}
@@ -66,6 +70,7 @@ class GatewayLoop:
         try:
             await self._until_over(session, playing)
             if not self.recorder.is_open(session):
+                self.causes[session] = f"it sent no request for {self.recorder.idle_s:g} s"
                 return []  # abandoned, and counted so
             reward, extra = read_reward(playing.result())
         except asyncio.CancelledError:
@@ -82,6 +87,8 @@ class GatewayLoop:
             await asyncio.gather(playing, return_exceptions=True)
 
         trajectories = self.recorder.finish(session, reward)
+        if not trajectories:
+            self.causes[session] = "its agent got no reply of the model"
         for trajectory in trajectories:
             trajectory.extra.update(extra)
         return trajectories
@@ -105,6 +112,7 @@ class GatewayLoop:
             return
         self.recorder.fail(session)
         self._failures[cause] += 1
+        self.causes[session] = cause if error is None else str(error)
 
         is_first = self._failures[cause] == 1
         if error is not None and is_first:

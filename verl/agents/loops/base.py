@@ -241,11 +241,18 @@ def require_sound(failure: UserCall | None, on_error: str) -> None:
         )
 
 
+class EpisodeDropped(Exception):
+    """Ends an episode that has no trajectory. It is dropped, also with `agent.on_error=stop`."""
+
+
 class AgentLoop(Protocol):
     """Plays episodes. One object plays those of a batch, many at a time."""
 
     async def play(self, episode: Episode) -> list[Trajectory]:
-        """Play an episode to its end. Return one trajectory or several."""
+        """Play an episode to its end. Return one trajectory or several.
+
+        Raises EpisodeDropped with the reason where there is none.
+        """
         ...
 
 

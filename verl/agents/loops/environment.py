@@ -12,7 +12,14 @@ from verl.agents.environments import (
     roles_of,
 )
 from verl.agents.gateway.agents import FunctionAgent
-from verl.agents.loops.base import AgentContext, AgentLoop, Episode, agent_loops, require_sound
+from verl.agents.loops.base import (
+    AgentContext,
+    AgentLoop,
+    Episode,
+    EpisodeDropped,
+    agent_loops,
+    require_sound,
+)
 from verl.agents.loops.gateway import GatewayAgentLoop
 from verl.agents.loops.seats import Seat, Seats
 from verl.agents.policies import check_roles
@@ -52,8 +59,10 @@ class EnvironmentLoop:
         context = self.context
         seen = await session.reset(**{"seed": seed_of(episode), **episode.fields})
         require_sound(session.failure, context.config.agent.on_error)
+        if session.failure is not None:
+            raise EpisodeDropped(session.failure.error)
         if seen.done:
-            return []  # late, or over before the first turn
+            raise EpisodeDropped("the environment ended it before the first turn")
         seats = Seats(context, episode, self.roles)
         ended_by = ""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from verl.agents.formats import recognise_format, tool_format
 from verl.agents.gateway import require_aiohttp
 from verl.agents.gateway.wording import Wording
-from verl.agents.loops.base import AgentContext, Episode, agent_loops
+from verl.agents.loops.base import AgentContext, Episode, EpisodeDropped, agent_loops
 from verl.rollout.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class GatewayAgentLoop:
     """Play each episode with an agent that talks to the gateway.
 
     The gateway listens from the first episode of a batch to the last. An episode that fails has no
-    trajectory, so the runner drops it.
+    trajectory and is dropped.
 
     Args:
         agent: plays the episodes; None: the one that `rollout.agent.gateway` names.
@@ -43,7 +43,10 @@ class GatewayAgentLoop:
             if self._gateway is None:
                 self._gateway = asyncio.ensure_future(self._start())
             gateway = await asyncio.shield(self._gateway)
-            return await gateway.play(episode)
+            trajectories = await gateway.play(episode)
+            if not trajectories:
+                raise EpisodeDropped(gateway.causes[episode.name])
+            return trajectories
         finally:
             self._num_playing -= 1
             if self._num_playing == 0:
