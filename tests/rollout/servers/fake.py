@@ -4,7 +4,9 @@ Its faults are those of real servers: a push that is confirmed and dropped, half
 cached keys that stay old, a restart with the first weights, an end in the middle of a draw.
 """
 
+import base64
 import json
+import pickle
 import socket
 import threading
 import time
@@ -19,6 +21,7 @@ from safetensors.torch import load_file
 from tests.tiny_models import tiny_tokenizer
 from verl.models.load import load_causal_lm
 from verl.models.lora import merged_weight, read_adapters
+from verl.weight_sync.sglang_loader import LOADER, take_weights
 from verl.weight_sync.vllm_worker import METHOD, TakesWeights
 
 
@@ -40,6 +43,17 @@ class Worker(TakesWeights):
 
     def reload_weights(self, weights_iterator):
         self.weights = dict(weights_iterator)
+
+
+class LoadedModel:
+    """A model of SGLang, as its custom loader gets it."""
+
+    def __init__(self, model):
+        self.parameters = model.parameters
+        self.weights = {}
+
+    def load_weights(self, weights):
+        self.weights = dict(weights)
 
 
 class FakeServer:
@@ -198,6 +212,7 @@ class FakeServer:
             "/abort_request": lambda body: self._abort([body["rid"]], {}),
             "/flush_cache": lambda body: (200, "Cache flushed.") if self._flush() else (400, "no"),
             "/update_weights_from_disk": self._sglang_load,
+            "/update_weights_from_tensor": self._sglang_take,
         }
 
     # ---------------------------------------------------------------- draws
@@ -367,6 +382,16 @@ class FakeServer:
     def _sglang_load(self, body):
         assert not body["flush_cache"], "refused here, the flush ends the server"
         status, answer = self._load(body["model_path"], {"success": True, "message": "ok"})
+        self._record(body["weight_version"])
+        return status, answer
+
+    def _sglang_take(self, body):
+        assert not body["flush_cache"], "refused here, the flush ends the server"
+        assert body["load_format"] == LOADER
+        [packed] = body["serialized_named_tensors"]
+        loaded = LoadedModel(self.model)
+        take_weights(loaded, pickle.loads(base64.b64decode(packed)))
+        status, answer = self._take(loaded.weights, {"success": True, "message": "ok"})
         self._record(body["weight_version"])
         return status, answer
 

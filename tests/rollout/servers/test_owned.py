@@ -13,6 +13,8 @@ from verl.config.rollout import RolloutConfig
 from verl.rollout.servers.owned import _KEEPER, engine_options
 from verl.rollout.servers.sglang import SGLangServer
 from verl.rollout.servers.vllm import VLLMServer
+from verl.weight_sync.sglang_loader import LOADER
+from verl.weight_sync.vllm_worker import EXTENSION
 
 # A server with a worker of its own.
 SERVER = """
@@ -46,6 +48,18 @@ def test_a_user_can_take_flags_of_sglang_back(name):
     flag = "--" + name.replace("_", "-")
     assert flag in SGLangServer.command("python", "M", 8000)
     assert flag not in SGLangServer.command("python", "M", 8000, **{name: False})
+
+
+@pytest.mark.parametrize(
+    ("server_class", "flags"),
+    [
+        (VLLMServer, f"--worker-extension-cls {EXTENSION}"),
+        (SGLangServer, f"--custom-weight-loader {LOADER}"),
+    ],
+)
+def test_servers_of_the_run_take_weights_from_memory(server_class, flags):
+    assert flags in " ".join(server_class.command("python", "M", 8000, takes_memory=True))
+    assert flags not in " ".join(server_class.command("python", "M", 8000, takes_memory=False))
 
 
 @pytest.mark.parametrize(

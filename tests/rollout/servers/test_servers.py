@@ -134,8 +134,9 @@ def test_a_push_to_another_model_is_caught(settings, start):
         rollout.take_weights()
 
 
-def test_weights_can_come_through_memory(settings, start):
-    server = start()
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_weights_can_come_through_memory(settings, start, dialect):
+    server = start(dialect)
     actor = actor_of(settings)
     rollout = rollout_on(settings, server, actor=actor, weight_transport="host")
     for _ in range(2):
@@ -163,6 +164,18 @@ def test_a_server_that_does_not_know_the_extension_ends_the_wait(settings, start
     rollout = rollout_on(settings, server, weight_transport="host")
     server._rpc = lambda body: (500, {"error": "no method verl_take_weights"})
     with pytest.raises(RolloutError, match="500 to /collective_rpc: .*no method"):
+        rollout.take_weights()
+
+
+def test_a_server_that_cannot_connect_to_the_trainer_ends_the_wait(settings, start, monkeypatch):
+    server = start("sglang")
+    rollout = rollout_on(settings, server, weight_transport="host")
+
+    def refuse(*args, **kwargs):
+        raise FileNotFoundError("no such socket")
+
+    monkeypatch.setattr("verl.weight_sync.sglang_loader.Client", refuse)
+    with pytest.raises(RolloutError, match="It must run on the trainer's machine"):
         rollout.take_weights()
 
 

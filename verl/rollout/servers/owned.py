@@ -42,8 +42,8 @@ end(server.wait() % 256)
 def takes_memory(config: RolloutConfig) -> bool:
     """Return whether servers that the run starts read weights from memory of this machine."""
     is_owned = not config.server_urls
-    is_possible = config.name == "vllm" and config.tensor_model_parallel_size == 1
-    return is_owned and is_possible and config.weight_transport != "disk"
+    is_on_one_gpu = config.tensor_model_parallel_size == 1
+    return is_owned and is_on_one_gpu and config.weight_transport != "disk"
 
 
 def engine_options(config: RolloutConfig, dtype: torch.dtype, number: int) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class OwnedServers:
         defaults = engine_variables(self._model)
         environment = {**defaults, **os.environ, **self._class.environment(self._lora_rank)}
         if takes_memory(self._config):
-            # vLLM's worker imports our extension from here.
+            # The server imports our end of the hand-over from here.
             paths = [str(Path(__file__).parents[3]), environment.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(paths).rstrip(os.pathsep)
         return environment

@@ -142,12 +142,9 @@ class Server(ABC):
     def read_folder(self, folder: Path, version: str) -> None:
         """Read weights from a folder. Called by a `WeightSource`."""
 
-    def read_memory(self, address: str, key: bytes) -> None:
+    @abstractmethod
+    def read_memory(self, address: str, key: bytes, version: str) -> None:
         """Read weights from the memory of the process that listens at `address`."""
-        raise RolloutError(
-            f"{self.title} servers read weights from a folder alone: leave "
-            "actor_rollout_ref.rollout.weight_transport unset."
-        )
 
     def check_adapters(self, lora_rank: int) -> None:
         """Raise ConfigError if the server cannot take adapters of this rank while it runs."""

@@ -1,6 +1,6 @@
 """SGLang's dialect: its native /generate and the routes for weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from verl.rollout.servers.server import (
     flags_of,
 )
 from verl.utils.errors import RolloutError
+from verl.weight_sync.sglang_loader import LOADER, packed_address
 
 _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -40,9 +41,11 @@ class SGLangServer(Server):
             "seed": "random_seed",
         }
 
-        for name in ("logprobs_mode", "takes_memory", "lora_rank"):
+        for name in ("logprobs_mode", "lora_rank"):
             options.pop(name, None)
+        takes_memory = options.pop("takes_memory", False)
         named: dict[str, Any] = {
+            "custom_weight_loader": LOADER if takes_memory else None,
             # Without it, a seed in a request has no effect.
             "enable_deterministic_inference": options.get("seed") is None,
             # Its request of 34 tokens ends a server whose context is shorter.
@@ -130,12 +133,21 @@ class SGLangServer(Server):
 
     def read_folder(self, folder: Path, version: str) -> None:
         """Implement `Server.read_folder`."""
+        self._update("/update_weights_from_disk", {"model_path": str(folder)}, version)
+
+    def read_memory(self, address: str, key: bytes, version: str) -> None:
+        """Implement `Server.read_memory`: by our loader within the server."""
+        place = {"serialized_named_tensors": [packed_address(address, key)], "load_format": LOADER}
+        self._update("/update_weights_from_tensor", place, version)
+
+    def _update(self, path: str, weights: Mapping[str, Any], version: str) -> None:
+        """Have the server take weights."""
         # A flush that is refused here ends the server; `load` flushes, and reads the answer.
-        weights = {"model_path": str(folder), "weight_version": version, "flush_cache": False}
-        answer = self.call("/update_weights_from_disk", weights, timeout_s=LOAD_S)
+        named = {**weights, "weight_version": version, "flush_cache": False}
+        answer = self.call(path, named, timeout_s=LOAD_S)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise RolloutError(
-                f"{self.name} did not take the weights in {folder}: {str(answer)[:400]}. "
+                f"{self.name} did not take the weights at {path}: {str(answer)[:400]}. "
                 "Restart it, and check that it runs the model that is trained."
             )
 

@@ -158,7 +158,7 @@ class VLLMServer(Server):
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self.call("/collective_rpc", reload, timeout_s=LOAD_S)
 
-    def read_memory(self, address: str, key: bytes) -> None:
+    def read_memory(self, address: str, key: bytes, version: str) -> None:
         """Implement `Server.read_memory`: by our extension of vLLM's worker."""
         ask = {"method": METHOD, "kwargs": {"address": address, "key": key.hex()}}
         self.call("/collective_rpc", ask, timeout_s=LOAD_S)

@@ -88,13 +88,20 @@ class MemorySource:
         offer = self._offer()
         meeting = offer.meeting
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(server.read_memory, meeting.address, meeting.key)
+            asked = pool.submit(server.read_memory, meeting.address, meeting.key, version)
             # A refused call never connects: a connection of our own ends the wait.
             asked.add_done_callback(lambda _: _connect(meeting.address))
             try:
                 offer.accept().send(self._tensors())
-            except (EOFError, OSError, AuthenticationError, RolloutError):
+            except (EOFError, OSError, AuthenticationError) as error:
                 asked.result()  # the server's own reason comes first
+                raise RolloutError(
+                    f"{server.name} did not fetch the weights from the trainer's memory. It must run "
+                    "on the trainer's machine; its log has the reason. Otherwise leave "
+                    "actor_rollout_ref.rollout.weight_transport unset."
+                ) from error
+            except RolloutError:
+                asked.result()
                 raise
             asked.result()
 
