@@ -15,6 +15,7 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
+GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2")
 
 
 @pytest.mark.parametrize(
@@ -372,6 +373,17 @@ def test_changed_key_without_effect_gives_one_line(
         (["algorithm.kl_ctrl.kl_coef=0.5"], "read with algorithm.use_kl_in_reward=True only"),
         (["algorithm.filter_groups.metric=acc"], "filter_groups.metric=acc has no effect"),
         (["reward_model.overlong_buffer.len=4"], "overlong_buffer.len=4 has no effect"),
+        (
+            [*GRPO, "algorithm.gamma=0.9"],
+            "algorithm.gamma=0.9 has no effect: it is read with algorithm.adv_estimator=gae, "
+            "reinforce_plus_plus or turn_rloo only.",
+        ),
+        ([*GRPO, "algorithm.lam=0.95"], "it is read with algorithm.adv_estimator=gae only."),
+        (["algorithm.norm_adv_by_std_in_grpo=False"], "adv_estimator=grpo or grpo_passk only."),
+        ([f"{ACTOR}.policy_loss.loss_mode=gpg", f"{ACTOR}.clip_ratio_c=5"], "clip_ratio_c=5.0 has"),
+        (["reward_model.max_length=64"], "it is read with reward_model.enable=True only."),
+        ([f"{ACTOR}.optim.num_cycles=2"], f"with {ACTOR}.optim.warmup_style=cosine only."),
+        (["critic.optim.min_lr_ratio=0.1"], "critic.optim.min_lr_ratio=0.1 has no effect"),
         ([f"{ACTOR}.checkpoint.save_contents=[model]"], "leaves out optimizer and extra"),
         (["reward_model.model.path=rm"], "no effect without reward_model.enable=True"),
         (["custom_reward_function.name=mine"], "no effect without custom_reward_function.path"),

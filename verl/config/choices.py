@@ -8,6 +8,15 @@ LOSS_AGGREGATIONS = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
+# Packaged advantage estimators and policy losses; users register others.
+ESTIMATORS = (
+    *("gae", "grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "turn_rloo", "remax"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline"),
+)
+POLICY_LOSSES = (
+    *("vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean"),
+    *("dppo", "dppo_tv", "dppo_kl", "dro"),
+)
 SEQUENCE_LOSSES = ("gspo", "geo_mean")  # of one ratio a response, written for seq-mean-token-mean
 ATTENTION_KERNELS = ("auto", "flash4", "cudnn", "torch")
 OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon")

@@ -27,6 +27,7 @@ from verl.config.placement import (
 from verl.config.reward_rules import reward_doubts, reward_has_what_it_needs
 from verl.config.rollout import RolloutConfig, SamplingValConfig
 from verl.config.train import TrainConfig
+from verl.config.unread import unread_keys
 from verl.utils.registry import nearest_names
 
 # Takes the configuration of its root and yields contradictions.
@@ -371,68 +372,6 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
                 f"{section}.fsdp_config: offload_policy=True keeps parameters and moments on the "
                 "host always, so param_offload and optimizer_offload have no effect."
             )
-
-
-def unread_keys(config: TrainConfig) -> Iterator[str]:
-    """Yield changed keys that nothing reads, because another key turns their part off."""
-    model = config.actor_rollout_ref.model
-    actor = config.actor_rollout_ref.actor
-    critic_model = config.critic.model
-    algorithm = config.algorithm
-    overlong = config.reward_model.overlong_buffer
-    lora_keys = ("lora_alpha", "target_modules", "exclude_modules")
-    lora = "actor_rollout_ref.model.lora_rank > 0"
-
-    for section, holder, keys, is_read, reader in (
-        ("actor_rollout_ref.model", model, lora_keys, model.lora_rank > 0, lora),
-        (
-            "actor_rollout_ref.rollout",
-            config.actor_rollout_ref.rollout,
-            ("lora_weights",),
-            model.lora_rank > 0,
-            lora,
-        ),
-        (
-            "critic.model",
-            critic_model,
-            lora_keys,
-            critic_model.lora_rank > 0,
-            "critic.model.lora_rank > 0",
-        ),
-        (
-            "actor_rollout_ref.actor",
-            actor,
-            ("kl_loss_coef",),
-            actor.use_kl_loss,
-            "actor_rollout_ref.actor.use_kl_loss=True",
-        ),
-        (
-            "algorithm.kl_ctrl",
-            algorithm.kl_ctrl,
-            ("kl_coef",),
-            algorithm.use_kl_in_reward,
-            "algorithm.use_kl_in_reward=True",
-        ),
-        (
-            "algorithm.filter_groups",
-            algorithm.filter_groups,
-            ("metric",),
-            algorithm.filter_groups.enable,
-            "algorithm.filter_groups.enable=True",
-        ),
-        (
-            "reward_model.overlong_buffer",
-            overlong,
-            ("len",),
-            overlong.enable,
-            "reward_model.overlong_buffer.enable=True",
-        ),
-    ):
-        plain: Any = type(holder)()
-        for key in keys:
-            value = getattr(holder, key)
-            if not is_read and value != getattr(plain, key):
-                yield f"{section}.{key}={value} has no effect: it is read with {reader} only."
 
 
 def incomplete_checkpoints(config: TrainConfig) -> Iterator[str]:

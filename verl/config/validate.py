@@ -5,7 +5,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from verl.config.keys import Key, keys_of, keys_of_entries, value_at
+from verl.config.keys import (
+    Key,
+    is_changed,
+    is_inherited,
+    keys_of,
+    keys_of_entries,
+    value_at,
+)
 from verl.config.placement import inactive_sections
 from verl.config.rules import RULES, Rule, doubtful
 from verl.config.train import TrainConfig
@@ -79,7 +86,7 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
     """Yield faults of one value by itself: not among the choices, or out of range."""
     value = value_at(config, key.path)
     setting = key.setting
-    if value is None or _is_inherited(config, key, value):
+    if value is None or is_inherited(config, key, value):
         return
 
     if setting.choices is not None and value not in setting.choices:
@@ -109,7 +116,7 @@ def _not_available(config: Any) -> Iterator[str]:
         value = value_at(config, key.path)
         reason = key.setting.planned
         values = key.setting.planned_values
-        if reason is None or not _is_changed(key, value) or _is_inherited(config, key, value):
+        if reason is None or not is_changed(key, value) or is_inherited(config, key, value):
             continue
         if (not values or value in values) and not key.path.startswith(unread):
             default = _written(key.default)
@@ -140,17 +147,8 @@ def _without_effect(config: TrainConfig, keys: dict[str, Key]) -> Iterator[str]:
     for key in keys.values():
         value = value_at(config, key.path)
         reason = key.setting.no_effect
-        if reason is not None and _is_changed(key, value) and not _is_inherited(config, key, value):
+        if reason is not None and is_changed(key, value) and not is_inherited(config, key, value):
             yield f"{key.path}={_written(value)} has no effect: {reason}."
-
-
-def _is_changed(key: Key, value: Any) -> bool:
-    return value != key.default and value not in key.setting.also
-
-
-def _is_inherited(config: TrainConfig, key: Key, value: Any) -> bool:
-    """Return whether the value comes from the followed key, which is checked itself."""
-    return key.followed is not None and value == value_at(config, key.followed)
 
 
 def _written(value: Any) -> str:

@@ -1,0 +1,80 @@
+"""Values that nothing reads give one line each, by the readers of every key."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import verl.algorithms  # noqa: F401  (fills the registries)
+from tests.config.conftest import Load
+from verl.algorithms.advantages import advantage_estimators
+from verl.algorithms.policy_losses import policy_losses
+from verl.config.choices import ESTIMATORS, POLICY_LOSSES
+from verl.config.unread import READ_BY_ESTIMATORS, READ_BY_LOSSES, unread_keys
+from verl.utils.registry import Registry
+
+ACTOR = "actor_rollout_ref.actor"
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unread"),
+    [
+        ([*GRPO, "algorithm.gamma=1.0", "algorithm.lam=1", f"{ACTOR}.clip_ratio_c=3.0"], []),
+        (["algorithm.gamma=0.9", "algorithm.lam=0.95", f"{ACTOR}.clip_ratio=0.3"], []),
+        ([*GRPO, "algorithm.norm_adv_by_std_in_grpo=False", "critic.optim.num_cycles=2"], []),
+        ([f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.num_cycles=2"], []),
+        ([f"{ACTOR}.policy_loss.loss_mode=gpg", f"{ACTOR}.clip_ratio=0.3"], ["clip_ratio=0.3"]),
+        (
+            [
+                *(f"{ACTOR}.policy_loss.loss_mode=gpg", f"{ACTOR}.clip_ratio_low=0.1"),
+                f"{ACTOR}.clip_ratio_high=0.2",
+            ],
+            ["clip_ratio_low=0.1"],
+        ),
+    ],
+)
+def test_each_value_that_nothing_reads_has_one_line(
+    build: Load, log: pytest.LogCaptureFixture, overrides: list[str], unread: list[str]
+):
+    build(*overrides)
+    lines = [record.message for record in log.records if "has no effect" in record.message]
+    assert [line.partition(" ")[0] for line in lines] == [f"{ACTOR}.{value}" for value in unread]
+
+
+def test_estimators_and_losses_of_a_user_may_read_every_key(build: Load):
+    config = build()
+    config.algorithm.adv_estimator = "mine"
+    config.algorithm.gamma = 0.9
+    config.algorithm.norm_adv_by_std_in_grpo = False
+    config.actor_rollout_ref.actor.policy_loss.loss_mode = "mine"
+    config.actor_rollout_ref.actor.clip_ratio = 0.3
+    assert not list(unread_keys(config))
+
+
+def packaged(registry: Registry[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    parts = {name: inspect.unwrap(registry.get(name)) for name in registry}
+    return {name: part for name, part in parts.items() if part.__module__.startswith("verl.")}
+
+
+def test_readers_of_keys_are_those_of_the_code():
+    estimators = packaged(advantage_estimators)
+    assert set(estimators) == set(ESTIMATORS)
+    for key, readers in READ_BY_ESTIMATORS.items():
+        field = "norm_by_std" if key == "norm_adv_by_std_in_grpo" else key
+        reading = {
+            name
+            for name, estimator in estimators.items()
+            if f"inputs.{field}" in inspect.getsource(estimator)
+        }
+        assert reading == set(readers), key
+
+    losses = packaged(policy_losses)
+    assert set(losses) == set(POLICY_LOSSES)
+    for key, readers in READ_BY_LOSSES.items():
+        taken = "clip_ratio_low" if key == "clip_ratio" else key
+        reading = {
+            name for name, loss in losses.items() if taken in inspect.signature(loss).parameters
+        }
+        assert reading == set(readers), key
