@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.runs import metric_lines, run
+from verl.jobs.main_generation import main as main_generation
 
 # LocalEngine provides weights, sleep and checks; the rest generates one sample at a time.
 VERBS = """
@@ -139,6 +140,36 @@ def test_a_token_id_that_the_model_lacks_is_an_error(tmp_path, capfd, mode, valu
 def test_a_log_prob_above_zero_is_an_error(tmp_path, capfd):
     assert faulty_run(tmp_path, "log_probs", "2.0") == 1
     assert "A log-prob is at most 0, but the engine returned 2" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["100000", "-1"])
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_agents_do_not_decode_a_token_id_that_the_model_lacks(tmp_path, capfd, mode, value):
+    agents = (
+        "actor_rollout_ref.rollout.agent.environment.name=number_guessing",
+        *("data.max_prompt_length=128", "data.max_response_length=32"),
+    )
+    assert faulty_run(tmp_path, "token_ids", value, f"trainer.mode={mode}", *agents) == 1
+    shown = capfd.readouterr().err
+    assert f"sample 3 has {value}. Let the rollout engine" in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("value", ["100000", "-1", "1.5"])
+def test_texts_are_not_decoded_from_a_token_id_that_the_model_lacks(tmp_path, capfd, value):
+    file = tmp_path / "engine.py"
+    text = FAULTY.replace("FIELD", "token_ids").replace("VALUE", value)
+    file.write_text(text.replace("NAME", tmp_path.name), encoding="utf-8")
+    command = (
+        *("model.path=toy", "data.path=toy", f"data.output_path={tmp_path / 'out.parquet'}"),
+        *("data.max_response_length=8", f"model.external_lib={file}"),
+        f"rollout.name={tmp_path.name}",
+    )
+
+    assert main_generation(list(command)) == 1
+    shown = capfd.readouterr().err
+    assert f"sample 3 has {value}. Let the rollout engine" in shown
+    assert "Traceback" not in shown
 
 
 def test_an_engine_without_verbs_is_an_error_that_names_them(tmp_path, capfd):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from verl.models.pictures import Pictures
 from verl.rollout.base import RolloutEngine
+from verl.rollout.checks import checked_ids
 from verl.rollout.types import Completion, Continuation, Request, SamplingParams
 from verl.utils.errors import RolloutError
 
@@ -42,12 +43,14 @@ class EngineSteps:
         params: of all turns. A turn's own limit may be lower than `max_new_tokens`.
         seed: of the run.
         step: of the training.
+        vocabulary: number of tokens that the model embeds; None: unknown.
     """
 
     engine: RolloutEngine
     params: SamplingParams
     seed: int
     step: int
+    vocabulary: int | None = None
 
     def take(self, work: Work) -> tuple[list[Completion], dict[int, RolloutError]]:
         """Take one step. Return the finished samples, and the errors of refused ones by id."""
@@ -283,6 +286,9 @@ class EngineClient:
         return None
 
     def _generated(self, completion: Completion) -> Generated:
+        # Agents decode the tokens, which fails without a name of the sample for an id below 0.
+        row = completion.sample_id % _ROWS
+        checked_ids(completion.token_ids, row, self.steps.vocabulary)
         return Generated(
             token_ids=completion.token_ids,
             log_probs=completion.log_probs,

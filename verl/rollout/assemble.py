@@ -1,14 +1,13 @@
 """Turn trajectories into the padded columns of a batch."""
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl.rollout.checks import checked_ids
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
 from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
@@ -64,7 +63,8 @@ def assemble(
         for segment in trajectory.segments:
             columns = slice(place, place + len(segment.token_ids))
             place = columns.stop
-            responses[row, columns] = _checked_ids(segment, trajectory.row, vocabulary)
+            ids = checked_ids(segment.token_ids, trajectory.row, vocabulary)
+            responses[row, columns] = torch.from_numpy(ids)
             if segment.is_model:
                 is_trained = segment.is_trained and not trajectory.is_dropped
                 response_mask[row, columns] = int(is_trained)
@@ -93,39 +93,6 @@ def assemble(
     if routes is not None:
         columns["routed_experts"] = routes
     return columns
-
-
-def _checked_ids(segment: Segment, row: int, vocabulary: int | None) -> Tensor:
-    """Return the token ids of a segment. Raises RolloutError for one that the model cannot read."""
-    limit = 2**63 if vocabulary is None else vocabulary
-    try:
-        # operator.index, because a tensor of integers would cut the fraction of a float silently.
-        ids = np.fromiter(map(operator.index, segment.token_ids), np.int64)
-    except (TypeError, OverflowError):
-        ids = None
-    if ids is not None and ids.min(initial=0) >= 0 and ids.max(initial=0) < limit:
-        return torch.from_numpy(ids)
-
-    expected = "integers of at least 0"
-    if vocabulary is not None:
-        expected = f"0..{vocabulary - 1}, because the model embeds {vocabulary} tokens"
-    raise RolloutError(
-        f"Expected token ids {expected}, but the response of sample {row} has "
-        f"{_first_unknown(segment.token_ids, limit)}. Let the rollout engine and the agent loop "
-        "use the model's own tokenizer."
-    )
-
-
-def _first_unknown(token_ids: Sequence[Any], limit: int) -> Any:
-    """Return the first id that is no integer of 0..limit - 1."""
-    for token_id in token_ids:
-        try:
-            is_known = 0 <= operator.index(token_id) < limit
-        except TypeError:
-            is_known = False
-        if not is_known:
-            return token_id
-    return None
 
 
 def _ages(segment: Segment, version: int) -> Tensor:

@@ -1,8 +1,12 @@
 """Checks of configuration and requests that all engines of this package share."""
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
@@ -131,3 +135,45 @@ def response_limits(request: Request, params: SamplingParams, max_model_len: int
                 "nothing is left to continue."
             )
     return limits
+
+
+def checked_ids(
+    token_ids: Sequence[int], sample: int, vocabulary: int | None
+) -> NDArray[np.int64]:
+    """Return the token ids of a response as an array.
+
+    Args:
+        sample: number of the response, for the error.
+        vocabulary: number of tokens that the model embeds; None: unknown.
+
+    Raises RolloutError for an id that the model cannot read.
+    """
+    limit = 2**63 if vocabulary is None else vocabulary
+    try:
+        # operator.index, because an array of integers would cut the fraction of a float silently.
+        ids = np.fromiter(map(operator.index, token_ids), np.int64)
+    except (TypeError, OverflowError):
+        ids = None
+    if ids is not None and ids.min(initial=0) >= 0 and ids.max(initial=0) < limit:
+        return ids
+
+    expected = "integers of at least 0"
+    if vocabulary is not None:
+        expected = f"0..{vocabulary - 1}, because the model embeds {vocabulary} tokens"
+    raise RolloutError(
+        f"Expected token ids {expected}, but the response of sample {sample} has "
+        f"{_first_unknown(token_ids, limit)}. Let the rollout engine and the agent loop use the "
+        "model's own tokenizer."
+    )
+
+
+def _first_unknown(token_ids: Sequence[Any], limit: int) -> Any:
+    """Return the first id that is no integer of 0..limit - 1."""
+    for token_id in token_ids:
+        try:
+            is_known = 0 <= operator.index(token_id) < limit
+        except TypeError:
+            is_known = False
+        if not is_known:
+            return token_id
+    return None

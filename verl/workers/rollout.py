@@ -130,7 +130,7 @@ class RolloutWorker(RolloutEngineWorker):
 
         pictures = pictures_of(prompts)
         completions = list(self._generate(prompt_ids, rows, n, params, seed, 0, pictures))
-        columns = text_columns(completions, rows, n, self.tokenizer)
+        columns = text_columns(completions, rows, n, self.tokenizer, self.vocabulary)
         return DataProto.from_dict(non_tensors=columns)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_ANY_ROWS)
@@ -172,7 +172,7 @@ class RolloutWorker(RolloutEngineWorker):
         longest = self.config.rollout.longest_sequence
         self.engine.reserve(Room(sequences=len(episodes), tokens=longest))
 
-        steps = agents.EngineSteps(self.engine, params, seed, step)
+        steps = agents.EngineSteps(self.engine, params, seed, step, self.vocabulary)
         sharing = self.rollout_mesh.tensor
         with self._names_out_of_memory("generation"):
             if sharing.rank == 0:
@@ -235,7 +235,7 @@ class RolloutWorker(RolloutEngineWorker):
         if self.episodes is None:
             longest = self.config.rollout.longest_sequence
             self.episodes = EpisodeStream(
-                self.agents, self.engine, self.rollout_mesh.tensor, longest
+                self.agents, self.engine, self.rollout_mesh.tensor, longest, self.vocabulary
             )
         self.episodes.start(orders)
 

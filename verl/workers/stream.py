@@ -111,15 +111,22 @@ class EpisodeStream:
         engine: with weights.
         sharing: the ranks that share the engine.
         longest: most tokens of a prompt and its response together.
+        vocabulary: number of tokens that the model embeds.
     """
 
     def __init__(
-        self, runner: "agents.AgentRunner", engine: RolloutEngine, sharing: Axis, longest: int
+        self,
+        runner: "agents.AgentRunner",
+        engine: RolloutEngine,
+        sharing: Axis,
+        longest: int,
+        vocabulary: int,
     ) -> None:
         self._runner = runner
         self._engine = engine
         self._sharing = sharing
         self._longest = longest
+        self._vocabulary = vocabulary
         self._steps: agents.EngineSteps | None = None
         self._live: agents.LiveEpisodes | None = None  # on the rank that plays them
         self.is_frozen = True
@@ -132,7 +139,9 @@ class EpisodeStream:
             self.is_frozen = False
         if self._steps is None:
             # Each turn has the step of its own episode.
-            self._steps = agents.EngineSteps(self._engine, orders.params, orders.seed, step=0)
+            self._steps = agents.EngineSteps(
+                self._engine, orders.params, orders.seed, step=0, vocabulary=self._vocabulary
+            )
             if self._sharing.rank == 0:
                 self._live = self._begin(self._steps)
         if self._live is not None:

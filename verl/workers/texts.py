@@ -3,12 +3,17 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from verl.rollout.checks import checked_ids
 from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
 
 
 def text_columns(
-    completions: Iterable[Completion], rows: Sequence[int], n: int, tokenizer: Any
+    completions: Iterable[Completion],
+    rows: Sequence[int],
+    n: int,
+    tokenizer: Any,
+    vocabulary: int | None = None,
 ) -> dict[str, list[Any]]:
     """Return the columns of prompts with n completions each, in the order of `rows`.
 
@@ -18,6 +23,9 @@ def text_columns(
     Args:
         completions: in any order.
         rows: numbers of the prompts in the whole batch.
+        vocabulary: number of tokens that the model embeds; None: unknown.
+
+    Raises RolloutError for missing samples and for token ids that the model does not embed.
     """
     finished = {completion.sample_id: completion for completion in completions}
     wanted: list[int] = []
@@ -27,6 +35,9 @@ def text_columns(
         raise RolloutError(
             f"Expected {len(wanted)} samples from the engine, got {len(finished)}, or others."
         )
+
+    for number in wanted:
+        checked_ids(finished[number].token_ids, number, vocabulary)
 
     ordered = [finished[number] for number in wanted]
     token_ids = [completion.token_ids for completion in ordered]
