@@ -132,3 +132,31 @@ def test_a_closed_stdout_is_no_error():
     code = PRINTS.replace("1_000_000", "3").replace("import sys", "import sys\nsys.stdout = None")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+# The commands that read their arguments by argparse.
+MODULES = (
+    *("verl.jobs.main_capsule", "verl.jobs.main_compare", "verl.jobs.main_merge"),
+    *("verl.jobs.main_replay", "verl.jobs.main_view", "verl.cli.reward_check"),
+    *("verl.diagnostics.plan", "verl.diagnostics.doctor", "verl.config.key_table"),
+    *("verl.model_merger", "verl.agents.tools.local_retriever"),
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_help_of_a_module_ends_silently_when_its_reader_has_exited(module: str):
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"],
+        env=environment,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+
+    assert (done.returncode, done.stderr) == (141, "")

@@ -13,6 +13,7 @@ from verl.rewards.build import build_reward
 from verl.rewards.manager import RewardManager
 from verl.rewards.preflight import NUM_ROWS, Report, choose_rows, inspect_reward
 from verl.trainer.setup import build_tokenizer, load_user_code
+from verl.utils.entry import exit_code
 from verl.utils.errors import ConfigError
 
 
@@ -101,4 +102,4 @@ def render(report: Report) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

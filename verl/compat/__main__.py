@@ -1,5 +1,8 @@
 """`python -m verl.compat > docs/reference/import_paths.md` writes that page."""
 
-from verl.compat.paths import page
+import sys
 
-print(page(), end="")
+from verl.compat.paths import page
+from verl.utils.entry import exit_code
+
+sys.exit(exit_code(lambda: print(page(), end="")))

@@ -423,8 +423,9 @@ class _ProgramLoader:
             "import sys",
             f"from {OLD_PROGRAMS[fullname]} import *",
             f"from {OLD_PROGRAMS[fullname]} import main",
+            "from verl.utils.entry import exit_code",
             "if __name__ == '__main__':",
-            "    sys.exit(main())",
+            "    sys.exit(exit_code(main))",
         )
         return compile("\n".join(lines), fullname, "exec")
 

@@ -1,9 +1,11 @@
 """The page of all keys as Markdown: `python -m verl.config.key_table > docs/reference/keys.md`."""
 
+import sys
 from collections import Counter
 
 from verl.config import load
 from verl.config.keys import Key, keys_of
+from verl.utils.entry import exit_code
 
 ROOTS = {root.module: root.schema for root in load.ROOTS.values()}
 _INTRODUCTION = """\
@@ -87,4 +89,4 @@ def _status(key: Key) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    sys.exit(exit_code(lambda: print(page(), end="")))

@@ -7,6 +7,7 @@ from verl.diagnostics import host_checks, software_checks
 from verl.diagnostics.connectivity import test_ray_connectivity
 from verl.diagnostics.findings import EnvReport, Finding
 from verl.diagnostics.world import World, read_world
+from verl.utils.entry import exit_code
 from verl.utils.errors import MissingDependencyError
 
 # In the order of fixing: later faults may follow from earlier ones.
@@ -76,4 +77,4 @@ def _ray_links() -> list[Finding]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

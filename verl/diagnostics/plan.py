@@ -63,4 +63,4 @@ def _propose(arguments: argparse.Namespace, options: AsyncTrainingConfig) -> int
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

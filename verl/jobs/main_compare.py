@@ -62,4 +62,4 @@ def tolerances_of(arguments: argparse.Namespace) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

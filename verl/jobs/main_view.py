@@ -66,4 +66,4 @@ def _recorded_runs() -> list[Path]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

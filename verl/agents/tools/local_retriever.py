@@ -17,12 +17,14 @@ import heapq
 import json
 import math
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from verl.utils.entry import exit_code
 from verl.utils.errors import ConfigError, DataError
 
 _WORD = re.compile(r"\w+")
@@ -183,4 +185,4 @@ def _words(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))
