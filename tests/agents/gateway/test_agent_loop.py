@@ -81,7 +81,8 @@ def test_a_dropped_episode_carries_its_cause(tmp_path: Path, caplog, name, setti
     (played,) = runner.play([episode], client_of(engine))
     assert played.is_dropped
     assert failure in played.extra["failure"]
-    assert re.search(rf"sample 0 is dropped: .*{failure}", caplog.text)
+    (warning,) = caplog.messages  # one line, not one of the gateway and one of the runner
+    assert re.match(rf"agents: sample 0 is dropped: .*{failure}", warning)
 
 
 def test_one_agent_alone_can_be_named():

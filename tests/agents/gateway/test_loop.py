@@ -113,9 +113,9 @@ def file(tmp_path: Path) -> Path:
 
 
 def play(
-    model: Any, rows: int = 2, **settings: Any
+    model: Any, rows: int = 2, causes: dict[str, str] | None = None, **settings: Any
 ) -> tuple[list[list[Trajectory]], dict[str, int]]:
-    """Play `rows` episodes concurrently."""
+    """Play `rows` episodes concurrently. `causes` gets the reasons of those without trajectory."""
     client = client_of(make_engine(model, max_model_len=256))
     config = GatewayConfig(**settings)
 
@@ -131,6 +131,8 @@ def play(
             assert list(loop.causes) == [
                 episode.name for episode, got in zip(episodes, played) if not got
             ]
+            if causes is not None:
+                causes.update(loop.causes)
             return played, loop.counts()
 
     return asyncio.run(client.serve(batch()))
@@ -155,19 +157,21 @@ def test_blocking_agent_does_not_stop_the_engine(model, file: Path):
     assert [each[0].reward for each in played] == [None, None], "the reward function scores them"
 
 
-def test_failed_session_is_dropped_and_counted(model, file: Path, caplog):
-    played, counts = play(model, path=str(file), name="failing", rows=3)
+def test_failed_session_is_dropped_and_counted(model, file: Path):
+    causes: dict[str, str] = {}
+    played, counts = play(model, path=str(file), name="failing", rows=3, causes=causes)
     assert [len(each) for each in played] == [1, 0, 1]
     assert counts["failed"] == counts["failed/error"] == 1
     assert counts["trajectories"] == 2
-    assert re.search(r"raised KeyError \(.*agents.py:\d+\): 'no such tool'", caplog.text)
+    assert re.search(r"raised KeyError \(.*agents.py:\d+\): 'no such tool'", causes["0-1"])
 
 
-def test_non_numeric_reward_is_a_failure(model, file: Path, caplog):
-    played, counts = play(model, path=str(file), name="wrong", rows=2)
+def test_non_numeric_reward_is_a_failure(model, file: Path):
+    causes: dict[str, str] = {}
+    played, counts = play(model, path=str(file), name="wrong", rows=2, causes=causes)
     assert played == [[], []]
     assert counts["failed"] == 2
-    assert caplog.text.count("must return a finite number") == 1, "one line per batch"
+    assert all("must return a finite number" in causes[session] for session in ("0-0", "0-1"))
 
 
 def test_session_without_a_reply_is_empty(model, file: Path):
@@ -201,13 +205,15 @@ def test_program(model, tmp_path: Path):
         assert trajectory.extra["text"] == wording.decode(trajectory.response_ids)
 
 
-def test_failed_program_is_dropped_with_its_last_output(model, tmp_path: Path, caplog):
+def test_failed_program_is_dropped_with_its_last_output(model, tmp_path: Path):
     program = tmp_path / "agent.py"
     program.write_text(PROGRAM)
-    played, counts = play(model, command=f"{sys.executable} {program} --fail", rows=1)
+    causes: dict[str, str] = {}
+    command = f"{sys.executable} {program} --fail"
+    played, counts = play(model, command=command, rows=1, causes=causes)
     assert played == [[]]
     assert counts["failed/error"] == 1
-    assert "exit code 1: the program gave up" in caplog.text
+    assert "exit code 1: the program gave up" in causes["0-0"]
 
 
 def test_program_is_killed_with_its_children(model, tmp_path: Path):

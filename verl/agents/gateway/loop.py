@@ -15,7 +15,6 @@ from verl.agents.gateway.wording import Wording
 from verl.config.gateway import GatewayConfig
 from verl.rollout.trajectory import Trajectory
 from verl.utils.errors import VerlError
-from verl.utils.logging import logger
 
 _LEAST_WAIT_S = 0.01
 
@@ -59,7 +58,8 @@ class GatewayLoop:
     async def play(self, episode: Played) -> list[Trajectory]:
         """Play an episode. Return its trajectories.
 
-        An episode that failed has none. It is counted, and `causes` has the reason.
+        An episode that failed has none. It is counted, and `causes` has the reason for the caller,
+        which logs it.
         """
         session = episode.name
         key = self.recorder.open(session, row=episode.row)
@@ -113,15 +113,6 @@ class GatewayLoop:
         self.recorder.fail(session)
         self._failures[cause] += 1
         self.causes[session] = cause if error is None else str(error)
-
-        is_first = self._failures[cause] == 1
-        if error is not None and is_first:
-            logger.warning(
-                "An agent failed, and its session '%s' is dropped (later ones of this batch are "
-                "only counted): %s",
-                session,
-                error,
-            )
 
 
 @asynccontextmanager
