@@ -10,8 +10,12 @@ import torch
 
 from tests.vision_folders import save_vision_folder, some_image
 from verl.data.shapes import rows, shapes_file
+from verl.diagnostics.view.run_advice import advise_on
 from verl.models.vision import knows_videos
+from verl.tracking.records import load_run
 from verl.trainer import PPOTrainer
+from verl.trainer.capsule import write_capsule
+from verl.utils.errors import DataError, RewardError
 
 
 @pytest.fixture(autouse=True)
@@ -159,3 +163,26 @@ def test_the_answers_of_the_rows_are_counts() -> None:
     counts = {row["reward_model"]["ground_truth"] for row in rows("val")}
     assert counts == {"0", "1", "2", "3"}
     assert Path(shapes_file("val")).is_file()
+
+
+def test_a_run_with_pictures_that_fails_does_not_advise_a_replay(
+    few_shapes, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    def failing(self: PPOTrainer, batch: Any) -> Any:
+        raise RewardError("planted")
+
+    monkeypatch.setattr(PPOTrainer, "score", failing)
+    trainer = PPOTrainer(config(tmp_path, **{"trainer.val_before_train": False}))
+    trainer.init_workers()
+    caplog.set_level("INFO", logger="verl")
+    with pytest.raises(RewardError, match="planted"):
+        trainer.fit()
+
+    assert "No capsule of step 1: A capsule does not hold pictures" in caplog.text
+    assert "replay" not in caplog.text.replace("could not be replayed", "")
+    assert not (tmp_path / "records" / "capsules").exists()
+    run = load_run(tmp_path)
+    (finding,) = [each for each in advise_on(run, is_live=False) if each["kind"] == "problem"]
+    assert finding["text"] == "RewardError: planted"
+    with pytest.raises(DataError, match="does not hold pictures, and the rows of step 1 have some"):
+        write_capsule(tmp_path, 1, tmp_path / "capsule.zip")

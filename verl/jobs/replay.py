@@ -10,7 +10,7 @@ from typing import Any
 from verl.config import TrainConfig
 from verl.config.load import config_from_dict
 from verl.jobs.compare import Comparison, Tolerances, compare_runs
-from verl.tracking.records import Run, load_run
+from verl.tracking.records import Run, have_pictures, load_run
 from verl.trainer.capsule import CAPSULE_FILE, CHECKPOINT_FOLDER, FORMAT, ROWS_FILE, digest_of
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.variants import trainer_class
@@ -105,7 +105,7 @@ class RecordedRows:
         self._rows: dict[int, dict[str, Any]] = {}
         self.is_training = False
         for number, row in parse_json((run.folder / ROWS_FILE).read_bytes()):
-            if "prepared_pictures" in row:
+            if have_pictures([(number, row)]):
                 raise ConfigError(
                     "A capsule of a run with pictures cannot be replayed yet: it does not hold them."
                 )

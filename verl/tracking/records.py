@@ -14,7 +14,7 @@ each token.
 import base64
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -406,6 +406,14 @@ class Run:
 def load_run(path: Path | str) -> Run:
     """Read the record of the run in `path`, see `run_folder`."""
     return Run(run_folder(path))
+
+
+def have_pictures(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> bool:
+    """Return whether rows of the training data have pictures or videos.
+
+    Records do not hold them, so a step that drew such rows cannot be executed again.
+    """
+    return any("prepared_pictures" in row for _, row in rows)
 
 
 def run_folder(path: Path | str) -> Path:

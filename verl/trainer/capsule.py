@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.manifest import MANIFEST
-from verl.tracking.records import FOLDER, RUN_FILE, SAMPLES_FOLDER, STEPS_FILE, Run, load_run
+from verl.tracking.records import (
+    FOLDER,
+    RUN_FILE,
+    SAMPLES_FOLDER,
+    STEPS_FILE,
+    Run,
+    have_pictures,
+    load_run,
+)
+from verl.utils.commands import verl_command
 from verl.utils.errors import DataError
 from verl.utils.json_text import parse_json
 
@@ -38,7 +47,7 @@ def write_capsule(
         weights: put the checkpoint into it, instead of a pointer to it and its digest.
 
     Raises:
-        DataError: the prompts of a step since the last checkpoint are not kept.
+        DataError: the prompts of a step since the last checkpoint are not kept, or have pictures.
     """
     run = load_run(folder)
     start, checkpoint = _start_of(run.folder, step)
@@ -54,6 +63,13 @@ def write_capsule(
             f"and the samples of these steps are not kept: {missing}. Kept are "
             f"{run.kept_steps}. Choose one of them, save more often (trainer.save_freq), or keep "
             "more (trainer.record.keep_steps)."
+        )
+
+    rows = _rows(run, step)
+    if have_pictures(rows):
+        raise DataError(
+            f"A capsule does not hold pictures, and the rows of step {step} have some, so it could "
+            f"not be replayed. Look at the samples of the step: {verl_command('view', run.folder)}"
         )
 
     facts: dict[str, Any] = {
@@ -80,7 +96,7 @@ def write_capsule(
             file.writestr(CAPSULE_FILE, json.dumps(facts, indent=1))
             file.write(run.records / RUN_FILE, f"{FOLDER}/{RUN_FILE}")
             file.writestr(f"{FOLDER}/{STEPS_FILE}", _lines(run.records / STEPS_FILE, start, step))
-            file.writestr(ROWS_FILE, json.dumps(_rows(run, step)))
+            file.writestr(ROWS_FILE, json.dumps(rows))
             for each in needed:
                 samples = run.samples_file(each)
                 name = f"{FOLDER}/{SAMPLES_FOLDER}/{samples.name}"

@@ -5,7 +5,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from verl.tracking.records import Run
+from verl.tracking.records import Run, have_pictures
+from verl.utils.errors import DataError
 
 _FEW = 10  # newest steps that a finding is about
 _STALL = 10  # times the median seconds of a step
@@ -38,7 +39,9 @@ def _failures(run: Run) -> Iterator[Finding]:
     for event in run.events:
         if event["event"] == "failed":
             step = event["step"]
-            text = f"{event['text']} The step again: verl capsule {run.folder} --step {step}"
+            text = event["text"]
+            if not _drew_pictures(run, step):
+                text += f" The step again: verl capsule {run.folder} --step {step}"
             yield _finding("problem", f"The run failed in step {step}", text)
     skipped = [event["step"] for event in run.events if event["event"] == "skipped"]
     if skipped:
@@ -47,6 +50,14 @@ def _failures(run: Run) -> Iterator[Finding]:
         yield _finding("problem", f"Updates were skipped in step {steps}", text)
     for damage in run.damage[:1]:
         yield _finding("warning", "The record is damaged", damage)
+
+
+def _drew_pictures(run: Run, step: int) -> bool:
+    """Return whether the step cannot be executed again, because records hold no pictures."""
+    try:
+        return have_pictures(run.samples(step).prompts)
+    except DataError:  # not kept, or damaged; `verl capsule` names what is missing
+        return False
 
 
 def _stall(run: Run) -> Iterator[Finding]:
