@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from verl.data.files import load_from_hub, open_rows
 from verl.utils.entry import exit_code
+from verl.utils.errors import DataError
 
 DATA_SOURCE = "hiyouga/geometry3k"
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
@@ -28,16 +29,17 @@ SPLITS = ("train", "test")
 IMAGES = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
 
 
-def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """Return the problems of a split, from a folder, or else from the hub."""
+def read_raw(folder: str | None, split: str) -> tuple[str, Iterable[dict[str, Any]]]:
+    """Return the problems of a split and the name of their file, from a folder, or else from the
+    hub."""
     if folder is None:
-        return load_from_hub(DATA_SOURCE, split=split)
+        return f"{DATA_SOURCE} ({split})", load_from_hub(DATA_SOURCE, split=split)
     root = Path(folder).expanduser()
     for suffix in ("parquet", "jsonl"):
         file = root / f"{split}.{suffix}"
         if file.is_file():
             rows = open_rows(file)
-            return (rows.row(number) for number in range(len(rows)))
+            return str(file), (rows.row(number) for number in range(len(rows)))
     sys.exit(f"'{root}' must hold {split}.parquet or {split}.jsonl, found neither.")
 
 
@@ -55,12 +57,39 @@ def image_of(raw: Any, folder: str | None) -> dict[str, Any]:
     return {"bytes": stream.getvalue(), "path": None}
 
 
-def make_row(raw: dict[str, Any], split: str, index: int, folder: str | None) -> dict[str, Any]:
-    """Return one row as the trainer reads it."""
+def make_row(
+    raw: dict[str, Any], split: str, index: int, folder: str | None, file: str
+) -> dict[str, Any]:
+    """Return one row as the trainer reads it.
+
+    Raises DataError for one without a problem, an answer or a picture that can be read.
+    """
+    place = f"{file}, row {index}"
+    for column in ("problem", "answer"):
+        if not isinstance(raw.get(column), str):
+            raise DataError(
+                f"{place}: the column '{column}' must be a text, got {raw.get(column)!r:.80}. "
+                "Write it, or take the row out."
+            )
+
+    given = raw.get("images")
+    if not isinstance(given, list) or not given:
+        raise DataError(
+            f"{place}: the column 'images' must be a list of at least one picture, got "
+            f"{given!r:.80}. Write it, or take the row out."
+        )
+    try:
+        images = [image_of(image, folder) for image in given]
+    except (OSError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{place}: a picture cannot be read ({type(error).__name__}: {error}). Correct its "
+            "path, or take the row out."
+        ) from error
+
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{raw['problem']} {INSTRUCTION}"}],
-        "images": [image_of(image, folder) for image in raw["images"]],
+        "images": images,
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": raw["answer"]},
         "extra_info": {
@@ -86,8 +115,9 @@ def main(arguments: list[str] | None = None) -> None:
     folder = options.local_dataset_path
     for split in SPLITS:
         rows = []
-        for index, raw in enumerate(read_raw(folder, split)):
-            rows.append(make_row(raw, split, index, folder))
+        file, raws = read_raw(folder, split)
+        for index, raw in enumerate(raws):
+            rows.append(make_row(raw, split, index, folder, file))
         table = pa.Table.from_pylist(rows)
         place = table.schema.get_field_index("images")
         images = pa.array([row["images"] for row in rows], type=IMAGES)

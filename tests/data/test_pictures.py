@@ -8,8 +8,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoImageProcessor
 
 from tests.data.scripts import load_script
@@ -18,7 +20,8 @@ from tests.vision_folders import FAMILIES, save_vision_folder, some_image
 from verl.config import DataConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.collate import collate
-from verl.data.pictures import PictureReader
+from verl.data.pictures import PictureReader, open_picture
+from verl.data.rgb import as_rgb
 from verl.data.rl_dataset import RLDataset
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
@@ -229,6 +232,77 @@ def test_geometry_rows_have_their_pictures(
     answer = "so \\boxed{12\\sqrt{3}}"
     assert default_compute_score(rows[0]["data_source"], answer, truth) == 1.0
     assert default_compute_score(rows[0]["data_source"], "\\boxed{12}", truth) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"images": []}, "row 0: the column 'images' must be a list of at least one picture"),
+        ({"images": None}, "row 0: the column 'images' must be a list"),
+        ({"images": ["missing.png"]}, r"row 0: a picture cannot be read \(FileNotFoundError"),
+        ({"images": [{"url": "a"}]}, r"row 0: a picture cannot be read \(KeyError: 'path'"),
+        ({"answer": None}, "row 0: the column 'answer' must be a text, got None"),
+        ({"problem": 3}, "row 0: the column 'problem' must be a text, got 3"),
+    ],
+)
+def test_geometry_rows_that_lack_a_part_are_named(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    main = load_script("data_preprocess/geo3k.py").main
+    raw = {"images": ["a.png"], "problem": "<image>Find x.", "answer": "12", **change}
+    given = {name: value for name, value in raw.items() if value is not None}
+    (tmp_path / "a.png").write_bytes(png())
+    (tmp_path / "train.jsonl").write_text(json.dumps(given) + "\n")
+    with pytest.raises(DataError, match=f"train.jsonl, {message}"):
+        main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
+
+
+def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind)
+    return stream.getvalue()
+
+
+def as_read(content: bytes) -> list[Any]:
+    image = as_rgb(open_picture(content))
+    assert image.mode == "RGB"
+    return np.asarray(image).reshape(-1, 3).tolist()
+
+
+def test_transparent_parts_of_an_image_are_white() -> None:
+    pixels = np.array([[[9, 8, 7, 255], [9, 8, 7, 0], [0, 0, 0, 51]]], dtype=np.uint8)
+    white = [[9, 8, 7], [255, 255, 255], [204, 204, 204]]
+    assert as_read(encoded(Image.fromarray(pixels, "RGBA"))) == white
+
+    gray = Image.fromarray(np.array([[[9, 255], [9, 0]]], dtype=np.uint8), "LA")
+    assert as_read(encoded(gray)) == [[9] * 3, [255] * 3]
+
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([10, 20, 30, 40, 50, 60])
+    palette.putpixel((1, 0), 1)
+    stream = io.BytesIO()
+    palette.save(stream, "PNG", transparency=1)
+    assert as_read(stream.getvalue()) == [[10, 20, 30], [255, 255, 255]]
+
+
+def test_gray_values_of_16_bits_are_scaled() -> None:
+    values = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
+    scaled = [[0] * 3, [1] * 3, [128] * 3, [255] * 3]
+    assert as_read(encoded(Image.fromarray(values))) == scaled
+    assert as_read(encoded(Image.fromarray(values), "TIFF")) == scaled
+    # of 32 bits, as older versions of pillow open them
+    assert np.asarray(as_rgb(Image.fromarray(values.astype(np.int32))))[0].tolist() == scaled
+    small = Image.fromarray(np.array([[0, 7, 255]], dtype=np.int32))
+    assert np.asarray(as_rgb(small))[0, :, 0].tolist() == [0, 7, 255]
+
+
+def test_pictures_are_told_apart_by_their_transparency(reader: PictureReader) -> None:
+    color = some_image(1, (40, 24))
+    hidden = color.copy()
+    hidden.putalpha(0)
+    assert reader.prepare(hidden).key != reader.prepare(color).key
+    white = Image.new("RGB", color.size, "white")
+    assert reader.prepare(hidden).key == reader.prepare(white).key
 
 
 def test_the_error_of_a_processor_names_the_package_that_is_missing(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from verl.data.chat import Messages, apply_chat_template, as_messages
+from verl.data.rgb import as_rgb
 from verl.data.videos import Video, read_video
 from verl.models.pictures import Picture, Pictures
 from verl.utils.errors import DataError
@@ -170,7 +171,7 @@ class PictureReader:
         from PIL import ImageOps
 
         # Cameras turn pictures by a note in the file.
-        image = ImageOps.exif_transpose(_opened(content)).convert("RGB")
+        image = as_rgb(ImageOps.exif_transpose(_opened(content)))
         picture = self.processor.prepare(image, key)
         if self._keeps_images:
             picture = replace(picture, png=_png(image))
@@ -415,7 +416,7 @@ def _find_file(source: str, folder: Path) -> Path:
 
 
 def _pixels(image: Any) -> bytes:
-    image = image.convert("RGB")
+    image = as_rgb(image)
     return f"{image.size}".encode() + image.tobytes()
 
 

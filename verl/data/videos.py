@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from verl.data.rgb import as_rgb
 from verl.models.pictures import Frames
 from verl.utils.errors import DataError
 
@@ -115,7 +116,7 @@ def read_video(
 
     contents = _each_frame(asked.source, read)
     for content in contents:
-        encoded = content if isinstance(content, bytes) else content.convert("RGB").tobytes()
+        encoded = content if isinstance(content, bytes) else as_rgb(content).tobytes()
         digest.update(hashlib.blake2b(encoded, digest_size=16).digest())
     return digest.hexdigest(), lambda: _of_list(asked, contents, open_image)
 
@@ -141,7 +142,7 @@ def _frames(asked: Asked, images: list[Any], places: list[int], total: int, fps:
                 f"{images[0].width} x {images[0].height}. Give all frames of a video one size"
             )
     return Frames(
-        images=[image.convert("RGB") for image in images],
+        images=[as_rgb(image) for image in images],
         times=[place / fps for place in places],
         fps=len(places) / total * fps,
         min_pixels=asked.min_pixels,

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 

@@ -137,9 +137,7 @@ def response_limits(request: Request, params: SamplingParams, max_model_len: int
     return limits
 
 
-def checked_ids(
-    token_ids: Sequence[int], sample: int, vocabulary: int | None
-) -> NDArray[np.int64]:
+def checked_ids(token_ids: Sequence[int], sample: int, vocabulary: int | None) -> NDArray[np.int64]:
     """Return the token ids of a response as an array.
 
     Args:
