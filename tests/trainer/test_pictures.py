@@ -13,7 +13,7 @@ from verl.data.shapes import rows, shapes_file
 from verl.diagnostics.view.run_advice import advise_on
 from verl.models.vision import knows_videos
 from verl.tracking.records import load_run
-from verl.trainer import PPOTrainer
+from verl.trainer import PPOTrainer, RLTrainer
 from verl.trainer.capsule import write_capsule
 from verl.utils.errors import DataError, RewardError
 
@@ -186,3 +186,28 @@ def test_a_run_with_pictures_that_fails_does_not_advise_a_replay(
     assert finding["text"] == "RewardError: planted"
     with pytest.raises(DataError, match="does not hold pictures, and the rows of step 1 have some"):
         write_capsule(tmp_path, 1, tmp_path / "capsule.zip")
+
+
+def test_rollout_of_a_program_reads_the_pictures_of_a_chat(few_shapes, tmp_path: Path) -> None:
+    trainer = RLTrainer(config(tmp_path), max_new_tokens=4)
+    prompts = []
+    for seed in range(2):
+        some_image(seed, (64, 64)).save(tmp_path / f"{seed}.png")
+        parts = [
+            {"type": "image", "image": str(tmp_path / f"{seed}.png")},
+            {"type": "text", "text": "Which shape?"},
+        ]
+        prompts.append([{"role": "user", "content": parts}])
+
+    batch = trainer.rollout([*prompts, "No picture."], greedy=True, as_batch=True)
+    counts = [len(own) for own in batch.non_tensor_batch["prepared_pictures"]]
+    assert counts == [1, 1, 0]
+    # The trainer sees the same pictures as the rollout.
+    old = trainer.ppo.actor_wg.compute_log_prob(batch).batch["old_log_probs"]
+    mask = batch.batch["response_mask"].bool()
+    assert (old - batch.batch["rollout_log_probs"])[mask].abs().max() < 1e-3
+
+    trainer.config.data.max_prompt_length = 8
+    trainer.config.data.truncation = "left"
+    with pytest.raises(DataError, match="Prompt 0 has .* prompts with pictures are never cut"):
+        trainer.rollout(prompts)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from verl.config.placement import ranks_of_roles
 from verl.config.rules import training_data_is_named
 from verl.data.chat import apply_chat_template, as_messages
 from verl.data.collate import collate
+from verl.data.pictures import PictureReader
 from verl.data.rl_dataset import truncate
 from verl.diagnostics.view.notebook import Page, load_run
 from verl.protocol import DataProto
@@ -208,7 +210,8 @@ class RLTrainer:
         Args:
             prompts: texts, each a message of the user; chats, lists of {"role", "content"}; or a
                 DataProto with the column `raw_prompt_ids`. `data.truncation` applies to a prompt
-                longer than `data.max_prompt_length`.
+                longer than `data.max_prompt_length`. Where the model reads pictures, a content may
+                have parts such as {"type": "image", "image": "a.png"}.
             n: responses to each prompt.
             greedy: always take the most likely token.
             seed: seed of the noise; equal seeds give equal responses. None: a seed that training
@@ -323,6 +326,10 @@ class RLTrainer:
     # ---------------------------------------------------------------- parts
 
     @cached_property
+    def _pictures(self) -> PictureReader | None:
+        return setup.picture_reader(self.config, self.tokenizer)
+
+    @cached_property
     def _reward_model(self) -> RewardModelScorer:
         return RewardModelScorer(self.config, self.ppo.rm_wg)
 
@@ -379,27 +386,36 @@ class RLTrainer:
         rows = []
         for number, prompt in enumerate(_listed("rollout", "prompts (texts or chats)", prompts)):
             try:
-                messages = as_messages(prompt)
-                ids = apply_chat_template(self.tokenizer, messages)
+                row = self._encoded(prompt)
             except DataError as error:
                 raise DataError(f"Prompt {number} {error}.") from error
-            rows.append(
-                {
-                    "raw_prompt_ids": self._fitted(number, ids),
-                    "raw_prompt": messages,
-                    "index": number,
-                }
+            row["raw_prompt_ids"] = self._fitted(
+                number, row["raw_prompt_ids"], has_pictures=bool(row.get("prepared_pictures"))
             )
+            row["index"] = number
+            rows.append(row)
 
         return collate(rows)
 
-    def _fitted(self, number: int, ids: list[int]) -> list[int]:
+    def _encoded(self, prompt: Any) -> dict[str, Any]:
+        """Return a prompt's columns: token ids, messages and, where a model reads them, pictures."""
+        if self._pictures is None:
+            messages = as_messages(prompt)
+            ids = apply_chat_template(self.tokenizer, messages)
+            return {"raw_prompt_ids": ids, "raw_prompt": messages}
+        ids, messages, pictures = self._pictures.encode(prompt, None, Path())
+        return {"raw_prompt_ids": ids, "raw_prompt": messages, "prepared_pictures": pictures}
+
+    def _fitted(self, number: int, ids: list[int], *, has_pictures: bool = False) -> list[int]:
         limit = self.config.data.max_prompt_length
         truncation = self.config.data.truncation
-        if truncation == "error" and len(ids) > limit:
+        if len(ids) > limit and (truncation == "error" or has_pictures):
+            way = "set data.truncation=left, right or middle to have it cut."
+            if has_pictures:
+                way = "make the pictures smaller: prompts with pictures are never cut."
             raise DataError(
                 f"Prompt {number} has {len(ids)} tokens, data.max_prompt_length allows {limit}. "
-                "Raise it, or set data.truncation=left, right or middle to have it cut."
+                f"Raise it, or {way}"
             )
         return truncate(ids, limit, truncation)
 

@@ -189,3 +189,11 @@ def test_lenient_reader_ignores_unsupported_options():
     assert len(ChatRequest.read(text, lenient=True).tools) == 1
     with pytest.raises(ApiError, match="n must be a whole number"):
         ChatRequest.read(json.dumps({**body, "n": 0}).encode(), lenient=True)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_parts_that_are_no_texts_are_refused(kind: str):
+    part = {"type": kind, kind: {"url": "data:image/png;base64,AA=="}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What?"}, part]}]
+    with pytest.raises(ApiError, match=f"message 0 has a part of type '{kind}'. This server takes"):
+        ChatRequest.read(json.dumps({"messages": messages}).encode())

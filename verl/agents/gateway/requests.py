@@ -5,7 +5,7 @@ A field that would change the answer is honored or refused. A lenient reader ign
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -306,10 +306,26 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     plain = [template_message(message) for message in value if isinstance(message, dict)]
     if len(plain) != len(value):
         raise _wrong("messages", "a list of objects with role and content", value)
+    _refuse_media(plain)
     try:
         return as_messages(plain)
     except DataError as error:
         raise ApiError(f"messages: {error}", field="messages") from error
+
+
+def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ApiError for a part that is no text. The server has no reader of pictures."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind != "text":
+                raise ApiError(
+                    f"messages: message {number} has a part of type '{kind}'. This server takes "
+                    "text alone, also for models that read pictures. Send text parts; training "
+                    "and `verl generate` read pictures.",
+                    field="messages",
+                )
 
 
 def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
