@@ -39,6 +39,9 @@ PUBLISHED = {
         Geo3kTool.calc_reward(self, instance_id, **kwargs)
         Geo3kTool.release(self, instance_id, **kwargs)
     """,
+    "verl.workers.rollout.replica": """
+        TokenOutput(*, token_ids, log_probs=None, routed_experts=None, stop_reason=None)
+    """,
     "verl": "DataProto(batch=None, non_tensor_batch=..., meta_info=...)",
     "verl.protocol": """
         DataProtoConfig
@@ -444,6 +447,14 @@ def test_old_names_are_the_new_objects_and_warn(old):
         with pytest.warns(DeprecationWarning, match=new_module):
             found = getattr(module, name)
         assert found is getattr(importlib.import_module(new_module), new_name)
+
+
+def test_an_answer_of_generate_can_be_made_as_in_later_versions():
+    make = look_up("verl.workers.rollout.replica", "TokenOutput")
+    answer = make(token_ids=[3, 4], log_probs=[-1.0, -2.0], stop_reason="stop")
+    assert answer == answer.token_ids == [3, 4]
+    assert (answer.log_probs, answer.stop_reason) == ([-1.0, -2.0], "stop")
+    assert make(token_ids=[3]).log_probs is None
 
 
 def test_removed_name_is_an_error():

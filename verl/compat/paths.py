@@ -239,6 +239,7 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "CriticWorker": "verl.workers",
         "RewardModelWorker": "verl.workers",
     },
+    "verl.workers.rollout.replica": _same(_AGENTS, "TokenOutput"),
     "verl.workers.reward_manager": {
         **_same(_MANAGERS, "BatchRewardManager DAPORewardManager NaiveRewardManager"),
         **_same(_MANAGERS, "PrimeRewardManager REWARD_MANAGER_REGISTRY"),
@@ -294,6 +295,11 @@ _NO_WORKERS = (
     "actor_rollout_ref.rollout.mode=async; verl.agents.AgentRunner plays episodes in a program"
 )
 
+_OWN_ENGINES = (
+    "engines are chosen by actor_rollout_ref.rollout.name. Register one of your own in "
+    "verl.rollout.rollout_engines, by the protocol verl.rollout.RolloutEngine"
+)
+
 _OWN_LOOPS = (
     "the built-in loops are chosen by their names, agent_name={}. For a loop of your own, derive "
     "from verl.agents.AgentLoopBase"
@@ -320,6 +326,9 @@ ABSENT_NAMES = {
             "tokenizer)"
         )
     },
+    "verl.workers.rollout.replica": dict.fromkeys(
+        ("RolloutReplica", "RolloutReplicaRegistry", "get_rollout_replica_class"), _OWN_ENGINES
+    ),
     "verl.utils.rollout_trace": {
         "RolloutTraceConfig": (
             "episodes are recorded with every step (trainer.record), and `verl view` shows their "

@@ -36,6 +36,10 @@ from verl.workers.texts import text_columns
 if TYPE_CHECKING:
     from verl.rollout.embedded.engine import EmbeddedEngine
 
+# `verl.workers.rollout.replica`, a path of verl 0.6 and later, is then looked up in the table of
+# old paths.
+__path__: list[str] = []
+
 
 class RolloutWorker(RolloutEngineWorker):
     """Generate responses with an engine of its own.

@@ -68,14 +68,23 @@ class AgentLoopOutput(BaseModel):
 class TokenOutput(list[int]):
     """Drawn token ids, which also carry their log-probs: both forms of `generate`'s answer."""
 
-    def __init__(self, drawn: Generated) -> None:
-        super().__init__(drawn.token_ids)
-        self.token_ids = list(drawn.token_ids)
-        self.log_probs = list(drawn.log_probs)
-        self.stop_reason = drawn.finish_reason
-        self.routed_experts = None
-        self.num_preempted = 0
-        self.extra_fields: dict[str, Any] = {}
+    def __init__(
+        self,
+        *,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float] | None = None,
+        routed_experts: Any = None,
+        stop_reason: str | None = None,
+        num_preempted: int | None = 0,
+        extra_fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(token_ids)
+        self.token_ids = list(token_ids)
+        self.log_probs = None if log_probs is None else list(log_probs)
+        self.routed_experts = routed_experts
+        self.stop_reason = stop_reason
+        self.num_preempted = num_preempted
+        self.extra_fields: dict[str, Any] = dict(extra_fields or {})
 
 
 @dataclass(frozen=True)
@@ -170,7 +179,11 @@ class ServerManager:
             limit=most if limit is None else min(limit, most),
         )
         self.drawn.append(DrawnTurn(ids, policy, drawn))
-        return TokenOutput(drawn)
+        return TokenOutput(
+            token_ids=drawn.token_ids,
+            log_probs=drawn.log_probs,
+            stop_reason=drawn.finish_reason,
+        )
 
     def _limit(self, asked: Mapping[str, Any]) -> int | None:
         for name, own in self._params.items():
