@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,6 +224,28 @@ def test_a_method_can_receive_a_future_without_resolving_it():
 
     group = several(1, Patient)
     assert group.kind(group.double_later(rows(1))) == ["GroupFuture"]
+
+
+def test_a_future_without_the_names_of_its_answer_says_get():
+    class Patient(Counter):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, materialize_futures=False)
+        def first(self, value: Any) -> Any:
+            return value.batch["y"][0]
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, materialize_futures=False)
+        def read(self, value: Any) -> int:
+            return len(value.get())
+
+    group = several(1, Patient)
+    future = group.double_later(rows(2))
+    with pytest.raises(
+        AttributeError, match=r"double_later has no 'batch'. Call its get\(\) first"
+    ):
+        _ = future.batch
+    with pytest.raises(AttributeError, match=r"has no 'batch'. Call its get\(\) first"):
+        group.first(future)
+    assert group.read(future) == [2]
+    assert not hasattr(future, "__len__")
 
 
 def test_a_group_offers_registered_methods_and_reports_others():

@@ -99,7 +99,10 @@ Answer = TypeVar("Answer")
 
 
 class GroupFuture(Generic[Answer]):
-    """Future answer of a group. `result()` waits for it, at most until the call's deadline."""
+    """Future answer of a group. `result()` waits for it, at most until the call's deadline.
+
+    `get()` is another name of it. `ray.get` takes references of Ray alone, and refuses this.
+    """
 
     def __init__(
         self,
@@ -175,6 +178,16 @@ class GroupFuture(Generic[Answer]):
                 raise
         shares = self.ranks.hand_on([self._replies[rank] for rank in self._answering], receiver)
         return None if shares is None else (shares, *self._dealt)
+
+    def __getattr__(self, name: str) -> Any:
+        # This is reached only for unknown names, mostly those of the answer.
+        label = vars(self).get("label", "a call")
+        raise AttributeError(
+            f"The future of {label} has no '{name}'. Call its get() first, which waits for the "
+            "answer and returns it; ray.get does not take it.",
+            name=name,
+            obj=self,
+        )
 
     def __reduce__(self) -> Any:
         raise TypeError(
