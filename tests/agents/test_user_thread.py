@@ -7,7 +7,7 @@ import time
 import pytest
 
 from verl.agents.tools.threads import WatchedLoop
-from verl.agents.user_thread import UserThread, taken_by
+from verl.agents.user_thread import UserThread
 
 
 @pytest.fixture
@@ -163,18 +163,6 @@ def test_crash_is_an_outcome_with_its_location(thread, function, fact):
     assert fact in crashed.error
     assert ("raised" in fact) == (f"{__file__}:" in crashed.error)
     assert next_call.outcome == "ok"
-
-
-def test_only_accepted_keywords_are_passed():
-    def named(first, *, second=0):
-        return first, second
-
-    def anything(**kwargs):
-        return kwargs
-
-    given = {"first": 1, "second": 2, "third": 3}
-    assert taken_by(named, given) == {"first": 1, "second": 2}
-    assert taken_by(anything, given) == given
 
 
 def test_closing_a_blocked_loop_ends_its_thread():

@@ -131,17 +131,6 @@ class UserThread:
         loop.close()
 
 
-def taken_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that a function accepts: all of them if it takes `**kwargs`."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(keywords)
-
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = {parameter.name for parameter in parameters if parameter.kind in by_name}
-    return {name: value for name, value in keywords.items() if name in names}
-
-
 def is_finite_number(value: Any) -> bool:
     """Return whether a user's code gave a finite number. A text of digits is none."""
     is_number = hasattr(value, "__float__") and not isinstance(value, str)

@@ -7,7 +7,6 @@ says so.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from verl.algorithms.policy_losses import (
 )
 from verl.config import ActorConfig, AlgorithmConfig
 from verl.config.choices import SEQUENCE_LOSSES
+from verl.utils.signatures import taken_by
 from verl.utils.user_parts import NamedPart
 
 Scalar = Float[Tensor, ""]
@@ -237,9 +237,6 @@ class PaddedEstimator:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.__module__ = function.__module__  # a user's
-        parameters = inspect.signature(function).parameters.values()
-        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        self._names = {parameter.name for parameter in parameters}
 
     def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         section = inputs.config or AlgorithmConfig(
@@ -256,8 +253,5 @@ class PaddedEstimator:
             "reward_baselines": inputs.columns.get("reward_baselines"),
         }
 
-        chosen = {}
-        for name, value in given.items():
-            if value is not None and (self._takes_all or name in self._names):
-                chosen[name] = value
-        return self.function(**chosen)
+        known = {name: value for name, value in given.items() if value is not None}
+        return self.function(**taken_by(self.function, known))

@@ -1,6 +1,5 @@
 """Build the datasets and samplers of a configuration."""
 
-import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from verl.models.processor import load_picture_processor
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.imports import load_extern_type
 from verl.utils.logging import logger
+from verl.utils.signatures import declares, takes_any_keyword
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,13 +131,11 @@ def _custom_dataset(
 ) -> MapDataset:
     kind = load_extern_type(str(data.custom_cls.path), str(data.custom_cls.name))
     arguments: dict[str, Any] = {"data_files": files, "tokenizer": tokenizer, "config": data}
-    accepted = inspect.signature(kind).parameters
-    if "processor" in accepted:
+    if declares(kind, "processor"):
         arguments["processor"] = None if pictures is None else pictures.processor.processor
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
-    if "pictures" in accepted or (takes_any and pictures is not None):
+    if declares(kind, "pictures") or (takes_any_keyword(kind) and pictures is not None):
         arguments["pictures"] = pictures
-    if "split" in accepted:
+    if declares(kind, "split"):
         arguments["split"] = split
     made = kind(**arguments)
     _require_methods(made, ("__len__", "__getitem__"), "data.custom_cls")

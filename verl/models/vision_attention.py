@@ -6,7 +6,6 @@ attention that takes the bounds of the windows.
 """
 
 import copy
-import inspect
 from collections.abc import MutableMapping
 from itertools import accumulate, groupby
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 
 from verl.models.kernels.attention import packed_kernel_takes
+from verl.utils.signatures import declares
 
 # transformers passes bounds to an attention with "flash" in its name.
 IMPLEMENTATION = "verl_flash_windows"
@@ -38,7 +38,7 @@ def join_windows(tower: nn.Module) -> None:
         own = copy.copy(module.config)
         own._attn_implementation = IMPLEMENTATION
         module.config = own
-        if _LONGEST in inspect.signature(type(module).forward).parameters:
+        if declares(type(module).forward, _LONGEST):
             module.register_forward_pre_hook(_leave_longest, with_kwargs=True)
 
 
@@ -66,7 +66,7 @@ def _with_bounds(tower: nn.Module) -> list[Any]:
     for module in tower.modules():
         if not hasattr(module, "config") or isinstance(module, PreTrainedModel):
             continue
-        if "cu_seqlens" in inspect.signature(type(module).forward).parameters:
+        if declares(type(module).forward, "cu_seqlens"):
             found.append(module)
     return found
 

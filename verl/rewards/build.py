@@ -12,6 +12,7 @@ from verl.rewards.remote import Judge, SandboxService
 from verl.rewards.rules import with_options
 from verl.rewards.sandbox.runner import CodeRunner, LocalRunner
 from verl.utils.errors import ConfigError
+from verl.utils.signatures import keywords_of, takes_any_keyword
 
 
 def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> Any:
@@ -62,9 +63,8 @@ def _accepted(manager: Callable[..., Any]) -> set[str] | None:
     for constructor in constructors:
         if constructor is None:
             continue
-        parameters = inspect.signature(constructor).parameters.values()
-        names |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names.update(keywords_of(constructor))
+        if not takes_any_keyword(constructor):
             return names - {"self", "tokenizer", "num_examine", "compute_score", "reward_fn_key"}
     return None
 

@@ -10,6 +10,7 @@ from verl.rewards.registry import Rule, reward_rules
 from verl.rewards.sandbox.runner import CodeRunner, default_runner
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.registry import nearest_names
+from verl.utils.signatures import takes_any_keyword
 
 __all__ = [
     "calculator",
@@ -98,10 +99,11 @@ def with_options(options: Mapping[str, Any], runner: CodeRunner | None) -> Calla
 
 def check_options(data_source: Any, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an option that the rule of this data source does not take."""
-    parameters = inspect.signature(find_rule(data_source)).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    rule = find_rule(data_source)
+    if takes_any_keyword(rule):
         return
-    known = [name for name in list(parameters)[3:] if name != "runner"]
+    # The first three are given by position.
+    known = [name for name in list(inspect.signature(rule).parameters)[3:] if name != "runner"]
     for name in options:
         if name not in known:
             raise ConfigError(

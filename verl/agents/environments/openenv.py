@@ -6,9 +6,9 @@ from typing import Any
 
 from verl.agents.entries import load_class
 from verl.agents.environments.base import Observation, environments, user_message
-from verl.agents.user_thread import taken_by
 from verl.utils.errors import RolloutError
 from verl.utils.imports import require
+from verl.utils.signatures import taken_by
 
 _INSTALL = "pip install openenv-core"
 

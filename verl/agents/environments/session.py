@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.agents.environments.base import Observation
-from verl.agents.user_thread import UserCall, UserThread, is_finite_number, taken_by
+from verl.agents.user_thread import UserCall, UserThread, is_finite_number
 from verl.utils.errors import RolloutError
 from verl.utils.json_text import whole_characters
 from verl.utils.logging import say_once
+from verl.utils.signatures import taken_by
 
 DEFAULT_TIMEOUT_S = 120.0
 

@@ -12,10 +12,11 @@ from verl.agents.interactions.registry import (
     choose_interaction,
     initialize_interactions_from_config,
 )
-from verl.agents.user_thread import UserCall, UserThread, is_finite_number, taken_by
+from verl.agents.user_thread import UserCall, UserThread, is_finite_number
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.json_text import whole_characters
 from verl.utils.logging import logger, say_once
+from verl.utils.signatures import taken_by
 
 DEFAULT_TIMEOUT_S = 60.0
 

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from verl.agents.engine_client import Generated
 from verl.agents.entries import checked_roles
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt
-from verl.agents.user_thread import taken_by
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, DataError, RolloutError
+from verl.utils.signatures import taken_by
 
 _LIMITS = ("max_tokens", "max_new_tokens")
 # Sampling parameters that change no token: log-probs are always recorded, and loops get ids.

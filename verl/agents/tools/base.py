@@ -28,7 +28,6 @@ A class without `create`, `calc_reward` and `release` of its own keeps nothing b
 none of the three is called.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
@@ -37,6 +36,7 @@ from pydantic import ValidationError
 
 from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.errors import ConfigError
+from verl.utils.signatures import declares, taken_by, takes_any_keyword
 
 
 class ToolArgumentError(ValueError):
@@ -127,17 +127,6 @@ def as_schema(schema: Any) -> OpenAIFunctionToolSchema:
         ) from error
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function declares a parameter of this name."""
-    return name in _parameters(function)
-
-
-def takes_any_keyword(function: Callable[..., Any]) -> bool:
-    """Whether a function has `**kwargs`."""
-    kinds = [parameter.kind for parameter in _parameters(function).values()]
-    return inspect.Parameter.VAR_KEYWORD in kinds
-
-
 def create_arguments(
     create: Callable[..., Any], create_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -147,12 +136,10 @@ def create_arguments(
     function gets both where it takes both.
     """
     keywords = dict(create_kwargs)
-    takes_all = takes_any_keyword(create)
-    if takes(create, "create_kwargs"):
-        if not takes_all:
-            keywords = {name: value for name, value in keywords.items() if takes(create, name)}
+    if declares(create, "create_kwargs"):
+        keywords = taken_by(create, keywords)
         keywords["create_kwargs"] = dict(create_kwargs)
-    elif takes_all and create_kwargs:
+    elif takes_any_keyword(create) and create_kwargs:
         keywords["create_kwargs"] = dict(create_kwargs)
     return keywords
 
@@ -177,7 +164,3 @@ def created_id(answer: Any, instance_id: str) -> str:
             f"ToolResponse), got {type(answer).__name__}"
         )
     return answer
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters

@@ -30,6 +30,7 @@ from verl.agents.tools.threads import run_in_thread
 from verl.utils.errors import ConfigError
 from verl.utils.imports import load_module
 from verl.utils.registry import nearest_names
+from verl.utils.signatures import declares
 
 _SETTINGS = ["isolation", "parallel", "retries", "retry_delay_s", "timeout_s"]
 _MARK = "_verl_function_tool"
@@ -73,7 +74,7 @@ class FunctionTool(BaseTool):
             ToolArgumentError: the arguments do not fit the signature.
         """
         arguments = self._check({**parameters, **kwargs})
-        if _AGENT_DATA in inspect.signature(self.function).parameters:
+        if declares(self.function, _AGENT_DATA):
             arguments[_AGENT_DATA] = agent_data
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**arguments)

@@ -20,14 +20,13 @@ from verl.agents.tools.base import (
     create_arguments,
     created_id,
     keeps_instances,
-    takes,
-    takes_any_keyword,
 )
 from verl.agents.tools.threads import WatchedLoop, count_left_behind, run_in_thread
 from verl.rewards.deadline import call_ends
 from verl.rewards.texts import describe_error, format_traceback
 from verl.rewards.watch import LateCall
 from verl.utils.logging import logger
+from verl.utils.signatures import declares, takes_any_keyword
 
 # Loops that coroutines may block at one time. Each keeps a thread until its coroutine returns.
 MAX_LOOPS = 8
@@ -128,7 +127,7 @@ def facts_of(tool: BaseTool, order: tuple[int, int], *, in_process: bool) -> Too
             it: `**kwargs`, which nearly all have, would have the whole trajectory sent each time.
     """
     execute = tool.execute
-    takes_agent_data = takes(execute, "agent_data")
+    takes_agent_data = declares(execute, "agent_data")
     if not in_process:
         takes_agent_data = takes_agent_data or takes_any_keyword(execute)
 

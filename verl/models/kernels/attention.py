@@ -6,7 +6,6 @@ with 12 query heads and 2 key heads of 128 took, forward and backward: flash-att
 cuDNN 0.38 + 1.19, PyTorch's own 0.73 + 3.38.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -22,6 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from verl.utils.errors import ModelError
 from verl.utils.imports import is_installed, require
 from verl.utils.logging import logger
+from verl.utils.signatures import declares
 
 # (q (N, Hq, D), k (N, Hk, D), v (N, Hk, D), lengths, offsets (S+1,) int32, scale) -> (N, Hq, D)
 CausalKernel = Callable[[Tensor, Tensor, Tensor, Sequence[int], Tensor, float], Tensor]
@@ -32,7 +32,7 @@ CUDNN_TILE = 128
 CUDNN_SHORTEST = 2048
 # From torch 2.12 on, this argument is required for fewer key heads than query heads.
 VARLEN_GQA: dict[str, Any] = {}
-if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+if declares(varlen_attn, "enable_gqa"):
     VARLEN_GQA["enable_gqa"] = True
 
 

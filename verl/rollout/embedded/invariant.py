@@ -9,7 +9,6 @@ may still differ between devices, numbers of threads and versions of torch.
 
 import functools
 import importlib
-import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -29,6 +28,7 @@ from verl.rollout.embedded.audit import SETTING, is_last, trusted
 from verl.rollout.sampling import CHUNK_LOGITS, sample
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError
+from verl.utils.signatures import declares
 
 # Rows of one product on CPU. Padding costs at one row, blocks at a thousand: of a large weight, 32
 # rows take 5 times a single one and 1,024 rows 1.7 times one product; small products are all
@@ -50,9 +50,7 @@ _INNER = (
     16
 )
 # From torch 2.12 on, keys are divided by the longest sequence of the batch by default.
-_ONE_SPLIT: dict[str, Any] = (
-    {"num_splits": 1} if "num_splits" in inspect.signature(varlen_attn).parameters else {}
-)
+_ONE_SPLIT: dict[str, Any] = {"num_splits": 1} if declares(varlen_attn, "num_splits") else {}
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from verl.rollout.servers.server import LOAD_S, QUICK_S, WeightSource
 from verl.rollout.servers.vllm import VLLMServer, allowed_rank
 from verl.utils.devices import ALLOCATOR_SETTINGS
 from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.signatures import keywords_of
 from verl.weight_sync.vllm_worker import END_WITH, EXTENSION
 
 _SECTION = "actor_rollout_ref.rollout"
@@ -166,7 +167,7 @@ class InProcessVLLM(VLLMServer):
         """Make the engine, within the loop that it will answer in."""
         engine_args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
         engine_class = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
-        unknown = set(arguments) - set(inspect.signature(engine_args).parameters)
+        unknown = set(arguments) - set(keywords_of(engine_args))
         if unknown:
             raise ConfigError(
                 f"vLLM {self._vllm.__version__} has no argument {', '.join(sorted(unknown))}. "

@@ -1,0 +1,33 @@
+"""Which keywords a function takes, for calls of users' functions and of several versions of a
+library."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def keywords_of(function: Callable[..., Any]) -> list[str]:
+    """Return the keywords that a function declares, in order. `**kwargs` is none."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind in _BY_NAME]
+
+
+def declares(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function declares a keyword of this name."""
+    return name in keywords_of(function)
+
+
+def takes_any_keyword(function: Callable[..., Any]) -> bool:
+    """Return whether a function has `**kwargs`."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def taken_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords that a function accepts: all of them if it takes `**kwargs`."""
+    if takes_any_keyword(function):
+        return dict(keywords)
+    names = keywords_of(function)
+    return {name: value for name, value in keywords.items() if name in names}
