@@ -12,7 +12,7 @@ from verl.config import load_config
 from verl.trainer.setup import build_tokenizer
 from verl.utils.errors import ConfigError
 
-pytest.importorskip("ray", reason="Role is part of the optional backend")
+ray = pytest.importorskip("ray", reason="Role is part of the optional backend")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -57,11 +57,17 @@ def test_recipe_trains(tmp_path):
         resource_pool_spec={"global_pool": [1]},
         mapping={Role.ActorRollout: "global_pool", Role.Critic: "global_pool"},
     )
+    # one class for three roles, as in verl 0.5
+    reference = ray.remote(ActorRolloutRefWorker)
     trainer = RayPPOTrainer(
         config=config,
         tokenizer=build_tokenizer(config),
         processor=None,
-        role_worker_mapping={Role.ActorRollout: OwnActor, Role.Critic: CriticWorker},
+        role_worker_mapping={
+            Role.ActorRollout: OwnActor,
+            Role.Critic: CriticWorker,
+            Role.RefPolicy: reference,
+        },
         resource_pool_manager=manager,
         ray_worker_group_cls=None,
         reward_fn=one_score,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verl.compat.driver import ActorRollout, PaddedPrompts, add_get, with_meta_info
 from verl.config.keywords import config_from_keywords
 from verl.data import RLDataLoader
 from verl.data.collate import columns_of
@@ -30,19 +31,23 @@ ROLES: dict[str, tuple[str, type[Worker]]] = {
 }
 # Attributes and methods of verl 0.5's trainer that have another name here.
 OLD_NAMES = {
-    "train_dataloader": "train_loader",
-    "val_dataloader": "val_loader",
     "global_steps": "global_step",
     "total_training_steps": "total_steps",
     "_load_checkpoint": "load_checkpoint",
     "_save_checkpoint": "save_checkpoint",
     "_validate": "validate",
+    "kl_ctrl_in_reward": "kl_controller",
 }
 _NEW_FORM = "verl.trainer.PPOTrainer(config, tokenizer=..., reward_fn=..., train_dataset=...)"
 
 
 class RayPPOTrainer(PPOTrainer):
     """PPOTrainer with the parameters of verl 0.5, and its names of attributes (`OLD_NAMES`).
+
+    A subclass may have a `fit` of verl 0.5: `train_dataloader` yields dicts with padded prompts,
+    `actor_rollout_wg` generates, computes log-probs and updates, and hands weights over after each
+    update. `config` has typed sections with `get`; `verl.config.config_to_dict(config)` makes plain
+    values of them, as OmegaConf.to_container does of a DictConfig.
 
     Args:
         config, tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: see PPOTrainer.
@@ -55,6 +60,9 @@ class RayPPOTrainer(PPOTrainer):
         train_sampler: the order of the training rows; replaces data.sampler and data.shuffle.
         device_name: trainer.device.
     """
+
+    async_rollout_mode = False
+    hybrid_engine = True
 
     def __init__(
         self,
@@ -88,10 +96,39 @@ class RayPPOTrainer(PPOTrainer):
             val_dataset=val_dataset,
         )
 
+        add_get(self.config)
+        self.resource_pool_manager = resource_pool_manager
         if resource_pool_manager is not None:
             _check_pools(resource_pool_manager, self.pool.world_size)
         if train_sampler is not None:
             self._order_rows_by(train_sampler)
+
+    def init_workers(self) -> None:
+        """Start the roles, and offer their calls with the answers of verl 0.5."""
+        super().init_workers()
+        self._actor_rollout_wg = ActorRollout(self)
+        if self.critic_wg is not None:
+            vars(self.critic_wg)["update_critic"] = with_meta_info(self.critic_wg.update_critic)
+
+    @property
+    def actor_rollout_wg(self) -> ActorRollout:
+        """The groups of actor and rollout as one, with the calls of verl 0.5."""
+        return self._actor_rollout_wg
+
+    @property
+    def train_dataloader(self) -> PaddedPrompts:
+        """The batches of `train_loader` as dicts with padded prompts."""
+        return self._padded(self.train_loader)
+
+    @property
+    def val_dataloader(self) -> PaddedPrompts | None:
+        """The batches of `val_loader` as dicts with padded prompts; None if there are none."""
+        return None if self.val_loader is None else self._padded(self.val_loader)
+
+    @property
+    def ref_in_actor(self) -> bool:
+        """Whether the reference is the actor without its adapters."""
+        return self.config.actor_rollout_ref.model.lora_rank > 0
 
     @property
     def use_critic(self) -> bool:
@@ -112,6 +149,15 @@ class RayPPOTrainer(PPOTrainer):
         """Start a role as TrainingRun does, with the class of `role_worker_mapping` if given."""
         chosen = self.worker_classes.get(role, worker_class)
         return super().start_role(role, chosen, *args, **kwargs)
+
+    def _balance_batch(
+        self, batch: Any, metrics: dict[str, Any], logging_prefix: str = "global_seqlen"
+    ) -> None:
+        """Leave the batch as it is. Each call evens out the tokens of the ranks itself."""
+
+    def _padded(self, loader: RLDataLoader) -> PaddedPrompts:
+        width = self.config.data.max_prompt_length
+        return PaddedPrompts(loader, width, self.tokenizer.pad_token_id)
 
     def _order_rows_by(self, sampler: Any) -> None:
         data = self.config.data
@@ -173,6 +219,9 @@ def _worker_classes(mapping: Mapping[Any, Any]) -> dict[str, type[Worker]]:
             )
         role, base = ROLES[name]
         worker_class = _undecorated(given)
+        if worker_class is ActorWorker:
+            # verl 0.5 has one class for actor, rollout and reference.
+            worker_class = base
         if not (isinstance(worker_class, type) and issubclass(worker_class, base)):
             raise ConfigError(
                 f"role_worker_mapping: the worker of {name} must be verl.workers.{base.__name__} "
