@@ -5,8 +5,10 @@ import os
 import socket
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import DistNetworkError, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
+
+from verl.utils.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 
@@ -18,15 +20,26 @@ def env_store(timeout_s: float) -> Store:
     """Return the store at MASTER_ADDR and MASTER_PORT.
 
     A store that rank 0 serves at a loopback address listens only there. PyTorch's own store listens
-    on every interface, and any host that reaches it may read and write.
+    on every interface, and any host that reaches it may read and write. Raises ConfigError if rank 0
+    cannot listen at that address.
     """
     timeout = timedelta(seconds=timeout_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     serves = os.environ["RANK"] == "0" and not by_agent
-    if serves and _is_loopback(os.environ["MASTER_ADDR"]):
-        store: Store = _serve(int(os.environ["MASTER_PORT"]), timeout)
-    else:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    try:
+        if serves and _is_loopback(os.environ["MASTER_ADDR"]):
+            store: Store = _serve(int(os.environ["MASTER_PORT"]), timeout)
+        else:
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
+    except (OSError, DistNetworkError) as error:
+        if not serves:
+            raise
+        raise ConfigError(
+            f"Rank 0 cannot listen at MASTER_ADDR={os.environ['MASTER_ADDR']}, "
+            f"MASTER_PORT={os.environ['MASTER_PORT']}: {error}. Another process may have the port. "
+            "Set MASTER_PORT to a free one on all ranks, or launch with torchrun --standalone, which "
+            "chooses one."
+        ) from error
     store.set_timeout(timeout)
     return store
 
