@@ -3,6 +3,8 @@ actor. tests/trainer/test_placement.py has a rollout on Ray."""
 
 import os
 import signal
+from functools import wraps
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from verl.trainer import PPOTrainer
 from verl.trainer.main_ppo import main
 from verl.utils.errors import ConfigError
 from verl.utils.launcher import LAUNCHED_RANKS
+from verl.workers import RolloutWorker
 
 STEPS = ["trainer.max_steps=3", "trainer.save_freq=3", "trainer.test_freq=2"]
 APART = "trainer.placement.rollout=[1]"
@@ -71,6 +74,28 @@ def test_a_killed_run_resumes_with_the_same_bits(together, tmp_path):
 
     assert train(2, tmp_path, APART, "trainer.save_freq=1") == expected
     assert same_bits(weights(tmp_path, 3), weights(folder, 3))
+
+
+def train_until_a_receiver_dies(command: list[str]) -> int:
+    """Run the main job until SIGKILL ends rank 1 at the second hand-over of weights."""
+    receive = RolloutWorker.receive_weights
+    rounds = count(1)
+
+    @wraps(receive)
+    def die(self: RolloutWorker) -> None:
+        if next(rounds) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        receive(self)
+
+    RolloutWorker.receive_weights = die
+    return main(command)
+
+
+def test_a_death_during_the_hand_over_names_the_rank(tmp_path):
+    done = launch(2, train_until_a_receiver_dies, command_line(tmp_path, *STEPS, APART))
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+    assert "WorkerLostError: rollout.receive_weights: rank 1" in errors[0]
 
 
 def test_the_rollout_is_with_the_actor_unless_it_is_placed():

@@ -4,7 +4,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.single_controller import GroupOf, of_all_ranks, start
+from verl.single_controller import GroupFuture, GroupOf, of_all_ranks, start
+from verl.utils.errors import VerlError, WorkerLostError
 from verl.weight_sync import Route, plan_routes
 from verl.workers import ActorWorker, RolloutWorker
 
@@ -69,7 +70,11 @@ class RemoteLink:
         if self._through_files:
             sent.result()  # files are read once they are complete
         received = start(self._rollout.receive_weights)
-        sent.result()
+        try:
+            sent.result()
+        except VerlError:
+            _report_death(received)
+            raise
         received.result()
         self._has_weights = True
 
@@ -85,6 +90,19 @@ class RemoteLink:
         joined = start(self._rollout.join_meetings, meetings)
         accepted.result()
         joined.result()
+
+
+def _report_death(other_end: GroupFuture[Any]) -> None:
+    """Raise WorkerLostError if a rank died during the call: the other end's error follows from it.
+
+    The call ends soon, because each end reports its errors to the other one.
+    """
+    try:
+        other_end.result()
+    except WorkerLostError:
+        raise
+    except VerlError:
+        pass  # the error of the first end says why
 
 
 class ActorRolloutGroups:
