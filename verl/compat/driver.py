@@ -1,4 +1,4 @@
-"""What a `fit` of verl 0.5 works with: padded prompts, and one group that generates and learns."""
+"""The padded prompts, and the one group that generates and learns, of a `fit` of verl 0.5."""
 
 import time
 from collections.abc import Callable, Iterator
