@@ -1,14 +1,13 @@
 """HumanEval and MBPP as train.parquet and test.parquet; their programs run in the sandbox
 (docs/reference/rewards.md).
 
-    python examples/data_preprocess/code_problems.py --dataset mbpp --local_save_dir ~/data/mbpp #
-    from the hub python examples/data_preprocess/code_problems.py --dataset humaneval
-    --local_dataset_path raw/humaneval
+    python examples/data_preprocess/code_problems.py --dataset mbpp
+    python examples/data_preprocess/code_problems.py --dataset humaneval --local_dataset_path raw
 
-A local folder holds HumanEval.jsonl or mbpp.jsonl, plain or gzipped. HumanEval has 164 problems,
-all of them for testing. MBPP's split is that of its paper: test 11-510, training 601-974 and
-validation 511-600; the ten few-shot examples are left out. (The file is not called code.py: Python
-would find it as its own `code`.)
+The raw file comes from the hub, or from a local folder with HumanEval.jsonl or mbpp.jsonl, plain
+or gzipped. HumanEval has 164 problems, all of them for testing. MBPP's split is that of its paper:
+test 11-510, training 601-974 and validation 511-600; the ten few-shot examples are left out. (The
+file is not called code.py: Python would find it as its own `code`.)
 """
 
 import argparse
@@ -21,11 +20,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.files import load_from_hub, read_json_rows
+from verl.data.files import load_from_hub, read_json_rows, require_columns
 from verl.utils.entry import exit_code
 
 SOURCES = {"humaneval": "openai/openai_humaneval", "mbpp": "google-research-datasets/mbpp"}
 FILES = {"humaneval": "HumanEval.jsonl", "mbpp": "mbpp.jsonl"}
+COLUMNS = {
+    "humaneval": ("task_id", "prompt", "test", "entry_point", "canonical_solution"),
+    "mbpp": ("task_id", "text", "code", "test_list", "test_setup_code"),
+}
 HUMANEVAL_INSTRUCTION = (
     "Complete this Python function. Answer with the whole function in one Python code block.\n\n"
 )
@@ -99,7 +102,9 @@ def main(arguments: list[str] | None = None) -> None:
     make = {"humaneval": make_humaneval_row, "mbpp": make_mbpp_row}[options.dataset]
     splits: dict[str, list[dict[str, Any]]] = {}
 
-    for made in map(make, read_raw(options.local_dataset_path, options.dataset)):
+    for index, raw in enumerate(read_raw(options.local_dataset_path, options.dataset)):
+        require_columns(raw, COLUMNS[options.dataset], f"{options.dataset} row {index}")
+        made = make(raw)
         if made is not None:
             splits.setdefault(made[0], []).append(made[1])
 

@@ -1,8 +1,7 @@
 """Countdown: reach a target with the given numbers and + - * /. Problems are made here, each with a
 known solution.
 
-    python examples/data_preprocess/countdown.py --local_save_dir ~/data/countdown --train_size
-    20000 --num_numbers 3
+    python examples/data_preprocess/countdown.py --train_size 20000 --num_numbers 3
 
 The same seed makes the same files; no problem of the test set is in the training set.
 """
@@ -99,16 +98,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    default = "default: %(default)s"
     parser.add_argument(
-        "--local_save_dir", "--local_dir", default="~/data/countdown", help="folder to write to"
+        "--local_save_dir",
+        "--local_dir",
+        default="~/data/countdown",
+        help=f"folder to write to; {default}",
     )
-    parser.add_argument("--train_size", type=int, default=20_000)
-    parser.add_argument("--test_size", type=int, default=512)
+    for name, value, meaning in (
+        ("train_size", 20_000, "problems to train on"),
+        ("test_size", 512, "problems to test on"),
+        ("num_numbers", 3, "numbers of a problem"),
+        ("max_number", 50, "largest number"),
+        ("max_target", 100, "largest target"),
+        ("seed", 1, "of the draws"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"{meaning}; {default}")
 
-    parser.add_argument("--num_numbers", type=int, default=3)
-    parser.add_argument("--max_number", type=int, default=50)
-    parser.add_argument("--max_target", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     endless = problems(
         random.Random(options.seed),

@@ -1,8 +1,7 @@
 """Geometry3K as train.parquet and test.parquet, with its pictures in the rows.
 
-    python examples/data_preprocess/geo3k.py --local_save_dir ~/data/geo3k # from the hub
-    python examples/data_preprocess/geo3k.py --local_dataset_path raw/geo3k --local_save_dir
-    ~/data/geo3k
+    python examples/data_preprocess/geo3k.py --local_save_dir ~/data/geo3k  # from the hub
+    python examples/data_preprocess/geo3k.py --local_dataset_path raw/geo3k
 
 A local folder holds train.jsonl and test.jsonl of {"images": [paths in the folder], "problem",
 "answer"}, or the same as train.parquet and test.parquet with images as {"bytes", "path"}. A
@@ -19,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.files import load_from_hub, open_rows
+from verl.data.files import load_from_hub, open_rows, require_columns
 from verl.utils.entry import exit_code
 from verl.utils.errors import DataError
 
@@ -65,14 +64,8 @@ def make_row(
     Raises DataError for one without a problem, an answer or a picture that can be read.
     """
     place = f"{file}, row {index}"
-    for column in ("problem", "answer"):
-        if not isinstance(raw.get(column), str):
-            raise DataError(
-                f"{place}: the column '{column}' must be a text, got {raw.get(column)!r:.80}. "
-                "Write it, or take the row out."
-            )
-
-    given = raw.get("images")
+    require_columns(raw, ("problem", "images", "answer"), place)
+    given = raw["images"]
     if not isinstance(given, list) or not given:
         raise DataError(
             f"{place}: the column 'images' must be a list of at least one picture, got "
@@ -107,7 +100,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--local_dataset_path", help="folder of the raw files; default: the hub")
     parser.add_argument(
-        "--local_save_dir", "--local_dir", default="~/data/geo3k", help="folder to write to"
+        "--local_save_dir",
+        "--local_dir",
+        default="~/data/geo3k",
+        help="folder to write to; default: %(default)s",
     )
     options = parser.parse_args(arguments)
     target = Path(options.local_save_dir).expanduser()

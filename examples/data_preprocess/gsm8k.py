@@ -91,7 +91,10 @@ def write_splits(
         "--local_dataset_path", help="folder of train.jsonl and test.jsonl; default: the hub"
     )
     parser.add_argument(
-        "--local_save_dir", "--local_dir", default=folder, help="folder to write to"
+        "--local_save_dir",
+        "--local_dir",
+        default=folder,
+        help="folder to write to; default: %(default)s",
     )
 
     options = parser.parse_args(arguments)

@@ -1,9 +1,8 @@
 """HH-RLHF preference pairs (Bai et al. 2022, arXiv:2204.05862) as prompts: the conversation up to
 the last answer.
 
-    python examples/data_preprocess/hh_rlhf.py --local_save_dir ~/data/hh_rlhf # from the hub python
-    examples/data_preprocess/hh_rlhf.py --local_dataset_path raw/hh-rlhf --local_save_dir
-    ~/data/hh_rlhf
+    python examples/data_preprocess/hh_rlhf.py --local_save_dir ~/data/hh_rlhf  # from the hub
+    python examples/data_preprocess/hh_rlhf.py --local_dataset_path raw/hh-rlhf
 
 A local folder holds files of {"chosen", "rejected"} a line, plain or gzipped, with "train" or
 "test" in their names. `ground_truth` is the chosen last answer, for reward models and judges that
@@ -21,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.files import load_from_hub, read_json_rows
+from verl.data.files import load_from_hub, read_json_rows, require_columns
 from verl.utils.entry import exit_code
 
 DATA_SOURCE = "Anthropic/hh-rlhf"
@@ -53,7 +52,8 @@ def split_turns(text: str) -> list[dict[str, str]]:
 
 def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
     """One row as the trainer reads it; None for a pair that does not differ in a last answer to the
-    same prompt."""
+    same prompt. DataError for one that lacks a column."""
+    require_columns(raw, ("chosen", "rejected"), f"{split} row {index}")
     chosen, rejected = split_turns(raw["chosen"]), split_turns(raw["rejected"])
     roles = [message["role"] for message in chosen]
     if (
@@ -87,7 +87,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--local_dataset_path", help="folder of the raw files; default: the hub")
     parser.add_argument(
-        "--local_save_dir", "--local_dir", default="~/data/hh_rlhf", help="folder to write to"
+        "--local_save_dir",
+        "--local_dir",
+        default="~/data/hh_rlhf",
+        help="folder to write to; default: %(default)s",
     )
     options = parser.parse_args(arguments)
 

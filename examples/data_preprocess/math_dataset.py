@@ -1,8 +1,7 @@
 """MATH as train.parquet and test.parquet for `data.train_files` and `data.val_files`.
 
-    python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math # from the hub
-    python examples/data_preprocess/math_dataset.py --local_dataset_path raw/math --local_save_dir
-    ~/data/math
+    python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math  # from the hub
+    python examples/data_preprocess/math_dataset.py --local_dataset_path raw/math
 
 A local folder holds train.json (or train.jsonl) and test.jsonl (or math500.jsonl) of {"problem",
 "answer"}, or with a "solution" whose last \\boxed{} is the answer. (The file is not called math.py:
@@ -18,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.files import load_from_hub, read_json_rows
+from verl.data.files import load_from_hub, read_json_rows, require_columns
 from verl.rewards.builtin.math import last_boxed
 from verl.utils.entry import exit_code
 
@@ -52,7 +51,8 @@ def final_answer(raw: dict[str, Any]) -> str | None:
 
 
 def make_row(raw: dict[str, Any], answer: str, split: str, index: int) -> dict[str, Any]:
-    """One row as the trainer reads it."""
+    """One row as the trainer reads it. DataError for one without a problem."""
+    require_columns(raw, ("problem",), f"{split} row {index}")
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{raw['problem']} {INSTRUCTION}"}],
@@ -89,7 +89,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--local_dataset_path", help="folder of the raw files; default: the hub")
     parser.add_argument(
-        "--local_save_dir", "--local_dir", default="~/data/math", help="folder to write to"
+        "--local_save_dir",
+        "--local_dir",
+        default="~/data/math",
+        help="folder to write to; default: %(default)s",
     )
     options = parser.parse_args(arguments)
     target = Path(options.local_save_dir).expanduser()

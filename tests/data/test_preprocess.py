@@ -156,6 +156,35 @@ def test_incomplete_raw_lines_are_named(tmp_path, script, name, arguments):
             main(command)
 
 
+@pytest.mark.parametrize(
+    ("script", "name", "message", "arguments"),
+    [
+        ("math_dataset", "train.jsonl", "train row 0: the column 'problem'", []),
+        ("hh_rlhf", "test.jsonl", "test row 0: the column 'chosen'", []),
+        ("geo3k", "train.jsonl", "train.jsonl, row 0: the column 'problem'", []),
+        ("code_problems", "mbpp.jsonl", "mbpp row 0: the column 'task_id'", ["--dataset", "mbpp"]),
+    ],
+)
+def test_raw_rows_of_another_data_set_are_refused(tmp_path, script, name, message, arguments):
+    (tmp_path / name).write_text(json.dumps({"question": "?", "answer": "#### 1"}) + "\n")
+    folders = ["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")]
+    with pytest.raises(DataError, match=rf"{message} must have a value.*\['question', 'answer'\]"):
+        load_script(f"data_preprocess/{script}.py").main([*arguments, *folders])
+
+
+@pytest.mark.parametrize(
+    "path", sorted((EXAMPLES / "data_preprocess").glob("*.py")), ids=lambda path: path.stem
+)
+def test_commands_of_the_help_are_whole_lines(path):
+    description = ast.get_docstring(ast.parse(path.read_text())) or ""
+    lines = [line.strip() for line in description.splitlines() if line.startswith("    ")]
+    assert lines
+    for line in lines:
+        command, _, remark = line.partition("#")
+        assert command.startswith(f"python examples/data_preprocess/{path.name}")
+        assert "python" not in remark
+
+
 @needs_shared("data/math")
 def test_math_has_all_scorable_rows(tmp_path, capsys):
     main = load_script("data_preprocess/math_dataset.py").main

@@ -6,7 +6,7 @@ In every format, a row consists of plain Python dicts, lists and scalars.
 import gzip
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -249,6 +249,22 @@ def read_json_rows(path: Path) -> list[dict[str, Any]]:
         if line.strip():
             rows.append(_parse_line(path, number, line))
     return rows
+
+
+def require_columns(row: Mapping[str, Any], names: Iterable[str], place: str) -> None:
+    """Raise DataError if a raw row lacks one of the columns `names`.
+
+    Args:
+        row: as it was read.
+        names: of the columns.
+        place: of the row, for the message.
+    """
+    missing = [name for name in names if row.get(name) is None]
+    if missing:
+        raise DataError(
+            f"{place}: the column {missing[0]!r} must have a value, got a row with the columns "
+            f"{list(row)}. Name files of this data set, or rename the column."
+        )
 
 
 def _read_text(path: Path) -> str:
