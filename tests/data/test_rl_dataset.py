@@ -209,7 +209,7 @@ def test_dropping_every_row_is_an_error(parquet, tokenizer):
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
-def test_long_prompts_are_truncated_on_request(parquet, tokenizer, side):
+def test_long_prompts_are_truncated_on_request(parquet, tokenizer, side, caplog):
     whole = RLDataset(parquet(LONG), tokenizer, make_config(max_prompt_length=999))
     cut = RLDataset(parquet(LONG), tokenizer, make_config(truncation=side, max_prompt_length=21))
     assert len(cut) == 4
@@ -219,7 +219,13 @@ def test_long_prompts_are_truncated_on_request(parquet, tokenizer, side):
         "right": whole[1]["raw_prompt_ids"][:21],
         "middle": whole[1]["raw_prompt_ids"][:10] + whole[1]["raw_prompt_ids"][-11:],
     }
+    assert caplog.text == ""
     assert cut[1]["raw_prompt_ids"] == expected[side]
+    assert cut[1]["raw_prompt_ids"] == expected[side]
+    assert (
+        caplog.text.count(f"data.max_prompt_length=21 tokens are cut, as data.truncation={side}")
+        == 1
+    )
 
 
 @given(ids=st.lists(st.integers(0, 9), max_size=30), limit=st.integers(1, 20))

@@ -220,11 +220,13 @@ def test_fingerprints_distinguish_datasets(dataset):
     assert fingerprint != dataset(rows, with_template(MARKED.replace("<|im_end|>", ""))).fingerprint
 
 
-def test_long_row_is_truncated_on_request(dataset):
+def test_long_row_is_truncated_on_request(dataset, caplog):
     rows = [{"question": "2+2?", "answer": "fourteen"}]
     whole = dataset(rows)[0]
+    assert "cut" not in caplog.text
     answer = "fourteen<|im_end|>\n"
     left = dataset(rows, max_length=12, truncation="left")[0]
+    assert "1 of 1 rows have more than data.max_length=12 tokens and are cut" in caplog.text
     assert left["raw_prompt_ids"] == whole["raw_prompt_ids"][-2:]
     assert tiny_tokenizer().decode(left["response_ids"]) == answer
     length = len(whole["raw_prompt_ids"])

@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -109,7 +110,13 @@ class RLDataset(Dataset):
                 raise DataError(
                     _too_long(self.files[source], number, len(ids), limit, cuts=not pictures)
                 )
-            ids = truncate(ids, limit, self.config.truncation)
+            side = self.config.truncation
+            say_once(
+                f"{self.files[source]}: prompts of more than data.max_prompt_length={limit} tokens "
+                f"are cut, as data.truncation={side} asks.",
+                logging.WARNING,
+            )
+            ids = truncate(ids, limit, side)
 
         values: dict[str, Any] = {"raw_prompt_ids": ids, "raw_prompt": messages, "index": number}
         if self.pictures is not None:

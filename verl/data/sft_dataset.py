@@ -268,6 +268,7 @@ class SFTDataset(Dataset):
         self._images: dict[int, tuple[tuple[Any, ...], Path]] = {}
         started = time.perf_counter()
         examples: list[Example] = []
+        num_cut = 0
         self._names: list[str] = []
         for file in as_file_list(data_files):
             rows = open_rows(file, split)
@@ -280,6 +281,17 @@ class SFTDataset(Dataset):
                 if example.images:
                     self._images[len(examples)] = example.images, Path(file).parent
                 examples.append(self._cut(self._names[-1], example))
+                num_cut += len(example.ids) > config.max_length
+
+        if num_cut:
+            logger.warning(
+                "%d of %d rows have more than data.max_length=%d tokens and are cut, as "
+                "data.truncation=%s asks.",
+                num_cut,
+                len(examples),
+                config.max_length,
+                config.truncation,
+            )
 
         self._ends = np.cumsum([len(example.ids) for example in examples])
         self._ids = np.concatenate([example.ids for example in examples])
