@@ -142,6 +142,6 @@ def test_the_log_states_the_loss(teacher):
     base = ["data.dataset_name=toy"]
     alone = load_config([*base, *distilling(teacher, "jsd", WITHOUT_REWARD)])
     first = describe_algorithm(alone)[0]
-    assert first.startswith("Loss of a token, r = pi / pi_old = 1 jsd(pi, teacher)")
+    assert first.startswith("Loss of a token, where r = pi / pi_old: 1 jsd(pi, teacher)")
     both = load_config([*base, *distilling(teacher, "k3")])
     assert "+ 1 k3(pi, teacher)" in " ".join(describe_algorithm(both))

@@ -12,12 +12,13 @@ def test_the_summary_has_reward_and_time():
     assert summary.lines() == []
     summary.add(0, {"val-core/toy/reward/mean@8": 0.25})
     summary.add(1, {"critic/score/mean": 0.1, "timing_s/step": 2.0, "timing_s/gen": 1.5})
+    summary.add(1, {"timing_s/reward": 0.4, "timing_s/rm": 0.4})  # the second within the first
     scores = {"critic/score/mean": 0.9, "val-core/toy/reward/mean@8": 0.75}
     summary.add(2, {**scores, "timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/testing": 9.0})
     assert summary.lines() == [
         "critic/score/mean: 0.1000 (step 1) to 0.9000 (step 2)",
         "val-core/toy/reward/mean@8: 0.2500 (step 0) to 0.7500 (step 2)",
-        "Time: 2 steps took 4.0 s (gen 50%)",
+        "Time: 2 steps took 4.0 s (gen 50%, reward 10%)",
     ]
 
 

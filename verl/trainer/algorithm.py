@@ -34,7 +34,7 @@ def describe_algorithm(config: TrainConfig) -> list[str]:
             f"Advantage A = {name}: "
             f"{formula.format(gamma=algorithm.gamma, lam=algorithm.lam, by_std=by_std)}"
         ),
-        f"Loss of a token, r = pi / pi_old = {loss}",
+        f"Loss of a token, where r = pi / pi_old: {loss}",
     ]
     if config.distillation.is_whole_loss:
         lines = lines[1:]

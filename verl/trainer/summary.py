@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 _REWARDS = ("critic/score/mean", "train/loss")
 _VALIDATION = ("val-core/", "val/loss")
-_WAITS = ("step", "testing")  # not phases of a step
+_NOT_PHASES = ("step", "testing", "rm")  # rm: a part of reward
 _MOST_PHASES = 4
 _MOST_SCORES = 3
 
@@ -42,11 +42,12 @@ class RunSummary:
                 lines.append(f"{name}: {first:.4f} (step {before}) to {last:.4f} (step {after})")
 
         total = self._seconds["step"]
-        phases = [item for item in self._seconds.items() if item[0] not in _WAITS]
+        phases = [item for item in self._seconds.items() if item[0] not in _NOT_PHASES]
         phases.sort(key=lambda item: -item[1])
         shares = []
         for phase, seconds in phases[:_MOST_PHASES]:
             shares.append(f"{phase} {seconds / max(total, 1e-9):.0%}")
-        time = f"Time: {self._num_steps} steps took {total:.1f} s"
+        steps = "step" if self._num_steps == 1 else "steps"
+        time = f"Time: {self._num_steps} {steps} took {total:.1f} s"
         lines.append(f"{time} ({', '.join(shares)})" if shares else time)
         return lines
