@@ -117,7 +117,8 @@ class Comparison:
         if self.keys:
             shown = self.keys[:_MOST_KEYS]
             more = len(self.keys) - len(shown)
-            lines.append(f"Configuration, {len(self.keys)} keys: {'; '.join(shown)}")
+            keys = "key" if len(self.keys) == 1 else "keys"
+            lines.append(f"Configuration, {len(self.keys)} {keys}: {'; '.join(shown)}")
             if more:
                 lines[-1] += f"; and {more} more"
         if not self.differences:
