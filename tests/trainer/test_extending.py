@@ -114,6 +114,13 @@ def test_a_custom_estimate_advantages_finds_old_log_probs(tmp_path, monkeypatch)
     assert not same_bits(weights(tmp_path / "own", 2), weights(tmp_path / "ours", 2))
 
 
+def test_a_program_with_a_trainer_of_its_own_shows_the_log(tmp_path, capsys):
+    train(OwnAdvantages, tmp_path)
+    said = capsys.readouterr().out
+    assert "I Loss of a token, where r = pi / pi_old: vanilla" in said
+    assert "I Time: 2 steps took" in said
+
+
 class DynamicSampling(RayPPOTrainer):
     """Drop prompts with equal scores for all samples before the update: they give no gradient."""
 

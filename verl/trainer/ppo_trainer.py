@@ -41,6 +41,7 @@ from verl.trainer.pools import join_pool
 from verl.trainer.proposer import ScheduleProposer
 from verl.trainer.roles import RunOfRoles
 from verl.trainer.validation_pass import ValidationPass
+from verl.utils.logging import show_log
 from verl.utils.phases import declared_phase, declared_phases, may_overlap, phase
 
 # The columns that `generate` writes.
@@ -98,6 +99,7 @@ class PPOTrainer(RunOfRoles):
         train_dataset: Any = None,
         val_dataset: Any = None,
     ) -> None:
+        show_log()
         config = config if isinstance(config, TrainConfig) else config_from_keywords(config, {})
         super().__init__(config, setup.checkpoints_to_keep(config))
         setup.load_user_code(config)
