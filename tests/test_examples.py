@@ -16,6 +16,7 @@ import yaml
 from transformers import Qwen2Config
 
 from tests.agents.scripted import chat_tokenizer
+from tests.data.scripts import load_script
 from tests.tiny_models import tiny_model
 from verl.config import load_config
 from verl.diagnostics.hosts import CARDS
@@ -359,3 +360,9 @@ def test_a_tool_configuration_has_the_keys_of_its_format(path: Path):
             continue
         function = tool["tool_schema"]["function"]
         assert set(function["parameters"]["required"]) == set(function["parameters"]["properties"])
+
+
+def test_the_report_of_the_stories_averages_tenths_of_short_runs_too():
+    tenths = load_script("stories/report.py").tenths
+    assert tenths([float(step) for step in range(20)]) == [2 * part + 0.5 for part in range(10)]
+    assert tenths([1.0, 2.0]) == [1.0] * 5 + [2.0] * 5

@@ -32,13 +32,22 @@ def validation_score(lines: list[dict[str, Any]]) -> list[float]:
     ]
 
 
+def tenths(values: list[float]) -> list[float]:
+    """Mean of each tenth of the values, the nearest value where there are fewer than ten."""
+    means = []
+    for tenth in range(10):
+        start = len(values) * tenth // 10
+        end = max(start + 1, len(values) * (tenth + 1) // 10)
+        means.append(mean(values[start:end]))
+    return means
+
+
 def curve_row(folder: Path) -> list[float]:
     """First and last reward, validation before and after, KL, seconds a step, reward of each tenth
     of the run."""
     lines = read_lines(folder / "metrics.jsonl")
     steps = [line for line in lines if "critic/score/mean" in line]
     rewards = [line["critic/score/mean"] for line in steps]
-    tenth = len(rewards) // 10
     validation = validation_score(lines)
     return [
         mean(rewards[:WINDOW]),
@@ -47,7 +56,7 @@ def curve_row(folder: Path) -> list[float]:
         validation[-1],
         mean([line["actor/kl_loss"] for line in steps[-WINDOW:]]),
         mean([line["timing_s/step"] for line in steps]),
-        *(mean(rewards[start : start + tenth]) for start in range(0, 10 * tenth, tenth)),
+        *tenths(rewards),
     ]
 
 
