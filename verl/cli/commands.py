@@ -84,7 +84,7 @@ _ALL = (
         words="merge",
         module="verl.jobs.main_merge",
         summary="write a checkpoint as a Hugging Face folder",
-        example="verl merge --local_dir checkpoints/global_step_10/actor --target_dir merged",
+        example="verl merge --local_dir checkpoints/toy/toy/global_step_10/actor --target_dir merged",
         first=("merge",),
         takes_keys=False,
     ),
