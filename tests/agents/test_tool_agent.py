@@ -87,6 +87,59 @@ def test_only_drawn_tokens_are_trained(tools: str):
     assert metrics["agent_loop/ended_by/answer"] == 3
 
 
+STATEFUL = """
+from verl.agents.tools import BaseTool
+
+
+def seen(data):
+    data.extra_fields["calls"] = data.extra_fields.get("calls", 0) + 1
+    roles = "".join(message["role"][0] for message in data.messages)
+    return f"{roles} {data.assistant_turns} {data.tool_rewards} {data.extra_fields['calls']}"
+
+
+class Declares(BaseTool):
+    async def execute(self, instance_id, parameters, agent_data=None, **kwargs):
+        return seen(agent_data), 0.25, {}
+
+
+class Reads(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return seen(kwargs["agent_data"]), 0.25, {}
+"""
+STATEFUL_ENTRY = """
+tools:
+  - class_name: {path}:{name}
+    config: {{isolation: {isolation}}}
+    tool_schema:
+      type: function
+      function:
+        name: look
+        description: Look at the episode.
+        parameters: {{type: object, properties: {{}}, required: []}}
+"""
+
+
+@pytest.mark.parametrize("name", ["Declares", "Reads"])
+@pytest.mark.parametrize(("isolation", "calls"), [("thread", 2), ("process", 1)])
+def test_a_tool_reads_the_state_of_its_episode(
+    tmp_path: Path, name: str, isolation: str, calls: int
+):
+    """A tool of verl 0.6 and later gets `agent_data`; in a helper process it is a copy."""
+    (tmp_path / "stateful.py").write_text(STATEFUL)
+    entry = STATEFUL_ENTRY.format(path=tmp_path / "stateful.py", name=name, isolation=isolation)
+    (tmp_path / "tools.yaml").write_text(entry)
+    tokenizer = chat_tokenizer()
+    config = rollout_config(multi_turn__tool_config_path=str(tmp_path / "tools.yaml"))
+
+    def script(row: int, turn: int, prompt: str) -> str:
+        return call("look", "{}") if turn < 2 else "Done."
+
+    (trajectory,), _, _ = play(config, tokenizer, script, [episode(tokenizer)])
+    answers = [each["content"] for each in trajectory.extra["messages"] if each["role"] == "tool"]
+    assert answers == ["ua 1 [] 1", f"uata 2 [0.25] {calls}"]
+    assert trajectory.extra.get("calls") == (2 if isolation == "thread" else None)
+
+
 def test_the_model_sees_exactly_the_tokens_that_are_trained_on(tools: str):
     tokenizer = chat_tokenizer()
     config = rollout_config(multi_turn__function_tool_path=tools)

@@ -31,3 +31,9 @@ def taken_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[
         return dict(keywords)
     names = keywords_of(function)
     return {name: value for name, value in keywords.items() if name in names}
+
+
+def names_key(function: Callable[..., Any], name: str) -> bool:
+    """Return whether the code of a function holds this text, such as `kwargs["name"]`."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and name in code.co_consts

@@ -13,6 +13,7 @@ from verl.agents.formats import ParsedReply, ToolCall, new_call_id
 from verl.agents.interactions import InteractionSession
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, require_sound
 from verl.agents.tools import ToolResult, ToolSession
+from verl.agents.tools.agent_data import AgentData
 from verl.models.pictures import Pictures
 from verl.rollout.trajectory import Trajectory
 from verl.utils.errors import DataError, RolloutError
@@ -26,6 +27,7 @@ class _Play:
     conversation: Conversation
     offered: list[str] | None  # names of tools; None: all
     schemas: list[dict[str, Any]]
+    data: AgentData
     tools: ToolSession | None = None
     user: InteractionSession | None = None
     user_turns: int = 0
@@ -34,6 +36,7 @@ class _Play:
     ended_by: str = ""
     turn_rewards: dict[int, float] = field(default_factory=dict)
     turn_scores: list[float] = field(default_factory=list)
+    step_rewards: list[float] = field(default_factory=list)  # of tools, in the order of the calls
     seconds: dict[str, float] = field(
         default_factory=lambda: {"generate_sequences": 0.0, "tool_calls": 0.0}
     )
@@ -42,6 +45,19 @@ class _Play:
         """Credit the last turn of the model."""
         turn = self.conversation.turns - 1
         self.turn_rewards[turn] = self.turn_rewards.get(turn, 0.0) + reward
+
+    def data_of_turn(self, drawn: Generated, reply: Message) -> AgentData:
+        """Bring `data` up to date with the turn just drawn, for its tools."""
+        data = self.data
+        data.messages = [*self.conversation.messages, reply]
+        data.prompt_ids = list(self.conversation.ids)
+        data.response_ids = list(drawn.token_ids)
+        data.tool_calls = list(reply.get("tool_calls", ()))
+        data.turn_scores = list(self.turn_scores)
+        data.tool_rewards = list(self.step_rewards)
+        data.user_turns = self.user_turns
+        data.assistant_turns = self.conversation.turns
+        return data
 
     def drop(self, why: str) -> None:
         """End the episode, of which nothing is learned."""
@@ -96,6 +112,11 @@ class ToolAgentLoop:
             conversation=context.conversation(episode, tools=schemas),
             offered=offered,
             schemas=schemas,
+            data=AgentData(
+                request_id=episode.name,
+                tools_kwargs=episode.option("tools_kwargs") or {},
+                interaction_kwargs=episode.option("interaction_kwargs") or {},
+            ),
         )
 
     async def _open(self, play: _Play) -> None:
@@ -132,7 +153,8 @@ class ToolAgentLoop:
 
         pictures: Pictures = ()
         if parsed.calls:
-            new, pictures = await self._call_tools(play, parsed.calls)
+            data = play.data_of_turn(drawn, reply)
+            new, pictures = await self._call_tools(play, parsed.calls, data)
             source = "tool"
         else:
             new = await self._ask_user(play, [*conversation.messages, reply])
@@ -166,13 +188,13 @@ class ToolAgentLoop:
         return ""
 
     async def _call_tools(
-        self, play: _Play, calls: tuple[ToolCall, ...]
+        self, play: _Play, calls: tuple[ToolCall, ...], data: AgentData
     ) -> tuple[list[Message], Pictures]:
         """Return the tools' answers as messages, one for each call, and the pictures in them."""
         assert play.tools is not None
         started = time.perf_counter()
         turn = play.conversation.turns - 1
-        results = await play.tools.call(calls, turn=turn)
+        results = await play.tools.call(calls, turn=turn, agent_data=data)
         play.seconds["tool_calls"] += time.perf_counter() - started
         play.calls += len(calls)
 
@@ -213,6 +235,7 @@ class ToolAgentLoop:
 
     def _note_result(self, play: _Play, result: ToolResult) -> None:
         if result.reward is not None:
+            play.step_rewards.append(result.reward)
             play.add_reward(result.reward)
         if result.consequence == "mask":
             play.conversation.mask_last_turn()
@@ -237,6 +260,7 @@ class ToolAgentLoop:
     def _trajectories(self, play: _Play, tool_rewards: dict[str, float]) -> list[Trajectory]:
         trajectories = play.conversation.trajectories()
         extra: dict[str, Any] = {
+            **play.data.extra_fields,
             "messages": play.conversation.messages,
             "turn_scores": play.turn_scores,
             "tool_rewards": tool_rewards,

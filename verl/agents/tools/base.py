@@ -22,7 +22,9 @@ Keys of `config` that the calls read, next to those of the class:
     parallel         whether one instance takes several calls of a turn at once. The default is no
                      for a class with `create`: the order of calls may change its state.
 
-In a helper process, `execute` gets `agent_data` only if it declares a parameter of that name.
+`execute` gets the state of the episode as `agent_data` (`verl.agents.tools.agent_data.AgentData`)
+if it declares a parameter of that name or takes `**kwargs`. In a helper process it gets a copy, and
+with `**kwargs` only if its code names the key: `kwargs.get("agent_data")`.
 
 A class without `create`, `calc_reward` and `release` of its own keeps nothing between calls, and
 none of the three is called.

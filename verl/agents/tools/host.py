@@ -21,12 +21,13 @@ from verl.agents.tools.base import (
     created_id,
     keeps_instances,
 )
+from verl.agents.tools.functions import FunctionTool
 from verl.agents.tools.threads import WatchedLoop, count_left_behind, run_in_thread
 from verl.rewards.deadline import call_ends
 from verl.rewards.texts import describe_error, format_traceback
 from verl.rewards.watch import LateCall
 from verl.utils.logging import logger
-from verl.utils.signatures import declares, takes_any_keyword
+from verl.utils.signatures import declares, names_key, takes_any_keyword
 
 # Loops that coroutines may block at one time. Each keeps a thread until its coroutine returns.
 MAX_LOOPS = 8
@@ -124,12 +125,13 @@ def facts_of(tool: BaseTool, order: tuple[int, int], *, in_process: bool) -> Too
     Args:
         order: its place among all tools of the run.
         in_process: it lives in another process. `agent_data` then goes to tools alone that declare
-            it: `**kwargs`, which nearly all have, would have the whole trajectory sent each time.
+            it, or read it by name from their `**kwargs`. Nearly all have these, and would have the
+            whole trajectory sent each time.
     """
-    execute = tool.execute
+    execute = tool.function if isinstance(tool, FunctionTool) else tool.execute
     takes_agent_data = declares(execute, "agent_data")
-    if not in_process:
-        takes_agent_data = takes_agent_data or takes_any_keyword(execute)
+    if not takes_agent_data and takes_any_keyword(execute):
+        takes_agent_data = not in_process or names_key(execute, "agent_data")
 
     config = dict(tool.config or {})
     keeps = keeps_instances(tool)
