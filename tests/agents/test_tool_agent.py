@@ -137,6 +137,7 @@ def test_a_tool_reads_the_state_of_its_episode(
     (trajectory,), _, _ = play(config, tokenizer, script, [episode(tokenizer)])
     answers = [each["content"] for each in trajectory.extra["messages"] if each["role"] == "tool"]
     assert answers == ["ua 1 [] 1", f"uata 2 [0.25] {calls}"]
+    assert trajectory.extra["tool_rewards"] == [0.25, 0.25]
     assert trajectory.extra.get("calls") == (2 if isolation == "thread" else None)
 
 

@@ -263,7 +263,7 @@ class ToolAgentLoop:
             **play.data.extra_fields,
             "messages": play.conversation.messages,
             "turn_scores": play.turn_scores,
-            "tool_rewards": tool_rewards,
+            "tool_rewards": play.step_rewards,
             "rollout_reward_scores": {**tool_rewards, "user_turn_rewards": play.turn_scores},
             "num_tool_calls": play.calls,
             "ended_by": play.ended_by,
