@@ -74,6 +74,44 @@ class New(AgentLoopBase):
         return outputs if len(outputs) > 1 else outputs[0]
 
 
+class Seven(AgentLoopBase):
+    """verl 0.7: all arguments by position, and the helpers of the base class."""
+
+    def __init__(
+        self, trainer_config, server_manager, tokenizer, processor, dataset_cls, data_config, word
+    ):
+        super().__init__(
+            trainer_config, server_manager, tokenizer, processor, dataset_cls, data_config
+        )
+        self.word = word
+
+    async def run(self, sampling_params, **kwargs):
+        assert self.dataset_config.max_prompt_length == 2000
+        messages = kwargs["raw_prompt"]
+        assert await self.process_vision_info(messages) == {}
+        ids = await self.apply_chat_template(messages)
+        first = await self.server_manager.generate(
+            request_id="id", prompt_ids=ids, sampling_params=sampling_params
+        )
+        more = [{"role": "user", "content": self.word}]
+        added = await self.apply_chat_template(more, remove_system_prompt=True)
+        second = await self.server_manager.generate(
+            request_id="id",
+            prompt_ids=ids + first.token_ids + added,
+            sampling_params=sampling_params,
+        )
+        return AgentLoopOutput(
+            prompt_ids=ids,
+            response_ids=first.token_ids + added + second.token_ids,
+            response_mask=[1] * len(first) + [0] * len(added) + [1] * len(second),
+        )
+
+
+class Nothing(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        return None
+
+
 class Retokenizes(New):
     async def run(self, sampling_params, **kwargs):
         output = await super().run(sampling_params, **kwargs)
@@ -152,11 +190,14 @@ def loops(tmp_path: Path) -> str:
         "later": "Later",
         "unprepared": "Unprepared",
         "raises": "Raises",
+        "nothing": "Nothing",
+        "seven": "Seven",
     }
     lines = [
         f"- name: {name}\n  _target_: {tmp_path}/loops.py:{cls}" for name, cls in names.items()
     ]
     lines[0] += "\n  word: once more"
+    lines[-1] += "\n  word: And now?"
     (tmp_path / "loops.yaml").write_text("\n".join(lines))
     return str(tmp_path / "loops.yaml")
 
@@ -204,6 +245,21 @@ def test_a_later_loop_gets_ids_of_the_template_and_fields_of_the_row(loops: str)
         "tools_kwargs": {"a": {"create_kwargs": {"x": 1}}},
         "interaction_kwargs": {},
     }
+
+
+def test_a_loop_of_verl_07_gets_its_arguments_and_helpers(loops: str):
+    tokenizer, (trajectory,), _ = run(loops, "seven")
+    first, between, second = trajectory.segments
+    assert tokenizer.decode(list(first.token_ids)) == "Reply 0 0<|im_end|>"
+    assert tokenizer.decode(list(between.token_ids)) == (
+        "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(list(second.token_ids)) == "Reply 0 1<|im_end|>"
+
+
+def test_a_loop_without_an_output_is_an_error(loops: str):
+    with pytest.raises(RolloutError, match="'nothing' must return an AgentLoopOutput .* NoneType"):
+        run(loops, "nothing")
 
 
 def test_sampling_parameters_without_an_effect_are_taken(loops: str):

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from verl.agents.engine_client import Generated
 from verl.agents.entries import checked_roles
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt
+from verl.data.rl_dataset import RLDataset
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, DataError, RolloutError
@@ -24,6 +26,10 @@ _LIMITS = ("max_tokens", "max_new_tokens")
 _WITHOUT_EFFECT = (
     *("logprobs", "return_logprob"),
     *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+)
+_NO_MEDIA = (
+    "Agent loops of a user's own cannot generate from images and videos in this version. Leave them "
+    "out, or play such prompts by tool_agent or single_turn_agent."
 )
 
 
@@ -152,7 +158,7 @@ class ServerManager:
         limit (`max_tokens` or `max_new_tokens`) is free.
         """
         if image_data or video_data:
-            raise RolloutError("Images and videos cannot be generated from in this version.")
+            raise RolloutError(_NO_MEDIA)
         if role in self._context.policies:
             raise RolloutError(
                 f"The role '{role}' is frozen, so none of its tokens is learned from. Ask it by "
@@ -216,7 +222,7 @@ def sampling_dict(params: SamplingParams) -> dict[str, Any]:
 
 
 class TrainerConfig:
-    """Holds the configuration as `.config`, as verl passes it to a loop."""
+    """Holds the configuration, or its section `data`, as `.config`, as verl passes it to a loop."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -248,12 +254,25 @@ class AgentLoopBase(ABC):
     _class_initialized: ClassVar[bool] = False
 
     def __init__(
-        self, trainer_config: Any, server_manager: Any, tokenizer: Any, **kwargs: Any
+        self,
+        trainer_config: Any,
+        server_manager: Any,
+        tokenizer: Any,
+        processor: Any = None,
+        dataset_cls: Any = None,
+        dataset_config: Any = None,
+        *,
+        data_config: Any = None,
+        **kwargs: Any,
     ) -> None:
         self.config = getattr(trainer_config, "config", trainer_config)
         self.server_manager = server_manager
         self.tokenizer = tokenizer
-        self.processor = kwargs.pop("processor", None)
+        self.processor = processor
+        self.dataset_cls = dataset_cls
+        section = dataset_config if data_config is None else data_config
+        self.dataset_config = getattr(section, "config", section)
+        self.data_config = self.dataset_config
 
     @property
     def loop(self) -> Any:
@@ -266,6 +285,53 @@ class AgentLoopBase(ABC):
     def init_class(cls, config: Any, tokenizer: Any, **kwargs: Any) -> None:
         """Prepare the class. Called once in each process."""
         cls._class_initialized = True
+
+    @cached_property
+    def system_prompt(self) -> list[int]:
+        """Token ids that the template writes before the first message of a conversation."""
+        question = {"role": "user", "content": ""}
+        once = self._rendered([question], add_generation_prompt=False)
+        twice = self._rendered([question, question], add_generation_prompt=False)
+        return once[: 2 * len(once) - len(twice)]
+
+    async def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        images: Any = None,
+        videos: Any = None,
+        remove_system_prompt: bool = False,
+    ) -> list[int]:
+        """Return the token ids of messages with the generation prompt, as in verl 0.7.
+
+        Args:
+            messages: of the prompt, or those that continue a conversation.
+            tools: OpenAI schemas.
+            remove_system_prompt: leave out `system_prompt`, for messages that continue one.
+
+        Raises RolloutError for images and videos.
+        """
+        if images or videos:
+            raise RolloutError(_NO_MEDIA)
+        ids = self._rendered(messages, tools=tools, add_generation_prompt=True)
+        return ids[len(self.system_prompt) :] if remove_system_prompt else ids
+
+    async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the images and videos of messages, as in verl 0.7: none in this version.
+
+        Raises RolloutError for messages with any.
+        """
+        for message in messages:
+            content = message.get("content")
+            parts = content if isinstance(content, list) else ()
+            if any(part.get("type") in ("image", "video") for part in parts):
+                raise RolloutError(_NO_MEDIA)
+        return {}
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        return self.tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=False, **options
+        )
 
     @abstractmethod
     async def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -356,17 +422,29 @@ class UserLoop:
     async def play(self, episode: Episode) -> list[Trajectory]:
         """See `AgentLoop.play`."""
         server = ServerManager(self.context, episode)
+        data = TrainerConfig(self.trainer_config.config.data)
+        given = {
+            "processor": self.processor,
+            "dataset_cls": RLDataset,
+            "dataset_config": data,
+            "data_config": data,
+        }
         loop = self.loop_class(
             trainer_config=self.trainer_config,
             server_manager=server,
             tokenizer=self.tokenizer,
-            **taken_by(self.loop_class, {"processor": self.processor}),
-            **self.options,
+            **{**taken_by(self.loop_class, given), **self.options},
         )
         answer = await self._run(loop, episode)
         outputs = answer if isinstance(answer, list) else [answer]
         if not outputs:
             raise RolloutError(f"The agent loop '{self.name}' returned no output.")
+        for output in outputs:
+            if not hasattr(output, "response_ids"):
+                raise RolloutError(
+                    f"run of the agent loop '{self.name}' must return an AgentLoopOutput or a list "
+                    f"of them, got {type(output).__name__}."
+                )
 
         trajectories = []
         for number, output in enumerate(outputs):
