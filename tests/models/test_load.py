@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -314,6 +315,28 @@ def test_a_chat_template_comes_from_a_string_or_a_file(folder: Path, tmp_path: P
         )
     with pytest.raises(ModelError, match="neither"):
         load_tokenizer(folder, custom_chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_variables_of_the_chat_template_hold_unless_a_rendering_gives_others(folder: Path) -> None:
+    """`data.apply_chat_template_kwargs` changes nothing else of the text."""
+    template = (
+        "\n{% macro mark() %}{{ 'no ' if not thinking else '' }}think{% endmacro %}"
+        "{% for message in messages %}{{ message.content }} {{ mark() }} {{ names }}{% endfor %}"
+    )
+    variables = {"thinking": False, "names": ["a", 'b"']}
+    tokenizer = load_tokenizer(
+        folder, custom_chat_template=template, chat_template_kwargs=variables
+    )
+    plain = load_tokenizer(folder, custom_chat_template=template)
+
+    def text(renders: Any, **given: Any) -> Any:
+        messages = [{"role": "user", "content": "hi"}]
+        return renders.apply_chat_template(messages, tokenize=False, **given)
+
+    assert text(tokenizer) == text(plain, **variables) == "\nhi no think ['a', 'b\"']"
+    assert text(tokenizer, thinking=True) == "\nhi think ['a', 'b\"']"
+    with pytest.raises(ModelError, match="'no-name' is no name of a variable"):
+        load_tokenizer(folder, custom_chat_template="{}", chat_template_kwargs={"no-name": 1})
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error() -> None:

@@ -104,6 +104,14 @@ class DataConfig:
     custom_chat_template: str | None = setting(
         None, "Jinja chat template", alias_of="actor_rollout_ref.model.custom_chat_template"
     )
+    apply_chat_template_kwargs: dict[str, Any] = setting(
+        {}, "variables that the chat template gets, such as enable_thinking: false"
+    )
+    tool_config_path: str | None = setting(
+        None,
+        "tools that prompts are measured with",
+        no_effect="prompts are measured with those of actor_rollout_ref.rollout.multi_turn",
+    )
     image_key: str = setting(
         "images",
         (

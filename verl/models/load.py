@@ -2,7 +2,7 @@
 
 import importlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ def load_tokenizer(
     *,
     trust_remote_code: bool = False,
     custom_chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model. It pads on the left, with a pad token (logged if chosen here).
 
@@ -96,6 +97,8 @@ def load_tokenizer(
         path: path of the model, see `resolve_path`.
         trust_remote_code: whether code in the folder may run.
         custom_chat_template: a Jinja template, or the path of a file with one.
+        chat_template_kwargs: variables that every rendering of the template gets, unless it is
+            given others, such as `enable_thinking`.
 
     Raises:
         ModelError: it cannot be loaded; the message has the fix.
@@ -112,6 +115,8 @@ def load_tokenizer(
     _ensure_pad_token(tokenizer, source)
     if custom_chat_template is not None:
         tokenizer.chat_template = _template_text(custom_chat_template)
+    if chat_template_kwargs:
+        tokenizer.chat_template = _with_defaults(tokenizer.chat_template, chat_template_kwargs)
     return tokenizer
 
 
@@ -416,3 +421,26 @@ def _template_text(template: str) -> str:
             f"'{template}'."
         )
     return file.read_text(encoding="utf-8")
+
+
+def _with_defaults(template: Any, variables: Mapping[str, Any]) -> str:
+    """Return a template that sets variables which a rendering does not give.
+
+    They are part of the text, so that data, agents and a copy of the tokenizer render alike.
+    """
+    if not isinstance(template, str):
+        raise ModelError(
+            "data.apply_chat_template_kwargs needs a tokenizer with one chat template, got "
+            f"{type(template).__name__}. Set data.custom_chat_template to one."
+        )
+    defaults = []
+    for name, value in variables.items():
+        if not name.isidentifier():
+            raise ModelError(
+                f"data.apply_chat_template_kwargs: '{name}' is no name of a variable. Correct it."
+            )
+        # The plus sign keeps a line break behind it, which transformers would take out.
+        defaults.append(
+            f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif +%}}"
+        )
+    return "".join(defaults) + template

@@ -121,6 +121,7 @@ def build_tokenizer(config: TrainConfig) -> Any:
         path,
         trust_remote_code=config.data.trust_remote_code or model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
+        chat_template_kwargs=config.data.apply_chat_template_kwargs,
     )
 
 

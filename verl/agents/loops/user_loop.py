@@ -252,6 +252,7 @@ class AgentLoopBase(ABC):
     """
 
     _class_initialized: ClassVar[bool] = False
+    apply_chat_template_kwargs: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(
         self,
@@ -584,6 +585,8 @@ def _full_config(context: AgentContext) -> Any:
             "max_prompt_length": rollout.prompt_length,
             "max_response_length": rollout.response_length,
             "return_raw_chat": True,
+            "tool_config_path": rollout.multi_turn.tool_config_path,
+            "apply_chat_template_kwargs": {},  # those of the run are part of the template
         },
     }
     return OmegaConf.create(tree)
