@@ -37,13 +37,16 @@ GUESSING = [
 ]
 
 
+OF_AGENTS = ("agent_loop/", "num_turns/", "val-aux/num_turns/", "training/turn_", "rollout/")
+
+
 def of_training(folder: Path) -> list[dict]:
     """Return metrics of the steps, without timings and metrics that only agents have."""
     lines = []
     for line in without_times(step_lines(folder)):
         own = {}
         for name, value in line.items():
-            if not name.startswith(("agent_loop/", "num_turns/", "training/turn_", "rollout/")):
+            if not name.startswith(OF_AGENTS):
                 own[name] = value
         lines.append(own)
     return lines
@@ -66,6 +69,7 @@ def test_an_environment_of_several_turns_trains_on_exact_tokens(tmp_path: Path):
         for turn in range(3):
             assert abs(line[f"training/turn_{turn}/rollout_diff_max"]) < 1e-4
     assert "val/test_score/number_guessing" not in step_lines(tmp_path)[0]
+    assert step_lines(tmp_path)[-1]["val-aux/num_turns/max"] == 6
 
 
 @pytest.mark.slow

@@ -268,16 +268,23 @@ def mini_batch_rows(
     return math.ceil(rows / group.num_shares) * group.num_shares
 
 
-def agent_metrics(batch: DataProto) -> dict[str, float]:
-    """Summarize the turns of a batch that agent loops played."""
-    if "num_turns" not in batch.non_tensor_batch:
+def turn_metrics(num_turns: Sequence[int] | np.ndarray) -> dict[str, float]:
+    """Summarize the turns of episodes; nothing without episodes."""
+    turns = np.array(num_turns, dtype=float)
+    if not turns.size:
         return {}
-    turns = np.array(whole_episodes(batch).non_tensor_batch["num_turns"], dtype=float)
-    metrics: dict[str, float] = {
+    return {
         "num_turns/min": float(turns.min()),
         "num_turns/max": float(turns.max()),
         "num_turns/mean": float(turns.mean()),
     }
+
+
+def agent_metrics(batch: DataProto) -> dict[str, float]:
+    """Summarize the turns of a batch that agent loops played."""
+    if "num_turns" not in batch.non_tensor_batch:
+        return {}
+    metrics = turn_metrics(whole_episodes(batch).non_tensor_batch["num_turns"])
     columns: Any = batch.batch
     old = columns.get("old_log_probs", None)
     if old is not None:

@@ -8,7 +8,12 @@ from verl.protocol import DataProto
 from verl.rewards.results import check_result
 from verl.tracking.samples import write_samples
 from verl.trainer import scored, setup
-from verl.trainer.episodes import validation_record_step, whole_episodes, without_failed
+from verl.trainer.episodes import (
+    turn_metrics,
+    validation_record_step,
+    whole_episodes,
+    without_failed,
+)
 from verl.trainer.validation import validation_metrics
 
 if TYPE_CHECKING:
@@ -28,6 +33,7 @@ class ValidationPass:
         self._trainer = trainer
         self._rows: list[dict[str, Any]] = []
         self._failures: list[str] = []
+        self._turns: list[int] = []  # of episodes that agents played
 
     def batches(self) -> Iterator[tuple[int, DataProto]]:
         """Read the validation set from its beginning, in numbered batches."""
@@ -61,6 +67,7 @@ class ValidationPass:
         self._failures += failed
         if not len(batch):
             return
+        self._turns += list(batch.non_tensor_batch.get("num_turns", ()))
         if not setup.has_rule(batch):
             batch = trainer.add_rm_scores(batch)
         result = trainer.val_reward_fn(batch, return_dict=True)
@@ -86,6 +93,8 @@ class ValidationPass:
             [row["score"] for row in rows],
             [scored.vote(row.get("pred")) for row in rows],
         )
+        for name, turns in turn_metrics(self._turns).items():
+            metrics[f"val-aux/{name}"] = turns
         if self._failures:
             metrics["val-aux/dropped_episodes"] = float(len(self._failures))
         return metrics
