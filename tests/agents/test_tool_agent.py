@@ -88,10 +88,11 @@ def test_only_drawn_tokens_are_trained(tools: str):
 
 
 STATEFUL = """
-from verl.agents.tools import BaseTool
+from verl.experimental.agent_loop.tool_agent_loop import AgentData
+from verl.tools.base_tool import BaseTool
 
 
-def seen(data):
+def seen(data: AgentData):
     data.extra_fields["calls"] = data.extra_fields.get("calls", 0) + 1
     roles = "".join(message["role"][0] for message in data.messages)
     return f"{roles} {data.assistant_turns} {data.tool_rewards} {data.extra_fields['calls']}"

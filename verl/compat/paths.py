@@ -122,7 +122,9 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "DictConfigWrap": ("verl.agents.loops.user_loop", "TrainerConfig"),
     },
     "verl.experimental.agent_loop.single_turn_agent_loop": {},
-    "verl.experimental.agent_loop.tool_agent_loop": {},
+    "verl.experimental.agent_loop.tool_agent_loop": {
+        "AgentData": ("verl.agents.tools.agent_data", "AgentData")
+    },
     "verl.experimental.agent_loop.tool_parser": _same(_FORMATS, "FunctionCall ToolParser"),
     "verl.interactions": {},
     "verl.interactions.base": _same(_INTERACTIONS, "BaseInteraction"),
