@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from verl.checkpoint.sharded import ShardedWriter
 from verl.distributed.collectives import max_of
@@ -180,7 +180,7 @@ class TrainEngine:
         budget: TokenBudget,
         columns: Iterable[str] = (),
         **forward_arguments: Any,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Compute the outputs of the module for every response token.
 
         `columns` names those of the batch that the module reads in addition to its tokens.
@@ -194,8 +194,8 @@ class TrainEngine:
         self.module.train()
         mini_batch = self._mini_batch(batch, columns)
 
-        def passes(plan: list[list[int]]) -> dict[str, torch.Tensor]:
-            pieces: dict[str, list[torch.Tensor]] = {}
+        def passes(plan: list[list[int]]) -> dict[str, Tensor]:
+            pieces: dict[str, list[Tensor]] = {}
             with self._passes():
                 for number, rows in enumerate(plan):
                     note_progress(number, len(plan), "micro-batches")
@@ -299,8 +299,8 @@ class TrainEngine:
         dtype: torch.dtype | None = None,
         bucket_bytes: int = 512 << 20,
         log: FingerprintLog | None = None,
-        place: Callable[[str], torch.Tensor | None] = lambda name: None,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        place: Callable[[str], Tensor | None] = lambda name: None,
+    ) -> Iterator[tuple[str, Tensor]]:
         """Give (name, whole tensor) of the plain Hugging Face module, a tied weight once.
 
         Names are those of its `named_parameters`. The tensors alias the parameters wherever this
@@ -321,12 +321,12 @@ class TrainEngine:
                 yield name, tensor if self._parameters is None else tensor.clone()
                 del tensor  # or it would live while the next one is made
 
-    def adapters_for_rollout(self) -> dict[str, torch.Tensor]:
+    def adapters_for_rollout(self) -> dict[str, Tensor]:
         """Return the LoRA factors, whole and on the host. Every rank must call it."""
         with self.on_device():
             return adapter_state(self.hf_model)
 
-    def trained_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Give (name, tensor) of the parameters that learn, as they lie now, whole or sharded."""
         for name, parameter in self.hf_model.named_parameters():
             if parameter.requires_grad:
@@ -465,7 +465,7 @@ class TrainEngine:
         result.loss.backward()
         return result
 
-    def _gradient_norm(self) -> torch.Tensor:
+    def _gradient_norm(self) -> Tensor:
         """Return the L2 norm of all gradients, a scalar on the device, equal on every rank."""
         gradients = [each.grad for each in self.module.parameters() if each.grad is not None]
         return full_tensor(nn.utils.get_total_norm(gradients))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl.config import OptimConfig
@@ -49,11 +49,11 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
     )
 
 
-def moment_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+def moment_tensors(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
     """Return the tensors that an optimizer has made so far."""
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
     for state in optimizer.state.values() if optimizer is not None else ():
-        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
     return tensors
 
 
@@ -151,7 +151,7 @@ def restore_moments(
         optimizer.state[parameter] = state
 
 
-def _moment_from_saved(key: str, saved: Any, parameter: torch.Tensor) -> torch.Tensor:
+def _moment_from_saved(key: str, saved: Any, parameter: Tensor) -> Tensor:
     if isinstance(saved, dict):
         raise CheckpointError(
             "The checkpoint's moments are in 8 bits. Set optim.optimizer=AdamW8bit, as it was then."

@@ -7,6 +7,7 @@ from itertools import chain
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl.columns import COLUMNS
 from verl.distributed.collectives import ALONE, Axis
@@ -31,8 +32,8 @@ class MicroBatch:
     """The inputs of one forward pass, on the device."""
 
     packed: PackedBatch
-    columns: dict[str, torch.Tensor]  # (M,) each
-    sequence: torch.Tensor  # (M,) int64, row number in the mini-batch
+    columns: dict[str, Tensor]  # (M,) each
+    sequence: Tensor  # (M,) int64, row number in the mini-batch
 
 
 class MiniBatch:
@@ -59,9 +60,9 @@ class MiniBatch:
                 "Run the phase that writes them (verl/columns.py) first."
             )
 
-        self.input_ids: torch.Tensor = batch.batch["input_ids"]
-        self.attention_mask: torch.Tensor = batch.batch["attention_mask"]
-        self.columns: dict[str, torch.Tensor] = {name: batch.batch[name] for name in columns}
+        self.input_ids: Tensor = batch.batch["input_ids"]
+        self.attention_mask: Tensor = batch.batch["attention_mask"]
+        self.columns: dict[str, Tensor] = {name: batch.batch[name] for name in columns}
         self.pictures = self._find_pictures(batch)
         self.uids: np.ndarray | None = batch.non_tensor_batch.get("uid")
         self.response_length: int = batch.batch["response_mask"].shape[1]
@@ -94,8 +95,8 @@ class MiniBatch:
 
         # Boolean indexing waits for its device, so it happens where the batch lives: on the host.
         present = self.present[chosen]
-        columns: dict[str, torch.Tensor] = {}
-        states: dict[str, torch.Tensor] = {}
+        columns: dict[str, Tensor] = {}
+        states: dict[str, Tensor] = {}
         for name, column in self.columns.items():
             of_tokens = states if name in STATES else columns
             of_tokens[name] = send(column[chosen][present], self.device)
@@ -103,7 +104,7 @@ class MiniBatch:
         packed = replace(packed.to(self.device), states=states)
         return MicroBatch(packed, columns, sequence)
 
-    def unpack(self, plan: Sequence[Sequence[int]], pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    def unpack(self, plan: Sequence[Sequence[int]], pieces: Sequence[Tensor]) -> Tensor:
         """Turn (M,) per micro-batch of the plan into (B, R) fp32 on the host, zero without a token.
 
         Vectors, (M, H), become (B, R, H) of their own dtype.
@@ -120,7 +121,7 @@ class MiniBatch:
         result[order] = in_plan_order
         return result
 
-    def _pack_tokens(self, rows: Sequence[int], chosen: torch.Tensor) -> PackedBatch:
+    def _pack_tokens(self, rows: Sequence[int], chosen: Tensor) -> PackedBatch:
         """Pack the tokens of `rows`, which `chosen` holds as a tensor, with what they share."""
         if not rows:
             return PackedBatch.from_sequences([[0]])

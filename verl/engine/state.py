@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.checkpoint.hf import WEIGHTS_FOLDER, save_config, save_weights
@@ -160,9 +161,9 @@ def transformer_of(model: PreTrainedModel | CriticModel) -> PreTrainedModel:
 # ---------------------------------------------------------------- weights
 
 
-def _weights(hf_model: Any) -> dict[str, torch.Tensor]:
+def _weights(hf_model: Any) -> dict[str, Tensor]:
     """Return parameters and persistent buffers, live; a tied weight under its first name."""
-    named: dict[int, tuple[str, torch.Tensor]] = {}
+    named: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in hf_model.state_dict(keep_vars=True).items():
         named.setdefault(id(tensor), (MODEL + name, tensor.detach()))
     return dict(named.values())
@@ -183,7 +184,7 @@ def _save_merged(folder: Path, hf_model: Any, *, writes: bool) -> None:
     """
     seen: set[int] = set()
     body = "body." if isinstance(hf_model, CriticModel) else ""
-    head: dict[str, torch.Tensor] = {}
+    head: dict[str, Tensor] = {}
 
     def tensors() -> Any:
         for name, tensor, whole in merged_state(hf_model):
@@ -238,9 +239,9 @@ def _load_adapters(folder: Path, hf_model: Any) -> None:
 # moment has parts.
 
 
-def _moments(optimizer: torch.optim.Optimizer | None, hf_model: Any) -> dict[str, torch.Tensor]:
+def _moments(optimizer: torch.optim.Optimizer | None, hf_model: Any) -> dict[str, Tensor]:
     """Return the moments, live, as they are sharded."""
-    moments: dict[str, torch.Tensor] = {}
+    moments: dict[str, Tensor] = {}
     if optimizer is None:
         return moments
 
@@ -259,7 +260,7 @@ def _moments(optimizer: torch.optim.Optimizer | None, hf_model: Any) -> dict[str
 def _load_moments(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer) -> None:
     parameters = dict(hf_model.named_parameters())
     sharded = not hasattr(optimizer, "moment_from_saved")
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Any]] = {}
     saved = SavedTensors(folder)
     for key, (shape, dtype) in saved.tensors.items():

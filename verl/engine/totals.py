@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from verl.distributed.collectives import all_reduce_sum
 from verl.distributed.mesh import Mesh
@@ -14,17 +15,15 @@ from verl.distributed.mesh import Mesh
 class LossOutput:
     """The answer of a loss function for one micro-batch."""
 
-    loss: torch.Tensor  # scalar: this micro-batch's share of the mini-batch's loss
+    loss: Tensor  # scalar: this micro-batch's share of the mini-batch's loss
     # (M,), averaged over the mini-batch's response_mask
-    means: dict[str, torch.Tensor] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
     # scalars: shares of a number of the mini-batch
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
 
 
 # (outputs of the module, packed columns, row number of each token) -> LossOutput
-LossFunction = Callable[
-    [dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor], LossOutput
-]
+LossFunction = Callable[[dict[str, Tensor], dict[str, Tensor], Tensor], LossOutput]
 
 
 class Totals:
@@ -35,10 +34,10 @@ class Totals:
         self._zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._loss = self._zero
         self._tokens = self._zero
-        self._means: dict[str, torch.Tensor] = {}
-        self._sums: dict[str, torch.Tensor] = {}
+        self._means: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
 
-    def add(self, output: LossOutput, response_mask: torch.Tensor) -> None:
+    def add(self, output: LossOutput, response_mask: Tensor) -> None:
         """Count in one micro-batch; `response_mask` (M,)."""
         mask = response_mask.bool()
         self._loss = self._loss + output.loss.detach()

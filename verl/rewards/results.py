@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl.rewards.fields import fault_of, shown
 from verl.rewards.outcome import Outcome
@@ -25,7 +26,7 @@ def ground_truth_of(reward_model: Any) -> Any:
     return reward_model.get("ground_truth")
 
 
-def check_result(result: Any, responses: torch.Tensor) -> None:
+def check_result(result: Any, responses: Tensor) -> None:
     """Check that a manager's result under `return_dict` matches the (B, R) responses.
 
     Raises:
@@ -33,8 +34,8 @@ def check_result(result: Any, responses: torch.Tensor) -> None:
             value for each response.
     """
     tensor = result.get("reward_tensor") if isinstance(result, Mapping) else None
-    if not isinstance(tensor, torch.Tensor) or tensor.shape != responses.shape:
-        if isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor) or tensor.shape != responses.shape:
+        if isinstance(tensor, Tensor):
             found = f"shape {tuple(tensor.shape)}"
         else:
             found = type(tensor or result).__name__
@@ -86,7 +87,7 @@ def _read_value(value: Any) -> tuple[float, dict[str, Any], str | None]:
             return 0.0, {}, f"a dict without 'score', with {names}."
         value = value["score"]
 
-    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
         value = value.item()
     if not isinstance(value, (Real, np.bool_)):
         fact = f"{shown(value)} of type {type(value).__name__}"

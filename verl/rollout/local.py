@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
@@ -33,7 +34,7 @@ class LocalEngine(EngineClass):
         config: RolloutConfig,
         device: torch.device,
         attention: str,
-        cuts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+        cuts: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
         self.check(config)
         self.check_model(config, model.config, on_cuda=device.type == "cuda")
@@ -63,7 +64,7 @@ class LocalEngine(EngineClass):
         """Sample every request; see `verl.rollout.base.generate`."""
         return generate(cast(RolloutEngine, self), requests, params, seed=seed, step=step)
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take new weights; see `RolloutEngine.update_weights`.
 
         On CPU, tensors that are the trainer's own parameters become aliases again, without a copy.
@@ -94,7 +95,7 @@ class LocalEngine(EngineClass):
         """Implement `WeightTaker.weight_dtype`."""
         return self.twin.dtype
 
-    def weight_place(self, name: str) -> torch.Tensor | None:
+    def weight_place(self, name: str) -> Tensor | None:
         """Implement `WeightTaker.weight_place`."""
         return self.twin.place(name)
 

@@ -12,6 +12,7 @@ import functools
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from verl.rollout.types import SamplingParams
 
@@ -42,7 +43,7 @@ def row_keys(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
     return _splitmix64(keys + positions.astype(np.uint64) * _GOLDEN).view(np.int32).reshape(-1, 2)
 
 
-def noise_integers(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def noise_integers(keys: Tensor, vocabulary: int) -> Tensor:
     """Return uniform integers in [0, 2**31), (b, V) int32, from row keys (b, 2) int32."""
     # Two finaliser rounds over column hash ^ key; the second half of the key enters between them,
     # so that rows with equal first halves still differ. A shift spreads over an exclusive or, so
@@ -56,7 +57,7 @@ def noise_integers(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return _xor_shift_(bits, 16, shifted).bitwise_and_(0x7FFFFFFF)
 
 
-def negative_exponential_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def negative_exponential_noise(keys: Tensor, vocabulary: int) -> Tensor:
     """Return -E with E ~ Exp(1), (b, V) fp32.
 
     log1p of a small uniform keeps the winners' end (E near 0) exact to 2**-32; log of a uniform
@@ -72,7 +73,7 @@ def negative_exponential_noise(keys: torch.Tensor, vocabulary: int) -> torch.Ten
     return uniform.log1p_().clamp_(min=-22.0)
 
 
-def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def gumbel_noise(keys: Tensor, vocabulary: int) -> Tensor:
     """Return the same noise as Gumbel variables, (b, V) fp32.
 
     The draw is `argmax(logits / temperature + gumbel_noise)`.
@@ -80,9 +81,7 @@ def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return negative_exponential_noise(keys, vocabulary).neg_().log_().neg_()
 
 
-def sample(
-    logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits: Tensor, params: SamplingParams, keys: Tensor | None) -> tuple[Tensor, Tensor]:
     """Draw one token a row from logits (b, V) and row keys (b, 2) int32.
 
     Returns tokens (b,) int64 and log-probs (b,) fp32.
@@ -106,8 +105,8 @@ def sample(
 
 
 def _sample_chunk(
-    logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, params: SamplingParams, keys: Tensor | None
+) -> tuple[Tensor, Tensor]:
     # Every pass over (b, V) counts: at a small model they are a quarter of a decode step on CPU.
     scaled = logits.float()
     if params.temperature not in (0, 1):
@@ -129,7 +128,7 @@ def _sample_chunk(
     return tokens, weights.gather(1, tokens[:, None])[:, 0].log_()
 
 
-def _argmin(values: torch.Tensor) -> torch.Tensor:
+def _argmin(values: Tensor) -> Tensor:
     """Return `argmin` over the last dimension.
 
     On CPU numpy's is vectorized, and ten times as fast as torch's.
@@ -139,7 +138,7 @@ def _argmin(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(values.numpy().argmin(axis=-1))
 
 
-def smallest_kept_weight(weights: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+def smallest_kept_weight(weights: Tensor, params: SamplingParams) -> Tensor:
     """Return the weight (b, 1) below which top-k, top-p and min-p drop a token of `weights` (b, V).
 
     They apply in this order. top-k keeps the k heaviest tokens. top-p keeps the fewest of these
@@ -166,7 +165,7 @@ def smallest_kept_weight(weights: torch.Tensor, params: SamplingParams) -> torch
     return torch.maximum(floor, heaviest.gather(1, kept - 1))
 
 
-def _heaviest(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _heaviest(weights: Tensor, wanted: Tensor) -> Tensor:
     """Return the heaviest of `weights` (b, V) in falling order, (b, n).
 
     They are enough to sum to `wanted` (b, 1) in every row.
@@ -191,7 +190,7 @@ def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def _xor_shift_(bits: torch.Tensor, count: int, scratch: torch.Tensor) -> torch.Tensor:
+def _xor_shift_(bits: Tensor, count: int, scratch: Tensor) -> Tensor:
     """Compute bits ^= bits >>> count in place.
 
     int32 shifts copy the sign bit, which the mask removes.
@@ -201,7 +200,7 @@ def _xor_shift_(bits: torch.Tensor, count: int, scratch: torch.Tensor) -> torch.
 
 
 @functools.lru_cache(maxsize=8)
-def column_hashes(vocabulary: int, device: torch.device) -> torch.Tensor:
+def column_hashes(vocabulary: int, device: torch.device) -> Tensor:
     """Return (1, V) int32, one hash for each token id, after the first shift of a round."""
     hashes = torch.from_numpy(
         _splitmix64(np.arange(vocabulary, dtype=np.uint64)).view(np.int32)[::2].copy()

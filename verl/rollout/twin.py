@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -71,7 +71,7 @@ class ModelTwin:
         attention: str,
         dtype: torch.dtype,
         device: torch.device,
-        cuts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+        cuts: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         quantized: bool = False,
     ) -> None:
         assert not (quantized and cuts), "cut weights are not quantized"
@@ -94,7 +94,7 @@ class ModelTwin:
         # by name of the weight
         self._linears: dict[str, Fp8Linear] = replace_linears(self.module) if quantized else {}
         # of weights in eight bits, as they came
-        self._arrived: dict[str, torch.Tensor] = {}
+        self._arrived: dict[str, Tensor] = {}
         self._memory: ReservedMemory | None = None
         self._offsets: dict[str, int] = {}
         self._scale_offsets: dict[str, int] = {}
@@ -132,7 +132,7 @@ class ModelTwin:
         return sum(self._num_bytes(name) for name in self._parameters if name not in self._aliased)
 
     @torch.no_grad()
-    def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take every parameter by name.
 
         Raises RolloutError where a name is unknown or missing, or a shape differs. The weights are
@@ -172,11 +172,11 @@ class ModelTwin:
             )
         self.ready = True
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter as it is here."""
         yield from self._held.items()
 
-    def place(self, name: str) -> torch.Tensor | None:
+    def place(self, name: str) -> Tensor | None:
         """Return the memory that may receive a whole new value before `update` does.
 
         None means that `update` must get the value first.
@@ -192,7 +192,7 @@ class ModelTwin:
         bits, it is that of the value that came, before it was rounded.
         """
         names: list[str] = []
-        tensors: list[torch.Tensor] = []
+        tensors: list[Tensor] = []
         parts: list[Part] = []
 
         for name, parameter in self._parameters.items():
@@ -232,14 +232,12 @@ class ModelTwin:
         if self._memory is not None:
             self._memory.grow(self._memory.num_bytes)
 
-    def stacked(
-        self, linears: Sequence[nn.Linear]
-    ) -> tuple[torch.Tensor | Rows, torch.Tensor | None]:
+    def stacked(self, linears: Sequence[nn.Linear]) -> tuple[Tensor | Rows, Tensor | None]:
         """Weight (sum of N, K) and bias (sum of N,) of linear layers with one input: one matrix
         over their memory."""
-        weights: list[torch.Tensor] = []
-        biases: list[torch.Tensor] = []
-        scales: list[torch.Tensor] = []
+        weights: list[Tensor] = []
+        biases: list[Tensor] = []
+        scales: list[Tensor] = []
         for linear in linears:
             weights.append(linear.weight)
             if linear.bias is not None:
@@ -257,10 +255,10 @@ class ModelTwin:
             return Rows(weight, self._joined(scales, self._scale_offsets[name])), bias
         return weight, bias
 
-    def _name_of(self, parameter: torch.Tensor) -> str:
+    def _name_of(self, parameter: Tensor) -> str:
         return next(name for name in self._parameters if self._placed(name) is parameter)
 
-    def _joined(self, parts: Sequence[torch.Tensor], offset: int) -> torch.Tensor:
+    def _joined(self, parts: Sequence[Tensor], offset: int) -> Tensor:
         first = parts[0]
         rows = 0
         for part in parts:
@@ -285,7 +283,7 @@ class ModelTwin:
                     end += self._num_scale_bytes(name)
         return end
 
-    def _take(self, name: str, tensor: torch.Tensor) -> None:
+    def _take(self, name: str, tensor: Tensor) -> None:
         if tensor is self._placed(name):
             return  # gathered at its place
         source = self._parameters[name]
@@ -299,7 +297,7 @@ class ModelTwin:
             self._place(name, self._new_copy(name))
         self._fill(name, tensor)
 
-    def _fill(self, name: str, tensor: torch.Tensor) -> None:
+    def _fill(self, name: str, tensor: Tensor) -> None:
         """Copy a whole value to the twin's own memory."""
         if name not in self._linears:
             self._placed(name).copy_(self._cut(name, tensor))
@@ -314,7 +312,7 @@ class ModelTwin:
         self._aliased.add(name)
         self._place(name, self._parameters[name])
 
-    def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
         return self._cuts[name](whole) if name in self._cuts else whole
 
     def _can_alias(self, name: str) -> bool:
@@ -340,31 +338,31 @@ class ModelTwin:
         parameter = self._parameters[name]
         return self.dtype if parameter.is_floating_point() else parameter.dtype
 
-    def _new_copy(self, name: str) -> torch.Tensor:
+    def _new_copy(self, name: str) -> Tensor:
         shape = self._shapes[name]
         dtype = self._dtype_of(name)
         if self._memory is not None:
             return self._memory.tensor(self._offsets[name], shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _new_scales(self, name: str) -> torch.Tensor:
+    def _new_scales(self, name: str) -> Tensor:
         """Allocate the scales of a weight in eight bits."""
         shape = (self._shapes[name][0], 1)
         if self._memory is not None:
             return self._memory.tensor(self._scale_offsets[name], shape, torch.float32)
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
-    def _fill_at_start(self, name: str, parameter: torch.Tensor) -> None:
+    def _fill_at_start(self, name: str, parameter: Tensor) -> None:
         if isinstance(parameter, DTensor) or parameter.is_meta:
             self.ready = False  # a shard is not the parameter: the first `update` brings it
             return
         with torch.no_grad():
             self._fill(name, parameter)
 
-    def _placed(self, name: str) -> torch.Tensor:
+    def _placed(self, name: str) -> Tensor:
         return self._held[name]  # asking the module takes as long as a small copy
 
-    def _place(self, name: str, tensor: torch.Tensor) -> None:
+    def _place(self, name: str, tensor: Tensor) -> None:
         parameter = tensor
         if not isinstance(parameter, nn.Parameter):
             parameter = nn.Parameter(tensor, requires_grad=False)
@@ -389,7 +387,7 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-def _like(parameter: torch.Tensor) -> torch.Tensor:
+def _like(parameter: Tensor) -> Tensor:
     return torch.empty(parameter.shape, device="meta")
 
 
@@ -441,7 +439,7 @@ def _share_other_tensors(model: nn.Module, twin: nn.Module, device: torch.device
             if buffer is not None:
                 mine._buffers[key] = buffer.to(device)
         for key, value in vars(mine).items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
+            if isinstance(value, Tensor) and value.is_meta:
                 setattr(mine, key, getattr(original, key).to(device))
     tensors = (*twin.named_parameters(), *twin.named_buffers())
     stranded = [name for name, tensor in tensors if tensor.is_meta]

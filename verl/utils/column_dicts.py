@@ -7,25 +7,26 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from verl.utils.errors import BatchError
 
 # int, or bool with an entry for each row
-Indices: TypeAlias = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+Indices: TypeAlias = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 
 
 def tensors_and_arrays(
     columns: Mapping[str, Any],
-) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]:
+) -> tuple[dict[str, Tensor], dict[str, np.ndarray]]:
     """Sort columns into tensors and numpy arrays.
 
     Raises BatchError for a column that is neither.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     arrays: dict[str, np.ndarray] = {}
     strange: dict[str, str] = {}
     for key, column in columns.items():
-        if isinstance(column, torch.Tensor):
+        if isinstance(column, Tensor):
             tensors[key] = column
         elif isinstance(column, np.ndarray):
             arrays[key] = column
@@ -37,7 +38,7 @@ def tensors_and_arrays(
     return tensors, arrays
 
 
-def tensor_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -67,13 +68,13 @@ def leading_sizes(columns: Mapping[str, Any], count: int) -> tuple[int, ...]:
     return shared
 
 
-def row_numbers(idxs: Indices, num_rows: int) -> torch.Tensor:
+def row_numbers(idxs: Indices, num_rows: int) -> Tensor:
     """Return integer `idxs` as (n,) int64, or the numbers of the rows where a mask is true.
 
     Raises BatchError for another kind of index, and IndexError for a row that does not exist.
     """
     # a copy, because torch takes no reversed array
-    values = idxs if isinstance(idxs, torch.Tensor) else np.array(idxs)
+    values = idxs if isinstance(idxs, Tensor) else np.array(idxs)
     index = torch.as_tensor(values).cpu()
     if index.ndim != 1 or (index.numel() and index.is_floating_point()):
         raise BatchError(
@@ -221,7 +222,7 @@ def same_value(one: Any, other: Any) -> bool:
     if one is other:
         return True
 
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
         return _all_equal(one, other.to(one.device))
@@ -233,7 +234,7 @@ def same_value(one: Any, other: Any) -> bool:
             return all(map(same_value, one.flat, other.flat))
         return one.dtype.kind == other.dtype.kind and _all_equal(one, other)
 
-    if isinstance(one, torch.Tensor | np.ndarray) or isinstance(other, torch.Tensor | np.ndarray):
+    if isinstance(one, Tensor | np.ndarray) or isinstance(other, Tensor | np.ndarray):
         return False
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         if one.keys() != other.keys():

@@ -5,13 +5,14 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from verl.distributed.collectives import ALONE, Axis, gather_objects
 from verl.utils.errors import RolloutError
 from verl.weight_sync.fingerprint import Fingerprint, FingerprintLog
 
 # (name in `named_parameters` of the Hugging Face module, whole tensor). A tied weight comes once.
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
+NamedTensors = Iterable[tuple[str, Tensor]]
 Content = TypeVar("Content")  # of a hand-over: a tensor, or the tensors of a bucket
 
 
@@ -27,7 +28,7 @@ class WeightTaker(Protocol):
         """Copy each tensor before asking for the next one, which may reuse its memory."""
         ...
 
-    def weight_place(self, name: str) -> torch.Tensor | None:
+    def weight_place(self, name: str) -> Tensor | None:
         """Return the engine's own tensor of that name, if the next hand-over may write into it."""
         ...
 
@@ -55,7 +56,7 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """The rollout's end of a transport, in another process; see `receive_into`."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of one hand-over. Each is valid until the next one is asked for."""
         ...
 

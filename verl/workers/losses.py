@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl.algorithms.divergences import DIVERGENCES
 from verl.algorithms.importance import mismatch_metrics
@@ -36,7 +37,7 @@ from verl.utils.errors import AlgorithmError
 from verl.utils.logging import say_once
 from verl.utils.user_parts import NamedPart
 
-Columns = dict[str, torch.Tensor]
+Columns = dict[str, Tensor]
 
 AGGREGATION_FORMULAS = {
     "token-mean": "sum over all response tokens of the mini-batch / their number",
@@ -73,7 +74,7 @@ class Objective:
     def end(self) -> None:
         """End the passes over this mini-batch. Later calls look for rows that are not finite."""
 
-    def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
+    def __call__(self, outputs: Columns, columns: Columns, sequence: Tensor) -> LossOutput:
         raise NotImplementedError
 
 
@@ -90,7 +91,7 @@ class DistillationTerm:
         """Return whether the divergence is over the whole vocabulary."""
         return self.kind in DIVERGENCES
 
-    def per_token(self, outputs: Columns, columns: Columns) -> torch.Tensor:
+    def per_token(self, outputs: Columns, columns: Columns) -> Tensor:
         """Return the divergence of each token (M,)."""
         if self.is_exact:
             return outputs["teacher_divergence"]
@@ -130,7 +131,7 @@ class LoglinearProximal:
     weight_band: tuple[float, float]
     outside: str  # truncate or mask
 
-    def columns(self, log_probs: torch.Tensor, columns: Columns) -> Columns:
+    def columns(self, log_probs: Tensor, columns: Columns) -> Columns:
         """Return `old_log_probs`, and `rollout_is_weights` if tokens are weighed."""
         rollout = columns["rollout_log_probs"]
         old = loglinear_proximal(log_probs, rollout, columns["token_age"])
@@ -154,7 +155,7 @@ class PolicyObjective(Objective):
         self.config = config
         self.policy_loss = policy_losses.get(config.policy_loss.loss_mode)
         self.part = NamedPart("policy loss", config.policy_loss.loss_mode, self.policy_loss)
-        self.selection: Callable[..., torch.Tensor] | None = None
+        self.selection: Callable[..., Tensor] | None = None
         if config.policy_loss.loss_mode in selections:
             self.selection = selections.get(config.policy_loss.loss_mode)
         self.settings = {**loss_settings(config), "loss_agg_mode": config.loss_agg_mode}
@@ -169,8 +170,8 @@ class PolicyObjective(Objective):
             part = NamedPart("extra loss term", term.name, extra_losses.get(term.name))
             self.extra_terms.append((part, term.coef))
 
-        self._seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._seen_by_age: list[tuple[torch.Tensor, ...]] = []
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._seen_by_age: list[tuple[Tensor, ...]] = []
         self._is_looking_for_offenders = False
 
     def columns(self, available: set[str]) -> list[str]:
@@ -200,7 +201,7 @@ class PolicyObjective(Objective):
 
         return [name for name in wanted if name in available]
 
-    def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
+    def __call__(self, outputs: Columns, columns: Columns, sequence: Tensor) -> LossOutput:
         log_probs = outputs["log_probs"]
         weights = columns["weights"]
         is_own_update = "old_log_probs" not in columns and "rollout_log_probs" in columns
@@ -266,7 +267,7 @@ class PolicyObjective(Objective):
         for part, coef in self.extra_terms:
             with part.naming_errors(passes=_is_shortage):
                 term = part.function(inputs, columns)
-            if isinstance(term, torch.Tensor) and term.numel() != 1:
+            if isinstance(term, Tensor) and term.numel() != 1:
                 raise part.must_return("a scalar", term)
             loss = loss + coef * term
 
@@ -278,7 +279,7 @@ class PolicyObjective(Objective):
             policy = self.policy_loss(inputs, **self.settings)
 
         loss = getattr(policy, "loss", None)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             expected = "a PolicyLossOutput with a scalar tensor as loss"
             raise self.part.must_return(expected, policy if loss is None else loss)
         if inputs.log_probs.requires_grad and not loss.requires_grad:
@@ -290,14 +291,14 @@ class PolicyObjective(Objective):
             self._warn_of_non_finite(loss, inputs)
         return policy
 
-    def _kl(self, outputs: Columns, columns: Columns) -> torch.Tensor:
+    def _kl(self, outputs: Columns, columns: Columns) -> Tensor:
         """Return the KL to the reference (M,): exact, or estimated from the drawn tokens."""
         if self.config.needs_exact_kl:
             return outputs["ref_kl"]
         kind = self.config.kl_loss_type
         return kl_penalty(outputs["log_probs"], columns["ref_log_prob"], kind)
 
-    def _warn_of_non_finite(self, loss: torch.Tensor, inputs: PolicyLossInputs) -> None:
+    def _warn_of_non_finite(self, loss: Tensor, inputs: PolicyLossInputs) -> None:
         """Warn where the loss is not finite for finite inputs."""
         read = (inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.weights)
         if not loss.isfinite() and all(column.isfinite().all() for column in read):
@@ -353,7 +354,7 @@ class PolicyObjective(Objective):
         return {**mismatch_of_all(rollout, trainer, mask, data), **by_age}
 
 
-def mismatch_by_age(seen: Sequence[tuple[torch.Tensor, ...]], data: Axis) -> dict[str, float]:
+def mismatch_by_age(seen: Sequence[tuple[Tensor, ...]], data: Axis) -> dict[str, float]:
     """Compute the mismatch apart for tokens of each age, over all ranks along `data`.
 
     `fully_async/age_<a>/kl` is the mean of log p_rollout - log p_trainer in the update, an estimate
@@ -412,7 +413,7 @@ def describe_loss(
     return f"{' '.join(terms)}. {mode}: {AGGREGATION_FORMULAS[mode]}."
 
 
-def token_noise(batch: DataProto) -> torch.Tensor:
+def token_noise(batch: DataProto) -> Tensor:
     """Draw uniform numbers in [0, 1) for the response tokens, (B, R).
 
     They are a function of uid (which includes the step), response and position, so they do not
@@ -428,9 +429,7 @@ def token_noise(batch: DataProto) -> torch.Tensor:
     return torch.from_numpy(np.stack(noise))
 
 
-def mismatch_of_all(
-    rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor, data: Axis
-) -> dict[str, float]:
+def mismatch_of_all(rollout: Tensor, trainer: Tensor, mask: Tensor, data: Axis) -> dict[str, float]:
     """Compute `mismatch_metrics` over the tokens of all ranks along `data`; each must call."""
     if data.size > 1:
         keep = mask.bool()
@@ -449,7 +448,7 @@ class ValueObjective(Objective):
     def columns(self, available: set[str]) -> list[str]:
         return ["values", "returns"]
 
-    def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
+    def __call__(self, outputs: Columns, columns: Columns, sequence: Tensor) -> LossOutput:
         result = clipped_value_loss(
             outputs["values"],
             columns["values"],
@@ -469,6 +468,6 @@ class LanguageModelObjective(Objective):
     def columns(self, available: set[str]) -> list[str]:
         return []
 
-    def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
+    def __call__(self, outputs: Columns, columns: Columns, sequence: Tensor) -> LossOutput:
         loss = -(outputs["log_probs"] * columns["weights"]).sum()
         return LossOutput(loss=loss, sums={"train/loss": loss.detach()})
