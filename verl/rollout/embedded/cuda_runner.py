@@ -38,7 +38,7 @@ from verl.rollout.embedded.kernels.sampling import DrawState, Workspace, draw
 from verl.rollout.embedded.kernels.slots import advance
 from verl.rollout.embedded.quantization import check_runner
 from verl.rollout.embedded.runner import Draws, ModelRunner
-from verl.rollout.embedded.samples import Prefill
+from verl.rollout.embedded.samples import IntArray, Prefill
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.several import Fed, right_draws
 from verl.rollout.twin import ModelTwin
@@ -80,7 +80,7 @@ def _runs_experts_one_by_one(module: PreTrainedModel) -> bool:
     return any(name.endswith("experts") for name, _ in module.named_modules())
 
 
-def _neighbors(scheduler: Scheduler, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+def _neighbors(scheduler: Scheduler, slots: IntArray) -> IntArray:
     """Return slots (b,) with the samples of a prompt side by side.
 
     Its pages are then read from memory once, and again from the L2 cache.
@@ -251,7 +251,7 @@ class CudaRunner(ModelRunner):
             self._body = self.make_body(functools.partial(TritonDecoder, self.twin))
 
     @torch.inference_mode()
-    def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: Tensor) -> Draws:
+    def start(self, scheduler: Scheduler, slots: IntArray, hidden: Tensor) -> Draws:
         """Implement `ModelRunner.start`."""
         self.slots.show(scheduler, slots)
         no_tokens = np.zeros_like(slots)  # the draw gives them
@@ -261,7 +261,7 @@ class CudaRunner(ModelRunner):
         return self._fetch(scheduler, slots)
 
     @torch.inference_mode()
-    def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
+    def decode(self, scheduler: Scheduler, slots: IntArray, steps: int) -> list[Draws]:
         """Implement `ModelRunner.decode`."""
         slots = _neighbors(scheduler, slots)
         self._take_step(scheduler, slots)
@@ -269,7 +269,7 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def decode_and_extend(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], prefills: Mapping[int, Prefill]
+        self, scheduler: Scheduler, slots: IntArray, prefills: Mapping[int, Prefill]
     ) -> Draws:
         """Implement `ModelRunner.decode_and_extend`: each token is a row of one step."""
         slots = _neighbors(scheduler, slots)
@@ -284,7 +284,7 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def verify(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], drafts: Sequence[Sequence[int]]
+        self, scheduler: Scheduler, slots: IntArray, drafts: Sequence[Sequence[int]]
     ) -> list[Draws]:
         """Implement `ModelRunner.verify`. Waits for the device."""
         fed = Fed.drafts(scheduler, slots, drafts)
@@ -312,9 +312,7 @@ class CudaRunner(ModelRunner):
             )
             self.slots.place(scheduler, place)
 
-    def _take_step(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], spare_of: NDArray[np.int64] = _NONE
-    ) -> None:
+    def _take_step(self, scheduler: Scheduler, slots: IntArray, spare_of: IntArray = _NONE) -> None:
         """Feed `slots`, and for each of `spare_of` a spare slot, which has the pages of that one."""
         several = spare_of.size > 0
         self.slots.show(scheduler, slots, spare_of)
@@ -450,9 +448,7 @@ class CudaRunner(ModelRunner):
         self.slots.rows.copy_(shown)
         return graph
 
-    def _fetch(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], *, has_routes: bool = False
-    ) -> Draws:
+    def _fetch(self, scheduler: Scheduler, slots: IntArray, *, has_routes: bool = False) -> Draws:
         """Start the copy of the drawn tokens, and of the experts of those fed, to the host."""
         count = len(slots)
         tokens = torch.empty(count, dtype=torch.int64, pin_memory=True)
@@ -468,7 +464,7 @@ class CudaRunner(ModelRunner):
         arrived = torch.cuda.Event()
         arrived.record()
 
-        def result() -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        def result() -> tuple[IntArray, NDArray[np.float32]]:
             arrived.synchronize()
             return tokens.numpy(), log_probs.numpy()
 

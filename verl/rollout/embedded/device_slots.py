@@ -7,11 +7,11 @@ The last slot belongs to no sample; rows that pad a batch feed it.
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from verl.rollout.embedded.cuda_decoder import Slots
 from verl.rollout.embedded.kernels.slots import feed
+from verl.rollout.embedded.samples import IntArray
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.several import Fed
 from verl.utils.devices import send
@@ -66,7 +66,7 @@ class DeviceSlots:
         """Return whether rotary positions differ from places."""
         return self._shifts is not None
 
-    def spare(self, count: int) -> NDArray[np.int64]:
+    def spare(self, count: int) -> IntArray:
         """Return the first `count` spare slots."""
         return self._first_spare + np.arange(count)
 
@@ -79,16 +79,14 @@ class DeviceSlots:
         """Show all slots again at the next `show`."""
         self._shown = _NONE
 
-    def show(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], owners: NDArray[np.int64] = _NONE
-    ) -> None:
+    def show(self, scheduler: Scheduler, slots: IntArray, owners: IntArray = _NONE) -> None:
         """Name the slots of the next step, and copy the page tables that it needs.
 
         Its rows are `slots`, then a spare slot for each of `owners`, whose pages it reads.
         """
         spare = self.spare(len(owners))
         named = np.concatenate([slots, spare])
-        parts: dict[str, NDArray[np.int64]] = {}
+        parts: dict[str, IntArray] = {}
         if not np.array_equal(named, self._shown):
             self._shown = named
             parts["rows"] = np.full(self.most_rows, self.most_rows, np.int64)
@@ -113,7 +111,7 @@ class DeviceSlots:
             tables = news["tables"].view(-1, width)
             self.state.table[:, :width].index_copy_(0, news["slots"].long(), tables)
 
-    def place(self, scheduler: Scheduler, fed: Fed, slots: NDArray[np.int64] | None = None) -> None:
+    def place(self, scheduler: Scheduler, fed: Fed, slots: IntArray | None = None) -> None:
         """Set the next tokens (n,) of `slots` (n,); None: of the slots of their samples."""
         targets = fed.slots if slots is None else slots
         if not targets.size:

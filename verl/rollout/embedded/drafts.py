@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from verl.config.rollout import SpeculativeConfig
-from verl.rollout.embedded.samples import Group
+from verl.rollout.embedded.samples import Group, IntArray
 from verl.rollout.embedded.scheduler import Scheduler
 
 
@@ -53,7 +50,7 @@ class NgramDrafts:
         """Remember an ended sample for the others of its group."""
         self._memories.setdefault(group, _Memory()).ended.append((sample_id, token_ids))
 
-    def propose(self, scheduler: Scheduler, slots: NDArray[np.int64], most: int) -> list[list[int]]:
+    def propose(self, scheduler: Scheduler, slots: IntArray, most: int) -> list[list[int]]:
         """Return up to `most` drafted tokens for each of `slots`.
 
         A slot gets fewer where its limit is near: its last draw needs no draft.
@@ -84,7 +81,7 @@ class NgramDrafts:
         memory: _Memory,
         group: Group,
         sample_id: int,
-        token_ids: Sequence[int] | NDArray[np.int64],
+        token_ids: Sequence[int] | IntArray,
     ) -> None:
         """Learn from the tokens (n,) of a sample that were not read yet."""
         text = memory.texts.get(sample_id)

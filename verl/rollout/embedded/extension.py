@@ -19,6 +19,7 @@ from verl.models.attention import Facts, masked_attention, varlen_can
 from verl.models.kernels.attention import torch_attention
 from verl.models.layout import group_by_length
 from verl.rollout.embedded.attention import GATHER_TOKENS, LayerPages, Paging, PrefillStep
+from verl.rollout.embedded.samples import IntArray
 from verl.utils.devices import send
 
 
@@ -55,7 +56,7 @@ class ExtendStep:
 
     new: PrefillStep
     cached: tuple[int, ...]
-    table: NDArray[np.int64]
+    table: IntArray
     page_size: int
 
     @property

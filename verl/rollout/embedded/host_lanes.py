@@ -14,11 +14,13 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from verl.rollout.embedded.fused import Matrix, StackedDecoder
 from verl.rollout.embedded.host_rows import RowArrays
 from verl.rollout.embedded.kernels.blas import sgemm_address
 from verl.rollout.embedded.kernels.host_arrays import Memory, Weights
+from verl.rollout.embedded.samples import IntArray
 from verl.rollout.sampling import column_hashes
 from verl.utils.imports import is_installed
 from verl.utils.logging import logger
@@ -37,7 +39,7 @@ LANE_LOGITS = 1 << 24
 # A window that no sequence leaves.
 NO_WINDOW = 1 << 62
 
-Answer = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens (b,) and their log-probs (b,)
+Answer = tuple[IntArray, NDArray[np.float32]]  # tokens (b,) and their log-probs (b,)
 
 
 def pay(decoder: Any, most_tokens: int) -> TypeGuard[StackedDecoder]:
@@ -99,7 +101,7 @@ class Lanes:
         self.decoder = decoder
         self._head = head
         self.kernels: Any = load_kernels()
-        self._logits: dict[int, torch.Tensor] = {}  # memory for them by number of the lane
+        self._logits: dict[int, Tensor] = {}  # memory for them by number of the lane
         self._lanes: list[Lane] = []
 
     def run(
@@ -159,7 +161,7 @@ class Lanes:
             head_epsilon=np.float32(head_epsilon),
         )
 
-    def memory_of_logits(self, lane: int, rows: int, vocabulary: int) -> torch.Tensor:
+    def memory_of_logits(self, lane: int, rows: int, vocabulary: int) -> Tensor:
         """Return memory (n, V) for at most n rows, the same in every step.
 
         Fresh memory would cost a page fault every 4 KiB.
@@ -227,7 +229,7 @@ class Lane:
 
     def generate(
         self,
-        ids: NDArray[np.int64],
+        ids: IntArray,
         noise: NDArray[np.int32],
         weights: Any,
         arrays: RowArrays,
@@ -259,9 +261,7 @@ class Lane:
 
         return list(zip(tokens, log_probs))
 
-    def hidden(
-        self, ids: NDArray[np.int64], weights: Any, arrays: RowArrays, column: int
-    ) -> torch.Tensor:
+    def hidden(self, ids: IntArray, weights: Any, arrays: RowArrays, column: int) -> Tensor:
         """Return the last hidden states (b, H) of these rows.
 
         Writes the keys and values of their tokens to a column of the arrays. The next step

@@ -11,6 +11,7 @@ from torch import Tensor
 from verl.models.alibi import KeyBias
 from verl.models.attention import Facts
 from verl.rollout.embedded.attention import LayerPages, Paging, add_bias, attend_keys
+from verl.rollout.embedded.samples import IntArray
 from verl.rollout.embedded.scheduler import Scheduler
 
 # Columns for tokens to come when rows get memory: so many, or half the length of the longest row,
@@ -52,7 +53,7 @@ class RowArrays(NamedTuple):
 
     keys: NDArray  # (n, C, R, Hk, D)
     values: NDArray  # (n, C, R, Hk, Dv)
-    starts: NDArray[np.int64]  # column of each row's first token, (b,)
+    starts: IntArray  # column of each row's first token, (b,)
     column: int  # where the next token goes
 
 
@@ -67,9 +68,9 @@ class KeyRows:
 
     def __init__(self, paging: Paging) -> None:
         self.paging = paging
-        self._slots: NDArray[np.int64] = np.empty(0, np.int64)  # slot of each row, (b,)
-        self._epochs: NDArray[np.int64] = np.empty(0, np.int64)
-        self._starts: NDArray[np.int64] = np.empty(0, np.int64)  # column of each row's first token
+        self._slots: IntArray = np.empty(0, np.int64)  # slot of each row, (b,)
+        self._epochs: IntArray = np.empty(0, np.int64)
+        self._starts: IntArray = np.empty(0, np.int64)  # column of each row's first token
         self._first = 0  # column of the longest row's first token
         self._end = 0  # column of the next token
         self._num_rows = self._num_columns = 0
@@ -97,8 +98,8 @@ class KeyRows:
         self._masks.clear()
 
     def arrange(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int, *, by_column: bool
-    ) -> NDArray[np.int64]:
+        self, scheduler: Scheduler, slots: IntArray, steps: int, *, by_column: bool
+    ) -> IntArray:
         """Provide a row for each of `slots` (b,), and columns for the next `steps` tokens.
 
         Reads the row of a new sample from its pages. Returns the slots in the order of their rows.
@@ -196,9 +197,7 @@ class KeyRows:
                 for pages, rows in zip(layer, mine):
                     yield words(pages), words(rows)
 
-    def _seat(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], kept: NDArray[np.int64], steps: int
-    ) -> None:
+    def _seat(self, scheduler: Scheduler, slots: IntArray, kept: IntArray, steps: int) -> None:
         """Assign the rows to `slots`. Rows numbered `kept` still have their sample."""
         new = slots[~np.isin(slots, self._slots[kept])]
         lengths = scheduler.cached[new]
@@ -290,15 +289,15 @@ class KeyRows:
         order = _BY_COLUMN if self._by_column else _BY_ROW
         return torch.empty_permuted(shape, order, dtype=dtype).zero_()
 
-    def _move(self, rows: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+    def _move(self, rows: IntArray, targets: IntArray) -> None:
         for _, mine in self._caches():
             mine[targets, :, self._first : self._end] = mine[rows, :, self._first : self._end]
 
     def _fill(
         self,
-        rows: NDArray[np.int64],
-        table: NDArray[np.int64],
-        lengths: NDArray[np.int64],
+        rows: IntArray,
+        table: IntArray,
+        lengths: IntArray,
         size: int,
     ) -> None:
         """Read sequences of `lengths` (n,), with the pages `table` (n, W), into `rows` (n,)."""

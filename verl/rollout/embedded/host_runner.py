@@ -25,6 +25,7 @@ from verl.rollout.embedded.fused import StackedDecoder, TorchDecoder
 from verl.rollout.embedded.host_lanes import Answer, Lane, Lanes
 from verl.rollout.embedded.host_rows import STEPS_AT_ONCE, KeyRows, most_bytes, words
 from verl.rollout.embedded.runner import Draws, ModelRunner
+from verl.rollout.embedded.samples import IntArray
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.several import Fed, right_draws
 from verl.rollout.sampling import row_keys, sample
@@ -119,12 +120,12 @@ class HostRunner(ModelRunner):
         return STEPS_AT_ONCE if self._count_lanes(scheduler) else 1
 
     @torch.inference_mode()
-    def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: torch.Tensor) -> Draws:
+    def start(self, scheduler: Scheduler, slots: IntArray, hidden: Tensor) -> Draws:
         """Implement `ModelRunner.start`."""
         return self._draws(scheduler, slots, self._draw(hidden, self._noise_keys(scheduler, slots)))
 
     @torch.inference_mode()
-    def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
+    def decode(self, scheduler: Scheduler, slots: IntArray, steps: int) -> list[Draws]:
         """Implement `ModelRunner.decode`."""
         assert self._body is not None
         keeps_rows = self._keeps_rows(scheduler)
@@ -144,7 +145,7 @@ class HostRunner(ModelRunner):
 
     @torch.inference_mode()
     def verify(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], drafts: Sequence[Sequence[int]]
+        self, scheduler: Scheduler, slots: IntArray, drafts: Sequence[Sequence[int]]
     ) -> list[Draws]:
         """Implement `ModelRunner.verify`: each token is a row of one step."""
         fed = Fed.drafts(scheduler, slots, drafts)
@@ -167,8 +168,8 @@ class HostRunner(ModelRunner):
         self,
         lanes: int,
         scheduler: Scheduler,
-        slots: NDArray[np.int64],
-        ids: NDArray[np.int64],
+        slots: IntArray,
+        ids: IntArray,
         steps: int,
     ) -> list[Draws]:
         assert self._lanes is not None
@@ -210,11 +211,11 @@ class HostRunner(ModelRunner):
         return host_lanes.count_lanes(rows, threads, self._weight_bytes)
 
     def _noise_keys(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], ahead: NDArray[np.int64] | int = 0
+        self, scheduler: Scheduler, slots: IntArray, ahead: IntArray | int = 0
     ) -> NDArray[np.int32]:
         return row_keys(scheduler.keys[slots], scheduler.drawn[slots] + ahead)
 
-    def _draws(self, scheduler: Scheduler, slots: NDArray[np.int64], answer: Answer) -> Draws:
+    def _draws(self, scheduler: Scheduler, slots: IntArray, answer: Answer) -> Draws:
         return Draws.done(slots, scheduler.epoch[slots], answer)
 
     def _is_small(self) -> bool:
@@ -238,9 +239,7 @@ class HostRunner(ModelRunner):
         with self.paging.computing(step):
             return self._body(ids, positions, step)
 
-    def _pages_step(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> DecodeStep:
+    def _pages_step(self, scheduler: Scheduler, slots: IntArray, positions: IntArray) -> DecodeStep:
         size = self.page_size
         number = positions // size
         table = scheduler.table[slots, : int(number.max()) + 1]
@@ -255,7 +254,7 @@ class HostRunner(ModelRunner):
         )
 
     def _draw(
-        self, hidden: torch.Tensor, keys: NDArray[np.int32], memory: Tensor | None = None
+        self, hidden: Tensor, keys: NDArray[np.int32], memory: Tensor | None = None
     ) -> Answer:
         """Draw tokens (b,) and their log-probs (b,) from hidden states (b, H).
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.models.attention import Layout
@@ -24,7 +24,7 @@ from verl.rollout.embedded.extension import extend_step
 from verl.rollout.embedded.fused import FusedDecoder, can_fuse
 from verl.rollout.embedded.invariant import head_logits as invariant_head_logits
 from verl.rollout.embedded.invariant import make_invariant
-from verl.rollout.embedded.samples import Prefill
+from verl.rollout.embedded.samples import IntArray, Prefill
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.types import SamplingParams
@@ -40,24 +40,24 @@ class Draws(NamedTuple):
     tells whether `result` would not wait.
     """
 
-    slots: NDArray[np.int64]
-    epochs: NDArray[np.int64]
-    result: Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
+    slots: IntArray
+    epochs: IntArray
+    result: Callable[[], tuple[IntArray, NDArray[np.float32]]]
     routes: NDArray[np.integer] | None = None
     is_there: Callable[[], bool] = lambda: True
 
     @classmethod
     def done(
         cls,
-        slots: NDArray[np.int64],
-        epochs: NDArray[np.int64],
-        answer: tuple[NDArray[np.int64], NDArray[np.float32]],
+        slots: IntArray,
+        epochs: IntArray,
+        answer: tuple[IntArray, NDArray[np.float32]],
         routes: NDArray[np.integer] | None = None,
     ) -> "Draws":
         """Return draws whose tokens and log-probs are known."""
         return cls(slots, epochs, lambda: answer, routes)
 
-    def take(self, rows: NDArray[np.int64]) -> "Draws":
+    def take(self, rows: IntArray) -> "Draws":
         """Return the draws of `rows`. Waits for them."""
         answer = self.result()
         routes = None if self.routes is None else self.routes[rows]
@@ -67,7 +67,7 @@ class Draws(NamedTuple):
 
 
 # Token ids (b,) and positions (b,) of one step -> hidden states (b, H).
-Body = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+Body = Callable[[Tensor, Tensor, Any], Tensor]
 
 
 class ModelRunner:
@@ -184,7 +184,7 @@ class ModelRunner:
         sequences: Sequence[Sequence[int]],
         pages: Sequence[Sequence[int]],
         pictured: Sequence[tuple[int, Pictures]] = (),
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute S whole sequences and fill their pages.
 
         Returns the last hidden state of each, (S, H).
@@ -207,7 +207,7 @@ class ModelRunner:
         sequences: Sequence[Sequence[int]],
         pictured: Sequence[tuple[int, Pictures]],
         step: PrefillStep,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute hidden states (N, H) of packed sequences, some of them with pictures."""
         prompt_lengths = [length for length, _ in pictured]
         pictures = [own for _, own in pictured]
@@ -231,7 +231,7 @@ class ModelRunner:
         pages: Sequence[Sequence[int]],
         cached: Sequence[int],
         shifts: Sequence[int],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute sequences that have the keys of their first `cached` tokens in pages.
 
         Returns the same states as `prefill`. Positions are `shifts` off the places of their tokens.
@@ -248,7 +248,7 @@ class ModelRunner:
         sequences: Sequence[Sequence[int]],
         pages: Sequence[Sequence[int]],
         cached: Sequence[int],
-    ) -> tuple[torch.Tensor, torch.Tensor, PrefillStep, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, PrefillStep, Tensor]:
         """Pack the tokens of sequences after their first `cached` ones.
 
         Returns ids (N,), positions (N,), where their keys and values go, and the place (S,) of the
@@ -279,7 +279,7 @@ class ModelRunner:
         raise NotImplementedError
 
     @contextmanager
-    def recording(self) -> Iterator[Callable[[], torch.Tensor | None]]:
+    def recording(self) -> Iterator[Callable[[], Tensor | None]]:
         """Record the experts that a step chooses; call the result for them (b, C) if asked for."""
         packing = self.paging.packing
         packing.recorded = {} if self.num_routes else None
@@ -304,7 +304,7 @@ class ModelRunner:
         )
         return self.hidden
 
-    def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: torch.Tensor) -> Draws:
+    def start(self, scheduler: Scheduler, slots: IntArray, hidden: Tensor) -> Draws:
         """Draw the first tokens of `slots` (b,) from hidden states (b, H).
 
         They are also the first tokens after a pre-emption.
@@ -318,7 +318,7 @@ class ModelRunner:
         """
         return 1
 
-    def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
+    def decode(self, scheduler: Scheduler, slots: IntArray, steps: int) -> list[Draws]:
         """Feed the last token of each of `slots` (b,) and draw the next one, `steps` times.
 
         The slots have the pages for these tokens already.
@@ -326,7 +326,7 @@ class ModelRunner:
         raise NotImplementedError
 
     def decode_and_extend(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], prefills: Mapping[int, Prefill]
+        self, scheduler: Scheduler, slots: IntArray, prefills: Mapping[int, Prefill]
     ) -> Draws:
         """Decode one step, and compute the ends of `prefills` in it.
 
@@ -339,7 +339,7 @@ class ModelRunner:
         raise NotImplementedError
 
     def verify(
-        self, scheduler: Scheduler, slots: NDArray[np.int64], drafts: Sequence[Sequence[int]]
+        self, scheduler: Scheduler, slots: IntArray, drafts: Sequence[Sequence[int]]
     ) -> list[Draws]:
         """Feed the last token of each of `slots` (b,) and its draft, and draw after each of them.
 
@@ -356,9 +356,7 @@ class ModelRunner:
             for cache in layer:
                 cache.index_copy_(0, target, cache.index_select(0, source))
 
-    def hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep | Step
-    ) -> torch.Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep | Step) -> Tensor:
         """Compute hidden states (N, H) of ids (N,) at positions (N,) by the module's own layers."""
         with self.paging.computing(step):
             output = text_body(self.module)(
@@ -369,23 +367,19 @@ class ModelRunner:
             )
         return output.last_hidden_state[0]
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits (b, V) of states (b, H), fp32 or float64; see `head_logits`."""
         linear: Any = self.module.get_output_embeddings()
         if self.deterministic:
             return invariant_head_logits(hidden, linear.weight, linear.bias, self.head)
         return head_logits(hidden, linear.weight, linear.bias, self.head, out=out)
 
-    def _prefill_hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep
-    ) -> torch.Tensor:
+    def _prefill_hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep) -> Tensor:
         return self.hidden(ids, positions, step)
 
-    def _prefill_step(
-        self, layout: Layout, pages: torch.Tensor, offsets: torch.Tensor
-    ) -> PrefillStep:
+    def _prefill_step(self, layout: Layout, pages: Tensor, offsets: Tensor) -> PrefillStep:
         return PrefillStep(layout, pages, offsets)
 
-    def to_device(self, array: NDArray) -> torch.Tensor:
+    def to_device(self, array: NDArray) -> Tensor:
         """Copy `array` to new memory on the device."""
         return send(torch.from_numpy(array), self.device)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from verl.rollout.embedded.samples import Group, Sample
+from verl.rollout.embedded.samples import Group, IntArray, Sample
 
 
 class RunningSamples:
@@ -25,7 +25,7 @@ class RunningSamples:
     """
 
     def __init__(self, *, slots: int, longest: int, pages: int) -> None:
-        self.running: NDArray[np.int64] = np.empty(0, np.int64)
+        self.running: IntArray = np.empty(0, np.int64)
         self.table = np.zeros((slots, pages), np.int64)
         # tokens with keys in the pages, now or after the launched steps
         self.cached = np.zeros(slots, np.int64)
@@ -51,7 +51,7 @@ class RunningSamples:
         return len(self._samples)
 
     @property
-    def unfinished(self) -> NDArray[np.int64]:
+    def unfinished(self) -> IntArray:
         """Return the running slots with draws left to launch."""
         return self.running[self.launched[self.running] < self.limits[self.running]]
 
@@ -61,13 +61,13 @@ class RunningSamples:
     def sample_id_of(self, slot: int) -> int:
         return self._sample_in(slot).sample_id
 
-    def take_changed(self) -> NDArray[np.int64]:
+    def take_changed(self) -> IntArray:
         """Return the slots with a row of `table` that has changed since the last call."""
         changed = np.fromiter(self._changed, np.int64, len(self._changed))
         self._changed.clear()
         return changed
 
-    def launch(self, slots: NDArray[np.int64], *, fed: int) -> None:
+    def launch(self, slots: IntArray, *, fed: int) -> None:
         """Record the launch of the first draw of each slot (fed = 0), or of `fed` further draws.
 
         Each further draw also writes one token to the slot's pages.
@@ -82,11 +82,11 @@ class RunningSamples:
 
     def record(
         self,
-        slots: NDArray[np.int64],
-        token_ids: NDArray[np.int64],
+        slots: IntArray,
+        token_ids: IntArray,
         log_probs: NDArray[np.float32],
         routes: NDArray[np.integer] | None = None,
-    ) -> NDArray[np.int64]:
+    ) -> IntArray:
         """Record the tokens drawn by slots (b,). Return the number of tokens of each, (b,).
 
         `routes` (b, C) are the experts of the tokens that were fed; None after a prefill.

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from verl.models.pictures import Pictures, picture_tokens, three_part_positions
 from verl.rollout.checks import response_limits
 from verl.rollout.sampling import sample_keys
 from verl.rollout.types import Completion, Request, SamplingParams
+
+# of slots, rows, positions, pages or token ids
+IntArray: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(eq=False, slots=True)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl.rollout.embedded.runner import Draws
-from verl.rollout.embedded.samples import Prefill
+from verl.rollout.embedded.samples import IntArray, Prefill
 from verl.rollout.embedded.scheduler import Scheduler
 
 
@@ -15,20 +15,20 @@ from verl.rollout.embedded.scheduler import Scheduler
 class Fed:
     """The tokens that a step feeds, those of a sample side by side; each (n,)."""
 
-    slots: NDArray[np.int64]  # of their samples
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]  # places in their sequences
-    drawn: NDArray[np.int64]  # response positions of the draws after them
+    slots: IntArray  # of their samples
+    ids: IntArray
+    positions: IntArray  # places in their sequences
+    drawn: IntArray  # response positions of the draws after them
 
     @classmethod
-    def last(cls, scheduler: Scheduler, slots: NDArray[np.int64]) -> "Fed":
+    def last(cls, scheduler: Scheduler, slots: IntArray) -> "Fed":
         """Return the last token of each of `slots` (b,)."""
         drawn = scheduler.drawn[slots]
         return cls(slots, scheduler.token_ids[slots, drawn - 1], scheduler.cached[slots], drawn)
 
     @classmethod
     def drafts(
-        cls, scheduler: Scheduler, slots: NDArray[np.int64], drafts: Sequence[Sequence[int]]
+        cls, scheduler: Scheduler, slots: IntArray, drafts: Sequence[Sequence[int]]
     ) -> "Fed":
         """Return the last token of each of `slots` (b,), followed by its draft."""
         last = cls.last(scheduler, slots)

@@ -2,11 +2,10 @@
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from verl.rollout.embedded.run import Run
 from verl.rollout.embedded.runner import Draws, ModelRunner
-from verl.rollout.embedded.samples import Admission
+from verl.rollout.embedded.samples import Admission, IntArray
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.local import not_finite
 from verl.rollout.types import Completion
@@ -110,7 +109,7 @@ class Steps:
             run.counts["copied_pages"] += len(copies)
         return complete
 
-    def _join(self, run: Run, new: NDArray[np.int64], admission: Admission) -> list[Draws]:
+    def _join(self, run: Run, new: IntArray, admission: Admission) -> list[Draws]:
         """Take one step of the running samples, and start those in the slots `new` within it.
 
         A prefill would cost another pass over the weights.

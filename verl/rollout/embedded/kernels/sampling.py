@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from verl.rollout.embedded.kernels import sampling_kernels
 from verl.rollout.sampling import column_hashes
@@ -48,13 +49,13 @@ class DrawState:
     All are on the device, at fixed addresses.
     """
 
-    slots: torch.Tensor  # (b,) int32: the slot of each row, an index into `keys` and `drawn`
-    keys: torch.Tensor  # (S,) int64: the samples' uint64 keys, reinterpreted
+    slots: Tensor  # (b,) int32: the slot of each row, an index into `keys` and `drawn`
+    keys: Tensor  # (S,) int64: the samples' uint64 keys, reinterpreted
     # (S,) int32: the response position of this draw, that is, the number of tokens drawn before
-    drawn: torch.Tensor
-    settings: torch.Tensor  # (4,) fp32: temperature, top_p, min_p, top_k (0 or less: off)
-    tokens: torch.Tensor  # (b,) int64, written
-    log_probs: torch.Tensor  # (b,) fp32, written
+    drawn: Tensor
+    settings: Tensor  # (4,) fp32: temperature, top_p, min_p, top_k (0 or less: off)
+    tokens: Tensor  # (b,) int64, written
+    log_probs: Tensor  # (b,) fp32, written
 
 
 class Workspace:
@@ -88,7 +89,7 @@ class Workspace:
 
 
 def draw(
-    logits: torch.Tensor, state: DrawState, workspace: Workspace, *, filtered: bool, greedy: bool
+    logits: Tensor, state: DrawState, workspace: Workspace, *, filtered: bool, greedy: bool
 ) -> None:
     """Draw one token a row into `state.tokens` and `state.log_probs`.
 
