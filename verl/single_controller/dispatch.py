@@ -34,9 +34,11 @@ CALL_PLAN = "_verl_call_plan"
 DATA = "data"
 ROLLOUT = "rollout"
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Arguments = tuple[Args, Kwargs]
 Function = TypeVar("Function", bound=Callable[..., Any])
-Split = Callable[[int, tuple[Any, ...], dict[str, Any]], tuple[list[Arguments], Any]]
+Split = Callable[[int, Args, Kwargs], tuple[list[Arguments], Any]]
 Collect = Callable[[list[Any], Any], Any]
 DispatchFunctions = Mapping[str, Callable[..., Any]]  # {"dispatch_fn": ..., "collect_fn": ...}
 
@@ -97,22 +99,16 @@ class DispatchMode:
     functions: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # of verl's form
 
 
-def each_argument(
-    change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Arguments:
+def each_argument(change: Callable[[Any], Any], args: Args, kwargs: Kwargs) -> Arguments:
     """Apply `change` to every argument."""
     return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
 
 
-def same_for_all(
-    num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Arguments], None]:
+def same_for_all(num_shares: int, args: Args, kwargs: Kwargs) -> tuple[list[Arguments], None]:
     return [(args, kwargs)] * num_shares, None
 
 
-def one_entry_each(
-    num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Arguments], None]:
+def one_entry_each(num_shares: int, args: Args, kwargs: Kwargs) -> tuple[list[Arguments], None]:
     """Split arguments that are lists with one entry per rank."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, str) or not isinstance(value, Sequence):
@@ -128,9 +124,7 @@ def one_entry_each(
     return per_rank, None
 
 
-def lists_or_same(
-    num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Arguments], None]:
+def lists_or_same(num_shares: int, args: Args, kwargs: Kwargs) -> tuple[list[Arguments], None]:
     """Split the arguments if all are lists, with one entry per rank; otherwise all go to all."""
     if all(isinstance(value, list | tuple) for value in (*args, *kwargs.values())):
         return one_entry_each(num_shares, args, kwargs)
@@ -165,8 +159,8 @@ def _deal_windows(batch: DataProto, num_shares: int) -> Rows:
 
 def _split_batches(
     num_shares: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     deal: Callable[[DataProto, int], Rows],
     pad: Callable[[DataProto, int], DataProto],
 ) -> tuple[list[Arguments], Order | None]:
@@ -211,7 +205,7 @@ def _rows_dealt_before(values: Sequence[DataProto | Dealt], num_shares: int) -> 
 
 
 def shares_of_each(
-    args: tuple[Any, ...], kwargs: dict[str, Any], split: Mapping[int, Sequence[Any]]
+    args: Args, kwargs: Kwargs, split: Mapping[int, Sequence[Any]]
 ) -> list[Arguments]:
     """Return the arguments of every share.
 
@@ -400,17 +394,12 @@ def functions_of(mode: DispatchMode) -> tuple[Callable[..., Any], Callable[..., 
     if mode.functions is not None:
         return mode.functions
 
-    def dispatch_fn(
-        worker_group: Any, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def dispatch_fn(worker_group: Any, *args: Any, **kwargs: Any) -> Arguments:
         per_rank, worker_group.undo_of_dispatch = mode.split(worker_group.world_size, args, kwargs)
-        columns: list[list[Any]] = [[] for _ in args]
-        named: dict[str, list[Any]] = {name: [] for name in kwargs}
-        for own_args, own_kwargs in per_rank:
-            for column, value in zip(columns, own_args):
-                column.append(value)
-            for name, entries in named.items():
-                entries.append(own_kwargs[name])
+        columns = map(list, zip(*(own_args for own_args, _ in per_rank)))
+        named: Kwargs = {}
+        for name in kwargs:
+            named[name] = [own_kwargs[name] for _, own_kwargs in per_rank]
         return tuple(columns), named
 
     def collect_fn(worker_group: Any, output: list[Any]) -> Any:
@@ -422,9 +411,7 @@ def functions_of(mode: DispatchMode) -> tuple[Callable[..., Any], Callable[..., 
 def mode_of_functions(
     dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], by_data_rank: bool = False
 ) -> DispatchMode:
-    def split(
-        num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Arguments], Any]:
+    def split(num_shares: int, args: Args, kwargs: Kwargs) -> tuple[list[Arguments], Any]:
         group = SimpleNamespace(world_size=num_shares)
         columns, named = dispatch_fn(group, *args, **kwargs)
         if not columns and not named:
