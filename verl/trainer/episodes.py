@@ -16,6 +16,14 @@ _MOST_BATCHES = 1_000_000  # of a validation
 _MOST_STEPS = 1_000_000_000
 
 
+def number_prompts(prompts: DataProto, step: int, first_row: int = 0) -> None:
+    """Write `uid` and `prompt_row`: the place of (B,) prompts in a step, which fixes the noise."""
+    numbers = range(first_row, first_row + len(prompts))
+    uids = [f"{step}-{row}" for row in numbers]
+    prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+    prompts.non_tensor_batch["prompt_row"] = np.array(numbers, dtype=object)
+
+
 def validation_record_step(global_step: int, batch_number: int) -> int:
     """Return the `record_step` of a batch of validation: below 0, and each once in a run."""
     return -(global_step * _MOST_BATCHES + batch_number + 1)

@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from verl.algorithms.advantages import advantage_estimators
 from verl.algorithms.kl import get_kl_controller
 from verl.config import TrainConfig
@@ -31,6 +29,7 @@ from verl.trainer.episodes import (
     add_turn_rewards,
     agent_metrics,
     episode_rows,
+    number_prompts,
     require_episodes,
     with_episodes,
     with_scores_of_episodes,
@@ -371,10 +370,10 @@ class PPOTrainer(RunOfRoles):
 
         names = ("fit", "run_step", "step", "estimate_advantages", "update")
         phases = declared_phases(type(self), *names)
-        if phases is None or any("old_log_probs" in each.reads for each in phases):
-            return True
         estimator = declared_phase(self.estimator)
-        if estimator is None or "old_log_probs" in estimator.reads:
+        if phases is None or estimator is None:
+            return True
+        if any("old_log_probs" in each.reads for each in (*phases, estimator)):
             return True
         return self.config.needs_old_log_probs or self.reads_old_log_probs
 
@@ -489,14 +488,6 @@ class PPOTrainer(RunOfRoles):
         super().load_state_dict(state)
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.entropy_controller.load_state_dict(state["entropy_controller"])
-
-
-def number_prompts(prompts: DataProto, step: int, first_row: int = 0) -> None:
-    """Write `uid` and `prompt_row`: the place of (B,) prompts in a step, which fixes the noise."""
-    numbers = range(first_row, first_row + len(prompts))
-    uids = [f"{step}-{row}" for row in numbers]
-    prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
-    prompts.non_tensor_batch["prompt_row"] = np.array(numbers, dtype=object)
 
 
 # The name under which users' recipes subclass it.

@@ -13,7 +13,8 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.single_controller import GroupFuture, start
 from verl.tracking import WRITTEN_IN_STEP
-from verl.trainer.ppo_trainer import PPOTrainer, number_prompts
+from verl.trainer.episodes import number_prompts
+from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.validation_pass import ValidationPass
 
 

@@ -19,8 +19,8 @@ from verl.rollout.base import capabilities_of
 from verl.rollout.book import Book, Group, Pace
 from verl.single_controller import OnTold
 from verl.trainer import setup
-from verl.trainer.episodes import require_episodes, with_episodes
-from verl.trainer.ppo_trainer import GENERATED, number_prompts
+from verl.trainer.episodes import number_prompts, require_episodes, with_episodes
+from verl.trainer.ppo_trainer import GENERATED
 from verl.trainer.run import TrainingRun
 from verl.trainer.schedules.ahead import AheadTrainer
 from verl.trainer.schedules.generation import EpisodeGeneration, Generation, prompt_ids_of

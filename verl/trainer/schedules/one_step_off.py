@@ -10,8 +10,8 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.single_controller import GroupFuture, OnTold, start
 from verl.trainer import setup
-from verl.trainer.episodes import require_episodes
-from verl.trainer.ppo_trainer import GENERATED, number_prompts
+from verl.trainer.episodes import number_prompts, require_episodes
+from verl.trainer.ppo_trainer import GENERATED
 from verl.trainer.schedules.ahead import AheadTrainer
 from verl.trainer.schedules.packing import packed, unpacked
 from verl.utils.phases import phase
