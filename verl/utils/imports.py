@@ -59,7 +59,8 @@ def load_module(path_or_name: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"Expected a Python file at '{path_or_name}', found none.")
     # The name depends on the path, so that two users' `reward.py` never shadow each other.
-    name = f"verl_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
+    name = f"verl_user_{path.stem}_{digest[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from verl.utils.arithmetic import round_up
 from verl.utils.devices import GIB
 from verl.utils.errors import RolloutError
 from verl.utils.imports import require
@@ -115,15 +116,19 @@ class ReservedMemory:
         assert all(size > 0 for size in shape), f"a view of no bytes: {tuple(shape)}"
         assert offset >= 0, f"offset {offset}"
         assert offset % dtype.itemsize == 0, f"{dtype} at byte {offset}"
+
         if strides is None:
             strides = torch.empty(tuple(shape), device="meta").stride()
         assert len(strides) == len(shape), f"{len(strides)} strides of {len(shape)} dimensions"
-        num_elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
-        end = offset + num_elements * dtype.itemsize
+
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides))
+        num_bytes = (last + 1) * dtype.itemsize
+        end = offset + num_bytes
         assert end <= self.mapped_bytes, (
             f"bytes {offset} to {end} of {self.mapped_bytes} that have memory"
         )
-        flat = _bytes_at(self._address + offset, num_elements * dtype.itemsize, self)
+
+        flat = _bytes_at(self._address + offset, num_bytes, self)
         return flat.view(dtype).as_strided(tuple(shape), tuple(strides))
 
     def close(self) -> None:
@@ -219,7 +224,7 @@ class ReservedMemory:
         )
 
     def _round_up(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.granularity) * self.granularity
+        return round_up(num_bytes, self.granularity)
 
 
 class _DeviceBytes:
