@@ -34,8 +34,9 @@ class AdvantageInputs(NamedTuple):
     config: Any = None  # the run's section `algorithm`, for a user's own estimator
 
 
-# name -> estimator(inputs) -> (advantages (B, R), returns (B, R)), both 0 where response_mask is 0
-AdvantageEstimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
+# advantages and returns, both 0 where response_mask is 0
+Advantages = tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]
+AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
 advantage_estimators: Registry[AdvantageEstimator] = Registry(
     "advantage estimator (algorithm.adv_estimator)"
 )
@@ -60,7 +61,7 @@ def formula(text: str) -> Callable[[Function], Function]:
     "all tokens"
 )
 @phase(reads="token_level_rewards response_mask values")
-def gae(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
+def gae(inputs: AdvantageInputs) -> Advantages:
     """Estimate advantages by GAE, eqs. (11) and (16) of Schulman et al. 2016 (arXiv:1506.02438).
 
         delta_t = r_t + gamma V_{t+1} - V_t
@@ -96,10 +97,14 @@ def unwhitened_gae(
     # together to the left, so that the next token is the next column.
     token = mask.long().cumsum(-1) - 1
     slot = token.clamp(min=0)
-    rewards = torch.zeros_like(rewards).scatter_add(-1, slot, torch.where(token >= 0, rewards, 0.0))
-    values = torch.zeros_like(values).scatter_add(-1, slot, torch.where(mask, values, 0.0))
+    counted = torch.where(token >= 0, rewards, 0.0)
+    rewards = torch.zeros_like(rewards).scatter_add(-1, slot, counted)
+    own_values = torch.where(mask, values, 0.0)
+    values = torch.zeros_like(values).scatter_add(-1, slot, own_values)
 
-    next_values = torch.nn.functional.pad(values[:, 1:], (0, 1)) if values.shape[1] else values
+    next_values = values
+    if values.shape[1]:
+        next_values = torch.nn.functional.pad(values[:, 1:], (0, 1))
     deltas = rewards + gamma * next_values - values
     advantages = torch.zeros_like(deltas)
     last = deltas.new_zeros(len(deltas))

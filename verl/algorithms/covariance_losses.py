@@ -58,7 +58,8 @@ def select_within_band(
     covariance = covariances(inputs.log_probs, inputs.advantages)
     candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & ~is_clipped
     count = max(1, int(clip_cov_ratio * len(candidates)))
-    return _largest(torch.where(candidates, inputs.noise.double(), -torch.inf), inputs.noise, count)
+    ranked = torch.where(candidates, inputs.noise.double(), -torch.inf)
+    return _largest(ranked, inputs.noise, count)
 
 
 @selections.register("kl_cov")
@@ -72,7 +73,8 @@ def _largest(
     values: Float[Tensor, " M"], noise: Float[Tensor, " M"], count: int
 ) -> Bool[Tensor, " M"]:
     """Mark the `count` largest values, of equal ones those with the largest noise; never -inf."""
-    order = np.lexsort((noise.cpu().numpy(), values.cpu().numpy()))[::-1][:count]
+    ascending = np.lexsort((noise.cpu().numpy(), values.cpu().numpy()))
+    order = ascending[::-1][:count]
     chosen = torch.zeros(len(values), dtype=torch.bool, device=values.device)
     chosen[torch.from_numpy(order.copy()).to(values.device)] = True
     return chosen & values.isfinite()

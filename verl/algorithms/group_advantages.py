@@ -16,12 +16,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl.algorithms.advantages import AdvantageInputs, advantage_estimators, formula
+from verl.algorithms.advantages import (
+    AdvantageInputs,
+    Advantages,
+    advantage_estimators,
+    formula,
+)
 from verl.algorithms.masked import masked_whiten
 from verl.utils.errors import ConfigError
 from verl.utils.phases import phase
-
-Advantages = tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]
 
 
 def group_ids(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Int[Tensor, " B"]:
@@ -35,7 +38,7 @@ def group_ids(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Int[Tensor, " B
     return torch.tensor(groups, dtype=torch.int64)
 
 
-def group_sum(values: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+def group_sum(values: Float[Tensor, "B ..."], group: Int[Tensor, " B"]) -> Float[Tensor, "B ..."]:
     """Sum over each row's group, in float64."""
     # float64: with equal rewards a mean is off by one rounding, which divided by epsilon would be
     # an advantage.
@@ -251,11 +254,8 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Advantages:
     weights = torch.where(own, energy.clamp(min=0), 0.0).cumsum(-1)
     weights = torch.where(own, weights, 0.0)
 
-    _, slot = torch.unique(group, return_inverse=True)
-    zero = torch.zeros_like(weights)
-    total = zero.index_add(0, slot, weights)[slot]
-    weighted = zero.index_add(0, slot, weights * to_go)[slot]
-    baseline = weighted / total.clamp(min=1e-8)
+    weighted = group_sum(weights * to_go, group)
+    baseline = weighted / group_sum(weights, group).clamp(min=1e-8)
     tokens = torch.where(own, to_go - baseline, 0.0).to(inputs.token_level_rewards.dtype)
     return tokens, tokens.clone()
 

@@ -29,7 +29,8 @@ def masked_mean(
     values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
     """Average the values under the mask; 0 where the mask is empty."""
-    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
+    counted = mask.bool()
+    count = counted.sum() if dim is None else counted.sum(dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
@@ -54,7 +55,8 @@ def masked_whiten(
     """
     mean = masked_mean(values, mask)
     var = masked_var(values, mask)
-    whitened = (values - mean) * torch.rsqrt(var + 1e-8) + (0.0 if shift_mean else mean)
+    shift = 0.0 if shift_mean else mean
+    whitened = (values - mean) * torch.rsqrt(var + 1e-8) + shift
     return torch.where(mask.bool(), whitened, 0.0)
 
 
@@ -91,7 +93,11 @@ def _weights(response_mask: Tensor, mode: str, num_sequences: int | None) -> Ten
     """Compute weights in float64: fp32 counts tokens exactly only up to 2^24."""
     mask = response_mask.bool().double()
     lengths = mask.sum(-1, keepdim=True)
-    sequences = (lengths > 0).sum().clamp(min=1) if num_sequences is None else max(num_sequences, 1)
+    if num_sequences is None:
+        sequences = (lengths > 0).sum().clamp(min=1)
+    else:
+        sequences = max(num_sequences, 1)
+
     if mode == "token-mean":
         return mask / lengths.sum().clamp(min=1)
     if mode == "seq-mean-token-sum":

@@ -56,7 +56,8 @@ class PolicyLossInputs(NamedTuple):
         among these."""
         order = self.sequence.argsort(stable=True)
         ranked = self.sequence[order]
-        starts = torch.nn.functional.pad((ranked[1:] != ranked[:-1]).long(), (1, 0))[: len(ranked)]
+        changes = (ranked[1:] != ranked[:-1]).long()
+        starts = torch.nn.functional.pad(changes, (1, 0))[: len(ranked)]
         slot = torch.empty_like(order).scatter(0, order, starts.cumsum(0))
         zero = torch.zeros_like(values, dtype=torch.float64)
         own = self.own
@@ -114,7 +115,8 @@ def means_of(
 
 def weighted(losses: Float[Tensor, " N"], inputs: PolicyLossInputs) -> Float[Tensor, ""]:
     """Sum the losses times `weights`, over the tokens that the model made."""
-    return (torch.where(inputs.own, losses, 0.0) * inputs.weights).sum().to(inputs.log_probs.dtype)
+    weighted = torch.where(inputs.own, losses, 0.0) * inputs.weights
+    return weighted.sum().to(inputs.log_probs.dtype)
 
 
 @policy_losses.register("vanilla")

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from verl.algorithms.advantages import (
     AdvantageInputs,
+    Advantages,
     advantage_estimators,
     formula,
     unwhitened_gae,
@@ -18,9 +19,7 @@ from verl.utils.phases import phase
 @advantage_estimators.register("reinforce_plus_plus")
 @formula("sum of the rewards from here on, discounted by gamma = {gamma}; whitened over all tokens")
 @phase(reads="token_level_rewards response_mask")
-def reinforce_plus_plus(
-    inputs: AdvantageInputs,
-) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
+def reinforce_plus_plus(inputs: AdvantageInputs) -> Advantages:
     """Whiten discounted returns: REINFORCE++, Hu et al. 2025 (arXiv:2501.03262).
 
         return_t = r_t + gamma return_{t+1}
@@ -37,7 +36,7 @@ def reinforce_plus_plus(
 @advantage_estimators.register("remax")
 @formula("sum of the rewards from here on - score of the greedy response")
 @phase(reads="token_level_rewards response_mask reward_baselines")
-def remax(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
+def remax(inputs: AdvantageInputs) -> Advantages:
     """Subtract the score of the greedy response: ReMax, Li et al. 2023 (arXiv:2310.10505).
 
         A_t = sum over s >= t of r_s - r(greedy response to the same prompt)
@@ -52,7 +51,8 @@ def remax(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, 
         )
     returns = _rewards_to_go(inputs, 1.0)
     baselines = inputs.columns["reward_baselines"].to(returns.dtype)
-    return torch.where(inputs.response_mask.bool(), returns - baselines[:, None], 0.0), returns
+    advantages = torch.where(inputs.response_mask.bool(), returns - baselines[:, None], 0.0)
+    return advantages, returns
 
 
 def _rewards_to_go(inputs: AdvantageInputs, gamma: float) -> Float[Tensor, "B R"]:

@@ -54,7 +54,9 @@ def importance_ratios(
         raise ConfigError(
             f"Importance ratios are taken by token, sequence, geometric or k3, got '{level}'."
         )
-    return torch.where(mask, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0.0)
+
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(mask, bounded.exp(), 0.0)
 
 
 def correct_rollout(

@@ -4,7 +4,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl.algorithms.advantages import AdvantageInputs, advantage_estimators, formula
+from verl.algorithms.advantages import (
+    AdvantageInputs,
+    Advantages,
+    advantage_estimators,
+    formula,
+)
+from verl.algorithms.group_advantages import group_sum
 from verl.utils.errors import ConfigError
 from verl.utils.phases import phase
 
@@ -14,7 +20,7 @@ from verl.utils.phases import phase
     "rewards from turn k on - mean of the same of the group's other samples that have a turn k"
 )
 @phase(reads="token_level_rewards response_mask uid turn_of_token")
-def turn_rloo(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
+def turn_rloo(inputs: AdvantageInputs) -> Advantages:
     """Leave-one-out advantages of every turn: RLOO (arXiv:2402.14740) on rewards to go.
 
         G_{i,k} = sum over j >= k of gamma^(j - k) r_{i,j}
@@ -53,7 +59,8 @@ def turn_sums(values: Float[Tensor, "B R"], turns: Int[Tensor, "B R"]) -> Float[
     own = torch.cummax(turns.long(), dim=-1).values
     width = max(int(turns.max()) + 1, 1)
     sums = values.new_zeros(len(values), width)
-    return sums.scatter_add(-1, own.clamp(min=0), torch.where(own >= 0, values, 0.0))
+    counted = torch.where(own >= 0, values, 0.0)
+    return sums.scatter_add(-1, own.clamp(min=0), counted)
 
 
 def rewards_to_go(rewards: Float[Tensor, "B K"], gamma: float) -> Float[Tensor, "B K"]:
@@ -68,10 +75,8 @@ def mean_of_others(
     values: Float[Tensor, "B K"], exists: Tensor, group: Int[Tensor, " B"]
 ) -> Float[Tensor, "B K"]:
     """Average each turn over the other samples of the group that have it; 0 where none has."""
-    _, slot = torch.unique(group, return_inverse=True)
     counted = torch.where(exists, values, 0.0).double()
-    sums = torch.zeros_like(counted).index_add(0, slot, counted)[slot]
-    counts = torch.zeros_like(counted).index_add(0, slot, exists.double())[slot]
-    others = counts - exists.double()
-    mean = (sums - counted) / others.clamp(min=1)
+    has_turn = exists.double()
+    others = group_sum(has_turn, group) - has_turn
+    mean = (group_sum(counted, group) - counted) / others.clamp(min=1)
     return torch.where(others > 0, mean, 0.0).to(values.dtype)
