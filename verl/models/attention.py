@@ -259,6 +259,15 @@ def refuse_unsupported(
         )
 
 
+def seen_keys(last: Tensor, length: int, window: int | None) -> Tensor:
+    """Return which of the keys 0..length - 1 a query with its own key at `last` (..., 1) sees."""
+    key = torch.arange(length, device=last.device)
+    seen = key <= last
+    if window is not None:
+        seen = seen & (key > last - window)
+    return seen
+
+
 def varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
     """Return whether a kernel for packed sequences supports this attention."""
     return packed_kernel_takes(q) and v.shape[-1] <= q.shape[-1] and facts.is_plain
@@ -317,6 +326,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fact
         v_block = _block_of(v, keys, rows)
         whole = context + length
         window = whole if facts.window is None else min(facts.window, whole)
+
         seen = None
         if layout.ahead is not None:
             seen = layout.band_ahead(number, window)
@@ -399,6 +409,7 @@ def _scores_to_values(
     if sinks is None:
         weights = scores.softmax(-1)
     else:
-        column = sinks.to(precise).view(1, *heads, 1, 1).expand(*scores.shape[:-1], 1)
+        by_head = sinks.to(precise).view(1, *heads, 1, 1)
+        column = by_head.expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
     return (weights.to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2)

@@ -87,6 +87,7 @@ class FeatureStore:
             return None
         self._kept[picture.key] = kept
         kept.last_round = self._round
+
         rows = kept.features.shape[1]
         if rows != picture.num_tokens:
             raise DataError(
@@ -94,6 +95,7 @@ class FeatureStore:
                 f"{picture.num_tokens}. Give a prepared picture a key that its content and size "
                 "determine."
             )
+
         if kept.arrived is not None:
             torch.cuda.current_stream(device).wait_event(kept.arrived)
         return send(kept.features, device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.models.kernels.varlen import Sequences
 from verl.models.shared_prompts import AheadPart, Calls, SharedParts
+from verl.utils.arithmetic import ceil_div
 from verl.utils.devices import send
 
 # Cost of one token apart from its attention, in attended tokens. It keeps very short sequences in
@@ -96,7 +97,7 @@ class Layout:
         counts: list[int] = []
         for _, responses in self.prompts:
             counts.append(sum(self.lengths[i] for i in responses))
-        pieces = -(-max(counts) // _PIECE)
+        pieces = ceil_div(max(counts), _PIECE)
         queries: list[int] = []
         for count in counts:
             cuts = [count * i // pieces for i in range(pieces + 1)]

@@ -385,7 +385,8 @@ def _explained(source: str, part: str, error: Exception) -> ModelError:
     if not lines:
         lines = [type(error).__name__]
     # Some errors have the reason in a second line.
-    reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+    count = 2 if lines[0].endswith(":") else 1
+    reason = " ".join(lines[:count])
     if "ignore_mismatched_sizes" in reason:
         reason = "the shapes of weights do not match its configuration and override_config"
     return ModelError(

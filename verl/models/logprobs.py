@@ -158,7 +158,8 @@ def head_logits(
     if head.cap is None:
         factor = head.scale / temperature
         return logits if factor == 1.0 else logits.mul_(factor)
-    return logits.mul_(head.scale / head.cap).tanh_().mul_(head.cap / temperature)
+    small = logits.mul_(head.scale / head.cap).tanh_()
+    return small.mul_(head.cap / temperature)
 
 
 def row_statistics(
@@ -202,11 +203,14 @@ def grad_linear(
     if grad_entropies is None or entropies is None:
         grad = p.mul_(-grad_log_probs)
     else:
-        grad = p.mul_(
-            log_p.add_(entropies[:, None]).mul_(-grad_entropies[:, None]).sub_(grad_log_probs)
-        )
+        by_entropy = log_p.add_(entropies[:, None]).mul_(-grad_entropies[:, None])
+        grad = p.mul_(by_entropy.sub_(grad_log_probs))
     grad = grad.scatter_add_(1, targets[:, None], grad_log_probs)
-    return grad.mul_(slope if bound is None else (1 - (y / bound).square_()).mul_(slope)).to(dtype)
+
+    if bound is None:
+        return grad.mul_(slope).to(dtype)
+    slopes = (1 - (y / bound).square_()).mul_(slope)
+    return grad.mul_(slopes).to(dtype)
 
 
 def _row_operations(y: Tensor) -> Any:
@@ -263,7 +267,9 @@ class _TokenLogProbs(torch.autograd.Function):
         settings: _Settings,
     ) -> tuple[Tensor, Tensor]:
         kept = None
-        kernels = None if bias is not None or settings.keeps else _fused_kernels(hidden, weight)
+        kernels = None
+        if bias is None and not settings.keeps:
+            kernels = _fused_kernels(hidden, weight)
         if kernels is not None:
             normalizers, chosen, entropies = kernels.head_statistics(
                 hidden,

@@ -178,7 +178,8 @@ class PackedBatch:
             prompt = range(starts[first], starts[first] + prompt_lengths[first])
             shared[prompt] = []
             for i in answered:
-                shared[prompt].append(range(starts[i] + prompt_lengths[i], starts[i + 1]))
+                begin = starts[i] + prompt_lengths[i]
+                shared[prompt].append(range(begin, starts[i + 1]))
 
         segments = [*plain, *shared, *chain.from_iterable(shared.values())]
         lengths = tuple(len(segment) for segment in segments)

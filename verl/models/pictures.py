@@ -65,7 +65,8 @@ class Placed(NamedTuple):
 def _are_of(ids: Tensor, pictures: Sequence[Picture]) -> Tensor:
     """Return which ids (k,) are tokens that get features of any of these pictures, (k,) bool."""
     tokens = {picture.token_id for picture in pictures}
-    return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=ids.device))
+    known = torch.tensor(sorted(tokens), dtype=ids.dtype, device=ids.device)
+    return torch.isin(ids, known)
 
 
 def picture_tokens(ids: Tensor, pictures: Sequence[Picture], name: str) -> Tensor:
@@ -99,13 +100,15 @@ def ids_with_placeholders(ids: Sequence[int], pictures: Sequence[Picture]) -> li
     for number, picture in enumerate(pictures):
         own = list(picture.token_ids)
         last = len(rest) - len(own)
-        place = next((at for at in range(last + 1) if rest[at : at + len(own)] == own), None)
+        places = (at for at in range(last + 1) if rest[at : at + len(own)] == own)
+        place = next(places, None)
         if place is None:
             raise DataError(
                 f"The {len(own)} tokens of picture {number} are not in the prompt behind those of "
                 "the pictures before it. A prompt must not be cut or encoded again after its "
                 "pictures were read."
             )
+
         shorter += [*rest[:place], picture.token_id]
         rest = rest[place + len(own) :]
     return shorter + rest

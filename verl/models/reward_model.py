@@ -123,7 +123,8 @@ class RewardModel(nn.Module):
                 f"{lowest} to {highest}."
             )
 
-        return RewardOutput(self._score(ids, (real.cumsum(1) - 1)[real], lengths))
+        positions = (real.cumsum(1) - 1)[real]
+        return RewardOutput(self._score(ids, positions, lengths))
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], *, max_tokens: int = 16384) -> Tensor:
@@ -171,7 +172,9 @@ class RewardModel(nn.Module):
         if pad is None:
             return torch.ones_like(input_ids, dtype=torch.bool)
         token = (input_ids != pad).int()
-        return (token.cumsum(1) > 0) & (token.flip(1).cumsum(1).flip(1) > 0)
+        has_begun = token.cumsum(1) > 0
+        goes_on = token.flip(1).cumsum(1).flip(1) > 0
+        return has_begun & goes_on
 
 
 def load_reward_config(

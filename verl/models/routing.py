@@ -37,8 +37,10 @@ def watch_routers(model: PreTrainedModel, slot: PackingSlot) -> int:
             f"known (Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE, gpt-oss), got '{family}'. Set it to "
             "disabled."
         )
+
     if slot.routes_layers:
         return slot.routes_layers * found[0].routing.top_k
+
     slot.routes_layers = len(found)
     for number, mixture in enumerate(found):
         router = mixture.router

@@ -21,6 +21,7 @@ from transformers.video_utils import load_video
 
 from verl.models.pictures import Frames, Picture
 from verl.models.vision import FIRST_WITH_VIDEOS, family_of, knows_videos, video_times
+from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import DataError, MissingDependencyError
 
 
@@ -41,7 +42,8 @@ class VideoProcessor:
         self.token: str = processor.video_token
         self.token_id: int = config.video_token_id  # pyright: ignore[reportAttributeAccessIssue]
         self._source = source
-        self._begin, self._end = "", ""
+        self._begin = ""
+        self._end = ""
         if self.family.splits_videos:
             self._begin = processor.vision_start_token
             self._end = processor.vision_end_token
@@ -73,7 +75,7 @@ class VideoProcessor:
             ) from error
 
         group = self.images.temporal_patch_size
-        count = -(-len(frames.images) // group)
+        count = ceil_div(len(frames.images), group)
         merge = self.images.merge_size
         grid = (rows // merge, columns // merge)
         seconds = group / frames.fps
@@ -109,7 +111,8 @@ class VideoProcessor:
         patches = output["pixel_values"].unflatten(0, (len(resized), -1))
         patches = patches.unflatten(2, (3, group, -1))
         missing = -len(resized) % group
-        patches = torch.cat([patches, patches[-1:].expand(missing, -1, -1, -1, -1)])
+        copies = patches[-1:].expand(missing, -1, -1, -1, -1)
+        patches = torch.cat([patches, copies])
         joined = [patches[place::group, :, :, place] for place in range(group)]
         return torch.stack(joined, dim=3).flatten(2).flatten(0, 1), rows, columns
 
@@ -122,11 +125,13 @@ class VideoProcessor:
             "min_pixels": lowest if frames.min_pixels is None else frames.min_pixels,
             "max_pixels": highest if frames.max_pixels is None else frames.max_pixels,
         }
+
         models = "transformers.models"
         if not self.family.splits_videos:
             parts = importlib.import_module(f"{models}.qwen2_vl.image_processing_pil_qwen2_vl")
             return parts.smart_resize(first.height, first.width, **limits)
         parts = importlib.import_module(f"{models}.qwen3_vl.video_processing_qwen3_vl")
+
         group = self.images.temporal_patch_size
         return parts.smart_resize(
             len(frames.images), first.height, first.width, temporal_factor=group, **limits

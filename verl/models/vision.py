@@ -53,11 +53,11 @@ def _qwen_example(
     grid = (rows * merge, columns * merge)
     channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
     width = channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.randn(frames * grid[0] * grid[1], width, generator=generator)
-    return {
-        "pixel_values": pixels,
+    inputs = {
+        "pixel_values": torch.randn(frames * grid[0] * grid[1], width, generator=generator),
         "image_grid_thw": torch.tensor([[frames, *grid]]),
-    }, (rows, columns)
+    }
+    return inputs, (rows, columns)
 
 
 def _square(config: Any) -> tuple[int, int]:
@@ -116,6 +116,7 @@ def example_picture(model: PreTrainedModel, seed: int = 0) -> Picture:
         grid=grid,
         sees_itself=family.sees_itself,
     )
+
     features = _computed_features(model, [draft])[0]
     token = config.image_token_id
     return replace(draft, token_id=token, token_ids=(token,) * len(features))
@@ -129,11 +130,13 @@ def example_video(model: PreTrainedModel, seed: int = 0, frames: int = 3) -> Pic
     seconds = 0.2
     times = video_times(config, frames, seconds)
     token = config.video_token_id
+
     ids: list[int] = []
     for number, run in enumerate(times):
         ids += [token] * (len(run) * grid[0] * grid[1])
         if number + 1 < len(times):
             ids.append(0)  # in place of the time of the next frame
+
     return Picture(
         key=f"example video {seed}",
         token_ids=tuple(ids),
@@ -152,7 +155,8 @@ def video_times(config: Any, frames: int, seconds: float) -> tuple[tuple[int, ..
     # Qwen2.5-VL counts in parts of a second, Qwen2-VL in frames.
     rate = getattr(config.vision_config, "tokens_per_second", None)
     step = torch.tensor(1.0) if rate is None else rate * torch.tensor(seconds)
-    return (tuple((torch.arange(frames) * step).long().tolist()),)
+    times = (torch.arange(frames) * step).long()
+    return (tuple(times.tolist()),)
 
 
 def knows_videos() -> bool:

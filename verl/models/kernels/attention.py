@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from verl.utils.arithmetic import round_up
 from verl.utils.errors import ModelError
 from verl.utils.imports import is_installed, require
 from verl.utils.logging import logger
@@ -120,7 +121,7 @@ def cudnn_attention(
             outputs.append(short(q[part], k[part], v[part], own_lengths, ends, scale))
             continue
 
-        rounded = -(-length // CUDNN_TILE) * CUDNN_TILE
+        rounded = round_up(length, CUDNN_TILE)
         q_block, k_block, v_block = (
             _block(tensor, start, count, rounded).transpose(1, 2) for tensor in (q, k, v)
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from verl.models.logprobs import FUSED_WORDS
+from verl.utils.arithmetic import ceil_div
 
 # Tokens of a tile (its words are FUSED_WORDS), and the part of the hidden size of one step of the
 # product. A group of neighboring tiles shares words, for as many tiles of tokens as fit into the L2
@@ -60,7 +61,7 @@ def head_statistics(
     if not tokens:
         return normalizers, chosen, entropies if entropy else None
 
-    tiles = -(-vocabulary // FUSED_WORDS)
+    tiles = ceil_div(vocabulary, FUSED_WORDS)
     # For each tile: its largest y, the sum of exp(y - largest), and the sum of exp(y - largest) *
     # (y - largest).
     parts = hidden.new_empty(3 if entropy else 2, tiles, tokens, dtype=torch.float32)
@@ -89,7 +90,7 @@ def head_statistics(
         num_stages=3,
     )
 
-    _combine[(-(-tokens // _COMBINED_TOKENS),)](
+    _combine[(ceil_div(tokens, _COMBINED_TOKENS),)](
         parts,
         normalizers,
         entropies,
@@ -127,12 +128,15 @@ def _tiles(
 
     With `flatten`, the loads of a tile start while the previous tile is reduced.
     """
-    row_tiles, word_tiles = tl.cdiv(tokens, TOKENS), tl.cdiv(vocabulary, WORDS)
+    row_tiles = tl.cdiv(tokens, TOKENS)
+    word_tiles = tl.cdiv(vocabulary, WORDS)
     steps = tl.cdiv(size, DEPTH)
     for tile in tl.range(tl.program_id(0), row_tiles * word_tiles, programs, flatten=True):
         first = tile // (GROUP * word_tiles) * GROUP
-        within, height = tile % (GROUP * word_tiles), min(row_tiles - first, GROUP)
-        row, word = first + within % height, within // height
+        within = tile % (GROUP * word_tiles)
+        height = min(row_tiles - first, GROUP)
+        row = first + within % height
+        word = within // height
         y = tl.zeros((TOKENS, WORDS), tl.float32)
 
         for step in range(steps):
@@ -151,11 +155,8 @@ def _tiles(
         inside = rows < tokens
         target = tl.load(TARGETS + rows, mask=inside, other=-1).to(tl.int32)
         is_here = (target >= word * WORDS) & (target < word * WORDS + WORDS)
-        tl.store(
-            CHOSEN + rows,
-            tl.sum(tl.where(words[None, :] == target[:, None], y, 0.0), 1),
-            mask=is_here,
-        )
+        of_target = tl.where(words[None, :] == target[:, None], y, 0.0)
+        tl.store(CHOSEN + rows, tl.sum(of_target, 1), mask=is_here)
         if word == word_tiles - 1:
             y = tl.where(words[None, :] < vocabulary, y, float("-inf"))
 
@@ -168,11 +169,8 @@ def _tiles(
         tl.store(place + stride, tl.sum(weights, 1), mask=inside)
 
         if ENTROPY:
-            tl.store(
-                place + 2 * stride,
-                tl.sum(tl.where(weights > 0, weights * distance, 0.0), 1),
-                mask=inside,
-            )
+            weighted = tl.where(weights > 0, weights * distance, 0.0)
+            tl.store(place + 2 * stride, tl.sum(weighted, 1), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
@@ -201,13 +199,15 @@ def _combine(
         sums = tl.load(place + stride, mask=inside, other=0.0)
         new_m = tl.maximum(m, tl.max(largest, 0))
         moved = tl.where(inside, largest - new_m[None, :], 0.0)
-        alpha, beta = tl.exp2((m - new_m) * _LOG2_E), tl.exp2(moved * _LOG2_E)
+        alpha = tl.exp2((m - new_m) * _LOG2_E)
+        beta = tl.exp2(moved * _LOG2_E)
         if ENTROPY:
             # Relative to the common maximum, the sum of exp(y - new_m) * (y - new_m) of a tile is
             # beta * (own + moved * sum).
             own = tl.load(place + 2 * stride, mask=inside, other=0.0)
             before = tl.where(total > 0, alpha * (weighted + (m - new_m) * total), 0.0)
-            weighted = before + tl.sum(tl.where(sums > 0, beta * (own + moved * sums), 0.0), 0)
+            of_tiles = tl.where(sums > 0, beta * (own + moved * sums), 0.0)
+            weighted = before + tl.sum(of_tiles, 0)
         total = total * alpha + tl.sum(beta * sums, 0)
         m = new_m
 

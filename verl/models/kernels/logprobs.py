@@ -92,9 +92,8 @@ def _row_statistics(
         weight = tl.where(inside, tl.exp2(distance * _LOG2_E), 0.0)
         moved = m - new_m
         alpha = tl.exp2(moved * _LOG2_E)
-        weighted = tl.where(total > 0, alpha * (weighted + moved * total), 0.0) + tl.sum(
-            weight * distance, 0
-        )
+        before = tl.where(total > 0, alpha * (weighted + moved * total), 0.0)
+        weighted = before + tl.sum(weight * distance, 0)
         total = total * alpha + tl.sum(weight, 0)
         m = new_m
 
@@ -120,9 +119,11 @@ def _grad_linear(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    source, result = Y + row * y_row, GRAD + row * vocabulary
+    source = Y + row * y_row
+    result = GRAD + row * vocabulary
     columns = tl.arange(0, BLOCK)
-    target, normalizer = tl.load(TARGETS + row), tl.load(NORMALIZERS + row)
+    target = tl.load(TARGETS + row)
+    normalizer = tl.load(NORMALIZERS + row)
     grad_log_prob = 0.0
     if GRAD_LOG_PROBS is not None:
         grad_log_prob = tl.load(GRAD_LOG_PROBS + row)

@@ -85,19 +85,26 @@ def _rotate(
 ):
     """Rotate all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
-    head, dim = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)[None, :]
+    head = tl.arange(0, BLOCK_H)[:, None]
+    dim = tl.arange(0, BLOCK)[None, :]
     mask = (head < heads) & (dim < HALF)
     source = X + token * x_token + head * x_head + dim
     low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-    cos, sin = COS + token * cos_token + dim, SIN + token * cos_token + dim
-    cos_low, cos_high = tl.load(cos, mask=dim < HALF), tl.load(cos + HALF, mask=dim < HALF)
 
-    sin_low, sin_high = tl.load(sin, mask=dim < HALF), tl.load(sin + HALF, mask=dim < HALF)
+    cos = COS + token * cos_token + dim
+    sin = SIN + token * cos_token + dim
+    cos_low = tl.load(cos, mask=dim < HALF)
+    cos_high = tl.load(cos + HALF, mask=dim < HALF)
+    sin_low = tl.load(sin, mask=dim < HALF)
+    sin_high = tl.load(sin + HALF, mask=dim < HALF)
+
     if TRANSPOSED:
-        new_low, new_high = low * cos_low + high * sin_high, high * cos_high - low * sin_low
+        new_low = low * cos_low + high * sin_high
+        new_high = high * cos_high - low * sin_low
     else:
-        new_low, new_high = low * cos_low - high * sin_low, high * cos_high + low * sin_high
+        new_low = low * cos_low - high * sin_low
+        new_high = high * cos_high + low * sin_high
 
     target = OUT + token * heads * 2 * HALF + head * 2 * HALF + dim
     tl.store(target, new_low.to(OUT.dtype.element_ty), mask=mask)

@@ -54,7 +54,8 @@ def _merge(
 ):
     """Merge all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
-    head, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK)
+    head = tl.arange(0, BLOCK_H)
+    column = tl.arange(0, BLOCK)
     lse_place = LSE + head * lse_head + token * lse_token
     lse = tl.load(lse_place, mask=head < heads, other=0.0)
     other_lse_place = OTHER_LSE + head * other_lse_head + token * other_lse_token
