@@ -75,7 +75,8 @@ def agreed_passes(
     where ranks along the sequence axis have planned other passes over the rows that they share.
     """
     size = f"{budget.rows} rows" if budget.max_tokens is None else f"{budget.max_tokens} tokens"
-    digest = zlib.crc32(repr((list(lengths), [list(rows) for rows in plan])).encode())
+    agreed = (list(lengths), [list(rows) for rows in plan])
+    digest = zlib.crc32(repr(agreed).encode())
     mine = _Planned(
         budget.phase, size, len(plan), len(lengths), sum(lengths), mesh.data.rank, digest
     )

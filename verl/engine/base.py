@@ -34,6 +34,7 @@ from verl.engine.totals import LossFunction, LossOutput, Totals
 from verl.models.lora import adapted_layers, adapter_state, merged_parameters, plain_parameters
 from verl.protocol import DataProto
 from verl.single_controller import note_progress
+from verl.utils.arithmetic import ceil_div
 from verl.utils.logging import logger
 from verl.utils.peaks import phase_peaks
 from verl.weight_sync.fingerprint import FingerprintLog
@@ -423,7 +424,7 @@ class TrainEngine:
             on_restart()
 
         # Each rank along the sequence axis has its part of a row.
-        lengths = [-(-length // self.mesh.sequence.size) for length in mini_batch.lengths]
+        lengths = [ceil_div(length, self.mesh.sequence.size) for length in mini_batch.lengths]
         with phase_peaks.phase(budget.phase, self.device):
             asked = self.budgets.begin(
                 budget, lengths, lambda size: sum(predict()(size, size).values())

@@ -29,6 +29,7 @@ from verl.models.logprobs import (
     FUSED_WORDS,
     fused_head,
 )
+from verl.utils.arithmetic import ceil_div, round_up
 
 # Ids, positions, targets and columns of one packed token.
 _COLUMN_BYTES = 64
@@ -196,7 +197,7 @@ class EngineFootprint:
         if setup.offload_policy:
             return self.parameters + self.moments + self.gradients
         kept = (setup.param_offload * self.parameters, setup.optimizer_offload * self.moments)
-        return sum(-(-num_bytes // CHUNK_BYTES) * CHUNK_BYTES for num_bytes in kept)
+        return sum(round_up(num_bytes, CHUNK_BYTES) for num_bytes in kept)
 
     # ---------------------------------------------------------------- phases
 
@@ -238,6 +239,7 @@ class EngineFootprint:
             "gradients": 0 if self.setup.offload_policy else self.gradients,
             "columns": _COLUMN_BYTES * tokens,
         }
+
         return _largest(
             {
                 "gathered weights": self._gathered_at_head,
@@ -290,7 +292,9 @@ class EngineFootprint:
             elements = 4 * shape.hidden + attention + 3 * shape.intermediate + heads
             return width * elements + 4 * (shape.heads + 2)
         elements = 4 * shape.hidden + attention + 4 * shape.intermediate + heads
-        copies = 2 * shape.hidden + heads if width < 4 else 2 * shape.hidden
+        copies = 2 * shape.hidden
+        if width < 4:
+            copies += heads
         return width * elements + 4 * copies + 4 * (shape.heads + 2)
 
     def load(self) -> int:
@@ -384,7 +388,7 @@ class EngineFootprint:
         if not self.shape.vocabulary:
             return 0
         if self.setup.fused_head:
-            return 4 * 3 * -(-self.shape.vocabulary // FUSED_WORDS) * predictions
+            return 4 * 3 * ceil_div(self.shape.vocabulary, FUSED_WORDS) * predictions
 
         itemsize = 4
         if not self.setup.on_cuda and self.setup.compute_itemsize < 4:
@@ -410,7 +414,8 @@ class EngineFootprint:
         width = self.setup.compute_itemsize
         # The last norm is not compiled: fp32 copy, result before its weight, result. Then the
         # states that predict, and their gradient.
-        states = (4 + 2 * width) * shape.hidden * tokens + 2 * width * shape.hidden * predictions
+        states = (4 + 2 * width) * shape.hidden * tokens
+        states += 2 * width * shape.hidden * predictions
         if not shape.vocabulary:
             return {"last states": states}
 
@@ -454,7 +459,8 @@ class EngineFootprint:
         numel = self._trained_rest if rest else self._trained_layer
         if not rest or self.setup.keeps_gathered:
             return 4 * numel
-        return 4 * numel + max(self.setup.compute_itemsize * numel, 4 * -(-numel // self._ranks))
+        gradients = self.setup.compute_itemsize * numel
+        return 4 * numel + max(gradients, 4 * ceil_div(numel, self._ranks))
 
 
 def _whole_bytes(weights: Sequence[Weight]) -> int:

@@ -59,7 +59,8 @@ def shortage_of(error: BaseException, device: torch.device) -> Shortage | None:
         return Shortage(True, asked, _free_on_device(text, device))
 
     is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    is_allocator = isinstance(error, RuntimeError) and any(sign in text for sign in _HOST_SIGNS)
+    has_sign = any(sign in text for sign in _HOST_SIGNS)
+    is_allocator = isinstance(error, RuntimeError) and has_sign
     if isinstance(error, MemoryError) or is_system or is_allocator:
         return Shortage(False, _bytes_in(text, r"tried to allocate"), _free_on_host())
     return None
@@ -250,7 +251,10 @@ def _key(budget: TokenBudget) -> str:
 
 def _bytes_in(text: str, before: str) -> int | None:
     found = re.search(before + r"\D{0,3}([\d.]+) (bytes|KiB|MiB|GiB)", text)
-    return None if found is None else round(float(found.group(1)) * _UNITS[found.group(2)])
+    if found is None:
+        return None
+    number = float(found.group(1))
+    return round(number * _UNITS[found.group(2)])
 
 
 def _free_on_device(text: str, device: torch.device) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import ConfigError
 
 
@@ -136,7 +137,7 @@ def _fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     fallback = _first_fit_decreasing(lengths, max_tokens)
     # No two rows of more than half the budget share a bin.
     long_rows = sum(2 * length > max_tokens for length in lengths)
-    full_bins = -(-sum(lengths) // max_tokens)
+    full_bins = ceil_div(sum(lengths), max_tokens)
     fewest = max(full_bins, long_rows, 1)
 
     for num_bins in range(fewest, len(fallback) + 1):

@@ -10,6 +10,7 @@ from torch import nn
 from verl.engine.compile import FAMILIES
 from verl.engine.flops import head_sizes
 from verl.models.vision import language_layers
+from verl.utils.arithmetic import ceil_div
 
 
 class Weight(NamedTuple):
@@ -25,7 +26,7 @@ class Weight(NamedTuple):
         """Count the elements of the largest shard: FSDP2 cuts the first dimension and fills up."""
         if not self.shape:
             return 1
-        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+        return ceil_div(self.shape[0], ranks) * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,9 @@ def _moment_from_saved(key: str, saved: Any, parameter: Tensor) -> Tensor:
             "The checkpoint's moments are in 8 bits. Set optim.optimizer=AdamW8bit, as it was then."
         )
     # The fused step counts on the device; the counter is a scalar and never sharded.
-    return saved.to(parameter.device) if key == "step" else shard_like(saved, parameter.detach())
+    if key == "step":
+        return saved.to(parameter.device)
+    return shard_like(saved, parameter.detach())
 
 
 def _parts(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
