@@ -156,7 +156,9 @@ def _describe(faults: list[list[str]], total: int) -> str:
 
     listed = []
     for name, ranks in ranks_of.items():
-        where = f" on rank {', '.join(map(str, ranks))}" if len(faults) > 1 else ""
+        where = ""
+        if len(faults) > 1:
+            where = f" on rank {', '.join(map(str, ranks))}"
         listed.append(f"'{name}'{where}")
     more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
     return (

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from verl.utils.arithmetic import round_up
 from verl.weight_sync.base import NamedTensors
 
 _ALIGNMENT = 256  # bytes: where a tensor starts in a bucket
@@ -83,7 +84,7 @@ def pack(
             count = min(flat.numel() - first, (len(bucket) - end) // travel.itemsize)
             _view(bucket, end, count, travel).copy_(flat[first : first + count])
             pieces.append(Piece(name, tuple(tensor.shape), travel, first, count, end))
-            end = -(-(end + count * travel.itemsize) // _ALIGNMENT) * _ALIGNMENT
+            end = round_up(end + count * travel.itemsize, _ALIGNMENT)
             first += count
             if first == flat.numel():
                 break
@@ -109,7 +110,7 @@ def new_slots(num_bytes: int, count: int, device: torch.device) -> Sequence[Tens
 
 def slot_bytes(num_bytes: int) -> int:
     """Round `num_bytes` up, so that the bucket behind it is aligned."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return round_up(num_bytes, _ALIGNMENT)
 
 
 class Unpacker:

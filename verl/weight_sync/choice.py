@@ -65,7 +65,8 @@ def gpu_uuid(device: torch.device) -> str:
 
 def device_of(uuid: str) -> torch.device:
     """Return this process's device for a GPU. Raises RolloutError if the GPU is not visible."""
-    seen = [gpu_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    seen = list(map(gpu_uuid, devices))
     if uuid not in seen:
         raise RolloutError(
             f"The weights lie on the GPU {uuid}, and this process sees "

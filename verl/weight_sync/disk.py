@@ -85,7 +85,9 @@ class DiskReceiver:
 
     def expected(self) -> Mapping[str, int] | None:
         """Return the sender's fingerprints, as `WeightReceiver.expected` describes."""
-        return None if self._proof is None else json.loads(self._proof.read_text(encoding="utf-8"))
+        if self._proof is None:
+            return None
+        return json.loads(self._proof.read_text(encoding="utf-8"))
 
     def report(self, fault: str | None) -> None:
         """Do nothing: the sender waits for no reader."""

@@ -64,7 +64,7 @@ def fingerprints(tensors: Sequence[Tensor], parts: Sequence[Part] | None = None)
             # Triton exists only with CUDA.
             kernel = importlib.import_module("verl.weight_sync.fingerprint_kernel")
             return kernel.sum_of_bits(bits, parts)
-        return torch.stack([_sum_of_bits(values, part) for values, part in zip(bits, parts)])
+        return torch.stack(list(map(_sum_of_bits, bits, parts)))
 
 
 def parts_of(
@@ -123,7 +123,8 @@ def _sum_of_bits(bits: Tensor, part: Part) -> Tensor:
     """Sum h(i) b_i of flat integers, chunk by chunk on a CPU."""
     if not part.run and part.start + bits.numel() <= min(_CHUNK, _KEPT_HASHES):
         # Most tensors of a small model: one product.
-        return torch.dot(_hashes()[part.start : part.start + bits.numel()], bits.to(torch.int64))
+        hashes = _hashes()[part.start : part.start + bits.numel()]
+        return torch.dot(hashes, bits.to(torch.int64))
 
     total = torch.zeros((), dtype=torch.int64)
     for first in range(0, bits.numel(), _CHUNK):

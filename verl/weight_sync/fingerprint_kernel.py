@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl.utils.arithmetic import ceil_div
 from verl.weight_sync.fingerprint import Part
 
 _BLOCK = 2048
@@ -33,7 +34,7 @@ def sum_of_bits(bits: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
     for number, (values, (address, size, _, run, _)) in enumerate(zip(bits, table)):
         # Loads are wide and not masked where blocks are whole and the address allows it.
         whole = size // _SIZE * (address % 16 == 0)
-        all_of_it = -(-size // _SIZE)
+        all_of_it = ceil_div(size, _SIZE)
         for full, first, end in ((True, 0, whole), (False, whole, all_of_it)):
             if first < end:
                 blocks.setdefault((values.itemsize, run > 0, full), []).append((number, first, end))
@@ -72,7 +73,8 @@ def _numbered(blocks: np.ndarray) -> np.ndarray:
     tensors, first, end = blocks.T
     counts = end - first
     before = np.repeat(np.cumsum(counts) - counts - first, counts)
-    return np.stack([np.repeat(tensors, counts), np.arange(counts.sum()) - before], 1)
+    own = np.arange(counts.sum()) - before
+    return np.stack([np.repeat(tensors, counts), own], 1)
 
 
 @triton.jit
@@ -118,7 +120,8 @@ def _sum_of_bits(
             bits = tl.load(source + offsets, mask=first + offsets < size, other=0)
         if STRIDED:
             places = first + offsets
-            mixed = (places // run * stride + places % run + start).to(tl.int32) * _MULTIPLIER
+            places = places // run * stride + places % run + start
+            mixed = places.to(tl.int32) * _MULTIPLIER
         else:
             mixed = base + offsets * _MULTIPLIER
         mixed = (mixed ^ ((mixed >> 15) & 0x1FFFF)) | 1

@@ -226,7 +226,8 @@ class _Watch(TorchDispatchMode):
         """Compare the copies of a bucket, which is still valid, with their sources, bit by bit."""
         handed = dict(tensors)
         ours = [copy for copy in self.copies if copy.name in handed]
-        sources = fingerprints([copy.source(handed[copy.name]) for copy in ours]).tolist()
+        handed_over = [copy.source(handed[copy.name]) for copy in ours]
+        sources = fingerprints(handed_over).tolist()
         places = fingerprints([copy.destination for copy in ours]).tolist()
         for copy, source, place in zip(ours, sources, places):
             if source != place:

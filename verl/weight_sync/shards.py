@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from verl.utils.arithmetic import ceil_div
 from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.buckets import travel_dtype
 from verl.weight_sync.fingerprint import FingerprintLog, Part, fingerprints
@@ -135,7 +136,7 @@ class _Bucket:
         size = self.mesh.size(self.axis)
         self._chunks = []
         for shape in self.shapes:
-            rows = -(-shape[0] // size)
+            rows = ceil_div(shape[0], size)
             self._chunks.append(rows * shape[1:].numel())
 
     @torch.no_grad()
