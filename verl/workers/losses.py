@@ -204,21 +204,8 @@ class PolicyObjective(Objective):
     def __call__(self, outputs: Columns, columns: Columns, sequence: Tensor) -> LossOutput:
         log_probs = outputs["log_probs"]
         weights = columns["weights"]
-        is_own_update = "old_log_probs" not in columns and "rollout_log_probs" in columns
-        if is_own_update and not self._is_looking_for_offenders:
-            self._seen.append(
-                (log_probs.detach(), columns["rollout_log_probs"], columns["response_mask"])
-            )
-
-        if "token_age" in columns and not self._is_looking_for_offenders:
-            self._seen_by_age.append(
-                (
-                    log_probs.detach(),
-                    columns["rollout_log_probs"],
-                    columns["response_mask"],
-                    columns["token_age"],
-                )
-            )
+        if "rollout_log_probs" in columns and not self._is_looking_for_offenders:
+            self._note_mismatch(log_probs, columns)
         if self.proximal is not None:
             columns = {**columns, **self.proximal.columns(log_probs, columns)}
 
@@ -272,6 +259,14 @@ class PolicyObjective(Objective):
             loss = loss + coef * term
 
         return LossOutput(loss=loss, means=means, sums=sums)
+
+    def _note_mismatch(self, log_probs: Tensor, columns: Columns) -> None:
+        """Keep what `take_mismatch` compares."""
+        seen = (log_probs.detach(), columns["rollout_log_probs"], columns["response_mask"])
+        if "old_log_probs" not in columns:
+            self._seen.append(seen)
+        if "token_age" in columns:
+            self._seen_by_age.append((*seen, columns["token_age"]))
 
     def _policy_loss(self, inputs: PolicyLossInputs) -> PolicyLossOutput:
         """Compute the policy loss. Raises AlgorithmError where a user's returns something else."""
@@ -424,7 +419,8 @@ def token_noise(batch: DataProto) -> Tensor:
     uids = batch.non_tensor_batch.get("uid", np.full(len(mask), "", dtype=object))
     noise = []
     for uid, row, own in zip(uids, tokens, mask):
-        key = [zlib.crc32(str(uid).encode()), zlib.crc32(row[own].cpu().numpy().tobytes())]
+        response = row[own].cpu().numpy().tobytes()
+        key = [zlib.crc32(str(uid).encode()), zlib.crc32(response)]
         noise.append(np.random.default_rng(key).random(mask.shape[1]))
     return torch.from_numpy(np.stack(noise))
 

@@ -137,7 +137,8 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
             text = answer
             if not isinstance(text, str):
                 text = model.tokenizer.decode(text, skip_special_tokens=True)
-            texts[row] = _conversation([] if prompt is None else prompt, text, _response(row))
+            messages = [] if prompt is None else prompt
+            texts[row] = _conversation(messages, text, _response(row))
 
     encoded = encode_conversations(
         model.tokenizer, list(texts.values()), add_generation_prompt=False
@@ -168,7 +169,8 @@ def _response(row: int) -> str:
 
 def _conversation(prompt: Any, answer: str, name: str) -> Messages:
     try:
-        before = [] if isinstance(prompt, list) and not prompt else without_picture_parts(prompt)
+        is_empty = isinstance(prompt, list) and not prompt
+        before = [] if is_empty else without_picture_parts(prompt)
     except DataError as error:
         raise DataError(f"The prompt of {name} {error}.") from error
     return [*before, {"role": "assistant", "content": answer}]

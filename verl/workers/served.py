@@ -39,6 +39,10 @@ def server_sender(
         )
         batch = DataProto.from_dict(tensors=columns)
         own = actor.compute_log_prob(batch).batch["old_log_probs"]
-        return [row[: len(each.token_ids)].tolist() for row, each in zip(own, drawn)]
+
+        rows = []
+        for row, each in zip(own, drawn):
+            rows.append(row[: len(each.token_ids)].tolist())
+        return rows
 
     return ServerSender(engine, log_probs, tensors, adapters, world=world)

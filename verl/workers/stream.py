@@ -176,7 +176,9 @@ class EpisodeStream:
             self._live.close()
 
     def _begin(self, steps: "agents.EngineSteps") -> "agents.LiveEpisodes":
-        announce = partial(gather_objects, axis=self._sharing) if self._sharing.size > 1 else None
+        announce = None
+        if self._sharing.size > 1:
+            announce = partial(gather_objects, axis=self._sharing)
         return agents.LiveEpisodes(
             self._runner, steps, max_model_len=self._longest, announce=announce
         )

@@ -13,6 +13,7 @@ from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
 from verl.protocol import DataProto
 from verl.single_controller import note_progress
+from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.logging import logger
 from verl.workers.losses import Objective
@@ -43,7 +44,8 @@ def mini_batches(
 def global_weights(response_mask: torch.Tensor, mode: str, data: Axis) -> torch.Tensor:
     """Compute `aggregation_weights` (B, R) of this rank's rows, by counts over all ranks."""
     mask = response_mask.bool()
-    tokens, sequences = all_reduce_sum(torch.stack([mask.sum(), mask.any(-1).sum()]), data).tolist()
+    counts = torch.stack([mask.sum(), mask.any(-1).sum()])
+    tokens, sequences = all_reduce_sum(counts, data).tolist()
     if mode == "token-mean":
         # Each weighs one over all tokens, as seq-mean-token-sum does with as many sequences.
         return aggregation_weights(mask, "seq-mean-token-sum", num_sequences=tokens)
@@ -116,7 +118,7 @@ def run_updates(
     rows = rows_of_a_rank(engine, batch, mini_batch_rows)
     with engine.on_device(optimizer=True):
         order = mini_batches(batch, rows, epochs=epochs, shuffle=shuffle, seed=_seed(batch))
-        total = epochs * -(-len(batch) // rows)
+        total = epochs * ceil_div(len(batch), rows)
         for number, mini_batch in enumerate(order):
             note_progress(number, total, "mini-batches")
             mini_batch = mini_batch.select()  # the caller's batch gets no further column
