@@ -55,7 +55,8 @@ def open_files(world: World) -> Iterator[Finding]:
     soft = world.host.open_files
     hard = world.host.open_files_hard
     if soft >= OPEN_FILES:
-        yield Finding("ulimit -n", "ok", "unlimited" if soft > 2**40 else str(soft))
+        shown = "unlimited" if soft > 2**40 else str(soft)
+        yield Finding("ulimit -n", "ok", shown)
         return
 
     wanted = 65536

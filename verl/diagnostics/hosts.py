@@ -10,6 +10,7 @@ import torch
 
 from verl.config import TrainConfig
 from verl.config.placement import number_of_ranks, ranks_of_roles
+from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import ConfigError
 from verl.utils.registry import nearest_names
 from verl.utils.units import GIB
@@ -59,7 +60,7 @@ class Placement:
 
     @property
     def hosts(self) -> int:
-        return -(-self.ranks // self.ranks_a_host)
+        return ceil_div(self.ranks, self.ranks_a_host)
 
     def beside(self, role: str) -> list[str]:
         """Return the roles on the devices of `role`, with itself: two share all ranks or none."""

@@ -83,7 +83,8 @@ def probe(installed: Iterable[str]) -> Probed:
     # By its path, since another verl may come first; as `-c`, so that the folder of the script is
     # not on the path.
     run = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", run, str(Path(__file__).with_name("probe.py")), *asked]
+    probe = Path(__file__).with_name("probe.py")
+    command = [sys.executable, "-c", run, str(probe), *asked]
 
     try:
         done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False)
@@ -92,7 +93,8 @@ def probe(installed: Iterable[str]) -> Probed:
 
     if done.returncode == 0:
         return understand(done.stdout, None)
-    last_words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    last_words = lines[-1:] or [""]
     return understand(done.stdout, f"exit status {done.returncode} {last_words[0]}".strip())
 
 
@@ -117,4 +119,5 @@ def understand(output: bytes, ended: str | None) -> Probed:
     if facts.get("torch") is not None:
         facts["torch"] = Torch(**facts["torch"])
     facts["gpus"] = [Gpu(**gpu) for gpu in facts.get("gpus", ())]
-    return Probed(**facts, died_at=None if ended is None else (step, ended))
+    died_at = None if ended is None else (step, ended)
+    return Probed(**facts, died_at=died_at)

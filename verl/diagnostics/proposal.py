@@ -99,7 +99,8 @@ class Proposal:
         """Name of the fastest schedule; "sync" unless another one is clearly faster."""
         sync_s = self.results["sync"].step_s
         name = min(self.results, key=lambda each: self.results[each].step_s)
-        return name if sync_s > _WORTH * self.results[name].step_s else "sync"
+        is_worth_it = sync_s > _WORTH * self.results[name].step_s
+        return name if is_worth_it else "sync"
 
     @property
     def keys(self) -> list[str]:
@@ -205,7 +206,8 @@ def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
 
 def _non_negative_fit(one: Any, other: Any, total: Any) -> tuple[float, float]:
     """Return a, b >= 0 with the least squares of a * one + b * other - total."""
-    (a, b), *_ = np.linalg.lstsq(np.stack([one, other], 1), total, rcond=None)
+    factors = np.stack([one, other], 1)
+    (a, b), *_ = np.linalg.lstsq(factors, total, rcond=None)
     if a < 0:
         return 0.0, float((other @ total) / (other @ other))
     if b < 0:

@@ -23,6 +23,7 @@ from verl.engine.budget import MOST_TOKENS, largest_that_fits
 from verl.engine.footprint import EngineFootprint, EngineSetup, fuses_mlp, gathers_once
 from verl.engine.model_shape import ModelShape
 from verl.engine.options import EngineOptions
+from verl.utils.arithmetic import ceil_div
 
 Predict = Callable[[int, int], dict[str, int]]
 
@@ -174,8 +175,8 @@ class Passes:
     @classmethod
     def of(cls, work: Work, role: Role, predict: Predict, room: float | None) -> "Passes":
         """Size passes over rows of full length: by the configuration, or by `room` bytes."""
-        longest = -(-work.longest // role.sequence_ranks)
-        most = -(-work.rows // role.data_ranks) * longest
+        longest = ceil_div(work.longest, role.sequence_ranks)
+        most = ceil_div(work.rows, role.data_ranks) * longest
         if not role.footprint.setup.on_cuda:
             most = min(most, max(CPU_PASS_TOKENS, longest))
         max_tokens, rows = work.micro_batch

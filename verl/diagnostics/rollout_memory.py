@@ -10,6 +10,7 @@ from verl.rollout.base import capabilities_of, plan_engine
 from verl.rollout.fp8 import SCALE_BYTES
 from verl.rollout.memory import EngineLoad
 from verl.rollout.twin import ROLLOUT_DTYPES
+from verl.utils.arithmetic import ceil_div
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ def plan_rollout(
 
     longest = config.max_model_len or batch.longest
     engines = max(1, ranks // parts)
-    prompts = -(-batch.prompts // engines)
+    prompts = ceil_div(batch.prompts, engines)
     samples = prompts * batch.samples
 
     load = EngineLoad(

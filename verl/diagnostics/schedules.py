@@ -19,6 +19,7 @@ Rows and tokens are spread evenly; communication within the update is not modell
 """
 
 import heapq
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,11 +94,13 @@ class Engines:
             for sample in group.samples:
                 if sample.state != "running" or sample.sample_id in self.begun:
                     continue
+
                 drawn = len(sample.token_ids)
                 tokens += drawn and drawn + prompt
                 self.begun[sample.sample_id] = self.step - drawn
                 end = self.step - drawn + self.work.length_of(sample.sample_id)
                 heapq.heappush(self.ends, (end, sample.sample_id))
+
         seconds = tokens * self.costs.prefill_token_s / self.devices
         self.busy_s += seconds
         return seconds
@@ -112,8 +115,10 @@ class Engines:
             steps = end - self.step
             if used + steps * step_s > limit_s:
                 steps = max(1, int((limit_s - used) / step_s))
+
             self.step += steps
             used += steps * step_s
+
             while self.ends and self.ends[0][0] <= self.step:
                 _, sample_id = heapq.heappop(self.ends)
                 self._report(sample_id, self.book.finish)
@@ -164,7 +169,7 @@ def simulate(
     ahead = {"sync": 0.0, "one_step_off": 1.0}.get(schedule, staleness)
     pace = Pace(
         groups_per_step=work.prompts,
-        max_staleness=int(-(-ahead // 1)),
+        max_staleness=math.ceil(ahead),
         max_started=int((1 + ahead) * work.prompts),
         is_partial=schedule != "one_step_off",
     )

@@ -59,6 +59,7 @@ def python_version(world: World) -> Iterator[Finding]:
 def other_verl(world: World) -> Iterator[Finding]:
     """Check which package `verl` Python finds, and whether it is installed."""
     others = [path for path in world.verl_copies if path != world.here]
+
     if world.verl_copies and world.verl_copies[0] != world.here:
         yield Finding(
             "verl",
@@ -343,7 +344,8 @@ def binary_interfaces(world: World) -> Iterator[Finding]:
     failed = {name: error for name, error in world.probed.imports.items() if error is not None}
     reported = missing_packages(world)
     for name, error in failed.items():
-        version = world.packages[name].version if name in world.packages else ""
+        package = world.packages.get(name)
+        version = "" if package is None else package.version
         absent = re.search(r"No module named '([\w.]+)'", error)
         if absent and canonical(distribution_of(absent.group(1))) in reported:
             continue

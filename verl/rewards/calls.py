@@ -335,7 +335,8 @@ class _Threads:
             return [self._waiting.popleft()]
         count = min(self._chunk, len(self._waiting))
         if self.at_once > 1:  # leave some for the other threads
-            count = min(count, math.ceil(len(self._waiting) / (2 * self.at_once)))
+            half_a_share = math.ceil(len(self._waiting) / (2 * self.at_once))
+            count = min(count, half_a_share)
         return [self._waiting.popleft() for _ in range(count)]
 
     def _call_in_process(self, function: ProcessFunction, indexes: list[int]) -> list[Outcome]:
@@ -365,7 +366,8 @@ class _Threads:
         self._waiting.extendleft(reversed(rest))
         if rest:
             self._chunk = 1
-            self._start_threads(min(len(rest), self.at_once - len(self._running)))
+            free = self.at_once - len(self._running)
+            self._start_threads(min(len(rest), free))
         elif time.monotonic() - began > CHUNK_S:
             self._chunk = max(self._chunk // 2, 1)
         else:

@@ -187,7 +187,8 @@ class Helper:
             left_ms = (ends - time.monotonic()) * 1000
             poll = select.poll()
             poll.register(self._process.stdout, select.POLLIN)
-            ready = poll.poll(None if math.isinf(left_ms) else max(math.ceil(left_ms), 0))
+            timeout_ms = None if math.isinf(left_ms) else max(math.ceil(left_ms), 0)
+            ready = poll.poll(timeout_ms)
             if not ready:
                 # Kill the whole session, or a process that it forked would continue.
                 self.kill()

@@ -154,7 +154,8 @@ class RewardManager:
     def read(self, data: DataProto) -> list[Sample]:
         """Decode the responses and collect the arguments of their calls."""
         lengths = self._response_mask(data).sum(-1).tolist()
-        ids = [row[:length] for row, length in zip(data.batch["responses"].tolist(), lengths)]
+        responses = data.batch["responses"].tolist()
+        ids = [row[:length] for row, length in zip(responses, lengths)]
         if 0 in lengths:
             raise RewardError(
                 f"The response of row {lengths.index(0)} has no token, so there is nothing to "
@@ -181,6 +182,7 @@ class RewardManager:
         nothing = [None] * len(data)
         names = (self.reward_fn_key, "reward_model", "extra_info", "agent_info")
         rows = zip(*(columns.get(name, nothing) for name in names))
+
         found = []
         for source, truth, extra, agent in rows:
             if agent is not None:
@@ -365,11 +367,12 @@ class RewardManager:
     def _given_scores(self, data: DataProto) -> torch.Tensor:
         given = data.batch["rm_scores"]
         responses = data.batch["responses"]
-        if given.shape != responses.shape or not bool(torch.isfinite(given).all()):
+        is_finite = torch.isfinite(given)
+        if given.shape != responses.shape or not bool(is_finite.all()):
             raise RewardError(
                 f"The column rm_scores must hold finite numbers of shape {tuple(responses.shape)}, "
                 f"one for each response token. It has shape {tuple(given.shape)}, and "
-                f"{int((~torch.isfinite(given)).sum())} are not finite."
+                f"{int((~is_finite).sum())} are not finite."
             )
         return given
 

@@ -73,9 +73,11 @@ class BatchRewardManager(RewardManager):
         if outcome.failed:
             return [outcome] * len(samples)
 
-        if not hasattr(outcome.value, "__len__") or len(outcome.value) != len(samples):
-            has_length = hasattr(outcome.value, "__len__")
-            found = f"{len(outcome.value)} entries" if has_length else shown(outcome.value)
+        has_length = hasattr(outcome.value, "__len__")
+        if not has_length or len(outcome.value) != len(samples):
+            found = shown(outcome.value)
+            if has_length:
+                found = f"{len(outcome.value)} entries"
             raise RewardError(
                 "The reward function of the batch manager must return one score for each of the "
                 f"{len(samples)} responses it was given, in their order, got {found}."
@@ -157,15 +159,13 @@ class DAPORewardManager(RewardManager):
             result.extra[i] = {"acc": own, **result.extra[i]}
         if not self.buffer_len:
             return result
+
         for i, sample in enumerate(samples):
             penalty = self.penalty(sample.last_token + 1)
             result.scores[i] += penalty
             if self.logs_penalty:
-                result.extra[i] = {
-                    **result.extra[i],
-                    "overlong_reward": penalty,
-                    "overlong": float(penalty < 0),
-                }
+                fields = {"overlong_reward": penalty, "overlong": float(penalty < 0)}
+                result.extra[i] = {**result.extra[i], **fields}
         return result
 
     def penalty(self, length: int) -> float:

@@ -44,8 +44,9 @@ def check_result(result: Any, responses: Tensor) -> None:
             f"for each token of the responses, of shape {tuple(responses.shape)}, got {found}."
         )
 
-    if not bool(torch.isfinite(tensor).all()):
-        row = int((~torch.isfinite(tensor)).any(-1).nonzero()[0, 0])
+    is_odd = ~torch.isfinite(tensor)
+    if bool(is_odd.any()):
+        row = int(is_odd.any(-1).nonzero()[0, 0])
         raise RewardError(f"The reward of row {row} is not finite: {tensor[row].tolist()[:8]}.")
 
     for name, values in result.get("reward_extra_info", {}).items():

@@ -144,7 +144,8 @@ def token_lists(values: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
     """Make a list column of values that follow each other, `lengths` of them in each row."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values)))
+    flat = pa.array(np.ascontiguousarray(values))
+    return pa.ListArray.from_arrays(pa.array(offsets), flat)
 
 
 def json_column(fields: Mapping[str, Sequence[Any]], num_rows: int) -> pa.DictionaryArray:
@@ -161,6 +162,7 @@ def json_column(fields: Mapping[str, Sequence[Any]], num_rows: int) -> pa.Dictio
             text = to_json(dict(zip(fields, values)))
             texts.append(text.encode("utf-8", errors="backslashreplace"))
         rows.append(number)
+
     return pa.DictionaryArray.from_arrays(
         pa.array(rows, pa.int32()), pa.array(texts, pa.binary()).cast(pa.string())
     )
@@ -274,7 +276,8 @@ class StepSamples:
     @cached_property
     def pieces(self) -> dict[int, str]:
         """Return the text of each token id that occurs."""
-        return {int(token): text for token, text in parse_json(self._notes[_PIECES]).items()}
+        pieces = parse_json(self._notes[_PIECES])
+        return {int(token): text for token, text in pieces.items()}
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class Answers:
             "plan": (self.plan, 1),
             "advice": (self.advice, 1),
         }
+
         if name not in kinds or len(parts) != kinds[name][1]:
             raise DataError(f"Expected one of {', '.join(kinds)}, got the question {question!r}.")
         if not all(part.isdecimal() for part in parts):
@@ -299,7 +300,8 @@ def _largest_gap(table: pa.Table, mask: tuple[np.ndarray, np.ndarray]) -> np.nda
     _, trainer = _offsets_and_values(table, "old_log_probs")
     gap = np.where(counted > 0, np.abs(rollout - trainer), 0.0)
     gap = np.concatenate([gap, [0.0]])
-    largest = np.maximum.reduceat(gap, np.minimum(offsets[:-1], len(gap) - 1))
+    starts = np.minimum(offsets[:-1], len(gap) - 1)
+    largest = np.maximum.reduceat(gap, starts)
     return np.where(offsets[1:] > offsets[:-1], largest, 0.0)
 
 

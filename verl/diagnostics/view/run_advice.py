@@ -64,7 +64,8 @@ def _stall(run: Run) -> Iterator[Finding]:
     seconds = _newest(run, "timing_s/step")
     if len(seconds) < 3:
         return
-    waited = time.time() - max(line.time for line in run.steps.values())
+    last = max(line.time for line in run.steps.values())
+    waited = time.time() - last
     usual = statistics.median(seconds)
     if waited > _STALL * usual and waited > 60:
         text = f"A step takes {usual:.1f} s; the last one ended {waited:.0f} s ago."

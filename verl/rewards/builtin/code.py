@@ -87,7 +87,8 @@ def score(
 
         case {"test_list": tests} if _is_list(tests):
             setup = str(truth.get("test_setup_code") or "")
-            verdicts, late = _by_tests(runner, f"{code}\n{setup}", list(map(str, tests)))
+            program = f"{code}\n{setup}"
+            verdicts, late = _by_tests(runner, program, list(map(str, tests)))
 
         case {"inputs": inputs, "outputs": outputs} if _is_list(inputs) and _is_list(outputs):
             if len(inputs) != len(outputs):
@@ -171,7 +172,8 @@ def _by_output(
     late = False
     for given, expected in zip(inputs, outputs):
         run = runner.run(code, [], stdin=str(given))
-        verdicts.append(run.status == "finished" and _same_output(run.output, str(expected)))
+        is_right = run.status == "finished" and _same_output(run.output, str(expected))
+        verdicts.append(is_right)
         late |= run.status == "timeout"
         if stop_early and not verdicts[-1]:
             break

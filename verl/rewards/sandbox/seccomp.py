@@ -177,7 +177,8 @@ def prepare(machine: str, deny_writes: bool) -> bytes:
         if number in allowed or (number in writes and not deny_writes):
             actions.append(_ALLOW)
         else:
-            actions.append(_error(errno.EACCES if number in writes else errno.EPERM))
+            reason = errno.EACCES if number in writes else errno.EPERM
+            actions.append(_error(reason))
 
     code = _steps(machine, _rules(deny_writes))
     # Neighboring numbers with one action share a step, because every call passes through here.
@@ -259,7 +260,8 @@ def _rule(number: int, rule: _Rule) -> list[bytes]:
         code.append(_step(_AND, test.mask))
         for left, value in zip(range(len(test.values) - 1, -1, -1), test.values):
             rest = length - len(code)  # steps from this one to the one that loads the number
-            code.append(_step(_EQUAL, value, left, 0 if left else rest - 1))
+            otherwise = 0 if left else rest - 1
+            code.append(_step(_EQUAL, value, left, otherwise))
 
     code.append(_step(_RETURN, rule.action))
     code.append(_step(_LOAD, _NR))
