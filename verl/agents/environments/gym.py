@@ -45,7 +45,8 @@ class GymEnvironment:
         if isinstance(result, tuple) and len(result) == 2:
             observation, info = result
         else:
-            observation, info = result, {}
+            observation = result
+            info = {}
         return Observation(self._messages(observation), info=_info(info))
 
     def step(self, action: str) -> Observation:

@@ -61,7 +61,9 @@ class VerifiersEnvironment:
         traces = episode.traces
         errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
         if errors or not episode.ok:
-            cause = f"{errors[0].type}: {errors[0].message}" if errors else "it is not complete"
+            cause = "it is not complete"
+            if errors:
+                cause = f"{errors[0].type}: {errors[0].message}"
             raise RolloutError(f"The episode of task {task.data.idx} failed in verifiers: {cause}")
         if len(traces) != 1:
             raise RolloutError(
@@ -79,7 +81,9 @@ class VerifiersEnvironment:
                 f"task, got {number!r}. `verl.agents.environments.verifiers.write_rows` writes "
                 "such rows."
             )
-        self._tasks += islice(self._unread, max(number + 1 - len(self._tasks), 0))
+
+        missing = number + 1 - len(self._tasks)
+        self._tasks += islice(self._unread, max(missing, 0))
         if number >= len(self._tasks):
             raise DataError(
                 f"extra_info.{_TASK}={number} is beyond the taskset, which has "

@@ -240,10 +240,12 @@ def parse_after_reasoning(
     opening, closing = tags
     found = text.find(closing)
     if text.lstrip().startswith(opening):
-        return parse(text, found + len(closing) if found >= 0 else len(text))
+        start = found + len(closing) if found >= 0 else len(text)
+        return parse(text, start)
 
     reply = parse(text, 0)
-    if found < 0 or any(call.arguments is not None and closing in call.raw for call in reply.calls):
+    is_quoted = any(call.arguments is not None and closing in call.raw for call in reply.calls)
+    if found < 0 or is_quoted:
         return reply
     return parse(text, found + len(closing))
 
@@ -306,7 +308,8 @@ class _TagScan:
             elif found[0] == thinks:
                 self._may_be_reasoning = False
                 end = self._text.find(thought, found.end())
-                self._take_text(end + len(thought) if end >= 0 else len(self._text))
+                stop = end + len(thought) if end >= 0 else len(self._text)
+                self._take_text(stop)
             elif self._may_be_reasoning:
                 self._end_reasoning(found.end())
             else:
@@ -325,7 +328,8 @@ class _TagScan:
         self._may_be_reasoning = False
 
     def _take_call(self, opened: re.Match[str]) -> None:
-        text, tags = self._text, self._tags
+        text = self._text
+        tags = self._tags
         start = opened.end()
         close = text.find(tags.closing, start)
         if close < 0:

@@ -98,7 +98,9 @@ def _read_parameter(text: str) -> tuple[str, Any]:
         raise MalformedCallError(f"parameter '{key}' is not closed by {_PARAMETER_END}")
     if after.strip():
         raise MalformedCallError(f"unexpected text after parameter '{key}'")
-    return key, read_json(value) if attributes.get("string") == "false" else value
+    if attributes.get("string") == "false":
+        return key, read_json(value)
+    return key, value
 
 
 def _attributes(head: str) -> dict[str, str]:

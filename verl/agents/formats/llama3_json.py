@@ -44,7 +44,9 @@ def _parse(text: str, start: int) -> ParsedReply:
     if line is None:
         return _reply(text, [], "")
     calls, end = _read_calls(text, line.end() - 1, tagged=False)
-    return _reply(text[: line.start()], calls, text[end:]) if calls else _reply(text, [], "")
+    if not calls:
+        return _reply(text, [], "")
+    return _reply(text[: line.start()], calls, text[end:])
 
 
 def _reply(before: str, calls: list[ToolCall], after: str) -> ParsedReply:
@@ -66,7 +68,8 @@ def _read_calls(text: str, start: int, *, tagged: bool) -> tuple[list[ToolCall],
             value, end = read_json_at(text, position)
         except MalformedCallError as problem:
             raw = text[position:]
-            if tagged or any(f'"{key}"' in raw for key in ("name", *_KEYS)):
+            has_key = any(f'"{key}"' in raw for key in ("name", *_KEYS))
+            if tagged or has_key:
                 call = malformed(str(problem), _EXPECTED, raw=raw, name=name_within(raw))
                 return [*calls, call], len(text)
             break

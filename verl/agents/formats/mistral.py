@@ -67,8 +67,11 @@ def _read_list(text: str) -> tuple[list[ToolCall], str]:
         values = [value]
     if not values:
         return [malformed("the list of calls is empty", _LIST, raw=raw)], text[end:]
-    calls = [call_from(each, raw=raw, expected=_LIST) for each in values]
-    return [replace(call, call_id=_valid_id(call.call_id)) for call in calls], text[end:]
+    calls = []
+    for each in values:
+        call = call_from(each, raw=raw, expected=_LIST)
+        calls.append(replace(call, call_id=_valid_id(call.call_id)))
+    return calls, text[end:]
 
 
 def _read_named(text: str) -> tuple[list[ToolCall], str]:

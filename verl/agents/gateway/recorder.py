@@ -305,7 +305,8 @@ class SessionRecorder:
             new = messages[len(found.history) + 1 :]
             added = self._extension(found, new, tools)
             if added is not None:
-                source = "tool" if any(each["role"] == "tool" for each in new) else "user"
+                is_tool = any(each["role"] == "tool" for each in new)
+                source = "tool" if is_tool else "user"
                 return self._continue(running, found, added, source, asked)
 
         ids = self.wording.chat_prompt(messages, tools)

@@ -261,7 +261,8 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, list) and value:
         if _is_list_of(value, int):
             return [value]
-        if _is_list_of(value, str) or all(each and _is_list_of(each, int) for each in value):
+        are_ids = all(each and _is_list_of(each, int) for each in value)
+        if are_ids or _is_list_of(value, str):
             return value
     raise _wrong("prompt", "a text, a list of token ids, or a list of either", value)
 

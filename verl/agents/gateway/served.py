@@ -304,7 +304,9 @@ class ServedBackend:
         self._check_model(request.model)
         tasks = []
         for number, prompt in enumerate(request.prompts):
-            heard = None if listen is None else _from(number * request.draw.n, listen)
+            heard = None
+            if listen is not None:
+                heard = _from(number * request.draw.n, listen)
             ids = self.wording.text_prompt(prompt)
             tasks.append(asyncio.ensure_future(self._answer(ids, request.draw, (), heard)))
 
