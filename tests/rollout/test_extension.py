@@ -98,7 +98,7 @@ def test_a_window_and_isolation_matter(monkeypatch):
     tokens = [list(range(10, 40))]
     pages = [list(range(8))]
     whole = engine.runner.prefill(tokens, pages)
-    right = extension._visible
-    monkeypatch.setattr(extension, "_visible", lambda at, length, window: right(at, length, None))
+    right = extension.seen_keys
+    monkeypatch.setattr(extension, "seen_keys", lambda at, length, window: right(at, length, None))
     states = engine.runner.extend(tokens, pages, [16], [0])
     assert (states - whole).abs().max() > 1e-3

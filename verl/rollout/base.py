@@ -366,6 +366,7 @@ class GenerateOnly(OptionalVerbs):
                     "An engine's generate must give verl.rollout.Completion objects, got "
                     f"{type(completion).__name__}."
                 )
+
             sample_id = completion.sample_id
             if sample_id in self._unfinished:
                 self._unfinished.discard(sample_id)

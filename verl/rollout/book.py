@@ -245,9 +245,10 @@ class Book:
             assert group.born is not None
             num_due += 1
             num_whole += group.is_whole
+
             due = pace.last_step(group.born)
-            following = started[place + 1] if place + 1 < len(started) else None
-            if following is not None and pace.last_step(following.born or 0) == due:
+            following = started[place + 1 : place + 2]
+            if following and pace.last_step(following[0].born or 0) == due:
                 continue
             later = max(0, due - self.next_step) * pace.groups_per_step
             needs.append((num_due - num_whole, num_due - later - num_whole))

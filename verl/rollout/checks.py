@@ -127,7 +127,8 @@ def check_pictures(requests: Sequence[Request], config: PreTrainedConfig) -> Non
 def response_limits(request: Request, params: SamplingParams, max_model_len: int) -> list[int]:
     """Return how many tokens each sample of `request` may draw."""
     most = min(params.max_new_tokens, max_model_len - len(request.prompt_ids))
-    limits = [min(most, limit) for limit in request.limits or [most] * len(request.sample_ids)]
+    asked = request.limits or [most] * len(request.sample_ids)
+    limits = [min(most, limit) for limit in asked]
     for sample_id, limit, begun in zip(request.sample_ids, limits, request.continuations or ()):
         if len(begun.token_ids) >= limit:
             raise RolloutError(

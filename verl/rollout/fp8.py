@@ -61,7 +61,8 @@ def quantize(x: Tensor, out: Rows | None = None) -> Rows:
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_ROW)
     rows.scales.copy_(largest / LARGEST)
-    rows.values.copy_((wide / rows.scales).clamp(-LARGEST, LARGEST).to(FP8))
+    scaled = (wide / rows.scales).clamp(-LARGEST, LARGEST)
+    rows.values.copy_(scaled.to(FP8))
     return rows
 
 
@@ -94,7 +95,8 @@ class Fp8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return input (..., K) times the transposed weight, (..., N), in the input's dtype."""
         rows = quantize(input.reshape(-1, input.shape[-1]))
-        return product(rows, self.rows, self.bias, input.dtype).view(*input.shape[:-1], -1)
+        out = product(rows, self.rows, self.bias, input.dtype)
+        return out.view(*input.shape[:-1], -1)
 
 
 def replace_linears(module: PreTrainedModel) -> dict[str, Fp8Linear]:
@@ -108,6 +110,7 @@ def replace_linears(module: PreTrainedModel) -> dict[str, Fp8Linear]:
     for path, linear in list(body.layers.named_modules()):
         if not isinstance(linear, nn.Linear):
             continue
+
         name = ".".join(part for part in (prefix, "layers", path) if part)
         sizes = (linear.in_features, linear.out_features)
         if any(size % MULTIPLE for size in sizes):
@@ -116,6 +119,7 @@ def replace_linears(module: PreTrainedModel) -> dict[str, Fp8Linear]:
                 f"are multiples of {MULTIPLE}, got {sizes[0]} inputs and {sizes[1]} outputs in '{name}'."
                 " Set it to null."
             )
+
         mine = Fp8Linear(*sizes, bias=linear.bias is not None, device="meta")
         module.set_submodule(name, mine)
         replaced[f"{name}.weight"] = mine

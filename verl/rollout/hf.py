@@ -170,7 +170,8 @@ class HFEngine(LocalEngine):
         chunk: list[_Row] = []
         for row in rows:
             together = [*chunk, row]
-            longest = max(len(row.prompt) for row in together) + max(row.limit for row in together)
+            longest = max(len(row.prompt) for row in together)
+            longest += max(row.limit for row in together)
             if len(together) > self.config.max_num_seqs or longest > self.max_model_len:
                 break
             chunk = together

@@ -45,6 +45,7 @@ class LocalEngine(EngineClass):
         self.max_model_len = longest_sequence(config, model)
         embeddings: Any = model.get_input_embeddings()
         self.vocabulary: int = embeddings.num_embeddings
+
         dtype = engine_dtype(config.dtype, model, device)
         self.twin = ModelTwin(
             model,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from verl.config.rollout import RolloutConfig
+from verl.utils.arithmetic import ceil_div
 
 # Logits in fp32 that `CudaRunner.other_bytes` keeps room for: those of a first draw, of a step
 # outside of a graph, and in the pool of the graphs.
@@ -62,7 +63,8 @@ def logits_bytes(config: RolloutConfig, load: EngineLoad) -> int:
 
 def paged_memory(config: RolloutConfig, load: EngineLoad) -> EngineMemory:
     """Return the terms of an engine with a paged cache that computes packed prompts."""
-    pages_a_sample = -(-(load.longest - 1) // config.page_size)  # the last token is never fed back
+    cached = load.longest - 1  # the last token is never fed back
+    pages_a_sample = ceil_div(cached, config.page_size)
     useful = pages_a_sample * min(load.samples, config.max_num_seqs) + load.prompts
     numbers_a_token = 3 * load.intermediate // load.ranks + 5 * load.hidden
     prefill = load.itemsize * config.max_num_batched_tokens * numbers_a_token

@@ -31,8 +31,10 @@ _MINUS_HALF_A_STEP = torch.tensor(-(2.0**-32))
 def sample_keys(seed: int, step: int, sample_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return one 64-bit key per sample, from (seed, step, sample id)."""
     mask = (1 << 64) - 1
-    start = _splitmix64(np.array([int(seed) & mask], np.uint64)) ^ np.uint64(int(step) & mask)
-    return _splitmix64(_splitmix64(start) ^ np.asarray(sample_ids, np.int64).astype(np.uint64))
+    of_seed = _splitmix64(np.array([int(seed) & mask], np.uint64))
+    of_step = _splitmix64(of_seed ^ np.uint64(int(step) & mask))
+    ids = np.asarray(sample_ids, np.int64)
+    return _splitmix64(of_step ^ ids.astype(np.uint64))
 
 
 def row_keys(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -40,7 +42,8 @@ def row_keys(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
     The samples have `keys` (b,) and draw at response positions (b,), counted from 0.
     """
-    return _splitmix64(keys + positions.astype(np.uint64) * _GOLDEN).view(np.int32).reshape(-1, 2)
+    mixed = _splitmix64(keys + positions.astype(np.uint64) * _GOLDEN)
+    return mixed.view(np.int32).reshape(-1, 2)
 
 
 def noise_integers(keys: Tensor, vocabulary: int) -> Tensor:
@@ -94,13 +97,12 @@ def sample(logits: Tensor, params: SamplingParams, keys: Tensor | None) -> tuple
     if logits.shape[0] <= chunk:
         return _sample_chunk(logits, params, keys)
 
-    tokens = []
-    log_probs = []
+    parts = []
     for start in range(0, logits.shape[0], chunk):
         mine = slice(start, start + chunk)
-        part = _sample_chunk(logits[mine], params, None if keys is None else keys[mine])
-        tokens.append(part[0])
-        log_probs.append(part[1])
+        own_keys = None if keys is None else keys[mine]
+        parts.append(_sample_chunk(logits[mine], params, own_keys))
+    tokens, log_probs = zip(*parts)
     return torch.cat(tokens), torch.cat(log_probs)
 
 
@@ -202,7 +204,6 @@ def _xor_shift_(bits: Tensor, count: int, scratch: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=8)
 def column_hashes(vocabulary: int, device: torch.device) -> Tensor:
     """Return (1, V) int32, one hash for each token id, after the first shift of a round."""
-    hashes = torch.from_numpy(
-        _splitmix64(np.arange(vocabulary, dtype=np.uint64)).view(np.int32)[::2].copy()
-    )
+    mixed = _splitmix64(np.arange(vocabulary, dtype=np.uint64))
+    hashes = torch.from_numpy(mixed.view(np.int32)[::2].copy())
     return _xor_shift_(hashes, 16, torch.empty_like(hashes))[None].to(device)

@@ -70,6 +70,7 @@ class StopRule:
             text = self.tokenizer.decode(token_ids[-window:].tolist(), skip_special_tokens=False)
             if any(stop in text for stop in self.strings):
                 return True
-            if window >= len(token_ids) or len(text.encode()) >= self.longest + 4:
+            is_whole = window >= len(token_ids)
+            if is_whole or len(text.encode()) >= self.longest + 4:
                 return False
             window *= 2

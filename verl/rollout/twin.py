@@ -20,6 +20,7 @@ from verl.models.alibi import set_attention
 from verl.models.load import DTYPES
 from verl.models.lora import adapted_layers, plain_modules, plain_parameters
 from verl.rollout.fp8 import FP8, SCALE_BYTES, Fp8Linear, Rows, quantize, replace_linears
+from verl.utils.arithmetic import round_up
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.registry import nearest_names
 from verl.utils.reserved_memory import ReservedMemory
@@ -38,8 +39,10 @@ def engine_dtype(name: str | None, model: PreTrainedModel, device: torch.device)
 
     None is bfloat16 on CUDA, and the trainer's own dtype on CPU.
     """
+    if name is None and device.type == "cuda":
+        return torch.bfloat16
     if name is None:
-        return torch.bfloat16 if device.type == "cuda" else next(model.parameters()).dtype
+        return next(model.parameters()).dtype
     if name not in ROLLOUT_DTYPES:
         raise ConfigError(
             f"Unknown actor_rollout_ref.rollout.dtype '{name}'. Known: {', '.join(ROLLOUT_DTYPES)}."
@@ -84,7 +87,8 @@ class ModelTwin:
         self._merged = {f"{name}.weight" for name in adapted_layers(model)}
         self._shapes: dict[str, torch.Size] = {}
         for name, parameter in self._parameters.items():
-            self._shapes[name] = self._cut(name, _like(parameter)).shape
+            whole = torch.empty(parameter.shape, device="meta")
+            self._shapes[name] = self._cut(name, whole).shape
 
         self._places = _places(model, self._parameters)
         self._aliased: set[str] = set()
@@ -272,11 +276,11 @@ class ModelTwin:
         """Choose the offset of each parameter and of its scales. Return the bytes of all."""
         end = 0
         for names in _stacks(self.module, list(self._parameters)):
-            end = _aligned(end)
+            end = round_up(end, _ALIGNMENT)
             for name in names:
                 self._offsets[name] = end
                 end += self._num_bytes(name) - self._num_scale_bytes(name)
-            end = _aligned(end)
+            end = round_up(end, _ALIGNMENT)
             for name in names:
                 if name in self._linears:
                     self._scale_offsets[name] = end
@@ -317,11 +321,8 @@ class ModelTwin:
 
     def _can_alias(self, name: str) -> bool:
         parameter = self._parameters[name]
-        if (
-            self.device.type != "cpu"
-            or parameter.device != self.device
-            or isinstance(parameter, DTensor)
-        ):
+        is_here = self.device.type == "cpu" and parameter.device == self.device
+        if not is_here or isinstance(parameter, DTensor):
             return False
         return parameter.dtype == self._dtype_of(name) and name not in self._cuts
 
@@ -381,14 +382,6 @@ def _count_optimizer_steps() -> None:
             increment_version(group["params"])
 
     register_optimizer_step_post_hook(count)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-def _like(parameter: Tensor) -> Tensor:
-    return torch.empty(parameter.shape, device="meta")
 
 
 def _places(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, list[str]]:

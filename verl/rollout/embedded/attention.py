@@ -23,6 +23,7 @@ from verl.models.attention import (
     packed_attention,
     prepare,
     refuse_unsupported,
+    seen_keys,
 )
 from verl.models.vision import language_parts
 from verl.rollout.embedded import invariant
@@ -135,7 +136,8 @@ class DecodeStep:
         if key not in self._kept:
             table = self.chunks[number].table
             head = torch.arange(heads, device=table.device)
-            self._kept[key] = ((table * heads)[:, None, :] + head[None, :, None]).flatten()
+            rows = (table * heads)[:, None, :] + head[None, :, None]
+            self._kept[key] = rows.flatten()
         return self._kept[key]
 
     def visible(self, number: int, window: int | None) -> Tensor:
@@ -145,12 +147,8 @@ class DecodeStep:
         key = ("visible", number, window)
         if key not in self._kept:
             rows, table = self.chunks[number]
-            last = self.positions[rows, None]
-            position = torch.arange(table.shape[1] * self.page_size, device=table.device)
-            visible = position <= last
-            if window is not None:
-                visible = visible & (position > last - window)
-            self._kept[key] = visible
+            length = table.shape[1] * self.page_size
+            self._kept[key] = seen_keys(self.positions[rows, None], length, window)
         return self._kept[key]
 
     def score_offset(self, number: int, facts: Facts, heads: int, dtype: torch.dtype) -> Tensor:
@@ -176,8 +174,9 @@ def plan_chunks(table: Tensor, widths: Sequence[int], page_size: int) -> tuple[R
 
     The rows of `table` (b, W) use `widths` pages.
     """
-    if len(widths) * max(widths) * page_size <= GATHER_TOKENS:
-        return (RowChunk(slice(0, len(widths)), table[:, : max(widths)]),)
+    widest = max(widths)
+    if len(widths) * widest * page_size <= GATHER_TOKENS:
+        return (RowChunk(slice(0, len(widths)), table[:, :widest]),)
 
     chunks = []
     start = 0
@@ -298,7 +297,10 @@ def paged_attention(
     assert step is not None, "the engine's module was called outside a step"
     latent = paging.latent_layers.get(module)
     if isinstance(step, PrefillStep):
-        k, v = (key[0], value[0]) if latent is None else latent.take()
+        k = key[0]
+        v = value[0]
+        if latent is not None:
+            k, v = latent.take()
         if paging.seen is not None:
             facts = layer_facts(module, query.shape[-1], scaling, asked)
             paging.seen[module] = LayerShape(k.shape[0], k.shape[2], v.shape[2], facts)
@@ -310,12 +312,13 @@ def paged_attention(
 
     facts = layer_facts(module, query.shape[-1], scaling, asked)
     q = query[0].transpose(0, 1)
-    if latent is None:
-        return step.attend(paging, paging.layers[module], q, key[0], value[0], facts)[None], None
-    facts = facts._replace(latent=True)
-    q = latent.absorb(q)
+    if latent is not None:
+        facts = facts._replace(latent=True)
+        q = latent.absorb(q)
     out = step.attend(paging, paging.layers[module], q, key[0], value[0], facts)
-    return latent.expand_output(out)[None], None
+    if latent is not None:
+        out = latent.expand_output(out)
+    return out[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)
@@ -327,14 +330,15 @@ def _token_index(pages: Tensor, offsets: Tensor, heads: int, page_size: int) -> 
     The cache is viewed as (num_pages * Hk * page_size, D).
     """
     head = torch.arange(heads, device=pages.device)
-    return (((pages * heads)[:, None] + head) * page_size + offsets[:, None]).flatten()
+    rows = (pages * heads)[:, None] + head
+    return (rows * page_size + offsets[:, None]).flatten()
 
 
 def _store(pages: LayerPages, k: Tensor, v: Tensor, index: Tensor) -> None:
     for cache, new in zip(pages, (k, v)):
-        cache.view(-1, cache.shape[-1]).index_copy_(
-            0, index, new.transpose(0, 1).reshape(-1, new.shape[-1])
-        )
+        rows = cache.view(-1, cache.shape[-1])
+        by_token = new.transpose(0, 1)
+        rows.index_copy_(0, index, by_token.reshape(-1, new.shape[-1]))
 
 
 def _attend(
@@ -349,9 +353,8 @@ def _attend(
     for name, cache in pages._asdict().items():
         flat = cache.view(-1, cache.shape[2] * cache.shape[3])
         out = paging.workspace(name, flat, (index.shape[0], flat.shape[1]))
-        gathered.append(
-            torch.index_select(flat, 0, index, out=out).view(rows * heads, -1, cache.shape[3])
-        )
+        torch.index_select(flat, 0, index, out=out)
+        gathered.append(out.view(rows * heads, -1, cache.shape[3]))
 
     k, v = gathered
     return attend_keys(
@@ -370,7 +373,8 @@ def add_bias(offset: Tensor, bias: KeyBias, positions: Tensor, heads: int) -> Te
     The keys are at `positions` (b or 1, L).
     """
     rows, length = offset.shape
-    biases = bias.at(positions).to(offset.dtype).unflatten(0, (heads, -1))
+    biases = bias.at(positions).to(offset.dtype)
+    biases = biases.unflatten(0, (heads, -1))
     total = offset[:, None, None] + biases.permute(2, 0, 1, 3)
     return total.reshape(rows * heads, -1, length)
 
@@ -416,7 +420,8 @@ def attend_keys(
         grouped = grouped[..., : k.shape[-1]]
 
     weights = _weights(grouped, k.to(precise), scores, facts)
-    return torch.bmm(weights.to(v.dtype), v).view(rows, -1, v.shape[-1])
+    out = torch.bmm(weights.to(v.dtype), v)
+    return out.view(rows, -1, v.shape[-1])
 
 
 def _weights(q: Tensor, k: Tensor, offset: Tensor, facts: Facts) -> Tensor:
@@ -427,10 +432,8 @@ def _weights(q: Tensor, k: Tensor, offset: Tensor, facts: Facts) -> Tensor:
     if facts.cap is None:
         scores = torch.baddbmm(offset, q, k.transpose(1, 2), alpha=facts.scale)
     else:
-        capped = (
-            torch.bmm(q, k.transpose(1, 2)).mul_(facts.scale / facts.cap).tanh_().mul_(facts.cap)
-        )
-        scores = capped.add_(offset)
+        scores = torch.bmm(q, k.transpose(1, 2)).mul_(facts.scale / facts.cap)
+        scores = scores.tanh_().mul_(facts.cap).add_(offset)
 
     if facts.sinks is None:
         return scores.softmax(-1)

@@ -120,7 +120,9 @@ class Audit(TorchDispatchMode):
         if Audit.trusted or func.namespace != "aten" or _is_row_wise(func, args, kwargs):
             return func(*args, **kwargs)
         with self:
-            parts = func.decompose(*args, **kwargs) if func._can_decompose() else NotImplemented
+            parts = NotImplemented
+            if func._can_decompose():
+                parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
         self.found.add(func.overloadpacket.__name__)
@@ -142,7 +144,8 @@ def trusted(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_last(dim: Any, x: Tensor) -> bool:
-    return (list(dim) if isinstance(dim, (list, tuple)) else [dim]) in ([-1], [x.ndim - 1])
+    dims = list(dim) if isinstance(dim, (list, tuple)) else [dim]
+    return dims in ([-1], [x.ndim - 1])
 
 
 def _is_row_wise(func: Any, args: Any, kwargs: Any) -> bool:

@@ -10,6 +10,7 @@ from verl.distributed.collectives import ALONE, Axis, max_of
 from verl.rollout.embedded.runner import ModelRunner
 from verl.rollout.embedded.samples import Sample
 from verl.rollout.types import Room
+from verl.utils.arithmetic import ceil_div
 from verl.utils.devices import GIB
 from verl.utils.errors import RolloutError
 
@@ -36,13 +37,13 @@ class CacheRoom:
         """Allocate the cache, or a larger one where this call can use it."""
         size = self._config.page_size
         # The last drawn token is never fed back, so its key is never kept.
-        most = [-(-(len(sample.group.prompt) + sample.limit - 1) // size) for sample in samples]
+        most = [ceil_div(len(sample.group.prompt) + sample.limit - 1, size) for sample in samples]
         # One more page for each prompt that has samples yet to start.
         prompts = len({id(sample.group) for sample in samples})
         useful = sum(sorted(most, reverse=True)[: self._config.max_num_seqs]) + prompts
         # One page more for each sequence, as for prompts.
         reserved = min(self.reserved.sequences, self._config.max_num_seqs)
-        useful = max(useful, reserved * (-(-self.reserved.tokens // size) + 1))
+        useful = max(useful, reserved * (ceil_div(self.reserved.tokens, size) + 1))
         wanted = self._config.num_pages or min(
             useful, self._most_bytes() // self._runner.page_bytes
         )

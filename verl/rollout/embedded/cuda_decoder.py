@@ -19,6 +19,7 @@ from verl.rollout.embedded.kernels.slots import store_tokens
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.fp8 import Rows, product
 from verl.rollout.twin import ModelTwin
+from verl.utils.arithmetic import ceil_div
 
 # A product is cut along K where its output has fewer tiles (of _TILE rows and columns) than a
 # device has processors. The parts have at least _SHORTEST numbers.
@@ -271,7 +272,7 @@ class TritonDecoder(FusedDecoder):
         rows, inner = x.shape
         columns = linear.weight.shape[0]
         splits = _MOST_SPLITS if self._may_split and linear.bias is None else 1
-        tiles = -(-rows // _TILE) * -(-columns // _TILE)
+        tiles = ceil_div(rows, _TILE) * ceil_div(columns, _TILE)
         # Rows of 16-bit numbers must begin at multiples of 16 bytes.
         while splits > 1 and (
             inner < splits * _SHORTEST or inner % (8 * splits) or tiles * splits > _TILES

@@ -43,6 +43,7 @@ from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.several import Fed, right_draws
 from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
+from verl.utils.arithmetic import ceil_div
 from verl.utils.devices import GIB
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.garbage import not_collecting
@@ -147,7 +148,7 @@ class CudaRunner(ModelRunner):
         self.slots = DeviceSlots(
             max_num_seqs,
             spare_rows,
-            width=-(-self.max_model_len // self.page_size),
+            width=ceil_div(self.max_model_len, self.page_size),
             page_size=self.page_size,
             device=self.device,
             shifts=reads_pictures(self.module.config),

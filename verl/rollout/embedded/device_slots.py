@@ -116,11 +116,13 @@ class DeviceSlots:
         targets = fed.slots if slots is None else slots
         if not targets.size:
             return
+
         keys = scheduler.keys[fed.slots].view(np.int64)
         shifts = scheduler.shifts[fed.slots]
         columns = np.stack([targets, fed.ids, fed.positions, fed.drawn, keys, shifts])
         arrived = send(torch.from_numpy(columns), self.device)
         index, ids, positions, drawn, noise, own_shifts = arrived
+
         state = self.state
         state.tokens.index_copy_(0, index, ids)
         state.positions.index_copy_(0, index, positions.int())

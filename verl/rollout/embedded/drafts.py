@@ -108,10 +108,17 @@ class NgramDrafts:
         last = list(last)
         draft: list[int] = []
         while len(draft) < most:
-            matches = (memory.followers.get(tuple(last[-length:])) for length in self._lengths)
-            token = next((match for match in matches if match is not None), None)
+            token = self._follower(memory, last)
             if token is None:
                 break
             draft.append(token)
             last.append(token)
         return draft
+
+    def _follower(self, memory: _Memory, last: list[int]) -> int | None:
+        """Return the token that followed the longest known end of `last`."""
+        for length in self._lengths:
+            token = memory.followers.get(tuple(last[-length:]))
+            if token is not None:
+                return token
+        return None

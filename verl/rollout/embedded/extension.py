@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verl.models.attention import Facts, masked_attention, varlen_can
+from verl.models.attention import Facts, masked_attention, seen_keys, varlen_can
 from verl.models.kernels.attention import torch_attention
 from verl.models.layout import group_by_length
 from verl.rollout.embedded.attention import GATHER_TOKENS, LayerPages, Paging, PrefillStep
@@ -93,7 +93,8 @@ class ExtendStep:
             if facts.latent:
                 keys = torch.cat([keys, values], dim=-1)
 
-            seen = _visible(chunk.positions, keys.shape[2], facts.window)
+            last = chunk.positions[:, None, :, None]
+            seen = seen_keys(last, keys.shape[2], facts.window)
             out = masked_attention(queries.transpose(1, 2), keys, values, seen, facts)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self._restore)
@@ -136,16 +137,17 @@ class ExtendStep:
                 total += lengths[last]
                 last += 1
 
-            positions = np.concatenate([np.arange(length) for length in lengths[first:last]])
-            owners = np.repeat(np.arange(first, last), lengths[first:last])
+            own = lengths[first:last]
+            positions = np.concatenate([np.arange(length) for length in own])
+            owners = np.repeat(np.arange(first, last), own)
             ends = np.array(starts[first : last + 1], np.int32) - starts[first]
-            key_ends = np.array([0, *accumulate(lengths[first:last])], np.int32)
+            key_ends = np.array([0, *accumulate(own)], np.int32)
             chunks.append(
                 PackedChunk(
                     tokens=slice(starts[first], starts[last]),
                     ends=self._send(ends),
                     key_ends=self._send(key_ends),
-                    longest=max(lengths[first:last]),
+                    longest=max(own),
                     pages=self._send(self.table[owners, positions // self.page_size]),
                     offsets=self._send(positions % self.page_size),
                 )
@@ -165,7 +167,8 @@ class ExtendStep:
             counts = [self.new.layout.lengths[number] for number in numbers]
             for group in group_by_length(counts, 1 << bits):
                 members = [numbers[place] for place in group]
-                most = max(1, GATHER_TOKENS // max(self._lengths[number] for number in members))
+                longest = max(self._lengths[number] for number in members)
+                most = max(1, GATHER_TOKENS // longest)
                 chunks += [members[cut : cut + most] for cut in range(0, len(members), most)]
         return chunks
 
@@ -174,13 +177,14 @@ class ExtendStep:
         starts = np.array(self.new.layout.starts)
         counts = np.array(self.new.layout.lengths)
         cached = np.array(self.cached)
+        lengths = cached + counts
 
         chunks = []
         for members in self._members:
             most_new = counts[members].max()
             place = np.minimum(np.arange(most_new), counts[members, None] - 1)
-            longest = (cached + counts)[members].max()
-            token = np.minimum(np.arange(longest), (cached + counts)[members, None] - 1)
+            longest = lengths[members].max()
+            token = np.minimum(np.arange(longest), lengths[members, None] - 1)
             owners = np.array(members)[:, None]
             chunks.append(
                 PaddedChunk(
@@ -202,7 +206,8 @@ class ExtendStep:
         for members in self._members:
             length = max(counts[number] for number in members)
             for number in members:
-                restore[starts[number] : starts[number + 1]] = place + np.arange(counts[number])
+                own = slice(starts[number], starts[number + 1])
+                restore[own] = place + np.arange(counts[number])
                 place += length
         return self._send(restore)
 
@@ -229,13 +234,3 @@ def _gather(cache: Tensor, chunk: PaddedChunk, head: Tensor) -> Tensor:
     index = (chunk.pages * heads + head) * size + chunk.offsets
     rows = cache.view(-1, dim).index_select(0, index.flatten())
     return rows.view(*index.shape, dim)
-
-
-def _visible(positions: Tensor, length: int, window: int | None) -> Tensor:
-    """Return (s, 1, L, K) bool: the keys 0..K-1 that the tokens at `positions` (s, L) see."""
-    last = positions[:, None, :, None]
-    key = torch.arange(length, device=positions.device)
-    seen = key <= last
-    if window is not None:
-        seen = seen & (key > last - window)
-    return seen

@@ -263,7 +263,8 @@ class TorchDecoder(FusedDecoder):
         up = layer.mlp.up_proj
         down = layer.mlp.down_proj
         active = F.silu(F.linear(normed, gate.weight, gate.bias), inplace=True)
-        return F.linear(active.mul_(F.linear(normed, up.weight, up.bias)), down.weight, down.bias)
+        active.mul_(F.linear(normed, up.weight, up.bias))
+        return F.linear(active, down.weight, down.bias)
 
     def _norm(self, x: Tensor, norm: Any) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], None, norm.variance_epsilon).mul_(norm.weight)
@@ -281,7 +282,8 @@ class StackedDecoder(FusedDecoder):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         half = self.sin.shape[1] // 2
-        self.turns = torch.complex(self.cos[:, :half], self.sin[:, :half])[:, None]  # (P, 1, D / 2)
+        turns = torch.complex(self.cos[:, :half], self.sin[:, :half])
+        self.turns = turns[:, None]  # (P, 1, D / 2)
         self.stacks: Any = None  # `Stacks` of all layers
         self._layer_stacks: dict[int, Stacks] = {}  # views of them, by id of the layer
         self.refresh()
@@ -411,7 +413,8 @@ def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
         weight *= norm.weight * weight.shape[1] ** 0.5
     biases = tuple(linear.bias for linear in linears if linear.bias is not None)
     assert len(biases) in (0, len(linears))
-    return Matrix(weight.t().contiguous(), torch.cat(biases)[None] if biases else None)
+    bias = torch.cat(biases)[None] if biases else None
+    return Matrix(weight.t().contiguous(), bias)
 
 
 def _stacked(parts: Sequence[Any]) -> Any:

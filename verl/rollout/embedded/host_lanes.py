@@ -241,7 +241,8 @@ class Lane:
         """
         tokens = np.empty((len(noise), len(ids)), np.int64)
         log_probs = np.empty((len(noise), len(ids)), np.float32)
-        columns = column_hashes(len(weights.head), torch.device("cpu"))[0].numpy().view(np.uint32)
+        hashes = column_hashes(len(weights.head), torch.device("cpu"))
+        columns = hashes[0].numpy().view(np.uint32)
         self._have_scores(arrays)
         self.owner.kernels.generate(
             ids,

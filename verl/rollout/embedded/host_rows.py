@@ -124,6 +124,8 @@ class KeyRows:
         rows = len(self._slots)
         last = self._end
         first = min(self._first, last + 1 - FEWEST_COLUMNS)
+        used = slice(first, last + 1)
+
         for stack in self._stacks:
             keys = stack.keys[:, :rows]
             values = stack.values[:, :rows]
@@ -131,8 +133,8 @@ class KeyRows:
                 stack.pages,
                 keys[:, :, :, last].unbind(),
                 values[:, :, :, last].unbind(),
-                keys.flatten(1, 2)[:, :, first : last + 1].unbind(),
-                values.flatten(1, 2)[:, :, first : last + 1].unbind(),
+                keys.flatten(1, 2)[:, :, used].unbind(),
+                values.flatten(1, 2)[:, :, used].unbind(),
             )
             for pages, *mine in layers:
                 self._layers[id(pages)] = _LayerRows(*mine)
@@ -250,7 +252,8 @@ class KeyRows:
         # More rows than these are never needed once no sample waits.
         self._num_rows = len(scheduler.epoch) if scheduler.waiting else rows
         longest = scheduler.table.shape[1] * scheduler.page_size
-        self._num_columns = max(length + steps, min(length + _spare_columns(length), longest))
+        roomy = length + _spare_columns(length)
+        self._num_columns = max(length + steps, min(roomy, longest))
 
         kept = slice(self._end - min(length, self._end), self._end)
         old = self._stacks
@@ -290,8 +293,9 @@ class KeyRows:
         return torch.empty_permuted(shape, order, dtype=dtype).zero_()
 
     def _move(self, rows: IntArray, targets: IntArray) -> None:
+        used = slice(self._first, self._end)
         for _, mine in self._caches():
-            mine[targets, :, self._first : self._end] = mine[rows, :, self._first : self._end]
+            mine[targets, :, used] = mine[rows, :, used]
 
     def _fill(
         self,
@@ -308,15 +312,13 @@ class KeyRows:
         numbers = np.take_along_axis(table, tokens // size, axis=1)
         offsets = tokens % size
 
+        used = slice(self._end - longest, self._end)
         for pages, mine in self._caches():
             heads = pages.shape[1]
-            # (n, Hk, L)
-            places = (numbers[:, None] * heads + np.arange(heads)[:, None]) * size + offsets[
-                :, None
-            ]
-            mine[rows, :, self._end - longest : self._end] = pages.reshape(-1, pages.shape[3]).take(
-                places, axis=0
-            )
+            pages_of_heads = numbers[:, None] * heads + np.arange(heads)[:, None]
+            places = pages_of_heads * size + offsets[:, None]  # (n, Hk, L)
+            tokens_of_heads = pages.reshape(-1, pages.shape[3])
+            mine[rows, :, used] = tokens_of_heads.take(places, axis=0)
 
     def _mask(self, heads: int, dtype: torch.dtype, bias: KeyBias | None = None) -> Tensor:
         """Return (b * heads, 1, C): -inf before a row's first token, else 0.
@@ -351,4 +353,5 @@ def words(tensor: Tensor) -> NDArray:
 
     numpy copies faster than torch, and has no bfloat16.
     """
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).numpy()
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.itemsize]).numpy()

@@ -188,7 +188,8 @@ class HostRunner(ModelRunner):
                     answers.append(self._draw(hidden, noise_keys[step, mine], lane.logits))
                     last = answers[-1][0]
             else:
-                noise = noise_keys[:, mine if self.params.temperature else slice(0)]
+                drawn = mine if self.params.temperature else slice(0)
+                noise = noise_keys[:, drawn]
                 answers = lane.generate(
                     ids[mine], noise, weights, arrays, self.params.temperature or 1.0
                 )
@@ -272,8 +273,10 @@ class HostRunner(ModelRunner):
         for first in range(0, hidden.shape[0], rows):
             mine = slice(first, first + rows)
             states = hidden[mine]
-            logits = self.logits(states, None if memory is None else memory[: len(states)])
-            parts.append(draw(logits, self.params, None if noise is None else noise[mine]))
+            out = None if memory is None else memory[: len(states)]
+            own_noise = None if noise is None else noise[mine]
+            logits = self.logits(states, out)
+            parts.append(draw(logits, self.params, own_noise))
 
         tokens, log_probs = parts[0]
         if len(parts) > 1:

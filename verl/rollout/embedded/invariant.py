@@ -21,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from verl.models.attention import Facts, Layout, block_attention, varlen_can
+from verl.models.attention import Facts, Layout, block_attention, seen_keys, varlen_can
 from verl.models.kernels.attention import VARLEN_GQA
 from verl.models.logprobs import Head
 from verl.rollout.embedded.audit import SETTING, is_last, trusted
 from verl.rollout.sampling import CHUNK_LOGITS, sample
 from verl.rollout.types import SamplingParams
+from verl.utils.arithmetic import ceil_div, round_up
 from verl.utils.errors import ConfigError
 from verl.utils.signatures import declares
 
@@ -82,7 +83,7 @@ def _blocked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.shape[0]
     columns = weight.shape[0]
     size = BLOCK_ROWS_SMALL if weight.numel() <= SMALL_WEIGHT else BLOCK_ROWS
-    out = x.new_empty(-(-rows // size) * size, columns)
+    out = x.new_empty(round_up(rows, size), columns)
     transposed = weight.t()
     for block, target in zip(_blocks_of(x, size), out.split(size)):
         if bias is None:
@@ -127,7 +128,8 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head)
         logits = logits.add_(bias)
     if head.cap is None:
         return logits if head.scale == 1.0 else logits.mul_(head.scale)
-    return elementwise(torch.tanh, logits.mul_(head.scale / head.cap)).mul_(head.cap)
+    logits.mul_(head.scale / head.cap)
+    return elementwise(torch.tanh, logits).mul_(head.cap)
 
 
 def draw(logits: Tensor, params: SamplingParams, keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -157,9 +159,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fa
     start = 0
     for length in layout.lengths:
         mine = slice(start, start + length)
-        outputs.append(
-            block_attention(q[mine], k[mine], v[mine], _layout_of_one(length, q.device), facts)
-        )
+        alone = _layout_of_one(length, q.device)
+        outputs.append(block_attention(q[mine], k[mine], v[mine], alone, facts))
         start += length
     return torch.cat(outputs)
 
@@ -209,34 +210,32 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: 
     heads = k.shape[1]
     length = k.shape[2]
     groups = q.shape[1] // k.shape[1]
-    blocks = -(-length // BLOCK_KEYS)
+    blocks = ceil_div(length, BLOCK_KEYS)
     shape = (rows, heads, blocks)
     if extra := -length % BLOCK_KEYS:
         k = F.pad(k, (0, 0, 0, extra))
         v = F.pad(v, (0, 0, 0, extra))
     k = k.to(precise).reshape(-1, BLOCK_KEYS, k.shape[-1])
     v = v.to(precise).reshape(-1, BLOCK_KEYS, v.shape[-1])
-    query = q.to(precise).view(rows, heads, 1, groups, -1).expand(*shape, groups, q.shape[-1])
-    scores = _products(query.reshape(-1, groups, q.shape[-1]), k, transpose=True).mul_(facts.scale)
+    grouped = q.to(precise).view(rows, heads, 1, groups, -1)
+    query = grouped.expand(*shape, groups, q.shape[-1]).reshape(-1, groups, q.shape[-1])
+    scores = _products(query, k, transpose=True).mul_(facts.scale)
     if facts.cap is not None:
         scores = elementwise(torch.tanh, scores.div_(facts.cap)).mul_(facts.cap)
 
-    key = torch.arange(blocks * BLOCK_KEYS, device=q.device)
-    last = positions[:, None]
-    seen = key <= last
-    if facts.window is not None:
-        seen = seen & (key > last - facts.window)
+    seen = seen_keys(positions[:, None], blocks * BLOCK_KEYS, facts.window)
     scores = scores.view(*shape, groups, BLOCK_KEYS)
     scores.masked_fill_(~seen.view(rows, 1, blocks, 1, BLOCK_KEYS), float("-inf"))
     largest = scores.amax((2, 4), keepdim=True)  # (b, Hk, 1, G, 1)
+    sinks = None
     if facts.sinks is not None:
-        largest = largest.maximum(facts.sinks.to(precise).view(1, heads, 1, groups, 1))
+        sinks = facts.sinks.to(precise).view(1, heads, 1, groups, 1)
+        largest = largest.maximum(sinks)
+
     weights = elementwise(torch.exp, scores.sub_(largest))
     total = _in_order(weights.sum(-1, keepdim=True))
-    if facts.sinks is not None:
-        total += elementwise(
-            torch.exp, facts.sinks.to(precise).view(1, heads, 1, groups, 1) - largest
-        )[:, :, 0]
+    if sinks is not None:
+        total += elementwise(torch.exp, sinks - largest)[:, :, 0]
     values = _products(weights.view(-1, groups, BLOCK_KEYS), v, transpose=False)
     out = _in_order(values.view(*shape, groups, -1)).div_(total)
     return out.to(q.dtype).view(rows, heads * groups, -1)
@@ -246,11 +245,13 @@ def _products(a: Tensor, b: Tensor, *, transpose: bool) -> Tensor:
     """Return a (n, G, K) times b (n, K, N), or b (n, N, K) transposed: (n, G, N)."""
     count = a.shape[0]
     columns = b.shape[1] if transpose else b.shape[2]
-    out = a.new_empty(-(-count // BLOCK_PRODUCTS) * BLOCK_PRODUCTS, a.shape[1], columns)
+    out = a.new_empty(round_up(count, BLOCK_PRODUCTS), a.shape[1], columns)
     left = _blocks_of(a, BLOCK_PRODUCTS)
     right = _blocks_of(b, BLOCK_PRODUCTS)
     for one, other, target in zip(left, right, out.split(BLOCK_PRODUCTS)):
-        torch.bmm(one, other.transpose(1, 2) if transpose else other, out=target)
+        if transpose:
+            other = other.transpose(1, 2)
+        torch.bmm(one, other, out=target)
     return out[:count]
 
 
@@ -270,9 +271,8 @@ def make_invariant(model: PreTrainedModel, device: torch.device) -> None:
     such a model cannot be captured in a CUDA graph. Raises ConfigError for float64 on CUDA.
     `refuse_variant_operations` finds operations that still depend on the batch.
     """
-    if device.type == "cuda" and any(
-        parameter.dtype == torch.float64 for parameter in model.parameters()
-    ):
+    is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+    if device.type == "cuda" and is_double:
         raise ConfigError(
             f"{SETTING} computes in bfloat16, float16 or float32 on CUDA, the engine's weights are "
             "float64. Set actor_rollout_ref.rollout.dtype to one of these."

@@ -52,7 +52,8 @@ class PageAllocator:
         assert self.can_allocate(count), f"asked for {count} pages with {self.num_free} free"
         pages = []
         for _ in range(count):
-            pages.append(self._free.pop() if self._free else self._take_oldest())
+            page = self._free.pop() if self._free else self._take_oldest()
+            pages.append(page)
         self.references[pages] = 1
         self._note_peak()
         return pages

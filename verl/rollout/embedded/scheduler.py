@@ -15,6 +15,7 @@ from verl.rollout.embedded.running import RunningSamples
 from verl.rollout.embedded.samples import Admission, Prefill, Sample, completion_of
 from verl.rollout.embedded.waiting_pages import WaitingPages
 from verl.rollout.types import Completion
+from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import RolloutError
 
 
@@ -57,7 +58,7 @@ class Scheduler(RunningSamples):
         slots = min(max_num_seqs, max(len(self.waiting), least_slots))
         longest = max(_most_drawn(self.waiting, default=1), least_tokens)
         sequence = max(_longest_sequence(self.waiting, default=1), least_tokens)
-        super().__init__(slots=slots, longest=longest, pages=-(-sequence // page_size))
+        super().__init__(slots=slots, longest=longest, pages=ceil_div(sequence, page_size))
 
         self._held: list[list[int]] = [[] for _ in range(slots)]  # pages of running samples
         self._free_slots = list(range(slots))
@@ -90,7 +91,8 @@ class Scheduler(RunningSamples):
     def has_room_for(self, samples: Sequence[Sample]) -> bool:
         """Return whether `add` can take these samples: enough slots, and wide enough tables."""
         longest = _most_drawn(samples, default=0)
-        pages = -(-_longest_sequence(samples, default=0) // self.page_size)
+        tokens = _longest_sequence(samples, default=0)
+        pages = ceil_div(tokens, self.page_size)
         wanted = len(self.waiting) + self.running.size + len(samples)
         return (
             min(wanted, self.max_num_seqs) <= self.num_slots
@@ -172,7 +174,7 @@ class Scheduler(RunningSamples):
         is_prompt = not sample.token_ids
         token_ids = [*group.prompt, *sample.token_ids]
         names = [*(group.names or group.prompt), *sample.token_ids]
-        needed = -(-len(token_ids) // self.page_size)
+        needed = ceil_div(len(token_ids), self.page_size)
         kept = [] if is_prompt else self._waiting_pages.take_kept(sample)
         found = kept or self._waiting_pages.find(names, group)
         cached = len(found) * self.page_size
@@ -301,7 +303,8 @@ class Scheduler(RunningSamples):
                 group = sample.group
                 known = [*(group.names or group.prompt), *sample.token_ids][: self.cached[slot]]
                 self.pages.register(known, self._held[slot], self.page_size)
-            completions.append(completion_of(sample, "stop" if slot in stopped else reason))
+            own_reason = "stop" if slot in stopped else reason
+            completions.append(completion_of(sample, own_reason))
             self._release(slot)
         self.running = self.running[~np.isin(self.running, slots)]
         return completions
@@ -318,7 +321,8 @@ class Scheduler(RunningSamples):
         rows = self.unfinished
         size = self.page_size
         cached = self.cached[rows]
-        shared = (cached % size > 0) & (self.pages.references[self.table[rows, cached // size]] > 1)
+        last_pages = self.table[rows, cached // size]
+        shared = (cached % size > 0) & (self.pages.references[last_pages] > 1)
         begin = -(-cached // size) - shared
         left = self.limits[rows] - self.launched[rows]
         end = -(-(cached + np.minimum(steps, left)) // size)
@@ -364,6 +368,7 @@ class Scheduler(RunningSamples):
                 sample.routes = sample.routes[: sample.begun]
             if not sample.begun:
                 sample.group.unstarted += 1
+
         self.waiting.appendleft(sample)
         self._release(slot)
         self.running = self.running[:-1]

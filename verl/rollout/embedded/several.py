@@ -81,12 +81,14 @@ def right_draws(fed: Fed, draws: Draws) -> list[Draws]:
     """
     tokens, _ = draws.result()
     starts = np.flatnonzero(fed.is_first)
-    ahead = np.arange(len(fed.ids)) - starts.repeat(np.diff(starts, append=len(fed.ids)))
+    counts = np.diff(starts, append=len(fed.ids))
+    ahead = np.arange(len(fed.ids)) - starts.repeat(counts)
     most = int(ahead.max())
     right = fed.is_first
     for number in range(1, most + 1):
         rows = np.flatnonzero(ahead == number)
-        right[rows] = right[rows - 1] & (fed.ids[rows] == tokens[rows - 1])
+        is_drawn = fed.ids[rows] == tokens[rows - 1]
+        right[rows] = right[rows - 1] & is_drawn
 
     steps = []
     for number in range(most + 1):

@@ -80,7 +80,8 @@ class Steps:
         routes = None if draws.routes is None else draws.routes[current]
         run.counts["generated_tokens"] += len(slots)
         if not np.isfinite(log_probs).all():
-            first = int(slots[np.flatnonzero(~np.isfinite(log_probs))[0]])
+            odd = np.flatnonzero(~np.isfinite(log_probs))
+            first = int(slots[odd[0]])
             raise not_finite(scheduler.sample_id_of(first))
 
         drawn = scheduler.record(slots, tokens, log_probs, routes)

@@ -146,7 +146,10 @@ class TensorParallel:
     def _style(self, name: str) -> str | None:
         """Return the style that the plan has for a module or a parameter."""
         inner = name.removeprefix(self._prefix)
-        return None if inner == name else self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", inner))
+        if inner == name:
+            return None
+        any_layer = re.sub(r"\.\d+(?=\.|$)", ".*", inner)
+        return self._plan.get(any_layer)
 
     def _cuts(self, model: PreTrainedModel) -> Iterator[tuple[str, Cut]]:
         size = self.axis.size

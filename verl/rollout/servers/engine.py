@@ -272,7 +272,9 @@ class ServerEngine(EngineClass):
 
     def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:
         """Abort samples; see `RolloutEngine.abort`. The servers return their tokens so far."""
-        wanted = set(self._samples) if sample_ids is None else set(sample_ids) & set(self._samples)
+        wanted = set(self._samples)
+        if sample_ids is not None:
+            wanted &= set(sample_ids)
         stopping = [self._samples[sample_id] for sample_id in sorted(wanted)]
         for sample in stopping:
             sample.is_aborted = True

@@ -164,7 +164,9 @@ def check_log_probs(server: Server, config: RolloutConfig, prompt_ids: Sequence[
 
     first, second = server.top_two(prompt_ids, 1.0)
     cold_first, cold_second = server.top_two(prompt_ids, _HALF)
-    ratio = (cold_first - cold_second) / (first - second) if first > second else math.nan
+    ratio = math.nan
+    if first > second:
+        ratio = (cold_first - cold_second) / (first - second)
     has_temperature = ratio > 1.5
     if config.temperature != 1 and not has_temperature:
         raise ConfigError(

@@ -182,7 +182,8 @@ class OwnedServers:
         """Return whether the server's version refused an optional flag, which it can do without."""
         text = self._log(url).read_text(encoding="utf-8", errors="replace")
         refused = re.search(r"unrecognized arguments: (.*)", text)
-        new = set(refused.group(1).split() if refused else ()) & set(self._class.optional_flags)
+        words = refused.group(1).split() if refused else ()
+        new = set(words) & set(self._class.optional_flags)
         new -= self._unknown_flags
         self._unknown_flags |= new
         return bool(new)

@@ -238,7 +238,8 @@ class Server(ABC):
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = QUICK_S
     ) -> Any:
         """Return the JSON value that a POST answers. Raises RolloutError for another status."""
-        status, answer = self.ask("POST", path, {} if body is None else body, timeout_s=timeout_s)
+        content = {} if body is None else body
+        status, answer = self.ask("POST", path, content, timeout_s=timeout_s)
         if status != 200:
             raise self.refusal(path, status, answer)
         return answer

@@ -205,7 +205,8 @@ def with_head(named_tensors: NamedTensors, model: PreTrainedModel) -> NamedTenso
     for name, tensor in named_tensors:
         yield name, tensor
         if tied is not None and name in tied:
-            yield tied[1] if name == tied[0] else tied[0], tensor
+            other = tied[1] if name == tied[0] else tied[0]
+            yield other, tensor
 
 
 def tied_names(model: PreTrainedModel) -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ Results do not depend on the order in which programs run. The tile's size depend
 tokens, and sums with it: rows of another batch may be rounded differently.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,6 +41,18 @@ class Tile(NamedTuple):
     num_stages: int
     weights_first: bool
 
+    def settings(self, inner: int) -> dict[str, Any]:
+        """Return the keyword arguments of a kernel that adds up `inner` products."""
+        return {
+            "WEIGHTS_FIRST": self.weights_first,
+            "EVEN_K": inner % self.k == 0,
+            "BLOCK_M": self.m,
+            "BLOCK_N": self.n,
+            "BLOCK_K": self.k,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
 
 class Order(NamedTuple):
     """P pairs sorted by expert, and the tiles of at most m that they are cut into.
@@ -62,6 +74,7 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     rows, experts = logits.shape
     ids = torch.empty(rows, routing.top_k, dtype=torch.int32, device=logits.device)
     scores = torch.empty(rows, routing.top_k, dtype=torch.float32, device=logits.device)
+
     _route[(rows,)](
         logits,
         ids,
@@ -84,6 +97,7 @@ def sort_pairs(ids: Tensor, experts: int, tile_m: int) -> Order:
     most = (pairs + min(pairs, experts) * (tile_m - 1)) // tile_m
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty(3, most, dtype=torch.int32, device=ids.device)
+
     block = min(_SORTED, triton.next_power_of_2(pairs))
     _sort_pairs[(experts,)](
         ids,
@@ -108,6 +122,7 @@ def tiles_of(rows: int, top_k: int, experts: int, dtype: torch.dtype) -> tuple[T
     if dtype == torch.float32:
         small = Tile(16, 32, 32, num_warps=4, num_stages=2, weights_first=False)
         return small, small
+
     pairs = rows * top_k / experts
     if pairs <= 9:
         tile = Tile(16, 64, 128, num_warps=4, num_stages=3, weights_first=True)
@@ -115,6 +130,7 @@ def tiles_of(rows: int, top_k: int, experts: int, dtype: torch.dtype) -> tuple[T
     if pairs <= 24:
         tile = Tile(32, 64, 64, num_warps=4, num_stages=5, weights_first=True)
         return tile, tile
+
     if pairs <= 96:
         first = Tile(64, 64, 64, num_warps=4, num_stages=3, weights_first=True)
     else:
@@ -147,15 +163,17 @@ def run_gate_up(
     x: Tensor, weights: Weights, order: Order, active: Tensor, top_k: int, tile: Tile
 ) -> None:
     """Compute act(gate) * up of sorted pairs, (P, I)."""
+    hidden = x.shape[1]
     width = active.shape[1]
     weight = weights.gate_up
-    _gate_up[(len(order.expert) * triton.cdiv(width, tile.n),)](
+    programs = len(order.expert) * triton.cdiv(width, tile.n)
+    _gate_up[(programs,)](
         x,
         weight,
         weights.gate_up_bias,
         *order,
         active,
-        x.shape[1],
+        hidden,
         width,
         x.stride(0),
         *weight.stride(),
@@ -163,13 +181,7 @@ def run_gate_up(
         weights.alpha,
         TOP_K=top_k,
         INTERLEAVED=weights.interleaved,
-        WEIGHTS_FIRST=tile.weights_first,
-        EVEN_K=x.shape[1] % tile.k == 0,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.settings(hidden),
     )
 
 
@@ -179,7 +191,9 @@ def run_down(
     """Multiply sorted pairs with their expert's last weights and their scores, to their tokens."""
     rows, hidden = out.shape[1:]
     weight = weights.down
-    _down[(len(order.expert) * triton.cdiv(hidden, tile.n),)](
+    inner = active.shape[1]
+    programs = len(order.expert) * triton.cdiv(hidden, tile.n)
+    _down[(programs,)](
         active,
         weight,
         weights.down_bias,
@@ -187,17 +201,11 @@ def run_down(
         scores,
         out,
         rows,
-        active.shape[1],
+        inner,
         hidden,
         *weight.stride(),
         TOP_K=scores.shape[1],
-        WEIGHTS_FIRST=tile.weights_first,
-        EVEN_K=active.shape[1] % tile.k == 0,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.settings(inner),
     )
 
 
@@ -335,8 +343,7 @@ def _gate_up(
             WEIGHTS_FIRST, EVEN_K, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if BIAS is not None:
-            bias = tl.load(BIAS + expert * 2 * width + both, both < 2 * width, other=0.0)
-            sums += bias.to(tl.float32)[None, :]
+            sums += _bias(BIAS + expert * 2 * width + both, both < 2 * width)
         gate, up = tl.split(tl.reshape(sums, (BLOCK_M, BLOCK_N, 2)))
     else:
         gate, up = _products(
@@ -345,8 +352,8 @@ def _gate_up(
         )  # fmt: skip
         if BIAS is not None:
             bias = BIAS + expert * 2 * width + column
-            gate += tl.load(bias, column < width, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(bias + width, column < width, other=0.0).to(tl.float32)[None, :]
+            gate += _bias(bias, column < width)
+            up += _bias(bias + width, column < width)
 
     dtype = ACTIVE.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
@@ -399,8 +406,7 @@ def _down(
         WEIGHTS_FIRST, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if BIAS is not None:
-        bias = tl.load(BIAS + expert * width + column, inside, other=0.0)
-        sums += bias.to(tl.float32)[None, :]
+        sums += _bias(BIAS + expert * width + column, inside)
 
     dtype = OUT.dtype.element_ty
     score = tl.load(SCORES + pair, real, other=0.0)
@@ -472,6 +478,11 @@ def _products(
         gate = tl.trans(gate)
         up = tl.trans(up)
     return gate, up
+
+
+@triton.jit
+def _bias(columns, inside):
+    return tl.load(columns, inside, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit

@@ -84,7 +84,8 @@ def exp(x: np.float32) -> np.float32:
     power = np.float32(1 / 5040)
     for divisor in (720, 120, 24, 6, 2, 1, 1):
         power = power * f + np.float32(1 / divisor)
-    return power * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    exponent = np.int32(np.int32(n) + np.int32(127))
+    return power * np.int32(exponent << np.int32(23)).view(np.float32)
 
 
 @inlined
@@ -95,12 +96,12 @@ def log1p(x: np.float32) -> np.float32:
     """
     # 1 + x = 2^n m with sqrt(1/2) <= m < sqrt(2), and f = m - 1: for n = 0 that is x, whose last
     # digits 1 + x has lost.
-    bits = np.int32(
-        np.float32(max(np.float32(1) + x, np.float32(2.0**-33))).view(np.int32)
-        - np.int32(0x3F3504F3)
-    )
+    root = np.int32(0x3F3504F3)  # the bits of sqrt(1/2)
+    number = np.float32(max(np.float32(1) + x, np.float32(2.0**-33)))
+    bits = np.int32(number.view(np.int32) - root)
     n = np.float32(np.int32(bits >> np.int32(23)))
-    m = np.int32(np.int32(bits & np.int32(0x007FFFFF)) + np.int32(0x3F3504F3)).view(np.float32)
+    digits = np.int32(bits & np.int32(0x007FFFFF))
+    m = np.int32(digits + root).view(np.float32)
     f = x if n == np.float32(0) else m - np.float32(1)
     # log((1 + s) / (1 - s)) = 2 (s + s^3 / 3 + s^5 / 5 + ...) with |s| < 0.172
     s = f / (np.float32(2) + f)
@@ -124,10 +125,14 @@ def largest_of(numbers: NDArray[np.float32]) -> np.float32:
     bits = numbers.view(np.int32)
     largest = np.int32(-(2**31))
     for i in range(len(bits)):
-        largest = max(
-            largest, np.int32(bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-        )
-    return np.int32(largest ^ ((largest >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+        largest = max(largest, _order_key(bits[i]))
+    return _order_key(largest).view(np.float32)
+
+
+@inlined
+def _order_key(bits: np.int32) -> np.int32:
+    """Reverse the bits of a negative float, as an integer; twice gives them back."""
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @compiled
@@ -260,8 +265,12 @@ def multiply(x, matrix, bias, out, transposed):
     # Fortran has the transposed matrices, and takes numbers by their addresses.
     sizes = np.empty(4, np.int64)
     factors = np.empty(2, np.float32)
-    sizes[0], sizes[1], sizes[2], sizes[3] = out.shape[1], x.shape[0], x.shape[1], matrix.shape[1]
-    factors[0], factors[1] = 1, len(bias)
+    sizes[0] = out.shape[1]
+    sizes[1] = x.shape[0]
+    sizes[2] = x.shape[1]
+    sizes[3] = matrix.shape[1]
+    factors[0] = 1
+    factors[1] = len(bias)
     form = _FORMS[1:].ctypes if transposed else _FORMS.ctypes
     _sgemm(
         form,
@@ -387,12 +396,10 @@ def _score(query, keys, start, stop, row, head, scale, scores):
             score_2 += query[i] * key_2[i]
             score_3 += query[i] * key_3[i]
 
-        scores[0], scores[1], scores[2], scores[3] = (
-            score_0 * scale,
-            score_1 * scale,
-            score_2 * scale,
-            score_3 * scale,
-        )
+        scores[0] = score_0 * scale
+        scores[1] = score_1 * scale
+        scores[2] = score_2 * scale
+        scores[3] = score_3 * scale
     else:
         for column in range(start, stop):
             key = keys[column, row, head]

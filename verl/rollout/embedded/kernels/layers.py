@@ -271,7 +271,8 @@ def _rope_store(
 ):
     """Rotate and store one row."""
     row = tl.program_id(0).to(tl.int64)
-    page, offset = tl.load(PAGES + row), tl.load(OFFSETS + row)
+    page = tl.load(PAGES + row)
+    offset = tl.load(OFFSETS + row)
     angle = tl.load(POSITIONS + row) * D + tl.arange(0, HALF)
     inside = tl.arange(0, HALF) < D // 2
     cos = tl.load(COS + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -312,16 +313,17 @@ def _rotate(AT, mask, cos, sin, NORM, eps, shift, D: tl.constexpr):
     low = tl.load(AT, mask=mask, other=0.0)
     high = tl.load(AT + D // 2, mask=mask, other=0.0)
     dtype = low.dtype
-    low, high = low.to(tl.float32), high.to(tl.float32)
+    low = low.to(tl.float32)
+    high = high.to(tl.float32)
 
     if NORM is not None:
         mean = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / D
         scale = tl.rsqrt(mean + eps)[:, None]
         column = tl.arange(0, low.shape[1])
-        low_norm = tl.load(NORM + column, mask=column < D // 2, other=0.0).to(tl.float32)[None, :]
-        high_norm = tl.load(NORM + D // 2 + column, mask=column < D // 2, other=0.0).to(tl.float32)[
-            None, :
-        ]
+        inside = column < D // 2
+        low_norm = tl.load(NORM + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        high_norm = tl.load(NORM + D // 2 + column, mask=inside, other=0.0)
+        high_norm = high_norm.to(tl.float32)[None, :]
         low = (low * scale * (low_norm + shift)).to(dtype).to(tl.float32)
         high = (high * scale * (high_norm + shift)).to(dtype).to(tl.float32)
 

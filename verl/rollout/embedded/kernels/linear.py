@@ -120,7 +120,9 @@ def _splits(columns: int, inner: int) -> tuple[int, int]:
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, plan: Plan) -> None:
-    (rows, inner), columns, tile = x.shape, weight.shape[0], plan.tile
+    rows, inner = x.shape
+    columns = weight.shape[0]
+    tile = plan.tile
     tiles = triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n)
     target = out
     grid = (tiles, 1)

@@ -103,7 +103,10 @@ def fixed_num_splits(
     """Return the number of splits of `split_tokens` tokens in a row of `table_width` pages."""
     splits = triton.cdiv(table_width * page_size, split_tokens)
     # At worst only the first key of a window stands in the first of its splits.
-    return splits if window is None else min(splits, triton.cdiv(window - 1, split_tokens) + 1)
+    if window is None:
+        return splits
+    within_window = triton.cdiv(window - 1, split_tokens) + 1
+    return min(splits, within_window)
 
 
 def decode_config(
@@ -342,11 +345,9 @@ def _attend(
 
     The softmax is a running one. OUT (b, Hq, Dv); partials, if any, (b, Hq, num_splits, ...).
     """
-    row, kv_head, split = (
-        tl.program_id(0).to(tl.int64),
-        tl.program_id(1).to(tl.int64),
-        tl.program_id(2),
-    )
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
     slot = tl.load(SLOTS + row).to(tl.int64)
     first, stop, origin, size = _span(
         slot, POSITIONS, window, tl.num_programs(2), SPLIT_TOKENS, BLOCK_N
@@ -356,11 +357,9 @@ def _attend(
     end = tl.minimum(origin + (split + 1) * size, stop)
     if (split > 0) & (begin >= end):
         return
-    pages, keys, values = (
-        TABLE + slot * table_row,
-        KEYS + kv_head * key_head,
-        VALUES + kv_head * value_head,
-    )
+    pages = TABLE + slot * table_row
+    keys = KEYS + kv_head * key_head
+    values = VALUES + kv_head * value_head
 
     offsets = tl.arange(0, BLOCK_N)
     start = begin // BLOCK_N * BLOCK_N
@@ -379,7 +378,9 @@ def _attend(
             * _LOG2_E
         )
 
-    m, total, acc = sink, tl.zeros_like(sink), tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32)
+    m = sink
+    total = tl.zeros_like(sink)
+    acc = tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32)
     last = end
     if COS is None:
         q = tl.load(query + dims, mask=q_mask, other=0.0)
@@ -395,7 +396,8 @@ def _attend(
                 NEW_KEYS + new, dims, dims < DIM, COS, SIN, position, KEY_NORM, eps, shift, DIM
             )
             v = tl.load(NEW_VALUES + new + dims, mask=dims < DIM, other=0.0)
-            own, place = tl.load(pages + position // PAGE_SIZE).to(tl.int64), position % PAGE_SIZE
+            own = tl.load(pages + position // PAGE_SIZE).to(tl.int64)
+            place = position % PAGE_SIZE
             tl.store(keys + own * key_page + place * key_token + dims, k, mask=dims < DIM)
             tl.store(values + own * value_page + place * value_token + dims, v, mask=dims < DIM)
             m, total, acc = weigh_one(q, k, v, sink, scale, cap)
@@ -415,7 +417,8 @@ def _attend(
 
     if SINKS is not None:
         total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - m))
-    real, at = group < GROUP, row * GROUP * tl.num_programs(1) + heads
+    real = group < GROUP
+    at = row * GROUP * tl.num_programs(1) + heads
     count = tl.cdiv(stop - origin, size)
 
     if PARTIAL_OUT is not None and count > 1:
@@ -443,12 +446,11 @@ def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, shift, DIM: tl.conste
     """
     half: tl.constexpr = DIM // 2
     partner = tl.where(dims < half, dims + half, dims - half)
-    one, other = (
-        tl.load(AT + dims, mask=mask, other=0.0),
-        tl.load(AT + partner, mask=mask, other=0.0),
-    )
+    one = tl.load(AT + dims, mask=mask, other=0.0)
+    other = tl.load(AT + partner, mask=mask, other=0.0)
     dtype = one.dtype
-    one, other = one.to(tl.float32), other.to(tl.float32)
+    one = one.to(tl.float32)
+    other = other.to(tl.float32)
 
     if NORM is not None:
         scale = tl.rsqrt(tl.sum(one * one, 1) / DIM + eps)[:, None]
@@ -456,7 +458,8 @@ def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, shift, DIM: tl.conste
         one *= scale * factor
         factor = tl.load(NORM + partner, mask=dims < DIM, other=0.0).to(tl.float32) + shift
         other *= scale * factor
-        one, other = one.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
+        one = one.to(dtype).to(tl.float32)
+        other = other.to(dtype).to(tl.float32)
 
     cos = tl.load(COS + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     sin = tl.load(SIN + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)

@@ -18,19 +18,22 @@ def weigh(q, k, v, seen, m, total, acc, scale, cap):
     Returns its maximum, the sum of its weights, and the sum of weighted values.
     """
     # "ieee": fp32 operands would be rounded to TF32 otherwise.
-    s = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    s = _capped(s * scale, cap)
     s = tl.where(seen[None, :], s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, 1))
     p = tl.exp2(s - new_m[:, None])
     alpha = tl.exp2(m - new_m)
     total = total * alpha + tl.sum(p, 1)
-    return new_m, total, tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return new_m, total, acc
 
 
 @triton.jit
 def weigh_one(q, k, v, sink, scale, cap):
     """Begin the running softmax with one key k (1, D)."""
-    s = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, cap)
+    s = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+    s = _capped(s * scale, cap)
     m = tl.maximum(sink, s)
     total = tl.exp2(s - m)
     return m, total, total[:, None] * v.to(tl.float32)
@@ -49,7 +52,8 @@ def store_mean(OUT, place, mask, acc, total, VALUE_DIM: tl.constexpr):
     dims = tl.arange(0, acc.shape[1])[None, :]
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = OUT + place[:, None] * VALUE_DIM + dims
-    tl.store(at, result.to(OUT.dtype.element_ty), mask=mask[:, None] & (dims < VALUE_DIM))
+    inside = mask[:, None] & (dims < VALUE_DIM)
+    tl.store(at, result.to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit

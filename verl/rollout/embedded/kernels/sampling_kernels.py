@@ -62,12 +62,16 @@ def scan(
 
     If greedy, they are at temperature 1, and the place of the maximum is found too.
     """
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     row_ptr = logits + row.to(tl.int64) * row_stride
     start = chunk * CHUNK
     scale = _LOG2_E if GREEDY else _LOG2_E / tl.load(settings)
-    largest, totals, column = float("-inf"), tl.zeros([BLOCK], tl.float32), start
-    offset, end = start, tl.minimum(start + CHUNK, VOCABULARY)
+    largest = float("-inf")
+    totals = tl.zeros([BLOCK], tl.float32)
+    column = start
+    offset = start
+    end = tl.minimum(start + CHUNK, VOCABULARY)
     upcoming = _load_logits(row_ptr, start + tl.arange(0, BLOCK), VOCABULARY)
 
     while offset < end:
@@ -96,10 +100,8 @@ def _draw_key(slots, keys, drawn, row):
     Returns two uint32, the first shifted as hashes are.
     """
     slot = tl.load(slots + row)
-    bits = (
-        tl.load(keys + slot).to(tl.uint64, bitcast=True)
-        + tl.load(drawn + slot).to(tl.uint64) * _GOLDEN
-    )
+    bits = tl.load(keys + slot).to(tl.uint64, bitcast=True)
+    bits += tl.load(drawn + slot).to(tl.uint64) * _GOLDEN
     bits += _GOLDEN
     bits = (bits ^ (bits >> 30)) * _SPLITMIX_1
     bits = (bits ^ (bits >> 27)) * _SPLITMIX_2
@@ -159,11 +161,11 @@ def _may_win(noise, weights, deficit):
 def _most_promising(noise, weights, columns, VOCABULARY: tl.constexpr):
     """Return the column with the largest, or nearly the largest, weight / u."""
     # A positive float's bits, read as an integer, are its logarithm to 0.09 of a factor of two.
-    promise = weights.to(tl.int32, bitcast=True) - (_leading_bits(noise) - (_2_TO_23 - 1.0)).to(
-        tl.int32, bitcast=True
-    )
+    uniform = _leading_bits(noise) - (_2_TO_23 - 1.0)
+    promise = weights.to(tl.int32, bitcast=True) - uniform.to(tl.int32, bitcast=True)
     promise = tl.where(weights > 0, promise, -2147483648)
-    return tl.min(tl.where(promise == tl.max(promise, axis=0), columns, VOCABULARY - 1), axis=0)
+    is_best = promise == tl.max(promise, axis=0)
+    return tl.min(tl.where(is_best, columns, VOCABULARY - 1), axis=0)
 
 
 @triton.jit
@@ -193,25 +195,25 @@ def scan_and_draw(
     if exp(x / T - s) > E, and E >= u: comparing the noise integers with the weights that the sum
     needs anyway rules out most blocks.
     """
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     row_ptr = logits + row.to(tl.int64) * row_stride
     start = chunk * CHUNK
     inverse = 1.0 / tl.load(settings)
     scale = inverse * _LOG2_E
     key_low, key_high = _draw_key(slots, keys, drawn, row)
-    largest, totals, best, column = (
-        float("-inf"),
-        tl.zeros([BLOCK], tl.float32),
-        float("-inf"),
-        start,
-    )
+    largest = float("-inf")
+    totals = tl.zeros([BLOCK], tl.float32)
+    best = float("-inf")
+    column = start
 
     if FILTERED:
         min_p = tl.load(settings + 2)
         largest = tl.load(rows_ptr + row * 3)
         threshold = tl.load(rows_ptr + row * 3 + 2)
 
-    offset, end = start, tl.minimum(start + CHUNK, VOCABULARY)
+    offset = start
+    end = tl.minimum(start + CHUNK, VOCABULARY)
     upcoming = _load_logits(row_ptr, start + tl.arange(0, BLOCK), VOCABULARY)
     while offset < end:
         columns = offset + tl.arange(0, BLOCK)
@@ -234,13 +236,12 @@ def scan_and_draw(
                 while tl.max((weights > 0).to(tl.int32), axis=0) > 0:
                     tried = _most_promising(noise, weights, columns, VOCABULARY)
                     score = tl.load(row_ptr + tried).to(tl.float32) * inverse
-                    score += _gumbel(_noise_integers(hashes, tried, key_low, key_high, VOCABULARY))
+                    own = _noise_integers(hashes, tried, key_low, key_high, VOCABULARY)
+                    score += _gumbel(own)
                     if (score > best) | ((score == best) & (tried < column)):
                         best, column = score, tried
-                    hopeful = _may_win(noise, weights, _finite(largest) * inverse - best) & (
-                        columns != tried
-                    )
-                    weights = tl.where(hopeful, weights, 0.0)
+                    hopeful = _may_win(noise, weights, _finite(largest) * inverse - best)
+                    weights = tl.where(hopeful & (columns != tried), weights, 0.0)
         offset += BLOCK
 
     here = row * tl.num_programs(1) + chunk
@@ -263,7 +264,8 @@ def _merge_sums(
     )
     totals = tl.load(totals_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
     largest = tl.max(parts, axis=0)
-    return largest, tl.sum(totals * tl.exp2((parts - _finite(largest)) * scale), axis=0)
+    factors = tl.exp2((parts - _finite(largest)) * scale)
+    return largest, tl.sum(totals * factors, axis=0)
 
 
 @triton.jit
@@ -288,7 +290,8 @@ def merge(
     row = tl.program_id(0)
     inverse = 1.0 if GREEDY else 1.0 / tl.load(settings)
     if FILTERED:
-        largest, total = tl.load(rows_ptr + row * 3), tl.load(rows_ptr + row * 3 + 1)
+        largest = tl.load(rows_ptr + row * 3)
+        total = tl.load(rows_ptr + row * 3 + 1)
     else:
         largest, total = _merge_sums(
             largest_ptr, totals_ptr, row, inverse * _LOG2_E, NUM_CHUNKS, CHUNKS
@@ -299,8 +302,10 @@ def merge(
     scores = tl.load(scores_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=float("-inf"))
     columns = tl.load(columns_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=VOCABULARY - 1)
     # The token must be one of the vocabulary, even where a NaN equals no score.
-    token = tl.min(tl.where(scores == tl.max(scores, axis=0), columns, VOCABULARY - 1), axis=0)
-    logit = tl.load(logits + row.to(tl.int64) * row_stride + token).to(tl.float32)
+    is_best = scores == tl.max(scores, axis=0)
+    token = tl.min(tl.where(is_best, columns, VOCABULARY - 1), axis=0)
+    row_ptr = logits + row.to(tl.int64) * row_stride
+    logit = tl.load(row_ptr + token).to(tl.float32)
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(log_probs_ptr + row, (logit - largest) * inverse - tl.log(total))
 
@@ -371,21 +376,24 @@ def _search(
     token's is right: fp32 logits lie far apart among their keys.
     """
     wide: tl.constexpr = 8 << (23 - DROPPED_BITS)
-    turn, at_low, at_high, lightest = 0, float("inf"), 0.0, 1.0
+    turn = 0
+    at_low = float("inf")
+    at_high = 0.0
+    lightest = 1.0
     while (high - low > 1) & (at_low - at_high >= 2 * lightest):
         step = tl.maximum((high - low) // 4, 1)
-        first, second, third = low + step, low + 2 * step, low + 3 * step
+        first = low + step
+        second = low + 2 * step
+        third = low + 3 * step
         if (high - low > wide) & (turn % 2 == 0):
             start = _of_order_key(low, DROPPED_BITS)
             quarter = (_of_order_key(high, DROPPED_BITS) - start) * 0.25
             first = tl.maximum(_order_key(start + quarter, DROPPED_BITS), low + 1)
             second = tl.maximum(_order_key(start + 2 * quarter, DROPPED_BITS), low + 1)
             third = tl.maximum(_order_key(start + 3 * quarter, DROPPED_BITS), low + 1)
-        first, second, third = (
-            tl.minimum(first, high - 1),
-            tl.minimum(second, high - 1),
-            tl.minimum(third, high - 1),
-        )
+        first = tl.minimum(first, high - 1)
+        second = tl.minimum(second, high - 1)
+        third = tl.minimum(third, high - 1)
         turn += 1
         one, two, three = _sums_above(
             row_ptr,
@@ -435,7 +443,9 @@ def find_threshold(
     """
     row = tl.program_id(0)
     row_ptr = logits + row.to(tl.int64) * row_stride
-    temperature, top_p, top_k = tl.load(settings), tl.load(settings + 1), tl.load(settings + 3)
+    temperature = tl.load(settings)
+    top_p = tl.load(settings + 1)
+    top_k = tl.load(settings + 3)
     scale = _LOG2_E / temperature
     largest, total = _merge_sums(largest_ptr, totals_ptr, row, scale, NUM_CHUNKS, CHUNKS)
     base = _finite(largest)
@@ -449,7 +459,8 @@ def find_threshold(
         )
         if top_p < 1:
             # The share is of exactly k tokens, even if more tie with the last of them.
-            last, above = _of_order_key(low, DROPPED_BITS), _of_order_key(low + 1, DROPPED_BITS)
+            last = _of_order_key(low, DROPPED_BITS)
+            above = _of_order_key(low + 1, DROPPED_BITS)
             count, _, _ = _sums_above(
                 row_ptr, above, above, above, base, scale, VOCABULARY, BLOCK, False
             )
