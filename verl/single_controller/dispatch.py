@@ -327,19 +327,16 @@ def _all(outputs: list[Any], _: Any) -> Any:
 _split_protos = functools.partial(_split_batches, deal=_deal, pad=_repeated)
 _split_any = functools.partial(_split_batches, deal=_deal, pad=_unpadded)
 _split_for_metrics = functools.partial(_split_batches, deal=_deal_windows, pad=_masked)
+_PROTOS = DispatchMode(_split_protos, _join_protos, by_data_rank=True, takes_any_deal=True)
 
 MODES: dict[str, DispatchMode] = {
     Dispatch.RANK_ZERO: DispatchMode(same_for_all, _first),
     Dispatch.ONE_TO_ALL: DispatchMode(same_for_all, _all),
     Dispatch.ALL_TO_ALL: DispatchMode(lists_or_same, _all),
     Dispatch.DP_COMPUTE: DispatchMode(one_entry_each, _all, by_data_rank=True),
-    Dispatch.DP_COMPUTE_PROTO: DispatchMode(
-        _split_protos, _join_protos, by_data_rank=True, takes_any_deal=True
-    ),
+    Dispatch.DP_COMPUTE_PROTO: _PROTOS,
     # The function, the first argument, is no batch and therefore goes to all.
-    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(
-        _split_protos, _join_protos, by_data_rank=True, takes_any_deal=True
-    ),
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: _PROTOS,
     # Answers say by a column which row of the caller they belong to. No row is computed twice,
     # because the work may have effects outside (tools), so a rank may get none.
     Dispatch.DP_COMPUTE_ANY_ROWS: DispatchMode(_split_any, _concatenated, by_data_rank=True),
