@@ -7,7 +7,8 @@ import secrets
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from verl.agents.engine_client import Generated
@@ -244,6 +245,7 @@ class ServedEngine:
                 order.answer.set_exception(error)
 
 
+@dataclass(eq=False)
 class ServedBackend:
     """A `Backend` for a model alone. It keeps no sessions.
 
@@ -257,24 +259,14 @@ class ServedBackend:
         is_lenient: whether to ignore fields that the engine cannot honor.
     """
 
-    def __init__(
-        self,
-        engine: ServedEngine,
-        wording: Wording,
-        *,
-        params: SamplingParams,
-        max_model_len: int,
-        api_key: str,
-        model: str,
-        is_lenient: bool = False,
-    ) -> None:
-        self.engine = engine
-        self.wording = wording
-        self.params = params
-        self.max_model_len = max_model_len
-        self.api_key = api_key
-        self.model = model
-        self.is_lenient = is_lenient
+    engine: ServedEngine
+    wording: Wording
+    _: KW_ONLY
+    params: SamplingParams
+    max_model_len: int
+    api_key: str = field(repr=False)
+    model: str
+    is_lenient: bool = False
 
     def admit(self, key: str, session: str | None) -> str | None:
         """See `Backend.admit`."""
@@ -339,14 +331,8 @@ class ServedBackend:
             raise ApiError(str(error), status=500) from error
 
         name = secrets.token_hex(8)
-        replies = []
-        for number, each in enumerate(drawn):
-            replies.append(
-                self.wording.reply(
-                    prompt_ids, each, tools=tools, stop=params.stop, name=f"{name}/{number}"
-                )
-            )
-        return replies
+        reply = partial(self.wording.reply, prompt_ids, tools=tools, stop=params.stop)
+        return [reply(each, name=f"{name}/{number}") for number, each in enumerate(drawn)]
 
     def stops(self, draw: DrawSettings) -> tuple[str, ...]:
         """See `Backend.stops`."""

@@ -5,14 +5,15 @@ import json
 import secrets
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from verl.agents.gateway.backend import Backend
+from verl.agents.gateway.backend import Backend, Listen
 from verl.agents.gateway.errors import ApiError
-from verl.agents.gateway.requests import ChatRequest, CompletionRequest
+from verl.agents.gateway.requests import ChatRequest, CompletionRequest, DrawSettings
 from verl.agents.gateway.responses import ChatFormat, CompletionFormat
 from verl.agents.gateway.wording import Reply, TextStream
 from verl.utils.errors import ConfigError
@@ -22,6 +23,7 @@ _MIB = 2**20
 _STOP_GRACE_S = 2.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Ask = Callable[[Listen | None], Awaitable[list[Reply]]]  # the listener hears tokens as they come
 
 
 class GatewayServer:
@@ -140,13 +142,9 @@ class GatewayServer:
         session = self._admit(request)
         asked = ChatRequest.read(await self._body(request), lenient=self.backend.is_lenient)
         form = ChatFormat(_response_id(), self.backend.model, asked.output, self.backend.wording)
-        if asked.output.stream:
-            # A reply with tools is read as a whole: its text may turn out to be a call.
-            stops = self.backend.stops(asked.draw)
-            exchange = _Exchange(self, request, form, stops, by_piece=not asked.tools)
-            return await exchange.run(lambda hear: self.backend.chat(session, asked, hear))
-        replies = await self.within_time(self.backend.chat(session, asked))
-        return web.json_response(form.whole(replies))
+        ask = partial(self.backend.chat, session, asked)
+        # A reply with tools is read as a whole: its text may turn out to be a call.
+        return await self._respond(request, form, asked.draw, ask, by_piece=not asked.tools)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
@@ -154,14 +152,26 @@ class GatewayServer:
         form = CompletionFormat(
             _response_id(), self.backend.model, asked.output, self.backend.wording
         )
-        if asked.output.stream:
-            stops = self.backend.stops(asked.draw)
-            exchange = _Exchange(self, request, form, stops, by_piece=True)
-            return await exchange.run(lambda hear: self.backend.complete(session, asked, hear))
-        replies = await self.within_time(self.backend.complete(session, asked))
-        return web.json_response(form.whole(replies))
+        ask = partial(self.backend.complete, session, asked)
+        return await self._respond(request, form, asked.draw, ask, by_piece=True)
 
     # ---------------------------------------------------------------- inner parts
+
+    async def _respond(
+        self,
+        request: web.Request,
+        form: ChatFormat,
+        draw: DrawSettings,
+        ask: Ask,
+        *,
+        by_piece: bool,
+    ) -> web.StreamResponse:
+        """Answer with all replies of `ask`, as a stream or as a whole."""
+        if form.output.stream:
+            stops = self.backend.stops(draw)
+            return await _Exchange(self, request, form, stops, by_piece=by_piece).run(ask)
+        replies = await self.within_time(ask(None))
+        return web.json_response(form.whole(replies))
 
     async def within_time(self, answer: Awaitable[list[Reply]]) -> list[Reply]:
         """Await an answer. Raises ApiError when it takes too long."""
@@ -231,7 +241,7 @@ class _Exchange:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
 
-    async def run(self, ask: Callable[[Any], Awaitable[list[Reply]]]) -> web.StreamResponse:
+    async def run(self, ask: Ask) -> web.StreamResponse:
         """Send pieces while they come, then the ends of all choices.
 
         An error before the first piece is a plain error response.
@@ -247,14 +257,11 @@ class _Exchange:
                     break
                 await self._send_piece(*news)
             await self._send_ends(await answer)
-        except ApiError as error:
-            if not self._response.prepared:
-                raise
-            await self._send(error.body())
         except Exception as error:
             if not self._response.prepared:
                 raise
-            await self._send(unexpected(error).body())
+            known = error if isinstance(error, ApiError) else unexpected(error)
+            await self._send(known.body())
         finally:
             answer.cancel()
 
