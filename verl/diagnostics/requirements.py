@@ -82,7 +82,8 @@ def missing_packages(world: World) -> dict[str, Missing]:
         elif not _is_there_anyway(world, needed.name):
             missing[needed.name] = Missing(needed.wanted, needed_by)
 
-    wanted = {needed.name: needed.wanted for needed in required(tuple(world.requirements or ()))}
+    requirements = required(tuple(world.requirements or ()))
+    wanted = {needed.name: needed.wanted for needed in requirements}
     for module in world.absent_modules:
         distribution = distribution_of(module)
         name = canonical(distribution)

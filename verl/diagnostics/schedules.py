@@ -22,7 +22,7 @@ import heapq
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl.rollout.book import Book, Pace
 from verl.rollout.goal import GoalWatch
@@ -72,18 +72,20 @@ class Work:
         return self.lengths[sample_id % len(self.lengths)]
 
 
+@dataclass(eq=False)
 class Engines:
     """Engines of equal load on a common clock, which run the samples of a book."""
 
-    def __init__(self, book: Book, costs: Costs, devices: int, work: Work) -> None:
-        self.book = book
-        self.costs = costs
-        self.devices = devices
-        self.work = work
-        self.ends: list[tuple[int, int]] = []  # (decode step at which it ends, sample id)
-        self.begun: dict[int, int] = {}  # sample id -> decode step at which it would have begun
-        self.step = 0
-        self.busy_s = 0.0
+    book: Book
+    costs: Costs
+    devices: int
+    work: Work
+    # (decode step at which it ends, sample id)
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    # sample id -> decode step at which it would have begun
+    begun: dict[int, int] = field(default_factory=dict)
+    step: int = 0
+    busy_s: float = 0.0
 
     def start(self) -> float:
         """Submit the samples that the book lets start; return the seconds of their prefill."""

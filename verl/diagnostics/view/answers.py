@@ -222,7 +222,8 @@ def _state(run: Run) -> str:
         return "finished"
     if last_event == "failed":
         return "failed"
-    newest = max((line.time for line in run.steps.values()), default=run.facts["started"])
+    times = [line.time for line in run.steps.values()]
+    newest = max(times, default=run.facts["started"])
     return "training" if time.time() - newest < _LIVE_S else "stopped"
 
 
