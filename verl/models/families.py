@@ -65,7 +65,7 @@ def _reason(config: Any) -> str | None:
     if getattr(config, "index_topk", None):
         return "its layers choose the keys that they see by an indexer"
 
-    if any(family == name or family.startswith((name, f"falcon_{name}")) for name in _RECURRENT):
+    if any(family.startswith((name, f"falcon_{name}")) for name in _RECURRENT):
         return (
             "some of its layers are recurrent (state-space or linear attention), whose state would "
             "leak"

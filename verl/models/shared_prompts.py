@@ -148,5 +148,6 @@ def _merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
             out, lse, other, other_lse
         )
     share = torch.sigmoid(lse - other_lse).t()[..., None]
-    out.copy_(torch.lerp(other.to(share.dtype), out.to(share.dtype), share))
+    mixed = torch.lerp(other.to(share.dtype), out.to(share.dtype), share)
+    out.copy_(mixed)
     torch.logaddexp(lse, other_lse, out=lse)

@@ -55,7 +55,8 @@ class PhasePeaks:
             yield
         finally:
             self.restart(device)
-            peak = Peak(self._open.pop(), _outside(device), psutil.Process().memory_info().rss)
+            host_bytes = psutil.Process().memory_info().rss
+            peak = Peak(self._open.pop(), _outside(device), host_bytes)
             self.phases[name] = self.phases.get(name, Peak()).most(peak)
 
     def take(self, device: torch.device) -> tuple[int, int]:

@@ -37,7 +37,10 @@ class CacheRoom:
         """Allocate the cache, or a larger one where this call can use it."""
         size = self._config.page_size
         # The last drawn token is never fed back, so its key is never kept.
-        most = [ceil_div(len(sample.group.prompt) + sample.limit - 1, size) for sample in samples]
+        most = []
+        for sample in samples:
+            cached = len(sample.group.prompt) + sample.limit - 1
+            most.append(ceil_div(cached, size))
         # One more page for each prompt that has samples yet to start.
         prompts = len({id(sample.group) for sample in samples})
         useful = sum(sorted(most, reverse=True)[: self._config.max_num_seqs]) + prompts

@@ -52,9 +52,8 @@ class InvariantDecodeStep(DecodeStep):
         for rows, table in self.chunks:
             # (rows, W, Hk, page_size, D) -> (rows, Hk, W * page_size, D)
             keys, values = (cache[table].transpose(1, 2).flatten(2, 3) for cache in pages)
-            parts.append(
-                invariant.decode_attention(q[rows], keys, values, self.positions[rows], facts)
-            )
+            last = self.positions[rows]
+            parts.append(invariant.decode_attention(q[rows], keys, values, last, facts))
         return torch.cat(parts)
 
 

@@ -98,7 +98,8 @@ class Steps:
                 for slot, count in zip(slots[done].tolist(), drawn[done]):
                     ids = scheduler.token_ids[slot, :count].tolist()
                     run.drafts.keep(scheduler.group_of(slot), scheduler.sample_id_of(slot), ids)
-            completions = scheduler.finish(slots[done].tolist(), set(slots[stopped].tolist()))
+            stopped_slots = set(slots[stopped].tolist())
+            completions = scheduler.finish(slots[done].tolist(), stopped_slots)
         run.progress.note(scheduler, len(completions), run.counts["generated_tokens"])
         return completions
 

@@ -282,7 +282,8 @@ class ServerEngine(EngineClass):
         for sample in stopping:
             member = sample.member
             if member is not None:
-                running.setdefault(id(member), (member, []))[1].append(sample.draw.request_id)
+                _, request_ids = running.setdefault(id(member), (member, []))
+                request_ids.append(sample.draw.request_id)
         for member, request_ids in running.values():
             try:
                 member.server.abort(request_ids)
