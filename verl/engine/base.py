@@ -91,7 +91,6 @@ class TrainEngine:
     def __init__(self, module: nn.Module, options: EngineOptions, *, total_steps: int = 0) -> None:
         self.options = options
         fsdp = options.fsdp_config
-
         self.mesh: Mesh = init_mesh(
             options.device,
             fsdp_size=fsdp.fsdp_size,

@@ -74,7 +74,6 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     rows, experts = logits.shape
     ids = torch.empty(rows, routing.top_k, dtype=torch.int32, device=logits.device)
     scores = torch.empty(rows, routing.top_k, dtype=torch.float32, device=logits.device)
-
     _route[(rows,)](
         logits,
         ids,
@@ -97,7 +96,6 @@ def sort_pairs(ids: Tensor, experts: int, tile_m: int) -> Order:
     most = (pairs + min(pairs, experts) * (tile_m - 1)) // tile_m
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty(3, most, dtype=torch.int32, device=ids.device)
-
     block = min(_SORTED, triton.next_power_of_2(pairs))
     _sort_pairs[(experts,)](
         ids,
@@ -122,7 +120,6 @@ def tiles_of(rows: int, top_k: int, experts: int, dtype: torch.dtype) -> tuple[T
     if dtype == torch.float32:
         small = Tile(16, 32, 32, num_warps=4, num_stages=2, weights_first=False)
         return small, small
-
     pairs = rows * top_k / experts
     if pairs <= 9:
         tile = Tile(16, 64, 128, num_warps=4, num_stages=3, weights_first=True)

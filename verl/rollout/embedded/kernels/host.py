@@ -389,7 +389,6 @@ def _score(query, keys, start, stop, row, head, scale, scores):
         key_2 = keys[start + 2, row, head]
         key_3 = keys[start + 3, row, head]
         score_0 = score_1 = score_2 = score_3 = np.float32(0)
-
         for i in range(len(query)):
             score_0 += query[i] * key_0[i]
             score_1 += query[i] * key_1[i]
@@ -437,7 +436,6 @@ def _mix(weights, values, start, stop, row, head, out):
         weight_1 = weights[1]
         weight_2 = weights[2]
         weight_3 = weights[3]
-
         for i in range(len(out)):
             out[i] += (
                 weight_0 * value_0[i]
