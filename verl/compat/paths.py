@@ -119,7 +119,7 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.experimental.agent_loop.agent_loop": {
         **_same(_AGENTS, "AgentLoopBase AgentLoopOutput AgentLoopMetrics TokenOutput register"),
         "AsyncLLMServerManager": (_AGENTS, "ServerManager"),
-        "DictConfigWrap": ("verl.agents.loops.user_loop", "TrainerConfig"),
+        "DictConfigWrap": ("verl.agents.loops.user_base", "TrainerConfig"),
     },
     "verl.experimental.agent_loop.single_turn_agent_loop": {},
     "verl.experimental.agent_loop.tool_agent_loop": {

@@ -8,14 +8,9 @@ from verl.agents.loops import (  # noqa: F401  (register)
 )
 from verl.agents.loops.base import AgentContext, AgentLoop, Episode, Tally, agent_loops
 from verl.agents.loops.config import register_loops
-from verl.agents.loops.user_loop import (
-    AgentLoopBase,
-    AgentLoopMetrics,
-    AgentLoopOutput,
-    ServerManager,
-    TokenOutput,
-    register,
-)
+from verl.agents.loops.server_manager import ServerManager, TokenOutput
+from verl.agents.loops.user_base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.agents.loops.user_loop import register
 
 __all__ = [
     "AgentContext",

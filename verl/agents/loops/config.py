@@ -5,7 +5,8 @@ from typing import Any
 
 from verl.agents.entries import load_class, read_yaml
 from verl.agents.loops.base import agent_loops
-from verl.agents.loops.user_loop import AgentLoopBase, add_user_loop
+from verl.agents.loops.user_base import AgentLoopBase
+from verl.agents.loops.user_loop import add_user_loop
 from verl.utils.errors import ConfigError
 
 _KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
