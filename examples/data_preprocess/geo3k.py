@@ -65,6 +65,13 @@ def make_row(
     """
     place = f"{file}, row {index}"
     require_columns(raw, ("problem", "images", "answer"), place)
+    for column in ("problem", "answer"):
+        if not isinstance(raw[column], str):
+            raise DataError(
+                f"{place}: the column '{column}' must be a text, got {raw[column]!r:.80}. Write "
+                "it, or take the row out."
+            )
+
     given = raw["images"]
     if not isinstance(given, list) or not given:
         raise DataError(

@@ -172,9 +172,9 @@ def test_a_run_with_pictures_that_fails_does_not_advise_a_replay(
         raise RewardError("planted")
 
     monkeypatch.setattr(PPOTrainer, "score", failing)
+    caplog.set_level("INFO", logger="verl")
     trainer = PPOTrainer(config(tmp_path, **{"trainer.val_before_train": False}))
     trainer.init_workers()
-    caplog.set_level("INFO", logger="verl")
     with pytest.raises(RewardError, match="planted"):
         trainer.fit()
 
