@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from verl.tracking import Tracker, TrackerBackend, TrackerSettings, tracker_backends, write_samples
 from verl.tracking.samples import plain, to_json_line
-from verl.utils.errors import ConfigError, MissingDependencyError
+from verl.utils.errors import ConfigError, MissingDependencyError, TrackerError
 
 STEP = {"actor/pg_loss": 0.01234, "critic/score/mean": 1 / 3, "actor/ppo_kl": 0.00119}
 
@@ -307,3 +307,26 @@ def test_wandb_without_a_login_is_reported_with_the_alternatives(tmp_path, monke
         ConfigError, match="trainer.logger=wandb cannot be used: No API key.*WANDB_MODE=offline"
     ):
         make_tracker(tmp_path, ["wandb"])
+
+
+def test_a_tracker_that_raises_is_named(tmp_path):
+    class Raises(TrackerBackend):
+        def log(self, metrics, step):
+            raise ValueError("no such project")
+
+    tracker_backends.register("raises")(Raises)
+    try:
+        tracker = make_tracker(tmp_path, ["file", "raises"])
+        with pytest.raises(
+            TrackerError, match=r"'raises' \(.*\) raised ValueError in line \d+: no"
+        ):
+            tracker.log(STEP, 1)
+        tracker.finish()
+    finally:
+        tracker_backends.remove("raises")
+
+
+def test_errors_about_files_stay_those_of_the_system(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        make_tracker(tmp_path / "file" / "below", ["file"])

@@ -6,6 +6,7 @@ import pytest
 
 from tests.trainer.runs import metric_lines, run
 from verl.jobs.main_generation import main as main_generation
+from verl.utils.logging import logger
 
 # LocalEngine provides weights, sleep and checks; the rest generates one sample at a time.
 VERBS = """
@@ -186,3 +187,30 @@ def test_an_engine_without_verbs_is_an_error_that_names_them(tmp_path, capfd):
     )
     assert code == 1
     assert "lacks abort, has_work, step, submit" in capfd.readouterr().err
+
+
+def test_an_engine_that_raises_is_named_with_the_checkpoint(tmp_path, capfd, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    file = tmp_path / "engine.py"
+    file.write_text(
+        "from verl.rollout import EmbeddedEngine, rollout_engines\n"
+        "class Raises(EmbeddedEngine):\n"
+        "    def submit(self, requests, params, *, seed, step):\n"
+        "        if step == 2:\n"
+        "            raise KeyError('boom')\n"
+        "        super().submit(requests, params, seed=seed, step=step)\n"
+        "rollout_engines.register('raises')(Raises)\n",
+        encoding="utf-8",
+    )
+    code = run(
+        tmp_path / "run",
+        f"actor_rollout_ref.model.external_lib={file}",
+        *("actor_rollout_ref.rollout.name=raises", "trainer.save_freq=1"),
+    )
+    assert code == 1
+    shown = capfd.readouterr().err
+    assert f"The rollout engine 'raises' ({file}) raised KeyError in line 5: 'boom'." in shown
+    ended = "Stopped by RolloutError in step 2 of 2. Newest checkpoint in"
+    assert f"{ended} {tmp_path / 'run'}: global_step_1." in said
+    assert "Traceback" not in shown

@@ -1,18 +1,22 @@
 """Send the records of a run to all of its trackers."""
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import verl.tracking.console  # noqa: F401  (registers itself)
 from verl.tracking.backends import TrackerBackend, TrackerSettings, tracker_backends
+from verl.utils.entry import is_about_files
+from verl.utils.errors import TrackerError
+from verl.utils.user_parts import NamedPart
 
 
 class Tracker:
     """Sends the records of a run to every tracker that `trainer.logger` names.
 
-    Raises ConfigError for an unknown name, and MissingDependencyError if the package of a tracker
-    is not installed.
+    Raises ConfigError for an unknown name, MissingDependencyError if the package of a tracker is
+    not installed, and TrackerError, with the name of the tracker, for any other error that one
+    raises. Errors about files, the disk and standard output stay an OSError.
 
     Args:
         backends: names from `tracker_backends`.
@@ -21,8 +25,14 @@ class Tracker:
 
     def __init__(self, backends: Sequence[str], settings: TrackerSettings) -> None:
         # All names are looked up before any run is started at a remote tracker.
-        factories = [tracker_backends.get(name) for name in dict.fromkeys(backends)]
-        self.backends: list[TrackerBackend] = [factory(settings) for factory in factories]
+        factories = {name: tracker_backends.get(name) for name in backends}
+        self.backends: list[TrackerBackend] = []
+        self._parts: list[NamedPart] = []
+        for name, factory in factories.items():
+            part = NamedPart("tracker", name, factory, TrackerError)
+            with part.naming_errors(passes=_is_reported):
+                self.backends.append(factory(settings))
+            self._parts.append(part)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Record the metrics of a step.
@@ -32,26 +42,32 @@ class Tracker:
         metric is no number.
         """
         numbers_only = {name: _number(name, value) for name, value in metrics.items()}
-        for backend in self.backends:
-            backend.log(numbers_only, step)
+        self._each(lambda backend: backend.log(numbers_only, step))
 
     def log_generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Record samples, one dict each."""
-        for backend in self.backends:
-            backend.log_generations(rows, step)
+        self._each(lambda backend: backend.log_generations(rows, step))
 
     def rewind(self, step: int) -> None:
         """Forget all records of steps after `step`, from which the run continues.
 
         0 means that the run starts over.
         """
-        for backend in self.backends:
-            backend.rewind(step)
+        self._each(lambda backend: backend.rewind(step))
 
     def finish(self) -> None:
         """Write everything and close."""
-        for backend in self.backends:
-            backend.finish()
+        self._each(lambda backend: backend.finish())
+
+    def _each(self, call: Callable[[TrackerBackend], None]) -> None:
+        for part, backend in zip(self._parts, self.backends):
+            with part.naming_errors(passes=_is_reported):
+                call(backend)
+
+
+def _is_reported(error: Exception) -> bool:
+    """Return whether entry points have a message of their own for an error."""
+    return isinstance(error, (ModuleNotFoundError, BrokenPipeError)) or is_about_files(error)
 
 
 def _number(name: str, value: Any) -> int | float:

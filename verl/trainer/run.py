@@ -220,14 +220,7 @@ class TrainingRun(ABC, Generic[Config]):
             self.note_shortage(error)
             self.recorder.note_failure(self, error)
             self.checkpoints.rescue()
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                logger.warning(
-                    "Interrupted in step %d of %d. Newest checkpoint in %s: %s.",
-                    self.global_step,
-                    self.total_steps,
-                    self.checkpoints.root,
-                    self.checkpoints.newest_name() or "none",
-                )
+            self.log_end(error)
             raise
         finally:
             self.recorder.finish()
@@ -242,6 +235,20 @@ class TrainingRun(ABC, Generic[Config]):
                 "this process. Set trainer.save_freq=%d to keep those of the last step.",
                 self.total_steps,
             )
+
+    def log_end(self, error: BaseException) -> None:
+        """Log in which step an error or an interrupt ended the run, and what can be resumed."""
+        is_interrupt = isinstance(error, (KeyboardInterrupt, SystemExit))
+        if not is_interrupt and self.global_step == 0:
+            return  # nothing has been trained yet
+        logger.warning(
+            "%s in step %d of %d. Newest checkpoint in %s: %s.",
+            "Interrupted" if is_interrupt else f"Stopped by {type(error).__name__}",
+            self.global_step,
+            self.total_steps,
+            self.checkpoints.root,
+            self.checkpoints.newest_name() or "none",
+        )
 
     def log_results(self) -> None:
         """Log the summary, where the run left its files, and commands to type next."""

@@ -44,7 +44,7 @@ def exit_code(job: Callable[[], int | None]) -> int:
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return READER_GONE
-        if error.filename is None and error.errno not in _NOT_WRITTEN:
+        if not is_about_files(error):
             raise
         way_out = (
             "Free some space, or choose another folder. VERL_TRACEBACK=1 shows where the file was "
@@ -62,6 +62,13 @@ def exit_code(job: Callable[[], int | None]) -> int:
         if _reader_is_gone() and not error.code:
             return READER_GONE
         raise
+
+
+def is_about_files(error: BaseException) -> bool:
+    """Return whether an error names a file, or says that the system refuses to write."""
+    if not isinstance(error, OSError):
+        return False
+    return error.filename is not None or error.errno in _NOT_WRITTEN
 
 
 def _of_user(error: VerlError) -> VerlError:

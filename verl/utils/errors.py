@@ -63,6 +63,10 @@ class AlgorithmError(VerlError, RuntimeError):
     """A user's advantage estimator or loss raised, or returned a result of the wrong form."""
 
 
+class TrackerError(VerlError, RuntimeError):
+    """A tracker (`trainer.logger`) raised while it recorded a run."""
+
+
 class CheckpointError(VerlError, RuntimeError):
     """A checkpoint is missing, incomplete or does not match its checksums."""
 

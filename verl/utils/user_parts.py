@@ -1,4 +1,4 @@
-"""Errors of functions that a user registers by name."""
+"""Errors of functions and classes that a user registers by name."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -11,14 +11,19 @@ from verl.utils.errors import AlgorithmError, VerlError, line_in
 
 @dataclass(frozen=True)
 class NamedPart:
-    """A registered function, as errors describe it."""
+    """A registered function or class, as errors describe it."""
 
     kind: str
     name: str
     function: Callable[..., Any]
+    error_class: type[VerlError] = AlgorithmError
 
     def __str__(self) -> str:
         return f"The {self.kind} '{self.name}' ({self._file or self.function.__module__})"
+
+    def runs_in(self, error: BaseException) -> bool:
+        """Return whether the traceback of an error passes through the file of this part."""
+        return line_in(error, self._file) is not None
 
     @property
     def _file(self) -> str | None:
@@ -28,7 +33,7 @@ class NamedPart:
     def naming_errors(
         self, passes: Callable[[Exception], bool] = lambda error: False
     ) -> Iterator[None]:
-        """Raise errors of the function as AlgorithmError, with its name, file and line.
+        """Raise errors of the function as `error_class`, with its name, file and line.
 
         A VerlError, and an error that `passes` accepts, stays as it is.
         """
@@ -39,7 +44,7 @@ class NamedPart:
                 raise
             line = line_in(error, self._file)
             where = "" if line is None else f" in line {line}"
-            raise AlgorithmError(
+            raise self.error_class(
                 f"{self} raised {type(error).__name__}{where}: {error}. VERL_TRACEBACK=1 shows "
                 "where."
             ) from error

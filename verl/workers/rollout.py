@@ -69,7 +69,7 @@ class RolloutWorker(RolloutEngineWorker):
         self.agents: agents.AgentRunner | None = None
         self.episodes: EpisodeStream | None = None  # that go on over several calls
         if config.rollout.uses_agents:
-            with self._names_out_of_memory("loading"):
+            with self._names_errors("loading"):
                 self.agents, self._copies = make_agents(
                     config,
                     tokenizer,
@@ -178,7 +178,7 @@ class RolloutWorker(RolloutEngineWorker):
 
         steps = agents.EngineSteps(self.engine, params, seed, step, self.vocabulary)
         sharing = self.rollout_mesh.tensor
-        with self._names_out_of_memory("generation"):
+        with self._names_errors("generation"):
             if sharing.rank == 0:
                 version = self._weights_version
                 trajectories, counters = lead(
@@ -206,14 +206,14 @@ class RolloutWorker(RolloutEngineWorker):
             self.take_weights()
         if not self.engine.has_work:
             self.engine.forget_prefixes()
-        with self._names_out_of_memory("generation"):
+        with self._names_errors("generation"):
             self.engine.submit(orders.requests, orders.params, seed=orders.seed, step=0)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def advance_samples(self, goal: Goal, most_steps: int | None) -> Progressed:
         """Draw tokens until `goal` is reached, or for `most_steps` steps of the engine."""
         started = time.perf_counter()
-        with self._names_out_of_memory("generation"):
+        with self._names_errors("generation"):
             finished = advance(self.engine, goal, most_steps)
         return Progressed(finished=finished, seconds=time.perf_counter() - started)
 
@@ -248,7 +248,7 @@ class RolloutWorker(RolloutEngineWorker):
         """Play until `goal` is reached, or for `most_steps` steps of the engine."""
         assert self.episodes is not None, "start_episodes comes first"
         started = time.perf_counter()
-        with self._names_out_of_memory("generation"):
+        with self._names_errors("generation"):
             ended = self.episodes.advance(goal, most_steps)
         return Progressed(episodes=ended, seconds=time.perf_counter() - started)
 
@@ -304,7 +304,7 @@ class RolloutWorker(RolloutEngineWorker):
 
         # A resumed run starts without the prefixes of earlier prompts.
         self.engine.forget_prefixes()
-        with self._names_out_of_memory("generation"):
+        with self._names_errors("generation"):
             yield from generate(self.engine, requests, params, seed=seed, step=step)
 
     def _columns(

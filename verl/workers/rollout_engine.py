@@ -1,7 +1,7 @@
 """A worker with a rollout engine: how it is made, gets its weights and shares its device."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -12,12 +12,19 @@ from verl.distributed.mesh import init_mesh, init_rollout_mesh
 from verl.engine.memory import reports_out_of_memory
 from verl.models.features import use_store
 from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
-from verl.rollout import ServerEngine, capabilities_of, check_engine_model, create_rollout_engine
+from verl.rollout import (
+    ServerEngine,
+    capabilities_of,
+    check_engine_model,
+    create_rollout_engine,
+    rollout_engines,
+)
 from verl.rollout.local import LocalEngine
 from verl.rollout.stopping import end_of_sequence_ids
 from verl.single_controller import Dispatch, Worker, register
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.imports import import_user_code
+from verl.utils.user_parts import NamedPart
 from verl.weight_sync import (
     DirectSender,
     Endpoint,
@@ -91,7 +98,7 @@ class RolloutEngineWorker(Worker):
         model_config = load_model_config(**model_source(config.model))
         check_engine_model(config.rollout, model_config, on_cuda=self.device.type == "cuda")
 
-        with self._names_out_of_memory("loading"):
+        with self._names_errors("loading"):
             if actor is None:
                 model = self._load(loads_weights and not self.is_external)
             else:
@@ -125,7 +132,7 @@ class RolloutEngineWorker(Worker):
         """Take the weights of the actor in this process. Every rank must call it."""
         if self.actor is None:
             raise RolloutError("Only a rollout in the actor's process can take its weights.")
-        with self._names_out_of_memory("the hand-over of weights to the rollout"):
+        with self._names_errors("the hand-over of weights to the rollout"):
             if self.is_asleep:
                 self.engine.wake()
                 self.is_asleep = False
@@ -154,7 +161,7 @@ class RolloutEngineWorker(Worker):
     def receive_weights(self) -> None:
         """Take the weights that the actor's ranks send; see `ActorWorker.send_weights`."""
         assert self._receiver is not None, "join_meetings comes first"
-        with self._names_out_of_memory("the hand-over of weights to the rollout"):
+        with self._names_errors("the hand-over of weights to the rollout"):
             self.has_weights = False
             receive_into(self.engine, self._receiver, sharing=self.rollout_mesh.tensor)
             self._weights_version += 1
@@ -208,7 +215,14 @@ class RolloutEngineWorker(Worker):
         check_vocabulary(model, self.tokenizer)
         return model
 
-    def _names_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def _names_errors(self, phase: str) -> Iterator[None]:
+        """Name the phase in which memory runs out, and the engine in whose file an error arises."""
         way_out = _WAY_OUT if self.actor is None else _WAY_OUT_NEXT_TO_THE_ACTOR
         rank = "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}"
-        return reports_out_of_memory(phase, self.device, way_out, rank=rank)
+
+        name = self.config.rollout.name
+        part = NamedPart("rollout engine", name, rollout_engines.get(name), RolloutError)
+        naming = part.naming_errors(passes=lambda error: not part.runs_in(error))
+        with naming, reports_out_of_memory(phase, self.device, way_out, rank=rank):
+            yield
