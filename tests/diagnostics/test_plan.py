@@ -5,6 +5,7 @@ import json
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from transformers import PreTrainedConfig
@@ -299,6 +300,29 @@ def test_plan_of_a_running_trainer_shows_its_measurements(
     )
     assert f"{predicted / GIB:.1f}  " in row
     assert "+0%" in row
+
+
+def test_on_a_cpu_the_growth_of_the_process_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A plan counts no libraries: memory that the process had before it loaded a model is left
+    out."""
+    monkeypatch.setattr("verl.diagnostics.profile._running", [])
+    config = make_config(tmp_path, QWEN_7B, "trainer.device=cpu")
+    watch(config)
+    before = psutil.Process().memory_info().rss
+    predicted = phase_of(plan_memory(config), "actor", "actor update").host
+    assert predicted > 2 * GIB
+    peaks = {
+        "the actor's update": Peak(host=before + predicted),
+        "generation": Peak(host=before + GIB),
+    }
+    monkeypatch.setattr(phase_peaks, "phases", peaks)
+
+    shown = str(profile_memory())
+    row = next(line for line in shown.splitlines() if "actor update" in line)
+    assert "+0%" in row or "-0%" in row
+    assert "Measured: growth of this process since its models began to load" in shown
 
 
 def test_measured_phases_have_the_names_of_the_engines():

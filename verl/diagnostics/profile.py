@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from verl.config import TrainConfig
 from verl.config.keywords import config_from_keywords
 from verl.diagnostics.advice import Advice, advise
@@ -28,7 +30,16 @@ _REPORTED_AS = {
     "critic, checkpoint": "a checkpoint",
 }
 
-_running: list[TrainConfig] = []
+
+@dataclass(frozen=True)
+class _Running:
+    """The run in this process, and the bytes of the process before it loaded a model."""
+
+    config: TrainConfig
+    host_before: int
+
+
+_running: list[_Running] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +63,12 @@ class MemoryProfile:
 
 
 def watch(config: TrainConfig) -> None:
-    """Remember the configuration of the run in this process, for `profile_memory()`."""
-    _running[:] = [config]
+    """Remember the configuration of the run in this process, for `profile_memory()`.
+
+    Call it before the models load: a plan counts no libraries, so measured memory of the host
+    counts from here.
+    """
+    _running[:] = [_Running(config, psutil.Process().memory_info().rss)]
 
 
 def profile_memory(config: Any = None, *, device_gib: float | str | None = None) -> MemoryProfile:
@@ -78,8 +93,8 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
                 "and none is running. "
                 'Give it a configuration: profile_memory({"data.dataset_name": "toy"}).'
             )
-        config = _running[0]
-        measured = measured_phases()
+        config = _running[0].config
+        measured = measured_phases(_running[0].host_before)
     elif not isinstance(config, TrainConfig):
         config = config_from_keywords(config, {})
 
@@ -88,10 +103,14 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
     return MemoryProfile(plan=plan, advice=advise(config, plan, shapes), measured=measured)
 
 
-def measured_phases() -> dict[str, Peak]:
-    """Return the peaks of this process so far, by the names of a plan's phases."""
+def measured_phases(host_before: int) -> dict[str, Peak]:
+    """Return the peaks of this process so far, by the names of a plan's phases.
+
+    Those of the host are its growth since the process had `host_before` bytes.
+    """
     found = {}
     for name, reported in _REPORTED_AS.items():
         if reported in phase_peaks.phases:
-            found[name] = phase_peaks.phases[reported]
+            peak = phase_peaks.phases[reported]
+            found[name] = peak._replace(host=max(0, peak.host - host_before))
     return found

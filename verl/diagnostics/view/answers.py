@@ -234,7 +234,7 @@ def _plan(run: Run) -> dict[str, Any]:
     measured = {}
     for name in ("perf/max_memory_allocated_gb", "rollout/memory_gib", "timing_s/step"):
         values = run.metric(name)
-        if values:
+        if values and max(values.values()) > 0:  # a CPU has no device memory of its own
             measured[name] = max(values.values())
     if run.facts.get("kind") != "TrainConfig":
         return {
