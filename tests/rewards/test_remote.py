@@ -367,8 +367,10 @@ def test_an_unreachable_service_is_an_error_at_start_that_names_it():
             "reward_model.sandbox_fusion.url=http://127.0.0.1:9",
         ),
     ):
-        with pytest.raises(ConfigError, match=f"{key}.*cannot be reached"):
+        with pytest.raises(ConfigError, match=f"{key}.*cannot be reached") as raised:
             build_reward(config(**section), CharTokenizer(), num_examine=0)
+        assert "reached: Failed to establish a new connection" in str(raised.value)
+        assert "HTTP" not in str(raised.value)  # no class of a connection or its pool
 
 
 def test_the_configuration_names_judge_and_service(serve):

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -30,6 +31,8 @@ _CHUNK_BYTES = 64 * 1024
 _RETRIED = (429, 500, 502, 503, 504)
 _LONGEST_BACKOFF_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
+# A connection or its pool, in the messages of urllib3: HTTPConnection(host='a', port=80)
+_CONNECTION = re.compile(r"\b\w+\(host='[^']*', port=\w+\): ")
 
 
 def authorization(section: str, variable: str | None) -> dict[str, str]:
@@ -97,7 +100,7 @@ class JsonClient:
             with _watch(self.requests) as exchange:
                 status, data = self._exchange("POST", self.url + path, exchange, body)
         except (urllib3.exceptions.HTTPError, zlib.error) as error:
-            raise RewardError(f"{address} gave no answer: {str(error)[:500]}") from error
+            raise RewardError(f"{address} gave no answer: {_describe(error)[:500]}") from error
 
         text = data.decode("utf-8", "replace")
         if status != 200:
@@ -119,7 +122,7 @@ class JsonClient:
                 ).close()
         except (urllib3.exceptions.HTTPError, RewardError) as error:
             raise ConfigError(
-                f"{self.key}={self.url} cannot be reached: {error}. Start the service, or correct "
+                f"{self.key}={self.url} cannot be reached: {_describe(error)}. Start the service, or correct "
                 "the address."
             ) from error
 
@@ -191,6 +194,17 @@ class _Exchange:
     def _break_off(self, connection: "_Watched") -> None:
         self.attempt_is_late = True
         connection.break_off()
+
+
+def _describe(error: Exception) -> str:
+    """Return the reason of an error without the connection and its pool, which urllib3 names."""
+    reason: Any = error
+    while isinstance(reason, urllib3.exceptions.MaxRetryError) and reason.reason is not None:
+        reason = reason.reason
+    text = str(reason)
+    if len(reason.args) == 2 and isinstance(reason.args[1], str):
+        text = reason.args[1]  # (connection, text)
+    return _CONNECTION.sub("", text).rstrip(".")
 
 
 _exchange_here: ContextVar[_Exchange] = ContextVar("exchange")
