@@ -223,6 +223,14 @@ def test_the_end_of_a_run_names_its_results_and_the_command_that_exports_them(tm
     assert (folder / "global_step_1_hf" / "model.safetensors").is_file()
 
 
+def test_the_end_of_a_run_names_weights_that_transformers_loads_already(tmp_path, log):
+    parts = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    assert run(tmp_path, *FIRST, parts) == 0
+    folder = tmp_path / "global_step_1" / "actor" / "huggingface"
+    assert f"I Weights for transformers: {folder}\n" in log.getvalue()
+    assert (folder / "model.safetensors").is_file()
+
+
 def test_a_run_that_saves_nothing_warns_at_its_start(tmp_path, log):
     assert run(tmp_path, "trainer.max_steps=1") == 0
     out = log.getvalue()

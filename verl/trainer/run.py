@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from verl.checkpoint.hf import WEIGHTS_FOLDER
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.unpickling import load_state, save_state
 from verl.config import TrainConfig
@@ -261,9 +262,11 @@ class TrainingRun(ABC, Generic[Config]):
             folder = self.checkpoints.root / name
             logger.info("Checkpoint: %s", folder)
             saved = folder / next(iter(self.checkpointed_groups()))
-            target = self.checkpoints.root / f"{name}_hf"
-            merge = verl_command("merge", "--local_dir", saved, "--target_dir", target)
-            logger.info("Weights for transformers: %s", merge)
+            weights: Path | str = saved / WEIGHTS_FOLDER
+            if not any(saved.glob(f"{WEIGHTS_FOLDER}/*.safetensors")):  # hf_model was not saved
+                target = self.checkpoints.root / f"{name}_hf"
+                weights = verl_command("merge", "--local_dir", saved, "--target_dir", target)
+            logger.info("Weights for transformers: %s", weights)
         if self.recorder.is_on:
             folder = self.config.trainer.default_local_dir
             logger.info("Look at the run: %s", verl_command("view", folder))
