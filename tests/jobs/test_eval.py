@@ -141,7 +141,15 @@ def test_rules_score_by_data_source(tmp_path, capsys):
     table = capsys.readouterr().out
     assert len([line for line in table.splitlines() if line.startswith("openai/gsm8k")]) == 6
 
+    assert len([line for line in table.splitlines() if line.startswith("all ")]) == 6
     assert "percentile bootstrap over prompts" in table
+
+
+def test_a_single_source_is_printed_once(tmp_path, capsys):
+    evaluate(tmp_path, [row("toy", "4", "4", "5")])
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert "toy" in names
+    assert "all" not in names
 
 
 def test_prompts_with_other_numbers_of_responses_count_where_possible(tmp_path):

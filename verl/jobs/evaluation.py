@@ -305,10 +305,16 @@ def _majority_at_k(prompt: ScoredPrompt, k: int, voting: set[str]) -> float:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Format the report as text, one line for each data source and metric."""
+    """Format the report as text, one line for each data source and metric.
+
+    Lines of all prompts follow where there are several sources.
+    """
     interval = f"{report['intervals']['confidence']:.0%} interval"
     lines = [("data source", "metric", "value", interval, "prompts")]
-    for source, summary in [*report["data_sources"].items(), (ALL, report[ALL])]:
+    summaries = list(report["data_sources"].items())
+    if len(summaries) > 1:
+        summaries.append((ALL, report[ALL]))
+    for source, summary in summaries:
         for name, entry in summary.items():
             if isinstance(entry, dict):
                 value = f"{entry['value']:.4f}"
