@@ -96,7 +96,7 @@ def test_a_run_proposes_a_schedule_and_so_does_the_plan_of_its_record(tmp_path, 
 
     assert main(["--run", str(tmp_path)]) == 0
     printed = capfd.readouterr().out
-    assert "Schedules on 1 ranks, simulated from 4 measured steps" in printed
+    assert "Schedules on 1 rank, simulated from 4 measured steps" in printed
     assert "fully_async, shared ranks" in printed
     assert "Proposed: trainer.mode=" in printed
 

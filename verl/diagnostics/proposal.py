@@ -140,8 +140,9 @@ class Proposal:
     def table(self) -> str:
         """Return all schedules as a table, and the proposed keys."""
         sync_s = self.results["sync"].step_s
+        ranks = f"{self.ranks} rank{'' if self.ranks == 1 else 's'}"
         lines = [
-            f"Schedules on {self.ranks} ranks, simulated from {self.num_steps} measured steps of "
+            f"Schedules on {ranks}, simulated from {self.num_steps} measured steps of "
             f"{self.measured_s:.3g} s:",
             f"  {'schedule':<27}{'s a step':>9}{'gain':>7}{'trainers':>10}{'generators':>12}"
             f"{'trainer idle':>14}{'rollout idle':>14}",
