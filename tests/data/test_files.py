@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +169,19 @@ def test_fingerprint_depends_on_the_content(tmp_path: Path):
 def test_no_files_is_an_error(files):
     with pytest.raises(DataError, match="must be a path or a list of paths"):
         as_file_list(files)
+
+
+@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".tsv", "\t")])
+def test_the_error_for_a_table_in_text_has_the_command_that_converts_it(
+    tmp_path, suffix, separator
+):
+    file = tmp_path / f"my rows{suffix}"
+    file.write_text(f'prompt{separator}answer\n"1 +{separator}\n2"{separator}3\n', encoding="utf-8")
+    with pytest.raises(DataError, match="Convert it: ") as raised:
+        open_rows(file)
+
+    command = str(raised.value).partition("Convert it: ")[2]
+    _, *arguments = shlex.split(command)
+    subprocess.run([sys.executable, *arguments], check=True)
+    row = open_rows(file.with_suffix(".parquet")).row(0)
+    assert row == {"prompt": f"1 +{separator}\n2", "answer": 3}

@@ -5,6 +5,7 @@ In every format, a row consists of plain Python dicts, lists and scalars.
 
 import gzip
 import hashlib
+import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,7 +111,9 @@ def open_rows(file: str | Path, split: str = "train") -> Rows:
     elif path.suffix in (".json", ".jsonl"):
         rows = ListRows(read_json_rows(path))
     else:
-        raise DataError(f"Data file '{file}' must be {FORMATS}, got the suffix '{path.suffix}'.")
+        raise DataError(
+            f"Data file '{file}' must be {FORMATS}, got the suffix '{path.suffix}'.{_convert(path)}"
+        )
 
     if len(rows) == 0:
         raise DataError(
@@ -200,6 +203,19 @@ def content_fingerprint(file: str | Path) -> str:
             while block := stream.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def _convert(path: Path) -> str:
+    """Return how to make a Parquet file of a table in text; "" for other suffixes."""
+    separators = {".csv": ",", ".tsv": "\\t"}
+    if path.suffix not in separators:
+        return ""
+    source, target = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(".parquet")))
+    code = (
+        "import sys, datasets; datasets.Dataset.from_csv(sys.argv[1], "
+        f"sep='{separators[path.suffix]}').to_parquet(sys.argv[2])"
+    )
+    return f' Convert it: python -c "{code}" {source} {target}'
 
 
 def _missing(file: str | Path, path: Path) -> str:
