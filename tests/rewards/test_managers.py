@@ -517,6 +517,10 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
         ({"reward_tensor": [1, 2]}, "got list"),
         ({"reward_tensor": torch.full((2, 3), torch.nan)}, "row 0 is not finite"),
         (
+            {"reward_tensor": torch.full((2, 3), -1e38)},
+            r"row 0 is 1e\+38 in magnitude, larger than 1e\+15",
+        ),
+        (
             {"reward_extra_info": {"a": [1]}},
             r"'a' must have one entry for each of 2 responses, got\s+1",
         ),

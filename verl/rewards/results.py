@@ -13,7 +13,14 @@ from verl.rewards.outcome import Outcome
 from verl.rewards.texts import describe_error, on_one_line
 from verl.utils.errors import RewardError
 
-_LARGEST_SCORE = float(np.finfo(np.float32).max)
+# Advantages and their means are computed in float32: the squares of a million scores of this size
+# still have a finite sum there.
+_LARGEST_SCORE = 1e15
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+_TOO_LARGE = (
+    f"larger than {_LARGEST_SCORE:g}, beyond which advantages overflow in float32. Return a scaled "
+    "or clipped score"
+)
 
 
 def ground_truth_of(reward_model: Any) -> Any:
@@ -30,8 +37,8 @@ def check_result(result: Any, responses: Tensor) -> None:
     """Check that a manager's result under `return_dict` matches the (B, R) responses.
 
     Raises:
-        RewardError: the scores are not finite or not (B, R), or a field does not have one allowed
-            value for each response.
+        RewardError: the scores are not finite, too large for advantages, or not (B, R), or a field
+            does not have one allowed value for each response.
     """
     tensor = result.get("reward_tensor") if isinstance(result, Mapping) else None
     if not isinstance(tensor, Tensor) or tensor.shape != responses.shape:
@@ -48,6 +55,11 @@ def check_result(result: Any, responses: Tensor) -> None:
     if bool(is_odd.any()):
         row = int(is_odd.any(-1).nonzero()[0, 0])
         raise RewardError(f"The reward of row {row} is not finite: {tensor[row].tolist()[:8]}.")
+    is_large = tensor.abs() > _LARGEST_SCORE
+    if bool(is_large.any()):
+        row = int(is_large.any(-1).nonzero()[0, 0])
+        largest = float(tensor[row].abs().max())
+        raise RewardError(f"The reward of row {row} is {largest:g} in magnitude, {_TOO_LARGE}.")
 
     for name, values in result.get("reward_extra_info", {}).items():
         if len(values) != len(responses):
@@ -95,7 +107,9 @@ def _read_value(value: Any) -> tuple[float, dict[str, Any], str | None]:
         return 0.0, {}, f"{fact}, not a number or a dict with 'score'."
     # Compare before converting: float(10**400) raises. NaN compares false.
     if not -_LARGEST_SCORE <= value <= _LARGEST_SCORE:  # pyright: ignore[reportOperatorIssue]
-        return 0.0, {}, f"{shown(value)}, not a finite float32."
+        is_finite = -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT  # pyright: ignore[reportOperatorIssue]
+        fact = f"in magnitude {_TOO_LARGE}" if is_finite else "not a finite float32"
+        return 0.0, {}, f"{shown(value)}, {fact}."
 
     for name, entry in extra.items():
         if fault := fault_of(entry):
