@@ -140,7 +140,13 @@ def test_micro_batches_change_nothing(folder: Path, keys: dict[str, Any]) -> Non
     assert len(calls) == (3 if "micro_batch_size_per_gpu" in keys else 2)
 
 
-def test_an_overlong_input_is_an_error_unless_it_may_be_truncated(folder: Path) -> None:
+def test_an_overlong_input_is_an_error_unless_it_may_be_truncated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        "verl.workers.reward_inputs.say_once", lambda text, level: said.append(text)
+    )
     with pytest.raises(
         RewardError, match=r"row 2 \(uid 1-2\) has \d+ tokens.*takes 40; 1 of 3.*truncation=left"
     ):
@@ -149,6 +155,10 @@ def test_an_overlong_input_is_an_error_unless_it_may_be_truncated(folder: Path) 
     expected = expected_scores(folder)
     torch.testing.assert_close(cut[:2], expected[:2], atol=1e-5, rtol=0)
     assert (cut[2] - expected[2]).abs() > 1e-2
+    assert said == [
+        "Inputs of more than 40 tokens are cut for the reward model, as "
+        "reward_model.truncation=left asks."
+    ]
 
 
 def test_the_models_own_positions_are_a_limit(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Training from a program or a notebook: one object that trains, rolls out and scores."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +27,8 @@ from verl.trainer.episodes import whole_episodes
 from verl.trainer.response_scores import FunctionScorer, RewardModelScorer, scores_of
 from verl.trainer.variants import trainer_class
 from verl.utils.errors import ConfigError, DataError, WorkerError
-from verl.utils.logging import show_log
+from verl.utils.logging import say_once, show_log
+from verl.workers.playing import pictures_of
 from verl.workers.reward_inputs import compute_reward
 
 
@@ -375,9 +377,10 @@ class RLTrainer:
                 )
 
             batch = prompts.select()
+            pictures = pictures_of(batch)
             fitted = []
             for number, ids in enumerate(batch.non_tensor_batch["raw_prompt_ids"]):
-                fitted.append(self._fitted(number, ids))
+                fitted.append(self._fitted(number, ids, has_pictures=bool(pictures[number])))
             batch.non_tensor_batch["raw_prompt_ids"] = DataProto.from_dict(
                 non_tensors={"": fitted}
             ).non_tensor_batch[""]
@@ -416,6 +419,12 @@ class RLTrainer:
             raise DataError(
                 f"Prompt {number} has {len(ids)} tokens, data.max_prompt_length allows {limit}. "
                 f"Raise it, or {way}"
+            )
+        if len(ids) > limit:
+            say_once(
+                f"Prompts of rollout() of more than data.max_prompt_length={limit} tokens are cut, "
+                f"as data.truncation={truncation} asks.",
+                logging.WARNING,
             )
         return truncate(ids, limit, truncation)
 

@@ -1,5 +1,6 @@
 """Prepare the inputs of a reward model: conversations in its own tokens, of bounded length."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from verl.data.pictures import without_picture_parts
 from verl.data.rl_dataset import truncate
 from verl.protocol import DataProto
 from verl.utils.errors import DataError, RewardError
+from verl.utils.logging import say_once
 
 Describe = Callable[[int], str]  # how an error names a row
 
@@ -36,7 +38,7 @@ class RewardReader:
         return self.fit(sequences, describe)
 
     def fit(self, sequences: Sequence[Sequence[int]], describe: Describe) -> list[list[int]]:
-        """Cut rows to `max_length`. Raises RewardError for a longer one, where none may be cut."""
+        """Cut rows to `max_length`, and log it. Raises RewardError where none may be cut."""
         rows = list(map(list, sequences))
         limit = self.max_length
         if limit is None:
@@ -55,6 +57,12 @@ class RewardReader:
                 f"the positions, shorten data.max_prompt_length or data.max_response_length{cut}."
             )
 
+        if too_long:
+            say_once(
+                f"Inputs of more than {limit} tokens are cut for the reward model, as "
+                f"reward_model.truncation={self.truncation} asks.",
+                logging.WARNING,
+            )
         for row in too_long:
             assert self.truncation is not None
             rows[row] = truncate(rows[row], limit, self.truncation)
