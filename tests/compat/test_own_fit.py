@@ -1,7 +1,10 @@
 """A `fit` of a recipe in the form of verl 0.5: it has the bits of the trainer's own steps."""
 
+import subprocess
+import sys
 import warnings
 from copy import deepcopy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -183,3 +186,63 @@ def test_configuration_of_a_recipe(tmp_path):
     assert trainer.val_dataloader is not None
     assert len(trainer.train_dataloader) == len(trainer.train_loader)
     assert not trainer.async_rollout_mode
+
+
+class OwnReMax(OwnFit):
+    """Draws the baselines as verl 0.5 does: greedy answers to prompts that are not repeated yet."""
+
+    def fit(self):
+        n = self.config.actor_rollout_ref.rollout.n
+        batch = DataProto.from_single_dict(next(iter(self.train_dataloader)))
+        self.global_steps += 1
+        prompts = batch.pop(
+            batch_keys=["input_ids", "attention_mask", "position_ids"],
+            non_tensor_batch_keys=["raw_prompt_ids"],
+        )
+        greedy_prompts = deepcopy(prompts)
+        greedy_prompts.meta_info["do_sample"] = False
+        greedy = self.actor_rollout_wg.generate_sequences(greedy_prompts)
+        batch = batch.union(greedy)
+        baselines = self.reward_fn(batch).sum(dim=-1)
+        batch.pop(batch_keys=list(greedy.batch.keys()))
+        batch.batch["reward_baselines"] = baselines
+
+        generated = self.actor_rollout_wg.generate_sequences(prompts.repeat(n, interleave=True))
+        generated.meta_info.pop("timing")
+        rows = range(len(batch))
+        batch.non_tensor_batch["uid"] = np.array([f"u{row}" for row in rows], dtype=object)
+        batch = batch.repeat(repeat_times=n, interleave=True).union(generated)
+        self.learn(batch)
+        self._save_checkpoint()
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_own_remax_has_the_bits_of_the_step(tmp_path, n):
+    keys = ["algorithm.adv_estimator=remax", f"actor_rollout_ref.rollout.n={n}"]
+    keys += ["trainer.max_steps=1", "trainer.save_freq=1", "trainer.test_freq=-1"]
+    assert run(tmp_path / "steps", *keys) == 0
+    trainer = started(OwnReMax, tmp_path / "own", *keys)
+    trainer.fit()
+    expected, found = moments(tmp_path / "steps", 1), moments(tmp_path / "own", 1)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert trainer.metrics["actor/grad_norm"] > 0
+
+
+class Interrupted(OwnFit):
+    """Starts another run in its folder after the first batch."""
+
+    def learn(self, batch):
+        folder = self.config.trainer.default_local_dir
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *command_line(Path(folder))]
+        self.other = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=120
+        )
+        raise KeyboardInterrupt
+
+
+def test_own_fit_holds_its_folder(tmp_path):
+    trainer = started(Interrupted, tmp_path, "trainer.max_steps=1", "trainer.save_freq=1")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert trainer.other.returncode == 1
+    assert "Another run (pid " in trainer.other.stderr

@@ -1,5 +1,6 @@
 """The padded prompts, and the one group that generates and learns, of a `fit` of verl 0.5."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -56,6 +57,20 @@ class PaddedPrompts:
             }
             tensors = {} if batch.batch is None else dict(batch.batch.items())
             yield {**padded, **tensors, **batch.non_tensor_batch}
+
+
+def claiming(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a `fit` of verl 0.5 hold the folder of checkpoints, as `TrainingRun.fit` does."""
+
+    @functools.wraps(fit)
+    def claimed(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer.claim_folder()
+        try:
+            return fit(trainer, *args, **kwargs)
+        finally:
+            trainer.checkpoints.release()
+
+    return claimed
 
 
 class UpdateMetrics(dict[str, float]):
@@ -116,7 +131,7 @@ class ActorRollout(ActorRolloutGroups):
             first_row = 0
         rows = range(first_row, first_row + len(given))
         given.non_tensor_batch["prompt_row"] = np.array(rows, dtype=object)
-        if n == rollout.n and not meta.get("validate"):
+        if meta.get("do_sample", True) and not meta.get("validate"):
             self._next_row = trainer.global_step, rows.stop
 
         started = time.perf_counter()

@@ -3,7 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.compat.driver import ActorRollout, PaddedPrompts, add_get, with_meta_info
+from verl.compat.driver import (
+    ActorRollout,
+    PaddedPrompts,
+    add_get,
+    claiming,
+    with_meta_info,
+)
 from verl.config.keywords import config_from_keywords
 from verl.data import RLDataLoader
 from verl.data.collate import columns_of
@@ -102,6 +108,12 @@ class RayPPOTrainer(PPOTrainer):
             _check_pools(resource_pool_manager, self.pool.world_size)
         if train_sampler is not None:
             self._order_rows_by(train_sampler)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own_fit = vars(cls).get("fit")
+        if own_fit is not None:
+            cls.fit = claiming(own_fit)
 
     def init_workers(self) -> None:
         """Start the roles, and offer their calls with the answers of verl 0.5."""

@@ -178,8 +178,7 @@ class TrainingRun(ABC, Generic[Config]):
 
     def _fit(self) -> None:
         try:
-            if self.config.trainer.save_freq > 0 or "file" in self.config.trainer.logger:
-                self.checkpoints.claim()
+            self.claim_folder()
             self.warn_where_nothing_is_kept()
             with self.reports.phase("load_checkpoint"):
                 self.load_checkpoint()
@@ -227,6 +226,11 @@ class TrainingRun(ABC, Generic[Config]):
             self.recorder.finish()
             self.checkpoints.release()
             self.tracker.finish()
+
+    def claim_folder(self) -> None:
+        """Refuse other runs in the folder of checkpoints, if this one writes there."""
+        if self.config.trainer.save_freq > 0 or "file" in self.config.trainer.logger:
+            self.checkpoints.claim()
 
     def warn_where_nothing_is_kept(self) -> None:
         """Log that the trained weights end with the process, while there is time to change it."""
