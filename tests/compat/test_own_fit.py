@@ -246,3 +246,13 @@ def test_own_fit_holds_its_folder(tmp_path):
         trainer.fit()
     assert trainer.other.returncode == 1
     assert "Another run (pid " in trainer.other.stderr
+
+
+def test_calls_in_another_order_name_the_missing_one(tmp_path):
+    trainer = started(OwnFit, tmp_path, *PENALTY)
+    drawn = trainer.actor_rollout_wg.generate_sequences(prompts_of(trainer))
+    drawn.batch["token_level_scores"] = torch.zeros_like(drawn.batch["responses"]).float()
+    with pytest.raises(BatchError, match="old_log_probs.*actor_rollout_wg.compute_log_prob"):
+        apply_kl_penalty(drawn, trainer.kl_ctrl_in_reward)
+    with pytest.raises(BatchError, match="token_level_rewards.*First call apply_kl_penalty"):
+        compute_advantage(drawn, adv_estimator="grpo")

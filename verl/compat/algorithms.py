@@ -1,5 +1,6 @@
 """The driver's steps on a DataProto by verl 0.5's names: masks, penalties, advantages, PF-PPO."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,22 @@ from verl.compat.metrics import _compute_response_info
 from verl.compat.registries import get_adv_estimator_fn
 from verl.protocol import DataProto
 from verl.trainer.algorithm import penalised_scores
+from verl.utils.errors import BatchError
+
+# Columns, and what writes them in a `fit` of verl 0.5.
+_BEFORE_PENALTY = {
+    "token_level_scores": "reward_fn(batch), and set the column to its reward tensor",
+    "old_log_probs": "actor_rollout_wg.compute_log_prob(batch), and unite the batch with its answer",
+    "ref_log_prob": (
+        "ref_policy_wg.compute_ref_log_prob(batch), and unite the batch with its answer"
+    ),
+}
+_BEFORE_ADVANTAGE = {
+    "token_level_rewards": (
+        "apply_kl_penalty(batch, ...), or set the column to token_level_scores without a penalty"
+    ),
+}
+_VALUES = {"values": "critic_wg.compute_values(batch), and unite the batch with its answer"}
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
@@ -24,6 +41,7 @@ def apply_kl_penalty(
 
     The controller gets the mean KL of the batch.
     """
+    _need_columns(data, "apply_kl_penalty", _BEFORE_PENALTY)
     _need_response_mask(data)
     section = SimpleNamespace(use_kl_in_reward=True, kl_penalty=kl_penalty)
     config: Any = SimpleNamespace(algorithm=section)
@@ -44,13 +62,15 @@ def compute_advantage(
 
     With `config.use_pf_ppo` the rows are then resampled, see `compute_pf_ppo_reweight_data`.
     """
+    name = getattr(adv_estimator, "value", adv_estimator)
+    writers = _BEFORE_ADVANTAGE | (_VALUES if name == "gae" else {})
+    _need_columns(data, "compute_advantage", writers)
     _need_response_mask(data)
     columns = data.batch
     given = {
         "token_level_rewards": columns["token_level_rewards"],
         "response_mask": columns["response_mask"],
     }
-    name = getattr(adv_estimator, "value", adv_estimator)
     if name == "gae":
         given.update(values=columns["values"], gamma=gamma, lam=lam)
     else:
@@ -81,6 +101,16 @@ def compute_pf_ppo_reweight_data(
     weights = pf_ppo_weights(scores, reweight_method, weight_pow)
     seed = int(torch.randint(2**31, ()))
     return data.select_idxs(pf_ppo_rows(weights, seed))
+
+
+def _need_columns(data: DataProto, call: str, writers: Mapping[str, str]) -> None:
+    """Raise BatchError if a column is missing; `writers` are the calls that write each."""
+    for column, writer in writers.items():
+        if column not in data.batch.keys():
+            raise BatchError(
+                f"{call} reads the column {column}, got {sorted(data.batch.keys())}. First call "
+                f"{writer}."
+            )
 
 
 def _need_response_mask(data: DataProto) -> None:
