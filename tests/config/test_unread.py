@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,12 +10,19 @@ import pytest
 import verl.algorithms  # noqa: F401  (fills the registries)
 from tests.config.conftest import Load
 from verl.algorithms.advantages import advantage_estimators
-from verl.algorithms.policy_losses import policy_losses
+from verl.algorithms.policy_losses import policy_losses, selections
+from verl.config.actor import PolicyLossConfig
 from verl.config.choices import ESTIMATORS, POLICY_LOSSES
 from verl.config.unread import READ_BY_ESTIMATORS, READ_BY_LOSSES, unread_keys
 from verl.utils.registry import Registry
 
 ACTOR = "actor_rollout_ref.actor"
+ALGORITHM = "algorithm"
+PF_PPO = ("algorithm.use_pf_ppo=True", "algorithm.pf_ppo.reweight_method=max_min")
+DISTILLED = (
+    *("distillation.enabled=True", "distillation.distillation_loss.use_task_rewards=False"),
+    "distillation.teacher_models.teacher_model.model_path=toy",
+)
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
 
 
@@ -33,6 +41,25 @@ GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
             ],
             ["clip_ratio_low=0.1"],
         ),
+        ([f"{ACTOR}.policy_loss.tau_pos=2"], ["policy_loss.tau_pos=2.0"]),
+        ([f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.policy_loss.tau_pos=2"], []),
+        (
+            [
+                *("algorithm.rollout_correction.loss_type=reinforce", f"{ACTOR}.clip_ratio=0.3"),
+                *("algorithm.rollout_correction.bypass_mode=True", f"{ACTOR}.clip_ratio_c=5"),
+            ],
+            ["clip_ratio=0.3", "clip_ratio_c=5.0"],
+        ),
+        ([*DISTILLED, f"{ACTOR}.policy_loss.loss_mode=gpg"], ["policy_loss.loss_mode=gpg"]),
+        ([*DISTILLED, f"{ACTOR}.clip_ratio=0.3"], ["clip_ratio=0.3"]),
+        ([f"{ALGORITHM}.pf_ppo.weight_pow=3"], [f"{ALGORITHM}.pf_ppo.weight_pow=3.0"]),
+        (
+            [*PF_PPO, f"{ALGORITHM}.pf_ppo.weight_pow=3"],
+            [f"{ALGORITHM}.pf_ppo.weight_pow=3.0"],
+        ),
+        ([*PF_PPO[:1], f"{ALGORITHM}.pf_ppo.weight_pow=3"], []),
+        ([f"{ALGORITHM}.entropy_ctrl.delta=0.1"], [f"{ALGORITHM}.entropy_ctrl.delta=0.1"]),
+        ([f"{ALGORITHM}.entropy_ctrl.type=adaptive", f"{ALGORITHM}.entropy_ctrl.delta=0.1"], []),
     ],
 )
 def test_each_value_that_nothing_reads_has_one_line(
@@ -40,7 +67,8 @@ def test_each_value_that_nothing_reads_has_one_line(
 ):
     build(*overrides)
     lines = [record.message for record in log.records if "has no effect" in record.message]
-    assert [line.partition(" ")[0] for line in lines] == [f"{ACTOR}.{value}" for value in unread]
+    keys = [f"{ACTOR}.{value}" if not value.startswith(ALGORITHM) else value for value in unread]
+    assert [line.partition(" ")[0] for line in lines] == keys
 
 
 def test_estimators_and_losses_of_a_user_may_read_every_key(build: Load):
@@ -73,8 +101,18 @@ def test_readers_of_keys_are_those_of_the_code():
     losses = packaged(policy_losses)
     assert set(losses) == set(POLICY_LOSSES)
     for key, readers in READ_BY_LOSSES.items():
-        taken = "clip_ratio_low" if key == "clip_ratio" else key
-        reading = {
-            name for name, loss in losses.items() if taken in inspect.signature(loss).parameters
-        }
+        taken = "clip_ratio_low" if key == "clip_ratio" else key.rpartition(".")[2]
+        reading = {name for name, loss in losses.items() if taken in parameters(name, loss)}
         assert reading == set(readers), key
+
+    # and every key of the section has an entry
+    listed = {key.rpartition(".")[2] for key in READ_BY_LOSSES}
+    assert {entry.name for entry in fields(PolicyLossConfig)} - {"loss_mode"} <= listed
+
+
+def parameters(name: str, loss: Callable[..., Any]) -> set[str]:
+    """Return the settings that a loss reads, and its selection of tokens."""
+    taken = set(inspect.signature(loss).parameters)
+    if name in selections:
+        taken |= set(inspect.signature(selections.get(name)).parameters)
+    return taken

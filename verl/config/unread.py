@@ -20,7 +20,19 @@ READ_BY_LOSSES = {
     "clip_ratio_low": _CLIPS,
     "clip_ratio_high": _CLIPS,
     "clip_ratio_c": ("vanilla",),
+    "policy_loss.clip_cov_ratio": ("clip_cov",),
+    "policy_loss.clip_cov_lb": ("clip_cov",),
+    "policy_loss.clip_cov_ub": ("clip_cov",),
+    "policy_loss.kl_cov_ratio": ("kl_cov",),
+    "policy_loss.ppo_kl_coef": ("kl_cov",),
+    "policy_loss.tau_pos": ("sapo",),
+    "policy_loss.tau_neg": ("sapo",),
+    "policy_loss.dppo_divergence": ("dppo",),
+    "policy_loss.dppo_threshold": ("dppo", "dppo_tv"),
+    "policy_loss.dppo_kl_threshold": ("dppo_kl",),
+    "policy_loss.dro_beta": ("dro",),
 }
+_WITH_TASK_REWARDS = "distillation.distillation_loss.use_task_rewards=True"
 
 
 class Part(NamedTuple):
@@ -78,6 +90,12 @@ def _switched(config: TrainConfig) -> Iterator[Part]:
             "algorithm.use_kl_in_reward",
         ),
         (
+            "algorithm.pf_ppo",
+            ("reweight_method", "weight_pow"),
+            algorithm.use_pf_ppo,
+            "algorithm.use_pf_ppo",
+        ),
+        (
             "algorithm.filter_groups",
             ("metric",),
             algorithm.filter_groups.enable,
@@ -93,22 +111,56 @@ def _switched(config: TrainConfig) -> Iterator[Part]:
     ):
         yield Part(section, names, is_read, f"{switch}=True")
 
+    for section, names, is_read, choice in (
+        (
+            "algorithm.entropy_ctrl",
+            ("target_entropy", "delta"),
+            algorithm.entropy_ctrl.type == "adaptive",
+            "algorithm.entropy_ctrl.type=adaptive",
+        ),
+        (
+            "algorithm.pf_ppo",
+            ("weight_pow",),
+            not algorithm.use_pf_ppo or algorithm.pf_ppo.reweight_method == "pow",
+            "algorithm.pf_ppo.reweight_method=pow",
+        ),
+    ):
+        yield Part(section, names, is_read, choice)
+
 
 def _chosen_by_name(config: TrainConfig) -> Iterator[Part]:
     """Yield parts that belong to some estimators or policy losses.
 
-    A user's own estimator or loss may read any of them.
+    A user's own estimator or loss may read any of them, unless another loss stands in its place.
     """
     estimator = config.algorithm.adv_estimator
     for name, readers in READ_BY_ESTIMATORS.items():
         is_read = estimator in readers or estimator not in ESTIMATORS
-        yield Part("algorithm", (name,), is_read, f"algorithm.adv_estimator={_any_of(readers)}")
+        reader = f"algorithm.adv_estimator={_any_of(readers)}"
+        if is_read and config.distillation.is_whole_loss:
+            is_read, reader = False, _WITH_TASK_REWARDS
+        yield Part("algorithm", (name,), is_read, reader)
 
+    section = "actor_rollout_ref.actor"
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    replaced = _without_policy_loss(config)
+    yield Part(section, ("policy_loss.loss_mode",), replaced is None, replaced or "")
     for name, readers in READ_BY_LOSSES.items():
         is_read = loss in readers or loss not in POLICY_LOSSES
-        reader = f"actor_rollout_ref.actor.policy_loss.loss_mode={_any_of(readers)}"
-        yield Part("actor_rollout_ref.actor", (name,), is_read, reader)
+        reader = f"{section}.policy_loss.loss_mode={_any_of(readers)}"
+        if is_read and replaced is not None:
+            is_read, reader = False, replaced
+        yield Part(section, (name,), is_read, reader)
+
+
+def _without_policy_loss(config: TrainConfig) -> str | None:
+    """Return the setting with which a policy loss is read; None where one is."""
+    distillation = config.distillation
+    if distillation.is_whole_loss and not distillation.is_reward:
+        return _WITH_TASK_REWARDS
+    if config.algorithm.rollout_correction.loss_type == "reinforce":
+        return "algorithm.rollout_correction.loss_type=ppo_clip"
+    return None
 
 
 def _of_schedules(config: TrainConfig) -> Iterator[Part]:
