@@ -366,3 +366,25 @@ def test_the_report_of_the_stories_averages_tenths_of_short_runs_too():
     tenths = load_script("stories/report.py").tenths
     assert tenths([float(step) for step in range(20)]) == [2 * part + 0.5 for part in range(10)]
     assert tenths([1.0, 2.0]) == [1.0] * 5 + [2.0] * 5
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        *("stories/prepare.py", "stories/report.py"),
+        *("toy/make_calculator.py", "toy/make_toy_model.py"),
+    ],
+)
+def test_a_reader_that_has_exited_ends_a_script_silently(script):
+    reader, writer = os.pipe()
+    os.close(reader)  # like `head -0`, but always before the script writes
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), "--help"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -11,7 +11,10 @@ import argparse
 import itertools
 import json
 import random
+import sys
 from pathlib import Path
+
+from verl.utils.entry import exit_code
 
 # Words that the model knows: all of them are common in the stories it was trained on.
 THINGS = (
@@ -87,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

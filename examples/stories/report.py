@@ -7,8 +7,11 @@ Markdown.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+from verl.utils.entry import exit_code
 
 WINDOW = 10  # steps that the first and the last figure are means of
 NUM_SAMPLES = 5
@@ -127,4 +130,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

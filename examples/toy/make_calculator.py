@@ -13,6 +13,7 @@ the same machine; it takes about five minutes on one CPU core.
 import argparse
 import json
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from verl.utils.entry import exit_code
 
 FOLDER = Path(__file__).resolve().parents[2] / "verl" / "data" / "calculator"
 SMALLEST, LARGEST = 100, 999  # factors of a product
@@ -335,4 +338,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

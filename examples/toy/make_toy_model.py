@@ -13,12 +13,15 @@ same machine; it takes one to two minutes on one CPU core.
 import argparse
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from verl.utils.entry import exit_code
 
 LARGEST = 12  # the largest summand
 RIGHT_SHARE, SLIP_SHARE, PASS_SHARE = 0.34, 0.02, 0.64
@@ -227,4 +230,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))
