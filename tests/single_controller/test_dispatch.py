@@ -151,7 +151,7 @@ def test_the_modes_without_batches(size):
     everyone = [f"{number}: hello" for number in range(size)]
     assert group.tell("hello") == everyone
     assert group.tell_first("hello") == "0: hello"
-    assert group.tell_only_first("hello") == ["0: hello"]
+    assert group.tell_only_first("hello") == "0: hello"  # as verl 0.5's execute_rank_zero
     assert group.each([f"w{i}" for i in range(size)]) == [f"{i}: w{i}" for i in range(size)]
     with pytest.raises(ValueError, match="one entry per rank"):
         group.each(["too many"] * (size + 1))

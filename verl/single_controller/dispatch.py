@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -63,7 +63,7 @@ class Dispatch:
 
 
 class Execute(str, Enum):
-    """The ranks that run a call."""
+    """The ranks that run a call. Under RANK_ZERO it returns the answer itself, not a list."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
@@ -322,6 +322,11 @@ def _first(outputs: list[Any], _: Any) -> Any:
 
 def _all(outputs: list[Any], _: Any) -> Any:
     return outputs
+
+
+def answered_by_one(mode: DispatchMode) -> DispatchMode:
+    """Return the mode for a call on one rank: a list of all answers becomes the answer."""
+    return replace(mode, collect=_first) if mode.collect is _all else mode
 
 
 _split_protos = functools.partial(_split_batches, deal=_deal, pad=_repeated)

@@ -19,6 +19,7 @@ from verl.single_controller.dispatch import (
     Dispatch,
     DispatchMode,
     Execute,
+    answered_by_one,
     each_argument,
     find_dispatch_mode,
     registered_methods,
@@ -219,6 +220,7 @@ class WorkerGroup:
         mode = find_dispatch_mode(plan.dispatch_mode)
 
         if plan.execute_mode is Execute.RANK_ZERO or plan.dispatch_mode == Dispatch.RANK_ZERO:
+            mode = answered_by_one(mode)
             share_of = {0: 0}
             answering = [0]
         elif mode.by_data_rank:
