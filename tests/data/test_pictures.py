@@ -319,6 +319,15 @@ def test_the_error_of_a_processor_names_the_package_that_is_missing(
         load_picture_processor(folder, load_tokenizer(folder))
 
 
+@pytest.mark.parametrize("setting", ["patch_size", "merge_size", "temporal_patch_size"])
+def test_a_processor_of_another_model_is_refused(setting: str, tmp_path: Path) -> None:
+    file = save_vision_folder(tmp_path) / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, setting: 7}))
+    with pytest.raises(ModelError, match=rf"its {setting} must be \d, got 7. Copy preprocessor_"):
+        load_picture_processor(tmp_path, load_tokenizer(tmp_path))
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_answers_are_learnt_behind_the_tokens_of_pictures(family: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_vision_folder(tmp_path, family))

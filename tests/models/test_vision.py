@@ -1,6 +1,7 @@
 """Packed sequences with pictures have the numbers and gradients of transformers' own models, one by
 one, and would not if positions, features or the bounds of a picture were wrong."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoConfig
 
 from tests.models.grouped import kernel_forward
 from tests.models.rows import KeepFloat64
+from tests.tiny_models import tiny_model
 from tests.tiny_vision_models import (
     FAMILIES,
     IMAGE,
@@ -34,6 +36,7 @@ from verl.models.vision import (
     knows_videos,
     language_layers,
     model_arguments,
+    picture_features,
 )
 from verl.utils.errors import DataError, ModelError
 
@@ -319,6 +322,31 @@ def test_a_cut_prompt_is_an_error_before_the_forward() -> None:
     ids = [[5, *picture.token_ids[:-1], 9, 10]]
     with pytest.raises(DataError, match=r"5 picture tokens .* have 6 features"):
         PackedBatch.from_sequences(ids).with_pictures([(picture,)], [len(ids[0]) - 1])
+
+
+@pytest.mark.parametrize("family", ["internvl", "gemma3"])
+def test_other_counts_of_features_and_tokens_are_an_error(family: str) -> None:
+    model = tiny_vision_model(family)
+    picture = example_picture(model)
+    short = replace(picture, token_ids=picture.token_ids[1:])
+    with pytest.raises(ModelError, match=r"4 features for 1 pictures with 3 tokens"):
+        picture_features(model, [short])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (tiny_model("llama"), r"family 'llama' reads text alone. Give the critic"),
+        (tiny_vision_model("gemma3"), r"prepared for another family .* 'gemma3'. Give the critic"),
+    ],
+    ids=["text", "gemma3"],
+)
+def test_pictures_that_a_role_does_not_read_are_an_error(model: Any, message: str) -> None:
+    picture = example_picture(tiny_vision_model("qwen2_5_vl"))
+    ids = [[5, *picture.token_ids, 9, 10]]
+    batch = PackedBatch.from_sequences(ids).with_pictures([(picture,)], [len(ids[0]) - 1])
+    with pytest.raises(ModelError, match=message):
+        PackedCausalLM(model)(batch)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])

@@ -49,6 +49,8 @@ class PictureProcessor:
         """
         self.processor = processor
         self.family = family_of(config)
+        if self.family.three_parts:
+            _check_patches(processor.image_processor, config, source)
         self.token_id: int = config.image_token_id  # pyright: ignore[reportAttributeAccessIssue]
         self.placeholder: str = processor.image_token
         self.placeholder_id: int = processor.tokenizer.convert_tokens_to_ids(self.placeholder)
@@ -95,6 +97,24 @@ class PictureProcessor:
             grid=grid,
             sees_itself=self.family.sees_itself,
         )
+
+
+def _check_patches(images: Any, config: Any, source: str) -> None:
+    """Raise ModelError for a processor of images whose patches are not those of the model."""
+    vision = config.vision_config
+    expected = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+    }
+    for name, value in expected.items():
+        found = getattr(images, name, None)
+        if found != value:
+            raise ModelError(
+                f"The processor of pictures in '{source}' does not belong to the model: its {name} "
+                f"must be {value}, got {found}. Copy {' or '.join(_SETTINGS_FILES)} of the model "
+                "there."
+            )
 
 
 def load_picture_processor(

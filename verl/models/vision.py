@@ -278,11 +278,14 @@ def picture_features(
     The second value is not empty for families with DeepStack (Qwen3-VL): (F, H) for each of the
     first layers.
 
-    The vision tower computes those that the model's store lacks, see `keep_features`.
+    The vision tower computes those that the model's store lacks, see `keep_features`. Raises
+    ModelError for pictures that were prepared for another model.
     """
+    _check_readable(model, pictures)
     store = store_of(model)
     if store is None or not store.is_usable():
         features = _computed_features(model, pictures)
+        _check_count(features[0], pictures)
         return features[0], list(features[1:])
 
     device = next(model.parameters()).device
@@ -293,12 +296,8 @@ def picture_features(
 
     if missing:
         computed = torch.stack(_computed_features(model, missing))
+        _check_count(computed[0], missing)
         counts = [picture.num_tokens for picture in missing]
-        if computed.shape[1] != sum(counts):
-            raise ModelError(
-                f"The vision tower has {computed.shape[1]} features for {len(missing)} pictures "
-                f"with {sum(counts)} tokens. Prepare pictures by the processor of this model."
-            )
         for picture, own in zip(missing, computed.split(counts, dim=1)):
             store.put(picture, own)
             parts[picture.key] = own
@@ -307,6 +306,35 @@ def picture_features(
 
     features = torch.cat([part for part in parts.values() if part is not None], dim=1)
     return features[0], list(features[1:])
+
+
+def _check_readable(model: PreTrainedModel, pictures: Sequence[Picture]) -> None:
+    """Raise ModelError if the family of `model` does not read such pictures.
+
+    The actor's processor prepares the pictures of all roles.
+    """
+    family = model.config.model_type
+    if not reads_pictures(model.config):
+        raise ModelError(
+            f"The batch has pictures, but a model of the family '{family}' reads text alone. Give "
+            "the critic and the teacher a model of the actor's family, or leave these rows out."
+        )
+    in_three_parts = pictures[0].grid is not None
+    if in_three_parts != family_of(model.config).three_parts:
+        raise ModelError(
+            "The pictures of the batch were prepared for another family than that of this model, "
+            f"'{family}'. Give the critic and the teacher a model of the actor's family."
+        )
+
+
+def _check_count(features: Tensor, pictures: Sequence[Picture]) -> None:
+    num_tokens = sum(picture.num_tokens for picture in pictures)
+    if len(features) != num_tokens:
+        raise ModelError(
+            f"The vision tower has {len(features)} features for {len(pictures)} pictures with "
+            f"{num_tokens} tokens. Prepare pictures by the processor of this model: copy "
+            "preprocessor_config.json and processor_config.json from where its weights are from."
+        )
 
 
 def _computed_features(model: PreTrainedModel, pictures: Sequence[Picture]) -> list[Tensor]:
