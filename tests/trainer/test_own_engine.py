@@ -214,3 +214,25 @@ def test_an_engine_that_raises_is_named_with_the_checkpoint(tmp_path, capfd, mon
     ended = "Stopped by RolloutError in step 2 of 2. Newest checkpoint in"
     assert f"{ended} {tmp_path / 'run'}: global_step_1." in said
     assert "Traceback" not in shown
+
+
+def test_an_engine_without_methods_for_weights_is_an_error_that_names_them(tmp_path, capfd):
+    file = tmp_path / "engine.py"
+    file.write_text(
+        "from verl.rollout import rollout_engines\n"
+        "class Bare:\n"
+        "    def generate(self, requests, params, *, seed, step): ...\n"
+        "    def sleep(self): ...\n"
+        "    def wake(self): ...\n"
+        "rollout_engines.register('bare')(lambda **parts: Bare())\n",
+        encoding="utf-8",
+    )
+    code = run(
+        tmp_path / "run",
+        f"actor_rollout_ref.model.external_lib={file}",
+        "actor_rollout_ref.rollout.name=bare",
+    )
+    assert code == 1
+    shown = capfd.readouterr().err
+    assert "lacks statistics, weight_dtype, update_weights, weight_place, weight_finger" in shown
+    assert "Traceback" not in shown

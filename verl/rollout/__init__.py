@@ -55,6 +55,9 @@ __all__ = [
 ]
 
 _VERBS = {"submit", "step", "abort", "has_work"}
+# Methods that every engine has, next to the verbs or to `generate`.
+_CARE = ("sleep", "wake", "statistics")
+_WEIGHTS = ("weight_dtype", "update_weights", "weight_place", "weight_fingerprints")
 
 
 def create_rollout_engine(
@@ -79,6 +82,8 @@ def create_rollout_engine(
     engine: Any = factory(model=model, tokenizer=tokenizer, config=config, device=device, **shared)
 
     missing = sorted(_VERBS - set(dir(engine)))
+    if not missing or callable(getattr(engine, "generate", None)):
+        _require_care(engine, config.name)
     if not missing:
         has_all = hasattr(engine, "reserve") and hasattr(engine, "forget_prefixes")
         return engine if has_all else cast(RolloutEngine, OptionalVerbs(engine))
@@ -88,3 +93,14 @@ def create_rollout_engine(
         f"The rollout engine '{config.name}' lacks {', '.join(missing)}. It needs submit, step, "
         "abort and has_work, or generate alone (verl.rollout.RolloutEngine)."
     )
+
+
+def _require_care(engine: Any, name: str) -> None:
+    """Raise ConfigError for an engine without the methods for weights, memory and metrics."""
+    missing = [part for part in (*_CARE, *_WEIGHTS) if not hasattr(engine, part)]
+    if missing:
+        raise ConfigError(
+            f"The rollout engine '{name}' lacks {', '.join(missing)}. Add them as "
+            "verl.rollout.RolloutEngine describes, or derive the class from "
+            "verl.rollout.local.LocalEngine, which has them."
+        )
