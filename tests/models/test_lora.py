@@ -203,3 +203,13 @@ def test_adapters_come_after_the_check_at_load_and_before_packing():
     before = PackedCausalLM(model)(batch)["log_probs"]
     apply_lora(model, rank=4, alpha=8)
     assert torch.equal(PackedCausalLM(model)(batch)["log_probs"], before)
+
+
+@pytest.mark.parametrize("name", ["proj", "0"])
+def test_the_names_that_an_error_proposes_select_linear_layers(name: str) -> None:
+    model = tiny_vision_model("qwen2_5_vl")
+    with pytest.raises(ModelError, match=r"Only linear layers can have adapters") as raised:
+        apply_lora(model, rank=2, alpha=2, target_modules=["q_proj", name])
+    proposed = str(raised.value).rpartition("target_modules=[")[2].removesuffix("].").split(",")
+    assert {"q_proj", "qkv", "attn.proj", "mlp.0", "mlp.2"} < set(proposed)
+    apply_lora(model, rank=2, alpha=2, target_modules=proposed)

@@ -368,13 +368,14 @@ def _chosen(
     modules = {name: module for name, module in model.named_modules() if name}
     head: Any = model.get_output_embeddings()
     linear: list[str] = []
+    others: list[str] = []
     for name, part in modules.items():
-        if isinstance(part, (nn.Linear, Conv1D)) and part is not head:
-            linear.append(name)
+        is_linear = isinstance(part, (nn.Linear, Conv1D)) and part is not head
+        (linear if is_linear else others).append(name)
     stacked = [name for name, weight in model.named_parameters() if weight.ndim == 3]
     stacks = sorted({name.rpartition(".")[0] for name in stacked})
-    leaves = _last_parts(linear)
-    fix = f"Set {section}.target_modules={_shown(leaves)}."
+    ends = _shortest_ends(linear, others)
+    fix = f"Set {section}.target_modules={_shown(ends)}."
 
     if targets == ALL_LINEAR:
         of_vision = {id(part) for tower in vision_parts(model) for part in tower.modules()}
@@ -416,6 +417,28 @@ def _chosen(
 
 def _last_parts(names: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _shortest_ends(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return the shortest ends of `names` that select none of `others`.
+
+    In Qwen2.5-VL `attn.proj` selects linear layers, but `proj` a convolution, too.
+    """
+    taken: set[str] = set()
+    for name in others:
+        taken.update(_ends(name))
+
+    found: set[str] = set()
+    for name in names:
+        free = (end for end in _ends(name) if end not in taken)
+        found.add(next(free, name))
+    return sorted(found)
+
+
+def _ends(name: str) -> list[str]:
+    """Return the ends of a module's name at its dots, the shortest first."""
+    parts = name.split(".")
+    return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
 def _matching(
