@@ -1,6 +1,7 @@
 """Whole runs of the asynchronous schedules: staleness 0 has the bits of the synchronous run."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -94,6 +95,61 @@ def test_a_killed_run_resumes_with_the_same_bits(tmp_path, mode, keys):
     )
     ours = weights(tmp_path / "killed", STEPS)
     assert same_bits(ours, weights(tmp_path / "whole", STEPS))
+
+
+@pytest.fixture(scope="module")
+def half_way(tmp_path_factory) -> Path:
+    """Return the folder of a run with a checkpoint whose books hold unfinished responses."""
+    folder = tmp_path_factory.mktemp("half_way")
+
+    def until_killed() -> int:
+        step = PPOTrainer.run_step
+
+        def die(self: PPOTrainer, prompts: DataProto) -> None:
+            if self.global_step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            step(self, prompts)
+
+        PPOTrainer.run_step = die
+        return run(folder, *BASE[:1], "trainer.save_freq=1", *BASE[2:], ASYNC)
+
+    assert os.WTERMSIG(run_in_child(until_killed)) == signal.SIGKILL
+    return folder
+
+
+AGENTS = "actor_rollout_ref.rollout.agent.environment.name=number_guessing"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["actor_rollout_ref.rollout.n=2"], "rollout.n=2 now, n=4 then. Set it as it was"),
+        (["actor_rollout_ref.rollout.n=8"], "rollout.n=8 now, n=4 then. Set it as it was"),
+        (["data.max_response_length=3"], "rollout.response_length=3 now, "),
+        ([AGENTS, "data.max_prompt_length=128"], "rollout with agents now, no agents then"),
+    ],
+    ids=["fewer", "more", "shorter", "agents"],
+)
+def test_books_that_a_changed_run_cannot_go_on_with_are_refused(
+    half_way, tmp_path, capfd, keys, message
+):
+    shutil.copytree(half_way, tmp_path / "run")
+    assert run(tmp_path / "run", *BASE, ASYNC, *keys) == 1
+    shown = capfd.readouterr().err
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 4])
+def test_a_resumed_run_learns_from_batches_of_another_size(half_way, tmp_path, prompts):
+    shutil.copytree(half_way, tmp_path / "run")
+    assert run(tmp_path / "run", *BASE, ASYNC, f"data.train_batch_size={prompts}") == 0
+    lines = step_lines(tmp_path / "run")
+    assert len(lines) == STEPS
+    learned = [line["fully_async/book/consumed"] for line in lines]
+    saved = max(step for step in range(STEPS) if (half_way / f"global_step_{step}").exists())
+    assert learned[saved - 1] == saved * 3 * 4
+    assert learned[-1] == saved * 3 * 4 + (STEPS - saved) * prompts * 4
 
 
 def test_one_step_off_learns_from_the_last_weights_but_one(tmp_path):

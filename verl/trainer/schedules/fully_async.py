@@ -11,12 +11,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from verl.config import RolloutConfig
 from verl.config.placement import rollout_is_apart
 from verl.models.load import load_model_config
 from verl.protocol import DataProto
 from verl.rollout import Trajectory, assemble
 from verl.rollout.base import capabilities_of
-from verl.rollout.book import Book, Group, Pace
+from verl.rollout.book import Book, Group, Pace, State
 from verl.single_controller import OnTold
 from verl.trainer import setup
 from verl.trainer.episodes import number_prompts, require_episodes, with_episodes
@@ -31,7 +32,7 @@ from verl.trainer.schedules.staleness import (
     staleness_metrics,
     with_staleness_weights,
 )
-from verl.utils.errors import ConfigError, DataError, RolloutError
+from verl.utils.errors import CheckpointError, ConfigError, DataError, RolloutError
 from verl.utils.logging import logger
 from verl.utils.phases import phase
 from verl.workers.actor import model_source
@@ -195,9 +196,10 @@ class FullyAsyncTrainer(AheadTrainer):
 
     def _read_prompts(self) -> None:
         """Enter as many prompts in the books as may start."""
-        groups_of_the_run = self.total_steps * self.book.pace.groups_per_step
+        steps_left = self.total_steps - self.book.next_step + 1
+        groups_left = steps_left * self.book.pace.groups_per_step
         while self.book.wanted() > 0:
-            if self.book.admitted >= groups_of_the_run + self.book.discarded_groups:
+            if len(self.book.groups) >= groups_left:
                 break
             self.admit(next(iter(self.train_loader)))
 
@@ -262,6 +264,7 @@ class FullyAsyncTrainer(AheadTrainer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`."""
         super().load_state_dict(state)
+        _check_saved(state["book"]["groups"], self.config.actor_rollout_ref.rollout)
         prompts = unpacked(state["prompts"]) or DataProto()
         payloads = [prompts.slice(row, row + 1) for row in range(len(prompts))]
         self.book.load_state_dict(state["book"], payloads)
@@ -271,3 +274,30 @@ class FullyAsyncTrainer(AheadTrainer):
                 "this run so far.",
                 self.book.replayed_episodes,
             )
+
+
+def _check_saved(groups: Sequence[dict[str, Any]], rollout: RolloutConfig) -> None:
+    """Raise CheckpointError for saved groups that this configuration cannot go on with."""
+    for group in groups:
+        num_samples = len(group["samples"])
+        if num_samples != rollout.n:
+            raise _other_samples(f"rollout.n={rollout.n}", f"n={num_samples}")
+
+        for state, segments, trajectories in group["samples"]:
+            num_tokens = sum(len(token_ids) for _, token_ids, _ in segments)
+            is_frozen = state == State.FROZEN.value
+            if num_tokens + is_frozen > rollout.response_length:
+                given = f"rollout.response_length={rollout.response_length}"
+                raise _other_samples(given, f"{num_tokens} tokens in one of them")
+            if trajectories and not rollout.uses_agents:
+                raise _other_samples("rollout without agents", "agents")
+            if segments and rollout.uses_agents:
+                raise _other_samples("rollout with agents", "no agents")
+
+
+def _other_samples(now: str, then: str) -> CheckpointError:
+    return CheckpointError(
+        "The checkpoint holds responses that no step has learned from yet, and this run cannot go "
+        f"on with them: actor_rollout_ref.{now} now, {then} then. Set it as it was, or begin anew "
+        "with trainer.resume_mode=disable."
+    )
