@@ -319,6 +319,28 @@ def test_the_error_of_a_processor_names_the_package_that_is_missing(
         load_picture_processor(folder, load_tokenizer(folder))
 
 
+def test_a_picture_that_pil_reads_late_is_an_error_with_its_number(reader: PictureReader) -> None:
+    late = Image.open(io.BytesIO(png()[:900]))
+    closed = Image.open(io.BytesIO(png()))
+    closed.close()
+    for image in (late, closed):
+        with pytest.raises(DataError, match=r"^image 1 of the row: the image is damaged or not "):
+            reader.prepare_all((png(), image), Path())
+
+
+def test_a_file_that_cannot_be_read_is_an_error_with_its_name(
+    folder: Path, reader: PictureReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "locked.png").write_bytes(png())
+
+    def fail(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(DataError, match=r"locked.png' cannot be read .*Make it readable"):
+        reader.prepare("locked.png", folder)
+
+
 @pytest.mark.parametrize("setting", ["patch_size", "merge_size", "temporal_patch_size"])
 def test_a_processor_of_another_model_is_refused(setting: str, tmp_path: Path) -> None:
     file = save_vision_folder(tmp_path) / "preprocessor_config.json"

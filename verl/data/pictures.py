@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from verl.data.chat import Messages, apply_chat_template, as_messages
-from verl.data.rgb import as_rgb
+from verl.data.rgb import as_rgb, loaded, open_picture
 from verl.data.videos import Video, read_video
 from verl.models.pictures import Picture, Pictures
 from verl.utils.errors import DataError
@@ -333,40 +333,6 @@ def _opened(content: Any) -> Any:
     return open_picture(content) if isinstance(content, bytes) else content
 
 
-def open_picture(encoded: bytes) -> Any:
-    """Decode an image. Raises DataError for one that is damaged or has too many pixels."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        image = Image.open(io.BytesIO(encoded))
-        pixels = image.width * image.height
-        limit = Image.MAX_IMAGE_PIXELS
-        if limit is not None and pixels > limit:
-            raise DataError(_too_large(f"{image.width} x {image.height}", limit))
-        image.load()
-    except Image.DecompressionBombError as error:
-        raise DataError(_too_large(str(error), Image.MAX_IMAGE_PIXELS)) from error
-    except UnidentifiedImageError as error:
-        raise DataError(
-            f"{len(encoded)} bytes are no image that pillow knows, they begin with "
-            f"{encoded[:16]!r}. Write it as PNG or JPEG"
-        ) from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(
-            f"the image is damaged or not complete ({error}). Copy it again, or leave the row out"
-        ) from error
-    return image
-
-
-def _too_large(found: str, limit: int | None) -> str:
-    return (
-        f"an image may have {limit} pixels, got {found}. Make it smaller, or raise "
-        "PIL.Image.MAX_IMAGE_PIXELS in model.external_lib"
-    )
-
-
 def _content_of(source: Any, folder: Path) -> Any:
     """Return the encoded bytes of an image, or an image of PIL."""
     if isinstance(source, dict):
@@ -379,7 +345,7 @@ def _content_of(source: Any, folder: Path) -> Any:
     if isinstance(source, str):
         return _read(source, folder)
     if hasattr(source, "convert") and hasattr(source, "tobytes"):
-        return source
+        return loaded(source)
     raise DataError(
         "expected a path, bytes, a dict with bytes or path, or an image of PIL, got "
         f"{type(source).__name__}: {str(source)[:60]!r}"
@@ -396,7 +362,13 @@ def _read(source: str, folder: Path) -> bytes:
                 f"the base64 text of the image is damaged or not complete ({error}). Write it "
                 "again, or leave the row out"
             ) from error
-    return _find_file(source, folder).read_bytes()
+    file = _find_file(source, folder)
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"the file '{file}' cannot be read ({error}). Make it readable, or leave the row out"
+        ) from error
 
 
 def _find_file(source: str, folder: Path) -> Path:

@@ -1,12 +1,62 @@
-"""Images of PIL as three channels of eight bits."""
+"""Open images of PIL, and turn them into three channels of eight bits."""
 
+import io
 from typing import Any
 
 import numpy as np
 
+from verl.utils.errors import DataError
+
 _WITH_ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
 _LARGEST_BYTE = 255
 _LARGEST_SHORT = 65535
+
+
+def open_picture(encoded: bytes) -> Any:
+    """Decode an image. Raises DataError for one that is damaged or has too many pixels."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(io.BytesIO(encoded))
+    except Image.DecompressionBombError as error:
+        raise DataError(_too_large(str(error), Image.MAX_IMAGE_PIXELS)) from error
+    except UnidentifiedImageError as error:
+        raise DataError(
+            f"{len(encoded)} bytes are no image that pillow knows, they begin with "
+            f"{encoded[:16]!r}. Write it as PNG or JPEG"
+        ) from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        raise DataError(_damaged(error)) from error
+
+    pixels = image.width * image.height
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and pixels > limit:
+        raise DataError(_too_large(f"{image.width} x {image.height}", limit))
+    return loaded(image)
+
+
+def loaded(image: Any) -> Any:
+    """Return an image with its pixels, which PIL reads late. Raises DataError if it cannot."""
+    from PIL import Image
+
+    try:
+        image.load()
+    except Image.DecompressionBombError as error:  # of a frame within the file
+        raise DataError(_too_large(str(error), Image.MAX_IMAGE_PIXELS)) from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        raise DataError(_damaged(error)) from error
+    return image
+
+
+def _damaged(error: Exception) -> str:
+    return f"the image is damaged or not complete ({error}). Copy it again, or leave the row out"
+
+
+def _too_large(found: str, limit: int | None) -> str:
+    return (
+        f"an image may have {limit} pixels, got {found}. Make it smaller, or raise "
+        "PIL.Image.MAX_IMAGE_PIXELS in model.external_lib"
+    )
 
 
 def as_rgb(image: Any) -> Any:
