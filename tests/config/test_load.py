@@ -69,6 +69,15 @@ def test_one_file_becomes_a_list_and_tilde_is_expanded(load: Load):
     assert config.trainer.default_local_dir == str(Path.home() / "out")
 
 
+@pytest.mark.parametrize(
+    ("value", "loaded"), [("[a,b.py]", ["a", "b.py"]), ("'a,b.py'", ["a,b.py"]), ("null", None)]
+)
+def test_a_role_may_import_several_modules(load: Load, value: str, loaded: list | None):
+    config = load(f"actor_rollout_ref.model.external_lib={value}")
+    assert config.actor_rollout_ref.model.external_lib == loaded
+    assert config.critic.model.external_lib == loaded
+
+
 def test_null_list_is_empty(load: Load):
     config = load(
         "trainer.logger=null", "actor_rollout_ref.rollout.stop=null", "data.val_files=null"

@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from verl.utils.errors import ConfigError, MissingDependencyError
-from verl.utils.imports import load_extern_type, load_module, require
+from verl.utils.imports import import_user_code, load_extern_type, load_module, require
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,15 @@ def test_a_users_file_is_loaded_once_and_never_shadows_another(tmp_path):
     other = tmp_path / "b" / "reward.py"
     assert (load_extern_type(str(one), "value"), load_extern_type(str(other), "value")) == (1, 2)
     assert load_module(str(one)).made is load_module(str(one)).made
+
+
+@pytest.mark.parametrize("as_list", [True, False], ids=["list", "commas"])
+def test_several_modules_of_users_are_loaded(tmp_path, capsys, as_list):
+    names = [str(tmp_path / f"{name}.py") for name in ("first", "second")]
+    for name in names:
+        Path(name).write_text(f"print({name!r})\n")
+    import_user_code(None, names if as_list else ", ".join(names))
+    assert capsys.readouterr().out.splitlines() == names
 
 
 def test_a_wrong_file_or_name_is_reported(tmp_path, monkeypatch):

@@ -42,8 +42,7 @@ def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
 
 def import_external_libs(external_libs: str | list[str] | None = None) -> None:
     """Import users' modules or .py files, which may register anything."""
-    names = [external_libs] if isinstance(external_libs, str) else external_libs or []
-    imports.import_user_code(*names)
+    imports.import_user_code(external_libs)
 
 
 def is_vllm_available() -> bool:

@@ -36,10 +36,11 @@ class CriticModelConfig:
         is_path=True,
     )
     override_config: dict[str, Any] = as_in(ModelConfig, "override_config")
-    external_lib: str | None = setting(
+    external_lib: Any = setting(
         None,
         "module imported at start",
         follows="actor_rollout_ref.model.external_lib",
+        many=True,
         is_path=True,
     )
     dtype: str | None = setting(

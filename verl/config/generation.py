@@ -53,9 +53,10 @@ class GenerationDataConfig:
 class GenerationModelConfig:
     path: str | None = as_in(ModelConfig, "path")
     custom_chat_template: str | None = as_in(ModelConfig, "custom_chat_template")
-    external_lib: str | None = setting(
+    external_lib: Any = setting(
         None,
         "Python module or .py file imported at start: the place to register a rollout engine",
+        many=True,
         is_path=True,
     )
     override_config: dict[str, Any] = as_in(ModelConfig, "override_config")

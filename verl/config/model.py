@@ -30,12 +30,13 @@ class ModelConfig:
         None, "Jinja chat template instead of the tokenizer's own"
     )
     use_shm: bool = setting(False, "copy weights to /dev/shm first", no_effect=_SHM)
-    external_lib: str | None = setting(
+    external_lib: Any = setting(
         None,
         (
-            "Python module or .py file imported at start: the place to register your own losses, "
-            "estimators, ..."
+            "Python module or .py file (or several, as a list or with commas) imported at start: "
+            "the place to register your own losses, estimators, ..."
         ),
+        many=True,
         is_path=True,
     )
     override_config: dict[str, Any] = setting({}, "entries of the model's config.json to replace")

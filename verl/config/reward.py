@@ -23,10 +23,11 @@ class RewardModelModelConfig:
         "folder or hub name of the reward model, a sequence classifier with one label",
         is_path=True,
     )
-    external_lib: str | None = setting(
+    external_lib: Any = setting(
         None,
         "module imported at start",
         follows="actor_rollout_ref.model.external_lib",
+        many=True,
         is_path=True,
     )
     trust_remote_code: bool = setting(False, "run Python code that comes with a model")

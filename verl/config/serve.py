@@ -19,7 +19,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class ServeModelConfig:
     path: str | None = as_in(ModelConfig, "path")
     custom_chat_template: str | None = as_in(ModelConfig, "custom_chat_template")
-    external_lib: str | None = as_in(GenerationModelConfig, "external_lib")
+    external_lib: Any = as_in(GenerationModelConfig, "external_lib")
     override_config: dict[str, Any] = as_in(ModelConfig, "override_config")
     trust_remote_code: bool = as_in(ModelConfig, "trust_remote_code")
 

@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,13 +38,20 @@ def is_installed(package: str) -> bool:
     return True
 
 
-def import_user_code(*paths_or_names: str | None) -> None:
+def import_user_code(*named: str | Sequence[str] | None) -> None:
     """Load the modules that `model.external_lib` names, so that their decorators register parts.
 
-    None entries are skipped. Every process of a run must call this before it looks up a name.
+    Each argument is a text, in which commas separate modules, or a list of texts; None is skipped.
+    Every process of a run must call this before it looks up a name.
     """
+    texts: list[str] = []
+    for value in named:
+        if value is not None:
+            texts += [value] if isinstance(value, str) else value
+
+    paths_or_names = [part.strip() for text in texts for part in text.split(",")]
     for path_or_name in dict.fromkeys(paths_or_names):
-        if path_or_name is not None:
+        if path_or_name:
             load_module(path_or_name)
 
 
