@@ -1,6 +1,7 @@
 """The files that a run writes, and the data that it sends to its trackers."""
 
 import json
+import re
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -14,6 +15,11 @@ from tests.trainer.test_bad_inputs import reward_file
 
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def truth_of(prompt):
+    one, other = re.findall(r"\d+", prompt)
+    return str(int(one) + int(other))
 
 
 def test_samples_of_training_and_validation_are_written(tmp_path):
@@ -44,6 +50,7 @@ def test_samples_of_training_and_validation_are_written(tmp_path):
         assert sum(row["even"] for row in rows) / 16 == pytest.approx(line["reward/even/mean"])
         assert all(row["step"] == step and "= ?" in row["input"] for row in rows)
         assert all(row["output"].startswith(row["pred"]) for row in rows)
+        assert all(row["gts"] == truth_of(row["input"]) for row in rows)
 
     assert sorted(path.name for path in (tmp_path / "validation").iterdir()) == [
         "0.jsonl",

@@ -11,7 +11,7 @@ import torch
 from verl.algorithms.group_advantages import group_ids
 from verl.config import TrainConfig
 from verl.protocol import DataProto
-from verl.rewards.results import check_result
+from verl.rewards.results import check_result, ground_truth_of
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import RewardError
 from verl.utils.logging import say_once
@@ -124,6 +124,7 @@ def sample_rows(
     scores = columns["token_level_scores"].sum(-1).tolist()
     unknown = np.full(len(batch), "unknown", dtype=object)
     sources = batch.non_tensor_batch.get(source_key, unknown)
+    rules = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
 
     rows = []
     for i in range(len(batch)):
@@ -132,6 +133,7 @@ def sample_rows(
             "data_source": sources[i],
             "input": tokenizer.decode(columns["prompts"][i][mask[i, :width]]),
             "output": tokenizer.decode(columns["responses"][i][mask[i, width:]]),
+            "gts": ground_truth_of(rules[i]),
             "score": scores[i],
         }
         for name, values in extra.items():
