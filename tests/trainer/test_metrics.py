@@ -147,6 +147,27 @@ def test_a_response_without_answer_does_not_vote():
     assert metrics["val-core/a/reward/maj@3"] == pytest.approx((1.0 + 0.25) / 2)
 
 
+def test_numeric_fields_of_the_reward_have_metrics_of_their_own():
+    fields = {
+        "acc": [True, False, 1.0, None, math.nan],
+        "length": [1, 2, 3, 4, np.float32(6)],
+        "note": ["x", None, None, "y", None],
+    }
+    metrics = validation_metrics(
+        ["a"] * 3 + ["b"] * 2, [0, 0, 1, 2, 3], [0.5, -0.5, 1.0, 0.25, 0.75], fields=fields
+    )
+    assert metrics == {
+        "val-core/a/acc/mean@2": 0.75,
+        "val-core/a/acc/best@2": 1.0,
+        "val-aux/a/reward/mean@2": 0.5,
+        "val-aux/a/reward/best@2": 0.75,
+        "val-aux/a/length/mean@2": 2.25,
+        "val-aux/a/length/best@2": 2.5,
+        "val-core/b/reward/mean@1": 0.5,
+        "val-aux/b/length/mean@1": 5.0,
+    }
+
+
 def test_no_samples_no_metrics():
     assert validation_metrics([], [], []) == {}
 

@@ -16,7 +16,9 @@ from verl.utils.column_dicts import object_column
 from verl.utils.errors import RewardError
 from verl.utils.logging import say_once
 
-_NUMBERS = (int, float, np.integer, np.floating, np.bool_)
+# Columns of `sample_rows` that are no fields of the reward.
+COLUMNS = ("uid", "data_source", "input", "output", "gts", "score")
+NUMBERS = (int, float, np.integer, np.floating, np.bool_)
 
 
 def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
@@ -76,7 +78,7 @@ def reward_metrics(
     metrics: dict[str, float] = dict(result.get("metrics", {}))
     for name, of_rows in result["reward_extra_info"].items():
         values = of_rows if counted is None else [of_rows[row] for row in counted]
-        if all(isinstance(value, _NUMBERS) for value in values):
+        if all(isinstance(value, NUMBERS) for value in values):
             numbers = [float(value) for value in values if not math.isnan(value)]
             if numbers:
                 metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)
@@ -116,7 +118,7 @@ def scored_rows(
 def sample_rows(
     batch: DataProto, tokenizer: Any, extra: Mapping[str, Any], config: TrainConfig
 ) -> list[dict]:
-    """Return one readable dict per trajectory: prompt, response, score and fields of the reward."""
+    """Return one readable dict per trajectory: the `COLUMNS`, and fields of the reward."""
     columns = batch.batch
     source_key = config.data.reward_fn_key
     width = columns["prompts"].shape[1]
@@ -141,3 +143,9 @@ def sample_rows(
         rows.append(row)
 
     return rows
+
+
+def fields_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the fields of the reward in `sample_rows`, a list for each; None where a row has none."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
+    return {name: [row.get(name) for row in rows] for name in names}

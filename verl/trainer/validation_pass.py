@@ -92,6 +92,7 @@ class ValidationPass:
             [row["uid"] for row in rows],
             [row["score"] for row in rows],
             [scored.vote(row.get("pred")) for row in rows],
+            scored.fields_of(rows),
         )
         for name, turns in turn_metrics(self._turns).items():
             metrics[f"val-aux/{name}"] = turns
