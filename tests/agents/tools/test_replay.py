@@ -1,13 +1,15 @@
 import asyncio
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.agents.tools.user_tools import Hostile, OldCounter, call, tool_set
+from tests.agents.tools.user_tools import Hostile, OldCounter, call, schema, tool_set
 from verl.agents.formats.base import ToolCall
-from verl.agents.tools import ToolResponse, ToolSet
+from verl.agents.tools import BaseTool, ToolResponse, ToolSet
+from verl.agents.tools.agent_data import AgentData
 from verl.agents.tools.replay import CallKey, Recorder, Recording
 from verl.agents.tools.results import ToolResult
 from verl.utils.errors import ConfigError, DataError
@@ -84,6 +86,40 @@ def test_a_replay_gives_the_same_without_the_tools(recorded):
     assert again[0][2] == "mask"
     assert tools.schemas() == schemas
     assert tools.counts() == pytest.approx(counts)
+
+
+class Notes(BaseTool):
+    """Keeps what it was asked in the fields of the episode."""
+
+    def get_openai_tool_schema(self):
+        return schema("notes", n="integer")
+
+    async def execute(self, instance_id, parameters, agent_data=None, **kwargs):
+        agent_data.extra_fields.setdefault("asked", []).append(parameters["n"])
+        agent_data.extra_fields["lock"] = threading.Lock()
+        return "noted"
+
+
+def test_a_replay_gives_the_fields_that_tools_set(tmp_path):
+    path = tmp_path / "calls.jsonl"
+
+    async def asked(tools):
+        seen = []
+        data = AgentData(request_id="7-0")
+        session = await tools.open("row 0", step=7, row=0)
+        for turn, numbers in enumerate([(1, 2), (3,)]):
+            calls = [call("notes", n=n) for n in numbers]
+            await session.call(calls, turn=turn, agent_data=data)
+            seen.append(list(data.extra_fields["asked"]))
+        await session.finish()
+        await tools.aclose()
+        return seen, sorted(data.extra_fields)
+
+    notes = Notes({"isolation": "thread", "parallel": False}, None)
+    recording = tool_set(notes, max_parallel_calls=2, record_path=path)
+    assert asyncio.run(asked(recording)) == ([[1, 2], [1, 2, 3]], ["asked", "lock"])
+    replaying = ToolSet.from_config(replay_path=path)
+    assert asyncio.run(asked(replaying)) == ([[1, 2], [1, 2, 3]], ["asked"])
 
 
 def test_another_or_a_missing_call_is_named(recorded):

@@ -287,7 +287,10 @@ class ToolSession:
         keys = [CallKey(self._step, self._row, turn, number) for number in numbers]
         recording = self._set.recording
         if recording is not None:
-            return [self._replayed(recording, key, call) for key, call in zip(keys, calls)]
+            results = [self._replayed(recording, key, call) for key, call in zip(keys, calls)]
+            for key in keys:
+                _extra_fields(agent_data).update(recording.extra_fields(key))
+            return results
 
         answers = self._set.submit(self._answer(keys, calls, agent_data))
         return await asyncio.wrap_future(answers)
@@ -322,7 +325,8 @@ class ToolSession:
         self.consequence = self.tools.consequence
         if self._set.recorder is not None:
             for key, call, result in zip(keys, calls, results):
-                self._set.recorder.add_call(key, call, result)
+                after = _extra_fields(agent_data) if key == keys[-1] else None
+                self._set.recorder.add_call(key, call, result, after)
         return results
 
     async def _end(self) -> dict[str, float]:
@@ -340,6 +344,11 @@ class ToolSession:
         self._set.tool_counts.add_call(known, result.failure or result.outcome, result.seconds)
         self.consequence = heavier(self.consequence, result.consequence)
         return result
+
+
+def _extra_fields(agent_data: Any) -> dict[str, Any]:
+    """Return the `extra_fields` of an AgentData; no other object has any."""
+    return getattr(agent_data, "extra_fields", {})
 
 
 async def _in_loop(function: Any) -> None:

@@ -6,8 +6,10 @@ A step that a resumed run makes again writes its calls again; the last line of a
 """
 
 import base64
+import copy
 import io
 import json
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 from verl.agents.formats.base import ToolCall
 from verl.agents.tools.results import ToolResult
 from verl.utils.errors import DataError
+from verl.utils.logging import say_once
 
 _VERSION = 1
 # Modes of images that PNG keeps as they are.
@@ -57,8 +60,18 @@ class Recorder:
             ) from error
         self._write({"kind": "tools", "version": _VERSION, "schemas": list(schemas)})
 
-    def add_call(self, key: CallKey, call: ToolCall, result: ToolResult) -> None:
+    def add_call(
+        self,
+        key: CallKey,
+        call: ToolCall,
+        result: ToolResult,
+        extra_fields: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write one call.
+
+        Args:
+            extra_fields: of the episode's AgentData after the calls of the turn. Values that JSON
+                lacks are left out, with a warning.
 
         Raises:
             DataError: the result holds an image that no file format keeps bit for bit.
@@ -66,7 +79,20 @@ class Recorder:
         values = _fields(result)
         values["images"] = [_pack_media(value, key) for value in result.images]
         values["videos"] = [_pack_media(value, key) for value in result.videos]
-        self._write({"kind": "call", **key._asdict(), **_question(call), "result": values})
+        line = {"kind": "call", **key._asdict(), **_question(call), "result": values}
+        kept = {}
+        for name, value in (extra_fields or {}).items():
+            if _survives_json(value):
+                kept[name] = value
+            else:
+                say_once(
+                    f"The record of tool calls leaves out extra_fields['{name}'], a "
+                    f"{type(value).__name__}, which JSON lacks: its replay does without it.",
+                    logging.WARNING,
+                )
+        if kept:
+            line["extra_fields"] = kept
+        self._write(line)
 
     def add_end(self, step: int, row: int, rewards: Mapping[str, float], consequence: str) -> None:
         """Write the end of a trajectory."""
@@ -139,6 +165,10 @@ class Recording:
         values["videos"] = [_unpack_media(value) for value in values["videos"]]
         return ToolResult(**values)
 
+    def extra_fields(self, key: CallKey) -> dict[str, Any]:
+        """Return the `extra_fields` of the episode that were recorded with a call."""
+        return copy.deepcopy(self._calls[key].get("extra_fields", {}))
+
     def end(self, step: int, row: int) -> tuple[dict[str, float], str]:
         """Return the rewards of a trajectory's tools, and the consequence of its failures.
 
@@ -175,6 +205,15 @@ class Recording:
 def _fields(result: ToolResult) -> dict[str, Any]:
     """Return the fields of a result, without copies of its images."""
     return {name: getattr(result, name) for name in result.__dataclass_fields__}
+
+
+def _survives_json(value: Any) -> bool:
+    """Return whether JSON gives an equal value back."""
+    try:
+        back = json.loads(json.dumps(value))
+        return back == value or repr(back) == repr(value)  # NaN equals nothing
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def _question(call: ToolCall) -> dict[str, Any]:
