@@ -1,5 +1,6 @@
 """Rows of agents: several per episode, scores by the loop, rewards of turns."""
 
+import re
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 
 from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
 from verl.algorithms.group_advantages import group_ids
-from verl.config import TrainConfig
+from verl.config import AgentConfig, RolloutConfig, TrainConfig
+from verl.config.gateway import GatewayConfig
 from verl.protocol import DataProto
 from verl.trainer.algorithm import chosen_samples, estimated_by_episode
 from verl.trainer.dapo import first_prompts, num_prompts, rows_that_differ
@@ -110,10 +112,29 @@ def test_scores_for_only_some_episodes_are_an_error():
 def test_episodes_that_all_failed_are_an_error_with_the_first_cause():
     infos = [{"failure": "KeyError: 'answer'."}, {}]
     batch = with_episodes(prompts(1), played([(0, 0), (1, 0)], agent_info=infos), n=2)
-    require_episodes(batch)
+    require_episodes(batch, RolloutConfig())
     batch.batch["response_mask"][:] = 0
     with pytest.raises(RolloutError, match=r"All 2 episodes .* first failed: KeyError: 'answer'"):
-        require_episodes(batch)
+        require_episodes(batch, RolloutConfig())
+
+
+@pytest.mark.parametrize(
+    ("agent", "named"),
+    [
+        ({}, set()),
+        ({"on_error": "drop", "tool_error": "drop"}, {"on_error=stop", "tool_error=text"}),
+        ({"on_error": "drop", "gateway": GatewayConfig(path="agent.py")}, set()),
+    ],
+    ids=["defaults", "drop", "gateway"],
+)
+def test_a_step_without_episodes_names_settings_that_would_change_it(
+    agent: dict[str, Any], named: set[str]
+):
+    batch = with_episodes(prompts(1), played([(0, 0)], agent_info=[{"failure": "late"}]), n=1)
+    batch.batch["response_mask"][:] = 0
+    with pytest.raises(RolloutError) as caught:
+        require_episodes(batch, RolloutConfig(agent=AgentConfig(**agent)))
+    assert set(re.findall(r"agent\.(\w+=\w+)", str(caught.value))) == named
 
 
 def test_episodes_that_all_failed_need_no_reward_function():

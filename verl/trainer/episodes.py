@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.rollout.assemble import NO_TURN
 from verl.utils.errors import RewardError, RolloutError
@@ -133,18 +134,23 @@ def with_given_scores(batch: DataProto, *, required: bool = False) -> DataProto:
     return batch
 
 
-def require_episodes(batch: DataProto) -> None:
+def require_episodes(batch: DataProto, rollout: RolloutConfig) -> None:
     """Raise RolloutError where agent loops left no token to learn from."""
     infos = batch.non_tensor_batch.get("agent_info")
     if infos is None or batch.batch["response_mask"].any():
         return
     _, causes = without_failed(batch)
     first = f" The first failed: {causes[0]}" if causes else ""
+    settings = []
+    # Agents behind the gateway are dropped in every case.
+    if rollout.agent.on_error != "stop" and rollout.agent_loop != "gateway_agent":
+        settings.append("actor_rollout_ref.rollout.agent.on_error=stop shows the first error")
+    if rollout.agent.tool_error != "text":
+        settings.append("actor_rollout_ref.rollout.agent.tool_error=text lets the model read it")
+    way_out = "; ".join(["Fix the tools, the environment or the agent", *settings])
     raise RolloutError(
         f"All {len(set(batch.non_tensor_batch['episode']))} episodes of this step were dropped or "
-        f"masked, so there is nothing to learn from.{first.rstrip('.')}. Fix the tools, the "
-        "environment or the agent loop; actor_rollout_ref.rollout.agent.on_error=stop and "
-        "agent.tool_error=text show the first error where it happens."
+        f"masked, so there is nothing to learn from.{first.rstrip('.')}. {way_out}."
     )
 
 

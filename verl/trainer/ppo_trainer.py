@@ -247,7 +247,7 @@ class PPOTrainer(RunOfRoles):
             prompts, rollout.n, draw, rollout.seed, self.global_step, first_row, on_told=on_told
         )
         self.metrics.update(batch.meta_info.pop("metrics", {}))
-        require_episodes(batch)
+        require_episodes(batch, rollout)
         return batch
 
     @phase(writes=GENERATED)

@@ -122,7 +122,7 @@ class FullyAsyncTrainer(AheadTrainer):
             self._read_prompts()
             self.generation.run_ahead()
         batch = self._batch_of(groups)
-        require_episodes(batch)
+        require_episodes(batch, self.config.actor_rollout_ref.rollout)
         self.metrics.update(staleness_metrics(batch, groups))
         self.metrics.update(apply_policy(batch, self.config.async_training))
         return batch

@@ -49,7 +49,7 @@ class OneStepOffTrainer(AheadTrainer):
         if self.validation_due:
             self.begin_validation()
         self.metrics.update(batch.meta_info.pop("metrics", {}))
-        require_episodes(batch)
+        require_episodes(batch, self.config.actor_rollout_ref.rollout)
         return batch
 
     def sync_weights(self) -> None:
