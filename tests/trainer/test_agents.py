@@ -105,14 +105,24 @@ def test_two_ranks_train_on_episodes_like_one_process(tmp_path: Path):
 
 @pytest.mark.parametrize("loop", ["whole", "parts"])
 def test_a_loop_from_a_users_file_trains(tmp_path: Path, loop: str):
-    """Train with a loop that returns scores and several outputs, and with one without scores."""
+    """Train with a loop that returns scores and several outputs, and with one without scores.
+
+    The latter reads the configuration of the run.
+    """
     (tmp_path / "loops.py").write_text(
         textwrap.dedent(
             """
             from verl.agents import AgentLoopBase, AgentLoopOutput
 
             class Whole(AgentLoopBase):
+                @classmethod
+                def init_class(cls, config, tokenizer, **kwargs):
+                    assert config.trainer.max_steps == 2
+
                 async def run(self, messages, sampling_params):
+                    assert self.config.algorithm.adv_estimator == "grpo"
+                    assert self.config.actor_rollout_ref.actor.optim.lr == 1e-3
+                    assert self.config.actor_rollout_ref.rollout.response_length == 8
                     text = self.tokenizer.apply_chat_template(
                         messages, add_generation_prompt=True, tokenize=False
                     )

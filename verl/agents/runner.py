@@ -21,6 +21,7 @@ from verl.agents.policies import FrozenPolicy, PartnerPolicy
 from verl.agents.tools import ToolSet
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
+from verl.config.train import TrainConfig
 from verl.data.pictures import PictureReader
 from verl.rollout.trajectory import Trajectory
 from verl.utils.errors import ConfigError, RolloutError, VerlError
@@ -44,6 +45,7 @@ class AgentRunner:
         tokenizer: the model's.
         stop_ids: tokens that end a turn, in addition to the tokenizer's own.
         model: the section `model`, for loops that read it.
+        run: the configuration of the whole run, likewise; None: there is none.
         pictures: reads images; None: the model reads text alone.
         policies: frozen ones, by the role that they play.
         partners: policies that are trained next to the actor, by their roles.
@@ -58,6 +60,7 @@ class AgentRunner:
         *,
         stop_ids: Sequence[int] = (),
         model: ModelConfig | None = None,
+        run: TrainConfig | None = None,
         pictures: PictureReader | None = None,
         policies: Mapping[str, FrozenPolicy] | None = None,
         partners: Mapping[str, PartnerPolicy] | None = None,
@@ -79,6 +82,7 @@ class AgentRunner:
             config=config,
             tokenizer=tokenizer,
             model=model,
+            run=run,
             boundary=boundary,
             format=_format_of(config, tokenizer, boundary) if tools is not None else None,
             tools=tools,

@@ -109,6 +109,7 @@ class RunOfRoles(TrainingRun[TrainConfig]):
             device=self.device,
             tokenizer=self.tokenizer,
             actor=None if is_apart else Colocated("actor"),
+            run=self.config,
             **partners,
         )
 

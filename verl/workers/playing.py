@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from verl import agents
-from verl.config import ActorRolloutRefConfig
+from verl.config import ActorRolloutRefConfig, TrainConfig
 from verl.data.build import build_picture_reader
 from verl.distributed.collectives import Axis, gather_objects
 from verl.models.load import load_causal_lm
@@ -41,6 +41,7 @@ def make_agents(
     is_alone: bool,
     keeps_images: bool,
     sharing: Axis,
+    run: TrainConfig | None,
 ) -> "tuple[agents.AgentRunner, agents.Copies]":
     """Return what plays episodes on an engine, and what renews the copies of its actor.
 
@@ -51,6 +52,7 @@ def make_agents(
         is_alone: whether no actor shares the device, so that engines need not sleep.
         keeps_images: whether the engine reads the images themselves.
         sharing: the ranks that share the actor's engine.
+        run: the configuration of the whole run, for agent loops that read it.
     """
     policies: dict[str, agents.FrozenPolicy] = {}
     if sharing.rank == 0:  # the rank that plays the episodes
@@ -62,6 +64,7 @@ def make_agents(
         tokenizer,
         stop_ids=stop_ids,
         model=config.model,
+        run=run,
         pictures=build_picture_reader(config.model, tokenizer, keeps_images=keeps_images),
         policies=policies,
         partners=trained,

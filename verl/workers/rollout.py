@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from verl import agents
-from verl.config import ActorRolloutRefConfig
+from verl.config import ActorRolloutRefConfig, TrainConfig
 from verl.config.policies import partner_role
 from verl.distributed.collectives import gather_objects
 from verl.models.pictures import Pictures
@@ -46,6 +46,7 @@ class RolloutWorker(RolloutEngineWorker):
 
     Args:
         config, device, tokenizer, actor, loads_weights: see `RolloutEngineWorker`.
+        run: the configuration of the whole run, for agent loops that read it.
         partners: rollouts in this process that draw the turns of a role, whose policies are trained
             next to the actor, by `partner_role`.
     """
@@ -58,6 +59,7 @@ class RolloutWorker(RolloutEngineWorker):
         tokenizer: Any,
         actor: ActorWorker | None = None,
         loads_weights: bool = False,
+        run: TrainConfig | None = None,
         **partners: "RolloutWorker",
     ) -> None:
         super().__init__(
@@ -79,6 +81,7 @@ class RolloutWorker(RolloutEngineWorker):
                     is_alone=actor is None,
                     keeps_images=self.is_external,
                     sharing=self.rollout_mesh.tensor,
+                    run=run,
                 )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

@@ -17,6 +17,7 @@ from verl.agents.tools import ToolSet
 from verl.agents.user_thread import UserCall
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
+from verl.config.train import TrainConfig
 from verl.data.pictures import PictureReader
 from verl.models.pictures import Pictures
 from verl.rollout.trajectory import Trajectory
@@ -94,6 +95,7 @@ class AgentContext:
         config: the section `rollout`.
         tokenizer: the model's.
         model: the section `model`, for loops that read it; None: there is none.
+        run: the configuration of the whole run, likewise.
         boundary: of its chat template.
         format: how the model writes tool calls; None where there are no tools.
         tools: of the run; None without tools.
@@ -109,6 +111,7 @@ class AgentContext:
     tokenizer: Any
     boundary: ChatBoundary
     model: ModelConfig | None = None
+    run: TrainConfig | None = None
     format: ToolFormat | None = None
     tools: ToolSet | None = None
     interactions: InteractionSet | None = None

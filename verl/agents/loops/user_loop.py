@@ -12,6 +12,7 @@ from verl.agents.entries import checked_roles
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt
 from verl.agents.loops.server_manager import NumberedTurns, ServerManager, sampling_dict
 from verl.agents.loops.user_base import TrainerConfig
+from verl.config import config_to_dict
 from verl.data.rl_dataset import RLDataset
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
 from verl.utils.errors import ConfigError, RolloutError
@@ -257,14 +258,16 @@ def _full_config(context: AgentContext) -> Any:
     """Return the configuration as verl's loops read it: by attributes, from its root."""
     rollout = context.config
     model = {} if context.model is None else asdict(context.model)
-    tree = {
+    own = {
         "actor_rollout_ref": {"rollout": asdict(rollout), "model": model},
         "data": {
             "max_prompt_length": rollout.prompt_length,
             "max_response_length": rollout.response_length,
             "return_raw_chat": True,
             "tool_config_path": rollout.multi_turn.tool_config_path,
-            "apply_chat_template_kwargs": {},  # those of the run are part of the template
         },
     }
-    return OmegaConf.create(tree)
+    whole = {} if context.run is None else config_to_dict(context.run)
+    tree = OmegaConf.merge(whole, own)
+    tree.data.apply_chat_template_kwargs = {}  # those of the run are part of the template
+    return tree
