@@ -116,6 +116,14 @@ COLUMNS: dict[str, Column] = {
             "agent_role", "object", "B", "generate, with agents", "agent that drew the row, or ''"
         ),
         Column("num_turns", "object", "B", "generate, with agents", "messages of the episode"),
+        Column("__num_turns__", "object", "B", "generate, with agents", "num_turns, as in verl"),
+        Column(
+            "reward_scores",
+            "object",
+            "B",
+            "generate, with agents",
+            "rewards of tools and user, as in verl: rollout_reward_scores of agent_info",
+        ),
         Column(
             "agent_info",
             "object",

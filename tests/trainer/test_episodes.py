@@ -14,6 +14,7 @@ from verl.algorithms.group_advantages import group_ids
 from verl.config import AgentConfig, RolloutConfig, TrainConfig
 from verl.config.gateway import GatewayConfig
 from verl.protocol import DataProto
+from verl.rollout.trajectory import Trajectory
 from verl.trainer.algorithm import chosen_samples, estimated_by_episode
 from verl.trainer.dapo import first_prompts, num_prompts, rows_that_differ
 from verl.trainer.episodes import (
@@ -29,6 +30,7 @@ from verl.trainer.episodes import (
 from verl.trainer.metrics import data_metrics
 from verl.trainer.scored import reward_metrics
 from verl.utils.errors import RewardError, RolloutError
+from verl.workers.playing import episode_columns
 
 WIDTH = 6
 
@@ -107,6 +109,21 @@ def test_scores_of_the_loop_are_on_the_last_real_token():
 def test_scores_for_only_some_episodes_are_an_error():
     with pytest.raises(RewardError, match="1 of 2 episodes got a score"):
         with_episodes(prompts(1), played([(0, 0), (1, 0)], agent_reward=[0.5, None]), n=2)
+
+
+def test_reward_managers_of_users_find_the_columns_of_verl():
+    rewards = {"search": 0.5, "user_turn_rewards": [1.0]}
+    extras = [{"rollout_reward_scores": rewards}, {}]
+    episodes = []
+    for row, extra in enumerate(extras):
+        episodes.append(
+            Trajectory(
+                row=row, part=0, prompt_ids=(1,), segments=[], num_turns=4 + row, extra=extra
+            )
+        )
+    columns = episode_columns(episodes)
+    assert list(columns["__num_turns__"]) == [4, 5]
+    assert list(columns["reward_scores"]) == [rewards, {}]
 
 
 def test_episodes_that_all_failed_are_an_error_with_the_first_cause():

@@ -50,6 +50,7 @@ _MOST_SPANS = 2000  # of a process; the longest stay
 _LEFT_OUT = ("prompts", "responses", "input_ids", "attention_mask", "position_ids")
 _LEFT_OUT_FIELDS = (
     *("raw_prompt_ids", "prepared_pictures", "images", "uid", "prompt_row", "turn_rewards"),
+    *("__num_turns__", "reward_scores"),  # num_turns, and a part of agent_info
 )
 
 

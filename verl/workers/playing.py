@@ -25,6 +25,7 @@ from verl.workers.stream import follow
 _EPISODE_COLUMNS = (
     *("episode", "episode_part", "agent_role", "num_turns"),
     *("agent_info", "agent_reward", "turn_rewards"),
+    *("__num_turns__", "reward_scores"),
 )
 
 # Trajectories, and the counters of the engine that drew them.
@@ -152,6 +153,9 @@ def episode_columns(
         columns["agent_info"].append({"num_turns": each.num_turns, **each.extra})
         columns["agent_reward"].append(each.reward)
         columns["turn_rewards"].append(each.turn_rewards)
+        # The names of verl, for users' reward managers.
+        columns["__num_turns__"].append(each.num_turns)
+        columns["reward_scores"].append(each.extra.get("rollout_reward_scores", {}))
     if with_pictures:
         columns["prepared_pictures"] = [each.pictures for each in trajectories]
     return {name: object_column(values) for name, values in columns.items()}
