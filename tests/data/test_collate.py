@@ -29,6 +29,14 @@ def test_unpadded_ids_take_precedence_over_padded_ones():
     assert collate([{"input_ids": [5, 6]}]).non_tensor_batch["raw_prompt_ids"].tolist() == [[5, 6]]
 
 
+def test_messages_alone_are_encoded():
+    """Datasets of verl 0.7 leave token ids to the agent loops."""
+    items = [{"raw_prompt": [{"role": "user", "content": "ab"}], "dummy_tensor": torch.zeros(1)}]
+    batch = collate(items, lambda messages: [len(messages[0]["content"])])
+    assert batch.non_tensor_batch["raw_prompt_ids"].tolist() == [[2]]
+    assert batch.non_tensor_batch["raw_prompt"][0] == items[0]["raw_prompt"]
+
+
 def test_tensors_of_equal_shape_are_stacked():
     rows = [
         {"raw_prompt_ids": [1], "same": torch.zeros(2), "other": torch.zeros(size)}

@@ -179,6 +179,7 @@ class RayPPOTrainer(PPOTrainer):
             shuffle=False,
             seed=data.seed,
             sampler=sampler,
+            encode=self.train_loader.encode,
         )
         self.total_steps = setup.count_steps(self.config, len(self.train_loader))
 

@@ -1,6 +1,6 @@
 """Join items of a dataset to a batch of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,17 @@ from verl.utils.errors import DataError
 _PADDED = ("input_ids", "attention_mask", "position_ids")
 
 
-def collate(items: Sequence[dict[str, Any]]) -> DataProto:
+def collate(
+    items: Sequence[dict[str, Any]], encode: Callable[[Any], list[int]] | None = None
+) -> DataProto:
     """Join B items to a batch with the object column `raw_prompt_ids`.
 
     Tensors of equal shape are stacked to tensor columns; all other values become object columns. An
     item of a user's dataset may have `input_ids` (P,) and `attention_mask` (P,) instead of
-    `raw_prompt_ids`. Raises DataError if an item lacks prompt ids, or keys differ.
+    `raw_prompt_ids`, or as in verl 0.7 the messages `raw_prompt` alone, which `encode` turns into
+    token ids. Raises DataError if an item lacks prompt ids, or keys differ.
     """
-    rows = [_with_prompt_ids(item) for item in items]
+    rows = [_with_prompt_ids(item, encode) for item in items]
     return DataProto.from_single_dict(columns_of(rows))
 
 
@@ -47,13 +50,17 @@ def columns_of(data_list: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | 
     return columns
 
 
-def _with_prompt_ids(item: dict[str, Any]) -> dict[str, Any]:
+def _with_prompt_ids(
+    item: dict[str, Any], encode: Callable[[Any], list[int]] | None
+) -> dict[str, Any]:
     ids = item.get("raw_prompt_ids")
+    if ids is None and "input_ids" not in item and encode is not None and item.get("raw_prompt"):
+        ids = encode(item["raw_prompt"])
     if ids is None:
         if "input_ids" not in item:
             raise DataError(
-                "An item needs raw_prompt_ids (a list of token ids) or input_ids, got keys "
-                f"{list(item)}."
+                "An item needs raw_prompt_ids (a list of token ids), input_ids or raw_prompt "
+                f"(messages), got keys {list(item)}."
             )
         padded = torch.as_tensor(item["input_ids"])
         mask = torch.as_tensor(item.get("attention_mask", torch.ones_like(padded)))

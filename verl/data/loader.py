@@ -51,11 +51,16 @@ class RLDataLoader:
         seed: int,
         drop_last: bool = True,
         sampler: Sampler | None = None,
+        encode: Callable[[Any], list[int]] | None = None,
     ) -> None:
-        """Set the order of the rows: that of `sampler`, or else of `shuffle` and `seed`."""
+        """Set the order of the rows: that of `sampler`, or else of `shuffle` and `seed`.
+
+        `encode` gives the token ids of items that have messages alone, see `collate`.
+        """
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self.encode = encode
         # called with the numbers and items of every batch, for the record of the run
         self.on_drawn: Callable[[list[int], list[dict[str, Any]]], None] | None = None
         self.sampler: Sampler = sampler or SeededSampler(len(dataset), shuffle=shuffle, seed=seed)
@@ -93,7 +98,7 @@ class RLDataLoader:
             items = [self.dataset[row] for row in rows]
             if self.on_drawn is not None:
                 self.on_drawn(rows, items)
-            yield collate(items)
+            yield collate(items, self.encode)
 
     def tell_sampler(self, batch: DataProto) -> None:
         """Pass a trained batch to a curriculum sampler."""

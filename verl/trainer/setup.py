@@ -12,6 +12,7 @@ from verl.algorithms.policy_losses import extra_losses, policy_losses
 from verl.config import RewardModelConfig, RolloutConfig, TrainConfig
 from verl.data import RLDataLoader, RLDataset
 from verl.data.build import build_dataset, build_picture_reader, build_sampler
+from verl.data.chat import apply_chat_template, as_messages
 from verl.data.pictures import PictureReader
 from verl.models.load import load_model_config, load_tokenizer
 from verl.protocol import DataProto
@@ -185,6 +186,9 @@ def build_loaders(
         val_dataset = build_dataset(config, tokenizer, split="val", pictures=pictures)
     check_agents(config, tokenizer, train_dataset, val_dataset, pictures=pictures)
 
+    def encode(messages: Any) -> list[int]:
+        return apply_chat_template(tokenizer, as_messages(messages))
+
     train_loader = RLDataLoader(
         train_dataset,
         data.train_batch_size,
@@ -192,6 +196,7 @@ def build_loaders(
         seed=data.seed,
         drop_last=True,
         sampler=build_sampler(data, train_dataset),
+        encode=encode,
     )
 
     if val_dataset is None:
@@ -211,6 +216,7 @@ def build_loaders(
         shuffle=data.validation_shuffle,
         seed=data.seed,
         drop_last=False,
+        encode=encode,
     )
     return train_loader, val_loader
 
