@@ -7,6 +7,7 @@ import pytest
 
 from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config, text_of
 from verl.agents.runner import AgentRunner
+from verl.agents.tools import ToolSet
 from verl.utils.errors import ConfigError, DataError, VerlError
 
 TOOLS = '''
@@ -421,7 +422,12 @@ def test_unused_interactions_are_an_error(quiz: str):
         )
 
 
-def test_a_template_without_a_place_for_tools_is_an_error(tools: str):
+def test_a_template_without_a_place_for_tools_is_an_error(
+    tools: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The tools end, too: a process that died with the run was logged as one that failed."""
+    closed = []
+    monkeypatch.setattr(ToolSet, "close", lambda tools: closed.append(tools))
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -429,3 +435,4 @@ def test_a_template_without_a_place_for_tools_is_an_error(tools: str):
     )
     with pytest.raises(ConfigError, match="has no place for tools"):
         AgentRunner(rollout_config(multi_turn__function_tool_path=tools), tokenizer)
+    assert len(closed) == 1

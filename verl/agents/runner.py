@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -77,20 +78,25 @@ class AgentRunner:
         agent_loops.get(config.agent_loop)
 
         tools = build_tools(config)
-        boundary = ChatBoundary(tokenizer, stop_ids=[*stop_ids, *config.stop_token_ids])
-        self.context = AgentContext(
-            config=config,
-            tokenizer=tokenizer,
-            model=model,
-            run=run,
-            boundary=boundary,
-            format=_format_of(config, tokenizer, boundary) if tools is not None else None,
-            tools=tools,
-            interactions=build_interactions(config),
-            pictures=pictures,
-            policies=policies or {},
-            partners=partners or {},
-        )
+        with ExitStack() as opened:
+            if tools is not None:
+                opened.callback(tools.close)
+            boundary = ChatBoundary(tokenizer, stop_ids=[*stop_ids, *config.stop_token_ids])
+            self.context = AgentContext(
+                config=config,
+                tokenizer=tokenizer,
+                model=model,
+                run=run,
+                boundary=boundary,
+                format=_format_of(config, tokenizer, boundary) if tools is not None else None,
+                tools=tools,
+                interactions=build_interactions(config),
+                pictures=pictures,
+                policies=policies or {},
+                partners=partners or {},
+            )
+            opened.pop_all()  # they stay open
+
         say_once(f"agents: {boundary.report()}")
         self._loops: dict[str, AgentLoop] = {}
         self._is_closed = False
