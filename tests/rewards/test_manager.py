@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.launches import run_code
-from tests.rewards.batches import PAD, CharTokenizer, make_batch
+from tests.rewards.batches import PAD, CharTokenizer, make_batch, objects
 from verl.rewards.custom import load_custom_reward
 from verl.rewards.fields import collect_extra
 from verl.rewards.manager import NaiveRewardManager
@@ -98,6 +98,17 @@ def test_existing_scores_pass_through():
     batch.batch["rm_scores"] = given_scores * math.nan
     with pytest.raises(RewardError, match="rm_scores"):
         manager(by_length)(batch)
+
+
+def test_fields_of_agent_loops_come_with_their_scores():
+    batch = make_batch(["ab", "c", "d"])
+    batch.batch["rm_scores"] = torch.zeros(batch.batch["responses"].shape)
+    infos = [{"reward_extra_info": {"acc": 1.0, "note": "n"}}, {}, {"reward_extra_info": None}]
+    batch.non_tensor_batch["agent_info"] = objects(infos)
+    extra = manager(by_length)(batch, return_dict=True)["reward_extra_info"]
+    assert extra["acc"][0] == 1.0
+    assert all(math.isnan(value) for value in extra["acc"][1:])
+    assert extra["note"] == ["n", None, None]
 
 
 def test_extra_fields_become_lists_with_one_filler_per_type():

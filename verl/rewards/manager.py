@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -122,7 +122,7 @@ class RewardManager:
             `return_dict`, a dict: the scores ("reward_tensor"), further fields that the function
             returned ("reward_extra_info": name -> list of B), "metrics" (`reward/num_errors`,
             `reward/num_timeouts`) and "dropped" (row numbers). A batch with the column `rm_scores`
-            is scored already: these scores are returned.
+            is scored already: these scores are returned, with the fields that agent loops gave.
 
         Raises:
             RewardError: a response is empty, or a sample fails under "stop". The message has the
@@ -130,7 +130,7 @@ class RewardManager:
         """
         if "rm_scores" in data.batch.keys():
             reward_tensor = self._given_scores(data)
-            result = Scores()
+            result = Scores(extra=self._given_fields(data))
         else:
             samples = self.read(data)
             result = self.score(samples, data)
@@ -375,6 +375,14 @@ class RewardManager:
                 f"{int((~is_finite).sum())} are not finite."
             )
         return given
+
+    def _given_fields(self, data: DataProto) -> list[dict[str, Any]]:
+        """Return the `reward_extra_info` of each row's agent loop, as loops of verl 0.7 give it."""
+        rows: list[dict[str, Any]] = []
+        for info in data.non_tensor_batch.get("agent_info", ()):
+            fields = (info or {}).get("reward_extra_info")
+            rows.append(dict(fields) if isinstance(fields, Mapping) else {})
+        return rows
 
     def _response_mask(self, data: DataProto) -> torch.Tensor:
         """Return the (B, R) mask of real tokens.

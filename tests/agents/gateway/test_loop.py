@@ -150,6 +150,7 @@ def test_plain_function_runs_in_a_thread(model, file: Path):
     played, _ = play(model, path=str(file), name="plain")
     assert [each[0].reward for each in played] == [0.25, 0.25]
     assert [each[0].extra["note"] for each in played] == ["q0", "q1"]
+    assert played[0][0].extra["reward_extra_info"]["note"] == "q0"
 
 
 def test_blocking_agent_does_not_stop_the_engine(model, file: Path):

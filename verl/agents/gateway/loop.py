@@ -90,7 +90,7 @@ class GatewayLoop:
         if not trajectories:
             self.causes[session] = "its agent got no reply of the model"
         for trajectory in trajectories:
-            trajectory.extra.update(extra)
+            trajectory.extra.update({**extra, "reward_extra_info": extra})
         return trajectories
 
     def counts(self) -> dict[str, int]:
