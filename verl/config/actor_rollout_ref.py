@@ -16,8 +16,8 @@ class ActorRolloutRefConfig:
         True,
         "actor and rollout share their devices",
         planned=(
-            "the rollout is on the actor's ranks; trainer.placement gives ranks of their own to "
-            "the other roles"
+            "leave it out; trainer.placement.rollout=[2,3], for example, gives the rollout ranks "
+            "of its own"
         ),
     )
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -194,8 +194,14 @@ def rename_aliases(
     return renamed, written_as
 
 
+_OWN_RANKS = (
+    "the ranks of a rollout of its own are named among those of the run: "
+    "trainer.placement.rollout=[2,3], for example."
+)
 # Parts of names for features that this version does not have, with the way out.
 _ABSENT = {
+    "actor_rollout_ref.rollout.nnodes": _OWN_RANKS,
+    "actor_rollout_ref.rollout.n_gpus_per_node": _OWN_RANKS,
     "megatron": (
         "there is no Megatron backend. Shard with FSDP2 (strategy=fsdp) and split the rollout "
         "engine by actor_rollout_ref.rollout.tensor_model_parallel_size."
