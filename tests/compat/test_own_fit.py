@@ -112,12 +112,27 @@ CRITIC = [
 ]
 PENALTY = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1"]
 ADAPTERS = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=True"]
+ENTROPY = [
+    *("algorithm.entropy_ctrl.type=adaptive", "algorithm.entropy_ctrl.target_entropy=100"),
+    *("algorithm.entropy_ctrl.delta=0.1", "trainer.async_save=True"),
+]
+# All weights are cut to 0.5.
+CORRECTION = [
+    "algorithm.rollout_correction.rollout_is=token",
+    "algorithm.rollout_correction.rollout_is_threshold=0.5",
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "overrides"),
-    [(OwnFit, CRITIC), (WithoutRepeat, PENALTY), (OwnFit, ADAPTERS)],
-    ids=["critic", "penalty", "adapters"],
+    [
+        (OwnFit, CRITIC),
+        (WithoutRepeat, PENALTY),
+        (OwnFit, ADAPTERS),
+        (OwnFit, ENTROPY),
+        (OwnFit, CORRECTION),
+    ],
+    ids=["critic", "penalty", "adapters", "entropy", "correction"],
 )
 def test_own_fit_has_the_bits_of_the_steps(tmp_path, kind, overrides):
     length = ["trainer.max_steps=3", "trainer.save_freq=3", "trainer.test_freq=-1"]

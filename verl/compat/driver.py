@@ -60,13 +60,21 @@ class PaddedPrompts:
 
 
 def claiming(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a `fit` of verl 0.5 hold the folder of checkpoints, as `TrainingRun.fit` does."""
+    """Let a `fit` of verl 0.5 hold the folder of checkpoints, as `TrainingRun.fit` does.
+
+    A checkpoint that is written in the background (`trainer.async_save`) is completed at the end.
+    """
 
     @functools.wraps(fit)
     def claimed(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         trainer.claim_folder()
         try:
-            return fit(trainer, *args, **kwargs)
+            answer = fit(trainer, *args, **kwargs)
+            trainer.checkpoints.finish()
+            return answer
+        except (Exception, KeyboardInterrupt, SystemExit):
+            trainer.checkpoints.rescue()
+            raise
         finally:
             trainer.checkpoints.release()
 
@@ -150,17 +158,23 @@ class ActorRollout(ActorRolloutGroups):
         return columns
 
     def update_actor(self, batch: DataProto) -> UpdateMetrics:
-        """Update the actor on all rows, and hand its weights to the rollout."""
+        """Update the actor on all rows, and hand its weights to the rollout.
+
+        As in `PPOTrainer.update`, rows are corrected first as `algorithm.rollout_correction` says,
+        and the controller of the entropy bonus gets the entropy.
+        """
         trainer = self._trainer
         roles = trainer.config.actor_rollout_ref
+        corrected = trainer.correct_rollout(batch)
         dealt, mini = dealt_for_update(
-            batch,
+            corrected,
             trainer.actor_wg,
             played=batch,
             mini_prompts=roles.actor.ppo_mini_batch_size,
             samples=roles.rollout.n,
         )
         metrics = trainer.actor_wg.update_actor(dealt, trainer.entropy_controller.value, mini)
+        trainer.entropy_controller.update(metrics["actor/entropy"])
         trainer.sync_weights()
         return UpdateMetrics(metrics)
 
