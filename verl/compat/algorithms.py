@@ -16,7 +16,9 @@ from verl.utils.errors import BatchError
 # Columns, and what writes them in a `fit` of verl 0.5.
 _BEFORE_PENALTY = {
     "token_level_scores": "reward_fn(batch), and set the column to its reward tensor",
-    "old_log_probs": "actor_rollout_wg.compute_log_prob(batch), and unite the batch with its answer",
+    "old_log_probs": (
+        "actor_rollout_wg.compute_log_prob(batch), and unite the batch with its answer"
+    ),
     "ref_log_prob": (
         "ref_policy_wg.compute_ref_log_prob(batch), and unite the batch with its answer"
     ),

@@ -122,8 +122,8 @@ class JsonClient:
                 ).close()
         except (urllib3.exceptions.HTTPError, RewardError) as error:
             raise ConfigError(
-                f"{self.key}={self.url} cannot be reached: {_describe(error)}. Start the service, or correct "
-                "the address."
+                f"{self.key}={self.url} cannot be reached: {_describe(error)}. Start the service, "
+                "or correct the address."
             ) from error
 
     def _exchange(

@@ -51,9 +51,9 @@ def check_result(result: Any, responses: Tensor) -> None:
             f"for each token of the responses, of shape {tuple(responses.shape)}, got {found}."
         )
 
-    is_odd = ~torch.isfinite(tensor)
-    if bool(is_odd.any()):
-        row = int(is_odd.any(-1).nonzero()[0, 0])
+    not_finite = ~torch.isfinite(tensor)
+    if bool(not_finite.any()):
+        row = int(not_finite.any(-1).nonzero()[0, 0])
         raise RewardError(f"The reward of row {row} is not finite: {tensor[row].tolist()[:8]}.")
     is_large = tensor.abs() > _LARGEST_SCORE
     if bool(is_large.any()):

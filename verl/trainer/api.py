@@ -26,6 +26,7 @@ from verl.trainer import setup
 from verl.trainer.episodes import whole_episodes
 from verl.trainer.response_scores import FunctionScorer, RewardModelScorer, scores_of
 from verl.trainer.variants import trainer_class
+from verl.utils.column_dicts import object_column
 from verl.utils.errors import ConfigError, DataError, WorkerError
 from verl.utils.logging import say_once, show_log
 from verl.workers.playing import pictures_of
@@ -381,9 +382,7 @@ class RLTrainer:
             fitted = []
             for number, ids in enumerate(batch.non_tensor_batch["raw_prompt_ids"]):
                 fitted.append(self._fitted(number, ids, has_pictures=bool(pictures[number])))
-            batch.non_tensor_batch["raw_prompt_ids"] = DataProto.from_dict(
-                non_tensors={"": fitted}
-            ).non_tensor_batch[""]
+            batch.non_tensor_batch["raw_prompt_ids"] = object_column(fitted)
             return batch
 
         rows = []
@@ -401,7 +400,7 @@ class RLTrainer:
         return collate(rows)
 
     def _encoded(self, prompt: Any) -> dict[str, Any]:
-        """Return a prompt's columns: token ids, messages and, where a model reads them, pictures."""
+        """Return a prompt's columns: token ids, messages, and pictures if the model reads them."""
         if self._pictures is None:
             messages = as_messages(prompt)
             ids = apply_chat_template(self.tokenizer, messages)
@@ -412,7 +411,10 @@ class RLTrainer:
     def _fitted(self, number: int, ids: list[int], *, has_pictures: bool = False) -> list[int]:
         limit = self.config.data.max_prompt_length
         truncation = self.config.data.truncation
-        if len(ids) > limit and (truncation == "error" or has_pictures):
+        if len(ids) <= limit:
+            return ids
+
+        if truncation == "error" or has_pictures:
             way = "set data.truncation=left, right or middle to have it cut."
             if has_pictures:
                 way = "make the pictures smaller: prompts with pictures are never cut."
@@ -420,12 +422,11 @@ class RLTrainer:
                 f"Prompt {number} has {len(ids)} tokens, data.max_prompt_length allows {limit}. "
                 f"Raise it, or {way}"
             )
-        if len(ids) > limit:
-            say_once(
-                f"Prompts of rollout() of more than data.max_prompt_length={limit} tokens are cut, "
-                f"as data.truncation={truncation} asks.",
-                logging.WARNING,
-            )
+        say_once(
+            f"Prompts of rollout() of more than data.max_prompt_length={limit} tokens are cut, as "
+            f"data.truncation={truncation} asks.",
+            logging.WARNING,
+        )
         return truncate(ids, limit, truncation)
 
 

@@ -20,8 +20,9 @@ def env_store(timeout_s: float) -> Store:
     """Return the store at MASTER_ADDR and MASTER_PORT.
 
     A store that rank 0 serves at a loopback address listens only there. PyTorch's own store listens
-    on every interface, and any host that reaches it may read and write. Raises ConfigError if rank 0
-    cannot listen at that address.
+    on every interface, and any host that reaches it may read and write.
+
+    Raises ConfigError if rank 0 cannot listen at that address.
     """
     timeout = timedelta(seconds=timeout_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -37,8 +38,8 @@ def env_store(timeout_s: float) -> Store:
         raise ConfigError(
             f"Rank 0 cannot listen at MASTER_ADDR={os.environ['MASTER_ADDR']}, "
             f"MASTER_PORT={os.environ['MASTER_PORT']}: {error}. Another process may have the port. "
-            "Set MASTER_PORT to a free one on all ranks, or launch with torchrun --standalone, which "
-            "chooses one."
+            "Set MASTER_PORT to a free one on all ranks, or launch with torchrun --standalone, "
+            "which chooses one."
         ) from error
     store.set_timeout(timeout)
     return store

@@ -1,7 +1,7 @@
-"""The end of a hand-over within an SGLang server: memory of the same GPU or host, instead of a folder.
+"""The end of a hand-over within an SGLang server: memory of its GPU or host, instead of a folder.
 
-SGLang calls `take_weights` for a push that names it. `--custom-weight-loader` must name it, too, and
-PYTHONPATH of the server must have this package.
+SGLang calls `take_weights` for a push that names it. `--custom-weight-loader` must name it, too,
+and PYTHONPATH of the server must have this package.
 """
 
 import base64

@@ -175,7 +175,7 @@ def test_a_server_that_cannot_connect_to_the_trainer_ends_the_wait(settings, sta
         raise FileNotFoundError("no such socket")
 
     monkeypatch.setattr("verl.weight_sync.sglang_loader.Client", refuse)
-    with pytest.raises(RolloutError, match="It must run on the trainer's machine"):
+    with pytest.raises(RolloutError, match="Run it on the trainer's machine"):
         rollout.take_weights()
 
 

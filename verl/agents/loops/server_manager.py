@@ -17,8 +17,8 @@ _WITHOUT_EFFECT = (
     *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
 )
 NO_MEDIA = (
-    "Agent loops of a user's own cannot generate from images and videos in this version. Leave them "
-    "out, or play such prompts by tool_agent or single_turn_agent."
+    "Agent loops of a user's own cannot generate from images and videos in this version. Leave "
+    "them out, or play such prompts by tool_agent or single_turn_agent."
 )
 
 

@@ -1,5 +1,6 @@
 """The classes that agent loops of a user derive from and return, in verl's form."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -106,8 +107,6 @@ class AgentLoopBase(ABC):
     @property
     def loop(self) -> Any:
         """The running asyncio loop."""
-        import asyncio
-
         return asyncio.get_running_loop()
 
     @classmethod

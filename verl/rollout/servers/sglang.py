@@ -147,7 +147,7 @@ class SGLangServer(Server):
         answer = self.call(path, named, timeout_s=LOAD_S)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise RolloutError(
-                f"{self.name} did not take the weights at {path}: {str(answer)[:400]}. "
+                f"{self.name} did not take the weights by {path}: {str(answer)[:400]}. "
                 "Restart it, and check that it runs the model that is trained."
             )
 

@@ -96,8 +96,8 @@ class MemorySource:
             except (EOFError, OSError, AuthenticationError) as error:
                 asked.result()  # the server's own reason comes first
                 raise RolloutError(
-                    f"{server.name} did not fetch the weights from the trainer's memory. It must run "
-                    "on the trainer's machine; its log has the reason. Otherwise leave "
+                    f"{server.name} did not fetch the weights from the trainer's memory; its log "
+                    "has the reason. Run it on the trainer's machine, or leave "
                     "actor_rollout_ref.rollout.weight_transport unset."
                 ) from error
             except RolloutError:
