@@ -236,3 +236,21 @@ def test_an_engine_without_methods_for_weights_is_an_error_that_names_them(tmp_p
     shown = capfd.readouterr().err
     assert "lacks statistics, weight_dtype, update_weights, weight_place, weight_finger" in shown
     assert "Traceback" not in shown
+
+
+def test_the_error_of_a_run_is_shown_although_its_tracker_cannot_finish(tmp_path, capfd):
+    file = tmp_path / "tracker.py"
+    file.write_text(
+        "from verl.tracking.backends import TrackerBackend, tracker_backends\n"
+        "class Raises(TrackerBackend):\n"
+        "    def log(self, metrics, step):\n"
+        "        raise ValueError('first')\n"
+        "    def finish(self):\n"
+        "        raise ValueError('second')\n"
+        f"tracker_backends.register('{tmp_path.name}')(Raises)\n",
+        encoding="utf-8",
+    )
+    keys = (f"actor_rollout_ref.model.external_lib={file}", f"trainer.logger=[{tmp_path.name}]")
+    assert run(tmp_path / "run", *keys) == 1
+    shown = capfd.readouterr().err
+    assert f"The tracker '{tmp_path.name}' ({file}) raised ValueError in line 4: first." in shown

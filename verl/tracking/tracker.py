@@ -8,6 +8,7 @@ import verl.tracking.console  # noqa: F401  (registers itself)
 from verl.tracking.backends import TrackerBackend, TrackerSettings, tracker_backends
 from verl.utils.entry import is_about_files
 from verl.utils.errors import TrackerError
+from verl.utils.logging import logger
 from verl.utils.user_parts import NamedPart
 
 
@@ -58,6 +59,13 @@ class Tracker:
     def finish(self) -> None:
         """Write everything and close."""
         self._each(lambda backend: backend.finish())
+
+    def rescue(self) -> None:
+        """Call `finish` after an error that ends the run. A second error is only a warning."""
+        try:
+            self.finish()
+        except Exception as error:  # noqa: BLE001 - logged, while the first error propagates
+            logger.warning("A tracker may have lost its latest records: %s", error)
 
     def _each(self, call: Callable[[TrackerBackend], None]) -> None:
         for part, backend in zip(self._parts, self.backends):

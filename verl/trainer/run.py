@@ -221,11 +221,13 @@ class TrainingRun(ABC, Generic[Config]):
             self.recorder.note_failure(self, error)
             self.checkpoints.rescue()
             self.log_end(error)
+            self.tracker.rescue()
             raise
+        else:
+            self.tracker.finish()
         finally:
             self.recorder.finish()
             self.checkpoints.release()
-            self.tracker.finish()
 
     def claim_folder(self) -> None:
         """Refuse other runs in the folder of checkpoints, if this one writes there."""
