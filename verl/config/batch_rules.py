@@ -10,6 +10,7 @@ from verl.config.micro_batch import (
 )
 from verl.config.placement import inactive_sections, ranks_of_roles
 from verl.config.train import TrainConfig
+from verl.utils.arithmetic import ceil_div
 
 # Keys that say how many tokens one pass may take; `_micro_batches` goes through them in this order.
 TOKEN_BUDGETS = (
@@ -80,7 +81,7 @@ def sequences_fit(config: TrainConfig) -> Iterator[str]:
         yield (
             f"{key} must hold one whole sequence (data.max_prompt_length + "
             f"data.max_response_length = {prompt} + {response}), got {budget}. Set it to at least "
-            f"{-(-longest // ranks)}."
+            f"{ceil_div(longest, ranks)}."
         )
 
 

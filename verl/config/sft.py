@@ -15,6 +15,7 @@ from verl.config.optim import OptimConfig
 from verl.config.setting import as_in, setting
 from verl.config.shared_keys import SharedKeys
 from verl.config.trainer import RayInitConfig, RecordConfig, TrainerConfig
+from verl.utils.arithmetic import ceil_div
 
 
 @dataclass(kw_only=True, slots=True)
@@ -231,7 +232,7 @@ def a_row_fits(config: SFTConfig) -> Iterator[str]:
         yield (
             "data.max_token_len_per_gpu must hold one whole row "
             f"(data.max_length={data.max_length}), got {data.max_token_len_per_gpu}. Set it to at "
-            f"least {-(-data.max_length // ranks)}."
+            f"least {ceil_div(data.max_length, ranks)}."
         )
 
 

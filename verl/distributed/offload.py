@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from verl.utils.arithmetic import round_up
 from verl.utils.errors import ConfigError
 
 # Pinned memory comes in powers of two, so it is taken in pieces of that size: one buffer for
@@ -98,7 +99,7 @@ class Offload:
                 yield there[start : start + count], self._chunk(number)[offset : offset + count]
                 start = start + count
                 position = position + count
-            position = -(-position // _ALIGNMENT) * _ALIGNMENT
+            position = round_up(position, _ALIGNMENT)
 
     def _chunk(self, number: int) -> Tensor:
         while len(self._chunks) <= number:

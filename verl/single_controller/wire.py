@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from verl.utils.arithmetic import round_up
 from verl.utils.limits import largest_file
 from verl.utils.pickling import pack_tensor, unpack_tensor
 
@@ -203,7 +204,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
     position = 0
     for size in sizes:
         offsets.append(position)
-        position += -(-size // _ALIGNMENT) * _ALIGNMENT
+        position += round_up(size, _ALIGNMENT)
     return offsets
 
 

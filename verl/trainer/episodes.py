@@ -1,6 +1,5 @@
 """The rows that agent loops give: parts of episodes, their scores, and their numbers."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.rollout.assemble import NO_TURN
+from verl.utils.arithmetic import ceil_div, round_up
 from verl.utils.errors import RewardError, RolloutError
 
 _MOST_BATCHES = 1_000_000  # of a validation
@@ -277,9 +277,9 @@ def mini_batch_rows(
     if mini_prompts is None or episode_rows(batch) is None:
         return None
     num_episodes = len(set(batch.non_tensor_batch["episode"]))
-    num_mini_batches = math.ceil(num_episodes / (mini_prompts * n))
-    rows = math.ceil(num_rows / num_mini_batches)
-    return math.ceil(rows / group.num_shares) * group.num_shares
+    num_mini_batches = ceil_div(num_episodes, mini_prompts * n)
+    rows = ceil_div(num_rows, num_mini_batches)
+    return round_up(rows, group.num_shares)
 
 
 def turn_metrics(num_turns: Sequence[int] | np.ndarray) -> dict[str, float]:
