@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
         ("num_numbers", 3, "numbers of a problem"),
         ("max_number", 50, "largest number"),
         ("max_target", 100, "largest target"),
-        ("seed", 1, "of the draws"),
+        ("seed", 1, "seed of the draws"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{meaning}; {default}")
 

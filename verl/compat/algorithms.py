@@ -13,7 +13,7 @@ from verl.protocol import DataProto
 from verl.trainer.algorithm import penalised_scores
 from verl.utils.errors import BatchError
 
-# Columns, and what writes them in a `fit` of verl 0.5.
+# Columns, and the calls that write them in a `fit` of verl 0.5.
 _BEFORE_PENALTY = {
     "token_level_scores": "reward_fn(batch), and set the column to its reward tensor",
     "old_log_probs": (

@@ -33,7 +33,7 @@ class AgentLoopOutput(BaseModel):
         reward_score: score of the trajectory; None: the reward function gives it.
         role: name of the agent, where an episode has several. Roles are compared apart.
         is_trained: whether the trajectory is learned from; False for a frozen agent.
-        extra_fields: what the reward function gets in `extra_info`.
+        extra_fields: further entries of `extra_info` for the reward function.
     """
 
     model_config = ConfigDict(extra="allow")
