@@ -11,6 +11,7 @@ import torch
 from tests.vision_folders import save_vision_folder, some_image
 from verl.data.shapes import rows, shapes_file
 from verl.diagnostics.view.run_advice import advise_on
+from verl.jobs.replay import replay
 from verl.models.vision import knows_videos
 from verl.tracking.records import load_run
 from verl.trainer import PPOTrainer, RLTrainer
@@ -186,6 +187,37 @@ def test_a_run_with_pictures_that_fails_does_not_advise_a_replay(
     assert finding["text"] == "RewardError: planted"
     with pytest.raises(DataError, match="does not hold pictures, and the rows of step 1 have some"):
         write_capsule(tmp_path, 1, tmp_path / "capsule.zip")
+
+
+def test_steps_without_pictures_of_a_model_that_reads_them_are_replayed(tmp_path: Path) -> None:
+    save_vision_folder(tmp_path, "qwen2_5_vl")
+    lines = []
+    for number in range(8):
+        row = {
+            "data_source": "shapes",
+            "prompt": [{"role": "user", "content": f"How many are {number}?"}],
+            "reward_model": {"style": "rule", "ground_truth": "1"},
+        }
+        lines.append(json.dumps(row) + "\n")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(lines))
+
+    changed = {
+        "data.dataset_name": None,
+        "data.train_files": str(file),
+        "data.val_files": None,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 8,
+        "actor_rollout_ref.model.path": str(tmp_path),
+        "trainer.save_freq": 1,
+        "trainer.test_freq": -1,
+        "trainer.val_before_train": False,
+    }
+    trainer = PPOTrainer(config(tmp_path / "run", **changed))
+    trainer.init_workers()
+    trainer.fit()
+    write_capsule(tmp_path / "run", 2, tmp_path / "capsule.zip")
+    assert "equal to the last bit" in str(replay(tmp_path / "capsule.zip"))
 
 
 def test_rollout_of_a_program_reads_the_pictures_of_a_chat(few_shapes, tmp_path: Path) -> None:

@@ -416,7 +416,7 @@ def have_pictures(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> bool:
 
     Records do not hold them, so a step that drew such rows cannot be executed again.
     """
-    return any("prepared_pictures" in row for _, row in rows)
+    return any(row.get("prepared_pictures") for _, row in rows)
 
 
 def run_folder(path: Path | str) -> Path:
