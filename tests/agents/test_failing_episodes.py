@@ -19,6 +19,7 @@ from tests.agents.test_tool_agent import TOOLS
 from verl.agents import AgentRunner, EngineClient, EngineSteps
 from verl.agents.loops import Episode
 from verl.agents.loops.environment import seed_of
+from verl.rollout.trajectory import DROPPED_BECAUSE
 from verl.utils.errors import DataError, RolloutError
 
 LOOPS = '''
@@ -177,7 +178,7 @@ def test_a_deadline_of_the_loop_is_an_error_of_the_loop(files: Path, limit_s: fl
     with pytest.raises(RolloutError, match=r"raised TimeoutError: the sandbox did not answer"):
         played(files, **settings)
     (trajectory,), metrics, _ = played(files, **settings, agent__on_error="drop")
-    assert trajectory.extra["failure"] == "TimeoutError: the sandbox did not answer"
+    assert trajectory.extra[DROPPED_BECAUSE] == "TimeoutError: the sandbox did not answer"
     assert metrics["agent_loop/dropped"] == 1
 
 
@@ -220,7 +221,7 @@ def test_an_environment_that_raises_stops_the_run_or_is_dropped(files: Path):
         played(files, **world(files, "raise"))
     (trajectory,), metrics, _ = played(files, **world(files, "raise"), agent__on_error="drop")
     assert trajectory.is_dropped
-    assert "the board is broken" in trajectory.extra["failure"]
+    assert "the board is broken" in trajectory.extra[DROPPED_BECAUSE]
     assert metrics["agent_loop/dropped"] == 1
 
 
@@ -234,7 +235,7 @@ def test_an_environment_that_raises_stops_the_run_or_is_dropped(files: Path):
 def test_an_environment_that_fails_before_the_first_turn_is_named(files: Path, how, failure):
     (trajectory,), _, _ = played(files, **world(files, how), agent__on_error="drop")
     assert trajectory.is_dropped
-    assert re.fullmatch(failure, trajectory.extra["failure"])
+    assert re.fullmatch(failure, trajectory.extra[DROPPED_BECAUSE])
 
 
 def test_an_environment_that_is_late_costs_its_episode(files: Path):

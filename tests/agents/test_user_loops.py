@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config
+from verl.rollout.trajectory import DROPPED_BECAUSE
 from verl.utils.errors import ConfigError, RolloutError
 
 LOOPS = '''
@@ -295,7 +296,7 @@ def test_loop_that_changes_tokens_is_an_error(loops: str, name: str, message: st
 def test_an_episode_whose_loop_raises_can_be_dropped(loops: str):
     _, (trajectory,), metrics = run(loops, "raises", agent__on_error="drop")
     assert trajectory.is_dropped
-    assert "nothing here" in trajectory.extra["failure"]
+    assert "nothing here" in trajectory.extra[DROPPED_BECAUSE]
     assert metrics["agent_loop/dropped"] == 1
 
 

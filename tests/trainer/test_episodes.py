@@ -14,7 +14,7 @@ from verl.algorithms.group_advantages import group_ids
 from verl.config import AgentConfig, RolloutConfig, TrainConfig
 from verl.config.gateway import GatewayConfig
 from verl.protocol import DataProto
-from verl.rollout.trajectory import Trajectory
+from verl.rollout.trajectory import DROPPED_BECAUSE, Trajectory
 from verl.trainer.algorithm import chosen_samples, estimated_by_episode
 from verl.trainer.dapo import first_prompts, num_prompts, rows_that_differ
 from verl.trainer.episodes import (
@@ -127,7 +127,7 @@ def test_reward_managers_of_users_find_the_columns_of_verl():
 
 
 def test_episodes_that_all_failed_are_an_error_with_the_first_cause():
-    infos = [{"failure": "KeyError: 'answer'."}, {}]
+    infos = [{DROPPED_BECAUSE: "KeyError: 'answer'."}, {}]
     batch = with_episodes(prompts(1), played([(0, 0), (1, 0)], agent_info=infos), n=2)
     require_episodes(batch, RolloutConfig())
     batch.batch["response_mask"][:] = 0
@@ -147,7 +147,7 @@ def test_episodes_that_all_failed_are_an_error_with_the_first_cause():
 def test_a_step_without_episodes_names_settings_that_would_change_it(
     agent: dict[str, Any], named: set[str]
 ):
-    batch = with_episodes(prompts(1), played([(0, 0)], agent_info=[{"failure": "late"}]), n=1)
+    batch = with_episodes(prompts(1), played([(0, 0)], agent_info=[{DROPPED_BECAUSE: "late"}]), n=1)
     batch.batch["response_mask"][:] = 0
     with pytest.raises(RolloutError) as caught:
         require_episodes(batch, RolloutConfig(agent=AgentConfig(**agent)))
@@ -288,7 +288,7 @@ def test_pf_ppo_draws_whole_episodes(step: int):
 
 
 def test_failed_episodes_have_no_score():
-    infos = [{"num_turns": 4}, {"num_turns": 4, "failure": "the sandbox is gone"}]
+    infos = [{"num_turns": 4}, {"num_turns": 4, DROPPED_BECAUSE: "the sandbox is gone"}]
     batch = with_episodes(prompts(1), played([(0, 0), (1, 0)], agent_info=infos), n=2)
     left, causes = without_failed(batch)
     assert causes == ["the sandbox is gone"]

@@ -7,7 +7,7 @@ from verl.agents.boundary import ChatBoundary
 from verl.agents.engine_client import Generated
 from verl.data.pictures import PictureReader
 from verl.models.pictures import Pictures
-from verl.rollout.trajectory import MODEL, Segment, Trajectory
+from verl.rollout.trajectory import DROPPED_BECAUSE, MODEL, Segment, Trajectory
 from verl.utils.errors import RolloutError
 
 Message = dict[str, Any]
@@ -175,5 +175,5 @@ def failed(row: int, prompt_ids: Sequence[int], filler: int, why: str) -> Trajec
         prompt_ids=prompt_ids,
         segments=[segment],
         is_dropped=True,
-        extra={"failure": why},
+        extra={DROPPED_BECAUSE: why},
     )

@@ -24,7 +24,7 @@ from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.train import TrainConfig
 from verl.data.pictures import PictureReader
-from verl.rollout.trajectory import Trajectory
+from verl.rollout.trajectory import DROPPED_BECAUSE, Trajectory
 from verl.utils.errors import ConfigError, RolloutError, VerlError
 from verl.utils.logging import logger, say_once
 
@@ -260,7 +260,7 @@ class AgentRunner:
         if not answer:
             return self._drop(episode, "it gave no trajectory")
         if answer[0].is_dropped:
-            self._note_dropped(episode, answer[0].extra.get("failure", "a call failed"))
+            self._note_dropped(episode, answer[0].extra.get(DROPPED_BECAUSE, "a call failed"))
         return answer
 
     def _drop_failed(self, episode: Episode, error: Exception) -> list[Trajectory]:

@@ -11,6 +11,8 @@ from verl.models.pictures import Pictures
 
 MODEL = "model"  # drawn by the engine: the only tokens that are trained on
 SOURCES = (MODEL, "tool", "user", "template")
+# Key of `Trajectory.extra`, next to a user's own keys: why validation leaves the episode out.
+DROPPED_BECAUSE = "dropped_because"
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@ import torch
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.rollout.assemble import NO_TURN
+from verl.rollout.trajectory import DROPPED_BECAUSE
 from verl.utils.arithmetic import ceil_div, round_up
 from verl.utils.errors import RewardError, RolloutError
 
@@ -250,8 +251,8 @@ def without_failed(batch: DataProto) -> tuple[DataProto, list[str]]:
     kept: list[int] = []
     causes: list[str] = []
     for row, info in enumerate(infos):
-        if "failure" in info:
-            causes.append(info["failure"])
+        if DROPPED_BECAUSE in info:
+            causes.append(info[DROPPED_BECAUSE])
         else:
             kept.append(row)
     if causes:

@@ -15,6 +15,7 @@ from verl.config.gateway import GatewayConfig
 from verl.config.load import load_config
 from verl.config.rollout import RolloutConfig
 from verl.rollout import assemble
+from verl.rollout.trajectory import DROPPED_BECAUSE
 from verl.utils.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -44,7 +45,7 @@ def test_episodes_of_a_batch_become_rows(tmp_path: Path, at_once: int):
         played = runner.play(episodes, client_of(engine))
         assert [each.row for each in played] == [0, 1, 2, 3]
         assert [each.is_dropped for each in played] == [False, True, False, False]
-        failure = played[1].extra["failure"]
+        failure = played[1].extra[DROPPED_BECAUSE]
         assert re.fullmatch(r"failing raised KeyError \(.*agents.py:\d+\): 'no such tool'", failure)
         metrics = runner.metrics()
         assert metrics["agent_loop/gateway/finished"] == 3
@@ -80,7 +81,7 @@ def test_a_dropped_episode_carries_its_cause(tmp_path: Path, caplog, name, setti
     engine = make_engine(tiny_model("qwen2"), max_model_len=256)
     (played,) = runner.play([episode], client_of(engine))
     assert played.is_dropped
-    assert failure in played.extra["failure"]
+    assert failure in played.extra[DROPPED_BECAUSE]
     (warning,) = caplog.messages  # one line, not one of the gateway and one of the runner
     assert re.match(rf"agents: sample 0 is dropped: .*{failure}", warning)
 

@@ -23,7 +23,7 @@ from verl.agents.loops.base import (
 from verl.agents.loops.gateway import GatewayAgentLoop
 from verl.agents.loops.seats import Seat, Seats
 from verl.agents.policies import check_roles
-from verl.rollout.trajectory import Trajectory
+from verl.rollout.trajectory import DROPPED_BECAUSE, Trajectory
 from verl.utils.errors import ConfigError
 
 
@@ -83,7 +83,7 @@ class EnvironmentLoop:
             trajectory.is_dropped = session.failure is not None
             trajectory.extra["ended_by"] = ended_by
             if session.failure is not None:
-                trajectory.extra["failure"] = session.failure.error
+                trajectory.extra[DROPPED_BECAUSE] = session.failure.error
         return trajectories
 
     def _end_after(self, seat: Seat, seen: Observation) -> str:

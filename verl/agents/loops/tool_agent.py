@@ -15,7 +15,7 @@ from verl.agents.loops.base import AgentContext, Episode, agent_loops, require_s
 from verl.agents.tools import ToolResult, ToolSession
 from verl.agents.tools.agent_data import AgentData
 from verl.models.pictures import Pictures
-from verl.rollout.trajectory import Trajectory
+from verl.rollout.trajectory import DROPPED_BECAUSE, Trajectory
 from verl.utils.errors import DataError, RolloutError
 
 
@@ -269,7 +269,7 @@ class ToolAgentLoop:
             "ended_by": play.ended_by,
         }
         if play.failure is not None:
-            extra["failure"] = play.failure
+            extra[DROPPED_BECAUSE] = play.failure
         for trajectory in trajectories:
             trajectory.extra = extra
             # The prompt counts as one message, as in verl.
