@@ -72,7 +72,7 @@ def test_the_first_steps(tmp_path: Path):
     assert (tmp_path / "merged/model.safetensors").exists()
     responses = pq.read_table(tmp_path / "out.parquet").column("responses").to_pylist()
     assert [len(of_prompt) for of_prompt in responses] == [8] * 10
-    mean = re.search(r"^all +mean +([\d.]+)", outputs["eval"], re.MULTILINE)
+    mean = re.search(r"^toy +mean +([\d.]+)", outputs["eval"], re.MULTILINE)
     assert mean is not None, outputs["eval"]
     assert float(mean[1]) > 0.6, "the packaged model has 0.3, and it was trained"
 
