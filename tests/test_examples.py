@@ -368,6 +368,7 @@ def test_the_report_of_the_stories_averages_tenths_of_short_runs_too():
     assert tenths([1.0, 2.0]) == [1.0] * 5 + [2.0] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [

@@ -139,6 +139,7 @@ def test_a_closed_stdout_is_no_error():
 MODULES = ("verl.jobs.main_view", "verl.model_merger", "verl.diagnostics.doctor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_help_of_a_module_ends_silently_when_its_reader_has_exited(module: str):
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
