@@ -114,6 +114,13 @@ def reported(receiver: WeightReceiver, contents: Iterator[Content]) -> Iterator[
     receiver.report(None)
 
 
+def copies_of(buckets: Iterator[NamedTensors]) -> NamedTensors:
+    """Yield copies of the tensors, for engines that keep them: buckets are filled again."""
+    for bucket in buckets:
+        for name, tensor in bucket:
+            yield name, tensor.clone()
+
+
 def check(
     expected: Mapping[str, int] | None,
     engine: WeightTaker,

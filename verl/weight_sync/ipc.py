@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
@@ -193,6 +193,18 @@ class SharedMemoryReceiver:
     def report(self, fault: str | None) -> None:
         """Report to the sender, as `WeightReceiver.report` describes."""
         self._connection.send(fault)
+
+
+def receiver_at(address: str, key: bytes, device: torch.device) -> SharedMemoryReceiver:
+    """Connect to the sender that listens at a local socket.
+
+    Args:
+        address: of the socket.
+        key: proves to the sender that the caller may read its weights.
+        device: of the engine that takes the tensors.
+    """
+    connection: Any = Client(address, family="AF_UNIX", authkey=key)
+    return SharedMemoryReceiver(connection, device)
 
 
 def _open_on_gpu(shared: _Memory) -> Tensor:

@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from verl.weight_sync.base import WeightReceiver, WeightSender
 from verl.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
 from verl.weight_sync.choice import Endpoint, Transport, choose_transport
 from verl.weight_sync.disk import DiskReceiver, DiskSender
-from verl.weight_sync.ipc import SharedMemoryReceiver, SharedMemorySender
+from verl.weight_sync.ipc import SharedMemorySender, receiver_at
 
 
 @dataclass(frozen=True)
@@ -180,5 +180,4 @@ def join(meeting: Meeting, receiver: int, device: torch.device) -> WeightReceive
         rank = route.receivers.index(receiver) + 1
         peers = PeerGroup(store, rank, len(route.receivers) + 1, device)
         return BroadcastReceiver(peers, device=device)
-    connection = Client(meeting.address, family="AF_UNIX", authkey=meeting.key)
-    return SharedMemoryReceiver(connection, device)
+    return receiver_at(meeting.address, meeting.key, device)

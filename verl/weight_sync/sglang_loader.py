@@ -6,19 +6,17 @@ and PYTHONPATH of the server must have this package.
 
 import base64
 import functools
-import itertools
 import json
 import pickle
 from collections.abc import Iterator
-from multiprocessing.connection import Client
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verl.utils.logging import logger, show_log
-from verl.weight_sync.base import NamedTensors, reported
-from verl.weight_sync.ipc import SharedMemoryReceiver
+from verl.weight_sync.base import NamedTensors, copies_of, reported
+from verl.weight_sync.ipc import receiver_at
 from verl.weight_sync.recorded_copies import RecordedLoad
 
 LOADER = "verl.weight_sync.sglang_loader.take_weights"
@@ -45,8 +43,7 @@ def take_weights(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> N
     address, key = json.loads(bytes(packed.tolist()))
     device = next(model.parameters()).device
     try:
-        connection: Any = Client(address, family="AF_UNIX", authkey=bytes.fromhex(key))
-        receiver = SharedMemoryReceiver(connection, device)
+        receiver = receiver_at(address, bytes.fromhex(key), device)
         with reported(receiver, receiver.buckets()) as buckets:
             _load(model, buckets)
     except Exception:  # noqa: BLE001 - the trainer has the error, see `reported`
@@ -55,9 +52,8 @@ def take_weights(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> N
 
 def _load(model: Any, buckets: Iterator[NamedTensors]) -> None:
     if next(model.parameters()).device.type == "cpu":
-        # A layer may keep tensors until it is complete; the memory of these is used again before.
-        tensors = itertools.chain.from_iterable(buckets)
-        model.load_weights((name, tensor.clone()) for name, tensor in tensors)
+        # A layer may keep tensors until it is complete.
+        model.load_weights(copies_of(buckets))
         return
     _recorded(model).load(buckets)
 

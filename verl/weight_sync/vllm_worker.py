@@ -4,21 +4,19 @@ vLLM mixes the class into its worker: `--worker-extension-cls` names it, and PYT
 server must have this package.
 """
 
-import itertools
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing.connection import Client
 from typing import Any
 
 import psutil
 import torch
 
 from verl.utils.logging import show_log
-from verl.weight_sync.base import NamedTensors, reported
-from verl.weight_sync.ipc import SharedMemoryReceiver
+from verl.weight_sync.base import NamedTensors, copies_of, reported
+from verl.weight_sync.ipc import receiver_at
 from verl.weight_sync.recorded_copies import RecordedLoad
 
 EXTENSION = "verl.weight_sync.vllm_worker.TakesWeights"
@@ -41,8 +39,7 @@ class TakesWeights:
             address: a socket of this machine.
             key: hexadecimal; proves to the trainer that the caller may read its weights.
         """
-        connection: Any = Client(address, family="AF_UNIX", authkey=bytes.fromhex(key))
-        receiver = SharedMemoryReceiver(connection, self.device)
+        receiver = receiver_at(address, bytes.fromhex(key), self.device)
         with reported(receiver, receiver.buckets()) as buckets:
             self._verl_load(buckets)
 
@@ -61,11 +58,8 @@ class TakesWeights:
 
     def _verl_load(self, buckets: Iterator[NamedTensors]) -> None:
         if self.device.type == "cpu":
-            # Layers are packed on a CPU, and vLLM keeps tensors until their layer is complete;
-            # the memory of these is used again before.
-            tensors = itertools.chain.from_iterable(buckets)
-            copies = ((name, tensor.clone()) for name, tensor in tensors)
-            self.model_runner.reload_weights(weights_iterator=copies)
+            # Layers are packed on a CPU, and vLLM keeps tensors until their layer is complete.
+            self.model_runner.reload_weights(weights_iterator=copies_of(buckets))
             return
         if self.verl_loads is None:
             show_log()  # this process is vLLM's, which shows its own log alone

@@ -174,7 +174,7 @@ def test_a_server_that_cannot_connect_to_the_trainer_ends_the_wait(settings, sta
     def refuse(*args, **kwargs):
         raise FileNotFoundError("no such socket")
 
-    monkeypatch.setattr("verl.weight_sync.sglang_loader.Client", refuse)
+    monkeypatch.setattr("verl.weight_sync.ipc.Client", refuse)
     with pytest.raises(RolloutError, match="Run it on the trainer's machine"):
         rollout.take_weights()
 
