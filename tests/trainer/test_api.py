@@ -198,7 +198,7 @@ def test_prompts_that_cannot_be_answered_are_reported(untrained, prompts, messag
 
 def test_a_prompt_is_truncated_if_the_data_settings_allow_it(untrained, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("verl.trainer.api.say_once", lambda text, level: said.append(text))
+    monkeypatch.setattr("verl.data.rl_dataset.say_once", lambda text, level: said.append(text))
     monkeypatch.setattr(untrained.config.data, "truncation", "left")
     batch = untrained.rollout(["1 + " * 30], as_batch=True)
     assert batch.batch["attention_mask"][:, :24].sum() == 24

@@ -110,13 +110,8 @@ class RLDataset(Dataset):
                 raise DataError(
                     _too_long(self.files[source], number, len(ids), limit, cuts=not pictures)
                 )
-            side = self.config.truncation
-            say_once(
-                f"{self.files[source]}: prompts of more than data.max_prompt_length={limit} tokens "
-                f"are cut, as data.truncation={side} asks.",
-                logging.WARNING,
-            )
-            ids = truncate(ids, limit, side)
+            whose = f"{self.files[source]}: prompts"
+            ids = cut_prompt(ids, limit, self.config.truncation, whose)
 
         values: dict[str, Any] = {"raw_prompt_ids": ids, "raw_prompt": messages, "index": number}
         if self.pictures is not None:
@@ -295,6 +290,16 @@ class RLDataset(Dataset):
             self.tokenizer, conversations, count=len(rows), key=key, name=self.files[source]
         )
         return lengths, np.zeros(len(rows), dtype=bool)
+
+
+def cut_prompt(ids: list[int], limit: int, side: str, whose: str) -> list[int]:
+    """Cut the ids of a prompt that is too long, and log it once for the prompts of `whose`."""
+    say_once(
+        f"{whose} of more than data.max_prompt_length={limit} tokens are cut, as "
+        f"data.truncation={side} asks.",
+        logging.WARNING,
+    )
+    return truncate(ids, limit, side)
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:

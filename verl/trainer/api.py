@@ -1,6 +1,5 @@
 """Training from a program or a notebook: one object that trains, rolls out and scores."""
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +17,7 @@ from verl.config.rules import training_data_is_named
 from verl.data.chat import apply_chat_template, as_messages
 from verl.data.collate import collate
 from verl.data.pictures import PictureReader
-from verl.data.rl_dataset import truncate
+from verl.data.rl_dataset import cut_prompt
 from verl.diagnostics.view.notebook import Page, load_run
 from verl.protocol import DataProto
 from verl.tracking.console import step_line
@@ -28,7 +27,7 @@ from verl.trainer.response_scores import FunctionScorer, RewardModelScorer, scor
 from verl.trainer.variants import trainer_class
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import ConfigError, DataError, WorkerError
-from verl.utils.logging import say_once, show_log
+from verl.utils.logging import show_log
 from verl.workers.playing import pictures_of
 from verl.workers.reward_inputs import compute_reward
 
@@ -422,12 +421,7 @@ class RLTrainer:
                 f"Prompt {number} has {len(ids)} tokens, data.max_prompt_length allows {limit}. "
                 f"Raise it, or {way}"
             )
-        say_once(
-            f"Prompts of rollout() of more than data.max_prompt_length={limit} tokens are cut, as "
-            f"data.truncation={truncation} asks.",
-            logging.WARNING,
-        )
-        return truncate(ids, limit, truncation)
+        return cut_prompt(ids, limit, truncation, "Prompts of rollout()")
 
 
 class StepMetrics(dict[str, float]):
