@@ -17,6 +17,7 @@ from transformers import Qwen2Config
 
 from tests.agents.scripted import chat_tokenizer
 from tests.data.scripts import load_script
+from tests.readers import run_without_reader
 from tests.tiny_models import tiny_model
 from verl.config import load_config
 from verl.diagnostics.hosts import CARDS
@@ -377,15 +378,6 @@ def test_the_report_of_the_stories_averages_tenths_of_short_runs_too():
     ],
 )
 def test_a_reader_that_has_exited_ends_a_script_silently(script):
-    reader, writer = os.pipe()
-    os.close(reader)  # like `head -0`, but always before the script writes
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), "--help"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    os.close(writer)
+    command = [sys.executable, str(ROOT / "examples" / script), "--help"]
+    done = run_without_reader(command, {"PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stderr) == (141, "")

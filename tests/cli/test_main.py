@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import verl
+from tests.readers import run_without_reader
 from verl.cli import main as cli
 from verl.cli.commands import COMMANDS
 
@@ -228,20 +228,7 @@ def test_the_package_is_a_program():
     ],
 )
 def test_a_reader_that_has_exited_ends_every_command_silently(argv: list[str], code: int):
-    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
-    reader, writer = os.pipe()
-    os.close(reader)  # like `head -1`, but always before the command writes
-
-    done = subprocess.run(
-        [sys.executable, "-m", "verl", *argv],
-        env=environment,
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    os.close(writer)
-
+    done = run_without_reader([sys.executable, "-m", "verl", *argv])
     assert done.returncode == code
     assert "Traceback" not in done.stderr
     assert "BrokenPipeError" not in done.stderr

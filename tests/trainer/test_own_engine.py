@@ -116,17 +116,22 @@ def test_it_draws_the_tokens_of_the_embedded_engine(embedded, tmp_path, name, te
     assert own == pytest.approx(embedded)
 
 
-def faulty_run(folder: Path, field: str, value: str, *more: str) -> int:
-    """Run with an engine that sets the first token or log-prob of sample 3 to `value`."""
+def run_with(folder: Path, name: str, text: str, *more: str) -> int:
+    """Run with the engine `name`, which the code `text` registers."""
     file = folder / "engine.py"
-    text = FAULTY.replace("FIELD", field).replace("VALUE", value).replace("NAME", folder.name)
     file.write_text(text, encoding="utf-8")
     return run(
         folder / "run",
         f"actor_rollout_ref.model.external_lib={file}",
-        f"actor_rollout_ref.rollout.name={folder.name}",
+        f"actor_rollout_ref.rollout.name={name}",
         *more,
     )
+
+
+def faulty_run(folder: Path, field: str, value: str, *more: str) -> int:
+    """Run with an engine that sets the first token or log-prob of sample 3 to `value`."""
+    text = FAULTY.replace("FIELD", field).replace("VALUE", value).replace("NAME", folder.name)
+    return run_with(folder, folder.name, text, *more)
 
 
 @pytest.mark.parametrize("value", ["100000", "-1", "1.5"])
@@ -174,41 +179,28 @@ def test_texts_are_not_decoded_from_a_token_id_that_the_model_lacks(tmp_path, ca
 
 
 def test_an_engine_without_verbs_is_an_error_that_names_them(tmp_path, capfd):
-    file = tmp_path / "engine.py"
-    file.write_text(
+    text = (
         "from verl.rollout import rollout_engines\n"
-        "rollout_engines.register('empty')(lambda **parts: object())\n",
-        encoding="utf-8",
+        "rollout_engines.register('empty')(lambda **parts: object())\n"
     )
-    code = run(
-        tmp_path / "run",
-        f"actor_rollout_ref.model.external_lib={file}",
-        "actor_rollout_ref.rollout.name=empty",
-    )
-    assert code == 1
+    assert run_with(tmp_path, "empty", text) == 1
     assert "lacks abort, has_work, step, submit" in capfd.readouterr().err
 
 
 def test_an_engine_that_raises_is_named_with_the_checkpoint(tmp_path, capfd, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    file = tmp_path / "engine.py"
-    file.write_text(
+    text = (
         "from verl.rollout import EmbeddedEngine, rollout_engines\n"
         "class Raises(EmbeddedEngine):\n"
         "    def submit(self, requests, params, *, seed, step):\n"
         "        if step == 2:\n"
         "            raise KeyError('boom')\n"
         "        super().submit(requests, params, seed=seed, step=step)\n"
-        "rollout_engines.register('raises')(Raises)\n",
-        encoding="utf-8",
+        "rollout_engines.register('raises')(Raises)\n"
     )
-    code = run(
-        tmp_path / "run",
-        f"actor_rollout_ref.model.external_lib={file}",
-        *("actor_rollout_ref.rollout.name=raises", "trainer.save_freq=1"),
-    )
-    assert code == 1
+    assert run_with(tmp_path, "raises", text, "trainer.save_freq=1") == 1
+    file = tmp_path / "engine.py"
     shown = capfd.readouterr().err
     assert f"The rollout engine 'raises' ({file}) raised KeyError in line 5: 'boom'." in shown
     ended = "Stopped by RolloutError in step 2 of 2. Newest checkpoint in"
@@ -217,22 +209,15 @@ def test_an_engine_that_raises_is_named_with_the_checkpoint(tmp_path, capfd, mon
 
 
 def test_an_engine_without_methods_for_weights_is_an_error_that_names_them(tmp_path, capfd):
-    file = tmp_path / "engine.py"
-    file.write_text(
+    text = (
         "from verl.rollout import rollout_engines\n"
         "class Bare:\n"
         "    def generate(self, requests, params, *, seed, step): ...\n"
         "    def sleep(self): ...\n"
         "    def wake(self): ...\n"
-        "rollout_engines.register('bare')(lambda **parts: Bare())\n",
-        encoding="utf-8",
+        "rollout_engines.register('bare')(lambda **parts: Bare())\n"
     )
-    code = run(
-        tmp_path / "run",
-        f"actor_rollout_ref.model.external_lib={file}",
-        "actor_rollout_ref.rollout.name=bare",
-    )
-    assert code == 1
+    assert run_with(tmp_path, "bare", text) == 1
     shown = capfd.readouterr().err
     assert "lacks statistics, weight_dtype, update_weights, weight_place, weight_finger" in shown
     assert "Traceback" not in shown

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.readers import run_without_reader
 from verl.utils.entry import exit_code
 from verl.utils.errors import DataError
 
@@ -111,20 +112,7 @@ def test_a_short_output_that_is_not_read_ends_silently_too():
 
 def test_an_error_is_reported_once_when_the_reader_of_the_output_has_exited():
     code = FAILS.replace("raise", "print(1)\n    raise")
-    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
-    reader, writer = os.pipe()
-    os.close(reader)
-
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    os.close(writer)
-
+    done = run_without_reader([sys.executable, "-c", code])
     assert (done.returncode, done.stderr) == (1, "DataError: no rows\n")
 
 
@@ -142,18 +130,5 @@ MODULES = ("verl.jobs.main_view", "verl.model_merger", "verl.diagnostics.doctor"
 @pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_help_of_a_module_ends_silently_when_its_reader_has_exited(module: str):
-    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
-    reader, writer = os.pipe()
-    os.close(reader)
-
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--help"],
-        env=environment,
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    os.close(writer)
-
+    done = run_without_reader([sys.executable, "-m", module, "--help"])
     assert (done.returncode, done.stderr) == (141, "")
