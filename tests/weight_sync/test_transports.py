@@ -5,6 +5,8 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from tests.distributed.ranks import Ranks
 from tests.tiny_models import tiny_model
 from tests.weight_sync.jobs import BUCKET_BYTES, Engine, Store, Trip, odd_tensors, travel
 from verl.rollout.twin import ModelTwin
-from verl.utils.errors import CheckpointError
-from verl.weight_sync import DirectSender, FingerprintLog, receive_into
+from verl.utils.errors import CheckpointError, RolloutError
+from verl.weight_sync import DirectSender, FingerprintLog, ipc, receive_into
 from verl.weight_sync.disk import DiskReceiver, DiskSender
 from verl.weight_sync.ipc import SharedMemoryReceiver, SharedMemorySender
 from verl.weight_sync.shards import gathered
@@ -137,3 +139,36 @@ def test_the_tensors_of_a_bucket_are_valid_together():
     assert received.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(received[name], tensor), name
+
+
+def test_a_receiver_that_cannot_open_the_memory_says_why(monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = Pipe()
+    monkeypatch.setattr(ipc, "recv_handle", mock.Mock(side_effect=OSError("no descriptors left")))
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(
+            SharedMemorySender, [ours], device=torch.device("cpu"), bucket_bytes=BUCKET_BYTES
+        )
+        with pytest.raises(OSError, match="no descriptors left"):
+            SharedMemoryReceiver(theirs, torch.device("cpu"))
+        with pytest.raises(RolloutError, match="did not take the weights. OSError: no descriptors"):
+            made.result()
+
+
+def test_memory_of_a_gpu_is_opened_where_torchs_function_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """SGLang puts a function in its place that takes the parts of a handle by position alone."""
+    ours, theirs = Pipe()
+    opened = []
+
+    def rebuild(*parts: Any) -> torch.Tensor:
+        opened.append(parts)
+        return torch.empty(2, dtype=torch.uint8)
+
+    monkeypatch.setattr(ipc, "rebuild_cuda_tensor", rebuild)
+    monkeypatch.setattr(ipc, "device_of", lambda uuid: torch.device("cuda", 3))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    ours.send(ipc._Memory(1, gpu="the sender's", handle=("tensor", 0, "memory"), device_at=1))
+    SharedMemoryReceiver(theirs, torch.device("cpu"))
+    assert opened == [("tensor", 3, "memory")]
+    assert ours.recv() is None

@@ -40,6 +40,7 @@ class _Memory:
     bucket_bytes: int
     gpu: str | None = None  # UUID
     handle: tuple[Any, ...] = ()
+    device_at: int = 0  # the place of the GPU's number in the handle
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,10 @@ class SharedMemorySender:
 
         if device.type == "cuda":
             memory = torch.empty(_SLOTS * bucket_bytes, dtype=torch.uint8, device=device)
-            handle = reduce_tensor(memory)[1]
+            rebuild, handle = reduce_tensor(memory)
+            device_at = list(inspect.signature(rebuild).parameters).index("storage_device")
             for connection in connections:
-                connection.send(_Memory(bucket_bytes, gpu_uuid(device), handle))
+                connection.send(_Memory(bucket_bytes, gpu_uuid(device), handle, device_at))
         else:
             descriptor = _new_file(_SLOTS * bucket_bytes)
             memory = _map(descriptor, _SLOTS * bucket_bytes, pin=pin)
@@ -91,6 +93,7 @@ class SharedMemorySender:
                 peer = connection.recv()
                 send_handle(connection, descriptor, peer)
             os.close(descriptor)
+        _raise_faults([connection.recv() for connection in connections])
 
         self._memory = memory  # kept as long as a receiver may read it
         self._slots = memory.split(bucket_bytes)
@@ -118,9 +121,7 @@ class SharedMemorySender:
             self._finish(End(fault=f"{type(error).__name__}: {error}"), len(unread))
             raise
 
-        faults = [fault for fault in self._finish(end, len(unread)) if fault is not None]
-        if faults:
-            raise RolloutError(f"The rollout process did not take the weights. {' '.join(faults)}")
+        _raise_faults(self._finish(end, len(unread)))
 
     def _finish(self, end: End, num_unread: int) -> list[str | None]:
         """Send the end; return the fault of every receiver, or None."""
@@ -158,15 +159,24 @@ class SharedMemoryReceiver:
         self._wait = _wait_of(device)
 
         shared: _Memory = connection.recv()
+        try:
+            self._memory = self._open(shared, device)
+        except Exception as error:
+            self.report(f"{type(error).__name__}: {error}")
+            raise
+        self.report(None)
+        self._slots = self._memory.split(shared.bucket_bytes)
+
+    def _open(self, shared: _Memory, device: torch.device) -> Tensor:
+        """Map both buckets."""
         if shared.gpu is not None:
-            memory = _open_on_gpu(shared)
-        else:
-            connection.send(os.getpid())
-            descriptor = recv_handle(connection)
-            memory = _map(descriptor, _SLOTS * shared.bucket_bytes, pin=device.type == "cuda")
-            os.close(descriptor)
-        self._memory = memory
-        self._slots = memory.split(shared.bucket_bytes)
+            return _open_on_gpu(shared)
+
+        self._connection.send(os.getpid())
+        descriptor = recv_handle(self._connection)
+        memory = _map(descriptor, _SLOTS * shared.bucket_bytes, pin=device.type == "cuda")
+        os.close(descriptor)
+        return memory
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield as `WeightReceiver.tensors` describes."""
@@ -195,6 +205,12 @@ class SharedMemoryReceiver:
         self._connection.send(fault)
 
 
+def _raise_faults(reports: Sequence[str | None]) -> None:
+    faults = [fault for fault in reports if fault is not None]
+    if faults:
+        raise RolloutError(f"The rollout process did not take the weights. {' '.join(faults)}")
+
+
 def receiver_at(address: str, key: bytes, device: torch.device) -> SharedMemoryReceiver:
     """Connect to the sender that listens at a local socket.
 
@@ -211,12 +227,13 @@ def _open_on_gpu(shared: _Memory) -> Tensor:
     """Map the sender's memory.
 
     The handle holds the GPU's number in the sender's process, which is replaced by the number here.
+    It is passed by position, as pickle does: SGLang puts a function without names in torch's place.
     """
     assert shared.gpu is not None
-    arguments = inspect.signature(rebuild_cuda_tensor).bind(*shared.handle).arguments
-    device = device_of(shared.gpu)
+    handle = list(shared.handle)
+    handle[shared.device_at] = device_of(shared.gpu).index
     torch.cuda.init()
-    return rebuild_cuda_tensor(**{**arguments, "storage_device": device.index})
+    return rebuild_cuda_tensor(*handle)
 
 
 def _wait_of(device: torch.device, *, current: bool = False) -> Callable[[], None]:
