@@ -50,6 +50,12 @@ def test_a_user_can_take_flags_of_sglang_back(name):
     assert flag not in SGLangServer.command("python", "M", 8000, **{name: False})
 
 
+def test_a_server_of_sglang_has_room_for_the_last_tokens():
+    """Its scheduler ends a response two tokens before the end of the context."""
+    command = SGLangServer.command("python", "M", 8000, max_model_len=768)
+    assert command[command.index("--context-length") + 1] == "770"
+
+
 @pytest.mark.parametrize(
     ("server_class", "flags"),
     [

@@ -351,6 +351,15 @@ def test_samples_are_sent_without_seeds_where_that_is_asked_for(
         assert all(bool(names) == seed_samples for names in sent)
 
 
+def test_a_response_that_the_servers_context_cuts_is_refused(settings, start):
+    server = start("sglang")
+    rollout = rollout_on(settings, server)
+    rollout.take_weights()
+    server.faults.add("short context")
+    with pytest.raises(RolloutError, match=f"at {R - 2} of {R} tokens.*a longer context"):
+        draw(rollout)
+
+
 def test_samples_that_another_run_aborts_are_drawn_again(settings, start):
     server = start("sglang")
     rollout = rollout_on(settings, server)

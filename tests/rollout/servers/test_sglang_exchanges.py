@@ -46,7 +46,7 @@ def draw(name, limit, stops=(), **params):
 def test_facts_of_the_server_and_its_model():
     server = Replayed("/server_info", "/model_info")
     facts = server.facts()
-    assert (facts.model, facts.version, facts.max_model_len) == ("/models/tiny", "0.5.16", 512)
+    assert (facts.model, facts.version, facts.max_model_len) == ("/models/tiny", "0.5.16", 510)
     assert server.weight_version() == "v5"
 
 

@@ -355,7 +355,7 @@ class ServerEngine(EngineClass):
 
             # Another's push may abort it, too.
             if drawn is not None and (drawn.finish_reason != "abort" or sample.is_aborted):
-                return drawn
+                return _whole(drawn, sample.draw.limit)
             self._counts["num_redrawn"] += 1
         raise RolloutError(
             f"Sample {sample.sample_id} was drawn {_MOST_ATTEMPTS} times, and its server ended, "
@@ -463,6 +463,16 @@ class ServerEngine(EngineClass):
             "tokens_per_s": self._counts["generated_tokens"] / seconds,
             **self._hand_over,
         }
+
+
+def _whole(drawn: Drawn, limit: int) -> Drawn:
+    """Return a draw. Raises RolloutError for one that a limit of the server's own has ended."""
+    if drawn.finish_reason == "length" and len(drawn.token_ids) < limit:
+        raise RolloutError(
+            f"A server ended a response at {len(drawn.token_ids)} of {limit} tokens, for its "
+            "length. Start it with a longer context."
+        )
+    return drawn
 
 
 def _completion(sample_id: int, drawn: Drawn) -> Completion:

@@ -18,6 +18,8 @@ from verl.utils.errors import RolloutError
 from verl.weight_sync.sglang_loader import LOADER, packed_address
 
 _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
+# A response that would fill the context ends this many tokens before it.
+_UNUSED = 2
 
 
 class SGLangServer(Server):
@@ -44,6 +46,8 @@ class SGLangServer(Server):
         for name in ("logprobs_mode", "lora_rank"):
             options.pop(name, None)
         takes_memory = options.pop("takes_memory", False)
+        if "max_model_len" in options:
+            options["max_model_len"] += _UNUSED
         named: dict[str, Any] = {
             "custom_weight_loader": LOADER if takes_memory else None,
             # Without it, a seed in a request has no effect.
@@ -56,11 +60,18 @@ class SGLangServer(Server):
         command = [python, "-m", "sglang.launch_server", "--model-path", model]
         return [*command, "--port", str(port), *flags_of(named)]
 
+    @classmethod
+    def environment(cls, lora_rank: int = 0) -> Mapping[str, str]:
+        """Implement `Server.environment`."""
+        # The unused places may lie beyond the model's own limit.
+        return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+
     def facts(self) -> ServerFacts:
         """Implement `Server.facts`."""
         status, server = self._info("server")
         try:
-            longest = server.get("context_length") or server.get("max_req_input_len")
+            context = server.get("context_length")
+            longest = context - _UNUSED if context else server.get("max_req_input_len")
             return ServerFacts(str(server["model_path"]), str(server["version"]), longest)
         except (KeyError, TypeError, AttributeError) as error:
             raise self.unexpected("/server_info", (status, server)) from error
