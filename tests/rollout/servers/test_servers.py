@@ -351,6 +351,15 @@ def test_samples_are_sent_without_seeds_where_that_is_asked_for(
         assert all(bool(names) == seed_samples for names in sent)
 
 
+@pytest.mark.parametrize(("device", "is_said"), [("cuda", True), ("cpu", False)])
+def test_the_price_of_seeds_on_a_gpu_is_said(settings, start, caplog, device, is_said):
+    engine = rollout_on(settings, start()).engine
+    engine._device = torch.device(device)
+    with caplog.at_level("INFO", logger="verl"):
+        engine.open()
+    assert ("faster with actor_rollout_ref.rollout.seed_samples=False" in caplog.text) == is_said
+
+
 def test_a_response_that_the_servers_context_cuts_is_refused(settings, start):
     server = start("sglang")
     rollout = rollout_on(settings, server)

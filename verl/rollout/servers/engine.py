@@ -165,6 +165,12 @@ class ServerEngine(EngineClass):
                 member.server.check_adapters(self._lora_rank)
             check_log_probs(member.server, self.config, self._probe.prompt_ids)
 
+        if self.config.seed_samples and self._device.type == "cuda":
+            logger.info(
+                "%s draws each sample by a seed of its own, so that the run repeats. It draws "
+                "faster with actor_rollout_ref.rollout.seed_samples=False.",
+                self.server_class.title,
+            )
         return urls
 
     def join(self, urls: Sequence[str], owned: OwnedServers | None = None) -> None:
