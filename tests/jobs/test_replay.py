@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import verl
+from tests.diagnostics.view.toy_records import toy_table, write_record
 from tests.launches import launch, run_module
 from tests.trainer.runs import run
 from verl.cli.main import main
@@ -50,6 +51,16 @@ def test_a_schedule_that_draws_ahead_is_replayed(tmp_path: Path, mode: str):
 def test_a_step_without_samples_is_an_error(trained: Path, step: int):
     with pytest.raises(DataError, match=rf"no samples of step {step}\. Kept are \[1, 2, 3, 4, 5\]"):
         write_capsule(trained, step)
+
+
+def test_steps_to_choose_from_are_those_of_training(tmp_path: Path):
+    writer = write_record(tmp_path, steps=0)
+    writer.add_samples(0, toy_table(4, ["x"]))
+    with pytest.raises(DataError, match="has samples. Train at least one step"):
+        write_capsule(tmp_path, 0)
+    writer.add_samples(1, toy_table(4, ["x"]))
+    with pytest.raises(DataError, match=r"no samples of step 0\. Kept are \[1\]; choose"):
+        write_capsule(tmp_path, 0)
 
 
 def test_an_unknown_section_of_a_changed_key_is_named(trained: Path, tmp_path: Path):

@@ -13,9 +13,10 @@ import verl
 from tests.launches import launch
 from tests.trainer.runs import PPO, command_line, run, step_lines, weights
 from verl.checkpoint.claim import Claim
+from verl.data import RLDataLoader
 from verl.trainer import recorder
 from verl.trainer.main_ppo import main
-from verl.utils.errors import RewardError
+from verl.utils.errors import DataError, RewardError
 from verl.weight_sync.fingerprint import fingerprints
 
 SMALL_UPDATES = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
@@ -123,6 +124,26 @@ def test_the_error_that_ends_a_run_is_recorded_with_its_prompts(tmp_path: Path, 
     record = verl.load_run(tmp_path)
     assert record.events[-1]["event"] == "failed"
     assert "planted" in record.events[-1]["text"]
+
+
+def test_an_error_between_two_steps_leaves_the_samples_of_the_last_one(
+    tmp_path: Path, monkeypatch, capfd
+):
+    draw = RLDataLoader.__iter__
+
+    def fail_at_the_second_batch(self):
+        batches = draw(self)
+        yield next(batches)
+        next(batches)
+        raise DataError("planted")
+
+    monkeypatch.setattr(RLDataLoader, "__iter__", fail_at_the_second_batch)
+    assert run(tmp_path) == 1
+    record = verl.load_run(tmp_path)
+    assert "planted" in record.events[-1]["text"]
+    assert record.kept_steps == [1]
+    assert len(record.samples(1)) == 16
+    assert "capsule" not in capfd.readouterr().out
 
 
 def test_a_notebook_shows_the_page_in_a_frame_without_access(tmp_path: Path):

@@ -51,18 +51,24 @@ def write_capsule(
     """
     run = load_run(folder)
     start, checkpoint = _start_of(run.folder, step)
-    if step < 1 or step > max(run.kept_steps, default=0):
+    choices = [kept for kept in run.kept_steps if kept > 0]  # training begins with step 1
+    if not choices:
         raise DataError(
-            f"There are no samples of step {step}. Kept are {run.kept_steps}; choose one of them."
+            f"No step of {run.folder} has samples. Train at least one step with "
+            "trainer.record.enable=true."
+        )
+    if step < 1 or step > max(choices):
+        raise DataError(
+            f"There are no samples of step {step}. Kept are {choices}; choose one of them."
         )
     needed = list(range(start + 1, step + 1))
-    missing = sorted(set(needed) - set(run.kept_steps))
+    missing = sorted(set(needed) - set(choices))
     if missing:
         raise DataError(
             f"A capsule of step {step} begins after step {start}, the newest checkpoint before it, "
-            f"and the samples of these steps are not kept: {missing}. Kept are "
-            f"{run.kept_steps}. Choose one of them, save more often (trainer.save_freq), or keep "
-            "more (trainer.record.keep_steps)."
+            f"and the samples of these steps are not kept: {missing}. Kept are {choices}. Choose "
+            "one of them, save more often (trainer.save_freq), or keep more "
+            "(trainer.record.keep_steps)."
         )
 
     rows = _rows(run, step)

@@ -122,6 +122,7 @@ class StepRecorder:
         # A copy: a fast tokenizer that two threads use at the same time may raise.
         self._tokenizer = copy.deepcopy(run.tokenizer)
         self._is_on = True
+        self._step = run.global_step
         names, digests = self._weight_digests(run)
         try:
             self._writer.start(_facts(run, names), run.global_step)
@@ -165,17 +166,21 @@ class StepRecorder:
         self._write(write)
 
     def note_failure(self, run: RecordedRun, error: BaseException) -> None:
-        """Record the error that ends the run, and the prompts of the step in which it came."""
+        """Record the error that ends the run, and the prompts of the step in which it came.
+
+        Between two steps there is no step to execute again, and the samples of the last one stay.
+        """
         if not self._is_on:
             return
         self._has_failed = True
         step = run.global_step
+        has_begun = step > self._step
         drawn = self._take_drawn()
 
         def write() -> None:
             self._writer.add_line(_event(step, "failed", f"{type(error).__name__}: {error}"))
             # An interrupt is no fault of the step.
-            if drawn and isinstance(error, Exception):
+            if has_begun and drawn and isinstance(error, Exception):
                 self._writer.add_samples(step, samples_table({}, prompts=drawn))
                 self._keep_capsule(step)
 
