@@ -14,7 +14,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.compat.paths import OLD_PROGRAMS
-from verl.utils.errors import ConfigError
+from verl.tracking import TrackerBackend, tracker_backends
+from verl.utils.errors import ConfigError, TrackerError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -101,6 +102,23 @@ def test_tracking_writes_logged_values(tmp_path: Path, monkeypatch):
     lines = written.read_text().splitlines()
     assert len(lines) == 1
     assert '"loss": 0.5' in lines[0]
+
+
+def test_tracking_writes_also_where_another_tracker_fails(tmp_path: Path, monkeypatch):
+    class Raises(TrackerBackend):
+        def log(self, metrics, step):
+            raise ValueError("no network")
+
+    monkeypatch.chdir(tmp_path)
+    tracker_backends.register("raises")(Raises)
+    try:
+        tracker = tracking.Tracking("project", "run", ["raises", "file"])
+        with pytest.raises(TrackerError, match="no network"):
+            tracker.log({"loss": 0.5}, step=3)
+        tracker.finish()
+    finally:
+        tracker_backends.remove("raises")
+    assert '"loss": 0.5' in (tmp_path / "checkpoints/project/run/metrics.jsonl").read_text()
 
 
 def test_samples_use_the_tracker_of_the_run(tmp_path: Path, monkeypatch):

@@ -11,6 +11,7 @@ from tests.trainer.runs import run
 from verl.cli.main import main
 from verl.jobs.compare import Tolerances
 from verl.jobs.replay import replay
+from verl.tracking import Tracker
 from verl.trainer.capsule import write_capsule
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.utils.errors import ConfigError, DataError, RewardError
@@ -121,7 +122,9 @@ def test_a_step_that_failed_leaves_a_capsule(tmp_path: Path, monkeypatch):
     assert run(tmp_path, *COMMON) == 1
     (capsule,) = (tmp_path / "records" / "capsules").iterdir()
     assert capsule.name == "step_4.zip"
-    again = replay(capsule)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracker, "finish", lambda self: {}["a second error"])
+        again = replay(capsule)
     assert again.is_equal
     assert again.failure_now == "RewardError: planted"
     assert again.comparison.steps == [2, 3]

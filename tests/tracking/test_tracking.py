@@ -326,6 +326,33 @@ def test_a_tracker_that_raises_is_named(tmp_path):
         tracker_backends.remove("raises")
 
 
+def test_a_tracker_that_fails_does_not_stop_the_others(tmp_path):
+    class Raises(TrackerBackend):
+        def __init__(self, settings, text):
+            super().__init__(settings)
+            self.text = text
+
+        def log(self, metrics, step):
+            raise ValueError(self.text)
+
+    names = ["raises-one", "file", "raises-two"]
+    tracker_backends.register(names[0])(lambda settings: Raises(settings, "no project"))
+    tracker_backends.register(names[2])(lambda settings: Raises(settings, "no network"))
+    try:
+        with pytest.raises(TrackerError, match=r"'raises-one'.*no project"):
+            make_tracker(tmp_path, names[:2]).log(STEP, 1)
+        with pytest.raises(TrackerError) as caught:
+            make_tracker(tmp_path, names).log(STEP, 2)
+    finally:
+        tracker_backends.remove(names[0])
+        tracker_backends.remove(names[2])
+
+    text = str(caught.value)
+    assert text.startswith("2 trackers failed. ")
+    assert all(word in text for word in ("'raises-one'", "project", "'raises-two'", "network"))
+    assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
 def test_errors_about_files_stay_those_of_the_system(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):

@@ -13,7 +13,10 @@ from tests.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 from tests.trainer.runs import TOY, metric_lines, run, same_bits, step_lines, weights, write_lines
 from verl.data.toy import toy_files
 from verl.models.load import resolve_path
+from verl.tracking.backends import FileBackend
+from verl.trainer.ppo_trainer import PPOTrainer
 from verl.utils.entry import INTERRUPTED
+from verl.utils.errors import RewardError
 from verl.utils.logging import logger
 from verl.utils.sigterm import TERMINATED
 
@@ -321,6 +324,21 @@ def test_samples_with_dropped_rewards_count_in_no_validation(tmp_path):
 
     scores = {value for name, value in line.items() if name.startswith("val-") and "/mean@" in name}
     assert scores == {1.0}
+
+
+def test_a_tracker_does_not_hide_the_error_of_a_validation(tmp_path, capfd, monkeypatch):
+    def fails(self):
+        raise RewardError("the first error")
+
+    def fails_later(self):
+        raise ValueError("the second error")
+
+    monkeypatch.setattr(PPOTrainer, "validate", fails)
+    monkeypatch.setattr(FileBackend, "finish", fails_later)
+    assert run(tmp_path, "trainer.val_only=True") == 1
+    captured = capfd.readouterr()
+    assert captured.err.startswith("RewardError: the first error")
+    assert "A tracker may have lost its latest records" in captured.out
 
 
 @pytest.mark.parametrize(

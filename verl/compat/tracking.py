@@ -1,11 +1,12 @@
 """`Tracking` and `ValidationGenerationsLogger` of verl 0.5 over the trackers here."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl.tracking.backends import TrackerSettings
-from verl.tracking.tracker import Tracker
+from verl.tracking.tracker import Tracker, call_all
 
 _SAMPLE_COLUMNS: Sequence[str] = ("input", "output", "score")
 
@@ -36,16 +37,17 @@ class Tracking:
 
     def log(self, data: Mapping[str, Any], step: int, backend: Sequence[str] | None = None) -> None:
         """Record the metrics of a step, with all trackers or only those that `backend` names."""
+        calls = {}
         for name, tracker in self._trackers.items():
             if backend is None or name in backend:
-                tracker.log(data, step)
+                calls[name] = partial(tracker.log, data, step)
+        call_all(calls)
 
     def finish(self) -> None:
         """Write all pending metrics, and close the trackers."""
-        for tracker in self._trackers.values():
-            tracker.finish()
         for name in self._trackers:
             _of_run.pop(name, None)
+        call_all({name: tracker.finish for name, tracker in self._trackers.items()})
 
 
 class ValidationGenerationsLogger:
@@ -75,9 +77,9 @@ class ValidationGenerationsLogger:
 
     def finish(self) -> None:
         """Write all pending samples, and close the trackers that `log` opened."""
-        for tracker in self._opened.values():
-            tracker.finish()
+        opened = self._opened
         self._opened = {}
+        call_all({name: tracker.finish for name, tracker in opened.items()})
 
     def _tracker(self, name: str) -> Tracker:
         if name in _of_run:

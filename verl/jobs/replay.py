@@ -239,7 +239,7 @@ def _execute(then: Run, config: TrainConfig, step: int) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         trainer.recorder.finish()
-        trainer.tracker.finish()
+        trainer.tracker.rescue()  # the comparison is the result, also where a tracker fails
     return ""
 
 

@@ -2,6 +2,7 @@
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import verl.tracking.console  # noqa: F401  (registers itself)
@@ -17,7 +18,8 @@ class Tracker:
 
     Raises ConfigError for an unknown name, MissingDependencyError if the package of a tracker is
     not installed, and TrackerError, with the name of the tracker, for any other error that one
-    raises. Errors about files, the disk and standard output stay an OSError.
+    raises. Errors about files, the disk and standard output stay an OSError. A tracker that fails
+    does not keep a record from the others.
 
     Args:
         backends: names from `tracker_backends`.
@@ -68,9 +70,35 @@ class Tracker:
             logger.warning("A tracker may have lost its latest records: %s", error)
 
     def _each(self, call: Callable[[TrackerBackend], None]) -> None:
-        for part, backend in zip(self._parts, self.backends):
+        def named(part: NamedPart, backend: TrackerBackend) -> None:
             with part.naming_errors(passes=_is_reported):
                 call(backend)
+
+        calls = {}
+        for part, backend in zip(self._parts, self.backends):
+            calls[part.name] = partial(named, part, backend)
+        call_all(calls)
+
+
+def call_all(calls: Mapping[str, Callable[[], None]]) -> None:
+    """Call every tracker, by name, also after one has failed.
+
+    Raises the error of a single tracker as it is, and those of several as one TrackerError.
+    """
+    errors: dict[str, Exception] = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - raised below, after the other trackers
+            errors[name] = error
+
+    if not errors:
+        return
+    first = next(iter(errors.values()))
+    if len(errors) == 1:
+        raise first
+    texts = [f"{name}: {error}" for name, error in errors.items()]
+    raise TrackerError(f"{len(errors)} trackers failed. {' '.join(texts)}") from first
 
 
 def _is_reported(error: Exception) -> bool:

@@ -151,8 +151,10 @@ class PPOTrainer(RunOfRoles):
             with self.reports.phase("testing"):
                 metrics = self.validate()
             self.tracker.log(metrics, self.global_step)
-        finally:
-            self.tracker.finish()
+        except (Exception, KeyboardInterrupt, SystemExit):
+            self.tracker.rescue()
+            raise
+        self.tracker.finish()
 
     @phase()
     def run_step(self, prompts: DataProto) -> None:
