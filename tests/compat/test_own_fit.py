@@ -263,6 +263,21 @@ def test_own_fit_holds_its_folder(tmp_path):
     assert "Another run (pid " in trainer.other.stderr
 
 
+class Wrapping(RayPPOTrainer):
+    """Does something after the training, as a recipe that evaluates or exports."""
+
+    def fit(self):
+        super().fit()
+        self.held_at_end = self.checkpoints.is_claimed
+
+
+def test_own_fit_holds_its_folder_after_the_fit_that_it_calls(tmp_path):
+    trainer = started(Wrapping, tmp_path, "trainer.max_steps=1", "trainer.save_freq=1")
+    trainer.fit()
+    assert trainer.held_at_end
+    assert not trainer.checkpoints.is_claimed
+
+
 def test_calls_in_another_order_name_the_missing_one(tmp_path):
     trainer = started(OwnFit, tmp_path, *PENALTY)
     drawn = trainer.actor_rollout_wg.generate_sequences(prompts_of(trainer))

@@ -122,6 +122,11 @@ class CheckpointManager:
                 "checkpoints."
             ) from error
 
+    @property
+    def is_claimed(self) -> bool:
+        """Return whether this process has locked the folder."""
+        return self._claim.is_held
+
     def claim(self) -> None:
         """Lock the folder, which must exist, until `release`.
 

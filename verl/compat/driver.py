@@ -67,7 +67,7 @@ def claiming(fit: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fit)
     def claimed(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        trainer.claim_folder()
+        claims = trainer.claim_folder()
         try:
             answer = fit(trainer, *args, **kwargs)
             trainer.checkpoints.finish()
@@ -76,7 +76,8 @@ def claiming(fit: Callable[..., Any]) -> Callable[..., Any]:
             trainer.checkpoints.rescue()
             raise
         finally:
-            trainer.checkpoints.release()
+            if claims:
+                trainer.checkpoints.release()
 
     return claimed
 

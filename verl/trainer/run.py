@@ -177,8 +177,9 @@ class TrainingRun(ABC, Generic[Config]):
         print(f"Training completed in {time.perf_counter() - started:.1f}s", flush=True)
 
     def _fit(self) -> None:
+        claims = False
         try:
-            self.claim_folder()
+            claims = self.claim_folder()
             self.warn_where_nothing_is_kept()
             with self.reports.phase("load_checkpoint"):
                 self.load_checkpoint()
@@ -227,12 +228,20 @@ class TrainingRun(ABC, Generic[Config]):
             self.tracker.finish()
         finally:
             self.recorder.finish()
-            self.checkpoints.release()
+            if claims:
+                self.checkpoints.release()
 
-    def claim_folder(self) -> None:
-        """Refuse other runs in the folder of checkpoints, if this one writes there."""
-        if self.config.trainer.save_freq > 0 or "file" in self.config.trainer.logger:
-            self.checkpoints.claim()
+    def claim_folder(self) -> bool:
+        """Refuse other runs in the folder of checkpoints, if this one writes there.
+
+        Returns whether this call has claimed it. The caller then releases it, and a `fit` within
+        the `fit` of a subclass does not.
+        """
+        writes = self.config.trainer.save_freq > 0 or "file" in self.config.trainer.logger
+        if not writes or self.checkpoints.is_claimed:
+            return False
+        self.checkpoints.claim()
+        return True
 
     def warn_where_nothing_is_kept(self) -> None:
         """Log that the trained weights end with the process, while there is time to change it."""
