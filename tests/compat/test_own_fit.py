@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from tests.trainer.runs import command_line, moments, run
 from verl.config import config_to_dict, load_config
 from verl.protocol import DataProto
+from verl.tracking import TrackerBackend, tracker_backends
 from verl.trainer.setup import build_reward, build_tokenizer
 from verl.utils.errors import BatchError, ConfigError
 
@@ -27,6 +29,7 @@ with warnings.catch_warnings():
         compute_advantage,
         compute_response_mask,
     )
+    from verl.utils.tracking import Tracking  # pyright: ignore
 
 
 class OwnFit(RayPPOTrainer):
@@ -201,6 +204,41 @@ def test_configuration_of_a_recipe(tmp_path):
     assert trainer.val_dataloader is not None
     assert len(trainer.train_dataloader) == len(trainer.train_loader)
     assert not trainer.async_rollout_mode
+
+
+class Tracked(OwnFit):
+    """Opens its own trackers, as the fit of verl 0.5 does."""
+
+    def fit(self):
+        plain = OmegaConf.to_container(self.config, resolve=True)
+        assert plain == config_to_dict(self.config)
+        assert OmegaConf.to_container(self.config.data)["train_batch_size"] == 4
+        assert OmegaConf.to_container(OmegaConf.create({"a": 1, "b": "${a}"}), resolve=True) == {
+            "a": 1,
+            "b": 1,
+        }
+        plain["reward_model"]["reward_kwargs"] = {"api_key": "sk-1"}
+        self.tracking = Tracking("project", "run", default_backend="seen", config=plain)
+
+
+def test_own_fit_hands_its_configuration_to_trackers(tmp_path):
+    seen = []
+
+    @tracker_backends.register("seen")
+    class Seen(TrackerBackend):
+        def __init__(self, settings):
+            super().__init__(settings)
+            seen.append(settings.config)
+
+    try:
+        trainer = started(Tracked, tmp_path)
+        trainer.fit()
+    finally:
+        tracker_backends.remove("seen")
+    assert seen[0]["data"]["train_batch_size"] == 4
+    assert seen[0]["reward_model"]["reward_kwargs"] == {"api_key": "***"}
+    with pytest.raises(ValueError, match="not an OmegaConf config object"):
+        OmegaConf.to_container(trainer.config)
 
 
 class OwnReMax(OwnFit):

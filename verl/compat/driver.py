@@ -3,14 +3,16 @@
 import functools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 
 from verl.compat.tensors import compute_position_id_with_mask
-from verl.config import RolloutConfig
+from verl.config import RolloutConfig, config_to_dict
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
 from verl.trainer import setup
@@ -59,6 +61,26 @@ class PaddedPrompts:
             yield {**padded, **tensors, **batch.non_tensor_batch}
 
 
+@contextmanager
+def typed_sections_as_trees() -> Iterator[None]:
+    """Let OmegaConf.to_container take typed sections within the context, as it takes a DictConfig.
+
+    Sections hold resolved values, so the options of the call make no difference to them.
+    """
+    original = OmegaConf.to_container
+
+    def to_container(cfg: Any, **options: Any) -> Any:
+        if is_dataclass(cfg) and not isinstance(cfg, type):
+            return config_to_dict(cfg)
+        return original(cfg, **options)
+
+    OmegaConf.to_container = staticmethod(to_container)
+    try:
+        yield
+    finally:
+        OmegaConf.to_container = staticmethod(original)
+
+
 def claiming(fit: Callable[..., Any]) -> Callable[..., Any]:
     """Let a `fit` of verl 0.5 hold the folder of checkpoints, as `TrainingRun.fit` does.
 
@@ -69,7 +91,8 @@ def claiming(fit: Callable[..., Any]) -> Callable[..., Any]:
     def claimed(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         claims = trainer.claim_folder()
         try:
-            answer = fit(trainer, *args, **kwargs)
+            with typed_sections_as_trees():
+                answer = fit(trainer, *args, **kwargs)
             trainer.checkpoints.finish()
             return answer
         except (Exception, KeyboardInterrupt, SystemExit):

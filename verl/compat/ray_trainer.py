@@ -52,8 +52,8 @@ class RayPPOTrainer(PPOTrainer):
 
     A subclass may have a `fit` of verl 0.5: `train_dataloader` yields dicts with padded prompts,
     `actor_rollout_wg` generates, computes log-probs and updates, and hands weights over after each
-    update. `config` has typed sections with `get`; `verl.config.config_to_dict(config)` makes plain
-    values of them, as OmegaConf.to_container does of a DictConfig.
+    update. `config` has typed sections with `get`, which OmegaConf.to_container takes in `fit`;
+    elsewhere, `verl.config.config_to_dict(config)` makes plain values of them.
 
     Args:
         config, tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: see PPOTrainer.

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.tracking.backends import TrackerSettings
 from verl.tracking.tracker import Tracker, call_all
+from verl.utils.secrets import masked_values
 
 _SAMPLE_COLUMNS: Sequence[str] = ("input", "output", "score")
 
@@ -20,7 +21,7 @@ class Tracking:
     Args:
         project_name, experiment_name: names of the run for trackers.
         default_backend: console, file, tensorboard, wandb, mlflow or swanlab, or a list of them.
-        config: stored along with the run.
+        config: stored along with the run, without its secrets.
     """
 
     def __init__(
@@ -97,5 +98,5 @@ def _settings_of(
         project_name=project_name,
         experiment_name=experiment_name,
         folder=Path("checkpoints") / project_name / experiment_name,
-        config=config,
+        config=masked_values(config),
     )
