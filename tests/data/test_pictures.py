@@ -296,6 +296,20 @@ def test_gray_values_of_16_bits_are_scaled() -> None:
     assert np.asarray(as_rgb(small))[0, :, 0].tolist() == [0, 7, 255]
 
 
+@pytest.mark.parametrize("white", [1, 255, 65535])
+def test_floats_are_scaled(white: int) -> None:
+    values = np.array([[0, 0.2 * white, white]], dtype=np.float32)
+    content = encoded(Image.fromarray(values), "TIFF")
+    assert as_read(content) == [[0] * 3, [51] * 3, [255] * 3]
+
+
+@pytest.mark.parametrize("odd", [-0.5, 1e6, np.nan, np.inf])
+def test_floats_outside_of_known_ranges_are_refused(odd: float) -> None:
+    values = np.array([[0, 0.5, odd]], dtype=np.float32)
+    with pytest.raises(DataError, match="must have values from 0 to 1, 255 or 65535, got"):
+        as_read(encoded(Image.fromarray(values), "TIFF"))
+
+
 def test_pictures_are_told_apart_by_their_transparency(reader: PictureReader) -> None:
     color = some_image(1, (40, 24))
     hidden = color.copy()

@@ -63,11 +63,14 @@ def as_rgb(image: Any) -> Any:
     """Return an image in RGB.
 
     Transparent parts become white, as vLLM and qwen-vl-utils show them to a model: the colors that
-    a file has there are arbitrary. Gray values of 16 bits are scaled, where PIL would clip them.
+    a file has there are arbitrary. Gray values of 16 bits and floats are scaled, where PIL would
+    clip them. Raises DataError for floats outside of known ranges.
     """
     from PIL import Image
 
-    if image.mode.startswith("I"):
+    if image.mode == "F":
+        image = _floats_in_eight_bits(image)
+    elif image.mode.startswith("I"):
         image = _in_eight_bits(image)
     if image.mode in _WITH_ALPHA or "transparency" in image.info:
         image = image.convert("RGBA")
@@ -87,3 +90,21 @@ def _in_eight_bits(image: Any) -> Any:
         scale = _LARGEST_BYTE / _LARGEST_SHORT
         values = (values.clip(0, _LARGEST_SHORT) * scale).round()
     return Image.fromarray(values.clip(0, _LARGEST_BYTE).astype(np.uint8))
+
+
+def _floats_in_eight_bits(image: Any) -> Any:
+    """Scale an image of floats, whose white is the smallest of 1, 255 and 65535 that fits."""
+    from PIL import Image
+
+    values = np.asarray(image)
+    darkest = values.min(initial=0)
+    brightest = values.max(initial=0)
+    whites = [white for white in (1, _LARGEST_BYTE, _LARGEST_SHORT) if brightest <= white]
+    if not darkest >= 0 or not whites:  # NaN is in no range
+        raise DataError(
+            "an image of floats must have values from 0 to 1, 255 or 65535, got "
+            f"{values.min():.4g} to {values.max():.4g}. Scale its values, or write it as PNG of 8 "
+            "or 16 bits"
+        )
+    scaled = (values * (_LARGEST_BYTE / whites[0])).round()
+    return Image.fromarray(scaled.astype(np.uint8))
