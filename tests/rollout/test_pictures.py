@@ -22,7 +22,7 @@ from verl.models.vision import (
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.embedded import samples
 from verl.rollout.types import Continuation
-from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.errors import ConfigError, ModelError, RolloutError
 
 NEW_TOKENS = 20
 
@@ -85,6 +85,16 @@ def test_greedy_tokens_are_those_of_transformers(family: str, name: str) -> None
     assert len({token for answer in expected for token in answer}) > 20
     engine = make_engine(model, name)
     assert tokens_of(answers(engine, asked)) == expected
+
+
+@pytest.mark.parametrize("name", ["embedded", "hf"])
+def test_pictures_with_another_number_of_tokens_name_the_processor(name: str) -> None:
+    model = tiny_vision_model("internvl")
+    picture = example_picture(model)
+    short = replace(picture, token_ids=picture.token_ids[1:])
+    asked = [((5, *short.token_ids, 9), (short,))]
+    with pytest.raises(ModelError, match=r"features for 1 pictures with \d+ tokens. Prepare"):
+        answers(make_engine(model, name), asked)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "gemma3"])

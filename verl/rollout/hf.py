@@ -20,7 +20,7 @@ from transformers import (
 
 from verl.config.rollout import RolloutConfig
 from verl.models.pictures import Pictures
-from verl.models.vision import model_arguments
+from verl.models.vision import model_arguments, picture_features
 from verl.rollout.base import Capabilities, rollout_engines
 from verl.rollout.checks import response_limits
 from verl.rollout.local import LocalEngine, not_finite
@@ -189,20 +189,29 @@ class HFEngine(LocalEngine):
             mask[number, longest - len(row.prompt) :] = 1
 
         recorder = _Recorder(params, rule, rows)
+        module = self.twin.module
+        pictures = [picture for row in rows for picture in row.pictures]
         with torch.inference_mode():
-            generate: Any = self.twin.module.generate
-            pictures = [picture for row in rows for picture in row.pictures]
-            generate(
-                **model_arguments(self.twin.module, input_ids, pictures),
-                attention_mask=mask.to(self.device),
-                # Our recorder ends rows, so transformers needs no end-of-sequence id, only one to
-                # fill up with.
-                generation_config=GenerationConfig(
-                    max_new_tokens=max(row.limit for row in rows), do_sample=False, pad_token_id=0
-                ),
-                logits_processor=LogitsProcessorList([_Draw(recorder)]),
-                stopping_criteria=StoppingCriteriaList([_Ended(recorder)]),
-            )
+            generate: Any = module.generate
+            try:
+                generate(
+                    **model_arguments(module, input_ids, pictures),
+                    attention_mask=mask.to(self.device),
+                    # Our recorder ends rows, so transformers needs no end-of-sequence id, only one
+                    # to fill up with.
+                    generation_config=GenerationConfig(
+                        max_new_tokens=max(row.limit for row in rows),
+                        do_sample=False,
+                        pad_token_id=0,
+                    ),
+                    logits_processor=LogitsProcessorList([_Draw(recorder)]),
+                    stopping_criteria=StoppingCriteriaList([_Ended(recorder)]),
+                )
+            except ValueError:
+                # transformers has compared the tokens of pictures with their features.
+                if pictures:
+                    picture_features(module, pictures)
+                raise
 
         return recorder
 
