@@ -14,6 +14,7 @@ from verl.agents.environments import (
     GymEnvironment,
     Observation,
     SkyRLEnvironment,
+    check_environment,
     environments,
     make_environment,
     open_environment,
@@ -465,3 +466,23 @@ def test_a_missing_library_is_named_with_its_install_command(name, package, conf
         pytest.skip(f"{package} is installed here")
     with pytest.raises(MissingDependencyError, match=f"pip install {package}"):
         make_environment(name, **config)
+    with pytest.raises(MissingDependencyError, match=f"pip install {package}"):
+        check_environment(name, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "fact"),
+    [
+        (
+            "openenv",
+            {},
+            "environment 'openenv' do not fit: missing a required argument: 'base_url'",
+        ),
+        ("calculator", {"turns": 3}, "do not fit: got an unexpected keyword argument 'turns'"),
+        ("gym", {"env": "worlds.py:Missing"}, "Python file at 'worlds.py', found none"),
+    ],
+)
+def test_keywords_are_checked_before_an_episode(name, config, fact):
+    with pytest.raises(ConfigError, match=fact):
+        check_environment(name, config)
+    check_environment("calculator", {"max_turns": 3})

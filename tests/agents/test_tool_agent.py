@@ -1,5 +1,6 @@
 """Turns between model, tools and a simulated user: tokens, masks, counts and limits."""
 
+import sys
 import textwrap
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config, text_of
 from verl.agents.runner import AgentRunner
 from verl.agents.tools import ToolSet
-from verl.utils.errors import ConfigError, DataError, VerlError
+from verl.utils.errors import ConfigError, DataError, MissingDependencyError, VerlError
 
 TOOLS = '''
 from verl.agents.tools import function_tool
@@ -357,6 +358,13 @@ def test_unreachable_tools_are_an_error(tools: str):
     table = Table(agent_name=["single_turn_agent"] * 2)
     with pytest.raises(ConfigError, match="which never calls them"):
         checked(chat_tokenizer(), table, multi_turn__function_tool_path=tools)
+
+
+def test_a_missing_library_of_an_environment_is_named_at_the_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)  # Python raises ModuleNotFoundError for it
+    settings = {"agent__environment__name": "gym", "agent__environment__kwargs": {"env": "Maze-v1"}}
+    with pytest.raises(MissingDependencyError, match="'Maze-v1' needs .* pip install gymnasium"):
+        checked(chat_tokenizer(), Table(agent_name=[None]), **settings)
 
 
 def test_a_row_that_names_an_unknown_tool_or_loop_is_named(tools: str):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from verl.agents.environments import roles_of
+from verl.agents.environments import check_environment, roles_of
 from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, agent_loops
 from verl.agents.loops.gateway import GATEWAY_AGENT
@@ -39,7 +39,8 @@ def check_rows(
 
     Raises DataError naming file and row for an unknown loop, tool or interaction, or a loop that
     needs what is not configured. Raises ConfigError for tools, interactions, an environment or a
-    gateway that no row reaches: the run would train on single turns without a word.
+    gateway that no row reaches: the run would train on single turns without a word. Raises
+    MissingDependencyError where the library of an environment is not installed.
 
     Args:
         column: of the training and the validation set together.
@@ -60,6 +61,9 @@ def check_rows(
     _check_tools(config, tools, column)
     _check_interactions(interactions, column)
     _check_policies(config, names)
+    environment = config.agent.environment
+    if environment.name is not None:
+        check_environment(environment.name, environment.kwargs)
 
 
 def check_prompts(context: AgentContext, column: Column, prompt_key: str) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from verl.agents.environments.base import Observation as Observation
     from verl.agents.environments.base import environments as environments
     from verl.agents.environments.gym import GymEnvironment as GymEnvironment
+    from verl.agents.environments.make import check_environment as check_environment
     from verl.agents.environments.make import make_environment as make_environment
     from verl.agents.environments.make import open_environment as open_environment
     from verl.agents.environments.make import plays_itself as plays_itself
@@ -25,6 +26,7 @@ __all__ = [
     "GymEnvironment",
     "Observation",
     "SkyRLEnvironment",
+    "check_environment",
     "environments",
     "make_environment",
     "open_environment",
@@ -41,6 +43,7 @@ __getattr__ = lazy_names(
         "GymEnvironment": "verl.agents.environments.gym",
         "Observation": "verl.agents.environments.base",
         "SkyRLEnvironment": "verl.agents.environments.skyrl",
+        "check_environment": "verl.agents.environments.make",
         "environments": "verl.agents.environments.make",
         "make_environment": "verl.agents.environments.make",
         "open_environment": "verl.agents.environments.make",

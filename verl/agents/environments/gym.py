@@ -104,10 +104,17 @@ def make_gym(env: str, **kwargs: Any) -> GymEnvironment:
     Raises:
         MissingDependencyError: `env` is an id and gymnasium is not installed.
     """
+    found = class_or_gymnasium(env)
+    if isinstance(found, type):
+        return GymEnvironment(found(**kwargs))
+    return GymEnvironment(found.make(env, **kwargs))
+
+
+def class_or_gymnasium(env: str, **_: Any) -> Any:
+    """Return the class that `env` names, or the library that knows its id."""
     if names_a_class(env):
-        return GymEnvironment(load_class(env)(**kwargs))
-    gymnasium = require("gymnasium", f"The environment '{env}'", _INSTALL)
-    return GymEnvironment(gymnasium.make(env, **kwargs))
+        return load_class(env)
+    return require("gymnasium", f"The environment '{env}'", _INSTALL)
 
 
 def _info(info: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Environments by name: built-in ones, adapters, and users' classes."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,16 +11,23 @@ from verl.agents.entries import checked_roles, load_class, names_a_class, requir
 # These register themselves.
 from verl.agents.environments import calculator as _calculator  # noqa: F401
 from verl.agents.environments import number_guessing as _number_guessing  # noqa: F401
-from verl.agents.environments import openenv as _openenv  # noqa: F401
-from verl.agents.environments import verifiers as _verifiers  # noqa: F401
 from verl.agents.environments.base import environments
-from verl.agents.environments.gym import GymEnvironment
+from verl.agents.environments.gym import GymEnvironment, class_or_gymnasium
+from verl.agents.environments.openenv import openenv_client
 from verl.agents.environments.session import DEFAULT_TIMEOUT_S, EnvironmentSession
-from verl.agents.environments.skyrl import SkyRLEnvironment
+from verl.agents.environments.skyrl import SkyRLEnvironment, class_or_skyrl
+from verl.agents.environments.verifiers import verifiers_library
 from verl.utils.errors import ConfigError
 
 _METHODS = ("reset", "step")
 _KEYS = ("name", "config", "timeout_s")
+# What adapters load before their first episode, by the keywords of the environment.
+_CHECKS: Mapping[str, Callable[..., Any]] = {
+    "gym": class_or_gymnasium,
+    "openenv": openenv_client,
+    "skyrl": class_or_skyrl,
+    "verifiers": verifiers_library,
+}
 
 
 def open_environment(
@@ -77,6 +85,26 @@ def find_environment(name: str, folder: Path | None = None) -> Callable[..., Any
     if not names_a_class(name):
         return environments.get(name)
     return adapted(load_class(name, folder), name)
+
+
+def check_environment(name: str, config: Mapping[str, Any]) -> None:
+    """Check what is known about an environment before an episode is played.
+
+    Raises:
+        ConfigError: the name or a class is unknown, or the keywords do not fit.
+        MissingDependencyError: the library of an adapter is not installed.
+    """
+    make = find_environment(name)
+    try:
+        inspect.signature(make).bind(**config)
+    except TypeError as error:
+        raise ConfigError(
+            f"The keywords of the environment '{name}' do not fit: {error}. Correct "
+            "actor_rollout_ref.rollout.agent.environment.kwargs."
+        ) from error
+    check = _CHECKS.get(name)
+    if check is not None:
+        check(**config)
 
 
 def roles_of(name: str) -> tuple[str, ...]:

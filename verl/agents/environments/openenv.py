@@ -108,17 +108,21 @@ def make_openenv(
     Raises:
         MissingDependencyError: OpenEnv is not installed.
     """
-    core = require("openenv.core", "The environment 'openenv'", _INSTALL)
-    kind = core.GenericEnvClient
-    if client_class is not None:
-        kind = load_class(client_class)
     return OpenEnvEnvironment(
-        kind(base_url=base_url, **kwargs),
+        openenv_client(client_class)(base_url=base_url, **kwargs),
         observation_field=observation_field,
         action_field=action_field,
         action_class=None if action_class is None else load_class(action_class),
         action_fields=action_fields,
     )
+
+
+def openenv_client(client_class: str | None = None, **_: Any) -> Any:
+    """Return the class of an environment's client; None: OpenEnv's own."""
+    core = require("openenv.core", "The environment 'openenv'", _INSTALL)
+    if client_class is not None:
+        return load_class(client_class)
+    return core.GenericEnvClient
 
 
 async def _awaited(value: Any) -> Any:

@@ -64,10 +64,17 @@ def make_skyrl(env: str, **kwargs: Any) -> SkyRLEnvironment:
     Raises:
         MissingDependencyError: `env` is an id and skyrl-gym is not installed.
     """
+    found = class_or_skyrl(env)
+    if isinstance(found, type):
+        return SkyRLEnvironment(found(**kwargs))
+    return SkyRLEnvironment(found.make(env, **kwargs))
+
+
+def class_or_skyrl(env: str, **_: Any) -> Any:
+    """Return the class that `env` names, or the library that knows its id."""
     if names_a_class(env):
-        return SkyRLEnvironment(load_class(env)(**kwargs))
-    skyrl_gym = require("skyrl_gym", f"The environment '{env}'", _INSTALL)
-    return SkyRLEnvironment(skyrl_gym.make(env, **kwargs))
+        return load_class(env)
+    return require("skyrl_gym", f"The environment '{env}'", _INSTALL)
 
 
 def _field(result: Any, name: str, *, required: bool = True) -> Any:

@@ -37,7 +37,7 @@ class VerifiersEnvironment:
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._library = require("verifiers.v1", "The environment 'verifiers'", _INSTALL)
+        self._library = verifiers_library()
         self._env = self._library.load_environment(self._library.resolve_env_config(settings))
         self._unread: Iterator[Any] = iter(self._env.taskset)
         self._tasks: list[Any] = []
@@ -123,6 +123,11 @@ class VerifiersEnvironment:
                 self._num_playing -= 1
                 if self._num_playing == 0:
                     await self._open.aclose()
+
+
+def verifiers_library(**_: Any) -> Any:
+    """Return the library."""
+    return require("verifiers.v1", "The environment 'verifiers'", _INSTALL)
 
 
 def write_rows(path: str | Path, num_tasks: int, **settings: Any) -> None:
