@@ -105,6 +105,16 @@ def test_errors_use_the_key_names_of_generation(overrides, message):
     assert "actor_rollout_ref" not in str(error.value)
 
 
+@pytest.mark.parametrize("section", ["multi_turn.enable", "agent.environment.name"])
+@pytest.mark.parametrize("prefix", ["rollout", "actor_rollout_ref.rollout"])
+def test_keys_of_agents_name_the_program_that_has_them(prefix, section):
+    with pytest.raises(ConfigError) as error:
+        load(f"{prefix}.{section}=True")
+    message = str(error.value)
+    assert message.startswith(f"Unknown key '{prefix}.{section}': this program draws one turn")
+    assert "`verl train` with trainer.val_only=True" in message
+
+
 def test_evaluation_errors_name_the_problem():
     with pytest.raises(ConfigError, match="data.path is not set"):
         load_config([*NAMED, "data.path=null"], root="generation")

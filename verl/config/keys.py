@@ -207,6 +207,16 @@ _ABSENT = {
         "engine by actor_rollout_ref.rollout.tensor_model_parallel_size."
     ),
 }
+# Sections of training that other programs do not have, with the way out.
+_PLAY_IN_TRAINING = (
+    "this program draws one turn a prompt, without agent loops. Run `verl train` with "
+    "trainer.val_only=True and these keys below actor_rollout_ref.rollout; give the file as "
+    "data.val_files and data.train_files. trainer.validation_data_dir=FOLDER keeps the answers."
+)
+_OF_TRAINING = {
+    "rollout.multi_turn": _PLAY_IN_TRAINING,
+    "rollout.agent": _PLAY_IN_TRAINING,
+}
 
 
 def absent_key(path: str) -> str | None:
@@ -218,10 +228,18 @@ def absent_key(path: str) -> str | None:
 
 
 def _unknown_key_message(path: str, known: list[str]) -> str:
-    way = absent_key(path)
+    way = absent_key(path) or _way_by_training(path, known)
     if way is not None:
         return f"Unknown key '{path}': {way}"
     return f"Unknown key '{path}'. Nearest known: {nearest_keys(path, known)}."
+
+
+def _way_by_training(path: str, known: list[str]) -> str | None:
+    """Return the way out for a key of a section that training has, and this program lacks."""
+    for part, way in _OF_TRAINING.items():
+        if part in path and not any(part in key for key in known):
+            return way
+    return None
 
 
 def nearest_keys(path: str, known: list[str]) -> str:
