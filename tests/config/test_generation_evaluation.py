@@ -89,6 +89,7 @@ def test_configuration_survives_its_dictionary(root):
         (["data.n_samples=0"], "data.n_samples must be above 0"),
         (["data.output_path=out.csv"], "data.output_path must name the .parquet file"),
         (["data.output_path=in.parquet"], "is also read as data.path"),
+        (["data.output_path=./folder/../in.parquet"], "is also read as data.path"),
         (["model.path=null"], "model.path is not set"),
         (
             ["trainer.n_gpus_per_node=3", "rollout.tensor_model_parallel_size=2"],
@@ -120,6 +121,8 @@ def test_evaluation_errors_name_the_problem():
         load_config([*NAMED, "data.path=null"], root="generation")
     with pytest.raises(ConfigError, match="data.path is not set"):
         load_config([], root="evaluation")
+    with pytest.raises(ConfigError, match="is also read as data.path"):
+        load_config(["data.path=out.parquet", "data.output_path=./out.parquet"], root="evaluation")
     with pytest.raises(ConfigError, match="custom_reward_function.path must be a Python file"):
         load_config(
             ["data.path=in.parquet", "custom_reward_function.path=nowhere.py"], root="evaluation"

@@ -241,6 +241,14 @@ def test_a_file_of_another_owner_is_not_overwritten(tmp_path, capsys):
     assert rows(output) == [{"precious": 1}]
 
 
+def test_a_folder_in_the_place_of_the_output_is_named_at_the_start(tmp_path, capsys):
+    output = tmp_path / "out.parquet"
+    output.mkdir()
+    assert generate(output, "trainer.resume_mode=disable") == 1
+    assert "data.output_path must name a file, got the folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
+
+
 def test_other_weights_at_the_same_path_are_another_model(tmp_path):
     weights = np.random.default_rng(0).integers(0, 255, 9 << 20, dtype=np.uint8)
     (tmp_path / "model.safetensors").write_bytes(weights.tobytes())

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config.file_rules import output_is_no_input
 from verl.config.reward import (
     CustomRewardFunctionConfig,
     JudgeConfig,
@@ -103,4 +104,4 @@ def responses_are_named(config: EvaluationConfig) -> Iterator[str]:
 
 
 SHARED = SharedKeys()
-RULES = (responses_are_named, SHARED.rule_here(reward_has_what_it_needs))
+RULES = (responses_are_named, output_is_no_input, SHARED.rule_here(reward_has_what_it_needs))

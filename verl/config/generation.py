@@ -6,6 +6,7 @@ from typing import Any
 
 from verl.config.batch_rules import ranks_can_be_divided, sequences_fit
 from verl.config.data import DataConfig
+from verl.config.file_rules import output_is_no_input
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.config.rules import is_greedy
@@ -209,15 +210,11 @@ def files_and_model_are_named(config: GenerationConfig) -> Iterator[str]:
     output = config.data.output_path
     if output is None or not output.endswith(".parquet"):
         yield f"data.output_path must name the .parquet file to write, got {output}."
-    elif config.data.path and output in config.data.path:
-        yield (
-            f"data.output_path='{output}' is also read as data.path. Give the output a name of its "
-            "own."
-        )
 
 
 RULES = (
     files_and_model_are_named,
+    output_is_no_input,
     *map(SHARED.rule_here, (ranks_can_be_divided, sequences_fit)),
 )
 

@@ -18,7 +18,7 @@ from verl.data.files import ArrowRows
 from verl.data.lengths import tokenizer_fingerprint
 from verl.data.rl_dataset import RLDataset
 from verl.data.toy import TOY, toy_files
-from verl.jobs.finished_batches import FinishedBatches
+from verl.jobs.finished_batches import FinishedBatches, require_writable
 from verl.models.load import resolve_path
 from verl.protocol import DataProto
 from verl.rollout import check_engine, check_engine_service
@@ -84,6 +84,9 @@ def generate(config: GenerationConfig) -> None:
     The file `data.output_path` gets all columns of the input, and the responses.
     """
     data = config.data
+    assert data.output_path is not None, "the configuration was checked"
+    output = Path(data.output_path)
+    require_writable(output)
     train = SHARED.as_train_config(config)
     rollout = train.actor_rollout_ref.rollout
     if config.trainer.num_threads is not None:
@@ -106,9 +109,8 @@ def generate(config: GenerationConfig) -> None:
             "data.response_key to another name for the responses."
         )
 
-    assert data.output_path is not None, "the configuration was checked"
     finished = FinishedBatches(
-        Path(data.output_path), identity(config, prompts), table, data.response_key, data.batch_size
+        output, identity(config, prompts), table, data.response_key, data.batch_size
     )
     if config.trainer.resume_mode == "disable":
         finished.discard()
