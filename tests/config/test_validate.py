@@ -140,6 +140,8 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2")
             "trainer.n_gpus_per_node=1e30",
             r"expects a whole number or null, got 1\d+ \(int\). The largest is 922",
         ),
+        (f"{ACTOR}.optim.lr=inf", "optim.lr must be at least 0 and finite, got inf"),
+        (f"{ACTOR}.entropy_coeff=-inf", "entropy_coeff must be finite, got -inf"),
         ("trainer.val_only=-7", r"val_only expects True or False, got -7 \(int\)"),
         ("trainer.async_save=2", r"async_save expects True or False, got 2 \(int\)"),
         ("trainer.save_freq=0", "save_freq must be positive, or -1"),

@@ -33,7 +33,9 @@ class PolicyLossConfig:
     kl_cov_ratio: float = setting(
         0.0002, "kl_cov: share of tokens with a KL penalty", at_least=0, at_most=1
     )
-    ppo_kl_coef: float = setting(0.1, "kl_cov: coefficient of that penalty", at_least=0)
+    ppo_kl_coef: float = setting(
+        0.1, "kl_cov: coefficient of that penalty", at_least=0, finite=True
+    )
     tau_pos: float = setting(
         1.0, "sapo: steepness of the gate where the advantage is positive", above=0
     )
@@ -47,7 +49,7 @@ class PolicyLossConfig:
     dppo_kl_threshold: float = setting(
         0.05, "dppo_kl: divergence beyond which a token moves no further", at_least=0
     )
-    dro_beta: float = setting(0.05, "dro: weight of the squared log ratio", at_least=0)
+    dro_beta: float = setting(0.05, "dro: weight of the squared log ratio", at_least=0, finite=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,9 +114,9 @@ class ActorConfig:
         "sum over tokens / R (data.max_response_length), Dr.GRPO's",
         choices=LOSS_AGGREGATIONS,
     )
-    entropy_coeff: float = setting(0.0, "weight of the entropy bonus")
+    entropy_coeff: float = setting(0.0, "weight of the entropy bonus", finite=True)
     use_kl_loss: bool = setting(False, "add KL to the reference to the loss")
-    kl_loss_coef: float = setting(0.001, "weight of that KL", at_least=0)
+    kl_loss_coef: float = setting(0.001, "weight of that KL", at_least=0, finite=True)
     kl_loss_type: str = setting(
         "low_var_kl",
         "estimator of that KL; with + it has the gradient of k2; full: exact, over the whole "

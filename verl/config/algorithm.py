@@ -10,7 +10,9 @@ from verl.config.setting import setting
 @dataclass(kw_only=True, slots=True)
 class KLControlConfig:
     type: str = setting("fixed", "how the coefficient moves", choices=("fixed", "adaptive"))
-    kl_coef: float = setting(0.001, "(first) coefficient of the KL in the reward", at_least=0)
+    kl_coef: float = setting(
+        0.001, "(first) coefficient of the KL in the reward", at_least=0, finite=True
+    )
     horizon: int = setting(10000, "adaptive: samples over which the coefficient adapts", above=0)
     target_kl: float = setting(0.1, "adaptive: KL aimed at", above=0)
 

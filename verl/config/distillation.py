@@ -44,7 +44,9 @@ class DistillationLossConfig:
     use_task_rewards: bool = setting(
         True, "add the divergence to the policy loss; False: it is the whole loss, without a reward"
     )
-    distillation_loss_coef: float = setting(1.0, "weight of the divergence", at_least=0)
+    distillation_loss_coef: float = setting(
+        1.0, "weight of the divergence", at_least=0, finite=True
+    )
     use_policy_gradient: bool = setting(
         False,
         "the divergence of a token is subtracted from its advantage, where loss_mode is an "

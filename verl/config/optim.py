@@ -16,7 +16,7 @@ class OptimConfig:
         ),
         choices=OPTIMIZERS,
     )
-    lr: float = setting(1e-6, "peak learning rate", at_least=0)
+    lr: float = setting(1e-6, "peak learning rate", at_least=0, finite=True)
     lr_warmup_steps_ratio: float = setting(
         0.0, "share of all steps spent warming up", at_least=0, at_most=1
     )
@@ -32,7 +32,7 @@ class OptimConfig:
         at_least=-1,
         null_is_default=True,
     )
-    weight_decay: float = setting(0.01, "decoupled weight decay", at_least=0)
+    weight_decay: float = setting(0.01, "decoupled weight decay", at_least=0, finite=True)
     min_lr_ratio: float = setting(
         0.0,
         "the cosine schedule ends at this share of lr",
@@ -41,10 +41,13 @@ class OptimConfig:
         null_is_default=True,
     )
     num_cycles: float = setting(
-        0.5, "cosine waves over the run; 0.5 goes from the peak to the minimum once", above=0
+        0.5,
+        "cosine waves over the run; 0.5 goes from the peak to the minimum once",
+        above=0,
+        finite=True,
     )
     warmup_style: str = setting(
         "constant", "schedule after the warm-up", choices=("constant", "cosine")
     )
     betas: list[float] = setting([0.9, 0.999], "AdamW's decay rates of the first and second moment")
-    eps: float = setting(1e-8, "AdamW's epsilon", above=0)
+    eps: float = setting(1e-8, "AdamW's epsilon", above=0, finite=True)

@@ -81,7 +81,7 @@ class OverlongBufferConfig:
     len: int = setting(
         0, "tokens before data.max_response_length in which the punishment grows", at_least=0
     )
-    penalty_factor: float = setting(1.0, "punishment at the limit", at_least=0)
+    penalty_factor: float = setting(1.0, "punishment at the limit", at_least=0, finite=True)
     log: bool = setting(False, "metrics reward/overlong_reward/mean and reward/overlong/mean")
 
 

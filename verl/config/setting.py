@@ -31,6 +31,7 @@ class Setting:
     above: float | None = None  # exclusive lower bound
     at_least: float | None = None
     at_most: float | None = None
+    finite: bool = False  # infinity is refused; NaN always is
     # the key that gives the value when this one is unset (".x": in the same section), or an
     # interpolation
     follows: str | None = None

@@ -140,6 +140,9 @@ def _violated_bounds(key: Key, value: Any) -> str | None:
     if setting.at_most is not None:
         parts.append(f"at most {setting.at_most}")
         inside &= value <= setting.at_most
+    if setting.finite:
+        parts.append("finite")
+        inside &= not math.isinf(value)
     return None if inside else " and ".join(parts)
 
 
