@@ -326,6 +326,21 @@ def test_samples_with_dropped_rewards_count_in_no_validation(tmp_path):
     assert scores == {1.0}
 
 
+@pytest.mark.parametrize("key", ["rollout_data_dir", "validation_data_dir"])
+def test_a_file_in_the_place_of_a_folder_of_samples_is_named_at_the_start(tmp_path, capfd, key):
+    path = tmp_path / "samples"
+    path.write_text("")
+    text = message(capfd, run(tmp_path, f"trainer.{key}={path}"))
+    assert text == f"trainer.{key}='{path}' cannot be written: File exists. Name a writable folder."
+
+
+@pytest.mark.parametrize("odd", [-1, 1_000_000])
+def test_stop_tokens_that_the_tokenizer_lacks_are_named_at_the_start(tmp_path, capfd, odd):
+    text = message(capfd, run(tmp_path, f"actor_rollout_ref.rollout.stop_token_ids=[{odd}]"))
+    assert text.startswith("stop_token_ids must be ids of the tokenizer, from 0 to ")
+    assert not list(tmp_path.iterdir()), "before anything is written"
+
+
 def test_a_tracker_does_not_hide_the_error_of_a_validation(tmp_path, capfd, monkeypatch):
     def fails(self):
         raise RewardError("the first error")

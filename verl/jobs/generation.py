@@ -98,6 +98,7 @@ def generate(config: GenerationConfig) -> None:
     pool = join_pool(train, device)
 
     tokenizer = setup.build_tokenizer(train)
+    setup.check_stops(train, tokenizer)
     files = toy_files() if data.path == [TOY] else data.path
     pictures = setup.picture_reader(train, tokenizer)
     prompts = Prompts(files, tokenizer, train.data, pictures=pictures)

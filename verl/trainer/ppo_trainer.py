@@ -112,6 +112,7 @@ class PPOTrainer(RunOfRoles):
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.entropy_controller = entropy_controller(config)
         self.tokenizer = tokenizer or setup.build_tokenizer(config)
+        setup.check_stops(config, self.tokenizer)
         setup.check_rollout_model(config, self.device)
         self.reward_fn = reward_fn or setup.training_reward(config, self.tokenizer)
         self.val_reward_fn = val_reward_fn or setup.build_reward(

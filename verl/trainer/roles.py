@@ -40,6 +40,7 @@ class RunOfRoles(TrainingRun[TrainConfig]):
         for line in describe_algorithm(self.config):
             logger.info("%s", line)
         self.start_tracker()
+        setup.check_sample_folders(self.config)
         roles = self.config.actor_rollout_ref
         data = self.config.data
         self.actor_wg = self.start_role(

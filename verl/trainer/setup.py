@@ -1,6 +1,7 @@
 """From configuration to the parts a trainer is made of."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +29,11 @@ from verl.rollout import (
     check_engine_model,
     check_engine_service,
 )
+from verl.rollout.stopping import StopRule
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.imports import import_user_code
+from verl.utils.limits import make_writable
 from verl.utils.logging import logger
 from verl.utils.phases import declared_phase, declared_phases, phase
 from verl.workers.actor import model_source
@@ -83,6 +86,26 @@ def check_rollout_model(config: TrainConfig, device: torch.device) -> None:
     model = load_model_config(**model_source(roles.model))
     check_engine_model(roles.rollout, model, on_cuda=device.type == "cuda")
     check_engine_service(roles.rollout)
+
+
+def check_stops(config: TrainConfig, tokenizer: Any) -> None:
+    """Raise ConfigError for stop tokens that the tokenizer lacks, and for an empty stop string."""
+    StopRule(sampling_params(config.actor_rollout_ref.rollout), (), tokenizer)
+
+
+def check_sample_folders(config: TrainConfig) -> None:
+    """Raise ConfigError for a folder of samples that cannot be written."""
+    for key in ("rollout_data_dir", "validation_data_dir"):
+        folder = getattr(config.trainer, key)
+        if folder is None:
+            continue
+        try:
+            make_writable(Path(folder))
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.{key}='{folder}' cannot be written: {error.strerror}. Name a writable "
+                "folder."
+            ) from error
 
 
 def check_mode(config: TrainConfig, kind: Any) -> None:
