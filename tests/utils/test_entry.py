@@ -31,15 +31,21 @@ def test_message_and_traceback_are_printed_once(traceback: str, tracebacks: int)
     assert done.stderr.count("DataError: no rows") == 1
 
 
-def test_a_file_that_cannot_be_written_is_reported_in_one_line(capfd):
-    def job() -> None:
+@pytest.mark.parametrize(
+    ("error", "way_out"),
+    [
         # the message of pyarrow
-        raise PermissionError(13, "Failed to open local file '/x/train.parquet'")
+        (PermissionError(13, "Failed to open local file '/x/a.parquet'"), "Free some space, or"),
+        (FileExistsError(17, "File exists", "/x/a.parquet"), "Correct the path."),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_reported_in_one_line(capfd, error, way_out):
+    def job() -> None:
+        raise error
 
     assert exit_code(job) == 1
-    assert "train.parquet'. Free some space, or choose another" in (
-        message := capfd.readouterr().err
-    )
+    message = capfd.readouterr().err
+    assert f"/x/a.parquet'. {way_out}" in message
     assert len(message.splitlines()) == 1
 
 

@@ -16,6 +16,7 @@ INTERRUPTED = 130  # a shell's exit code for a command that Ctrl-C ended
 READER_GONE = 141  # a shell's exit code for a command that SIGPIPE ended
 # The disk is full or read-only, or a file grew too large. Some libraries leave `filename` unset.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
+_WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
 def exit_code(job: Callable[[], int | None]) -> int:
@@ -46,11 +47,11 @@ def exit_code(job: Callable[[], int | None]) -> int:
             return READER_GONE
         if not is_about_files(error):
             raise
-        way_out = (
-            "Free some space, or choose another folder. VERL_TRACEBACK=1 shows where the file was "
-            "needed."
-        )
-        return _report(f"{_named(error)}. {way_out}", error)
+        way_out = "Free some space, or choose another folder"
+        if isinstance(error, _WRONG_PATH):
+            way_out = "Correct the path"
+        where = "VERL_TRACEBACK=1 shows where the file was needed."
+        return _report(f"{_named(error)}. {way_out}. {where}", error)
 
     except KeyboardInterrupt as error:
         return _report("Interrupted.", error, INTERRUPTED)
