@@ -97,6 +97,13 @@ def test_override_config_changes_keys_and_names_unknown_ones(folder: Path) -> No
         load_causal_lm(folder, dtype="float32", override_config={"rope_thetas": 1})
 
 
+def test_override_config_takes_a_dropout_of_zero_that_the_family_lacks(folder: Path) -> None:
+    off = {"attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0}
+    load_causal_lm(folder, dtype="float32", override_config=off)
+    with pytest.raises(ModelError, match=r"override_config\.embd_pdrop.*no such key"):
+        load_causal_lm(folder, dtype="float32", override_config={"embd_pdrop": 0.1})
+
+
 def test_missing_weights_are_an_error_and_not_random(folder: Path) -> None:
     with pytest.raises(ModelError, match="would be random"):
         load_causal_lm(

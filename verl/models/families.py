@@ -141,9 +141,15 @@ def zero_module_dropout(model: nn.Module) -> None:
 
 
 def override(config: Any, changes: dict[str, Any], where: str = "override_config") -> None:
-    """Write nested `changes` into a configuration. Raises ModelError for an unknown key."""
+    """Write nested `changes` into a configuration.
+
+    Raises ModelError for an unknown key, except a dropout of 0 that the family does not have:
+    scripts for several families turn all of them off.
+    """
     for name, value in changes.items():
         if not hasattr(config, name):
+            if "drop" in name and value == 0:
+                continue
             known = [key for key in config.to_dict() if not key.startswith("_")]
             raise ModelError(
                 f"{where}.{name}: the configuration of '{config.model_type}' has no such key. "
