@@ -3,6 +3,8 @@ and resume."""
 
 import logging
 import math
+import runpy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -220,6 +222,14 @@ def test_a_dapo_batch_is_full_of_prompts_with_unequal_rewards(tmp_path):
     later = next(batch for batch, number in zip(trainer.batches, rounds) if number > 1)
     numbers = [int(uid.split("-")[1]) for uid in later.non_tensor_batch["uid"]]
     assert max(numbers) >= 4, "further prompts have numbers, and with them noise, of their own"
+
+
+def test_the_old_name_of_the_dapo_recipe_runs_the_same_program(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["main_dapo", *DAPO, "--cfg", "job"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("recipe.dapo.main_dapo", run_name="__main__")
+    assert ended.value.code == 0
+    assert "clip_ratio_high: 0.28" in capsys.readouterr().out
 
 
 def test_a_dapo_run_resumes_with_the_same_bits(tmp_path):
