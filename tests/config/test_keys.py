@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.shared_files import SHARED, needs_shared
-from verl.config import TrainConfig
+from verl.config import TrainConfig, config_from_dict
 from verl.config.key_table import ROOTS, key_tables, page
-from verl.config.keys import IGNORED_NAME, flatten, keys_of, nearest_keys, nest
+from verl.config.keys import IGNORED_NAME, flatten, keys_of, nearest_keys, nest, value_at
 from verl.utils.errors import ConfigError
 
 KEYS = keys_of(TrainConfig)
@@ -66,6 +66,8 @@ def test_every_key_has_help_and_at_most_one_status():
         ("actor.optim.lr", "actor_rollout_ref.actor.optim.lr"),
         ("trainer.lr", "critic.optim.lr"),
         ("actor_rolout_ref.rollout.temperature", "actor_rollout_ref.rollout.temperature"),
+        ("ray_kwargs.ray_init.num_cpus", "ray_init.num_cpus"),
+        ("reward.custom_reward_function.path", "custom_reward_function.path"),
     ],
 )
 def test_unknown_key_suggests_the_nearest(written: str, nearest: str):
@@ -80,12 +82,25 @@ def test_unknown_key_suggests_the_nearest(written: str, nearest: str):
     ("written", "way"),
     [
         ("actor_rollout_ref.actor.megatron.param_offload", "FSDP2"),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype", r"actor_rollout_ref\.model\.dtype"),
+        ("actor_rollout_ref.actor.tis_imp_ratio_cap", "rollout_is_threshold"),
+        ("reward_model.n_gpus_per_node", r"trainer\.placement\.reward_model"),
+        ("actor_rollout_ref.rollout.data_parallel_size", "tensor_model_parallel_size"),
+        ("global_profiler.steps", r"trainer\.profile_steps"),
     ],
 )
 def test_keys_of_missing_features_name_an_alternative(written: str, way: str):
     with pytest.raises(ConfigError, match=way) as raised:
         flatten(nest({written: 1}), TrainConfig)
     assert "Nearest" not in str(raised.value)
+
+
+@pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "critic"])
+def test_the_later_name_of_the_schedule_is_taken_by_every_role(role: str):
+    given = {"data.dataset_name": "toy", f"{role}.optim.lr_scheduler_type": "cosine"}
+    config = config_from_dict(nest(given))
+    assert value_at(config, f"{role}.optim.warmup_style") == "cosine"
+    assert f"another name of `{role}.optim.warmup_style`" in page()
 
 
 def test_all_unknown_keys_are_reported_together():

@@ -24,4 +24,7 @@ class ActorRolloutRefConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    nccl_timeout: int = setting(
+        600, "seconds a collective may take", no_effect="trainer.deadline_s bounds every call"
+    )
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

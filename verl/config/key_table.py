@@ -76,8 +76,8 @@ def _default(key: Key) -> str:
 
 def _status(key: Key) -> str:
     setting = key.setting
-    if setting.alias_of is not None:
-        return f"another name of `{setting.alias_of}`"
+    if key.main is not None:
+        return f"another name of `{key.main}`"
     if setting.planned is not None:
         refused = f"refused: {setting.planned}"
         if setting.planned_values:

@@ -38,6 +38,11 @@ class Key:
         return f"{self.section}{source}" if source.startswith(".") else source
 
     @property
+    def main(self) -> str | None:
+        """Path of the key of which this one is another name, or None."""
+        return None if self.setting.alias_of is None else self.followed
+
+    @property
     def interpolation(self) -> str | None:
         """Return OmegaConf's text for the key when unset."""
         if self.followed is not None:
@@ -170,7 +175,7 @@ def rename_aliases(
     written_as: dict[str, str] = {}
     aliases: list[tuple[str, str]] = []  # name, and the key that it stands for
     for path, value in given.items():
-        main = keys[path].setting.alias_of
+        main = keys[path].main
         if main is None:
             renamed[path] = value
             written_as[path] = path
@@ -198,7 +203,17 @@ _OWN_RANKS = (
     "the ranks of a rollout of its own are named among those of the run: "
     "trainer.placement.rollout=[2,3], for example."
 )
-# Parts of names for features that this version does not have, with the way out.
+_REWARD_RANKS = (
+    "ranks of the reward model are named among those of the run: "
+    "trainer.placement.reward_model=[2,3], for example."
+)
+_ENGINES = (
+    "ranks that share no engine have one each, with samples of their own. "
+    "actor_rollout_ref.rollout.tensor_model_parallel_size splits an engine."
+)
+_TIMELINE = "trainer.profile_steps=[2,5] writes the timelines of steps, and no profiler is started."
+# Parts of names for features that this version does not have, and of names that later versions of
+# verl use, with the way out.
 _ABSENT = {
     "actor_rollout_ref.rollout.nnodes": _OWN_RANKS,
     "actor_rollout_ref.rollout.n_gpus_per_node": _OWN_RANKS,
@@ -206,6 +221,23 @@ _ABSENT = {
         "there is no Megatron backend. Shard with FSDP2 (strategy=fsdp) and split the rollout "
         "engine by actor_rollout_ref.rollout.tensor_model_parallel_size."
     ),
+    "fsdp_config.model_dtype": (
+        "the dtype of the parameters is actor_rollout_ref.model.dtype, of a critic "
+        "critic.model.dtype: float32 or bfloat16."
+    ),
+    "tis_imp_ratio_cap": (
+        "set algorithm.rollout_correction.rollout_is=token and "
+        "algorithm.rollout_correction.rollout_is_threshold to the cap."
+    ),
+    "reward_model.enable_resource_pool": _REWARD_RANKS,
+    "reward_model.nnodes": _REWARD_RANKS,
+    "reward_model.n_gpus_per_node": _REWARD_RANKS,
+    "rollout.data_parallel_size": _ENGINES,
+    "rollout.expert_parallel_size": _ENGINES,
+    "rollout.pipeline_model_parallel_size": _ENGINES,
+    "global_profiler": _TIMELINE,
+    "nsight_options": _TIMELINE,
+    "npu_profile": _TIMELINE,
 }
 # Sections of training that other programs do not have, with the way out.
 _PLAY_IN_TRAINING = (
@@ -243,18 +275,21 @@ def _way_by_training(path: str, known: list[str]) -> str | None:
 
 
 def nearest_keys(path: str, known: list[str]) -> str:
-    """Return keys that end in `path`, or similar ones.
+    """Return keys that end in `path`, or keys that `path` ends in, or similar ones.
 
     Similar keys come from the same section, else have the same name, else are from the whole tree.
     """
     section, _, name = path.rpartition(".")
     ending: list[str] = []
+    inner: list[str] = []
     same_name: list[str] = []
     siblings: dict[str, str] = {}
     for key in known:
         own_section, _, own_name = key.rpartition(".")
         if key.endswith(f".{path}"):
             ending.append(key)
+        if path.endswith(f".{key}"):
+            inner.append(key)
         if own_section == section:
             siblings[own_name] = key
         if own_name == name:
@@ -262,7 +297,7 @@ def nearest_keys(path: str, known: list[str]) -> str:
 
     close_names = difflib.get_close_matches(name, list(siblings), n=3, cutoff=0.6)
     similar = [siblings[close] for close in close_names]
-    best = ending or similar or same_name
+    best = ending or inner or similar or same_name
     if not best:
         best = difflib.get_close_matches(path, known, n=4, cutoff=0.5)
     return ", ".join(best[:4]) if best else "none; --cfg job prints all keys"

@@ -49,5 +49,6 @@ class OptimConfig:
     warmup_style: str = setting(
         "constant", "schedule after the warm-up", choices=("constant", "cosine")
     )
+    lr_scheduler_type: str | None = setting(None, "later name in verl", alias_of=".warmup_style")
     betas: list[float] = setting([0.9, 0.999], "AdamW's decay rates of the first and second moment")
     eps: float = setting(1e-8, "AdamW's epsilon", above=0, finite=True)

@@ -35,7 +35,8 @@ class Setting:
     # the key that gives the value when this one is unset (".x": in the same section), or an
     # interpolation
     follows: str | None = None
-    alias_of: str | None = None  # full key of which this one is another name
+    # the key of which this one is another name; ".x": in the same section
+    alias_of: str | None = None
     # an explicit null is accepted, though the type has none, and leaves the default
     null_is_default: bool = False
     is_path: bool = False  # a file or folder: `~` is expanded
