@@ -87,6 +87,7 @@ def test_unknown_key_suggests_the_nearest(written: str, nearest: str):
         ("reward_model.n_gpus_per_node", r"trainer\.placement\.reward_model"),
         ("actor_rollout_ref.rollout.data_parallel_size", "tensor_model_parallel_size"),
         ("global_profiler.steps", r"trainer\.profile_steps"),
+        ("data.messages_key", r"data\.multiturn\.enable=True"),
     ],
 )
 def test_keys_of_missing_features_name_an_alternative(written: str, way: str):

@@ -50,6 +50,7 @@ def _same(module: str, names: str) -> dict[str, Entry]:
 OLD_PROGRAMS = {
     "verl.trainer.main_sft": "verl.jobs.main_sft",
     "verl.trainer.fsdp_sft_trainer": "verl.jobs.main_sft",
+    "verl.trainer.sft_trainer": "verl.jobs.main_sft",
     "verl.trainer.main_generation": "verl.jobs.main_generation",
     "verl.trainer.main_eval": "verl.jobs.main_eval",
     "verl.model_merger": "verl.jobs.main_merge",

@@ -229,6 +229,9 @@ _ABSENT = {
         "set algorithm.rollout_correction.rollout_is=token and "
         "algorithm.rollout_correction.rollout_is_threshold to the cap."
     ),
+    "data.messages_key": (
+        "conversations are data.multiturn.enable=True, in the column data.multiturn.messages_key."
+    ),
     "reward_model.enable_resource_pool": _REWARD_RANKS,
     "reward_model.nnodes": _REWARD_RANKS,
     "reward_model.n_gpus_per_node": _REWARD_RANKS,
