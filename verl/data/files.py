@@ -241,8 +241,9 @@ def _open_parquet(path: Path) -> Rows:
     try:
         return ArrowRows(pq.read_table(path))
     except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")  # Arrow's may have several lines
         raise DataError(
-            f"Data file '{path}' is not readable as Parquet: {error}. Write it again."
+            f"Data file '{path}' is not readable as Parquet: {reason}. Write it again."
         ) from error
 
 
