@@ -3,7 +3,13 @@
 import functools
 from typing import Any
 
-from verl.utils.signatures import declares, keywords_of, taken_by, takes_any_keyword
+from verl.utils.signatures import (
+    declares,
+    keywords_of,
+    names_key,
+    taken_by,
+    takes_any_keyword,
+)
 
 
 def named(place: int, /, first: int, *rest: int, second: int = 0) -> tuple[int, int]:
@@ -36,3 +42,43 @@ def test_what_a_function_declares_and_takes():
     assert takes_any_keyword(functools.partial(anything, first=1))
     assert declares(anything, "first")
     assert not declares(anything, "others")
+
+
+def reads_directly(**kwargs: Any) -> Any:
+    return kwargs["key"]
+
+
+def reads_in_a_lambda(**kwargs: Any) -> Any:
+    return sorted(range(2), key=lambda _: kwargs.get("key"))
+
+
+def reads_in_a_parameter(**kwargs: Any) -> Any:
+    def read(key: Any = None, **others: Any) -> Any:
+        return key, others
+
+    return read(**kwargs)
+
+
+def reads_in_a_pattern(**kwargs: Any) -> Any:
+    match kwargs:
+        case {"key": value}:
+            return value
+    return None
+
+
+def reads_others(**kwargs: Any) -> Any:
+    """Read no "key"."""
+    return [kwargs[name] for name in ("keys", "other")]
+
+
+def test_a_key_is_found_wherever_the_code_of_a_function_names_it():
+    for function in (
+        reads_directly,
+        reads_in_a_lambda,
+        reads_in_a_parameter,
+        reads_in_a_pattern,
+        functools.wraps(reads_directly)(anything),
+    ):
+        assert names_key(function, "key"), function
+    assert not names_key(reads_others, "key")
+    assert not names_key(len, "key")

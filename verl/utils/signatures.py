@@ -3,6 +3,7 @@ library."""
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -34,6 +35,21 @@ def taken_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[
 
 
 def names_key(function: Callable[..., Any], name: str) -> bool:
-    """Return whether the code of a function holds this text, such as `kwargs["name"]`."""
+    """Return whether the code of a function holds this text, such as `kwargs["name"]`.
+
+    Functions that it defines count as well, and so do their parameters.
+    """
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is not None and name in code.co_consts
+    return code is not None and _holds(code, name)
+
+
+def _holds(constant: Any, name: str) -> bool:
+    if isinstance(constant, CodeType):
+        num_parameters = constant.co_argcount + constant.co_kwonlyargcount
+        if name in constant.co_varnames[:num_parameters]:
+            return True
+        return any(_holds(each, name) for each in constant.co_consts)
+
+    if isinstance(constant, (tuple, frozenset)):  # keys of a pattern, or of `in (...)`
+        return any(_holds(each, name) for each in constant)
+    return isinstance(constant, str) and constant == name
