@@ -17,6 +17,8 @@ from tests.agents.tools.user_tools import (
 )
 from verl.agents.formats.base import ToolCall
 from verl.agents.tools import BaseTool, ToolSet
+from verl.agents.tools.functions import as_tool
+from verl.agents.tools.host import facts_of
 from verl.agents.tools.results import plain_row_kwargs
 from verl.utils.errors import ConfigError, DataError, RolloutError
 
@@ -486,3 +488,53 @@ def test_a_tool_that_cannot_be_made_ends_the_start_without_threads(tmp_path):
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
+
+
+class Passes(BaseTool):
+    """Hands its keywords to a method that reads the state of the episode."""
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return await self.answer(**kwargs)
+
+    async def answer(self, agent_data=None, **others):
+        return f"{agent_data} {others}"
+
+
+class PassesUp(Passes):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return await super().execute(instance_id, parameters, **kwargs)
+
+
+class Asks(BaseTool):
+    """Decides by itself whether it gets the state of the episode."""
+
+    def takes_agent_data(self, *, is_copied):
+        return is_copied
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return str(kwargs)
+
+
+def without_data(n: int) -> str:
+    """Take no state."""
+    return str(n)
+
+
+def with_data(n: int, agent_data=None) -> str:
+    """Take the state."""
+    return f"{n} {agent_data}"
+
+
+def test_a_tool_says_whether_it_gets_the_state_of_the_episode():
+    """In a helper process each of these has the whole trajectory sent with every call."""
+    expected = [
+        (Passes({}, schema("passes")), True, True),
+        (PassesUp({}, schema("passes_up")), True, True),
+        (Asks({}, schema("asks")), False, True),
+        (counter(), True, False),
+        (as_tool(with_data), True, True),
+        (as_tool(without_data), False, False),
+    ]
+    for tool, here, in_a_process in expected:
+        assert facts_of(tool, (0, 0), in_process=False).takes_agent_data == here, tool.name
+        assert facts_of(tool, (0, 0), in_process=True).takes_agent_data == in_a_process, tool.name

@@ -24,12 +24,13 @@ Keys of `config` that the calls read, next to those of the class:
 
 `execute` gets the state of the episode as `agent_data` (`verl.agents.tools.agent_data.AgentData`)
 if it declares a parameter of that name or takes `**kwargs`. In a helper process it gets a copy, and
-with `**kwargs` only if its code names the key: `kwargs.get("agent_data")`.
+with `**kwargs` only if the code of its class names the key: `kwargs.get("agent_data")`.
 
 A class without `create`, `calc_reward` and `release` of its own keeps nothing between calls, and
 none of the three is called.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
@@ -38,7 +39,9 @@ from pydantic import ValidationError
 
 from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.errors import ConfigError
-from verl.utils.signatures import declares, taken_by, takes_any_keyword
+from verl.utils.signatures import declares, names_key, taken_by, takes_any_keyword
+
+AGENT_DATA = "agent_data"  # the keyword of `execute`
 
 
 class ToolArgumentError(ValueError):
@@ -104,6 +107,14 @@ class BaseTool:
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Drop the instance."""
 
+    def takes_agent_data(self, *, is_copied: bool) -> bool:
+        """Return whether `execute` gets the state of the episode; see the module.
+
+        Args:
+            is_copied: it is sent to a helper process with every call.
+        """
+        return takes_agent_data(self, is_copied=is_copied)
+
     def shut_down(self) -> None:
         """Free resources that all instances share. Called once, at the end of the run."""
 
@@ -152,6 +163,28 @@ def keeps_instances(tool: BaseTool) -> bool:
         if getattr(type(tool), name, None) is not getattr(BaseTool, name):
             return True
     return False
+
+
+def takes_agent_data(tool: Any, *, is_copied: bool) -> bool:
+    """Return whether `execute` of a tool, of any class, gets the state of the episode.
+
+    Nearly every `execute` has `**kwargs`. A copy goes to those alone whose class names the key, in
+    `execute` or in a method that it may call.
+    """
+    if declares(tool.execute, AGENT_DATA):
+        return True
+    if not takes_any_keyword(tool.execute):
+        return False
+    return not is_copied or any(names_key(method, AGENT_DATA) for method in _methods(tool))
+
+
+def _methods(tool: Any) -> list[Callable[..., Any]]:
+    """Return the methods of a tool's own classes."""
+    methods = []
+    for own in type(tool).__mro__:
+        if own not in (BaseTool, object):
+            methods += [each for each in vars(own).values() if inspect.isroutine(each)]
+    return methods
 
 
 def created_id(answer: Any, instance_id: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from verl.agents.tools.base import BaseTool, ToolArgumentError, as_schema
+from verl.agents.tools.base import AGENT_DATA, BaseTool, ToolArgumentError, as_schema
 from verl.agents.tools.config_file import check_call_settings
 from verl.agents.tools.threads import run_in_thread
 from verl.utils.errors import ConfigError
@@ -34,7 +34,6 @@ from verl.utils.signatures import declares
 
 _SETTINGS = ["isolation", "parallel", "retries", "retry_delay_s", "timeout_s"]
 _MARK = "_verl_function_tool"
-_AGENT_DATA = "agent_data"
 _ARGUMENT_SECTIONS = ("args", "arguments", "parameters")
 _SECTION = re.compile(r"^(\w[\w ]*):\s*$")
 _ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
@@ -74,13 +73,17 @@ class FunctionTool(BaseTool):
             ToolArgumentError: the arguments do not fit the signature.
         """
         arguments = self._check({**parameters, **kwargs})
-        if declares(self.function, _AGENT_DATA):
-            arguments[_AGENT_DATA] = agent_data
+        if self.takes_agent_data(is_copied=False):
+            arguments[AGENT_DATA] = agent_data
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**arguments)
 
         value = await run_in_thread(self.function, **arguments)
         return await value if inspect.isawaitable(value) else value
+
+    def takes_agent_data(self, *, is_copied: bool) -> bool:
+        """Return whether the function has a parameter for the state of the episode."""
+        return declares(self.function, AGENT_DATA)
 
     def _check(self, parameters: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -200,7 +203,7 @@ def _arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
     descriptions = read_docstring(inspect.getdoc(function) or "")[1]
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name == _AGENT_DATA:
+        if parameter.name == AGENT_DATA:
             continue
         _check_parameter(label, parameter, hints)
         default = ... if parameter.default is parameter.empty else parameter.default

@@ -20,14 +20,13 @@ from verl.agents.tools.base import (
     create_arguments,
     created_id,
     keeps_instances,
+    takes_agent_data,
 )
-from verl.agents.tools.functions import FunctionTool
 from verl.agents.tools.threads import WatchedLoop, count_left_behind, run_in_thread
 from verl.rewards.deadline import call_ends
 from verl.rewards.texts import describe_error, format_traceback
 from verl.rewards.watch import LateCall
 from verl.utils.logging import logger
-from verl.utils.signatures import declares, names_key, takes_any_keyword
 
 # Loops that coroutines may block at one time. Each keeps a thread until its coroutine returns.
 MAX_LOOPS = 8
@@ -124,14 +123,12 @@ def facts_of(tool: BaseTool, order: tuple[int, int], *, in_process: bool) -> Too
 
     Args:
         order: its place among all tools of the run.
-        in_process: it lives in another process. `agent_data` then goes to tools alone that declare
-            it, or read it by name from their `**kwargs`. Nearly all have these, and would have the
-            whole trajectory sent each time.
+        in_process: it lives in another process.
     """
-    execute = tool.function if isinstance(tool, FunctionTool) else tool.execute
-    takes_agent_data = declares(execute, "agent_data")
-    if not takes_agent_data and takes_any_keyword(execute):
-        takes_agent_data = not in_process or names_key(execute, "agent_data")
+    if isinstance(tool, BaseTool):
+        gets_data = tool.takes_agent_data(is_copied=in_process)
+    else:  # a user's class that only has the methods
+        gets_data = takes_agent_data(tool, is_copied=in_process)
 
     config = dict(tool.config or {})
     keeps = keeps_instances(tool)
@@ -142,7 +139,7 @@ def facts_of(tool: BaseTool, order: tuple[int, int], *, in_process: bool) -> Too
         config=config,
         keeps_instances=keeps,
         parallel=bool(config.get("parallel", not keeps)),
-        takes_agent_data=takes_agent_data,
+        takes_agent_data=gets_data,
     )
 
 
