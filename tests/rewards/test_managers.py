@@ -515,10 +515,11 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
         ({"reward_tensor": torch.ones(2)}, r"of shape \(2, 3\), got shape \(2,\)"),
         ({"reward_tensor": torch.ones(3, 3)}, r"got shape \(3, 3\)"),
         ({"reward_tensor": [1, 2]}, "got list"),
-        ({"reward_tensor": torch.full((2, 3), torch.nan)}, "row 0 is not finite"),
+        ({"reward_tensor": torch.full((2, 3), torch.nan)}, "row 0 is nan, not a finite float32"),
+        ({"reward_tensor": torch.full((2, 3), -torch.inf)}, "row 0 is inf, not a finite float32"),
         (
-            {"reward_tensor": torch.full((2, 3), -1e38)},
-            r"row 0 is 1e\+38 in magnitude, larger than 1e\+15",
+            {"reward_tensor": torch.tensor([[0.0, 1e15, 0.0], [-1e38, 0.0, 2.0]])},
+            r"row 1 is 1e\+38, in magnitude larger than 1e\+15",
         ),
         (
             {"reward_extra_info": {"a": [1]}},

@@ -5,7 +5,6 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from verl.rewards.fields import fault_of, shown
@@ -17,10 +16,6 @@ from verl.utils.errors import RewardError
 # still have a finite sum there.
 _LARGEST_SCORE = 1e15
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
-_TOO_LARGE = (
-    f"larger than {_LARGEST_SCORE:g}, beyond which advantages overflow in float32. Return a scaled "
-    "or clipped score"
-)
 
 
 def ground_truth_of(reward_model: Any) -> Any:
@@ -51,15 +46,10 @@ def check_result(result: Any, responses: Tensor) -> None:
             f"for each token of the responses, of shape {tuple(responses.shape)}, got {found}."
         )
 
-    not_finite = ~torch.isfinite(tensor)
-    if bool(not_finite.any()):
-        row = int(not_finite.any(-1).nonzero()[0, 0])
-        raise RewardError(f"The reward of row {row} is not finite: {tensor[row].tolist()[:8]}.")
-    is_large = tensor.abs() > _LARGEST_SCORE
-    if bool(is_large.any()):
-        row = int(is_large.any(-1).nonzero()[0, 0])
-        largest = float(tensor[row].abs().max())
-        raise RewardError(f"The reward of row {row} is {largest:g} in magnitude, {_TOO_LARGE}.")
+    largest = tensor.abs().amax(-1).tolist() if tensor.numel() else []
+    for row, magnitude in enumerate(largest):
+        if fault := _fault_of_score(magnitude):
+            raise RewardError(f"The reward of row {row} is {magnitude:g}, {fault}.")
 
     for name, values in result.get("reward_extra_info", {}).items():
         if len(values) != len(responses):
@@ -105,13 +95,23 @@ def _read_value(value: Any) -> tuple[float, dict[str, Any], str | None]:
     if not isinstance(value, (Real, np.bool_)):
         fact = f"{shown(value)} of type {type(value).__name__}"
         return 0.0, {}, f"{fact}, not a number or a dict with 'score'."
-    # Compare before converting: float(10**400) raises. NaN compares false.
-    if not -_LARGEST_SCORE <= value <= _LARGEST_SCORE:  # pyright: ignore[reportOperatorIssue]
-        is_finite = -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT  # pyright: ignore[reportOperatorIssue]
-        fact = f"in magnitude {_TOO_LARGE}" if is_finite else "not a finite float32"
-        return 0.0, {}, f"{shown(value)}, {fact}."
+    if fault := _fault_of_score(value):
+        return 0.0, {}, f"{shown(value)}, {fault}."
 
     for name, entry in extra.items():
         if fault := fault_of(entry):
             return 0.0, {}, f"a dict, its field '{name[:100]}' {fault}"
     return float(value), extra, None
+
+
+def _fault_of_score(score: Any) -> str | None:
+    """Return why a number cannot be a score, or None."""
+    # Compare before converting: float(10**400) raises. NaN compares false.
+    if -_LARGEST_SCORE <= score <= _LARGEST_SCORE:
+        return None
+    if not -_LARGEST_FLOAT <= score <= _LARGEST_FLOAT:
+        return "not a finite float32"
+    return (
+        f"in magnitude larger than {_LARGEST_SCORE:g}, beyond which advantages overflow in float32. "
+        "Return a scaled or clipped score"
+    )
