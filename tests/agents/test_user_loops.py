@@ -1,5 +1,6 @@
 """Agent loops in verl's two forms, from a user's file: their tokens are checked."""
 
+import logging
 import textwrap
 from pathlib import Path
 
@@ -69,7 +70,7 @@ class New(AgentLoopBase):
                     response_mask=[1] * len(drawn.token_ids),
                     response_logprobs=drawn.log_probs,
                     reward_score=0.25 * number,
-                    extra_fields={"turn_scores": [1.0]},
+                    extra_fields={"turn_scores": [1.0], **kwargs.get("fields", {})},
                 )
             )
         return outputs if len(outputs) > 1 else outputs[0]
@@ -235,6 +236,17 @@ def test_loop_of_later_versions_returns_score_and_fields(loops: str):
     _, (trajectory,), _ = run(loops, "new")
     assert trajectory.reward == 0.0
     assert trajectory.extra == {"turn_scores": [1.0]}
+
+
+def test_a_field_that_the_trainer_sets_is_ignored_by_name(
+    loops: str, caplog: pytest.LogCaptureFixture
+):
+    fields = {"num_turns": 77, "dropped_because": "mine", "of_mine": 1}
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        _, (trajectory,), _ = run(loops, "new", fields={"fields": fields})
+    assert trajectory.extra == {"turn_scores": [1.0], "of_mine": 1}
+    assert "the field 'num_turns' of an agent or tool is ignored" in caplog.text
+    assert "the field 'dropped_because' of an agent or tool is ignored" in caplog.text
 
 
 def test_a_later_loop_gets_ids_of_the_template_and_fields_of_the_row(loops: str):

@@ -1,6 +1,7 @@
 """A trajectory: the tokens of one episode with the source of each."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl.models.pictures import Pictures
+from verl.utils.logging import say_once
 
 MODEL = "model"  # drawn by the engine: the only tokens that are trained on
 SOURCES = (MODEL, "tool", "user", "template")
 # Key of `Trajectory.extra`, next to a user's own keys: why validation leaves the episode out.
 DROPPED_BECAUSE = "dropped_because"
+_OWN_FIELDS = ("num_turns", DROPPED_BECAUSE)  # entries of `extra_info` that the trainer sets
 
 
 @dataclass(kw_only=True)
@@ -92,3 +95,20 @@ class Trajectory:
         for segment in self.segments:
             ids += segment.token_ids
         return ids
+
+
+def fields_of_user(fields: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a user's agent adds to `extra_info`, without entries that the trainer sets.
+
+    Those are logged.
+    """
+    kept = dict(fields or {})
+    for name in _OWN_FIELDS:
+        if name in kept:
+            del kept[name]
+            say_once(
+                f"agents: the field '{name}' of an agent or tool is ignored, since the trainer sets "
+                f"extra_info['{name}'] itself. Give yours another name.",
+                logging.WARNING,
+            )
+    return kept

@@ -150,7 +150,7 @@ def episode_columns(
         columns["episode_part"].append(each.part)
         columns["agent_role"].append(each.role)
         columns["num_turns"].append(each.num_turns)
-        columns["agent_info"].append({"num_turns": each.num_turns, **each.extra})
+        columns["agent_info"].append({**each.extra, "num_turns": each.num_turns})
         columns["agent_reward"].append(each.reward)
         columns["turn_rewards"].append(each.turn_rewards)
         # The names of verl, for users' reward managers.

@@ -13,7 +13,7 @@ from verl.agents.gateway.server import GatewayServer
 from verl.agents.gateway.sessions import SessionBackend
 from verl.agents.gateway.wording import Wording
 from verl.config.gateway import GatewayConfig
-from verl.rollout.trajectory import Trajectory
+from verl.rollout.trajectory import Trajectory, fields_of_user
 from verl.utils.errors import VerlError
 
 _LEAST_WAIT_S = 0.01
@@ -90,7 +90,7 @@ class GatewayLoop:
         if not trajectories:
             self.causes[session] = "its agent got no reply of the model"
         for trajectory in trajectories:
-            trajectory.extra.update({**extra, "reward_extra_info": extra})
+            trajectory.extra.update({**fields_of_user(extra), "reward_extra_info": extra})
         return trajectories
 
     def counts(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from verl.agents.loops.base import AgentContext, Episode, agent_loops, require_s
 from verl.agents.tools import ToolResult, ToolSession
 from verl.agents.tools.agent_data import AgentData
 from verl.models.pictures import Pictures
-from verl.rollout.trajectory import DROPPED_BECAUSE, Trajectory
+from verl.rollout.trajectory import DROPPED_BECAUSE, Trajectory, fields_of_user
 from verl.utils.errors import DataError, RolloutError
 
 
@@ -260,7 +260,7 @@ class ToolAgentLoop:
     def _trajectories(self, play: _Play, tool_rewards: dict[str, float]) -> list[Trajectory]:
         trajectories = play.conversation.trajectories()
         extra: dict[str, Any] = {
-            **play.data.extra_fields,
+            **fields_of_user(play.data.extra_fields),
             "messages": play.conversation.messages,
             "turn_scores": play.turn_scores,
             "tool_rewards": play.step_rewards,

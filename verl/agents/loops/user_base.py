@@ -33,7 +33,8 @@ class AgentLoopOutput(BaseModel):
         reward_score: score of the trajectory; None: the reward function gives it.
         role: name of the agent, where an episode has several. Roles are compared apart.
         is_trained: whether the trajectory is learned from; False for a frozen agent.
-        extra_fields: further entries of `extra_info` for the reward function.
+        extra_fields: further entries of `extra_info` for the reward function. `num_turns` is none
+            of them: give the argument.
     """
 
     model_config = ConfigDict(extra="allow")

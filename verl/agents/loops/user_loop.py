@@ -14,7 +14,7 @@ from verl.agents.loops.server_manager import NumberedTurns, ServerManager, sampl
 from verl.agents.loops.user_base import TrainerConfig
 from verl.config import config_to_dict
 from verl.data.rl_dataset import RLDataset
-from verl.rollout.trajectory import MODEL, Segment, Trajectory
+from verl.rollout.trajectory import MODEL, Segment, Trajectory, fields_of_user
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.signatures import taken_by
 
@@ -162,7 +162,7 @@ class UserLoop:
         response = response[: self.context.max_response_tokens]
         prompt = [int(token) for token in output.prompt_ids]
         check_prompt(episode, prompt, self.context.config.prompt_length)
-        extra = dict(getattr(output, "extra_fields", None) or {})
+        extra = fields_of_user(getattr(output, "extra_fields", None))
         role = getattr(output, "role", "")
         policy = self.context.policy_of(role)
         turns = [(turn, each) for turn, each in enumerate(server.drawn) if each.policy == policy]
