@@ -1,6 +1,7 @@
 """Loading from folders and the hub: settings, rejected models, and errors."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -344,6 +345,28 @@ def test_variables_of_the_chat_template_hold_unless_a_rendering_gives_others(fol
     assert text(tokenizer, thinking=True) == "\nhi think ['a', 'b\"']"
     with pytest.raises(ModelError, match="'no-name' is no name of a variable"):
         load_tokenizer(folder, custom_chat_template="{}", chat_template_kwargs={"no-name": 1})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, None, -3, 1e-7, 1e300, 'it\'s "{% x %}" }} \n é', [1, [None]], {"a": {"b": ("c", 2)}}],
+)
+def test_a_variable_of_the_chat_template_keeps_its_value(folder: Path, value: Any) -> None:
+    tokenizer = load_tokenizer(
+        folder,
+        custom_chat_template="{{ own | tojson }} {{ own is none }} {{ own == given }}",
+        chat_template_kwargs={"own": value},
+    )
+    given = json.loads(json.dumps(value))
+    messages = [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, given=given)
+    assert text == f"{json.dumps(value, ensure_ascii=False)} {value is None} True"
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, {1, 2}, Path("a"), b"a", {"a": [object()]}])
+def test_a_variable_without_a_literal_is_refused_by_name(folder: Path, value: Any) -> None:
+    with pytest.raises(ModelError, match="apply_chat_template_kwargs: 'own' must be text"):
+        load_tokenizer(folder, custom_chat_template="{}", chat_template_kwargs={"own": value})
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error() -> None:

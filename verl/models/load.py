@@ -1,6 +1,7 @@
 """Load tokenizers and models from a folder or the hub."""
 
 import importlib
+import math
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -440,8 +441,30 @@ def _with_defaults(template: Any, variables: Mapping[str, Any]) -> str:
             raise ModelError(
                 f"data.apply_chat_template_kwargs: '{name}' is no name of a variable. Correct it."
             )
+        literal = _jinja_literal(value, name)
         # The plus sign keeps a line break behind it, which transformers would take out.
         defaults.append(
-            f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif +%}}"
+            f"{{% if {name} is not defined %}}{{% set {name} = {literal} %}}{{% endif +%}}"
         )
     return "".join(defaults) + template
+
+
+def _jinja_literal(value: Any, name: str) -> str:
+    """Return how Jinja writes a value. Raises ModelError for one that has no literal."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_jinja_literal(each, name) for each in value) + "]"
+    if isinstance(value, Mapping):
+        pairs = [
+            f"{_jinja_literal(key, name)}: {_jinja_literal(each, name)}"
+            for key, each in value.items()
+        ]
+        return "{" + ", ".join(pairs) + "}"
+
+    is_plain = value is None or type(value) in (str, bool, int, float)
+    if not is_plain or (isinstance(value, float) and not math.isfinite(value)):
+        raise ModelError(
+            f"data.apply_chat_template_kwargs: '{name}' must be text, a finite number, true, false "
+            f"or null, or lists and mappings of these, got {value!r} of type "
+            f"{type(value).__name__}. Write it as text."
+        )
+    return repr(value)
