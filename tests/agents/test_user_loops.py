@@ -11,6 +11,9 @@ from verl.rollout.trajectory import DROPPED_BECAUSE
 from verl.utils.errors import ConfigError, RolloutError
 
 LOOPS = '''
+import runpy
+from pathlib import Path
+
 from verl.agents import AgentLoopBase, AgentLoopOutput
 
 
@@ -176,7 +179,16 @@ class Unprepared(New):
 class Raises(New):
     async def run(self, sampling_params, **kwargs):
         raise KeyError("nothing here")
+
+
+class Asserts(New):
+    async def run(self, sampling_params, **kwargs):
+        return runpy.run_path(Path(__file__).with_name("helper.py"))["answer"]([])
 '''
+HELPER = """
+def answer(tokens):
+    assert len(tokens) > 0
+"""
 
 
 @pytest.fixture
@@ -194,12 +206,14 @@ def loops(tmp_path: Path) -> str:
         "raises": "Raises",
         "nothing": "Nothing",
         "seven": "Seven",
+        "asserts": "Asserts",
     }
     lines = [
         f"- name: {name}\n  _target_: {tmp_path}/loops.py:{cls}" for name, cls in names.items()
     ]
     lines[0] += "\n  word: once more"
-    lines[-1] += "\n  word: And now?"
+    lines[list(names).index("seven")] += "\n  word: And now?"
+    (tmp_path / "helper.py").write_text(HELPER)
     (tmp_path / "loops.yaml").write_text("\n".join(lines))
     return str(tmp_path / "loops.yaml")
 
@@ -297,7 +311,12 @@ def test_an_episode_may_give_several_trajectories(loops: str):
         ("retokenizes", r"marks tokens as the model's that the engine did not draw there"),
         ("warm", r"'temperature'\] is 0.1 in an agent loop, the rollout's is 1.0"),
         ("stops", r"sampling_params\['stop'\]=\['Observation:'\] cannot be set for one turn"),
-        ("raises", r"The agent loop 'raises' raised KeyError: 'nothing here' in sample 0"),
+        (
+            "raises",
+            r"The agent loop 'raises' failed in sample 0. It raised KeyError "
+            r"\(.*loops.py:\d+\): 'nothing here'\. Fix the loop",
+        ),
+        ("asserts", r"AssertionError \(.*helper.py:3\): assert len\(tokens\) > 0\. Fix the loop"),
     ],
 )
 def test_loop_that_changes_tokens_is_an_error(loops: str, name: str, message: str):

@@ -208,6 +208,22 @@ def test_an_engine_that_raises_is_named_with_the_checkpoint(tmp_path, capfd, mon
     assert "Traceback" not in shown
 
 
+def test_an_assertion_of_an_engine_is_shown_with_its_place(tmp_path, capfd):
+    """It may be in another file of the engine's package."""
+    (tmp_path / "pages.py").write_text("def check(pages):\n    assert pages\n", encoding="utf-8")
+    text = (
+        "import runpy\n"
+        "from verl.rollout import EmbeddedEngine, rollout_engines\n"
+        "class Asserts(EmbeddedEngine):\n"
+        "    def submit(self, requests, params, *, seed, step):\n"
+        f"        runpy.run_path('{tmp_path / 'pages.py'}')['check']([])\n"
+        "rollout_engines.register('asserts')(Asserts)\n"
+    )
+    assert run_with(tmp_path, "asserts", text) == 1
+    place = f"raised AssertionError in line 2 of {tmp_path / 'pages.py'}: assert pages."
+    assert place in capfd.readouterr().err
+
+
 def test_an_engine_without_methods_for_weights_is_an_error_that_names_them(tmp_path, capfd):
     text = (
         "from verl.rollout import rollout_engines\n"

@@ -18,8 +18,10 @@ from verl.agents.formats import ToolFormat, recognise_format, tool_format, tool_
 from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, AgentLoop, Episode, Tally, agent_loops, register_loops
 from verl.agents.loops.base import EpisodeDropped
+from verl.agents.loops.user_loop import UserLoop
 from verl.agents.policies import FrozenPolicy, PartnerPolicy
 from verl.agents.tools import ToolSet
+from verl.agents.user_thread import described_error, file_of
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.train import TrainConfig
@@ -267,13 +269,19 @@ class AgentRunner:
         """Drop an episode that raised, or raise, as the configuration says."""
         if isinstance(error, RolloutError):
             raise error
+        is_ours = isinstance(error, VerlError)
+        name = self.loop_name(episode)
+        if is_ours:
+            described = f"{type(error).__name__}: {error}"
+        else:
+            described = described_error(error, _file_of(self._loop(name)))
         if self.config.agent.on_error == "drop":
-            return self._drop(episode, f"{type(error).__name__}: {error}")
-        if isinstance(error, VerlError):
+            return self._drop(episode, described)
+        if is_ours:
             raise error
         raise RolloutError(
-            f"The agent loop '{self.loop_name(episode)}' raised {type(error).__name__}: "
-            f"{error} in sample {episode.row}. Fix the loop, or drop such episodes: "
+            f"The agent loop '{name}' failed in sample {episode.row}. It raised "
+            f"{described.rstrip('.')}. Fix the loop, or drop such episodes: "
             f"{_SECTION}.agent.on_error=drop."
         ) from error
 
@@ -288,6 +296,13 @@ class AgentRunner:
         counts["dropped"] += 1
         if counts["dropped"] == 1:
             logger.warning("agents: sample %d is dropped: %s.", episode.row, why.rstrip("."))
+
+
+def _file_of(loop: AgentLoop) -> str | None:
+    """Return the file of the class that plays an episode."""
+    if isinstance(loop, UserLoop):
+        return file_of(loop.loop_class.run)
+    return file_of(loop.play)
 
 
 async def _played(loop: AgentLoop, episode: Episode) -> list[Trajectory] | Exception:

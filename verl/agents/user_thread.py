@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.agents.tools.threads import LoopThread, run_in_thread
-from verl.utils.errors import line_in
+from verl.utils.errors import frame_of, text_or_source
 from verl.utils.logging import say_once
 
 _UNSTUCK_GRACE_S = 0.25  # a loop that answers later than this after a deadline is abandoned
@@ -160,13 +160,21 @@ def _result(
     value, raised = waiting.result()
     if raised is None:
         return UserCall(outcome="ok", value=value, seconds=seconds)
-    error = f"{called} raised {type(raised).__name__}{_place(function, raised)}: {raised}"
-    return UserCall(outcome="crashed", error=error, seconds=seconds)
+    return UserCall(
+        outcome="crashed",
+        error=f"{called} raised {described_error(raised, file_of(function))}",
+        seconds=seconds,
+    )
 
 
-def _place(function: Callable[..., Any], raised: BaseException) -> str:
-    """Return the line of the function's file that an error came through last, as " (file:line)"."""
+def file_of(function: Callable[..., Any]) -> str | None:
+    """Return the file of a function's code."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    file = getattr(code, "co_filename", None)
-    line = line_in(raised, file)
-    return "" if line is None else f" ({file}:{line})"
+    return getattr(code, "co_filename", None)
+
+
+def described_error(error: BaseException, file: str | None) -> str:
+    """Return an error of a user's code in `file` with its place: "KeyError (loop.py:3): 'a'"."""
+    frame = frame_of(error, file)
+    place = "" if frame is None else f" ({frame.filename}:{frame.lineno})"
+    return f"{type(error).__name__}{place}: {text_or_source(error, frame)}"

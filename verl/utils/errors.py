@@ -7,10 +7,13 @@ Every class is also the builtin that a caller would catch, and pickles across pr
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from traceback import extract_tb
+from pathlib import Path
+from traceback import FrameSummary, extract_tb
 from types import MappingProxyType
 
 from verl.utils.secrets import masked
+
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
 class VerlError(Exception):
@@ -120,6 +123,30 @@ def line_in(error: BaseException, file: str | None) -> int | None:
     """Return the last line of `file` in the traceback of an error; None if it has none."""
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return lines[-1] if lines else None
+
+
+def frame_of(error: BaseException, file: str | None) -> FrameSummary | None:
+    """Return the frame of a user's error that its author looks for, or None.
+
+    It is the last one in `file`, which holds the part that failed, or else the last one of all,
+    unless that is in this package. An assertion always has its own, in whichever file it is.
+    """
+    frames = extract_tb(error.__traceback__)
+    if not frames or isinstance(error, AssertionError):
+        return frames[-1] if frames else None
+
+    own = [frame for frame in frames if frame.filename == file]
+    if own:
+        return own[-1]
+    return None if frames[-1].filename.startswith(_PACKAGE) else frames[-1]
+
+
+def text_or_source(error: BaseException, frame: FrameSummary | None) -> str:
+    """Return the text of an error; where it has none, as a plain `assert`, its line of code."""
+    text = str(error)
+    if text or frame is None:
+        return text
+    return frame.line or ""
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.errors import AlgorithmError, VerlError, line_in
+from verl.utils.errors import AlgorithmError, VerlError, frame_of, line_in, text_or_source
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,15 @@ class NamedPart:
         except Exception as error:
             if isinstance(error, VerlError) or passes(error):
                 raise
-            line = line_in(error, self._file)
-            where = "" if line is None else f" in line {line}"
+            frame = frame_of(error, self._file)
+            where = ""
+            if frame is not None:
+                where = f" in line {frame.lineno}"
+                if frame.filename != self._file:
+                    where += f" of {frame.filename}"
             raise self.error_class(
-                f"{self} raised {type(error).__name__}{where}: {error}. VERL_TRACEBACK=1 shows "
-                "where."
+                f"{self} raised {type(error).__name__}{where}: {text_or_source(error, frame)}. "
+                "VERL_TRACEBACK=1 shows where."
             ) from error
 
     def must_return(self, expected: str, got: Any) -> AlgorithmError:

@@ -63,7 +63,7 @@ class UserLoop:
     """
 
     def __init__(
-        self, context: AgentContext, name: str, loop_class: type, options: Mapping[str, Any]
+        self, context: AgentContext, name: str, loop_class: Any, options: Mapping[str, Any]
     ) -> None:
         self.context = context
         self.name = name
