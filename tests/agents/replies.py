@@ -12,6 +12,8 @@ END = {
     "gemma": "<|tool_response>",
     "glm": "<|observation|>",
     "kimi": "<|im_end|>",
+    "minimax": "[e~[",
+    "seed": "<seed:eos>",
     "deepseek": "<｜end▁of▁sentence｜>",
 }
 FORMATS = list(END)
@@ -41,11 +43,12 @@ def write(name: str, format_name: str, arguments: dict[str, Any], *, number: int
     as_json = json.dumps(arguments, ensure_ascii=False)
     if format_name == "hermes":
         return f'<tool_call>\n{{"name": "{name}", "arguments": {as_json}}}\n</tool_call>'
-    if format_name == "qwen3_coder":
+    if format_name in ("qwen3_coder", "seed"):
+        tag = "seed:tool_call" if format_name == "seed" else "tool_call"
         parameters = "".join(
             f"<parameter={key}>\n{_text(value)}\n</parameter>\n" for key, value in arguments.items()
         )
-        return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+        return f"<{tag}>\n<function={name}>\n{parameters}</function>\n</{tag}>"
     if format_name == "gpt-oss":
         header = f"<|channel|>commentary to=functions.{name} <|constrain|>json"
         return f"<|start|>assistant{header}<|message|>{as_json}<|call|>"
@@ -63,6 +66,12 @@ def write(name: str, format_name: str, arguments: dict[str, Any], *, number: int
             for key, value in arguments.items()
         )
         return f"<tool_call>{name}\n{pairs}</tool_call>"
+    if format_name == "minimax":
+        parameters = "".join(
+            f'<parameter name="{key}">{_text(value)}</parameter>\n'
+            for key, value in arguments.items()
+        )
+        return f'<invoke name="{name}">\n{parameters}</invoke>'
     if format_name == "kimi":
         return (
             f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{as_json}"

@@ -14,7 +14,7 @@ from verl.agents.formats import (
     tool_format,
     tool_formats,
 )
-from verl.agents.formats.base import NEXT_ROLES, TURN_ENDS
+from verl.agents.formats.base import NEXT_ROLES, OTHER_NAMES, TURN_ENDS
 from verl.agents.formats.typed import convert
 from verl.utils.errors import ConfigError
 
@@ -102,7 +102,11 @@ def test_text_without_calls_is_unchanged(format_name, text):
 
 @pytest.mark.parametrize("format_name", [name for name in FORMATS if name not in ("gpt-oss",)])
 def test_reasoning_is_not_searched_for_calls(format_name):
-    tags = {"gemma": ("<|channel>thought\n", "<channel|>"), "mistral": ("[THINK]", "[/THINK]")}
+    tags = {
+        "gemma": ("<|channel>thought\n", "<channel|>"),
+        "mistral": ("[THINK]", "[/THINK]"),
+        "seed": ("<seed:think>", "</seed:think>"),
+    }
     opening, closing = tags.get(format_name, ("<think>", "</think>"))
     thought = write("weather", format_name, {"days": 1})
     written = write("weather", format_name, {"days": 2})
@@ -164,6 +168,14 @@ def test_other_spellings_of_a_family():
     )
     reply = parse("deepseek", invoke)
     assert (only(reply).arguments, reply.content) == ({"a": "1", "b": [1]}, "")
+
+    block = (
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n'
+        '<invoke name="g">\n</invoke>\n</minimax:tool_call>'
+    )
+    reply = parse("minimax", f"<think>\nHm.\n</think>\n\nHi\n{block}[e~[\n")
+    assert [(call.name, call.arguments) for call in reply.calls] == [("f", {"a": "1"}), ("g", {})]
+    assert reply.content == "<think>\nHm.\n</think>\n\nHi"
 
     text = "<start_function_call>call:f.g{a:<escape>x,y<escape>,b:[1,true]}<end_function_call>"
     assert only(parse("gemma", text)).name == "f.g"
@@ -246,6 +258,10 @@ def test_a_malformed_call_does_not_hide_the_next(format_name):
             "<tool_call><function=weather><parameter=days>two</parameter></function></tool_call>",
             "parameter 'days' must be of type integer, got 'two'",
         ),
+        ("seed", "<seed:tool_call>f()</seed:tool_call>", "must begin with <function="),
+        ("minimax", "<invoke name=></invoke>", "name of the tool is missing"),
+        ("minimax", '<invoke name="f">x</invoke>', "unexpected text before <parameter name="),
+        ("minimax", '<invoke name="f"><parameter name="a"></invoke>', "'a' is not closed"),
         ("glm", "<tool_call><arg_key>a</arg_key></tool_call>", "name of a tool"),
         ("glm", "<tool_call>f<arg_key>a</arg_key></tool_call>", "<arg_value>"),
         ("gemma", "<|tool_call>f{}<tool_call|>", "call:TOOL{"),
@@ -280,6 +296,7 @@ TAGS = [
     *TURN_ENDS,
     *NEXT_ROLES,
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "</function>"),
+    *("<invoke name=", "</invoke>", "<parameter name=", "<seed:tool_call>", "</seed:tool_call>"),
     *("<parameter=", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("[TOOL_CALLS]", "[ARGS]", "<|tool_call>", "<tool_call|>", "call:f{", '<|"|>', "<escape>"),
     *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜DSML｜invoke"),
@@ -419,8 +436,26 @@ def test_types_come_from_the_tool_that_is_called():
 def test_names():
     assert set(FORMATS) | {"qwen"} == set(tool_formats)
     assert tool_formats.get("qwen") is tool_formats.get("hermes")
-    with pytest.raises(ConfigError, match="Nearest known: hermes"):
+    with pytest.raises(ConfigError, match=r"'hermess'\. Nearest: hermes.*Known: deepseek, gem"):
         tool_format("hermess", None)
+    with pytest.raises(ConfigError, match=r"got 'XYZ'\. Known: deepseek, gemma, glm, gpt-oss"):
+        tool_format("XYZ", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("gemma4", "gemma"),
+        ("deepseek_v4", "deepseek"),
+        ("minimax_m2", "minimax"),
+        ("seed_oss", "seed"),
+        ("kimi_k2", "kimi"),
+    ],
+)
+def test_names_of_later_versions_and_of_engines_are_taken(name, own):
+    assert only(tool_format(name, None).parse(write("f", own, {"a": 1}), [WEATHER])).name == "f"
+    assert set(OTHER_NAMES.values()) <= set(tool_formats)
+    assert not set(OTHER_NAMES) & set(tool_formats)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +471,8 @@ def test_names():
         ("<|tool_call_begin|><|tool_call_argument_begin|>", "kimi"),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek"),
         ("<|im_start|>{{ role }}", None),
-        ("<seed:tool_call><function=example><parameter=a></seed:tool_call>", None),
+        ("<seed:tool_call><function=example><parameter=a></seed:tool_call>", "seed"),
+        ('<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>', "minimax"),
         ('<tool_call><invoke name="f"></invoke></tool_call>', None),
         ("", None),
         (None, None),

@@ -94,5 +94,5 @@ def test_built_in_formats_have_the_parser_interface(tokenizer):
 
 
 def test_an_unknown_name_is_an_error(tokenizer):
-    with pytest.raises(ConfigError, match="Nearest known: mistral"):
+    with pytest.raises(ConfigError, match=r"Nearest: mistral\. Known: deepseek"):
         ToolParser.get_tool_parser("mistrall", tokenizer)

@@ -8,6 +8,7 @@ from verl.agents.formats import (  # noqa: F401 - each registers its format
     hermes,
     kimi,
     llama3_json,
+    minimax,
     mistral,
     qwen3_coder,
 )

@@ -22,6 +22,8 @@ TURN_ENDS = (
     "<end_of_turn>",
     "<turn|>",
     "<｜end▁of▁sentence｜>",
+    "<seed:eos>",
+    "[e~[",
     "[EOS]",
 )
 NEXT_ROLES = ("<|user|>", "<|observation|>", "<|tool_response>", "<start_function_response>")
@@ -76,6 +78,24 @@ class ToolFormat(Protocol):
 
 
 tool_formats: Registry[Callable[[], ToolFormat]] = Registry("tool-call format")
+
+# Names of formats in later versions of verl, and of the same parsers in vLLM and SGLang.
+OTHER_NAMES = {
+    "deepseek_v3": "deepseek",
+    "deepseek_v31": "deepseek",
+    "deepseek_v32": "deepseek",
+    "deepseek_v4": "deepseek",
+    "functiongemma": "gemma",
+    "gemma4": "gemma",
+    "glm45": "glm",
+    "glm47": "glm",
+    "gpt_oss": "gpt-oss",
+    "kimi_k2": "kimi",
+    "minimax_m2": "minimax",
+    "qwen25": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "seed_oss": "seed",
+}
 
 
 class MalformedCallError(ValueError):

@@ -7,9 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, ClassVar, TypeVar
 
 from verl.agents.formats.base import (
+    OTHER_NAMES,
     ParsedReply,
     ToolCall,
     ToolFormat,
@@ -18,7 +20,7 @@ from verl.agents.formats.base import (
 )
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
-from verl.utils.registry import Registry, nearest_names
+from verl.utils.registry import Registry
 
 P = TypeVar("P", bound="type[ToolParser]")
 
@@ -150,13 +152,17 @@ async def parse_reply(
 
 def built_in(name: str) -> ToolFormat:
     """Return a format of the registry. Raises ConfigError for an unknown name."""
-    if name not in tool_formats:
-        known = [*tool_formats, *ToolParser._parsers]
-        raise ConfigError(
-            f"rollout.multi_turn.format must be the name of a tool-call format, got '{name}'. "
-            f"Nearest known: {nearest_names(name, known)}. To add one, register a ToolParser."
-        )
-    return tool_formats.get(name)()
+    own_name = OTHER_NAMES.get(name, name)
+    if own_name in tool_formats:
+        return tool_formats.get(own_name)()
+
+    known = sorted({*tool_formats, *ToolParser._parsers})
+    close = get_close_matches(name, [*known, *OTHER_NAMES], n=3, cutoff=0.5)
+    nearest = f" Nearest: {', '.join(close)}." if close else ""
+    raise ConfigError(
+        f"rollout.multi_turn.format must be the name of a tool-call format, got '{name}'.{nearest} "
+        f"Known: {', '.join(known)}. To add one, register a ToolParser."
+    )
 
 
 def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ from verl.agents.formats.base import MalformedCallError, ToolCall, malformed, re
 
 # In the order in which several allowed types are tried: a text is anything, so it comes last.
 _ORDER = ("null", "boolean", "integer", "number", "object", "array", "string")
+_PARAMETER_END = "</parameter>"
 
 
 def parameter_schemas(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
@@ -38,6 +39,33 @@ def call_of_texts(
         except MalformedCallError as problem:
             return malformed(f"parameter '{key}' {problem}", expected, raw=raw, name=name)
     return ToolCall(name=name, arguments=arguments, raw=raw)
+
+
+def tagged_parameters(text: str, opening: str) -> dict[str, str]:
+    """Return the text of each parameter between `opening` NAME> and </parameter>.
+
+    Raises MalformedCallError.
+    """
+    texts: dict[str, str] = {}
+    pieces = text.split(opening)
+    if pieces[0].strip():
+        raise MalformedCallError(f"unexpected text before {opening}NAME>")
+
+    for piece in pieces[1:]:
+        name, opened, rest = piece.partition(">")
+        value, closed, after = rest.partition(_PARAMETER_END)
+        name = name.strip().strip('"')
+        if not opened or not name:
+            raise MalformedCallError(f"a parameter lacks its name in {opening}NAME>")
+        if not closed:
+            raise MalformedCallError(f"parameter '{name}' is not closed by {_PARAMETER_END}")
+        if after.strip():
+            raise MalformedCallError(f"unexpected text after parameter '{name}'")
+        if name in texts:
+            raise MalformedCallError(f"parameter '{name}' is given twice")
+        # One line break on each side is layout; others belong to the value.
+        texts[name] = value.removeprefix("\n").removesuffix("\n")
+    return texts
 
 
 def convert(text: str, schema: Any) -> Any:
