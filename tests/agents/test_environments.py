@@ -217,6 +217,10 @@ def test_a_cancelled_episode_still_closes():
     ("value", "fact"),
     [
         (("obs", 1.0, True, {}), "must return a verl.agents.environments.Observation, got tuple"),
+        (
+            ("obs", 1.0, True, {}),
+            r"must return .* sets verl_adapter = 'gym'; environment.name=open",
+        ),
         (Observation(["hello"]), "must return messages such as"),  # pyright: ignore
         (Observation([], None), "must return a finite reward, got None"),  # pyright: ignore
         (Observation([], math.nan), "must return a finite reward, got nan"),

@@ -126,8 +126,8 @@ def checked(value: Any, where: str) -> Observation:
     if not isinstance(value, Observation):
         raise RolloutError(
             f"{where} must return a verl.agents.environments.Observation, got "
-            f"{type(value).__name__}. Environments of other libraries need an adapter: gym, "
-            "skyrl, openenv or verifiers."
+            f"{type(value).__name__}. A class that returns gym's values sets verl_adapter = 'gym'; "
+            "environment.name=openenv and verifiers are adapters of these libraries."
         )
 
     for message in value.messages:
