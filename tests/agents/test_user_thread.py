@@ -3,11 +3,13 @@
 import asyncio
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from verl.agents.tools.threads import WatchedLoop
 from verl.agents.user_thread import UserThread
+from verl.utils.errors import MissingDependencyError
 
 
 @pytest.fixture
@@ -163,6 +165,16 @@ def test_crash_is_an_outcome_with_its_location(thread, function, fact):
     assert fact in crashed.error
     assert ("raised" in fact) == (f"{__file__}:" in crashed.error)
     assert next_call.outcome == "ok"
+
+
+def needs_a_package(size: int) -> None:
+    raise MissingDependencyError("It needs the package 'x'. Install it: pip install x")
+
+
+def test_an_error_of_this_package_is_a_sentence_with_the_name_of_the_function(thread):
+    call = asyncio.run(thread.call(partial(needs_a_package, size=1), timeout_s=30))
+    assert call.error.startswith("needs_a_package raised MissingDependencyError")
+    assert call.error.endswith("Install it: pip install x.")
 
 
 def test_closing_a_blocked_loop_ends_its_thread():

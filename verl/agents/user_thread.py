@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from verl.agents.tools.threads import LoopThread, run_in_thread
-from verl.utils.errors import frame_of, text_or_source
+from verl.utils.errors import VerlError, frame_of, text_or_source
 from verl.utils.logging import say_once
 
 _UNSTUCK_GRACE_S = 0.25  # a loop that answers later than this after a deadline is abandoned
@@ -139,6 +140,8 @@ def is_finite_number(value: Any) -> bool:
 
 def name_of(function: Callable[..., Any]) -> str:
     """Return a function's name as messages show it, with its class."""
+    while isinstance(function, partial):
+        function = function.func
     return getattr(function, "__qualname__", type(function).__name__)
 
 
@@ -160,11 +163,10 @@ def _result(
     value, raised = waiting.result()
     if raised is None:
         return UserCall(outcome="ok", value=value, seconds=seconds)
-    return UserCall(
-        outcome="crashed",
-        error=f"{called} raised {described_error(raised, file_of(function))}",
-        seconds=seconds,
-    )
+    error = f"{called} raised {described_error(raised, file_of(function))}"
+    if isinstance(raised, VerlError):  # a sentence of this package, which more may follow
+        error = error.rstrip(".") + "."
+    return UserCall(outcome="crashed", error=error, seconds=seconds)
 
 
 def file_of(function: Callable[..., Any]) -> str | None:
