@@ -392,6 +392,19 @@ def test_an_agent_of_the_gateway_that_no_row_reaches_is_an_error(tools: str):
         checked(chat_tokenizer(), Table(agent_name=["tool_agent"]), **settings)
 
 
+@pytest.mark.parametrize(
+    ("asked", "warns"), [("qwen3_coder", True), ("hermes", False), ("qwen25", False), (None, False)]
+)
+def test_a_format_that_the_template_does_not_show_is_a_warning(
+    tools: str, caplog: pytest.LogCaptureFixture, asked: str | None, warns: bool
+):
+    config = rollout_config(multi_turn__function_tool_path=tools, multi_turn__format=asked)
+    with caplog.at_level("WARNING", logger="verl"):
+        AgentRunner(config, chat_tokenizer()).close()
+    message = "format=qwen3_coder, but the chat template shows the model calls in the format hermes"
+    assert (message in caplog.text) == warns
+
+
 def test_tools_and_rows_that_never_meet_are_a_warning(tools: str, caplog: pytest.LogCaptureFixture):
     tokenizer = chat_tokenizer()
     table = Table(extra_info=[{}, {"tools_kwargs": {"add": {}, "fail": None}}])

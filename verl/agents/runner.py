@@ -15,6 +15,7 @@ from verl.agents.checks import Column, check_prompts, check_rows, prompts_too_lo
 from verl.agents.conversation import failed
 from verl.agents.engine_client import EngineClient
 from verl.agents.formats import ToolFormat, recognise_format, tool_format, tool_formats
+from verl.agents.formats.tool_parser import ParserFormat
 from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, AgentLoop, Episode, Tally, agent_loops, register_loops
 from verl.agents.loops.base import EpisodeDropped
@@ -350,13 +351,23 @@ def _format_of(config: RolloutConfig, tokenizer: Any, boundary: ChatBoundary) ->
             "of them. Set actor_rollout_ref.model.custom_chat_template to one that writes `tools`, "
             f"or leave {_SECTION}.multi_turn.tool_config_path out."
         )
-    name = asked or recognise_format(tokenizer.chat_template)
+    shown = recognise_format(tokenizer.chat_template)
+    name = asked or shown
     if name is None:
         raise ConfigError(
             "The chat template does not show how the model writes tool calls. Set "
             f"{_SECTION}.multi_turn.format to one of: {', '.join(sorted(tool_formats))}."
         )
-    return tool_format(name, tokenizer)
+    chosen = tool_format(name, tokenizer)
+    if shown is not None and type(chosen) not in (ParserFormat, tool_formats.get(shown)):
+        logger.warning(
+            "agents: %s.multi_turn.format=%s, but the chat template shows the model calls in the "
+            "format %s. Calls in that one are not read. Leave the key out to read them.",
+            _SECTION,
+            name,
+            shown,
+        )
+    return chosen
 
 
 def run_in_loop(work: Coroutine[Any, Any, Answer]) -> Answer:
