@@ -343,8 +343,9 @@ def test_variables_of_the_chat_template_hold_unless_a_rendering_gives_others(fol
 
     assert text(tokenizer) == text(plain, **variables) == "\nhi no think ['a', 'b\"']"
     assert text(tokenizer, thinking=True) == "\nhi think ['a', 'b\"']"
-    with pytest.raises(ModelError, match="'no-name' is no name of a variable"):
-        load_tokenizer(folder, custom_chat_template="{}", chat_template_kwargs={"no-name": 1})
+    for name, fault in (("no-name", "no name of a variable"), ("tokenize", "set by the trainer")):
+        with pytest.raises(ModelError, match=f"'{name}' is {fault}"):
+            load_tokenizer(folder, custom_chat_template="{}", chat_template_kwargs={name: True})
 
 
 @pytest.mark.parametrize(

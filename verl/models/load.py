@@ -1,6 +1,8 @@
 """Load tokenizers and models from a folder or the hub."""
 
+import functools
 import importlib
+import inspect
 import math
 import socket
 from collections.abc import Iterator, Mapping
@@ -441,12 +443,23 @@ def _with_defaults(template: Any, variables: Mapping[str, Any]) -> str:
             raise ModelError(
                 f"data.apply_chat_template_kwargs: '{name}' is no name of a variable. Correct it."
             )
+        if name in _of_rendering():
+            raise ModelError(
+                f"data.apply_chat_template_kwargs: '{name}' is set by the trainer, and no variable "
+                "of the template. Leave it out."
+            )
         literal = _jinja_literal(value, name)
         # The plus sign keeps a line break behind it, which transformers would take out.
         defaults.append(
             f"{{% if {name} is not defined %}}{{% set {name} = {literal} %}}{{% endif +%}}"
         )
     return "".join(defaults) + template
+
+
+@functools.cache
+def _of_rendering() -> frozenset[str]:
+    """Return the names of what the caller of a template decides, such as add_generation_prompt."""
+    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
 def _jinja_literal(value: Any, name: str) -> str:
