@@ -1,6 +1,7 @@
 """One thread, no network, and a separate log: tests are fast and give the same results
 everywhere."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -92,6 +93,17 @@ _LONG = (
     "test_generation.py",
     "test_sft.py",
 )
+
+
+def pytest_collection_finish() -> None:
+    """Exempt modules and test items from garbage collection, and start it less often.
+
+    They live until the process exits. The package collects garbage when memory runs out, and each
+    time the collector would scan a million of these objects.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
