@@ -1,7 +1,5 @@
 """A `fit` of a recipe in the form of verl 0.5: it has the bits of the trainer's own steps."""
 
-import subprocess
-import sys
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -11,10 +9,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.launches import launch
 from tests.trainer.runs import command_line, moments, run
 from verl.config import config_to_dict, load_config
 from verl.protocol import DataProto
 from verl.tracking import TrackerBackend, tracker_backends
+from verl.trainer.main_ppo import main
 from verl.trainer.setup import build_reward, build_tokenizer
 from verl.utils.errors import BatchError, ConfigError
 
@@ -138,16 +138,16 @@ CORRECTION = [
     ids=["critic", "penalty", "adapters", "entropy", "correction"],
 )
 def test_own_fit_has_the_bits_of_the_steps(tmp_path, kind, overrides):
-    length = ["trainer.max_steps=3", "trainer.save_freq=3", "trainer.test_freq=-1"]
+    length = ["trainer.max_steps=2", "trainer.save_freq=2", "trainer.test_freq=-1"]
     assert run(tmp_path / "steps", *length, *overrides) == 0
     # with a resume in the middle
     own = ["trainer.save_freq=1", "trainer.test_freq=-1", *overrides]
     started(kind, tmp_path / "own", "trainer.max_steps=1", *own).fit()
-    trainer = started(kind, tmp_path / "own", "trainer.max_steps=3", *own)
+    trainer = started(kind, tmp_path / "own", "trainer.max_steps=2", *own)
     trainer.fit()
 
     # The moments follow every bit of the gradients, and adapters have them as well.
-    expected, found = moments(tmp_path / "steps", 3), moments(tmp_path / "own", 3)
+    expected, found = moments(tmp_path / "steps", 2), moments(tmp_path / "own", 2)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert trainer.metrics["actor/grad_norm"] > 0
@@ -285,11 +285,8 @@ class Interrupted(OwnFit):
     """Starts another run in its folder after the first batch."""
 
     def learn(self, batch):
-        folder = self.config.trainer.default_local_dir
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", *command_line(Path(folder))]
-        self.other = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=120
-        )
+        folder = Path(self.config.trainer.default_local_dir)
+        self.other = launch(1, main, command_line(folder))
         raise KeyboardInterrupt
 
 
