@@ -211,7 +211,7 @@ def test_a_hand_over_rounds_the_new_weights_and_proves_those_that_came():
 
 def decoded(decoder: TritonDecoder, ids: Tensor) -> Tensor:
     """Feed ids (ROWS, LENGTH): the first tokens in one prefill, the others one by one."""
-    first = 4
+    first = LENGTH - 3  # the last step begins a second page
     places = torch.arange(first).repeat(ROWS)
     rows = torch.arange(ROWS).repeat_interleave(first)
     ends = torch.arange(0, ROWS * first + 1, first, dtype=torch.int32)
