@@ -34,7 +34,7 @@ COPY = against("path: self, update_freq: 2, max_new_tokens: 8")
 
 
 def test_the_player_learns_and_the_judge_stays_the_same_to_the_bit(tmp_path: Path):
-    config = load_config(command_line(tmp_path, *DEBATE, FROZEN, "trainer.max_steps=16"))
+    config = load_config(command_line(tmp_path, *DEBATE, FROZEN, "trainer.max_steps=10"))
     trainer = PPOTrainer(config)
     trainer.init_workers()
     worker = trainer.rollout_wg.worker

@@ -13,7 +13,7 @@ from verl.data.toy import TOY_MODEL
 from verl.engine.base import TrainEngine
 from verl.protocol import DataProto
 
-STEPS = 4
+STEPS = 3
 DEFAULT = "default"  # without a preset: that of decoupled_token_is
 BOUND = 2.0  # of the weights of all presets
 ROUNDING = 1e-6  # of the gradient: weights have float64, advantages and recorded log-probs fp32
