@@ -362,9 +362,11 @@ def _is_linear(fmt, before, piece):
     take 16 times as long.
     """
     text = before + piece * (100_000 // len(piece))
-    seconds = min(_seconds(fmt, text) for _ in range(3))
-    if seconds < 0.1:
-        return True
+    seconds = float("inf")
+    for _ in range(3):
+        seconds = min(seconds, _seconds(fmt, text))
+        if seconds < 0.1:
+            return True
     quarter = before + piece * (25_000 // len(piece))
     return seconds < 8 * min(_seconds(fmt, quarter) for _ in range(3))
 
