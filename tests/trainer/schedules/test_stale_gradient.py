@@ -100,7 +100,13 @@ def gradient_by_hand(update: LastUpdate, preset: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "preset",
-    [DEFAULT, "decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip", "bypass_pg_is"],
+    [
+        DEFAULT,
+        pytest.param("decoupled_token_is", marks=pytest.mark.slow),  # the default
+        "decoupled_seq_is",
+        "bypass_ppo_clip",
+        "bypass_pg_is",
+    ],
 )
 def test_gradient_of_stale_turns_is_that_of_the_estimator(tmp_path, monkeypatch, preset):
     update = LastUpdate()

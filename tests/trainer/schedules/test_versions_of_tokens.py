@@ -94,7 +94,10 @@ def watched(folder: Path, mode: str, command: list[str]) -> int:
         ActorWorker.update_actor = update
 
 
-@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+# In the other modes the first step is that of sync.
+@pytest.mark.parametrize(
+    "mode", [pytest.param("sync", marks=pytest.mark.slow), "one_step_off", "fully_async"]
+)
 @pytest.mark.parametrize(
     "keys", [[], pytest.param([APART], marks=pytest.mark.slow)], ids=["together", "apart"]
 )
