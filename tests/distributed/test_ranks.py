@@ -46,18 +46,32 @@ def assert_same(found: list[dict], expected: dict, deal: jobs.Deal, tolerance: f
     assert data * sequence == len(found)
 
 
-@pytest.mark.parametrize("double", [True, False], ids=["float64", "fp32"])
+MESHES = {
+    "fsdp": {},
+    "ulysses, offload": {"sequence": 2, **OFFLOAD},
+    "hsdp": {"fsdp_size": 1},
+    "ulysses": {"sequence": 2},
+    "offload": OFFLOAD,
+    "offload policy": {"offload_policy": True},
+}
+
+
+# Two of them have every feature but a mesh of two axes and torch's own offload, which float64
+# covers.
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "double"),
     [
-        {},
-        {"fsdp_size": 1},
-        {"sequence": 2},
-        OFFLOAD,
-        {"sequence": 2, **OFFLOAD},
-        {"offload_policy": True},
+        *(pytest.param(settings, True, id=f"{name}, float64") for name, settings in MESHES.items()),
+        *(
+            pytest.param(
+                settings,
+                False,
+                marks=() if name in ("fsdp", "ulysses, offload") else pytest.mark.slow,
+                id=f"{name}, fp32",
+            )
+            for name, settings in MESHES.items()
+        ),
     ],
-    ids=["fsdp", "hsdp", "ulysses", "offload", "ulysses, offload", "offload policy"],
 )
 def test_two_ranks_match_the_gradient_of_one(two_ranks: Ranks, settings: dict, double: bool):
     expected = jobs.gradient(Setup(double=double), SHAPES, ALL_ROWS, WHOLE)
