@@ -1,6 +1,7 @@
 """A run killed at any moment and restarted ends with the bits of an uninterrupted run."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -358,6 +359,18 @@ def test_validation_only_validates_the_checkpoint(tmp_path, undisturbed):
     scores = {name: value for name, value in line.items() if name.startswith("val-core/")}
     assert scores
     assert scores.items() <= expected.items()
+
+
+def test_validation_only_takes_rows_of_its_own_and_none_to_train_on(tmp_path, undisturbed):
+    shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
+    rows = tmp_path / "val.jsonl"
+    row = {"data_source": "toy", "prompt": [{"role": "user", "content": "2 + 2"}]}
+    row["reward_model"] = {"style": "rule", "ground_truth": "4"}
+    rows.write_text(f"{json.dumps(row)}\n" * 3)
+    command = ["data.dataset_name=null", f"data.val_files={rows}", "data.train_batch_size=1000"]
+    command += ["actor_rollout_ref.model.path=toy", "actor_rollout_ref.rollout.n=1"]
+    assert run(tmp_path, *COMMAND, "trainer.val_only=True", *command) == 0
+    assert metric_lines(tmp_path)[-1]["step"] == LAST
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ COMPARES_RESPONSES = (
 
 
 def groups_can_be_compared(config: TrainConfig) -> Iterator[str]:
+    if config.trainer.val_only:
+        return
     algorithm = config.algorithm
     n = config.actor_rollout_ref.rollout.n
     compares = algorithm.adv_estimator in COMPARES_RESPONSES

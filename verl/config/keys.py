@@ -246,7 +246,7 @@ _ABSENT = {
 _PLAY_IN_TRAINING = (
     "this program draws one turn a prompt, without agent loops. Run `verl train` with "
     "trainer.val_only=True and these keys below actor_rollout_ref.rollout; give the file as "
-    "data.val_files and data.train_files. trainer.validation_data_dir=FOLDER keeps the answers."
+    "data.val_files. trainer.validation_data_dir=FOLDER keeps the answers."
 )
 _OF_TRAINING = {
     "rollout.multi_turn": _PLAY_IN_TRAINING,

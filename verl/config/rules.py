@@ -35,7 +35,9 @@ Rule = Callable[[Any], Iterator[str]]
 
 
 def training_data_is_named(config: TrainConfig) -> Iterator[str]:
-    if not config.data.train_files and config.data.dataset_name is None:
+    data = config.data
+    only_validates = config.trainer.val_only and data.val_files
+    if not data.train_files and data.dataset_name is None and not only_validates:
         yield (
             "No training data. Set data.train_files (Parquet, JSON lines) or data.dataset_name=toy."
         )
@@ -107,9 +109,10 @@ def algorithm_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
             f"{config.critic.rollout_n} and {n}. Leave critic.rollout_n unset."
         )
 
-    if config.trainer.critic_warmup > 0 and not config.needs_critic:
+    trainer = config.trainer
+    if trainer.critic_warmup > 0 and not config.needs_critic and not trainer.val_only:
         yield (
-            f"trainer.critic_warmup={config.trainer.critic_warmup} trains the critic alone at "
+            f"trainer.critic_warmup={trainer.critic_warmup} trains the critic alone at "
             "first, but this run has none. Set trainer.critic_warmup=0."
         )
 

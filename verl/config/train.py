@@ -30,6 +30,8 @@ class TrainConfig:
     @property
     def needs_critic(self) -> bool:
         """Return whether a value model is trained."""
+        if self.trainer.val_only:
+            return False
         if self.critic.enable is not None:
             return self.critic.enable
         return self.algorithm.adv_estimator == "gae" and not self.distillation.is_whole_loss

@@ -118,6 +118,7 @@ class PPOTrainer(RunOfRoles):
         self.val_reward_fn = val_reward_fn or setup.build_reward(
             config, self.tokenizer, num_examine=1
         )
+        self.trains = not config.trainer.val_only
         self.train_loader, self.val_loader = setup.build_loaders(
             config, self.tokenizer, train_dataset, val_dataset
         )
@@ -139,10 +140,10 @@ class PPOTrainer(RunOfRoles):
 
         `trainer.val_only` validates and stops.
         """
-        if self.config.trainer.val_only:
-            self._validate_only()
-        else:
+        if self.trains:
             super().fit()
+        else:
+            self._validate_only()
         if self.config.actor_rollout_ref.rollout.uses_agents:
             self.rollout_wg.close_agents()
 

@@ -57,11 +57,11 @@ def save_config(folder: Path, config: Any) -> None:
     (folder / CONFIG_FILE).write_text(values + "\n", encoding="utf-8")
 
 
-def check_config(folder: Path, config: Any, *, is_named: bool) -> None:
+def check_config(folder: Path, config: Any, *, may_differ: bool) -> None:
     """Log the keys that changed since the checkpoint `folder` (`global_step_N`) was saved.
 
     Args:
-        is_named: the user named this checkpoint, and may go on with another configuration.
+        may_differ: the run may go on with any other configuration.
 
     Raises:
         CheckpointError: a change makes the resumed run neither the old one nor the new one.
@@ -73,7 +73,7 @@ def check_config(folder: Path, config: Any, *, is_named: bool) -> None:
 
     changes = _changes(then, config)
     refused = [change for change in changes if _is_fixed(change)]
-    if refused and not is_named:
+    if refused and not may_differ:
         raise CheckpointError(
             f"{folder} was saved by another run, and resuming it would give neither that run nor "
             f"this one: {_listed(refused)}. Start from the beginning with "

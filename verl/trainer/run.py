@@ -67,6 +67,7 @@ class TrainingRun(ABC, Generic[Config]):
     train_loader: RLDataLoader
     val_loader: RLDataLoader | None
     total_steps: int
+    trains = True  # False: the run draws no batch of the loader
 
     def __init__(self, config: Config, max_to_keep: int | None) -> None:
         self.config = config
@@ -422,7 +423,8 @@ class TrainingRun(ABC, Generic[Config]):
             return
 
         is_named = trainer.resume_mode == "resume_path"
-        check_config(folder, self.config, is_named=is_named)
+        # A run that only validates writes no checkpoint that others resume from.
+        check_config(folder, self.config, may_differ=is_named or not self.trains)
         state = self._read_state(folder / "trainer" / STATE_FILE)
         for role, group in self.checkpointed_groups().items():
             group.load_checkpoint(folder / role)
@@ -491,5 +493,6 @@ class TrainingRun(ABC, Generic[Config]):
         """Undo `state_dict`."""
         self.global_step = state["global_step"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
-        self.train_loader.load_state_dict(state["train_loader"])
+        if self.trains:
+            self.train_loader.load_state_dict(state["train_loader"])
         restore_rng_state(state["rng"])

@@ -203,18 +203,23 @@ def build_loaders(
     data = config.data
     pictures = picture_reader(config, tokenizer)
     if train_dataset is None:
-        train_dataset = build_dataset(config, tokenizer, split="train", pictures=pictures)
+        has_rows = data.train_files or data.dataset_name
+        split = "val" if config.trainer.val_only and not has_rows else "train"
+        train_dataset = build_dataset(config, tokenizer, split=split, pictures=pictures)
         assert train_dataset is not None, "without training data build_dataset raises"
     if val_dataset is None:
         val_dataset = build_dataset(config, tokenizer, split="val", pictures=pictures)
     check_agents(config, tokenizer, train_dataset, val_dataset, pictures=pictures)
+    batch_size = data.train_batch_size
+    if config.trainer.val_only:  # no batch is drawn
+        batch_size = min(batch_size, len(train_dataset))
 
     def encode(messages: Any) -> list[int]:
         return apply_chat_template(tokenizer, as_messages(messages))
 
     train_loader = RLDataLoader(
         train_dataset,
-        data.train_batch_size,
+        batch_size,
         shuffle=data.shuffle,
         seed=data.seed,
         drop_last=True,
