@@ -10,6 +10,8 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+from verl.utils.garbage import not_collecting
+
 _WHERE_METHODS_ARE_CALLED = str(Path(__file__).with_name("host.py"))
 _SIZE = 512  # bytes of a note; a longer text is cut
 _PROGRESS = struct.Struct("<QQ24s")  # done, total, unit; follows the note
@@ -106,7 +108,10 @@ def format_stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     in_methods = []
     elsewhere = []
-    for ident, frame in sys._current_frames().items():
+    # Python 3.10 and 3.11 deadlock if garbage is collected while they list the frames.
+    with not_collecting():
+        frames = sys._current_frames()
+    for ident, frame in frames.items():
         name = names.get(ident, str(ident))
         if ident == threading.get_ident() or name.startswith("verl-watch"):
             continue
