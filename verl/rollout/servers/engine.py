@@ -270,7 +270,7 @@ class ServerEngine(EngineClass):
                 self.abort()
                 raise outcome
             self._counts["generated_tokens"] += len(outcome.token_ids)
-            completions.append(_completion(sample.sample_id, outcome))
+            completions.append(outcome.completion(sample.sample_id))
 
         if completions and not self._samples:
             self.fleet.check_unnamed()
@@ -302,7 +302,7 @@ class ServerEngine(EngineClass):
             drawn = outcomes.get(sample.sample_id, _NO_TOKENS)
             if isinstance(drawn, BaseException):
                 drawn = _NO_TOKENS
-            completion = _completion(sample.sample_id, drawn)
+            completion = drawn.completion(sample.sample_id)
             completions.append(replace(completion, finish_reason="abort"))
             self._samples.pop(sample.sample_id, None)
         return completions
@@ -361,7 +361,8 @@ class ServerEngine(EngineClass):
 
             # Another's push may abort it, too.
             if drawn is not None and (drawn.finish_reason != "abort" or sample.is_aborted):
-                return _whole(drawn, sample.draw.limit)
+                drawn.require_whole(sample.draw.limit)
+                return drawn
             self._counts["num_redrawn"] += 1
         raise RolloutError(
             f"Sample {sample.sample_id} was drawn {_MOST_ATTEMPTS} times, and its server ended, "
@@ -433,7 +434,7 @@ class ServerEngine(EngineClass):
         """
         completions = {}
         for number, (name, drawn) in enumerate(self.fleet.probe_each().items()):
-            completions[name] = _completion(number, drawn)
+            completions[name] = drawn.completion(number)
         return completions
 
     def probe_prompt(self) -> tuple[int, ...]:
@@ -469,31 +470,6 @@ class ServerEngine(EngineClass):
             "tokens_per_s": self._counts["generated_tokens"] / seconds,
             **self._hand_over,
         }
-
-
-def _whole(drawn: Drawn, limit: int) -> Drawn:
-    """Return a draw. Raises RolloutError for one that a limit of the server's own has ended."""
-    if drawn.finish_reason == "length" and len(drawn.token_ids) < limit:
-        raise RolloutError(
-            f"A server ended a response at {len(drawn.token_ids)} of {limit} tokens, for its "
-            "length. Start it with a longer context."
-        )
-    return drawn
-
-
-def _completion(sample_id: int, drawn: Drawn) -> Completion:
-    """Check the form of an answer. Raises RolloutError for tokens without log-probs."""
-    if len(drawn.token_ids) != len(drawn.log_probs):
-        raise RolloutError(
-            f"A server returned {len(drawn.token_ids)} tokens and {len(drawn.log_probs)} "
-            f"log-probs for sample {sample_id}; one for each token is due."
-        )
-    return Completion(
-        sample_id=sample_id,
-        token_ids=drawn.token_ids,
-        log_probs=drawn.log_probs,
-        finish_reason=drawn.finish_reason,
-    )
 
 
 @rollout_engines.register("vllm")

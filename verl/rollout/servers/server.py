@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import urllib3
 
 from verl.models.pictures import Pictures
-from verl.rollout.types import SamplingParams
+from verl.rollout.types import Completion, SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
 
 _CONNECT_S = 5.0
@@ -61,6 +61,28 @@ class Drawn:
     log_probs: list[float]
     finish_reason: str
     versions: frozenset[str] = field(default=frozenset())
+
+    def require_whole(self, limit: int) -> None:
+        """Raise RolloutError where a limit of the server's own has ended the sample."""
+        if self.finish_reason == "length" and len(self.token_ids) < limit:
+            raise RolloutError(
+                f"A server ended a response at {len(self.token_ids)} of {limit} tokens, for its "
+                "length. Start it with a longer context."
+            )
+
+    def completion(self, sample_id: int) -> Completion:
+        """Return the draw of a sample. Raises RolloutError for tokens without log-probs."""
+        if len(self.token_ids) != len(self.log_probs):
+            raise RolloutError(
+                f"A server returned {len(self.token_ids)} tokens and {len(self.log_probs)} "
+                f"log-probs for sample {sample_id}; one for each token is due."
+            )
+        return Completion(
+            sample_id=sample_id,
+            token_ids=self.token_ids,
+            log_probs=self.log_probs,
+            finish_reason=self.finish_reason,
+        )
 
 
 class WeightSource(Protocol):
