@@ -62,7 +62,10 @@ def _start_interpreting() -> None:
     convert = interpreter._convert_float
 
     def converted(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-        """Round to eight bits by torch: Triton 3.6 loses the carry into the exponent."""
+        """Convert eight bits by torch: Triton 3.6 loses the carry into the exponent, and NaN."""
+        if source.name == "fp8e4nv" and target.name in ("fp16", "fp32"):
+            given = torch.from_numpy(values).view(torch.float8_e4m3fn)
+            return given.to(torch.float16 if target.name == "fp16" else torch.float32).numpy()
         if target.name != "fp8e4nv" or source.name != "fp32":
             return convert(values, source, target, rounding_mode)
         rounded = torch.from_numpy(values).to(torch.float8_e4m3fn)

@@ -41,8 +41,21 @@ def store_row(wide, VALUES, SCALE, inside):
 
     A NaN stays one. In a row with an infinite number, all numbers become NaN or infinite.
     """
-    largest = tl.maximum(tl.max(tl.abs(wide), axis=0), _SMALLEST_ROW)
-    # Triton's `/` is off by up to two units, which moves numbers over a border of eight bits.
-    scale = tl.div_rn(largest, _LARGEST)
+    scale = row_scale(tl.max(tl.abs(wide), axis=0))
     tl.store(SCALE, scale)
-    tl.store(VALUES, tl.div_rn(wide, scale).to(VALUES.dtype.element_ty), mask=inside)
+    tl.store(VALUES, scaled_down(wide, scale).to(VALUES.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def row_scale(largest):
+    """Return the scale of a row by its largest absolute number."""
+    return scaled_down(tl.maximum(largest, _SMALLEST_ROW), _LARGEST)
+
+
+@triton.jit
+def scaled_down(wide, scale):
+    """Divide, rounded to nearest.
+
+    Triton's `/` is off by up to two units, which moves numbers over a border of eight bits.
+    """
+    return tl.div_rn(wide, scale)

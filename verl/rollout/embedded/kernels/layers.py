@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.rollout.embedded.kernels.fp8 import num_warps, store_row
+from verl.rollout.embedded.kernels.fp8 import num_warps, row_scale, scaled_down, store_row
 from verl.rollout.fp8 import Rows
 
 # Values that one program of `swiglu` computes.
@@ -108,6 +108,8 @@ def rope_store(
     keys: Tensor,
     values: Tensor,
     *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -117,9 +119,15 @@ def rope_store(
 
     The rotation is equation 34 of Su et al. 2021, with the halves apart. qkv (b, (Hq + 2 Hk) D);
     cos and sin (positions, D); positions, pages and offsets (b,) int64; keys and values
-    (num_pages, Hk, page_size, D). With `query_norm` and `key_norm` (D,), each head is RMS-normed
-    first (Qwen3), with factors shift + norm.
+    (num_pages, Hk, page_size, D), in eight bits if there are `key_scales` and `value_scales`
+    (num_pages, Hk, page_size), which have the same strides. With `query_norm` and `key_norm` (D,),
+    each head is RMS-normed first (Qwen3), with factors shift + norm.
     """
+    scale_strides = (None, None)
+    if key_scales is not None:
+        assert value_scales is not None, "both or none have scales"
+        assert key_scales.stride() == value_scales.stride(), "scales of one kind of page"
+        scale_strides = key_scales.stride()[:2]
     heads_k = keys.shape[1]
     width = keys.shape[3]
     heads_q = qkv.shape[1] // width - 2 * heads_k
@@ -140,6 +148,9 @@ def rope_store(
         values.stride(0),
         values.stride(1),
         values.stride(2),
+        key_scales,
+        value_scales,
+        *scale_strides,
         query_norm,
         key_norm,
         eps,
@@ -258,6 +269,10 @@ def _rope_store(
     value_page,
     value_head,
     value_token,
+    KEY_SCALES,
+    VALUE_SCALES,
+    scale_page,
+    scale_head,
     QUERY_NORM,
     KEY_NORM,
     eps,
@@ -291,12 +306,36 @@ def _rope_store(
 
     tl.store(at + D // 2, high, mask=mask)
     target = KEYS + page * key_page + head * key_head + offset * key_token + column
-    tl.store(target, low, mask=mask)
-    tl.store(target + D // 2, high, mask=mask)
+    if KEY_SCALES is None:
+        tl.store(target, low, mask=mask)
+        tl.store(target + D // 2, high, mask=mask)
+    else:
+        place = page * scale_page + head * scale_head + offset
+        _store_eight_bits(target, KEY_SCALES + place, low, high, mask, head < HK, D)
+
     at = source + (HQ + HK + head) * D + column
     target = VALUES + page * value_page + head * value_head + offset * value_token + column
-    tl.store(target, tl.load(at, mask=mask), mask=mask)
-    tl.store(target + D // 2, tl.load(at + D // 2, mask=mask), mask=mask)
+    if VALUE_SCALES is None:
+        tl.store(target, tl.load(at, mask=mask), mask=mask)
+        tl.store(target + D // 2, tl.load(at + D // 2, mask=mask), mask=mask)
+    else:
+        place = page * scale_page + head * scale_head + offset
+        low = tl.load(at, mask=mask, other=0.0)
+        high = tl.load(at + D // 2, mask=mask, other=0.0)
+        _store_eight_bits(target, VALUE_SCALES + place, low, high, mask, head < HK, D)
+
+
+@triton.jit
+def _store_eight_bits(TARGET, SCALES, low, high, mask, is_head, D: tl.constexpr):
+    """Store heads, given as halves with zeros outside of the mask, and their SCALES (M, 1)."""
+    low = low.to(tl.float32)
+    high = high.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
+    scale = row_scale(largest)[:, None]
+    dtype = TARGET.dtype.element_ty
+    tl.store(SCALES, scale, mask=is_head)
+    tl.store(TARGET, scaled_down(low, scale).to(dtype), mask=mask)
+    tl.store(TARGET + D // 2, scaled_down(high, scale).to(dtype), mask=mask)
 
 
 @triton.jit

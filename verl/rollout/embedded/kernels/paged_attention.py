@@ -25,7 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl.rollout.embedded.kernels.fp8 import store_row
 from verl.rollout.embedded.kernels.running_softmax import merged, store_mean, weigh, weigh_one
+from verl.rollout.fp8 import FP8
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # More splits fill the device at small batches, but their results must be merged.
@@ -121,6 +123,10 @@ def decode_config(
     an H200: 25 us instead of 27, and 39 instead of 46 at 7B). But with fresh tokens and heads of
     128 they need more registers than a multiprocessor has for four programs: 512 programs then run
     in two waves, and took 39 us instead of 32.
+
+    Keys in eight bits take the blocks of a 16-bit `dtype`, that of the queries. They have not been
+    measured: compiled for Hopper, blocks of 64 with heads of 128 need 168 to 247 registers instead
+    of 118, and 104 to 128 with 8 warps.
     """
     if dtype == torch.float32:
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
@@ -140,6 +146,8 @@ def decode_attention(
     positions: Tensor,
     out: Tensor,
     *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     scale: float,
     window: int | None = None,
     cap: float | None = None,
@@ -161,12 +169,16 @@ def decode_attention(
     may have, its output is 0. `cap` softly caps the scaled scores; `sinks` (Hq,) fp32 are scores of
     one more key a head, which has no value.
 
+    Keys and values in eight bits have `key_scales` and `value_scales` (num_pages, Hk, page_size)
+    fp32. A fresh token is stored in eight bits, and its own row takes its exact numbers.
+
     A row's keys are cut into `num_splits` splits of equal size or, with `split_tokens` (a multiple
     of the block), into splits of so many tokens, as many as `fixed_num_splits` says: its output
     then depends on its own query and keys alone, to the last bit. Where a row has more than one
     split, `workspace` must have room for all of them.
     """
     _check(q, keys, values, table, out, sinks)
+    scale_strides = _scale_strides(q, keys, values, key_scales, value_scales)
     rows, heads, dim = q.shape
     kv_heads, page_size, value_dim = values.shape[1:]
     fresh_programs = 0 if fresh is None else rows * kv_heads * num_splits
@@ -203,6 +215,8 @@ def decode_attention(
         *news,
         keys,
         values,
+        key_scales,
+        value_scales,
         table,
         slots,
         positions,
@@ -215,6 +229,7 @@ def decode_attention(
         *q.stride()[:2],
         *keys.stride()[:3],
         *values.stride()[:3],
+        *scale_strides,
         table.stride(0),
         GROUP=heads // kv_heads,
         DIM=dim,
@@ -266,7 +281,6 @@ def _check(
     assert heads % kv_heads == 0, f"{heads} query heads for {kv_heads} key heads"
     assert page_size >= 8, f"pages of {page_size} tokens"
     assert page_size & (page_size - 1) == 0, f"pages of {page_size} tokens, not a power of two"
-    assert q.dtype == keys.dtype == values.dtype, (q.dtype, keys.dtype, values.dtype)
     assert q.stride(2) == keys.stride(3) == values.stride(3) == table.stride(1) == 1, (
         "last dimensions must be contiguous"
     )
@@ -276,6 +290,26 @@ def _check(
     assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32), (
         "sinks must be (Hq,) fp32"
     )
+
+
+def _scale_strides(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+) -> tuple[int | None, ...]:
+    """Return the strides of a page and a head of the scales; None without scales."""
+    if key_scales is None or value_scales is None:
+        assert key_scales is value_scales is None, "both or none have scales"
+        assert q.dtype == keys.dtype == values.dtype, (q.dtype, keys.dtype, values.dtype)
+        return None, None
+
+    assert keys.dtype == values.dtype == FP8, (keys.dtype, values.dtype)
+    assert key_scales.shape == value_scales.shape == keys.shape[:3], key_scales.shape
+    assert key_scales.stride() == value_scales.stride(), "scales of one kind of page"
+    assert key_scales.stride(2) == 1, "last dimensions must be contiguous"
+    return key_scales.stride()[:2]
 
 
 @triton.jit
@@ -311,6 +345,8 @@ def _attend(
     shift,
     KEYS,
     VALUES,
+    KEY_SCALES,
+    VALUE_SCALES,
     TABLE,
     SLOTS,
     POSITIONS,
@@ -330,6 +366,8 @@ def _attend(
     value_page,
     value_head,
     value_token,
+    scale_page,
+    scale_head,
     table_row,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -398,8 +436,15 @@ def _attend(
             v = tl.load(NEW_VALUES + new + dims, mask=dims < DIM, other=0.0)
             own = tl.load(pages + position // PAGE_SIZE).to(tl.int64)
             place = position % PAGE_SIZE
-            tl.store(keys + own * key_page + place * key_token + dims, k, mask=dims < DIM)
-            tl.store(values + own * value_page + place * value_token + dims, v, mask=dims < DIM)
+            if KEY_SCALES is None:
+                tl.store(keys + own * key_page + place * key_token + dims, k, mask=dims < DIM)
+                tl.store(values + own * value_page + place * value_token + dims, v, mask=dims < DIM)
+            else:
+                at = own * scale_page + kv_head * scale_head + place
+                target = keys + own * key_page + place * key_token
+                _store_eight_bits(k, target, KEY_SCALES + at, DIM, BLOCK_DIM)
+                target = values + own * value_page + place * value_token
+                _store_eight_bits(v, target, VALUE_SCALES + at, DIM, BLOCK_DIM)
             m, total, acc = weigh_one(q, k, v, sink, scale, cap)
 
     for block in range(start, last, BLOCK_N):
@@ -412,7 +457,15 @@ def _attend(
         within = tokens.to(tl.uint32) % PAGE_SIZE
         k = _read(keys, page, key_page, within, key_token, seen, DIM, BLOCK_DIM)
         v = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, BLOCK_VALUE)
-        m, total, acc = weigh(q, k, v, seen, m, total, acc, scale, cap)
+        key_scales = None
+        value_scales = None
+        if KEY_SCALES is not None:
+            at = page.to(tl.int64) * scale_page + kv_head * scale_head + within
+            key_scales = tl.load(KEY_SCALES + at, mask=seen, other=0.0)
+            value_scales = tl.load(VALUE_SCALES + at, mask=seen, other=0.0)
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
+        m, total, acc = weigh(q, k, v, seen, m, total, acc, scale, cap, key_scales, value_scales)
         page = next_page
 
     if SINKS is not None:
@@ -436,6 +489,14 @@ def _attend(
         real &= is_last
 
     store_mean(OUT, at, real, acc, total, VALUE_DIM)
+
+
+@triton.jit
+def _store_eight_bits(head, AT, SCALE, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a head (1, BLOCK), zeros outside of DIM, as eight bits and their scale."""
+    column = tl.arange(0, BLOCK)
+    wide = tl.reshape(head, [BLOCK]).to(tl.float32)
+    store_row(wide, AT + column, SCALE, column < DIM)
 
 
 @triton.jit

@@ -12,19 +12,24 @@ _MERGED = tl.constexpr(4)
 
 
 @triton.jit
-def weigh(q, k, v, seen, m, total, acc, scale, cap):
+def weigh(q, k, v, seen, m, total, acc, scale, cap, key_scales, value_scales):
     """Take keys and values into the running softmax.
 
-    Returns its maximum, the sum of its weights, and the sum of weighted values.
+    Keys and values are multiples of `key_scales` (N,) and `value_scales` (N,), if these are given.
+    Returns the maximum, the sum of the weights, and the sum of weighted values.
     """
     # "ieee": fp32 operands would be rounded to TF32 otherwise.
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if key_scales is not None:
+        s *= key_scales[None, :]
     s = _capped(s * scale, cap)
     s = tl.where(seen[None, :], s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, 1))
     p = tl.exp2(s - new_m[:, None])
     alpha = tl.exp2(m - new_m)
     total = total * alpha + tl.sum(p, 1)
+    if value_scales is not None:
+        p *= value_scales[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return new_m, total, acc
 

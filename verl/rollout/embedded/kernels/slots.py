@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl.rollout.embedded.kernels.fp8 import store_row
+
 _ROWS = 128  # rows that one program handles
 
 
@@ -72,13 +74,18 @@ def advance(
     )
 
 
-def store_tokens(new: Tensor, cache: Tensor, pages: Tensor, offsets: Tensor) -> None:
+def store_tokens(
+    new: Tensor, cache: Tensor, pages: Tensor, offsets: Tensor, scales: Tensor | None = None
+) -> None:
     """Write `new` (Hk, N, D) to the cache at pages (N,) and offsets (N,).
 
-    The cache is (num_pages, Hk, page_size, D).
+    The cache is (num_pages, Hk, page_size, D). In eight bits it has `scales` (num_pages, Hk,
+    page_size).
     """
     heads, count, width = new.shape
     assert new.stride(2) == cache.stride(3) == 1, "last dimensions must be contiguous"
+    assert scales is None or scales.stride(2) == 1, "last dimensions must be contiguous"
+    scale_strides = (None, None) if scales is None else scales.stride()[:2]
 
     _store_tokens[(count, heads)](
         new,
@@ -88,6 +95,8 @@ def store_tokens(new: Tensor, cache: Tensor, pages: Tensor, offsets: Tensor) -> 
         cache.stride(0),
         cache.stride(1),
         cache.stride(2),
+        scales,
+        *scale_strides,
         pages,
         offsets,
         width,
@@ -143,6 +152,9 @@ def _store_tokens(
     cache_page,
     cache_head,
     cache_token,
+    SCALES,
+    scale_page,
+    scale_head,
     PAGES,
     OFFSETS,
     width,
@@ -155,8 +167,9 @@ def _store_tokens(
     page = tl.load(PAGES + token)
     offset = tl.load(OFFSETS + token)
     value = tl.load(NEW + head * new_head + token * new_token + column, mask=inside)
-    tl.store(
-        CACHE + page * cache_page + head * cache_head + offset * cache_token + column,
-        value,
-        mask=inside,
-    )
+    target = CACHE + page * cache_page + head * cache_head + offset * cache_token + column
+    if SCALES is None:
+        tl.store(target, value, mask=inside)
+    else:
+        wide = tl.where(inside, value.to(tl.float32), 0.0)
+        store_row(wide, target, SCALES + page * scale_page + head * scale_head + offset, inside)
