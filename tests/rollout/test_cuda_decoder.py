@@ -109,8 +109,8 @@ class Twin(SimpleNamespace):
         return weight, torch.cat(biases) if biases else None
 
 
-def make_decoder(model: PreTrainedModel) -> TritonDecoder:
-    """Build a decoder with pages of NaN."""
+def make_decoder(model: PreTrainedModel, cache_dtype: torch.dtype | None = None) -> TritonDecoder:
+    """Build a decoder with pages of NaN, in the model's dtype unless another one is given."""
     module: Any = copy.deepcopy(model)
     paging = Paging(module)
     zeros = torch.zeros(1, dtype=torch.long)
@@ -118,10 +118,10 @@ def make_decoder(model: PreTrainedModel) -> TritonDecoder:
     with paging.counting() as seen, paging.computing(PrefillStep(layout, zeros, zeros)):
         module.base_model(input_ids=zeros[None], position_ids=zeros[None], use_cache=False)
     for layer, shape in seen.items():
-        size = (ROWS * WIDTH, shape.heads, PAGE_SIZE, shape.key_dim)
-        paging.layers[layer] = LayerPages(
-            *(torch.full(size, float("nan"), dtype=module.dtype) for _ in range(2))
-        )
+        parts = []
+        for size, dtype in shape.page_parts(PAGE_SIZE, cache_dtype or module.dtype):
+            parts.append(torch.full((ROWS * WIDTH, *size), float("nan")).to(dtype))
+        paging.layers[layer] = LayerPages(*parts)
     quantized = any(isinstance(part, Fp8Linear) for part in module.modules())
     twin = cast(Any, Twin(dtype=module.dtype, quantized=quantized))
     return TritonDecoder(twin, module, paging, dict(seen), max_positions=64)
@@ -196,7 +196,9 @@ def test_decode_steps_equal_transformers(family: str, dtype: torch.dtype, tolera
         places = []
         for row, start in enumerate(cached):
             first_page = int(TABLE[row, start // PAGE_SIZE])
-            for cache in (cache for layer in decoder.paging.layers.values() for cache in layer):
+            for cache in (
+                cache for layer in decoder.paging.layers.values() for cache in layer.tensors
+            ):
                 cache[TABLE[row, start // PAGE_SIZE + 1 :].long()] = float("nan")
                 cache[first_page, :, start % PAGE_SIZE :] = float("nan")
             rows += [row] * (LENGTH - start)

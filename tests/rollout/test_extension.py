@@ -67,9 +67,9 @@ def test_new_tokens_see_what_they_see_in_a_whole_sequence(
 
     whole = runner.prefill(tokens, pages)
     layers = list(runner.paging.layers.values())
-    expected = [[cache.clone() for cache in layer] for layer in layers]
+    expected = [[cache.clone() for cache in layer.tensors] for layer in layers]
     for layer in layers:
-        for cache in layer:
+        for cache in layer.tensors:
             for mine, start in zip(pages, cached):
                 # memory that no token was written to may hold anything
                 cache[mine[start // PAGE :]] = float("nan")
@@ -84,7 +84,7 @@ def test_new_tokens_see_what_they_see_in_a_whole_sequence(
 
     torch.testing.assert_close(states, whole, atol=2e-5, rtol=1e-5)
     for layer, caches in zip(layers, expected):
-        for cache, other in zip(layer, caches):
+        for cache, other in zip(layer.tensors, caches):
             for mine, each in zip(pages, tokens):
                 place = torch.arange(len(each))
                 at = (torch.tensor(mine)[place // PAGE], slice(None), place % PAGE)

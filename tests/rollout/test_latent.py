@@ -43,9 +43,9 @@ def test_a_page_holds_only_latents_and_rotary_keys(family):
     run(engine, PROMPTS, max_new_tokens=4)
     layers = list(engine.runner.paging.layers.values())
     assert len(layers) == model.config.num_hidden_layers
-    for keys, values in layers:
-        assert keys.shape[1:] == (1, 8, ROTARY)
-        assert values.shape[1:] == (1, 8, RANK)
+    for pages in layers:
+        assert pages.keys.shape[1:] == (1, 8, ROTARY)
+        assert pages.values.shape[1:] == (1, 8, RANK)
     assert engine.runner.page_bytes == len(layers) * 8 * (RANK + ROTARY) * 4
 
 

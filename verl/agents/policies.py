@@ -376,6 +376,7 @@ def _engine_config(config: RolloutConfig) -> RolloutConfig:
         server_urls=[],
         server_python=None,
         quantization=None,
+        kv_cache_dtype="auto",
         tensor_model_parallel_size=1,
         lora_weights=None,
         enable_rollout_routing_replay=False,

@@ -149,8 +149,9 @@ class RolloutConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "fewer bits for keys and values",
-        planned="keys and values have the dtype of rollout.dtype",
+        "fp8: on GPUs from Ada on, the embedded engine keeps keys and values in eight bits with a "
+        "scale for each token and head; responses are then of a policy slightly off the trainer's; "
+        "auto: in rollout.dtype",
         choices=("auto", "fp8"),
     )
     gpu_memory_utilization: float = setting(

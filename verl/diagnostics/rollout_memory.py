@@ -7,7 +7,7 @@ from verl.diagnostics.batch import BatchPlan
 from verl.engine.model_shape import ModelShape
 from verl.rollout import check_engine, rollout_engines
 from verl.rollout.base import capabilities_of, plan_engine
-from verl.rollout.fp8 import SCALE_BYTES
+from verl.rollout.fp8 import CACHE_DTYPES, SCALE_BYTES, cached_bytes
 from verl.rollout.memory import EngineLoad
 from verl.rollout.twin import ROLLOUT_DTYPES
 from verl.utils.arithmetic import ceil_div
@@ -17,7 +17,7 @@ from verl.utils.arithmetic import ceil_div
 class RolloutPlan:
     """Bytes of one device, and the samples that fit."""
 
-    itemsize: int  # of weights and pages
+    itemsize: int  # of weights, and of pages unless these have eight bits
     weights: int
     page_bytes: int
     pages: int
@@ -104,7 +104,7 @@ def plan_rollout(
     share = None
     if device_bytes is not None:
         share = max(int(config.gpu_memory_utilization * device_bytes) - weights, 0)
-    token_bytes = shape.layers * shape.cached // parts * itemsize
+    token_bytes = _token_bytes(config, shape, parts, itemsize)
 
     longest = config.max_model_len or batch.longest
     engines = max(1, ranks // parts)
@@ -147,6 +147,15 @@ def _itemsize(config: RolloutConfig, shape: ModelShape, on_cuda: bool) -> int:
     if config.dtype:
         return ROLLOUT_DTYPES[config.dtype].itemsize
     return 2 if on_cuda else shape.weights[0].itemsize
+
+
+def _token_bytes(config: RolloutConfig, shape: ModelShape, parts: int, itemsize: int) -> int:
+    """Return the bytes of the keys and values of a token in the cache of one rank."""
+    if config.kv_cache_dtype == "auto":
+        return shape.layers * shape.cached // parts * itemsize
+    key_heads = shape.key * shape.heads // shape.query
+    head_bytes = cached_bytes(shape.cached // key_heads, CACHE_DTYPES[config.kv_cache_dtype])
+    return shape.layers * key_heads * head_bytes // parts
 
 
 def _weight_bytes(config: RolloutConfig, shape: ModelShape, parts: int, itemsize: int) -> int:

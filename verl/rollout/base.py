@@ -96,6 +96,7 @@ class Capabilities:
     tensor_parallel: bool = False  # ranks can share an engine, which takes them as `ranks`
     drafts: bool = False  # verifies drafted tokens (rollout.speculative)
     quantization: bool = False  # rounds its weights to eight bits (rollout.quantization)
+    small_cache: bool = False  # keeps keys and values in eight bits (rollout.kv_cache_dtype)
     routed_experts: bool = False  # completions can tell the experts that their tokens visited
     aliases_weights: bool = False  # on a CPU it can compute with the trainer's own tensors
     continues: bool = False  # goes on with samples that `abort` has ended (`Continuation`)
@@ -221,6 +222,13 @@ def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> Non
             f"at each hand-over, got {section}.name={config.name}. Set "
             f"{_names_with('quantization')}quantization=null; vLLM servers take a flag of their "
             f"own in {section}.engine_kwargs.vllm."
+        )
+    if config.kv_cache_dtype != "auto" and not capabilities.small_cache:
+        raise ConfigError(
+            f"{section}.kv_cache_dtype={config.kv_cache_dtype} needs an engine that rounds keys "
+            f"and values when it stores them, got {section}.name={config.name}. Set "
+            f"{_names_with('small_cache')}kv_cache_dtype=auto; servers take a flag of their own in "
+            f"{section}.engine_kwargs."
         )
     if ranks > 1 and not capabilities.tensor_parallel:
         raise ConfigError(

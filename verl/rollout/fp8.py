@@ -1,5 +1,7 @@
 """Matrices in eight bits (float8_e4m3fn) with one scale for each row.
 
+Pages of keys and values are kept in the same way, with a row for each token and head.
+
 A row x is kept as v = x / s with the scale s = max |x| / 448, so its largest number becomes the
 format's largest. A product needs one multiplication for each number of its output:
 y_ij = a_i b_j sum_k v_ik w_jk.
@@ -25,6 +27,7 @@ from verl.utils.errors import ConfigError
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of the format
 SCALE_BYTES = 4  # of a row
+CACHE_DTYPES = {"fp8": FP8}  # of keys and values, by rollout.kv_cache_dtype other than auto
 SMALLEST_ROW = 1e-12  # the largest number of a row counts at least as this: zeros have a scale, too
 LONGEST_WITH_BIAS = 16_384
 MULTIPLE = 16  # products of eight-bit matrices need sizes that are multiples of this
@@ -64,6 +67,15 @@ def quantize(x: Tensor, out: Rows | None = None) -> Rows:
     scaled = (wide / rows.scales).clamp(-LARGEST, LARGEST)
     rows.values.copy_(scaled.to(FP8))
     return rows
+
+
+def cached_bytes(numbers: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the key and the value of a token and head, `numbers` together.
+
+    In eight bits, each of the two has a scale.
+    """
+    scales = 2 * SCALE_BYTES if dtype == FP8 else 0
+    return numbers * dtype.itemsize + scales
 
 
 def product(x: Rows, weight: Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -28,6 +28,7 @@ from verl.models.attention import (
 from verl.models.vision import language_parts
 from verl.rollout.embedded import invariant
 from verl.rollout.embedded.latent import LatentLayer, is_latent
+from verl.rollout.fp8 import FP8
 
 IMPLEMENTATION = "verl_paged"
 _PAGING = "verl_paging"
@@ -47,17 +48,39 @@ class LayerShape(NamedTuple):
     value_dim: int
     facts: Facts
 
+    def page_parts(
+        self, page_size: int, dtype: torch.dtype
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each part of a page, in the order of `LayerPages`."""
+        tokens = (self.heads, page_size)
+        parts = [((*tokens, self.key_dim), dtype), ((*tokens, self.value_dim), dtype)]
+        if dtype == FP8:
+            parts += 2 * [(tokens, torch.float32)]
+        return parts
+
 
 class LayerPages(NamedTuple):
     """Keys (num_pages, Hk, page_size, D) and values (num_pages, Hk, page_size, Dv) of one layer.
 
     A layer with latents (see `latent`) keeps one head: its rotary keys and its latents.
     Heads come before tokens, so that the pages of a row, gathered head by head, are one matrix a
-    head.
+    head. In eight bits (float8_e4m3fn), the key and the value of a token and head are multiples of
+    a scale (num_pages, Hk, page_size) in fp32.
     """
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, in which page i is row i.
+
+        Eight bits come as bytes, because torch cannot index every dtype.
+        """
+        tensors = [part for part in self if part is not None]
+        return [part.view(torch.uint8) if part.dtype == FP8 else part for part in tensors]
 
 
 class Step(Protocol):
@@ -335,7 +358,7 @@ def _token_index(pages: Tensor, offsets: Tensor, heads: int, page_size: int) -> 
 
 
 def _store(pages: LayerPages, k: Tensor, v: Tensor, index: Tensor) -> None:
-    for cache, new in zip(pages, (k, v)):
+    for cache, new in ((pages.keys, k), (pages.values, v)):
         rows = cache.view(-1, cache.shape[-1])
         by_token = new.transpose(0, 1)
         rows.index_copy_(0, index, by_token.reshape(-1, new.shape[-1]))
@@ -350,7 +373,7 @@ def _attend(
     index = step.gather_index(number, heads)
     gathered = []
 
-    for name, cache in pages._asdict().items():
+    for name, cache in (("keys", pages.keys), ("values", pages.values)):
         flat = cache.view(-1, cache.shape[2] * cache.shape[3])
         out = paging.workspace(name, flat, (index.shape[0], flat.shape[1]))
         torch.index_select(flat, 0, index, out=out)

@@ -67,8 +67,7 @@ class DeviceStep(NamedTuple):
         self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
     ) -> Tensor:
         """Implement `Step.attend`."""
-        store_tokens(k, pages.keys, self.pages, self.offsets)
-        store_tokens(v, pages.values, self.pages, self.offsets)
+        _store(pages, k, v, self.pages, self.offsets)
         return self.attend_stored(pages, q, facts)
 
     def attend_stored(
@@ -81,11 +80,14 @@ class DeviceStep(NamedTuple):
         out = q.new_empty(q.shape[0], q.shape[1], pages.values.shape[3])
         decode_attention(
             q,
-            *pages,
+            pages.keys,
+            pages.values,
             self.state.table,
             self.slots,
             self.state.positions,
             out,
+            key_scales=pages.key_scales,
+            value_scales=pages.value_scales,
             scale=facts.scale,
             window=facts.window,
             cap=facts.cap,
@@ -104,8 +106,13 @@ class DevicePrefillStep(PrefillStep):
 
     def store(self, pages: LayerPages, k: Tensor, v: Tensor) -> None:
         """Implement `PrefillStep.store`."""
-        store_tokens(k, pages.keys, self.pages, self.offsets)
-        store_tokens(v, pages.values, self.pages, self.offsets)
+        _store(pages, k, v, self.pages, self.offsets)
+
+
+def _store(pages: LayerPages, k: Tensor, v: Tensor, numbers: Tensor, offsets: Tensor) -> None:
+    """Write k (Hk, N, D) and v (Hk, N, Dv) to the pages of these numbers (N,) at offsets (N,)."""
+    store_tokens(k, pages.keys, numbers, offsets, pages.key_scales)
+    store_tokens(v, pages.values, numbers, offsets, pages.value_scales)
 
 
 class TritonDecoder(FusedDecoder):
@@ -191,7 +198,18 @@ class TritonDecoder(FusedDecoder):
         if isinstance(step, DeviceStep) and step.takes_fresh:
             fresh = Fresh(k, v, *layer.rotary, **norms)
         else:
-            rope_store(qkv, *layer.rotary, places, step.pages, step.offsets, *pages, **norms)
+            rope_store(
+                qkv,
+                *layer.rotary,
+                places,
+                step.pages,
+                step.offsets,
+                pages.keys,
+                pages.values,
+                key_scales=pages.key_scales,
+                value_scales=pages.value_scales,
+                **norms,
+            )
 
         if isinstance(step, PrefillStep):
             attended = self._prefill_attention(layer, q, k, v)

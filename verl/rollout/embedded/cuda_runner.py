@@ -8,6 +8,7 @@ for the next step, so that steps follow each other without the host.
 import atexit
 import bisect
 import functools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,11 +37,12 @@ from verl.rollout.embedded.kernels.paged_attention import (
 )
 from verl.rollout.embedded.kernels.sampling import DrawState, Workspace, draw
 from verl.rollout.embedded.kernels.slots import advance
-from verl.rollout.embedded.quantization import check_runner
+from verl.rollout.embedded.quantization import check_cache_runner, check_runner
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.samples import IntArray, Prefill
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.several import Fed, right_draws
+from verl.rollout.fp8 import FP8
 from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
 from verl.utils.arithmetic import ceil_div
@@ -129,6 +131,8 @@ class CudaRunner(ModelRunner):
             family = self.module.config.model_type
             fuses = can_fuse(self.module, self.fused_families)
             check_runner(self.device, family, fuses=fuses)
+        if self.cache_dtype == FP8:
+            check_cache_runner(self.device)
         one_by_one = _runs_experts_one_by_one(self.module)
         one_by_one = one_by_one and not can_fuse(self.module, self.fused_families)
         if one_by_one and not enforce_eager:
@@ -203,11 +207,11 @@ class CudaRunner(ModelRunner):
 
         for module, shape in self.layer_shapes().items():
             views = []
-            for dim in (shape.key_dim, shape.value_dim):
-                size = (num_pages + 1, shape.heads, self.page_size, dim)
-                strides = (page // self.dtype.itemsize, self.page_size * dim, dim, 1)
-                views.append(self._memory.tensor(offset, size, self.dtype, strides))
-                offset += shape.heads * self.page_size * dim * self.dtype.itemsize
+            for size, dtype in shape.page_parts(self.page_size, self.cache_dtype):
+                inner = torch.empty(size, device="meta").stride()
+                strides = (page // dtype.itemsize, *inner)
+                views.append(self._memory.tensor(offset, (num_pages + 1, *size), dtype, strides))
+                offset += math.prod(size) * dtype.itemsize
             self.paging.layers[module] = LayerPages(*views)
 
         self.slots.set_padding(num_pages)

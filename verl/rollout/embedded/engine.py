@@ -16,13 +16,19 @@ from verl.rollout.embedded.drafts import NgramDrafts
 from verl.rollout.embedded.families import check_attention
 from verl.rollout.embedded.host_runner import HostRunner
 from verl.rollout.embedded.pages import PageAllocator
-from verl.rollout.embedded.quantization import check_family, check_settings
+from verl.rollout.embedded.quantization import (
+    check_cache_device,
+    check_cache_settings,
+    check_family,
+    check_settings,
+)
 from verl.rollout.embedded.run import Progress, Run
 from verl.rollout.embedded.runner import ModelRunner
 from verl.rollout.embedded.samples import Sample, samples_of
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.steps import Steps
 from verl.rollout.embedded.tensor_parallel import TensorParallel, check_tensor_parallel
+from verl.rollout.fp8 import CACHE_DTYPES
 from verl.rollout.local import LocalEngine
 from verl.rollout.memory import spare_rows
 from verl.rollout.stopping import StopRule
@@ -54,6 +60,7 @@ class EmbeddedEngine(LocalEngine):
         tensor_parallel=True,
         drafts=True,
         quantization=True,
+        small_cache=True,
         routed_experts=True,
         aliases_weights=True,
         continues=True,
@@ -64,12 +71,14 @@ class EmbeddedEngine(LocalEngine):
         """Implement `EngineClass.check`."""
         super().check(config)
         check_settings(config)
+        check_cache_settings(config)
 
     @classmethod
     def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
         """Implement `EngineClass.check_model`."""
         check_attention(config, model, on_cuda=on_cuda)
         check_family(config, model, on_cuda=on_cuda)
+        check_cache_device(config, on_cuda=on_cuda)
         if config.tensor_model_parallel_size > 1:
             check_tensor_parallel(model, config.tensor_model_parallel_size)
 
@@ -273,6 +282,7 @@ class EmbeddedEngine(LocalEngine):
             "deterministic": self.config.deterministic,
             "device": self.device,
             "dtype": self.twin.dtype,
+            "cache_dtype": CACHE_DTYPES.get(self.config.kv_cache_dtype),
             "parallel": self.parallel,
             "records_routes": self.config.enable_rollout_routing_replay,
         }

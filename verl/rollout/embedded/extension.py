@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,8 +88,8 @@ class ExtendStep:
         outputs = []
         for chunk in self._padded:
             queries = q.index_select(0, chunk.index).unflatten(0, chunk.positions.shape)
-            keys = _gather(pages.keys, chunk, head)
-            values = _gather(pages.values, chunk, head)
+            keys = _gather(pages.keys, pages.key_scales, chunk, head, q.dtype)
+            values = _gather(pages.values, pages.value_scales, chunk, head, q.dtype)
             if facts.latent:
                 keys = torch.cat([keys, values], dim=-1)
 
@@ -103,8 +103,9 @@ class ExtendStep:
         value_dim = pages.values.shape[3]
         outputs = []
         for chunk in self._packed:
-            keys = pages.keys[chunk.pages, :, chunk.offsets]
-            values = pages.values[chunk.pages, :, chunk.offsets]
+            place = (chunk.pages, slice(None), chunk.offsets)
+            keys = _take(pages.keys, pages.key_scales, place, q.dtype)
+            values = _take(pages.values, pages.value_scales, place, q.dtype)
             out = torch_attention(
                 q[chunk.tokens],
                 keys,
@@ -225,10 +226,22 @@ def extend_step(
     return ExtendStep(new, tuple(cached), table, page_size)
 
 
-def _gather(cache: Tensor, chunk: PaddedChunk, head: Tensor) -> Tensor:
-    """Return the keys or values (s, Hk, K, D) of a chunk, for head (Hk, 1)."""
-    if cache.is_cuda:  # pages of all layers interleave there
-        return cache[chunk.pages, head, chunk.offsets]
+def _take(cache: Tensor, scales: Tensor | None, place: Any, dtype: torch.dtype) -> Tensor:
+    """Return the keys or values (..., D) at `place` in `dtype`, that of a cache without scales."""
+    if scales is None:
+        return cache[place]
+    # as bytes: torch does not index eight-bit numbers everywhere
+    taken = cache.view(torch.uint8)[place].view(cache.dtype)
+    # In place, the products are fp32 and rounded once.
+    return taken.to(dtype).mul_(scales[place].unsqueeze(-1))
+
+
+def _gather(
+    cache: Tensor, scales: Tensor | None, chunk: PaddedChunk, head: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the keys or values (s, Hk, K, D) of a chunk in `dtype`, for head (Hk, 1)."""
+    if cache.is_cuda or scales is not None:  # pages of all layers interleave on CUDA
+        return _take(cache, scales, (chunk.pages, head, chunk.offsets), dtype)
     # torch's CPU copies whole rows three times as fast.
     _, heads, size, dim = cache.shape
     index = (chunk.pages * heads + head) * size + chunk.offsets

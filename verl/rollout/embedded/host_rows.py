@@ -196,7 +196,7 @@ class KeyRows:
         """
         for stack in self._stacks:
             for layer, *mine in zip(stack.pages, stack.keys, stack.values):
-                for pages, rows in zip(layer, mine):
+                for pages, rows in zip(layer.tensors, mine):
                     yield words(pages), words(rows)
 
     def _seat(self, scheduler: Scheduler, slots: IntArray, kept: IntArray, steps: int) -> None:
@@ -277,7 +277,7 @@ class KeyRows:
         stacks = []
         for alike in groups.values():
             empty = []
-            for cache in alike[0]:
+            for cache in alike[0].tensors:
                 heads = cache.shape[1]
                 dim = cache.shape[3]
                 shape = (len(alike), self._num_rows, heads, self._num_columns, dim)

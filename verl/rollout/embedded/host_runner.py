@@ -51,7 +51,10 @@ class InvariantDecodeStep(DecodeStep):
         parts = []
         for rows, table in self.chunks:
             # (rows, W, Hk, page_size, D) -> (rows, Hk, W * page_size, D)
-            keys, values = (cache[table].transpose(1, 2).flatten(2, 3) for cache in pages)
+            gathered = []
+            for cache in pages.tensors:
+                gathered.append(cache[table].transpose(1, 2).flatten(2, 3))
+            keys, values = gathered
             last = self.positions[rows]
             parts.append(invariant.decode_attention(q[rows], keys, values, last, facts))
         return torch.cat(parts)
@@ -94,7 +97,7 @@ class HostRunner(ModelRunner):
         """Implement `ModelRunner.copy_pages`."""
         sources, targets = np.array(pairs, np.int64).T
         for layer in self.paging.layers.values():
-            for cache in map(words, layer):
+            for cache in map(words, layer.tensors):
                 cache[targets] = cache[sources]
 
     def begin(self, params: SamplingParams, most_tokens: int) -> None:

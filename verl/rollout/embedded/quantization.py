@@ -1,4 +1,4 @@
-"""Refuse weights in eight bits where they have not been proved."""
+"""Refuse weights, keys and values in eight bits where they have not been proved."""
 
 import torch
 from transformers import PreTrainedConfig
@@ -11,6 +11,8 @@ from verl.utils.errors import ConfigError
 _SETTING = "actor_rollout_ref.rollout.quantization"
 _FAMILIES = (*LLAMA_FAMILIES, *GEMMA_FAMILIES)
 _OLDEST = (9, 0)  # compute capability with eight-bit products of scaled rows: Hopper
+_CACHE_SETTING = "actor_rollout_ref.rollout.kv_cache_dtype"
+_OLDEST_FOR_CACHE = (8, 9)  # compute capability that converts float8_e4m3fn: Ada
 
 
 def check_settings(config: RolloutConfig) -> None:
@@ -65,4 +67,45 @@ def check_runner(device: torch.device, family: str, *, fuses: bool) -> None:
         raise ConfigError(
             f"{_SETTING}=fp8 needs decoder layers that are transformers' own, and this model of "
             f"the family '{family}' has other modules or another activation. Set it to null."
+        )
+
+
+def check_cache_settings(config: RolloutConfig) -> None:
+    """Raise ConfigError for a setting that excludes keys and values in eight bits."""
+    if config.kv_cache_dtype == "auto":
+        return
+    section = "actor_rollout_ref.rollout"
+    asked = f"{_CACHE_SETTING}={config.kv_cache_dtype}"
+
+    if config.deterministic:
+        raise ConfigError(
+            f"{asked} rounds keys and values in pages alone: a token that is computed again after "
+            f"a pre-emption has other bits, and {section}.deterministic=true forbids this. Set "
+            "deterministic to false, or kv_cache_dtype to auto."
+        )
+    if config.dtype not in (None, "bfloat16", "float32"):
+        raise ConfigError(
+            f"{asked} computes in bfloat16 or float32, got {section}.dtype={config.dtype}: the "
+            "scales may be too small for float16. Set dtype to bfloat16 or null, or "
+            "kv_cache_dtype to auto."
+        )
+
+
+def check_cache_device(config: RolloutConfig, *, on_cuda: bool) -> None:
+    """Raise ConfigError for keys and values in eight bits on a CPU."""
+    if config.kv_cache_dtype != "auto" and not on_cuda:
+        raise ConfigError(
+            f"{_CACHE_SETTING}={config.kv_cache_dtype} needs an NVIDIA GPU of compute capability "
+            "8.9 or later (Ada, Hopper), and this run generates on a CPU. Set it to auto."
+        )
+
+
+def check_cache_runner(device: torch.device) -> None:
+    """Raise ConfigError for a GPU that does not convert float8_e4m3fn."""
+    found = torch.cuda.get_device_capability(device)
+    if found < _OLDEST_FOR_CACHE:
+        raise ConfigError(
+            f"{_CACHE_SETTING}=fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, "
+            f"Hopper), got {torch.cuda.get_device_name(device)} of {found[0]}.{found[1]}. Set it "
+            "to auto."
         )

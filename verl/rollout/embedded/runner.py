@@ -27,6 +27,7 @@ from verl.rollout.embedded.invariant import make_invariant
 from verl.rollout.embedded.samples import IntArray, Prefill
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.tensor_parallel import TensorParallel
+from verl.rollout.fp8 import cached_bytes
 from verl.rollout.types import SamplingParams
 from verl.utils.devices import send
 from verl.utils.logging import logger
@@ -94,6 +95,7 @@ class ModelRunner:
         deterministic: bool,
         device: torch.device,
         dtype: torch.dtype,
+        cache_dtype: torch.dtype | None = None,
         parallel: TensorParallel | None = None,
         records_routes: bool = False,
     ) -> None:
@@ -102,6 +104,7 @@ class ModelRunner:
         self.page_size = page_size
         self.device = device
         self.dtype = dtype
+        self.cache_dtype = cache_dtype or dtype  # of keys and values in pages
         self.deterministic = deterministic
         self.parallel = parallel
         if deterministic:
@@ -123,10 +126,11 @@ class ModelRunner:
     @property
     def page_bytes(self) -> int:
         """Return the bytes of a page over all layers. Needs the model's weights the first time."""
-        numbers = 0
+        head_bytes = 0
         for shape in self.layer_shapes().values():
-            numbers += shape.heads * (shape.key_dim + shape.value_dim)
-        return numbers * self.page_size * self.dtype.itemsize
+            numbers = shape.key_dim + shape.value_dim
+            head_bytes += shape.heads * cached_bytes(numbers, self.cache_dtype)
+        return head_bytes * self.page_size
 
     @property
     def kept_bytes(self) -> int:
@@ -163,7 +167,7 @@ class ModelRunner:
             values = torch.zeros(*size, shape.value_dim, dtype=self.dtype, device=self.device)
 
             if module in self.paging.layers:
-                for new, old in zip((keys, values), self.paging.layers[module]):
+                for new, old in zip((keys, values), self.paging.layers[module].tensors):
                     # The old cache is longer if an interrupt ended an earlier call.
                     new[: self.num_pages] = old[: self.num_pages]
             self.paging.layers[module] = LayerPages(keys, values)
@@ -353,7 +357,7 @@ class ModelRunner:
         """Copy page a to page b for each pair (a, b); all are read before any is written."""
         source, target = (self.to_device(np.array(pages, np.int64)) for pages in zip(*pairs))
         for layer in self.paging.layers.values():
-            for cache in layer:
+            for cache in layer.tensors:
                 cache.index_copy_(0, target, cache.index_select(0, source))
 
     def hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep | Step) -> Tensor:
