@@ -58,6 +58,15 @@ def test_two_gpus_draw_the_tokens_of_one(two_gpus: Ranks, family: str):
             assert worst_difference(shared, alone) <= 1e-4
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_two_gpus_draw_the_tokens_of_one_with_small_pages(two_gpus: Ranks, family: str):
+    small = {**EXACT, "kv_cache_dtype": "fp8"}
+    for n, params in DRAWS:
+        alone = on_one(family, small, n, **params)
+        for shared, _ in two_gpus.call(completions, family, {}, small, n, params):
+            assert tokens_of(shared) == tokens_of(alone)
+
+
 @pytest.mark.parametrize("family", [*FUSED, "gemma2"])
 def test_bf16_is_as_close_to_fp32_as_on_one_gpu(two_gpus: Ranks, family: str):
     exact = on_cuda(talkative_model(family, dtype=torch.bfloat16).float())
