@@ -3,7 +3,9 @@
 One after the other, engines in float32, bfloat16 and fp8 get the same weights and compute the whole
 distribution of every next token of the same sequences, which the bfloat16 engine has drawn. The
 table has KL(bfloat16 || fp8) and, as the size of ordinary rounding, KL(float32 || bfloat16): means
-over tokens, and the largest ones.
+over tokens, and the largest ones. With `--cache`, keys and values are in eight bits in place of
+weights (fp8kv), and the distributions are those after the drawn tokens, which all engines compute
+from keys and values in their pages.
 
 A folder with a pretrained model is taken as it is. Of a folder with a configuration alone, two sets
 of random weights are measured: those of transformers' initialization, whose layers each outweigh
@@ -11,7 +13,8 @@ the residual stream before them, so that rounding is amplified from layer to lay
 nearer to trained models: embeddings of size 1, and output projections divided by the root of twice
 the number of layers, as in GPT-2's initialization.
 
-Run `python bench/agreement_fp8.py FOLDER`. `rollout.py --engines ours,ours-fp8` runs it as well.
+Run `python bench/agreement_fp8.py FOLDER`. `rollout.py --engines ours,ours-fp8,ours-fp8kv` runs it
+as well.
 """
 
 import argparse
@@ -35,6 +38,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
 from verl.rollout import Request, SamplingParams, create_rollout_engine
+from verl.rollout.embedded.extension import extend_step
 
 SEQUENCES = 8
 PROMPT_TOKENS = 64
@@ -44,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "fp8": {"quantization": "fp8"},
+    "fp8kv": {"kv_cache_dtype": "fp8"},
 }
 
 
@@ -73,6 +78,30 @@ def draw(engine: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[lis
 def hidden_states(engine: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     """Return the states (N, H) of all tokens of `sequences`, as a prefill computes them."""
     runner = engine.runner
+    pages = pages_of(runner, sequences)
+    ids, positions, step, _ = runner._pack(sequences, pages, [0] * len(sequences))
+    states = runner._prefill_hidden(ids, positions, step)
+    engine.forget_prefixes()  # their pages are overwritten
+    return states.clone()
+
+
+@torch.inference_mode()
+def states_from_pages(engine: Any, sequences: Sequence[Sequence[int]], first: int) -> Tensor:
+    """Return the states (N, H) of all tokens after the `first` ones of each sequence.
+
+    They are computed from keys and values in pages, as by decode steps.
+    """
+    hidden_states(engine, sequences)
+    runner = engine.runner
+    pages = pages_of(runner, sequences)
+    cached = [first] * len(sequences)
+    ids, positions, new, _ = runner._pack(sequences, pages, cached)
+    step = extend_step(new, cached, pages, runner.page_size)
+    return runner._body(ids, positions, step).clone()
+
+
+def pages_of(runner: Any, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return pages for each sequence, the first of the cache, after making room for them."""
     pages = []
     count = 0
     for sequence in sequences:
@@ -81,10 +110,7 @@ def hidden_states(engine: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
         count += own
     if runner.num_pages < count:
         runner.allocate(count)
-    ids, positions, step, _ = runner._pack(sequences, pages, [0] * len(sequences))
-    states = runner._prefill_hidden(ids, positions, step)
-    engine.forget_prefixes()  # their pages are overwritten
-    return states.clone()
+    return pages
 
 
 @torch.inference_mode()
@@ -109,34 +135,42 @@ def damp(model: PreTrainedModel) -> None:
             model.get_input_embeddings().weight.div_(config.initializer_range)  # pyright: ignore
 
 
-def measure(model: PreTrainedModel, device: torch.device) -> dict[str, float]:
-    """Return the KLs of one set of weights."""
+def measure(model: PreTrainedModel, device: torch.device, small: str = "fp8") -> dict[str, float]:
+    """Return the KLs of one set of weights, with `small` for the engine in eight bits."""
     vocabulary: int = model.config.vocab_size
     prompts = draw_prompts(SEQUENCES, PROMPT_TOKENS, vocabulary, seed=0, draw=0)
     sequences: list[list[int]] = []
     states = {}
     heads = {}
     # the engine that draws comes first
-    for name in ("bfloat16", "float32", "fp8"):
+    for name in ("bfloat16", "float32", small):
         engine = make_engine(model, device, **SETTINGS[name])
         if not sequences:
             sequences = draw(engine, prompts, DRAWN_TOKENS)
         else:
             draw(engine, prompts, 1)  # which makes the decoder
-        states[name] = hidden_states(engine, sequences)
+        if small == "fp8kv":
+            states[name] = states_from_pages(engine, sequences, PROMPT_TOKENS)
+        else:
+            states[name] = hidden_states(engine, sequences)
         heads[name] = [log_probs(engine, chunk).cpu() for chunk in states[name].split(CHUNK)]
         del engine
         gc.collect()
         torch.cuda.empty_cache()
 
     result = {}
-    for truth, other in (("bfloat16", "fp8"), ("float32", "bfloat16")):
+    for truth, other in (("bfloat16", small), ("float32", "bfloat16")):
         parts = []
+        equal = []
         for one, two in zip(heads[truth], heads[other]):
             parts.append(kl(one.to(device), two.to(device)))
+            equal.append(one.argmax(-1) == two.argmax(-1))
         every = torch.cat(parts)
         result[f"KL({truth} || {other})"] = every.mean().item()
         result[f"largest KL({truth} || {other})"] = every.max().item()
+        result[f"equal likeliest tokens ({truth}, {other})"] = (
+            torch.cat(equal).float().mean().item()
+        )
     certain = torch.cat([part.exp().amax(-1) for part in heads["float32"]])
     result["mean probability of the likeliest token"] = certain.mean().item()
     return result
@@ -147,18 +181,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+    parser.add_argument("--cache", action="store_true", help="keys and values in eight bits")
+    asked = parser.parse_args()
+    folder: Path = asked.folder
+    small = "fp8kv" if asked.cache else "fp8"
     device = torch.device("cuda", 0)
     results = {}
 
     if any(folder.glob("*.safetensors")):
         pretrained: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES["cuda"])
-        results["pretrained"] = measure(pretrained.to(device).eval(), device)
+        results["pretrained"] = measure(pretrained.to(device).eval(), device, small)
     else:
         model = random_model(str(folder), "cuda")
-        results["transformers' initialization"] = measure(model, device)
+        results["transformers' initialization"] = measure(model, device, small)
         damp(model)
-        results["damped"] = measure(model, device)
+        results["damped"] = measure(model, device, small)
     print(json.dumps(results))
 
 

@@ -10,8 +10,9 @@ measured here.
 
 Run `python bench/rollout.py`, or for example with `--models 0.5b,1.5b,7b --samples 1,8,16 --engines
 ours,vllm,hf --lengths fixed:256,tail:1024`; `--decode-step` measures one decode step of ours at 256
-rows instead. With `--engines ours,ours-fp8` the ratio of both times and the KL per token
-(`agreement_fp8.py`) follow; the bound is that of bfloat16 for both. `--tiny` tries the script on
+rows instead. With `--engines ours,ours-fp8,ours-fp8kv` the ratios of times and the KLs per token
+(`agreement_fp8.py`) of eight-bit weights, and of eight-bit keys and values, follow; the bound is
+that of bfloat16 for all. `--tiny` tries the script on
 CPU. The jobs, the results as JSON and the logs of the engines lie in the folder `--out`.
 """
 
@@ -40,6 +41,7 @@ SCRIPTS = {
     "ours": "rollout_ours.py",
     "ours-deterministic": "rollout_ours.py",
     "ours-fp8": "rollout_ours.py",
+    "ours-fp8kv": "rollout_ours.py",
     "vllm": "rollout_vllm.py",
     "hf": "rollout_hf.py",
 }
@@ -47,9 +49,11 @@ NAMES = {
     "ours": "ours",
     "ours-deterministic": "ours, deterministic",
     "ours-fp8": "ours, fp8",
+    "ours-fp8kv": "ours, fp8 keys and values",
     "vllm": "vLLM",
     "hf": "transformers generate",
 }
+IN_EIGHT_BITS = {"ours-fp8", "ours-fp8kv"}
 DEVICE_DEFAULTS = {
     "models": "1.5b",
     "lengths": "tail:1024",
@@ -232,7 +236,7 @@ def refuse_what_cannot_run(plan: Plan) -> None:
             "--tiny."
         )
 
-    if plan.device == "cpu" and "ours-fp8" in plan.engines:
+    if plan.device == "cpu" and not IN_EIGHT_BITS.isdisjoint(plan.engines):
         raise SystemExit("rollout.py: --tiny runs on CPU, where the engine has no eight bits.")
 
     if plan.device == "cpu" and "vllm" in plan.engines:
@@ -289,6 +293,7 @@ def run_side(plan: Plan, model: str, engine: str) -> dict[str, Any] | None:
         gpu_memory_utilization=0.85,
         deterministic=engine == "ours-deterministic",
         quantization="fp8" if engine == "ours-fp8" else None,
+        kv_cache_dtype="fp8" if engine == "ours-fp8kv" else "auto",
         repeats=plan.repeats,
         seed=plan.seed,
         workloads=plan.workloads,
@@ -430,27 +435,34 @@ def report_model(
         }
     for engine, result in results.items():
         print(f"{NAMES[engine]}: {result['versions']}")
-    if {"ours", "ours-fp8"} <= results.keys():
-        report["fp8"] = compare_fp8(plan, model, results)
+    for engine in sorted(IN_EIGHT_BITS & results.keys()):
+        if "ours" in results:
+            report[engine.removeprefix("ours-")] = compare_fp8(plan, model, results, engine)
     return report
 
 
-def compare_fp8(plan: Plan, model: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Print how much faster eight bits are than bfloat16, and how far off."""
+def compare_fp8(
+    plan: Plan, model: str, results: dict[str, dict[str, Any]], engine: str
+) -> dict[str, Any]:
+    """Print how much faster an engine in eight bits is than bfloat16, and how far off."""
+    kind = engine.removeprefix("ours-")
     found: dict[str, Any] = {}
     for number, workload in enumerate(plan.workloads):
         seconds = []
-        for engine in ("ours", "ours-fp8"):
-            seconds.append(min(results[engine]["workloads"][number]["seconds"]))
+        for name in ("ours", engine):
+            seconds.append(min(results[name]["workloads"][number]["seconds"]))
         found[workload.name] = seconds[0] / seconds[1]
         print(
-            f"fp8 at {model}, {workload.name}: {seconds[0]:.3f} s in bfloat16, {seconds[1]:.3f} s "
-            f"in fp8, {seconds[0] / seconds[1]:.3f} times as fast",
+            f"{kind} at {model}, {workload.name}: {seconds[0]:.3f} s in bfloat16, {seconds[1]:.3f} "
+            f"s in {kind}, {seconds[0] / seconds[1]:.3f} times as fast",
             flush=True,
         )
 
-    log = plan.out / model / "agreement_fp8.log"
-    if run_process([str(HERE / "agreement_fp8.py"), str(plan.out / model / "model")], log):
+    log = plan.out / model / f"agreement_{kind}.log"
+    command = [str(HERE / "agreement_fp8.py"), str(plan.out / model / "model")]
+    if engine == "ours-fp8kv":
+        command.append("--cache")
+    if run_process(command, log):
         found["kl"] = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
         for weights, values in found["kl"].items():
             shown = ", ".join(f"{name} {value:.3g}" for name, value in values.items())

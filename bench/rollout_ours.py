@@ -38,6 +38,7 @@ class Ours:
                 gpu_memory_utilization=job.gpu_memory_utilization,
                 deterministic=job.deterministic,
                 quantization=job.quantization,
+                kv_cache_dtype=job.kv_cache_dtype,
             ),
             model=random_model(job.folder, job.device),
             tokenizer=None,

@@ -81,6 +81,7 @@ class Job:
     seed: int
     workloads: tuple[Workload, ...]
     quantization: str | None = None  # ours alone
+    kv_cache_dtype: str = "auto"  # ours alone
     dtype: str = "bfloat16"  # vLLM's
     load_format: str = "dummy"  # vLLM's: random weights; auto: those in the folder
 

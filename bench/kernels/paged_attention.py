@@ -8,7 +8,8 @@ best over all batches: what defaults are chosen by.
 
 Run `python bench/kernels/paged_attention.py`; `--shapes qwen2.5-1.5b --batches 256` does a part of
 it. With `--fresh` the rows' newest tokens come as the projections give them, and the kernel rotates
-and stores them too.
+and stores them too. With `--eight-bits` keys and values are in eight bits with their scales, which
+count as read.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from verl.rollout.embedded.kernels.paged_attention import (
     fixed_num_splits,
     split_workspace,
 )
+from verl.rollout.fp8 import FP8, cached_bytes
 
 PAGE_SIZE = 16
 SHORTEST = 256
@@ -59,7 +61,8 @@ SHAPES = {
 LAUNCHES = [
     DecodeConfig(block_n, num_warps, num_stages)
     for (block_n, num_warps), num_stages in product(
-        ((16, 1), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8)), (2, 3, 4)
+        ((16, 1), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (128, 4), (128, 8)),
+        (2, 3, 4),
     )
 ]
 
@@ -67,7 +70,7 @@ LAUNCHES = [
 class Batch:
     """b rows in a cache of as many layers as it takes to read READ_BYTES."""
 
-    def __init__(self, shape: Shape, rows: int, *, fresh: bool) -> None:
+    def __init__(self, shape: Shape, rows: int, *, fresh: bool, eight_bits: bool) -> None:
         self.shape = shape
         self.rows = rows
         with torch.device("cuda"):
@@ -75,11 +78,16 @@ class Batch:
             width = LONGEST // PAGE_SIZE
             self.table = torch.randperm(rows * width).view(rows, width).int()
             self.slots = torch.arange(rows, dtype=torch.int32)
-            token_bytes = 2 * 2 * shape.kv_heads * shape.dim
+            dtype = FP8 if eight_bits else torch.bfloat16
+            token_bytes = shape.kv_heads * cached_bytes(2 * shape.dim, dtype)
             self.read_bytes = int((self.positions + 1).sum()) * token_bytes
             self.layers = min(shape.layers, math.ceil(READ_BYTES / self.read_bytes))
             page = (2, shape.kv_heads, PAGE_SIZE, shape.dim)
             self.cache = torch.randn(rows * width, self.layers, *page, dtype=torch.bfloat16)
+            self.cache = self.cache.to(dtype)
+            self.scales = None
+            if eight_bits:
+                self.scales = torch.rand(rows * width, self.layers, *page[:-1])
             stacked = torch.randn(
                 rows, (shape.heads + 2 * shape.kv_heads) * shape.dim, dtype=torch.bfloat16
             )
@@ -96,6 +104,9 @@ class Batch:
         """All layers once."""
         for layer in range(self.layers):
             keys, values = self.cache[:, layer].unbind(1)
+            key_scales = value_scales = None
+            if self.scales is not None:
+                key_scales, value_scales = self.scales[:, layer].unbind(1)
             decode_attention(
                 self.q,
                 keys,
@@ -104,6 +115,8 @@ class Batch:
                 self.slots,
                 self.positions,
                 self.out,
+                key_scales=key_scales,
+                value_scales=value_scales,
                 scale=self.shape.dim**-0.5,
                 workspace=self.workspace,
                 fresh=self.fresh,
@@ -209,6 +222,7 @@ def main() -> None:
         "--fresh", action="store_true", help="rotate and store the newest tokens as well"
     )
 
+    parser.add_argument("--eight-bits", action="store_true", help="keys and values in eight bits")
     parser.add_argument("--best", type=int, default=4, help="launches to print at each batch")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -224,7 +238,7 @@ def main() -> None:
         for rows in args.batches:
             results.append(
                 sweep(
-                    Batch(SHAPES[name], rows, fresh=args.fresh),
+                    Batch(SHAPES[name], rows, fresh=args.fresh, eight_bits=args.eight_bits),
                     device.multi_processor_count,
                     args.best,
                 )
