@@ -55,7 +55,8 @@ KV_HEADS = 3
 DIM = 12
 PAGES = torch.tensor([5, 0, 5])
 OFFSETS = torch.tensor([3, 1, 0])
-FAMILIES = ["qwen2", "qwen3", "gemma2", "gemma3"]
+SLOW = pytest.mark.slow
+FAMILIES = ["qwen3", "gemma3", *(pytest.param(name, marks=SLOW) for name in ("qwen2", "gemma2"))]
 
 
 def rounded(cache: Tensor) -> tuple[Tensor, Tensor]:
