@@ -2,6 +2,7 @@
 tokens in every turn, and the same weights on several ranks."""
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -256,7 +257,7 @@ def test_episodes_that_all_fail_end_the_run_with_their_cause(
     assert run(tmp_path / "run", *own) != 0
     said = capsys.readouterr().err
     assert "All 16 episodes of this step were dropped" in said
-    assert "KeyError: 'the sandbox is gone'" in said
+    assert re.search(r"KeyError \(.*loops\.py:\d+\): 'the sandbox is gone'", said)
 
 
 def test_a_rollout_of_the_api_gives_one_text_for_each_episode(tmp_path: Path):
