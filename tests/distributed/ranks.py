@@ -17,9 +17,19 @@ TIMEOUT_S = 90
 
 
 class Ranks:
-    """`size` processes; `call` runs a module-level function on each and returns their results."""
+    """`size` processes; `call` runs a module-level function on each and returns their results.
+
+    After a failure, the next call starts new ones: a rank that died, or waits for one that did,
+    must not fail other tests.
+    """
 
     def __init__(self, size: int) -> None:
+        self.size = size
+        self.connections: list[Connection] = []
+        self.processes: list[Any] = []
+        self._start()
+
+    def _start(self) -> None:
         # A forked process cannot use CUDA after an import has queried the device.
         if torch.cuda.is_available():
             context = multiprocessing.get_context("spawn")
@@ -27,40 +37,45 @@ class Ranks:
             context = fork_server()
 
         port = free_port()
-        self.size = size
-        self.connections: list[Connection] = []
-        self.processes = []
-
-        for rank in range(size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            arguments = (theirs, rank, self.size, port)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        for connection in self.connections:
-            connection.send((function, args))
-        answers = []
-        for rank, connection in enumerate(self.connections):
-            if not connection.poll(TIMEOUT_S):
-                self.close()
-                raise TimeoutError(
-                    f"Rank {rank} gave no answer to {function.__name__} within {TIMEOUT_S} s."
-                )
-            failed, answer = connection.recv()
-            if failed:
-                self.close()
-                raise RuntimeError(f"On rank {rank}:\n{answer}")
-            answers.append(answer)
+        if not self.processes:
+            self._start()
+        try:
+            for connection in self.connections:
+                connection.send((function, args))
+            return [self._answer(rank, function.__name__) for rank in range(self.size)]
+        except BaseException:
+            self.close()
+            raise
 
-        return answers
+    def _answer(self, rank: int, name: str) -> Any:
+        if not self.connections[rank].poll(TIMEOUT_S):
+            raise TimeoutError(f"Rank {rank} gave no answer to {name} within {TIMEOUT_S} s.")
+        try:
+            failed, answer = self.connections[rank].recv()
+        except EOFError as error:
+            self.processes[rank].join(TIMEOUT_S)
+            code = self.processes[rank].exitcode
+            raise RuntimeError(f"Rank {rank} ended with code {code} in {name}.") from error
+        if failed:
+            raise RuntimeError(f"On rank {rank}:\n{answer}")
+        return answer
 
     def close(self) -> None:
         for process in self.processes:
             process.terminate()
             process.join()
+        self.connections.clear()
+        self.processes.clear()
 
 
 def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
