@@ -349,7 +349,7 @@ def _format_of(config: RolloutConfig, tokenizer: Any, boundary: ChatBoundary) ->
         raise ConfigError(
             "The tokenizer's chat template has no place for tools, so the model would never hear "
             "of them. Set actor_rollout_ref.model.custom_chat_template to one that writes `tools`, "
-            f"or leave {_SECTION}.multi_turn.tool_config_path out."
+            f"or leave out {_SECTION}.multi_turn.tool_config_path and function_tool_path."
         )
     shown = recognise_format(tokenizer.chat_template)
     name = asked or shown
