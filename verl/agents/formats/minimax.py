@@ -6,14 +6,13 @@ from typing import Any
 
 from verl.agents.formats.base import (
     CallTags,
-    MalformedCallError,
     ParsedReply,
     ToolCall,
     malformed,
     parse_tagged,
     tool_formats,
 )
-from verl.agents.formats.typed import call_of_texts, tagged_parameters
+from verl.agents.formats.typed import call_of_tags
 
 _TAGS = CallTags(
     opening="<invoke name=",
@@ -40,8 +39,4 @@ class MinimaxFormat:
         if not opened or not name or "<" in name:
             return malformed("the name of the tool is missing", _TAGS.expected, raw=raw)
 
-        try:
-            texts = tagged_parameters(rest, "<parameter name=")
-        except MalformedCallError as problem:
-            return malformed(str(problem), _TAGS.expected, raw=raw, name=name)
-        return call_of_texts(name, texts, tools, raw=raw, expected=_TAGS.expected)
+        return call_of_tags(name, rest, "<parameter name=", tools, raw=raw, expected=_TAGS.expected)

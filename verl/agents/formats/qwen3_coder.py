@@ -9,14 +9,13 @@ from typing import Any
 
 from verl.agents.formats.base import (
     CallTags,
-    MalformedCallError,
     ParsedReply,
     ToolCall,
     malformed,
     parse_tagged,
     tool_formats,
 )
-from verl.agents.formats.typed import call_of_texts, tagged_parameters
+from verl.agents.formats.typed import call_of_tags
 
 _BODY = "<function=TOOL><parameter=NAME>value</parameter></function>"
 _TAGS = CallTags(
@@ -53,11 +52,8 @@ class _FunctionTags:
             problem = f"it must end with {_FUNCTION_END}"
             return malformed(problem, self.tags.expected, raw=raw, name=name)
 
-        try:
-            texts = tagged_parameters(rest.removesuffix(_FUNCTION_END), "<parameter=")
-        except MalformedCallError as problem:
-            return malformed(str(problem), self.tags.expected, raw=raw, name=name)
-        return call_of_texts(name, texts, tools, raw=raw, expected=self.tags.expected)
+        body = rest.removesuffix(_FUNCTION_END)
+        return call_of_tags(name, body, "<parameter=", tools, raw=raw, expected=self.tags.expected)
 
 
 @tool_formats.register("qwen3_coder")

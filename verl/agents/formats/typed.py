@@ -41,7 +41,24 @@ def call_of_texts(
     return ToolCall(name=name, arguments=arguments, raw=raw)
 
 
-def tagged_parameters(text: str, opening: str) -> dict[str, str]:
+def call_of_tags(
+    name: str,
+    text: str,
+    opening: str,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    raw: str,
+    expected: str,
+) -> ToolCall:
+    """Return the call of `name` with parameters that stand between `opening` NAME> and </parameter>."""
+    try:
+        texts = _tagged_parameters(text, opening)
+    except MalformedCallError as problem:
+        return malformed(str(problem), expected, raw=raw, name=name)
+    return call_of_texts(name, texts, tools, raw=raw, expected=expected)
+
+
+def _tagged_parameters(text: str, opening: str) -> dict[str, str]:
     """Return the text of each parameter between `opening` NAME> and </parameter>.
 
     Raises MalformedCallError.
