@@ -1,14 +1,15 @@
 """Read the YAML lists that name a user's classes: interactions and environments."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from verl.utils.errors import ConfigError, MissingDependencyError
-from verl.utils.imports import load_extern_type
+from verl.utils.imports import load_extern_type, require
 from verl.utils.registry import nearest_names
 
 _KEYS = ("name", "class_name", "config")
@@ -85,6 +86,16 @@ def names_a_class(reference: str) -> bool:
     id."""
     place, separator, name = _split(reference)
     return bool(separator and place) and name.isidentifier()
+
+
+def class_or_maker(name: str, library: str, install: str) -> Callable[..., Any]:
+    """Return the class that `name` names, or the `make` of a library for its id of this name.
+
+    Raises MissingDependencyError with the command `install` where the library is not installed.
+    """
+    if names_a_class(name):
+        return load_class(name)
+    return partial(require(library, f"The environment '{name}'", install).make, name)
 
 
 def require_methods(cls: type, methods: Collection[str], where: str) -> None:

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.agents.entries import load_class, names_a_class
+from verl.agents.entries import class_or_maker
 from verl.agents.environments.base import Observation, environments, user_message
 from verl.utils.errors import RolloutError
-from verl.utils.imports import require
 from verl.utils.signatures import taken_by
 
 _INSTALL = "pip install gymnasium"
@@ -104,17 +103,12 @@ def make_gym(env: str, **kwargs: Any) -> GymEnvironment:
     Raises:
         MissingDependencyError: `env` is an id and gymnasium is not installed.
     """
-    found = class_or_gymnasium(env)
-    if isinstance(found, type):
-        return GymEnvironment(found(**kwargs))
-    return GymEnvironment(found.make(env, **kwargs))
+    return GymEnvironment(gym_maker(env)(**kwargs))
 
 
-def class_or_gymnasium(env: str, **_: Any) -> Any:
-    """Return the class that `env` names, or the library that knows its id."""
-    if names_a_class(env):
-        return load_class(env)
-    return require("gymnasium", f"The environment '{env}'", _INSTALL)
+def gym_maker(env: str, **_: Any) -> Callable[..., Any]:
+    """Return the class that `env` names, or the library's own `make` for its id."""
+    return class_or_maker(env, "gymnasium", _INSTALL)
 
 
 def _info(info: Any) -> dict[str, Any]:

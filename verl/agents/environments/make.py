@@ -12,10 +12,10 @@ from verl.agents.entries import checked_roles, load_class, names_a_class, requir
 from verl.agents.environments import calculator as _calculator  # noqa: F401
 from verl.agents.environments import number_guessing as _number_guessing  # noqa: F401
 from verl.agents.environments.base import environments
-from verl.agents.environments.gym import GymEnvironment, class_or_gymnasium
+from verl.agents.environments.gym import GymEnvironment, gym_maker
 from verl.agents.environments.openenv import openenv_client
 from verl.agents.environments.session import DEFAULT_TIMEOUT_S, EnvironmentSession
-from verl.agents.environments.skyrl import SkyRLEnvironment, class_or_skyrl
+from verl.agents.environments.skyrl import SkyRLEnvironment, skyrl_maker
 from verl.agents.environments.verifiers import verifiers_library
 from verl.utils.errors import ConfigError
 
@@ -23,9 +23,9 @@ _METHODS = ("reset", "step")
 _KEYS = ("name", "config", "timeout_s")
 # What adapters load before their first episode, by the keywords of the environment.
 _CHECKS: Mapping[str, Callable[..., Any]] = {
-    "gym": class_or_gymnasium,
+    "gym": gym_maker,
     "openenv": openenv_client,
-    "skyrl": class_or_skyrl,
+    "skyrl": skyrl_maker,
     "verifiers": verifiers_library,
 }
 

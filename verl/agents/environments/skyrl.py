@@ -1,12 +1,11 @@
 """Environments in the shape of SkyRL-gym's `BaseTextEnv`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.agents.entries import load_class, names_a_class
+from verl.agents.entries import class_or_maker
 from verl.agents.environments.base import Observation, environments
 from verl.utils.errors import RolloutError
-from verl.utils.imports import require
 
 _INSTALL = "pip install skyrl-gym"
 
@@ -64,17 +63,12 @@ def make_skyrl(env: str, **kwargs: Any) -> SkyRLEnvironment:
     Raises:
         MissingDependencyError: `env` is an id and skyrl-gym is not installed.
     """
-    found = class_or_skyrl(env)
-    if isinstance(found, type):
-        return SkyRLEnvironment(found(**kwargs))
-    return SkyRLEnvironment(found.make(env, **kwargs))
+    return SkyRLEnvironment(skyrl_maker(env)(**kwargs))
 
 
-def class_or_skyrl(env: str, **_: Any) -> Any:
-    """Return the class that `env` names, or the library that knows its id."""
-    if names_a_class(env):
-        return load_class(env)
-    return require("skyrl_gym", f"The environment '{env}'", _INSTALL)
+def skyrl_maker(env: str, **_: Any) -> Callable[..., Any]:
+    """Return the class that `env` names, or the library's own `make` for its id."""
+    return class_or_maker(env, "skyrl_gym", _INSTALL)
 
 
 def _field(result: Any, name: str, *, required: bool = True) -> Any:
