@@ -202,13 +202,14 @@ def build_loaders(
     """
     data = config.data
     pictures = picture_reader(config, tokenizer)
-    if train_dataset is None:
-        has_rows = data.train_files or data.dataset_name
-        split = "val" if config.trainer.val_only and not has_rows else "train"
-        train_dataset = build_dataset(config, tokenizer, split=split, pictures=pictures)
-        assert train_dataset is not None, "without training data build_dataset raises"
+    has_rows = data.train_files or data.dataset_name or not config.trainer.val_only
+    if train_dataset is None and has_rows:
+        train_dataset = build_dataset(config, tokenizer, split="train", pictures=pictures)
     if val_dataset is None:
         val_dataset = build_dataset(config, tokenizer, split="val", pictures=pictures)
+    if train_dataset is None:
+        train_dataset = val_dataset
+    assert train_dataset is not None, "the configuration was checked"
     check_agents(config, tokenizer, train_dataset, val_dataset, pictures=pictures)
     batch_size = data.train_batch_size
     if config.trainer.val_only:  # no batch is drawn
