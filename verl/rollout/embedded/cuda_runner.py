@@ -127,12 +127,7 @@ class CudaRunner(ModelRunner):
             )
 
         self.twin = twin
-        if twin.quantized:
-            family = self.module.config.model_type
-            fuses = can_fuse(self.module, self.fused_families)
-            check_runner(self.device, family, fuses=fuses)
-        if self.cache_dtype == FP8:
-            check_cache_runner(self.device)
+        self._check_eight_bits()
         one_by_one = _runs_experts_one_by_one(self.module)
         one_by_one = one_by_one and not can_fuse(self.module, self.fused_families)
         if one_by_one and not enforce_eager:
@@ -182,6 +177,15 @@ class CudaRunner(ModelRunner):
             # A communicator waits for the graphs that it was captured in, so they go before process
             # groups are closed.
             atexit.register(self._graphs.clear)
+
+    def _check_eight_bits(self) -> None:
+        """Refuse eight bits of weights, keys or values that this GPU or model cannot have."""
+        if self.twin.quantized:
+            family = self.module.config.model_type
+            fuses = can_fuse(self.module, self.fused_families)
+            check_runner(self.device, family, fuses=fuses)
+        if self.cache_dtype == FP8:
+            check_cache_runner(self.device)
 
     @property
     def other_bytes(self) -> int:
