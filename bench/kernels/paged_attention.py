@@ -27,15 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from triton.runtime.errors import OutOfResources
 
-from verl.rollout.embedded.kernels.paged_attention import (
+from verl.rollout.embedded.kernels.decode_launch import (
     DecodeConfig,
-    Fresh,
     choose_num_splits,
-    decode_attention,
     decode_config,
     fixed_num_splits,
     split_workspace,
 )
+from verl.rollout.embedded.kernels.paged_attention import Fresh, decode_attention
 from verl.rollout.fp8 import FP8, cached_bytes
 
 PAGE_SIZE = 16

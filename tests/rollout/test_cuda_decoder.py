@@ -36,7 +36,7 @@ from verl.rollout.embedded import cuda_decoder
 from verl.rollout.embedded.attention import LayerPages, Paging, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, Slots, TritonDecoder
 from verl.rollout.embedded.extension import extend_step
-from verl.rollout.embedded.kernels.paged_attention import split_workspace
+from verl.rollout.embedded.kernels.decode_launch import split_workspace
 from verl.rollout.fp8 import Fp8Linear, Rows
 
 ROWS = 2

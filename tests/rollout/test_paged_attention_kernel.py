@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.rollout.interpreter import interpreted
+from verl.rollout.embedded.kernels import decode_launch
 from verl.rollout.embedded.kernels import paged_attention as kernels
 
 KV_HEADS = 2
@@ -71,7 +72,7 @@ def attend(batch: Batch, sinks: bool = False, **settings: Any) -> Tensor:
     value_dim = batch.values.shape[-1]
     out = torch.full((*batch.q.shape[:2], value_dim), float("nan"), dtype=batch.q.dtype)
     # as in a wider layer
-    workspace = kernels.split_workspace(len(out), HEADS, value_dim + 8, 32, "cpu")
+    workspace = decode_launch.split_workspace(len(out), HEADS, value_dim + 8, 32, "cpu")
     for memory in (workspace.out, workspace.lse):
         memory.fill_(float("nan"))
     kernels.decode_attention(
@@ -80,7 +81,7 @@ def attend(batch: Batch, sinks: bool = False, **settings: Any) -> Tensor:
         scale=SCALE,
         sinks=torch.tensor(SINKS) if sinks else None,
         workspace=workspace,
-        config=kernels.DecodeConfig(16, 4, 2),
+        config=decode_launch.DecodeConfig(16, 4, 2),
         **settings,
     )
 
@@ -257,7 +258,7 @@ def test_a_row_without_keys_gives_zero():
 def test_splits_fill_the_device():
     for rows in range(1, 2000, 7):
         for kv_heads in (1, 2, 8):
-            splits = kernels.choose_num_splits(rows, kv_heads, 132)
+            splits = decode_launch.choose_num_splits(rows, kv_heads, 132)
             assert splits == 1 or rows * kv_heads * splits <= 2 * 132
             assert rows * kv_heads * splits >= 132 or splits == 32
 
@@ -267,8 +268,8 @@ def test_fixed_splits_cover_every_window():
         most = max(
             position // 16 - max(0, position - window + 1) // 16 + 1 for position in range(64)
         )
-        assert kernels.fixed_num_splits(8, 8, 16, window) == most
-    assert kernels.fixed_num_splits(8, 8, 16) == 4
+        assert decode_launch.fixed_num_splits(8, 8, 16, window) == most
+    assert decode_launch.fixed_num_splits(8, 8, 16) == 4
 
 
 @pytest.mark.slow

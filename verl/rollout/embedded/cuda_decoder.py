@@ -11,10 +11,11 @@ from verl.models.attention import Facts
 from verl.models.experts import Mixture
 from verl.rollout.embedded.attention import LayerPages, Paging, PrefillStep
 from verl.rollout.embedded.fused import GEMMA_FAMILIES, FusedDecoder, Layer, Parts
+from verl.rollout.embedded.kernels.decode_launch import SplitWorkspace
 from verl.rollout.embedded.kernels.experts import mix_experts, route
 from verl.rollout.embedded.kernels.fp8 import quantize_rows
 from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
-from verl.rollout.embedded.kernels.paged_attention import Fresh, SplitWorkspace, decode_attention
+from verl.rollout.embedded.kernels.paged_attention import Fresh, decode_attention
 from verl.rollout.embedded.kernels.slots import store_tokens
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.fp8 import Rows, product

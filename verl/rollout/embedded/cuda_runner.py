@@ -30,7 +30,7 @@ from verl.rollout.embedded.attention import LayerPages, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, TritonDecoder
 from verl.rollout.embedded.device_slots import DeviceSlots
 from verl.rollout.embedded.fused import GEMMA_FAMILIES, can_fuse
-from verl.rollout.embedded.kernels.paged_attention import (
+from verl.rollout.embedded.kernels.decode_launch import (
     choose_num_splits,
     fixed_num_splits,
     split_workspace,

@@ -1,0 +1,96 @@
+"""How attention of a decode step is launched: blocks, splits of rows, and their workspace."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+# More splits fill the device at small batches, but their results must be merged.
+_PROGRAMS_PER_SM = 2
+_MAX_SPLITS = 32
+# Programs with fresh tokens that run at once in three stages: three on each multiprocessor of an
+# H100 or H200.
+_THREE_STAGES = 3 * 132
+
+
+class DecodeConfig(NamedTuple):
+    """`block_n` keys at a time (a power of two >= 16), `num_stages - 1` blocks being loaded."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+class SplitWorkspace(NamedTuple):
+    """fp32 memory for n partial results: outputs (n, Dv) and log2 of the softmax denominators (n,).
+
+    `arrived` int32, a number or more for each key head of a row, counts the splits that have ended;
+    it is 0 before and after every call.
+    """
+
+    out: Tensor
+    lse: Tensor
+    arrived: Tensor
+
+
+def split_workspace(
+    rows: int, heads: int, value_dim: int, num_splits: int, device: torch.device | str
+) -> SplitWorkspace:
+    """Allocate memory for `num_splits` partial results of each of rows x heads queries.
+
+    A workspace for the widest layer serves all layers in turn, and every batch without more rows x
+    splits.
+    """
+    count = rows * heads * num_splits
+    return SplitWorkspace(
+        torch.empty(count, value_dim, dtype=torch.float32, device=device),
+        torch.empty(count, dtype=torch.float32, device=device),
+        torch.zeros(rows * heads, dtype=torch.int32, device=device),
+    )
+
+
+def choose_num_splits(rows: int, kv_heads: int, num_sms: int) -> int:
+    """Return the number of splits of a row's keys that gives all multiprocessors a few.
+
+    It depends on the batch alone, because only the device knows the lengths of the rows.
+    """
+    return max(1, min(_MAX_SPLITS, _PROGRAMS_PER_SM * num_sms // (rows * kv_heads)))
+
+
+def fixed_num_splits(
+    table_width: int, page_size: int, split_tokens: int, window: int | None = None
+) -> int:
+    """Return the number of splits of `split_tokens` tokens in a row of `table_width` pages."""
+    splits = triton.cdiv(table_width * page_size, split_tokens)
+    # At worst only the first key of a window stands in the first of its splits.
+    if window is None:
+        return splits
+    within_window = triton.cdiv(window - 1, split_tokens) + 1
+    return min(splits, within_window)
+
+
+def decode_config(
+    dim: int, value_dim: int, dtype: torch.dtype, *, fresh_programs: int = 0
+) -> DecodeConfig:
+    """Choose blocks and warps for a layer.
+
+    They never depend on the batch, since others give other bits. Stages do not change the bits.
+
+    `fresh_programs` is the number of programs with fresh tokens. Three stages load more keys of
+    the longest rows ahead, which a step waits for (64 rows of 256 to 1,280 tokens, heads of 128, on
+    an H200: 25 us instead of 27, and 39 instead of 46 at 7B). But with fresh tokens and heads of
+    128 they need more registers than a multiprocessor has for four programs: 512 programs then run
+    in two waves, and took 39 us instead of 32.
+
+    Keys in eight bits take the blocks of a 16-bit `dtype`, that of the queries. They have not been
+    measured: compiled for Hopper, blocks of 64 with heads of 128 need 168 to 247 registers instead
+    of 118, and 104 to 128 with 8 warps.
+    """
+    if dtype == torch.float32:
+        return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
+
+    widest = max(dim, value_dim)
+    crowded = 64 < widest <= 128 and fresh_programs > _THREE_STAGES
+    block_n = 64 if widest <= 128 else 32
+    return DecodeConfig(block_n=block_n, num_warps=4, num_stages=2 if crowded else 3)
