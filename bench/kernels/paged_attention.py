@@ -181,7 +181,11 @@ def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
     count = choose_num_splits(batch.rows, batch.shape.kv_heads, num_sms)
     fresh_programs = 0 if batch.fresh is None else programs * count
     config = decode_config(
-        batch.shape.dim, batch.shape.dim, torch.bfloat16, fresh_programs=fresh_programs
+        batch.shape.dim,
+        batch.shape.dim,
+        torch.bfloat16,
+        eight_bits=batch.scales is not None,
+        fresh_programs=fresh_programs,
     )
 
     us = batch.microseconds(config=config, num_splits=count)

@@ -27,6 +27,7 @@ from verl.rollout.embedded.kernels.fp8 import quantize_rows
 from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
 from verl.rollout.fp8 import FP8, Fp8Linear, Rows, product, quantize
 from verl.rollout.types import Room
+from verl.utils.devices import GIB
 
 pytestmark = [
     pytest.mark.gpu,
@@ -470,7 +471,9 @@ def test_sleep_and_new_weights_leave_no_old_scales():
     assert tokens_of(run(engine, PROMPTS, n=2)) == first
 
 
-def test_about_twice_as_many_pages_fit():
+def test_about_twice_as_many_pages_fit(monkeypatch: pytest.MonkeyPatch):
+    # Other tests use the device meanwhile.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (100 * GIB, 140 * GIB))
     model = realistic_model(8)
     sizes: dict[str, Any] = {"prompt_length": 960, "gpu_memory_utilization": 0.02}
     pages = {}

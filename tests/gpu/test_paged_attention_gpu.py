@@ -28,6 +28,11 @@ def kernels() -> ModuleType:
     return importlib.import_module("verl.rollout.embedded.kernels.paged_attention")
 
 
+def make_workspace(rows: int, heads: int, value_dim: int, num_splits: int) -> Any:
+    launch = importlib.import_module("verl.rollout.embedded.kernels.decode_launch")
+    return launch.split_workspace(rows, heads, value_dim, num_splits, "cuda")
+
+
 class Batch(NamedTuple):
     q: Tensor
     keys: Tensor
@@ -106,7 +111,7 @@ def attend(kernels: ModuleType, batch: Batch, **settings: Any) -> Tensor:
     rows, heads, dim = batch.q.shape
     value_dim = batch.values.shape[-1]
     out = torch.full((rows, heads, value_dim), float("nan"), dtype=batch.q.dtype, device="cuda")
-    workspace = kernels.split_workspace(rows, heads, value_dim, 64, "cuda")
+    workspace = make_workspace(rows, heads, value_dim, 64)
     for memory in (workspace.out, workspace.lse):
         memory.fill_(float("nan"))
     kernels.decode_attention(*batch, out, scale=dim**-0.5, workspace=workspace, **settings)
@@ -247,7 +252,7 @@ def test_a_graph_follows_its_tensors(kernels):
     batch = make_batch(48, 12, 2, 128)
     for cache in (batch.keys, batch.values):
         cache.nan_to_num_(nan=0.5)  # pages change owners
-    workspace = kernels.split_workspace(48, 12, 128, 3, "cuda")
+    workspace = make_workspace(48, 12, 128, 3)
     out = torch.zeros(48, 12, 128, dtype=torch.bfloat16, device="cuda")
 
     def step() -> None:

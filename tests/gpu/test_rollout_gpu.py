@@ -252,14 +252,15 @@ def test_sleep_frees_the_memory():
     model = talkative_model("qwen2", dtype=torch.bfloat16, hidden_size=512, num_attention_heads=8)
     parameters = dict(model.named_parameters())
     empty_device()
-    free = torch.cuda.mem_get_info()[0]
+    # Only this process's memory: other tests use the device meanwhile.
+    before = torch.cuda.memory_reserved()
     engine = cuda_engine(model, gpu_memory_utilization=0.02)
     first = tokens_of(run(engine, PROMPTS, n=2))
-    awake = free - torch.cuda.mem_get_info()[0]
+    awake = torch.cuda.memory_reserved() - before
     engine.sleep()
 
     empty_device()
-    kept = free - torch.cuda.mem_get_info()[0]
+    kept = torch.cuda.memory_reserved() - before
     held = engine.runner.page_bytes * engine.statistics()["num_pages"] + sum(
         p.nbytes for p in parameters.values()
     )

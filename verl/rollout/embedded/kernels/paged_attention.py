@@ -32,7 +32,8 @@ from verl.rollout.embedded.kernels.decode_launch import (
     fixed_num_splits,
 )
 from verl.rollout.embedded.kernels.fp8 import store_row
-from verl.rollout.embedded.kernels.running_softmax import merged, store_mean, weigh, weigh_one
+from verl.rollout.embedded.kernels.page_blocks import weigh_pages, weigh_small_pages
+from verl.rollout.embedded.kernels.running_softmax import merged, store_mean, weigh_one
 from verl.rollout.fp8 import FP8
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -100,7 +101,13 @@ def decode_attention(
     rows, heads, dim = q.shape
     kv_heads, page_size, value_dim = values.shape[1:]
     fresh_programs = 0 if fresh is None else rows * kv_heads * num_splits
-    config = config or decode_config(dim, value_dim, q.dtype, fresh_programs=fresh_programs)
+    config = config or decode_config(
+        dim,
+        value_dim,
+        q.dtype,
+        eight_bits=key_scales is not None,
+        fresh_programs=fresh_programs,
+    )
 
     if split_tokens is not None:
         assert split_tokens % config.block_n == 0, (
@@ -365,26 +372,59 @@ def _attend(
                 _store_eight_bits(v, target, VALUE_SCALES + at, DIM, BLOCK_DIM)
             m, total, acc = weigh_one(q, k, v, sink, scale, cap)
 
-    for block in range(start, last, BLOCK_N):
-        tokens = block + offsets
-        seen = (tokens >= begin) & (tokens < last)
-        # Page ids come one block ahead: an address that waits for a load in the same block could
-        # not be pipelined.
-        later = tokens + BLOCK_N
-        next_page = tl.load(pages + later.to(tl.uint32) // PAGE_SIZE, mask=later < last, other=0)
-        within = tokens.to(tl.uint32) % PAGE_SIZE
-        k = _read(keys, page, key_page, within, key_token, seen, DIM, BLOCK_DIM)
-        v = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, BLOCK_VALUE)
-        key_scales = None
-        value_scales = None
-        if KEY_SCALES is not None:
-            at = page.to(tl.int64) * scale_page + kv_head * scale_head + within
-            key_scales = tl.load(KEY_SCALES + at, mask=seen, other=0.0)
-            value_scales = tl.load(VALUE_SCALES + at, mask=seen, other=0.0)
-            k = k.to(q.dtype)
-            v = v.to(q.dtype)
-        m, total, acc = weigh(q, k, v, seen, m, total, acc, scale, cap, key_scales, value_scales)
-        page = next_page
+    if KEY_SCALES is None:
+        m, total, acc = weigh_pages(
+            q,
+            keys,
+            values,
+            pages,
+            page,
+            begin,
+            last,
+            m,
+            total,
+            acc,
+            scale,
+            cap,
+            key_page,
+            key_token,
+            value_page,
+            value_token,
+            DIM,
+            VALUE_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            BLOCK_DIM,
+            BLOCK_VALUE,
+        )
+    else:
+        m, total, acc = weigh_small_pages(
+            q,
+            keys,
+            values,
+            KEY_SCALES + kv_head * scale_head,
+            VALUE_SCALES + kv_head * scale_head,
+            pages,
+            page,
+            begin,
+            last,
+            m,
+            total,
+            acc,
+            scale,
+            cap,
+            key_page,
+            key_token,
+            value_page,
+            value_token,
+            scale_page,
+            DIM,
+            VALUE_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            BLOCK_DIM,
+            BLOCK_VALUE,
+        )
 
     if SINKS is not None:
         total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - m))
@@ -443,17 +483,3 @@ def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, shift, DIM: tl.conste
     cos = tl.load(COS + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     sin = tl.load(SIN + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     return (one * cos + other * tl.where(dims < half, -sin, sin)).to(dtype)
-
-
-@triton.jit
-def _read(
-    CACHE, page, page_stride, within, token_stride, seen, DIM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Load keys or values (N, BLOCK) of N tokens."""
-    dims = tl.arange(0, BLOCK)[None, :]
-    # 64-bit: pages of all layers interleave, so the stride of a page is large.
-    at = page.to(tl.int64) * page_stride + within * token_stride
-    # The mask does not only save traffic: memory that no token was written to may hold NaN, and 0 *
-    # NaN is NaN.
-    mask = seen[:, None] if DIM == BLOCK else seen[:, None] & (dims < DIM)
-    return tl.load(CACHE + at[:, None] + dims, mask=mask, other=0.0)

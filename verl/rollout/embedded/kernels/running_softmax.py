@@ -12,11 +12,21 @@ _MERGED = tl.constexpr(4)
 
 
 @triton.jit
-def weigh(q, k, v, seen, m, total, acc, scale, cap, key_scales, value_scales):
+def weigh(q, k, v, seen, m, total, acc, scale, cap):
     """Take keys and values into the running softmax.
 
-    Keys and values are multiples of `key_scales` (N,) and `value_scales` (N,), if these are given.
     Returns the maximum, the sum of the weights, and the sum of weighted values.
+    """
+    p, alpha, m, total = weights_of(q, k, seen, m, total, scale, cap, None)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return m, total, acc
+
+
+@triton.jit
+def weights_of(q, k, seen, m, total, scale, cap, key_scales):
+    """Return the weights (M, N) of keys, multiples of `key_scales` (N,) if these are given.
+
+    After them come the factor (M,) for earlier weights, the new maximum and the new sum of weights.
     """
     # "ieee": fp32 operands would be rounded to TF32 otherwise.
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -27,11 +37,7 @@ def weigh(q, k, v, seen, m, total, acc, scale, cap, key_scales, value_scales):
     new_m = tl.maximum(m, tl.max(s, 1))
     p = tl.exp2(s - new_m[:, None])
     alpha = tl.exp2(m - new_m)
-    total = total * alpha + tl.sum(p, 1)
-    if value_scales is not None:
-        p *= value_scales[None, :]
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    return new_m, total, acc
+    return p, alpha, new_m, total * alpha + tl.sum(p, 1)
 
 
 @triton.jit

@@ -1,0 +1,155 @@
+"""Take the pages of a row into the running softmax, a block of tokens after the other.
+
+Page ids come ahead of the block that they are for: an address that waits for a load in the same
+block could not be pipelined.
+"""
+
+import triton
+import triton.language as tl
+
+from verl.rollout.embedded.kernels.running_softmax import weigh, weights_of
+
+# Weights of values in eight bits are held as multiples of 1/32. With the scale of a value, a weight
+# is at most its largest number / 448. The multiple keeps usual ones among the normal numbers of
+# float16, and is infinite only for values beyond 900,000.
+_HELD = tl.constexpr(32.0)
+_SMALLEST_QUERY = tl.constexpr(1e-30)  # a padding head is 0 throughout
+
+
+@triton.jit
+def weigh_pages(
+    q,
+    keys,
+    values,
+    pages,
+    page,
+    begin,
+    last,
+    m,
+    total,
+    acc,
+    scale,
+    cap,
+    key_page,
+    key_token,
+    value_page,
+    value_token,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):
+    """Take the tokens [begin, last) into the softmax; `page` has the pages of the first block."""
+    offsets = tl.arange(0, BLOCK_N)
+    start = begin // BLOCK_N * BLOCK_N
+    for block in range(start, last, BLOCK_N):
+        tokens = block + offsets
+        seen = (tokens >= begin) & (tokens < last)
+        later = tokens + BLOCK_N
+        next_page = tl.load(pages + later.to(tl.uint32) // PAGE_SIZE, mask=later < last, other=0)
+        within = tokens.to(tl.uint32) % PAGE_SIZE
+        k = _read(keys, page, key_page, within, key_token, seen, DIM, BLOCK_DIM)
+        v = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, BLOCK_VALUE)
+        m, total, acc = weigh(q, k, v, seen, m, total, acc, scale, cap)
+        page = next_page
+    return m, total, acc
+
+
+@triton.jit
+def weigh_small_pages(
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    pages,
+    page,
+    begin,
+    last,
+    m,
+    total,
+    acc,
+    scale,
+    cap,
+    key_page,
+    key_token,
+    value_page,
+    value_token,
+    scale_page,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):
+    """Do as `weigh_pages` with keys and values in eight bits.
+
+    Products are those of float16, which holds every number of the format: on Hopper one instruction
+    converts two of them, where bfloat16 takes a conversion of each by a slow one.
+
+    Values are read in pairs, and their even and odd columns weighed apart. A product needs pairs of
+    tokens next to each other, and shared memory turns around numbers of 16 bits, but not of 8.
+    """
+    wide = tl.float32 if q.dtype == tl.float32 else tl.float16
+    q = q.to(tl.float32)
+    size = tl.maximum(tl.max(tl.abs(q), 1), _SMALLEST_QUERY)[:, None]
+    q = (q / size).to(wide)
+    scale = scale * size
+    pairs = values.to(tl.pointer_type(tl.uint16))
+    even, odd = tl.split(tl.reshape(acc * _HELD, [acc.shape[0], BLOCK_VALUE // 2, 2]))
+
+    offsets = tl.arange(0, BLOCK_N)
+    start = begin // BLOCK_N * BLOCK_N
+    for block in range(start, last, BLOCK_N):
+        tokens = block + offsets
+        seen = (tokens >= begin) & (tokens < last)
+        later = tokens + BLOCK_N
+        next_page = tl.load(pages + later.to(tl.uint32) // PAGE_SIZE, mask=later < last, other=0)
+        within = tokens.to(tl.uint32) % PAGE_SIZE
+        k = _read(keys, page, key_page, within, key_token, seen, DIM, BLOCK_DIM)
+        pair = _read(
+            pairs,
+            page,
+            value_page // 2,
+            within,
+            value_token // 2,
+            seen,
+            VALUE_DIM // 2,
+            BLOCK_VALUE // 2,
+        )
+        at = page.to(tl.int64) * scale_page + within
+        of_keys = tl.load(key_scales + at, mask=seen, other=0.0)
+        of_values = tl.load(value_scales + at, mask=seen, other=0.0)
+
+        p, alpha, m, total = weights_of(q, k.to(wide), seen, m, total, scale, cap, of_keys)
+        p = (p * (of_values * _HELD)[None, :]).to(wide)
+        alpha = alpha[:, None]
+        even = tl.dot(p, _converted(pair, values, wide), even * alpha, input_precision="ieee")
+        odd = tl.dot(p, _converted(pair >> 8, values, wide), odd * alpha, input_precision="ieee")
+        page = next_page
+
+    acc = tl.reshape(tl.join(even, odd), [acc.shape[0], BLOCK_VALUE])
+    return m, total, acc * (1 / _HELD)
+
+
+@triton.jit
+def _converted(pair, values, wide: tl.constexpr):
+    """Convert the low bytes, which are numbers as `values` points to."""
+    return pair.to(tl.uint8).to(values.dtype.element_ty, bitcast=True).to(wide)
+
+
+@triton.jit
+def _read(
+    CACHE, page, page_stride, within, token_stride, seen, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Load keys or values (N, BLOCK) of N tokens."""
+    dims = tl.arange(0, BLOCK)[None, :]
+    # 64-bit: pages of all layers interleave, so the stride of a page is large.
+    at = page.to(tl.int64) * page_stride + within * token_stride
+    # The mask does not only save traffic: memory that no token was written to may hold NaN, and 0 *
+    # NaN is NaN.
+    mask = seen[:, None] if DIM == BLOCK else seen[:, None] & (dims < DIM)
+    return tl.load(CACHE + at[:, None] + dims, mask=mask, other=0.0)
