@@ -127,6 +127,20 @@ def test_half_precision_and_a_separate_value_size(page_size: int):
     assert_near(attend(small.batch, num_splits=2, **small.scales), expected(small.truth), 4e-3)
 
 
+@pytest.mark.parametrize("size", [1e-4, 1e5])
+@interpreted
+def test_products_in_float16_hold_all_of_bfloat16(size: float):
+    """Queries and values may be beyond float16's numbers, or below its normal ones."""
+    batch = make_batch(torch.bfloat16)
+    batch.q.mul_(size)
+    batch.keys.div_(size)
+    batch.values.mul_(size)
+    small = in_eight_bits(batch)
+    truth = expected(small.truth) / size
+    # The interpreter cuts bfloat16 off instead of rounding it.
+    assert_near(attend(small.batch, num_splits=2, **small.scales) / size, truth, 4e-2)
+
+
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("features", [{}, {"window": 1}, {"window": 5, "cap": 1.0, "sinks": True}])
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 3}])
