@@ -6,7 +6,9 @@ import logging
 import math
 import threading
 import time
+from functools import partial
 
+import numpy as np
 import pytest
 
 from verl.agents.environments import (
@@ -19,6 +21,7 @@ from verl.agents.environments import (
     make_environment,
     open_environment,
 )
+from verl.agents.environments.gym_spaces import action_reader, observation_text
 from verl.agents.environments.openenv import OpenEnvEnvironment
 from verl.utils.errors import ConfigError, MissingDependencyError, RolloutError
 from verl.utils.imports import is_installed
@@ -406,6 +409,93 @@ def test_skyrl_without_a_field_is_an_error():
     assert "'done' is missing" in session.failure.error
 
 
+class Discrete:
+    """The attributes of gymnasium's space of this name."""
+
+    def __init__(self, n, start=0):
+        self.n = n
+        self.start = start
+
+
+class Corridor:
+    """A world of gymnasium's registry: it observes numbers and acts on the number of a choice."""
+
+    render_mode = None
+    action_space = Discrete(2, start=1)
+
+    def reset(self, *, seed=None, options=None):
+        self.taken = []
+        return np.int64(4), {}
+
+    def step(self, action):
+        self.taken.append(action)
+        return (np.int64(3), np.float32(0.1), {"left": False}), 1.0, len(self.taken) == 2, False, {}
+
+    def render(self):
+        return "S..G"
+
+
+def registered(world):
+    """Return the adapter that `gym` makes of a world with an id."""
+    reads = action_reader(world)
+    return GymEnvironment(world, as_text=partial(observation_text, world), as_action=reads)
+
+
+def test_a_registered_world_shows_numbers_and_takes_the_number_of_a_choice():
+    world = Corridor()
+    _, seen = play(registered(world), ["up", "3", "I choose 2", "not 2 but 1."])
+    sorry = "Answer with a whole number from 1 to 2."
+    assert texts(seen) == ["4", sorry, sorry, *['[3, 0.1, {"left": false}]'] * 2]
+    assert world.taken == [2, 1]
+    assert [step.reward for step in seen] == [0.0, 0.0, 0.0, 1.0, 1.0]
+    assert seen[1].info == {"unreadable_action": 1.0}
+    assert seen[-1].done
+
+    world.render_mode = "ansi"
+    assert texts(play(registered(world), ["1"])[1]) == ["S..G", "S..G"]
+
+
+def test_worlds_without_a_text_are_refused_with_the_way_out():
+    world = Corridor()
+    world.action_space = "Box(-2.0, 2.0)"
+    with pytest.raises(RolloutError, match=r"Corridor takes actions of Box.*as_action=\.\.\."):
+        action_reader(world)
+    for observation in (np.zeros((8, 9)), object()):
+        with pytest.raises(RolloutError, match=r"up to 64 numbers, got .*as_text=\.\.\."):
+            observation_text(world, observation)
+    assert observation_text(world, np.zeros(64))
+
+
+def test_an_array_at_the_end_of_an_episode_is_no_empty_text():
+    class Cart(Corridor):
+        def step(self, action):
+            return np.array([0.5, 1 / 3]), 1.0, True, False, {}
+
+    assert texts(play(registered(Cart()), ["1"])[1]) == ["4", "[0.5, 0.333333]"]
+
+
+def test_gymnasiums_own_worlds_play():
+    pytest.importorskip("gymnasium", reason="pip install gymnasium")
+    for config, opening in (
+        ({"env": "FrozenLake-v1", "is_slippery": False}, "0"),
+        ({"env": "FrozenLake-v1", "render_mode": "ansi"}, "\n\x1b[41mS\x1b[0mFFF"),
+        ({"env": "Blackjack-v1"}, "["),
+        ({"env": "CartPole-v1"}, "["),
+    ):
+        check_environment("gym", config)
+        session, seen = play(make_environment("gym", **config), ["1"] * 9, seed=2**32 - 1)
+        assert session.failure is None
+        assert texts(seen)[0].startswith(opening)
+
+    for config, fact in (
+        ({"env": "FrozenLke-v1"}, "gymnasium cannot make 'FrozenLke-v1'"),
+        ({"env": "FrozenLake-v1", "size": 4}, "unexpected keyword argument 'size'"),
+        ({"env": "Pendulum-v1"}, "takes actions of Box"),
+    ):
+        with pytest.raises(ConfigError, match=fact):
+            check_environment("gym", config)
+
+
 class EchoClient:
     """OpenEnv's client interface without its network."""
 
@@ -445,6 +535,92 @@ def test_openenv_action_and_observation_fields():
     assert client.log == ["connect", "reset 3", {"loud": True, "message": "hello"}, "close"]
 
 
+class ToolClient(EchoClient):
+    """An environment of OpenEnv whose actions are calls of a tool."""
+
+    async def reset(self, **fields):
+        self.log.append(fields)
+        return self.Result({"metadata": {}})
+
+    async def step(self, action):
+        self.log.append(action)
+        said = action["arguments"]["message"]
+        if not said:
+            return self.Result({"result": None, "error": {"message": "Say something."}})
+        return self.Result({"result": {"data": said}, "error": None})
+
+
+def test_openenv_fields_within_others_and_fields_of_the_row():
+    client = ToolClient()
+    world = OpenEnvEnvironment(
+        client,
+        observation_field=["result.data", "error.message"],
+        action_field="arguments.message",
+        action_fields={"type": "call_tool", "arguments": {"loud": True}},
+        reset_fields=["task"],
+    )
+    _, seen = play(world, ["hello", ""], seed=3, task="t7", other=1)
+    assert texts(seen) == ["hello", "Say something."]
+    assert client.log[1] == {"seed": 3, "task": "t7"}
+    assert client.log[2] == {"type": "call_tool", "arguments": {"loud": True, "message": "hello"}}
+
+    world = OpenEnvEnvironment(
+        ToolClient(), observation_field="result", action_field="arguments.message"
+    )
+    session, _ = play(world, ["hello"])
+    assert "must be a text in the observation, got dict. Fields: data." in session.failure.error
+
+
+@pytest.fixture
+def openenv_server():
+    """Serve an echo environment by OpenEnv's own server. Gives its address."""
+    pytest.importorskip("openenv.core", reason="pip install openenv")
+    import uvicorn
+    from openenv.core.env_server.http_server import create_app
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action, Observation, State
+
+    class Said(Action):
+        message: str
+
+    class Heard(Observation):
+        text: str
+
+    class Echo(Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+        state = State()
+
+        def reset(self, seed=None, episode_id=None, **fields):
+            return Heard(text=f"{seed} {fields}")
+
+        def step(self, action, **_):
+            return Heard(text=action.message.upper(), reward=1.0, done=True)
+
+    app = create_app(Echo, Said, Heard, env_name="echo", max_concurrent_envs=4)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+def test_openenvs_own_server_and_client(openenv_server):
+    config = {
+        "base_url": openenv_server,
+        "observation_field": "text",
+        "action_field": "message",
+        "reset_fields": "task",
+    }
+    check_environment("openenv", config)
+    _, seen = play(make_environment("openenv", **config), ["hello"], seed=3, task="t7")
+    assert texts(seen) == ["3 {'task': 't7'}", "HELLO"]
+    assert (seen[-1].reward, seen[-1].done) == (1.0, True)
+
+
 def test_openenv_error_lists_the_fields():
     world = OpenEnvEnvironment(EchoClient(), observation_field="message", action_field="message")
     session, _ = play(world, [])
@@ -460,7 +636,7 @@ def test_openenv_error_lists_the_fields():
         ("skyrl", "skyrl-gym", {"env": "gsm8k"}),
         (
             "openenv",
-            "openenv-core",
+            "openenv",
             {"base_url": "http://localhost:1", "observation_field": "a", "action_field": "b"},
         ),
     ],
@@ -483,6 +659,8 @@ def test_a_missing_library_is_named_with_its_install_command(name, package, conf
             "environment 'openenv' do not fit: missing a required argument: 'base_url'",
         ),
         ("calculator", {"turns": 3}, "do not fit: got an unexpected keyword argument 'turns'"),
+        ("gym", {"env": 5}, "an id of gymnasium, got 5"),
+        ("skyrl", {"env": 5}, "an id of skyrl_gym, got 5"),
         ("gym", {"env": "worlds.py:Missing"}, "Python file at 'worlds.py', found none"),
     ],
 )

@@ -91,8 +91,15 @@ def names_a_class(reference: str) -> bool:
 def class_or_maker(name: str, library: str, install: str) -> Callable[..., Any]:
     """Return the class that `name` names, or the `make` of a library for its id of this name.
 
-    Raises MissingDependencyError with the command `install` where the library is not installed.
+    Raises ConfigError for a value that is no text, and MissingDependencyError with the command
+    `install` where the library is not installed.
     """
+    if not isinstance(name, str):
+        raise ConfigError(
+            "`env` of an environment must be 'package.module.Class', 'file.py:Class' or an id of "
+            f"{library}, got {name!r}. Correct "
+            "actor_rollout_ref.rollout.agent.environment.kwargs.env."
+        )
     if names_a_class(name):
         return load_class(name)
     return partial(require(library, f"The environment '{name}'", install).make, name)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from verl.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from verl.agents.environments.base import ActionError as ActionError
     from verl.agents.environments.base import Environment as Environment
     from verl.agents.environments.base import Observation as Observation
     from verl.agents.environments.base import environments as environments
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from verl.agents.environments.skyrl import SkyRLEnvironment as SkyRLEnvironment
 
 __all__ = [
+    "ActionError",
     "Environment",
     "EnvironmentSession",
     "GymEnvironment",
@@ -38,6 +40,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "ActionError": "verl.agents.environments.base",
         "Environment": "verl.agents.environments.base",
         "EnvironmentSession": "verl.agents.environments.session",
         "GymEnvironment": "verl.agents.environments.gym",

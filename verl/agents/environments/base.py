@@ -7,6 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 from verl.utils.registry import Registry
 
 
+class ActionError(ValueError):
+    """The model's text holds no action. An environment answers with the error's text."""
+
+
 @dataclass
 class Observation:
     """New messages of an environment, and the outcome of the action before them.

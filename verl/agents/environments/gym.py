@@ -1,11 +1,18 @@
 """Environments with gym's methods that observe texts and act on texts."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from verl.agents.entries import class_or_maker
-from verl.agents.environments.base import Observation, environments, user_message
-from verl.utils.errors import RolloutError
+from verl.agents.entries import class_or_maker, names_a_class
+from verl.agents.environments.base import (
+    ActionError,
+    Observation,
+    environments,
+    user_message,
+)
+from verl.agents.environments.gym_spaces import action_reader, observation_text
+from verl.utils.errors import ConfigError, RolloutError, VerlError
 from verl.utils.signatures import taken_by
 
 _INSTALL = "pip install gymnasium"
@@ -21,7 +28,8 @@ class GymEnvironment:
     Args:
         environment: an object with these methods.
         as_text: turns an observation that is no text into one.
-        as_action: turns the model's text into an action.
+        as_action: turns the model's text into an action. It raises ActionError for a text without
+            one: the model then reads the error's text, and the environment takes no step.
     """
 
     def __init__(
@@ -50,7 +58,11 @@ class GymEnvironment:
 
     def step(self, action: str) -> Observation:
         """Apply the model's text. Raises RolloutError for a result of another shape."""
-        given = action if self._as_action is None else self._as_action(action)
+        try:
+            given = action if self._as_action is None else self._as_action(action)
+        except ActionError as error:
+            return Observation([user_message(str(error))], info={"unreadable_action": 1.0})
+
         result = self.unwrapped.step(given)
         size = len(result) if isinstance(result, tuple) else 0
         if size == 5:
@@ -77,7 +89,8 @@ class GymEnvironment:
             close()
 
     def _messages(self, observation: Any, *, may_be_empty: bool = False) -> list[dict[str, Any]]:
-        if may_be_empty and (observation is None or observation == ""):
+        is_empty = observation is None or (isinstance(observation, str) and not observation)
+        if may_be_empty and is_empty:
             return []
         if isinstance(observation, list) and all(isinstance(item, dict) for item in observation):
             return observation
@@ -95,6 +108,9 @@ class GymEnvironment:
 def make_gym(env: str, **kwargs: Any) -> GymEnvironment:
     """Make a gym-style environment.
 
+    A class gets and returns texts itself. A world of gymnasium's registry is read and shown by
+    `gym_spaces`: numbers become texts, and the model chooses an action by its number.
+
     Args:
         env: "package.module.Class", "file.py:Class", or an id that gymnasium knows, such as
             "FrozenLake-v1".
@@ -103,10 +119,35 @@ def make_gym(env: str, **kwargs: Any) -> GymEnvironment:
     Raises:
         MissingDependencyError: `env` is an id and gymnasium is not installed.
     """
-    return GymEnvironment(gym_maker(env)(**kwargs))
+    world = gym_maker(env)(**kwargs)
+    if names_a_class(env):
+        return GymEnvironment(world)
+    return GymEnvironment(
+        world, as_text=partial(observation_text, world), as_action=action_reader(world)
+    )
 
 
-def gym_maker(env: str, **_: Any) -> Callable[..., Any]:
+def check_gym(env: str, **kwargs: Any) -> None:
+    """Import the class that `env` names, or make and close one world of gymnasium's id.
+
+    Raises ConfigError for an unknown id, keywords that do not fit it, and a world whose actions no
+    text stands for.
+    """
+    gym_maker(env)
+    if names_a_class(env):
+        return
+    try:
+        make_gym(env, **kwargs).close()
+    except VerlError as error:
+        raise ConfigError(f"The environment '{env}': {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"gymnasium cannot make '{env}': {type(error).__name__}: {error}. Correct "
+            "actor_rollout_ref.rollout.agent.environment.kwargs, or name a class of yours."
+        ) from error
+
+
+def gym_maker(env: str) -> Callable[..., Any]:
     """Return the class that `env` names, or the library's own `make` for its id."""
     return class_or_maker(env, "gymnasium", _INSTALL)
 

@@ -12,7 +12,7 @@ from verl.agents.entries import checked_roles, load_class, names_a_class, requir
 from verl.agents.environments import calculator as _calculator  # noqa: F401
 from verl.agents.environments import number_guessing as _number_guessing  # noqa: F401
 from verl.agents.environments.base import environments
-from verl.agents.environments.gym import GymEnvironment, gym_maker
+from verl.agents.environments.gym import GymEnvironment, check_gym
 from verl.agents.environments.openenv import openenv_client
 from verl.agents.environments.session import DEFAULT_TIMEOUT_S, EnvironmentSession
 from verl.agents.environments.skyrl import SkyRLEnvironment, skyrl_maker
@@ -21,9 +21,9 @@ from verl.utils.errors import ConfigError
 
 _METHODS = ("reset", "step")
 _KEYS = ("name", "config", "timeout_s")
-# What adapters load before their first episode, by the keywords of the environment.
+# Checks of adapters before their first episode, by the keywords of the environment.
 _CHECKS: Mapping[str, Callable[..., Any]] = {
-    "gym": gym_maker,
+    "gym": check_gym,
     "openenv": openenv_client,
     "skyrl": skyrl_maker,
     "verifiers": verifiers_library,

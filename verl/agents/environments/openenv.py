@@ -1,7 +1,7 @@
 """Environments served by OpenEnv, through its client."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.agents.entries import load_class
@@ -10,7 +10,7 @@ from verl.utils.errors import RolloutError
 from verl.utils.imports import require
 from verl.utils.signatures import taken_by
 
-_INSTALL = "pip install openenv-core"
+_INSTALL = "pip install openenv"
 
 
 class OpenEnvEnvironment:
@@ -18,46 +18,54 @@ class OpenEnvEnvironment:
     and `done`. The client may be asynchronous or a `.sync()` wrapper.
 
     OpenEnv defines actions and observations per environment. The model's text becomes one field of
-    the action, and one field of the observation becomes the message.
+    the action, and one field of the observation becomes the message. A field within another one is
+    a path, such as "arguments.message" and "result.data" of a tool call.
 
     Args:
         client: a connected client, or one that connects in `async with`.
-        observation_field: field with the text, in a mapping or an attribute.
+        observation_field: field with the text, in mappings or attributes; of several fields the
+            first that an observation has. An observation of `reset` without any text needs none:
+            the row's prompt is then the whole opening.
         action_field: field that takes the model's text.
         action_class: class of actions; None sends a mapping, as GenericEnvClient takes it.
         action_fields: further fields of each action.
+        reset_fields: fields of the row that `reset` gets, after `seed` and `episode_id`.
     """
 
     def __init__(
         self,
         client: Any,
         *,
-        observation_field: str,
+        observation_field: str | Sequence[str],
         action_field: str,
         action_class: type | None = None,
         action_fields: Mapping[str, Any] | None = None,
+        reset_fields: str | Sequence[str] = (),
     ) -> None:
         self.unwrapped = client
-        self.observation_field = observation_field
+        self.observation_fields = _names(observation_field)
         self.action_field = action_field
         self.action_class = action_class
         self.action_fields = dict(action_fields or {})
+        self.reset_fields = ("seed", "episode_id", *_names(reset_fields))
         self._is_connected = False
 
     async def reset(self, **row: Any) -> Observation:
-        """Connect and begin an episode. `seed` and `episode_id` come from the row, where given."""
+        """Connect and begin an episode. The row gives those of `reset_fields` that it has."""
         connect = getattr(self.unwrapped, "__aenter__", None)
         if connect is not None and not self._is_connected:
             await connect()
             self._is_connected = True
 
-        known = {name: row[name] for name in ("seed", "episode_id") if row.get(name) is not None}
+        known = {name: row[name] for name in self.reset_fields if row.get(name) is not None}
         reset = self.unwrapped.reset
-        return self._observation(await _awaited(reset(**taken_by(reset, known))))
+        result = await _awaited(reset(**taken_by(reset, known)))
+        has_texts = any(isinstance(value, str) for value in _fields(result.observation).values())
+        return self._observation(result, may_lack_text=not has_texts)
 
     async def step(self, action: str) -> Observation:
         """Send the model's text as an action."""
-        fields = {**self.action_fields, self.action_field: action}
+        fields = _with_field(self.action_fields, self.action_field.split("."), action)
         sent: Any = fields
         if self.action_class is not None:
             sent = self.action_class(**fields)
@@ -67,20 +75,20 @@ class OpenEnvEnvironment:
         """Close the connection, and a container that the client started."""
         await _awaited(self.unwrapped.close())
 
-    def _observation(self, result: Any) -> Observation:
-        seen = result.observation
+    def _observation(self, result: Any, *, may_lack_text: bool = False) -> Observation:
         done = bool(getattr(result, "done", False) or getattr(result, "truncated", False))
-        if isinstance(seen, Mapping):
-            fields = seen
-            found = seen.get(self.observation_field)
-        else:
-            fields = getattr(seen, "__dict__", {})
-            found = getattr(seen, self.observation_field, None)
+        found = None
+        for path in self.observation_fields:
+            found = _value_at(result.observation, path.split("."))
+            if found is not None:
+                break
 
-        if not isinstance(found, str) and not (found is None and done):
+        is_missing = found is None and (done or may_lack_text)
+        if not isinstance(found, str) and not is_missing:
+            within = result.observation if found is None else found
             raise RolloutError(
-                f"observation_field '{self.observation_field}' must be a text in the observation, "
-                f"got {type(found).__name__}. Fields: {', '.join(sorted(fields)) or 'none'}."
+                f"observation_field '{', '.join(self.observation_fields)}' must be a text in the "
+                f"observation, got {type(found).__name__}. Fields: {_shown(within)}."
             )
         messages = [user_message(found)] if found else []
         return Observation(messages, float(result.reward or 0.0), done)
@@ -89,18 +97,19 @@ class OpenEnvEnvironment:
 @environments.register("openenv")
 def make_openenv(
     base_url: str,
-    observation_field: str,
+    observation_field: str | Sequence[str],
     action_field: str,
     client_class: str | None = None,
     action_class: str | None = None,
     action_fields: Mapping[str, Any] | None = None,
+    reset_fields: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> OpenEnvEnvironment:
     """Make a client of a running OpenEnv server.
 
     Args:
         base_url: of the server, such as "http://localhost:8000".
-        observation_field, action_field, action_fields: see `OpenEnvEnvironment`.
+        observation_field, action_field, action_fields, reset_fields: see `OpenEnvEnvironment`.
         client_class: "package.module.Class" of the environment's client; None: GenericEnvClient.
         action_class: "package.module.Class" of its actions; None: a mapping.
         kwargs: for the client.
@@ -114,6 +123,7 @@ def make_openenv(
         action_field=action_field,
         action_class=None if action_class is None else load_class(action_class),
         action_fields=action_fields,
+        reset_fields=reset_fields,
     )
 
 
@@ -123,6 +133,38 @@ def openenv_client(client_class: str | None = None, **_: Any) -> Any:
     if client_class is not None:
         return load_class(client_class)
     return core.GenericEnvClient
+
+
+def _with_field(fields: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return a copy of `fields` with a value at a path; mappings on the way are copied or made."""
+    first, *rest = path
+    if not rest:
+        return {**fields, first: value}
+    inner = fields.get(first)
+    return {**fields, first: _with_field(inner or {}, rest, value)}
+
+
+def _value_at(observed: Any, path: Sequence[str]) -> Any:
+    """Return the value at a path through mappings and attributes; None where it ends early."""
+    for name in path:
+        if isinstance(observed, Mapping):
+            observed = observed.get(name)
+        else:
+            observed = getattr(observed, name, None)
+    return observed
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _fields(observed: Any) -> Mapping[str, Any]:
+    return observed if isinstance(observed, Mapping) else getattr(observed, "__dict__", {})
+
+
+def _shown(observed: Any) -> str:
+    """Return the fields that an observation has, for an error."""
+    return ", ".join(sorted(_fields(observed))) or f"none, it is {str(observed)[:80]!r}"
 
 
 async def _awaited(value: Any) -> Any:

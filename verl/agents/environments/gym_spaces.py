@@ -1,0 +1,98 @@
+"""Texts for the observations and actions of gymnasium's own environments."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl.agents.environments.base import ActionError
+from verl.utils.errors import RolloutError
+
+# An observation with more numbers is an image or a grid, which a text would not show well.
+MAX_NUMBERS = 64
+
+_WHOLE_NUMBER = re.compile(r"[-+]?\d+")
+
+
+def observation_text(world: Any, observation: Any) -> str:
+    """Return the text of an observation: what the world renders, or the observation itself.
+
+    With `render_mode="ansi"` the world's own drawing is the text. Otherwise a text stays as it is,
+    and numbers, tuples, dicts and small arrays become JSON, such as "[14, 10, 0]".
+
+    Raises:
+        RolloutError: the observation is none of these, or has more than MAX_NUMBERS numbers.
+    """
+    if getattr(world, "render_mode", None) == "ansi":
+        return str(world.render())
+    if isinstance(observation, str):
+        return observation
+
+    value = plain(observation)
+    try:
+        text = json.dumps(value)
+    except TypeError:
+        text = ""
+    if not text or _count_numbers(value) > MAX_NUMBERS:
+        shape = getattr(observation, "shape", "")
+        raise RolloutError(
+            f"{_name(world)} must observe a text, or up to {MAX_NUMBERS} numbers, got "
+            f"{type(observation).__name__}{shape}. Derive GymEnvironment with as_text=..., which "
+            "turns it into a text, or set render_mode to ansi where the world has it."
+        )
+    return text
+
+
+def action_reader(world: Any) -> Callable[[str], Any]:
+    """Return the function that turns a model's text into an action of the world.
+
+    For a choice among n actions it takes the last whole number of the text. A world of texts gets
+    the text.
+
+    Raises:
+        RolloutError: the world has actions of another kind.
+    """
+    space = world.action_space
+    kind = type(space).__name__
+    if kind == "Text":
+        return lambda text: text
+    if kind != "Discrete":
+        raise RolloutError(
+            f"{_name(world)} takes actions of {space}; a text becomes one only for Discrete and "
+            "Text. Derive GymEnvironment with as_action=..., which reads them."
+        )
+
+    first = int(space.start)
+    last = first + int(space.n) - 1
+
+    def read(text: str) -> int:
+        numbers = _WHOLE_NUMBER.findall(text)
+        if not numbers or not first <= int(numbers[-1]) <= last:
+            raise ActionError(f"Answer with a whole number from {first} to {last}.")
+        return int(numbers[-1])
+
+    return read
+
+
+def plain(value: Any) -> Any:
+    """Return lists, dicts and Python's numbers for those of NumPy. Fractions keep six digits."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    as_list = getattr(value, "tolist", None)
+    return value if as_list is None else plain(as_list())
+
+
+def _count_numbers(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(_count_numbers(item) for item in value.values())
+    if isinstance(value, list):
+        return sum(_count_numbers(item) for item in value)
+    return 1
+
+
+def _name(world: Any) -> str:
+    return type(getattr(world, "unwrapped", world)).__name__
