@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from tests.agents.tools.user_tools import one
-from verl.agents.tools import ToolSet
+from verl.agents.tools import ToolSet, mcp_clients
 from verl.agents.tools.mcp import MCPBaseTool
 from verl.agents.tools.mcp_clients import ClientManager, MCPClientManager, read_servers
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, MissingDependencyError
 
 HERE = Path(__file__).parent
 STDIO = {
@@ -30,12 +30,14 @@ class Shouting(MCPBaseTool):
         return content[0].text.upper() + "!", {"parts": len(content)}
 
 
-def write_config(folder, server, class_name="verl.agents.tools.mcp.MCPSearchTool", **mcp):
+def write_config(
+    folder, server, class_name="verl.agents.tools.mcp.MCPSearchTool", *, timeout=20, **mcp
+):
     servers = folder / "servers.json"
     servers.write_text(json.dumps({"mcpServers": {"small": server}}))
     entry = {
         "class_name": class_name,
-        "config": {"type": "mcp", "rate_limit": 1000, "timeout": 20, "isolation": "thread"},
+        "config": {"type": "mcp", "rate_limit": 1000, "timeout": timeout, "isolation": "thread"},
         "mcp": {"mcp_servers_config_path": str(servers), **mcp},
     }
     path = folder / "tools.yaml"
@@ -64,7 +66,7 @@ def calls_of(tools, *calls):
 
 
 def test_the_tools_of_a_server_have_its_schemas(tools):
-    assert tools.names == ["add", "search", "fail", "picture", "leave", "environment"]
+    assert tools.names[:6] == ["add", "search", "fail", "picture", "leave", "environment"]
     (schema,) = tools.schemas(["add"])
     assert schema["function"]["description"] == "Add two numbers."
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
@@ -86,6 +88,64 @@ def test_calls_reach_the_server(tools):
     assert "broken" in results[2].text
     assert results[3].images[0].size == (1, 1)
     assert results[4].text == "value"
+
+
+def test_parts_without_a_text_are_shown_to_the_model(tools):
+    resources, structured = calls_of(tools, ("resources", {}), ("structured", {}))
+    assert resources.text == "in a resource\n[b: file:///b]\n[audio]"
+    assert structured.text == '{"sum": 3}'
+
+
+def test_the_models_mistakes_count_as_malformed(tools):
+    wrong, refused, failed = calls_of(
+        tools, ("add", {"a": "x", "b": 2}), ("strict", {}), ("fail", {})
+    )
+    assert (wrong.outcome, wrong.text) == ("malformed", "Error: broken")
+    assert (refused.outcome, refused.text) == ("malformed", "Error: no such parameter")
+    assert failed.outcome == "error"
+
+
+def test_a_server_that_does_not_answer_counts_as_a_timeout(tmp_path):
+    path = write_config(tmp_path, STDIO, timeout=0.2)
+    tools = ToolSet.from_config(path, timeout_s=30)
+    late, after = calls_of(tools, ("hang", {}), ("add", {"a": 1, "b": 2}))
+    tools.close()
+    assert (late.outcome, after.text) == ("timeout", "3")
+    assert late.text == "Error: the tool 'hang' did not answer within 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ([{"name": "t"}], "small: the MCP server breaks the protocol: .*inputSchema: Field requ"),
+        ([], "have no tools"),
+        (
+            [{"name": "t", "inputSchema": {"type": "object", "properties": {"a": True}}}],
+            "the server's tool 't': .*properties.a: Input should be",
+        ),
+    ],
+)
+def test_wrong_lists_of_tools_are_refused(tmp_path, listed, message):
+    server = {**STDIO, "args": [*STDIO["args"], json.dumps(listed)]}
+    with pytest.raises(ConfigError, match=f"tools entry 1 .*{message}"):
+        ToolSet.from_config(write_config(tmp_path, server))
+
+
+def test_a_server_that_never_lists_its_tools_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(mcp_clients, "START_TIMEOUT_S", 0.3)
+    before = set(psutil.Process().children(recursive=True))
+    path = write_config(
+        tmp_path, {"command": sys.executable, "args": ["-c", "import time; time.sleep(60)"]}
+    )
+    with pytest.raises(ConfigError, match=r"did not list its tools within 0\.3 s"):
+        ToolSet.from_config(path)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_an_older_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.delattr("mcp.Client")
+    with pytest.raises(MissingDependencyError, match="'mcp' in version 2 or later, found"):
+        ToolSet.from_config(write_config(tmp_path, STDIO))
 
 
 def test_a_server_that_died_is_started_again(tools):

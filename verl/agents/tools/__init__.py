@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from verl.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from verl.agents.tools.base import BaseTool, ToolArgumentError
+    from verl.agents.tools.base import BaseTool, ToolArgumentError, ToolTimeoutError
     from verl.agents.tools.calls import ToolSession, ToolSet
     from verl.agents.tools.config_file import (
         ToolType,
@@ -44,6 +44,7 @@ __all__ = [
     "ToolResult",
     "ToolSession",
     "ToolSet",
+    "ToolTimeoutError",
     "ToolType",
     "function_tool",
     "get_tool_class",
@@ -58,6 +59,7 @@ __getattr__ = lazy_names(
         "BaseTool": "verl.agents.tools.base",
         "FunctionTool": "verl.agents.tools.functions",
         "ToolArgumentError": "verl.agents.tools.base",
+        "ToolTimeoutError": "verl.agents.tools.base",
         "ToolResponse": "verl.agents.tools.schemas",
         "ToolResult": "verl.agents.tools.results",
         "ToolSession": "verl.agents.tools.calls",

@@ -51,6 +51,13 @@ class ToolArgumentError(ValueError):
     """
 
 
+class ToolTimeoutError(RuntimeError):
+    """The service behind a tool did not answer within a deadline of its own.
+
+    A tool raises it so that the call counts as `timeout`.
+    """
+
+
 class BaseTool:
     """A tool of which every trajectory has an instance, known by an identifier.
 

@@ -189,7 +189,8 @@ class Episode:
 
         for attempt in itertools.count():
             done = await self._attempt(home, parameters, agent_data, deadline)
-            if done.kind == "timeout":
+            # A tool that gave up on its service before that says so itself.
+            if done.kind == "timeout" and deadline.left_s <= 0:
                 name = home.facts.name
                 done.text = f"Error: the tool '{name}' did not answer within {timeout_s:g} s"
             is_last = attempt >= home.retries or delay_s >= deadline.left_s

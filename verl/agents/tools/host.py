@@ -17,6 +17,7 @@ from verl.agents.tools.answers import TextLimit, describe_failure, finite, read_
 from verl.agents.tools.base import (
     BaseTool,
     ToolArgumentError,
+    ToolTimeoutError,
     create_arguments,
     created_id,
     keeps_instances,
@@ -332,4 +333,7 @@ def _failure(error: BaseException, work: Work) -> Done:
     if isinstance(error, ToolArgumentError):
         text = describe_failure(error, work.limit)
         return Done("malformed", text=text.replace("ToolArgumentError: ", "", 1))
+    if isinstance(error, ToolTimeoutError):
+        text = describe_failure(error, work.limit)
+        return Done("timeout", text=text.replace("ToolTimeoutError: ", "", 1))
     return Done("error", text=describe_failure(error, work.limit), details=format_traceback(error))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from verl.agents.tools.base import BaseTool, as_schema
+from verl.agents.tools.base import BaseTool, ToolArgumentError, as_schema
 from verl.agents.tools.mcp_clients import ClientManager, MCPClientManager, McpToolError
 from verl.agents.tools.schemas import ToolResponse
 from verl.utils.errors import ConfigError
@@ -40,13 +40,20 @@ class MCPBaseTool(BaseTool):
         """Make the call on the server.
 
         Raises:
-            McpToolError: the server answered that it failed, or did not answer.
+            ToolArgumentError: the server refused arguments that do not fit its schema.
+            ToolTimeoutError: the server did not answer in time.
+            McpToolError: the server answered that it failed, or was lost.
         """
         result = await self.clients.call_tool(self.name, parameters, self.timeout)
         text, metrics = self._parse_tool_result(result.content)
+        if result.is_error and not self.clients.fits(self.name, parameters):
+            raise ToolArgumentError(text)
         if result.is_error:
             raise McpToolError(text)
+
         images = [_image(part) for part in result.content if part.type == "image"]
+        if not text and not images and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         return ToolResponse(text=text, image=images or None), 0.0, metrics
 
     def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict[str, Any]]:
@@ -55,7 +62,7 @@ class MCPBaseTool(BaseTool):
         Args:
             content: parts of the answer, each with a `type` such as "text".
         """
-        texts = [part.text for part in content if part.type == "text"]
+        texts = [_text(part) for part in content if part.type != "image"]
         return "\n".join(texts), {}
 
     def shut_down(self) -> None:
@@ -105,19 +112,44 @@ def mcp_tools(
     except ConfigError as error:
         clients.close()
         raise ConfigError(f"{place}, mcp: {error}") from error
+    if not schemas:
+        clients.close()
+        raise ConfigError(f"{place}, mcp: the servers of '{path}' have no tools. Leave it out.")
 
     tools: list[BaseTool] = []
     for schema in schemas:
-        tool = tool_class(config, as_schema(schema))
+        try:
+            tool = tool_class(config, as_schema(schema))
+        except ConfigError as error:
+            clients.close()
+            name = schema["function"]["name"]
+            raise ConfigError(f"{place}, mcp: the server's tool '{name}': {error}") from error
         tool.clients = clients
         tools.append(tool)
     return tools
 
 
+def _text(part: Any) -> str:
+    """Return a part of an answer as a text; one that has none becomes a note."""
+    if part.type == "text":
+        return part.text
+    if part.type == "resource_link":
+        return f"[{part.name}: {part.uri}]"
+    resource = getattr(part, "resource", None)
+    if resource is None:
+        return f"[{part.type}]"
+    return getattr(resource, "text", f"[{resource.uri}]")
+
+
 def _image(part: Any) -> Any:
     """Return an image of an answer as one of PIL."""
     pil = require("PIL.Image", "An image of an MCP server", "pip install pillow")
-    return pil.open(io.BytesIO(base64.b64decode(part.data)))
+    try:
+        return pil.open(io.BytesIO(base64.b64decode(part.data)))
+    except (OSError, ValueError) as error:
+        raise McpToolError(
+            f"the server's image of the type {part.mime_type} cannot be read: {error}"
+        ) from error
 
 
 def _count_results(text: str) -> int:

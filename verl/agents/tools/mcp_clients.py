@@ -11,15 +11,19 @@ connections live in an event loop of their own, whatever loop uses them.
 import asyncio
 import concurrent.futures
 import contextlib
+import importlib.metadata
 import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from verl.agents.tools.base import ToolArgumentError, ToolTimeoutError
 from verl.agents.tools.rate_limit import RateLimit
 from verl.agents.tools.threads import LoopThread
-from verl.utils.errors import ConfigError, DataError
+from verl.utils.errors import ConfigError, DataError, MissingDependencyError
 from verl.utils.imports import require
 from verl.utils.registry import nearest_names
 
@@ -86,7 +90,9 @@ class MCPClientManager:
             timeout: seconds.
 
         Raises:
-            McpToolError: no answer in time, or no connection.
+            ToolTimeoutError: no answer in time.
+            ToolArgumentError: the server says that the arguments are invalid.
+            McpToolError: another error of the server, or no connection.
             DataError: no server has the tool.
         """
         server = self._homes.get(tool_name)
@@ -98,6 +104,15 @@ class MCPClientManager:
         await asyncio.sleep(self._rates[tool_name].reserve())
         call = server.call(tool_name, parameters, timeout)
         return await asyncio.wrap_future(self._running().submit(call))
+
+    def fits(self, tool_name: str, parameters: dict[str, Any]) -> bool:
+        """Return whether arguments fit the schema that the server gave for a tool."""
+        jsonschema = require("jsonschema", "A tool of an MCP server", INSTALL)
+        schema = self._homes[tool_name].schemas[tool_name]["function"]["parameters"]
+        try:
+            return jsonschema.Draft202012Validator(schema).is_valid(parameters)
+        except Exception:  # noqa: BLE001  (the server's schema is no schema: nothing can be said)
+            return True
 
     def connect(
         self, config_path: str | Path, rate_limit: float, selected: Sequence[str] | None
@@ -133,7 +148,13 @@ class MCPClientManager:
     def _submit_connect(
         self, config_path: str | Path, rate_limit: float
     ) -> "concurrent.futures.Future[list[_Server]]":
-        require("mcp", "A tool of an MCP server", INSTALL)
+        mcp = require("mcp", "A tool of an MCP server", INSTALL)
+        if not hasattr(mcp, "Client"):
+            found = importlib.metadata.version("mcp")
+            raise MissingDependencyError(
+                f"Tools of MCP servers need the package 'mcp' in version 2 or later, found {found}. "
+                f"Install it: {INSTALL}"
+            )
         configs = read_servers(config_path)
         return self._running().submit(self._connect_all(str(config_path), configs, rate_limit))
 
@@ -186,11 +207,8 @@ class _Server:
             try:
                 self._client = await asyncio.wait_for(ready, START_TIMEOUT_S)
             except Exception as error:
-                self._closing.set()
-                raise ConfigError(
-                    f"{self.place}: the MCP server cannot be reached: {_cause(error)}. Start it, "
-                    "or correct its entry."
-                ) from error
+                self._serving.cancel()  # it may wait for the server
+                raise ConfigError(f"{self.place}: {_no_connection(error)}") from error
 
     async def disconnect(self) -> None:
         """Close the connection."""
@@ -208,7 +226,7 @@ class _Server:
                 return await client.call_tool(tool, parameters, read_timeout_seconds=timeout)
             except Exception as error:
                 if is_last or not _is_lost(error):
-                    raise McpToolError(_cause(error)) from error
+                    raise _failure(error, tool, timeout) from error
                 if self._client is client:
                     await self.disconnect()
         raise AssertionError("the loop above returns or raises")
@@ -326,20 +344,62 @@ def _select(
     return {name: schemas[name] for name in selected}
 
 
+def _failure(error: Exception, tool: str, timeout: float | None) -> Exception:
+    """Return the error of a call: late, refused for its arguments, or failed."""
+    types = require("mcp_types", "A tool of an MCP server", INSTALL)
+    if _code(error) == types.REQUEST_TIMEOUT and timeout is not None:
+        return ToolTimeoutError(f"the tool '{tool}' did not answer within {timeout:g} s")
+    if _code(error) == types.INVALID_PARAMS:
+        return ToolArgumentError(str(error))
+    if isinstance(error, ValidationError):
+        return McpToolError(f"the server breaks the protocol: {_first_problem(error)}")
+    return McpToolError(_cause(error))
+
+
+def _code(error: Exception) -> int | None:
+    """Return the number of an error that the server or its connection answered."""
+    return getattr(getattr(error, "error", None), "code", None)
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Return place and reason of the first field that does not fit the protocol."""
+    problem = error.errors()[0]
+    place = ".".join(map(str, problem["loc"]))
+    return f"{error.title}, {place}: {problem['msg']}"
+
+
 def _is_lost(error: Exception) -> bool:
     """Whether a call failed because the connection was lost, not by the server's answer."""
     types = require("mcp_types", "A tool of an MCP server", INSTALL)
     anyio = require("anyio", "A tool of an MCP server", INSTALL)
-    answer = getattr(error, "error", None)
-    if getattr(answer, "code", None) == types.CONNECTION_CLOSED:
+    if _code(error) == types.CONNECTION_CLOSED:
         return True
     return isinstance(error, (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError))
 
 
-def _cause(error: BaseException) -> str:
-    """Return the text of an error, or of the first one in a group of errors."""
+def _no_connection(error: BaseException) -> str:
+    """Return the reason why a server gave no list of its tools, and the way out."""
+    first = _first(error)
+    if isinstance(first, TimeoutError):
+        return (
+            f"the MCP server did not list its tools within {START_TIMEOUT_S:g} s. Start it, or "
+            "correct its entry."
+        )
+    if isinstance(first, ValidationError):
+        return f"the MCP server breaks the protocol: {_first_problem(first)}. Correct the server."
+    return f"the MCP server cannot be reached: {_cause(first)}. Start it, or correct its entry."
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the error itself, or the first one in a group of errors."""
     while isinstance(getattr(error, "exceptions", None), Sequence):
         error = error.exceptions[0]  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+def _cause(error: BaseException) -> str:
+    """Return class and text of an error, or of the first one in a group of errors."""
+    error = _first(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
