@@ -160,6 +160,7 @@ class _Exchange:
         self.requests = requests
         self.ends = call_ends.get()
         self.attempt_is_late = False
+        self.last_status: int | None = None  # of an answer that is retried
         self.retries = _retries(self, max_retries)
         self._alarm: threading.Timer | None = None
 
@@ -283,6 +284,7 @@ def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
             more = super().increment(*args, **options)
             response = options.get("response")
             if response is not None:
+                exchange.last_status = response.status
                 response.close()  # urllib3 would read all of it, at any length
             exchange.check_deadline()
             return more
@@ -294,13 +296,18 @@ def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
                 return None
             if seconds is None:
                 return None
-            return self._bounded(min(seconds, requests.timeout_s))
+            return self._in_time(min(seconds, requests.timeout_s))
 
         def get_backoff_time(self) -> float:
-            return self._bounded(super().get_backoff_time())
+            return self._in_time(super().get_backoff_time())
 
-        def _bounded(self, seconds: float) -> float:
+        def _in_time(self, seconds: float) -> float:
             left = exchange.time_left()
+            if left is not None and seconds >= left and exchange.last_status is not None:
+                raise RewardError(
+                    f"the service answered {exchange.last_status}, and the next attempt, in "
+                    f"{seconds:.1f} s, would come after the deadline of the call"
+                )
             return seconds if left is None else min(seconds, left)
 
     return Retry(

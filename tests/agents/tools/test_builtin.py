@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -125,12 +126,20 @@ def service():
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             server.requests.append((self.path, json.loads(body)))
-            status, answer = server.answers.pop(0)
+            with server.lock:
+                server.under_way += 1
+                server.most_under_way = max(server.most_under_way, server.under_way)
+                status, answer = server.answers.pop(0)
+            time.sleep(server.delay_s)
             data = json.dumps(answer).encode()
             self.send_response(status)
+            for name, value in server.headers.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+            with server.lock:
+                server.under_way -= 1
 
         def log_message(self, *args):
             pass
@@ -138,9 +147,13 @@ def service():
     class Service(ThreadingHTTPServer):
         requests: list
         answers: list
+        headers: dict
+        lock = threading.Lock()
+        delay_s = 0.0
+        under_way = most_under_way = 0
 
     with Service(("127.0.0.1", 0), Handler) as server:
-        server.requests, server.answers = [], []
+        server.requests, server.answers, server.headers = [], [], {}
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
@@ -161,11 +174,52 @@ def test_search_tries_again_while_the_service_is_down(service):
     )
 
 
-def test_a_search_that_fails_is_an_error(service):
-    service.answers += [(400, {"error": "no"}), (200, {"documents": []})]
+def test_a_search_waits_as_long_as_a_busy_service_asks(service):
+    service.answers += [(429, {}), (200, {"result": [[]]})]
+    service.headers["Retry-After"] = "1"
     tool = SearchTool({"retrieval_service_url": url_of(service)}, None)
-    results, _, _ = results_of(tool, {"query_list": ["a"]}, {"query_list": ["a"]})
-    assert [result.outcome for result in results] == ["error", "error"]
+    before = time.monotonic()
+    (result,), _, _ = results_of(tool, {"query_list": ["a"]})
+    assert result.outcome == "ok"
+    assert time.monotonic() - before >= 1.0
+
+
+def test_a_search_that_has_no_time_for_another_try_names_the_answer(service):
+    service.answers += [(429, {})]
+    service.headers["Retry-After"] = "60"
+    tool = SearchTool({"retrieval_service_url": url_of(service)}, None)
+    before = time.monotonic()
+    (result,), _, _ = results_of(tool, {"query_list": ["a"]}, timeout_s=20.0)
+    assert time.monotonic() - before < 15
+    assert result.outcome == "error"
+    assert "the service answered 429, and the next attempt, in 30.0 s," in result.text
+
+
+def test_searches_beyond_the_limit_wait_for_their_turn(service):
+    service.answers += [(200, {"result": [[]]})] * 6
+    service.delay_s = 0.05
+    config = {"retrieval_service_url": url_of(service), "num_workers": 120, "rate_limit": 2}
+
+    async def run():
+        tools = tool_set(SearchTool(config, None), timeout_s=30.0)
+        sessions = [await tools.open(f"episode {number}") for number in range(6)]
+        results = await asyncio.gather(
+            *(one(session, "search", query_list=["a"]) for session in sessions)
+        )
+        await tools.aclose()
+        return results
+
+    results = asyncio.run(run())
+    assert [result.outcome for result in results] == ["ok"] * 6
+    assert service.most_under_way == 2
+
+
+def test_a_search_that_fails_is_an_error(service):
+    service.answers += [(400, {"error": "no"}), (200, {"documents": []}), (200, {"result": []})]
+    tool = SearchTool({"retrieval_service_url": url_of(service)}, None)
+    results, _, _ = results_of(tool, *[{"query_list": ["a"]}] * 3)
+    assert [result.outcome for result in results] == ["error", "error", "error"]
+    assert "0 lists of documents for 1 queries" in results[2].text
     assert "answered 400" in results[0].text
     assert "no list of documents" in results[1].text
 

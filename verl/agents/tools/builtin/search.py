@@ -38,7 +38,8 @@ class SearchTool(BaseTool):
         requests_per_s: requests that begin in a second, at most; default: no limit.
 
     A lost connection and the statuses 429, 500, 502, 503 and 504 are tried again up to ten times,
-    with growing waits, until the deadline of the call.
+    with growing waits or after the answer's Retry-After. A call whose next attempt would come after
+    its deadline fails at once, with the last answer as the reason.
 
     Raises:
         ConfigError: there is no address, or it is none.
@@ -110,6 +111,11 @@ class SearchTool(BaseTool):
             raise RuntimeError(f"the search failed: {error}") from error
         if not isinstance(found, list) or not all(isinstance(each, list) for each in found):
             raise RuntimeError("the search failed: the service answered no list of documents")
+        if len(found) != len(queries):
+            raise RuntimeError(
+                f"the search failed: the service answered {len(found)} lists of documents for "
+                f"{len(queries)} queries"
+            )
         return found
 
 
