@@ -306,3 +306,24 @@ def test_prompts_are_filtered_with_their_tools(tmp_path: Path, drops: bool):
     for loader in build_loaders(config, tokenizer):
         assert loader is not None
         assert [item["index"] for item in loader.dataset] == [0]
+
+
+def test_a_mere_validation_checks_each_row_once(tmp_path: Path, monkeypatch):
+    row = {"prompt": "one", "data_source": "toy", "reward_model": {"ground_truth": ""}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    checked = []
+
+    def check_rows(self, column, prompt_key):
+        checked.extend(column("extra_info"))
+
+    monkeypatch.setattr("verl.agents.AgentRunner.check_rows", check_rows)
+    config = load_config(
+        [
+            "trainer.val_only=True",
+            f"data.val_files={tmp_path}/rows.jsonl",
+            "actor_rollout_ref.model.path=toy",
+            f"{ROLLOUT}.mode=async",
+        ]
+    )
+    build_loaders(config, chat_tokenizer())
+    assert len(checked) == 1

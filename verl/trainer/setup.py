@@ -327,7 +327,9 @@ def check_agents(
     whose prompts are too long with their tools, under `data.filter_overlong_prompts`.
     """
     rollout = config.actor_rollout_ref.rollout
-    datasets = [dataset for dataset in (train_dataset, val_dataset) if dataset is not None]
+    datasets = [] if train_dataset is None else [train_dataset]
+    if val_dataset is not None and val_dataset is not train_dataset:
+        datasets.append(val_dataset)
     if not rollout.uses_agents:
         for dataset in datasets:
             _warn_of_unused_agents(dataset)

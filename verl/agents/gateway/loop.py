@@ -89,8 +89,9 @@ class GatewayLoop:
         trajectories = self.recorder.finish(session, reward)
         if not trajectories:
             self.causes[session] = "its agent got no reply of the model"
+        fields = fields_of_user(extra)
         for trajectory in trajectories:
-            trajectory.extra.update({**fields_of_user(extra), "reward_extra_info": extra})
+            trajectory.extra.update({**fields, "reward_extra_info": fields})
         return trajectories
 
     def counts(self) -> dict[str, int]:
