@@ -328,9 +328,26 @@ def test_invalid_requests_are_rejected(model):
 def test_list_of_models(model):
     async def ask():
         async with served(model) as (_, client):
-            return [each.id async for each in client.models.list()]
+            listed = [each.id async for each in client.models.list()]
+            found = await client.models.retrieve("tiny")
+            with pytest.raises(openai.NotFoundError) as missing:
+                await client.models.retrieve("other/model")
+            return listed, found.id, missing.value.code
 
-    assert asyncio.run(ask()) == ["tiny"]
+    assert asyncio.run(ask()) == (["tiny"], "tiny", "model_not_found")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_responses_api_is_refused_with_the_way_to_the_other(model, streams: bool):
+    async def ask():
+        async with served(model) as (_, client):
+            await client.responses.create(model="tiny", input="Hello", stream=streams)
+
+    with pytest.raises(
+        openai.NotFoundError, match="chat/completions is. Tell the client"
+    ) as caught:
+        asyncio.run(ask())
+    assert caught.value.code == "unsupported_api"
 
 
 def test_port_in_use_is_an_error(model):

@@ -43,3 +43,13 @@ class ApiError(VerlError, ValueError):
             "code": self.code,
         }
         return {"error": error}
+
+
+def unknown_model(asked: str, served: str) -> ApiError:
+    """Return the error for a model that a server does not have."""
+    return ApiError(
+        f"The model '{asked}' is not here; this server has '{served}'.",
+        status=404,
+        field="model",
+        code="model_not_found",
+    )

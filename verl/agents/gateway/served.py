@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.agents.engine_client import Generated
 from verl.agents.gateway.backend import Listen
-from verl.agents.gateway.errors import ApiError
+from verl.agents.gateway.errors import ApiError, unknown_model
 from verl.agents.gateway.recorder import wrong_key
 from verl.agents.gateway.requests import ChatRequest, CompletionRequest, DrawSettings
 from verl.agents.gateway.sessions import room_for_reply
@@ -352,12 +352,7 @@ class ServedBackend:
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self.model:
-            raise ApiError(
-                f"The model '{model}' is not here; this server has '{self.model}'.",
-                status=404,
-                field="model",
-                code="model_not_found",
-            )
+            raise unknown_model(model, self.model)
 
 
 def seeded_ids(seed: int, prompt_ids: Sequence[int], n: int) -> tuple[int, ...]:

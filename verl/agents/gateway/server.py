@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from verl.agents.gateway.backend import Backend, Listen
-from verl.agents.gateway.errors import ApiError
+from verl.agents.gateway.errors import ApiError, unknown_model
 from verl.agents.gateway.requests import ChatRequest, CompletionRequest, DrawSettings
 from verl.agents.gateway.responses import ChatFormat, CompletionFormat
 from verl.agents.gateway.wording import Reply, TextStream
@@ -78,8 +78,10 @@ class GatewayServer:
         app.router.add_get("/health", self._health)
         for prefix in ("", "/sessions/{session}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/v1/completions", self._complete)
+            app.router.add_route("*", f"{prefix}/v1/responses{{rest:.*}}", self._refuse_responses)
 
         # A client that hangs up cancels its request.
         runner = web.AppRunner(
@@ -135,8 +137,24 @@ class GatewayServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._admit(request)
-        model = {"id": self.backend.model, "object": "model", "created": 0, "owned_by": "verl"}
-        return web.json_response({"object": "list", "data": [model]})
+        return web.json_response({"object": "list", "data": [self._description()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._admit(request)
+        name = request.match_info["model"]
+        if name != self.backend.model:
+            raise unknown_model(name, self.backend.model)
+        return web.json_response(self._description())
+
+    async def _refuse_responses(self, request: web.Request) -> web.Response:
+        """Say how a client comes to the API that is served; the newest ones start with another."""
+        raise ApiError(
+            "The Responses API is not served; chat/completions is. Tell the client to use it: "
+            "client.chat.completions.create of openai, set_default_openai_api('chat_completions') "
+            "of the Agents SDK, use_responses_api=False of LangChain.",
+            status=404,
+            code="unsupported_api",
+        )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
@@ -156,6 +174,9 @@ class GatewayServer:
         return await self._respond(request, form, asked.draw, ask, by_piece=True)
 
     # ---------------------------------------------------------------- inner parts
+
+    def _description(self) -> dict[str, Any]:
+        return {"id": self.backend.model, "object": "model", "created": 0, "owned_by": "verl"}
 
     async def _respond(
         self,
