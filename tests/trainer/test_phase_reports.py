@@ -10,10 +10,14 @@ import pytest
 
 from tests.single_controller.launch import launch
 from tests.single_controller.workers import progress_of_two
+from tests.trainer.runs import command_line
+from verl.config import load_config
+from verl.single_controller import note_progress
 from verl.single_controller.breadcrumbs import Progress
 from verl.single_controller.spmd import LocalPool
-from verl.trainer import phase_reports
+from verl.trainer import PPOTrainer, phase_reports
 from verl.trainer.phase_reports import PhaseReports
+from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
 
@@ -117,3 +121,15 @@ def test_the_driver_reads_the_progress_of_the_ranks_while_they_run(tmp_path):
     two = launch(progress_of_two, tmp_path / "two").value
     assert alone == [[Progress(3, 8, "mini-batches")], [Progress(0, 0, "")]]
     assert two == [[Progress(3, 8, "mini-batches")] * 2, [Progress(0, 0, "")] * 2]
+
+
+def test_roles_in_one_process_count_their_progress_once(tmp_path):
+    use_kl = "actor_rollout_ref.actor.use_kl_loss=True"
+    trainer = PPOTrainer(load_config(command_line(tmp_path, use_kl)))
+    with pytest.raises(ConfigError, match=r"none is loaded. Call init_workers\(\) before it"):
+        trainer.fit()
+
+    trainer.init_workers()
+    assert len(trainer.worker_groups()) == 3  # actor, rollout, reference
+    note_progress(3, 8, "responses")
+    assert trainer.progress() == [Progress(3, 8, "responses")]

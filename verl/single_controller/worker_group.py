@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -295,6 +295,11 @@ class WorkerGroup:
         if not orders or any(order != orders[0] for order in orders):
             return None
         return shares, orders[0]
+
+    @property
+    def processes(self) -> Hashable:
+        """Return a key that groups of the same processes have in common."""
+        return "this process" if isinstance(self._ranks, InProcess) else id(self._ranks)
 
     def progress(self) -> list[Progress]:
         """Return the progress of the ranks with their method, if it can be read here."""

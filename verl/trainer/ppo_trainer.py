@@ -148,6 +148,7 @@ class PPOTrainer(RunOfRoles):
             self.rollout_wg.close_agents()
 
     def _validate_only(self) -> None:
+        self.require_workers()
         try:
             self.load_checkpoint()
             with self.reports.phase("testing"):

@@ -31,7 +31,13 @@ from verl.trainer.resume import check_config, save_config, when_saved
 from verl.trainer.summary import RunSummary
 from verl.utils.commands import verl_command
 from verl.utils.devices import describe_device, memory_metrics, visible_device
-from verl.utils.errors import CheckpointError, NonFiniteError, OutOfMemoryError, VerlError
+from verl.utils.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    OutOfMemoryError,
+    VerlError,
+)
 from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
@@ -105,11 +111,19 @@ class TrainingRun(ABC, Generic[Config]):
 
     def progress(self) -> list[Progress]:
         """Return how far the ranks are with the methods that they run."""
-        groups = {id(group._ranks): group for group in self.worker_groups()}
+        groups = {group.processes: group for group in self.worker_groups()}
         reports: list[Progress] = []
         for group in groups.values():
             reports += group.progress()
         return reports
+
+    def require_workers(self) -> None:
+        """Raise ConfigError where `init_workers` has not been called."""
+        if not hasattr(self, "tracker"):
+            raise ConfigError(
+                f"{type(self).__name__}.fit needs models, and none is loaded. Call init_workers() "
+                "before it."
+            )
 
     def start_tracker(self) -> None:
         """Start the trackers. Runs before models load, so a missing package or an unwritable folder
@@ -172,6 +186,7 @@ class TrainingRun(ABC, Generic[Config]):
     def fit(self) -> None:
         """Train to the last step, validating and saving on the way; resumes where a killed run was
         saved."""
+        self.require_workers()
         started = time.perf_counter()
         with sigterm_as_exit():
             self._fit()
