@@ -46,7 +46,7 @@ class Background:
             future.result()
         finally:
             self._future = None
-            # The thread still frees what the work held, which must not overlap with the exit.
+            # The thread still frees memory of the work, which must not overlap with the exit.
             if self._thread is not None:
                 self._thread.join()
         return True

@@ -207,12 +207,14 @@ def async_doubts(config: TrainConfig) -> Iterator[str]:
         is_stale = _may_be_stale(
             options.staleness_threshold, options.max_staleness, options.on_stale
         )
+
     is_corrected = correction.needs_no_pass or correction.changes_update
     if is_stale and not is_corrected:
         yield (
             f"trainer.mode={config.trainer.mode} learns from tokens that older weights drew, and "
             f"nothing corrects for that. Set {_WEIGHTS}=token, or leave the section out."
         )
+
     if config.trainer.mode != "fully_async":
         plain = AsyncTrainingConfig()
         for name in _READ_BY_FULLY_ASYNC:
@@ -222,6 +224,7 @@ def async_doubts(config: TrainConfig) -> Iterator[str]:
                     f"async_training.{name}={value} has no effect: it is read with "
                     f"trainer.mode=fully_async only, got trainer.mode={config.trainer.mode}."
                 )
+
     if config.trainer.dynamic_validation and config.trainer.test_freq <= 0:
         yield (
             "trainer.dynamic_validation=True has no effect with trainer.test_freq="

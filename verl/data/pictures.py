@@ -1,5 +1,5 @@
-"""Read the pictures and videos of a row: from files, bytes or objects to prepared ones in its
-prompt."""
+"""Read the pictures and videos of a row from files, bytes or objects, and prepare them for the
+model."""
 
 import base64
 import contextlib

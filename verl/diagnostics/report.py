@@ -130,7 +130,7 @@ def _table(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
 
 
 def _note(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
-    """Say what "measured" means on a CPU."""
+    """Explain "measured" on a CPU."""
     if measured is None or plan.placement.on_cuda:
         return []
     return [

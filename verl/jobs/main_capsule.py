@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def capsule(arguments: argparse.Namespace) -> None:
-    """Do what the arguments ask for. Imports are local: --help needs no torch."""
+    """Write the capsule. Imports are local: --help needs no torch."""
     from verl.trainer.capsule import write_capsule
 
     name = f"{Path(arguments.run).absolute().name}-step-{arguments.step}.zip"

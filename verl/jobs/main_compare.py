@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Do what the arguments ask for. Imports are local: --help needs no torch."""
+    """Compare the runs. Imports are local: --help needs no torch."""
     from verl.jobs.compare import compare_runs
     from verl.tracking.records import load_run
 

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    """Do what the arguments ask for. Imports are local: --help needs no torch."""
+    """Replay the capsule. Imports are local: --help needs no torch."""
     from verl.jobs.replay import replay
 
     replayed = replay(

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def view(arguments: argparse.Namespace) -> None:
-    """Do what the arguments ask for. Imports are local: --help needs no pyarrow."""
+    """Serve or export the page. Imports are local: --help needs no pyarrow."""
     from verl.diagnostics.view.answers import Answers
     from verl.diagnostics.view.page import exported_page
     from verl.diagnostics.view.server import ViewServer

@@ -182,40 +182,47 @@ def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> Non
             f"{config.server_python} are for engines that are servers, got {section}.name="
             f"{config.name}. Set {_names_with('external')}leave them out."
         )
+
     if config.in_process and not capabilities.in_process:
         raise ConfigError(
             f"{section}.in_process=true is for engines that are otherwise servers, got {section}."
             f"name={config.name}. Set {_names_with('in_process')}in_process=false."
         )
+
     if config.deterministic and not capabilities.deterministic:
         raise ConfigError(
             f"{section}.deterministic=true needs an engine that computes each sample independently "
             f"of its batch, got {section}.name={config.name}. "
             f"Set {_names_with('deterministic')}deterministic=false."
         )
+
     if config.enable_rollout_routing_replay and not capabilities.routed_experts:
         raise ConfigError(
             f"{section}.enable_rollout_routing_replay=true needs an engine that records the "
             f"experts of its tokens, got {section}.name={config.name}. "
             f"Set {_names_with('routed_experts')}enable_rollout_routing_replay=false."
         )
+
     if config.lora_weights == "adapter" and not capabilities.adapters:
         raise ConfigError(
             f"{section}.lora_weights=adapter needs an engine that draws by adapters, got "
             f"{section}.name={config.name}. Set {_names_with('adapters')}lora_weights=null."
         )
+
     drafts = config.speculative
     if drafts.prompt_lookup_min > drafts.prompt_lookup_max:
         raise ConfigError(
             f"{section}.speculative.prompt_lookup_min must be at most prompt_lookup_max, got "
             f"{drafts.prompt_lookup_min} and {drafts.prompt_lookup_max}. Lower the first."
         )
+
     if drafts.method is not None and not capabilities.drafts:
         raise ConfigError(
             f"{section}.speculative.method={drafts.method} needs an engine that "
             f"verifies drafted tokens, got {section}.name={config.name}. "
             f"Set {_names_with('drafts')}speculative.method=null."
         )
+
     if config.quantization is not None and not capabilities.quantization:
         raise ConfigError(
             f"{section}.quantization={config.quantization} needs an engine that rounds its weights "
@@ -223,6 +230,7 @@ def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> Non
             f"{_names_with('quantization')}quantization=null; vLLM servers take a flag of their "
             f"own in {section}.engine_kwargs.vllm."
         )
+
     if config.kv_cache_dtype != "auto" and not capabilities.small_cache:
         raise ConfigError(
             f"{section}.kv_cache_dtype={config.kv_cache_dtype} needs an engine that rounds keys "
@@ -230,6 +238,7 @@ def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> Non
             f"{_names_with('small_cache')}kv_cache_dtype=auto; servers take a flag of their own in "
             f"{section}.engine_kwargs."
         )
+
     if ranks > 1 and not capabilities.tensor_parallel:
         raise ConfigError(
             f"{section}.tensor_model_parallel_size={ranks} needs an engine that ranks can share, "

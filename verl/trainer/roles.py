@@ -39,8 +39,10 @@ class RunOfRoles(TrainingRun[TrainConfig]):
         watch(self.config)  # for profile_memory()
         for line in describe_algorithm(self.config):
             logger.info("%s", line)
+
         self.start_tracker()
         setup.check_sample_folders(self.config)
+
         roles = self.config.actor_rollout_ref
         data = self.config.data
         self.actor_wg = self.start_role(
@@ -52,6 +54,7 @@ class RunOfRoles(TrainingRun[TrainConfig]):
             tokenizer=self.tokenizer,
         )
         self.rollout_wg = self.start_rollout()
+
         self.critic_wg = self.ref_policy_wg = self.rm_wg = self.teacher_wg = None
         if self.config.needs_critic:
             self.critic_wg = self.start_role(
@@ -64,11 +67,13 @@ class RunOfRoles(TrainingRun[TrainConfig]):
                 tokenizer=self.tokenizer,
                 seed=self.config.trainer.seed,
             )
+
         if self.config.needs_reference and roles.model.lora_rank > 0:
             self.ref_policy_wg = self.actor_wg  # its frozen weights, without the adapters
         elif self.config.needs_reference:
             reference = self.start_role("reference", ReferenceWorker, roles, device=self.device)
             self.ref_policy_wg = reference
+
         if self.config.reward_model.enable:
             self.rm_wg = self.start_role(
                 "reward_model",
@@ -77,6 +82,7 @@ class RunOfRoles(TrainingRun[TrainConfig]):
                 input_tokenizer=setup.reward_input_tokenizer(self.config, self.tokenizer),
                 device=self.device,
             )
+
         if self.config.distillation.enabled:
             self.teacher_wg = self.start_role(
                 "teacher",
@@ -86,6 +92,7 @@ class RunOfRoles(TrainingRun[TrainConfig]):
                 tokenizer=self.tokenizer,
                 device=self.device,
             )
+
         connect_frozen_models(self.config, self.actor_wg, self.ref_policy_wg, self.teacher_wg)
         proximal = loglinear(self.config)
         if proximal is not None:

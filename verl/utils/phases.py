@@ -1,4 +1,4 @@
-"""Declarations of the columns that a part reads and writes, from which follows what may overlap."""
+"""Declare the columns that a part reads and writes, which decide on the parts that may overlap."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -44,7 +44,7 @@ def make_agents(
     sharing: Axis,
     run: TrainConfig | None,
 ) -> "tuple[agents.AgentRunner, agents.Copies]":
-    """Return what plays episodes on an engine, and what renews the copies of its actor.
+    """Return the player of episodes on an engine, and the object that renews copies of its actor.
 
     Args:
         tokenizer: the actor's.

@@ -159,9 +159,11 @@ class UserLoop:
                 f"The agent loop '{self.name}' returned {len(response)} response_ids and "
                 f"{len(mask)} mask entries; each token needs one."
             )
+
         response = response[: self.context.max_response_tokens]
         prompt = [int(token) for token in output.prompt_ids]
         check_prompt(episode, prompt, self.context.config.prompt_length)
+
         extra = fields_of_user(getattr(output, "extra_fields", None))
         role = getattr(output, "role", "")
         policy = self.context.policy_of(role)
@@ -169,6 +171,7 @@ class UserLoop:
         segments = self._segments(prompt, response, mask, turns)
         for segment in segments:
             segment.is_trained = getattr(output, "is_trained", True)
+
         return Trajectory(
             row=episode.row,
             prompt_ids=prompt,
@@ -195,6 +198,7 @@ class UserLoop:
                 segments.append(Segment(source="template", token_ids=context, turn=len(segments)))
                 place = end
                 continue
+
             while place < end:
                 segment = self._drawn_at(prompt, response, place, end, turns)
                 segments.append(segment)
@@ -211,6 +215,7 @@ class UserLoop:
             drawn = asked.drawn
             own = drawn.token_ids
             count = min(len(own), len(shown))
+
             # The output may end within a turn, at the limit of the response.
             is_whole = count == len(own) or end == len(response)
             if asked.prompt_ids == before and own[:count] == shown[:count] and is_whole and count:
@@ -222,6 +227,7 @@ class UserLoop:
                     versions=None if drawn.versions is None else drawn.versions[:count],
                     turn=turn,
                 )
+
         text = self.context.tokenizer.decode(shown[:8])
         raise RolloutError(
             f"The agent loop '{self.name}' marks tokens as the model's that the engine did not "

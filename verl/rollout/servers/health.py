@@ -111,6 +111,7 @@ def check_server(
         f"Start one with `{how_to_start(type(server), path)}`, or correct "
         "actor_rollout_ref.rollout.server_urls and name."
     )
+
     try:
         facts = server.facts()
         _check_version(server, facts)
@@ -136,17 +137,20 @@ def check_server(
             f"{server.name} was asked for 2 tokens with their log-probs and returned "
             f"{len(drawn.token_ids)} and {len(drawn.log_probs)}. {way}"
         )
+
     if not all(map(math.isfinite, drawn.log_probs)):
         raise RolloutError(
             f"{server.name} draws tokens with log-probs that are not finite: its weights are "
             f"broken. Restart it. {way}"
         )
+
     if longest is not None and facts.max_model_len is not None and facts.max_model_len < longest:
         raise ConfigError(
             f"{server.name} takes {facts.max_model_len} tokens of a prompt and its response, and "
             f"this run needs {longest}. Start it with a larger limit, or lower "
             "data.max_prompt_length or data.max_response_length."
         )
+
     if model is not None:
         _check_model(server, facts, path)
     if tokenizer is not None:

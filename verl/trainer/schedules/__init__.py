@@ -1,1 +1,1 @@
-"""Schedules: the order in which the phases of a step run, and what generates meanwhile."""
+"""Schedules: the order of the phases of a step, and generation ahead of the update."""
