@@ -2,13 +2,13 @@
 
 import os
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
+from pathlib import Path
 
 from verl.single_controller.wire import Kind, Link
+from verl.utils.scratch import remove_scratch
 
 _QUESTIONS = 5  # a driver that leaves so many in a row unanswered is stuck
 _FIRST_RANK = 1  # it reports and ends the driver; other ranks do so only if this one does not
@@ -24,24 +24,27 @@ class Pulse:
         self.leaving = threading.Event()  # the driver has asked this rank to leave
 
 
-def watch_driver(link: Link, rank: int, silence_s: float) -> Pulse:
+def watch_driver(link: Link, rank: int, silence_s: float, folder: Path) -> Pulse:
     """Ask the driver for a sign of life at regular intervals, in a thread of its own.
 
     If the driver gives none for `silence_s`, this rank ends, and kills the driver if it is on this
     machine. Returns the pulse, which the receiver of messages must keep up to date.
+
+    Args:
+        folder: of the ranks' notes, which is removed then.
     """
     pulse = Pulse()
     patience_s = silence_s
     if rank != _FIRST_RANK:
         patience_s += _LATER_S
-    arguments = (link, patience_s, pulse)
+    arguments = (link, patience_s, pulse, folder)
     threading.Thread(
         target=_ask_until_silent, args=arguments, name="verl-watch-driver", daemon=True
     ).start()
     return pulse
 
 
-def _ask_until_silent(link: Link, patience_s: float, pulse: Pulse) -> None:
+def _ask_until_silent(link: Link, patience_s: float, pulse: Pulse, folder: Path) -> None:
     # Count questions instead of time: after a machine or a container was frozen, the clock would
     # show a silent driver that was not asked.
     unanswered = 0
@@ -58,7 +61,7 @@ def _ask_until_silent(link: Link, patience_s: float, pulse: Pulse) -> None:
             return
         unanswered = 0 if pulse.alive.is_set() else unanswered + 1
 
-    pid = _pid_of_driver(link)
+    pid = link.pid_of_peer()
     where = f"pid {pid}" if pid else "on another machine"
     _report(
         f"rank 0 ({where}), which drives this run, gave no sign of life for "
@@ -68,11 +71,10 @@ def _ask_until_silent(link: Link, patience_s: float, pulse: Pulse) -> None:
     )
     if pid:
         os.kill(pid, signal.SIGKILL)
-    time.sleep(_LEAVE_S)
-    os._exit(1)
+    _leave(folder)
 
 
-def exit_after_driver(rank: int) -> None:
+def exit_after_driver(rank: int, folder: Path) -> None:
     """End this process because the driver closed the connection without saying goodbye."""
     if rank == _FIRST_RANK:
         _report(
@@ -80,17 +82,13 @@ def exit_after_driver(rank: int) -> None:
             "crashed. All other ranks are ended. Look at the system log (dmesg | grep -i kill), "
             "then run the same command again"
         )
+    _leave(folder)
+
+
+def _leave(folder: Path) -> None:
+    remove_scratch(folder)
     time.sleep(_LEAVE_S)
     os._exit(1)
-
-
-def _pid_of_driver(link: Link) -> int | None:
-    """Return the driver's process id from the kernel; None if it runs on another machine."""
-    if not link.same_machine or not hasattr(socket, "SO_PEERCRED"):
-        return None
-    credentials = struct.Struct("3i")
-    found = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    return credentials.unpack(found)[0]
 
 
 def _report(text: str) -> None:

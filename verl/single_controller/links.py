@@ -10,7 +10,6 @@ import selectors
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -31,6 +30,7 @@ from verl.single_controller.wire import (
     Pickler,
 )
 from verl.utils.errors import WorkerLostError
+from verl.utils.scratch import make_scratch
 
 _TOKEN_BYTES = 32
 _TOKEN_FILE = "token"
@@ -73,7 +73,7 @@ class Door:
     """The driver's side of an entrance: a local socket and, for other machines, a port."""
 
     def __init__(self, size: int, other_machines: bool) -> None:
-        self.folder = tempfile.mkdtemp(prefix="verl-")
+        self.folder = str(make_scratch())
         self.token = secrets.token_hex(_TOKEN_BYTES // 2)
         self.port = 0
         _write_token(Path(self.folder), self.token)

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import ray
 from ray import cloudpickle
 from ray.exceptions import RayError
@@ -29,9 +29,11 @@ from verl.single_controller.wire import UNREACHABLE_S, Link, Pickler
 from verl.utils.errors import WorkerError
 from verl.utils.logging import say_once
 from verl.utils.rendezvous import free_port
+from verl.utils.scratch import hold_scratch, remove_left_behind, remove_scratch
 
 _REACH_S = 5.0  # for an actor to reach the driver, which it does in milliseconds or never
 _CONNECT_S = 10.0  # for all actors
+_POLL_S = 0.25  # until the end of a driver whose connection is lost
 
 # role, method, arguments, whether values of `tell` are sent
 Call = tuple[str, str, tuple[Any, ...], dict[str, Any], bool]
@@ -75,6 +77,8 @@ class RankProcess:
         self.folder = Path(folder)
         self.told: deque[Any] = deque()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        remove_left_behind()
+        hold_scratch(self.folder)
         keep_breadcrumbs(self.folder, rank)
         self.host = Host()
         self.calls = RankThread(f"rank {rank}")
@@ -97,11 +101,14 @@ class RankProcess:
         return None
 
     def _receive(self, link: Link) -> None:
+        driver = _process_of(link)
         try:
             while True:
                 self.calls.submit(functools.partial(answer, link, self.host, link.receive()))
         except (ConnectionError, EOFError):
-            return  # the driver has ended; Ray ends actors that are not detached
+            # Ray ends actors that are not detached, some time later.
+            if driver is not None and not self.outlives_driver:
+                self._end_after(driver)
         except OSError as error:
             if self.outlives_driver:
                 return
@@ -113,6 +120,17 @@ class RankProcess:
                 flush=True,
             )
             os._exit(1)
+
+    def _end_after(self, driver: psutil.Process) -> None:
+        """Wait for the end of the driver's process, then end this one.
+
+        A connection may be lost while the driver lives.
+        """
+        while _lives(driver):
+            time.sleep(_POLL_S)
+        remove_scratch(self.folder)
+        sys.stdout.flush()
+        os._exit(1)
 
     @ray.method(num_returns=2)
     def run(self, call: Call | bytes) -> tuple[Any, None]:
@@ -133,8 +151,9 @@ class RankProcess:
             return Raised.from_error(error), None
 
     def finish(self) -> None:
-        """Wait until all calls have ended, by Ray and by the connection."""
+        """Wait until all calls have ended, by Ray and by the connection. Ray then ends the process."""
         self.calls.submit(lambda: None).result()
+        remove_scratch(self.folder)
 
     @ray.method(concurrency_group="watch")
     def whereabouts(self) -> tuple[str, dict[int, str]]:
@@ -148,6 +167,22 @@ class RankProcess:
     @ray.method(concurrency_group="watch")
     def kill_neighbor(self, pid: int) -> None:
         kill_rank(pid)
+
+
+def _process_of(link: Link) -> psutil.Process | None:
+    """Return the driver's process if it is on this machine."""
+    pid = link.pid_of_peer()
+    try:
+        return psutil.Process(pid) if pid else None
+    except psutil.NoSuchProcess:  # it is of another container
+        return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _opened(value: Any) -> Any:
@@ -200,7 +235,7 @@ def open_links(actors: Sequence[Any], nodes: set[str]) -> Links | None:
         if not came and not ray.wait(asked, num_returns=len(asked), timeout=0)[1]:
             break  # all have tried
     door.close()
-    shutil.rmtree(door.folder, ignore_errors=True)
+    remove_scratch(Path(door.folder))
 
     if len(peers) == len(actors):
         return Links(peers, ByValue)

@@ -1,15 +1,12 @@
 """Ranks as Ray actors: one process each, which holds the workers of all roles of the rank."""
 
 import os
-import shutil
-import tempfile
 import time
 import types
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -41,6 +38,7 @@ from verl.single_controller.ray_process import (
 from verl.utils.errors import WorkerLostError
 from verl.utils.logging import logger
 from verl.utils.rendezvous import LOOPBACK, loopback_settings
+from verl.utils.scratch import hold_scratch, remove_scratch, scratch_path
 
 # Prefixes of the driver's environment variables that workers on every node get.
 FORWARDED = ("NCCL_", "TORCH_NCCL_", "PYTORCH_")
@@ -105,10 +103,12 @@ class RayRanks:
         name_prefix: str,
         detached: bool,
     ) -> None:
-        self.folder = Path(tempfile.gettempdir()) / f"verl-{uuid.uuid4().hex}"
+        name = uuid.uuid4().hex
+        self.folder = scratch_path(name)
         if not detached:
+            hold_scratch(self.folder)
             # Also for a run that ends without `end`.
-            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+            weakref.finalize(self, remove_scratch, self.folder)
         bundles: list[tuple[PlacementGroup, int]] = []
         for group in groups:
             bundles += [(group, number) for number in range(group.bundle_count)]
@@ -127,7 +127,7 @@ class RayRanks:
         self.actors: list[Any] = []
         for rank, (group, number) in enumerate(bundles):
             options = actor_class.options(
-                name=f"{name_prefix}{self.folder.name}-{rank}",
+                name=f"{name_prefix}verl-{name}-{rank}",
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=number
                 ),
@@ -424,7 +424,7 @@ class RayRanks:
             if late:
                 self._silent = {leaving[reference] for reference in late}
                 self.abort(self._ended)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_scratch(self.folder)
 
 
 def _environments(places: Sequence[Place]) -> list[dict[str, str]]:

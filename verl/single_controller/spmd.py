@@ -7,7 +7,6 @@ returns.
 import atexit
 import functools
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -40,6 +39,7 @@ from verl.single_controller.worker_group import DEADLINE_S, Background, WorkerGr
 from verl.utils.errors import WorkerLostError
 from verl.utils.launcher import end_with_launcher
 from verl.utils.logging import logger
+from verl.utils.scratch import remove_scratch
 from verl.utils.sigterm import TERMINATED, handle_sigterm
 
 _LEAVE_S = 20.0  # for a rank to finish its current call, once the driver is done
@@ -326,7 +326,7 @@ class SpmdRanks:
                 peer.leaving = True
             if wait(leaving, _LEAVE_S).not_done:
                 self._wait_until_gone(0.0, set())
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_scratch(self.folder)
 
     def is_whole(self) -> bool:
         """Return whether no rank was lost or given up."""

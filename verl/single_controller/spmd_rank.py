@@ -2,7 +2,6 @@
 
 import os
 import queue
-import shutil
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ from verl.single_controller.links import Door, Entrance, Peer, answer, connect, 
 from verl.single_controller.wire import Kind, Link
 from verl.utils.errors import ConfigError, WorkerLostError
 from verl.utils.rendezvous import env_store, loopback_settings
+from verl.utils.scratch import hold_scratch, remove_scratch
 from verl.utils.sigterm import handle_sigterm
 
 # Time after SIGTERM for the driver to ask this rank for its stacks.
@@ -73,7 +73,7 @@ def connect_all(world_size: int, timeout_s: float) -> tuple[dict[int, Peer], Pat
     while len(peers) < world_size - 1:
         peers |= door.admit()
         if time.monotonic() > ends_at:
-            shutil.rmtree(door.folder)
+            remove_scratch(Path(door.folder))
             missing = sorted(set(range(1, world_size)) - set(peers))
             raise WorkerLostError(
                 f"Ranks {missing} of {world_size} did not connect within {timeout_s:g} s."
@@ -93,9 +93,10 @@ def serve(rank: int, world_size: int, connect_timeout_s: float, silence_s: float
     """
     entrance = _find_entrance(world_size, connect_timeout_s)
     folder = Path(entrance.folder)
+    hold_scratch(folder)
     keep_breadcrumbs(folder, rank)
     link = connect(entrance, rank, connect_timeout_s)
-    pulse = watch_driver(link, rank, silence_s)
+    pulse = watch_driver(link, rank, silence_s, folder)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the driver decides
     handle_sigterm(_leave_later)
     calls: queue.SimpleQueue = queue.SimpleQueue()
@@ -109,7 +110,7 @@ def serve(rank: int, world_size: int, connect_timeout_s: float, silence_s: float
         if message.kind is Kind.END:
             link.send(Kind.BYE, message.number, None)
             if not link.same_machine:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_scratch(folder)
             return
         answer(link, host, message)
         del message  # it holds the memory of the batch
@@ -132,7 +133,7 @@ def _watch(link: Link, calls: queue.SimpleQueue, folder: Path, rank: int, pulse:
             message = link.receive()
         except (OSError, EOFError):
             # The main thread may wait in a collective that no other rank joins.
-            exit_after_driver(rank)
+            exit_after_driver(rank, folder)
             return
 
         if message.kind is Kind.ABORT:

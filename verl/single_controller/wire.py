@@ -167,6 +167,14 @@ class Link:
     def close(self) -> None:
         self.socket.close()
 
+    def pid_of_peer(self) -> int | None:
+        """Return the other end's process id from the kernel; None if it is on another machine."""
+        if not self.same_machine or not hasattr(socket, "SO_PEERCRED"):
+            return None
+        credentials = struct.Struct("3i")
+        found = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+        return credentials.unpack(found)[0]
+
     def _exactly(self, size: int) -> memoryview:
         data = torch.empty(size, dtype=torch.uint8).numpy().data  # aligned, and not zeroed
         received = 0

@@ -2,8 +2,6 @@
 
 import itertools
 import secrets
-import shutil
-import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import torch
 from verl.distributed.peers import PeerGroup, find_store, open_store
 from verl.utils.errors import RolloutError
 from verl.utils.logging import logger
+from verl.utils.scratch import make_scratch, remove_scratch
 from verl.weight_sync.base import WeightReceiver, WeightSender
 from verl.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
 from verl.weight_sync.choice import Endpoint, Transport, choose_transport
@@ -126,8 +125,8 @@ class Offer:
 
         if route.transport in ("host", "ipc"):
             # The path of a socket must be short, and the folder is private to this user.
-            sockets = tempfile.mkdtemp(prefix="verl-weights-")
-            weakref.finalize(self, shutil.rmtree, sockets, ignore_errors=True)
+            sockets = make_scratch()
+            weakref.finalize(self, remove_scratch, sockets)
             address = f"{sockets}/sender"
             key = secrets.token_bytes(32)
             self._listener = Listener(address, family="AF_UNIX", authkey=key)

@@ -1,0 +1,84 @@
+"""Folders for sockets and notes of running processes, which the next start removes after a kill."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+_PREFIX = "verl-"
+_SUFFIX = ".tmp"
+# Descriptors of the folders that this process uses. Their locks end with the process, and with its
+# forks.
+_held: dict[Path, int] = {}
+
+
+def make_scratch() -> Path:
+    """Make a folder for this process, and remove those of processes that were killed."""
+    remove_left_behind()
+    path = scratch_path(Path(tempfile.mktemp(prefix="", dir="")).name)
+    hold_scratch(path)
+    return path
+
+
+def scratch_path(name: str) -> Path:
+    """Return the path of a folder that several processes of this machine may hold."""
+    return Path(tempfile.gettempdir()) / f"{_PREFIX}{name}{_SUFFIX}"
+
+
+def hold_scratch(path: Path) -> None:
+    """Make the folder if it is missing, and keep it until this process and all other holders end.
+
+    Raises OSError if the folder cannot be made.
+    """
+    while path not in _held:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # another process has just removed it
+            continue
+
+        # Some network file systems have no locks for folders. Nothing is removed there.
+        with suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_SH)
+        if _is_at(path, folder):
+            _held[path] = folder
+        else:
+            os.close(folder)
+
+
+def remove_scratch(path: Path) -> None:
+    """Remove the folder, whoever holds it."""
+    shutil.rmtree(path, ignore_errors=True)
+    folder = _held.pop(path, None)
+    if folder is not None:
+        os.close(folder)
+
+
+def remove_left_behind() -> None:
+    """Remove the folders of this user that no process holds."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*{_SUFFIX}"):
+        if path not in _held:
+            with suppress(OSError):  # another user's, in use, or removed meanwhile
+                _remove_unheld(path)
+
+
+def _remove_unheld(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_own = os.fstat(folder).st_uid == os.getuid()
+        if is_own and _is_at(path, folder):
+            shutil.rmtree(path)
+    finally:
+        os.close(folder)
+
+
+def _is_at(path: Path, folder: int) -> bool:
+    """Return whether the open folder is still the one at `path`."""
+    try:
+        found = path.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(folder))
