@@ -475,6 +475,44 @@ def test_a_ray_that_is_late_on_a_busy_machine_is_started_again(
     ray_control.note_own(False)
 
 
+_KILLED_DRIVER = """
+import psutil, sys, time
+from tests.single_controller import workers
+from verl.single_controller.ray import RayResourcePool, connect
+
+if __name__ == "__main__":
+    connect(num_cpus=2, log_to_driver=False, logging_level="ERROR")
+    RayResourcePool([1], use_gpu=False).start("troubled", workers.Troubled).fine()
+    found = [process.pid for process in psutil.Process().children(recursive=True)]
+    print(*found, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_nothing_outlives_a_killed_driver(tmp_path):
+    (tmp_path / "program.py").write_text(_KILLED_DRIVER)
+    scratch = Path("/tmp") / tmp_path.name  # the path of a socket must be short
+    scratch.mkdir(exist_ok=True)
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(scratch)}
+    driver = subprocess.Popen(
+        [sys.executable, str(tmp_path / "program.py")],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+    )
+    assert driver.stdout is not None
+    processes = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
+    agents = [process for process in processes if process.name().endswith("Agent")]
+    assert agents
+    assert list(scratch.glob("verl-*"))
+
+    driver.kill()
+    driver.wait()
+    _, alive = psutil.wait_procs(processes, timeout=30)  # Ray alone: 60 s
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert list(scratch.glob("verl-*")) == []
+    shutil.rmtree(scratch)
+
+
 def test_workers_get_the_drivers_nccl_variables(monkeypatch):
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")

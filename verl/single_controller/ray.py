@@ -21,6 +21,7 @@ from verl.single_controller.calls import GroupFuture
 from verl.single_controller.dispatch import CallPlan, Dispatch, registered_methods
 from verl.single_controller.ray_control import (
     LATE,
+    end_agents_with_driver,
     init_patiently,
     is_own,
     note_own,
@@ -131,6 +132,8 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
         with sigterm_kept(), on_loopback() if own else nullcontext():
             init_patiently(runtime_env=runtime_env, **ray_init)
         note_own(own)
+        if own:
+            end_agents_with_driver()
     except Exception as error:
         ray.shutdown()  # or the next attempt would find it initialized
         explained = _explain_failure(error, ray_init, runtime_env)

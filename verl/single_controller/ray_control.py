@@ -3,6 +3,8 @@
 import importlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +27,23 @@ _CLUSTER_GRACE_S = 45.0
 # This variable makes Ray use the loopback address for its node, as it does on macOS.
 _RAY_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
+# Ray's agents outlive a killed driver by a minute: they try to report to the control service, which
+# has ended with the driver. The keeper is a separate process, because a killed driver cannot act.
+_KEEPER = """
+import os, pathlib, signal, sys, time
+driver, *agents = map(int, sys.argv[1:])
+while os.getppid() == driver:
+    time.sleep(0.25)
+for pid in agents:
+    try:
+        if b"ray" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
 _own = False
+_keepers: list[subprocess.Popen[bytes]] = []  # one for each Ray that this process has started
 
 
 def is_own() -> bool:
@@ -100,6 +118,38 @@ def _end_half_started() -> None:
         if child.name() in ("gcs_server", "raylet"):
             child.kill()
             child.wait()
+
+
+def end_agents_with_driver() -> None:
+    """Start a process that ends the agents of this run's own Ray when the driver ends.
+
+    The kernel ends Ray's other processes, on Linux.
+    """
+    if sys.platform != "linux":
+        return
+    agents: list[str] = []
+    for child in psutil.Process().children(recursive=True):
+        if _parent_name(child) == "raylet":
+            agents.append(str(child.pid))
+
+    command = [sys.executable, "-I", "-S", "-c", _KEEPER, str(os.getpid()), *agents]
+    # A session of its own: Ctrl-C and the end of a terminal do not reach it.
+    keeper = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    _keepers.append(keeper)
+
+
+def _parent_name(process: psutil.Process) -> str | None:
+    try:
+        parent = process.parent()
+        return parent.name() if parent is not None else None
+    except psutil.NoSuchProcess:
+        return None
 
 
 class ControlWatch:
