@@ -16,7 +16,7 @@ import pytest
 
 from tests.rewards import hostile_programs
 from verl.config.reward import SandboxConfig
-from verl.rewards.helper import PACKAGE_ROOT, Helper, HelperTimeout
+from verl.rewards.helper import PACKAGE_ROOT, START_TIMEOUT_S, Helper, HelperTimeout
 from verl.rewards.sandbox import runner as runner_module
 from verl.rewards.sandbox import seccomp
 from verl.rewards.sandbox.runner import LocalRunner, choose_isolation
@@ -300,18 +300,24 @@ def test_a_silent_server_is_an_error(monkeypatch):
 
 
 def test_several_threads_run_in_parallel(sandbox, monkeypatch):
-    together = threading.Barrier(3)  # broken if runs wait for each other
+    count = 3
+    at_work: set[int] = set()  # threads that have a helper
+    all_at_work = threading.Event()  # never set if runs wait for each other
     borrow = sandbox._pool._borrow
 
     def borrow_at_once():
         helper = borrow()
-        together.wait(60)
+        at_work.add(threading.get_ident())
+        if len(at_work) == count:
+            all_at_work.set()
+        # A run that is repeated, because its helper was late, does not wait again.
+        assert all_at_work.wait(count * START_TIMEOUT_S), f"only {len(at_work)} runs at once"
         return helper
 
     monkeypatch.setattr(sandbox._pool, "_borrow", borrow_at_once)
-    with ThreadPoolExecutor(3) as threads:
-        runs = list(threads.map(lambda _: sandbox.run("", ["pass"]), range(3)))
-    assert [run.status for run in runs] == ["finished"] * 3
+    with ThreadPoolExecutor(count) as threads:
+        runs = list(threads.map(lambda _: sandbox.run("", ["pass"]), range(count)))
+    assert [run.status for run in runs] == ["finished"] * count
 
 
 def test_without_isolation_no_program_runs_unless_requested(monkeypatch):
