@@ -353,6 +353,28 @@ def test_a_tracker_that_fails_does_not_stop_the_others(tmp_path):
     assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
+@pytest.mark.parametrize("error", [ValueError("no login"), KeyboardInterrupt()])
+def test_a_tracker_that_does_not_start_closes_those_before_it(tmp_path, error):
+    closed = []
+
+    class Closes(TrackerBackend):
+        def finish(self):
+            closed.append(self)
+
+    def start(settings):
+        raise error
+
+    tracker_backends.register("closes")(Closes)
+    tracker_backends.register("never-starts")(start)
+    try:
+        with pytest.raises((TrackerError, KeyboardInterrupt)):
+            make_tracker(tmp_path, ["closes", "never-starts"])
+    finally:
+        tracker_backends.remove("closes")
+        tracker_backends.remove("never-starts")
+    assert len(closed) == 1
+
+
 def test_errors_about_files_stay_those_of_the_system(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):

@@ -19,7 +19,7 @@ class Tracker:
     Raises ConfigError for an unknown name, MissingDependencyError if the package of a tracker is
     not installed, and TrackerError, with the name of the tracker, for any other error that one
     raises. Errors about files, the disk and standard output stay an OSError. A tracker that fails
-    does not keep a record from the others.
+    does not keep a record from the others; one that does not start closes those that have started.
 
     Args:
         backends: names from `tracker_backends`.
@@ -31,11 +31,15 @@ class Tracker:
         factories = {name: tracker_backends.get(name) for name in backends}
         self.backends: list[TrackerBackend] = []
         self._parts: list[NamedPart] = []
-        for name, factory in factories.items():
-            part = NamedPart("tracker", name, factory, TrackerError)
-            with part.naming_errors(passes=_is_reported):
-                self.backends.append(factory(settings))
-            self._parts.append(part)
+        try:
+            for name, factory in factories.items():
+                part = NamedPart("tracker", name, factory, TrackerError)
+                with part.naming_errors(passes=_is_reported):
+                    self.backends.append(factory(settings))
+                self._parts.append(part)
+        except BaseException:  # also an interrupt, while a remote tracker is slow to answer
+            self.rescue()
+            raise
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Record the metrics of a step.
