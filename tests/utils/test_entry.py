@@ -49,6 +49,42 @@ def test_a_file_that_cannot_be_written_is_reported_in_one_line(capfd, error, way
     assert len(message.splitlines()) == 1
 
 
+CLOSES = """
+import sys
+from verl.utils.entry import exit_code
+from verl.utils.errors import DataError
+from verl.utils.logging import configure_logging, logger
+from verl.utils.streams import show
+def job():
+    configure_logging()
+    sys.stdout.close()
+    logger.info("of the log")
+    sys.stdout.close()
+    show("of a tracker")
+    sys.stdout.close()
+    sys.stderr.close()
+    {end}
+sys.exit(exit_code(job))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "last", "code"),
+    [("pass", "W A part of this run", 0), ("raise DataError('no rows')", "DataError: no rows", 1)],
+)
+def test_streams_that_a_users_code_has_closed_are_open_again(end: str, last: str, code: int):
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSES.format(end=end)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "I of the log\nof a tracker\n"
+    lines = done.stderr.splitlines()
+    assert "closed sys.stdout, which" in lines[0]
+    assert "closed sys.stderr, which" in lines[1], "each is reported once"
+    assert len(lines) == 2 + code
+    assert lines[-1].startswith(last)
+    assert done.returncode == code
+
+
 def test_a_long_message_keeps_its_beginning_and_its_end(capfd):
     def job() -> None:
         raise DataError(f"Row 3 is {'x' * 10**6}. Write it again.")

@@ -1,6 +1,7 @@
 """Print one readable line for each step."""
 
 from verl.tracking.backends import Metrics, Rows, TrackerBackend, tracker_backends
+from verl.utils.streams import show
 
 Entry = tuple[str, str, tuple[str, ...]]
 
@@ -42,23 +43,23 @@ class ConsoleBackend(TrackerBackend):
         head = f"[Step {step}/{total}]" if total is not None else f"[Step {step}]"
         trained = any(name.startswith(("actor/", "critic/", "train/")) for name in metrics)
         if trained and self._is_due(step):
-            print(f"{head} {step_line(metrics)}", flush=True)
+            show(f"{head} {step_line(metrics)}")
 
         scores = []
         for name, value in metrics.items():
             if name.startswith("val-core/"):
                 scores.append(f"{name.removeprefix('val-core/')}: {value:.4f}")
         if scores:
-            print(f"Validation after step {step}: {' | '.join(scores)}", flush=True)
+            show(f"Validation after step {step}: {' | '.join(scores)}")
 
     def log_generations(self, rows: Rows, step: int) -> None:
         for row in rows[:_FEW_ROWS]:
-            print(f"[Step {step}] Sample", flush=True)
+            show(f"[Step {step}] Sample")
             for name, value in row.items():
                 text = str(value)
                 if len(text) > _FEW_CHARACTERS:
                     text = f"{text[:_FEW_CHARACTERS]} ..."
-                print(f"  {name}: {text}", flush=True)
+                show(f"  {name}: {text}")
 
     def _is_due(self, step: int) -> bool:
         return step % self.settings.log_interval == 0 or step in (1, self.settings.total_steps)

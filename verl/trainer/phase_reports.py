@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from verl.single_controller.breadcrumbs import Progress
 from verl.utils.logging import logger
+from verl.utils.streams import reopen_streams
 
 EVERY_S = 10.0
 _REDRAW_S = 0.5
@@ -114,6 +115,7 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Write over the line."""
         with self._lock:
+            reopen_streams()
             sys.stdout.write(f"{_CLEAR}{text}")
             sys.stdout.flush()
             self._is_shown = True
@@ -122,6 +124,7 @@ class StatusLine:
         """Remove the line, if there is one."""
         with self._lock:
             if self._is_shown:
+                reopen_streams()
                 sys.stdout.write(_CLEAR)
                 sys.stdout.flush()
                 self._is_shown = False

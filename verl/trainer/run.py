@@ -42,6 +42,7 @@ from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
 from verl.utils.sigterm import sigterm_as_exit
+from verl.utils.streams import show
 from verl.utils.timing import PhaseTimer
 from verl.workers.trained import EngineWorker, TrainedWorker
 
@@ -190,7 +191,7 @@ class TrainingRun(ABC, Generic[Config]):
         started = time.perf_counter()
         with sigterm_as_exit():
             self._fit()
-        print(f"Training completed in {time.perf_counter() - started:.1f}s", flush=True)
+        show(f"Training completed in {time.perf_counter() - started:.1f}s")
 
     def _fit(self) -> None:
         claims = False

@@ -10,6 +10,7 @@ from verl.utils.errors import MissingDependencyError, VerlError, WorkerError
 from verl.utils.imports import missing_package
 from verl.utils.secrets import masked
 from verl.utils.sigterm import TERMINATED, sigterm_as_exit
+from verl.utils.streams import reopen_streams
 
 MAX_CHARACTERS = 8000  # of a message on stderr
 INTERRUPTED = 130  # a shell's exit code for a command that Ctrl-C ended
@@ -28,6 +29,7 @@ def exit_code(job: Callable[[], int | None]) -> int:
     try:
         with sigterm_as_exit():
             code = job() or 0
+            reopen_streams()
             # Flush inside the try block: a reader that has exited is no error.
             if sys.stdout is not None:  # None: the shell has closed it
                 sys.stdout.flush()
@@ -110,6 +112,7 @@ def _named(error: Exception) -> str:
 
 
 def _report(text: str, error: BaseException, code: int = 1) -> int:
+    reopen_streams()
     _reader_is_gone()  # if so, it discards the output that Python would flush at exit
     if os.environ.get("VERL_TRACEBACK"):
         raise error  # Python prints the traceback, which ends with the message

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from verl.utils.secrets import masked
+from verl.utils.streams import reopen_streams
 
 logger = logging.getLogger("verl")
 
@@ -22,13 +23,23 @@ def _hide_secrets(record: logging.LogRecord) -> bool:
 logger.addFilter(_hide_secrets)
 
 
+class _Stdout(logging.StreamHandler):
+    """Writes to standard output, also after code of a user has closed it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(self.stream, "closed", False):
+            reopen_streams()
+            self.stream = sys.stdout
+        super().emit(record)
+
+
 def configure_logging(level: int = logging.INFO) -> None:
     """Send the package's log to stdout, one line per record.
 
     Entry points call this; importing the package never does.
     """
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stdout)
+        handler = _Stdout(sys.stdout)
         handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
         logger.addHandler(handler)
         logger.propagate = False
