@@ -353,6 +353,17 @@ def test_a_tracker_that_fails_does_not_stop_the_others(tmp_path):
     assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
+def test_a_full_disk_is_reported_with_the_file(tmp_path):
+    tracker = make_tracker(tmp_path, ["file"])
+    (backend,) = tracker.backends
+    with open("/dev/full", "a", buffering=1) as full:
+        backend._file = full
+        with pytest.raises(OSError, match=r"No space left.*metrics\.jsonl"):
+            tracker.log(STEP, 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what is left goes there
+
+
 @pytest.mark.parametrize("error", [ValueError("no login"), KeyboardInterrupt()])
 def test_a_tracker_that_does_not_start_closes_those_before_it(tmp_path, error):
     closed = []

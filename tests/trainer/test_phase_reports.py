@@ -71,6 +71,12 @@ def test_a_terminal_has_one_line_that_goes_away(monkeypatch):
     assert shown.endswith(phase_reports._CLEAR)
 
 
+def test_a_program_may_have_no_standard_output(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    with PhaseReports(lambda: []).phase("gen"):
+        pass
+
+
 def test_nothing_is_reported_with_progress_off(caplog):
     caplog.set_level(logging.INFO)
     reports = PhaseReports(lambda: [], every_s=0.01, is_on=False)

@@ -29,8 +29,9 @@ from tests.trainer.runs import (
 from verl.checkpoint.manager import CheckpointManager
 from verl.engine.base import TrainEngine
 from verl.engine.memory import PassGuard
+from verl.tracking.console import ConsoleBackend
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.utils.errors import OutOfMemoryError, WorkerError
+from verl.utils.errors import CheckpointError, OutOfMemoryError, WorkerError
 
 LAST = 4
 VALIDATION = Path(__file__).parent / "two_prompts.jsonl"
@@ -406,15 +407,29 @@ def test_validation_only_from_the_start_keeps_earlier_metrics(tmp_path, undistur
     assert metric_lines(tmp_path)[:-1] == lines
 
 
-def test_two_runs_without_checkpoints_do_not_share_a_file_of_metrics(tmp_path, capfd):
+def test_two_runs_without_checkpoints_do_not_share_a_file_of_metrics(tmp_path, capfd, monkeypatch):
     first = CheckpointManager(tmp_path)
     first.claim()
-    assert (
-        os.waitstatus_to_exitcode(run_in_child(lambda: run(tmp_path, "trainer.save_freq=-1"))) == 1
-    )
+    with monkeypatch.context() as patch:
+        patch.setattr(PPOTrainer, "start_role", None)  # the refusal comes before models load
+        status = run_in_child(lambda: run(tmp_path, "trainer.save_freq=-1"))
+    assert os.waitstatus_to_exitcode(status) == 1
     assert f"Another run (pid {os.getpid()}" in capfd.readouterr().err
     first.release()
     assert run(tmp_path, "trainer.save_freq=-1") == 0
+
+
+def test_trackers_are_closed_if_models_do_not_load(tmp_path, capfd, monkeypatch):
+    closed = []
+    monkeypatch.setattr(ConsoleBackend, "finish", lambda self: closed.append(self))
+
+    def start_role(self, *args, **kwargs):
+        raise CheckpointError("no weights")
+
+    monkeypatch.setattr(PPOTrainer, "start_role", start_role)
+    assert run(tmp_path, "trainer.logger=[console]") == 1
+    assert "CheckpointError: no weights" in capfd.readouterr().err
+    assert len(closed) == 1
 
 
 def test_old_checkpoints_are_deleted(tmp_path):

@@ -139,6 +139,12 @@ class CheckpointManager:
                 "one a folder of its own: set trainer.experiment_name or trainer.default_local_dir."
             )
 
+    def refuse_others(self) -> None:
+        """Raise CheckpointError if another process has claimed the folder."""
+        if self.root.is_dir() and not self.is_claimed:
+            self.claim()
+            self.release()
+
     def release(self) -> None:
         """Undo `claim`."""
         self._claim.give_back()

@@ -79,15 +79,16 @@ class SFTTrainer(TrainingRun[SFTConfig]):
     def init_workers(self) -> None:
         """Load the model. The trackers start first, so a missing package fails within seconds."""
         self.start_tracker()
-        self.sft_wg = self.start_role(
-            "actor",  # the role that determines the placement of ranks
-            SFTWorker,
-            self.train_config.actor_rollout_ref,
-            max_length=self.config.data.max_length,
-            total_steps=self.total_steps,
-            device=self.device,
-            tokenizer=self.tokenizer,
-        )
+        with self.tracker.closed_after_error():
+            self.sft_wg = self.start_role(
+                "actor",  # the role that determines the placement of ranks
+                SFTWorker,
+                self.train_config.actor_rollout_ref,
+                max_length=self.config.data.max_length,
+                total_steps=self.total_steps,
+                device=self.device,
+                tokenizer=self.tokenizer,
+            )
 
     def step(self, prompts: DataProto) -> DataProto:
         """Take one optimizer step over (B,) conversations, which come back padded."""

@@ -73,9 +73,13 @@ class FileBackend(TrackerBackend):
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, metrics: Metrics, step: int) -> None:
-        # One write for the whole line: no other process can write in between.
-        self._file.write(to_json_line({"step": step, **metrics}))
-        self._file.flush()
+        line = to_json_line({"step": step, **metrics})
+        try:
+            # One write for the whole line: no other process can write in between.
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:  # a full disk; the system does not name the file
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def log_generations(self, rows: Rows, step: int) -> None:
         write_samples(self.settings.folder / "generations", step, rows)

@@ -1,7 +1,8 @@
 """Send the records of a run to all of its trackers."""
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,15 +32,12 @@ class Tracker:
         factories = {name: tracker_backends.get(name) for name in backends}
         self.backends: list[TrackerBackend] = []
         self._parts: list[NamedPart] = []
-        try:
+        with self.closed_after_error():
             for name, factory in factories.items():
                 part = NamedPart("tracker", name, factory, TrackerError)
                 with part.naming_errors(passes=_is_reported):
                     self.backends.append(factory(settings))
                 self._parts.append(part)
-        except BaseException:  # also an interrupt, while a remote tracker is slow to answer
-            self.rescue()
-            raise
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Record the metrics of a step.
@@ -65,6 +63,15 @@ class Tracker:
     def finish(self) -> None:
         """Write everything and close."""
         self._each(lambda backend: backend.finish())
+
+    @contextmanager
+    def closed_after_error(self) -> Iterator[None]:
+        """Call `rescue` if an error or an interrupt ends the code within."""
+        try:
+            yield
+        except BaseException:
+            self.rescue()
+            raise
 
     def rescue(self) -> None:
         """Call `finish` after an error that ends the run. A second error is only a warning."""

@@ -46,7 +46,9 @@ class PhaseReports:
     ) -> None:
         self._read = read
         self._is_on = is_on
-        self._status = StatusLine() if is_on and sys.stdout.isatty() else None
+        # None: the shell has closed standard output.
+        on_terminal = sys.stdout is not None and sys.stdout.isatty()
+        self._status = StatusLine() if is_on and on_terminal else None
         self._every_s = _REDRAW_S if self._status else every_s
         self._phases: list[_Phase] = []
         self._running = threading.Event()

@@ -41,6 +41,11 @@ class RunOfRoles(TrainingRun[TrainConfig]):
             logger.info("%s", line)
 
         self.start_tracker()
+        with self.tracker.closed_after_error():
+            self._start_roles()
+
+    def _start_roles(self) -> None:
+        """Do the work of `init_workers`, once the trackers run."""
         setup.check_sample_folders(self.config)
 
         roles = self.config.actor_rollout_ref

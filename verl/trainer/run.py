@@ -142,6 +142,9 @@ class TrainingRun(ABC, Generic[Config]):
         )
         if trainer.save_freq > 0:
             self.checkpoints.require_writable()
+        if self.trains and self.writes_into_folder:
+            # `fit` claims the folder. Another run is reported here, before models load.
+            self.checkpoints.refuse_others()
 
         settings = TrackerSettings(
             project_name=trainer.project_name,
@@ -254,11 +257,16 @@ class TrainingRun(ABC, Generic[Config]):
         Returns whether this call has claimed it. The caller then releases it, and a `fit` within
         the `fit` of a subclass does not.
         """
-        writes = self.config.trainer.save_freq > 0 or "file" in self.config.trainer.logger
-        if not writes or self.checkpoints.is_claimed:
+        if not self.writes_into_folder or self.checkpoints.is_claimed:
             return False
         self.checkpoints.claim()
         return True
+
+    @property
+    def writes_into_folder(self) -> bool:
+        """Return whether this run writes files that another run must not write, too."""
+        trainer = self.config.trainer
+        return trainer.save_freq > 0 or "file" in trainer.logger
 
     def warn_where_nothing_is_kept(self) -> None:
         """Log that the trained weights end with the process, while there is time to change it."""
