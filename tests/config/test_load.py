@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hypothesis import given, settings
+from hydra.core.config_store import ConfigStore
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -22,7 +23,10 @@ from verl.config import (
     update_micro_batch,
     value_micro_batch,
 )
+from verl.config import compose as composition
+from verl.config.command_line import parse_command_line
 from verl.config.keys import nest
+from verl.config.load import ROOTS, _schema, _SchemaNode
 from verl.utils.errors import ConfigError
 from verl.utils.logging import configure_logging, logger
 
@@ -355,6 +359,51 @@ def test_user_hydra_program_finds_the_schema(tmp_path: Path, load: Load):
         composed = compose("mine", [*BASE, "actor_rollout_ref.rollout.n=4"])
     config = config_from_dict(composed)
     assert (config.trainer.save_freq, config.critic.rollout_n) == (5, 4)
+
+
+def test_schema_is_built_when_hydra_asks_for_it():
+    node = _SchemaNode("serve")
+    assert "node" not in vars(node)
+    assert node.node is _schema("serve")
+
+    for root, about in ROOTS.items():
+        stored = ConfigStore.instance().load(f"{root}.yaml")
+        assert OmegaConf.get_type(stored.node) is about.schema
+
+
+OVERRIDE = st.tuples(
+    st.sampled_from(["", "+", "++", "--"]),
+    st.sampled_from(["a", "a.b", "a.b.c", "data.x", "9"]),
+    st.sampled_from(
+        [
+            *("1", "-3", "1e-6", "inf", "0x10", "1_000", "true", "null", "", "text", "two words"),
+            *("'a,b'", '"it\'s"', "a\\,b", "/tmp/a-b.c", "a=b", "[a,'b,c',null]", "[]", "{}"),
+            *("{b:1,y:{z:[1,2]}}", "${a}", "${data.x}/c", "int(3)", "str(4)", "???", "[[1],2]"),
+        ]
+    ),
+).map(lambda parts: "{}{}={}".format(*parts))
+
+
+@settings(max_examples=12)
+@example(arguments=["a={b:1,y:2}", "+a={b:3}", "a.c=4", "data='x,y'"])
+@example(arguments=["a=[1,2]", "++a=[3]", "b=${a}", "b=5"])
+@given(arguments=st.lists(OVERRIDE, max_size=4))
+def test_overrides_alone_give_what_hydra_composes(arguments: list[str]):
+    command = parse_command_line(arguments)
+    values = composition.compose_overrides(command.overrides)
+    if values is not None:
+        assert repr(values) == repr(composition.compose_by_hydra(command, "ppo_trainer"))
+
+
+@pytest.mark.parametrize("override", ["a=1,2", "~a", "a@b=1", "hydra.run.dir=x", "a=${hydra:b}"])
+def test_overrides_that_need_hydra_are_left_to_it(override: str):
+    overrides = parse_command_line([override]).overrides
+    assert composition.compose_overrides(overrides) is None
+
+
+def test_a_plain_command_line_searches_no_files(load: Load, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(composition, "compose_by_hydra", None)
+    assert load("data.val_files=[a,'b']", "trainer.seed=3").trainer.seed == 3
 
 
 def test_hydra_writes_no_files(

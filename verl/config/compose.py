@@ -1,5 +1,6 @@
 """Compose a command line and the YAML files that it names, by Hydra."""
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,9 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra import version as hydra_version
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,12 +20,48 @@ from verl.config.command_line import CommandLine
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
+HYDRA_VERSION = "1.3"  # the rules by which Hydra reads a command line
+_SETS_A_VALUE = re.compile(r"\+\+\w+(\.\w+)*=")
+
 
 def compose_files(command: CommandLine, root: str) -> dict[str, Any]:
     """Return the values that the user's YAML and overrides set, with unresolved interpolations.
 
-    The schema stays out of the composition (its name stands for an empty tree meanwhile). So the
-    values of the user can be distinguished from defaults, and every error message is ours.
+    The schema stays out of the composition. So the values of the user can be distinguished from
+    defaults, and every error message is ours.
+    """
+    values = None if _asks_for_files(command) else compose_overrides(command.overrides)
+    return compose_by_hydra(command, root) if values is None else values
+
+
+def compose_overrides(overrides: list[str]) -> dict[str, Any] | None:
+    """Return the values of overrides that each set a key, or None where Hydra has more to do.
+
+    Such values need no search for files, which takes most of the time of a composition. None also
+    stands for a mistake: Hydra words it.
+    """
+    for override in overrides:
+        if not _SETS_A_VALUE.match(override) or "hydra" in override:
+            return None
+
+    hydra_version.setbase(HYDRA_VERSION)
+    tree = OmegaConf.create({})
+    try:
+        for override in OverridesParser.create().parse_overrides(overrides):
+            if override.is_sweep_override():
+                return None
+            key = override.key_or_group
+            OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
+    except (HydraException, OmegaConfBaseException):
+        return None
+
+    return plain_values(tree)
+
+
+def compose_by_hydra(command: CommandLine, root: str) -> dict[str, Any]:
+    """Return the values of a command line and of the files that it names.
+
+    The name of the schema stands for an empty tree meanwhile.
     """
     name = command.config_name or root
     if "megatron" in name:
@@ -50,7 +89,7 @@ def compose_files(command: CommandLine, root: str) -> dict[str, Any]:
         with (
             _stand_in(root),
             warnings.catch_warnings(),
-            initialize_config_dir(str(folder), version_base="1.3"),
+            initialize_config_dir(str(folder), version_base=HYDRA_VERSION),
         ):
             # ppo_trainer is built in, so file://verl/trainer/config and pkg://verl.trainer.config
             # may point nowhere.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -386,6 +386,19 @@ def _expanded(path: Any) -> Any:
     return str(Path(path).expanduser()) if isinstance(path, str) and path.startswith("~") else path
 
 
+class _SchemaNode(ConfigNode):
+    """A schema in Hydra's ConfigStore, built when Hydra asks for it."""
+
+    def __init__(self, root: str) -> None:
+        self.name = f"{root}.yaml"
+        self.group = self.package = self.provider = None
+        self.root = root
+
+    @functools.cached_property
+    def node(self) -> DictConfig:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _schema(self.root)
+
+
 # Users' own Hydra programs find the schema by name in their `defaults:` lists.
 for _root in ROOTS:
-    ConfigStore.instance().store(name=_root, node=_schema(_root))
+    ConfigStore.instance().repo[f"{_root}.yaml"] = _SchemaNode(_root)
