@@ -395,7 +395,17 @@ def test_overrides_alone_give_what_hydra_composes(arguments: list[str]):
         assert repr(values) == repr(composition.compose_by_hydra(command, "ppo_trainer"))
 
 
-@pytest.mark.parametrize("override", ["a=1,2", "~a", "a@b=1", "hydra.run.dir=x", "a=${hydra:b}"])
+@pytest.mark.parametrize("name", ["x", "x.y"])
+def test_a_key_below_a_list_is_explained(load: Load, name: str):
+    with pytest.raises(ConfigError, match="within a list, which has numbers and no names"):
+        load("data.train_files=[a]", f"data.train_files.{name}=1")
+    with pytest.raises(ConfigError, match=r"train_files.5=1 does not fit the values .*range"):
+        load("data.train_files=[a]", "data.train_files.5=1")
+
+
+@pytest.mark.parametrize(
+    "override", ["a=1,2", "~a", "a@b=1", "hydra.run.dir=x", "a=${hydra:b}", "a=[1"]
+)
 def test_overrides_that_need_hydra_are_left_to_it(override: str):
     overrides = parse_command_line([override]).overrides
     assert composition.compose_overrides(overrides) is None

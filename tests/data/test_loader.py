@@ -202,12 +202,12 @@ def test_different_dataset_or_order_is_an_error(other, message):
 
 def test_batch_larger_than_the_dataset_is_an_error():
     with pytest.raises(
-        DataError, match=r"A batch of 16 prompts does not fit a dataset of 10\. Lower .* at most 10"
+        DataError, match=r"A batch of 16 rows does not fit a dataset of 10\. Lower .* at most 10"
     ):
         RLDataLoader(Numbers(10), 16, shuffle=True, seed=1)
     with pytest.raises(DataError, match="no rows"):
         RLDataLoader(Numbers(0), 1, shuffle=False, seed=1, drop_last=False)
-    with pytest.raises(DataError, match="at least 1 prompt"):
+    with pytest.raises(DataError, match="at least 1 row"):
         RLDataLoader(Numbers(3), 0, shuffle=False, seed=1)
     assert stream(RLDataLoader(Numbers(3), 16, shuffle=False, seed=1, drop_last=False), 1) == [
         [0, 1, 2]

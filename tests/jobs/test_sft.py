@@ -301,7 +301,15 @@ def test_adapters_learn_and_resume(tmp_path, rows_file):
         ),
         (
             ["data.train_batch_size=10"],
-            "DataError: A batch of 10 prompts does not fit a dataset of 9",
+            "DataError: A batch of 10 rows does not fit a dataset of 9",
+        ),
+        (
+            [
+                "data.response_key=solution",  # reported later
+                "trainer.resume_mode=resume_path",
+                "trainer.resume_from_path=.",
+            ],
+            "CheckpointError: trainer.resume_from_path must be a whole checkpoint, .*manifest.json",
         ),
         (["model.path=nowhere"], "model.path are two names of one setting"),
         (["optim.learning_rate=1"], "Unknown key 'optim.learning_rate'"),

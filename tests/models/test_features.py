@@ -117,7 +117,7 @@ def test_a_picture_with_other_tokens_than_features_is_an_error() -> None:
     freeze_vision_tower(model)
     (picture,) = pictures_of(model, 1)
     keep_features(model)
-    with pytest.raises(ModelError, match="features for 1 pictures with 2 tokens"):
+    with pytest.raises(ModelError, match="features for pictures with 2 tokens in all"):
         picture_features(model, [replace(picture, token_ids=(IMAGE, IMAGE))])
 
 

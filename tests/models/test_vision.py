@@ -329,7 +329,7 @@ def test_other_counts_of_features_and_tokens_are_an_error(family: str) -> None:
     model = tiny_vision_model(family)
     picture = example_picture(model)
     short = replace(picture, token_ids=picture.token_ids[1:])
-    with pytest.raises(ModelError, match=r"4 features for 1 pictures with 3 tokens"):
+    with pytest.raises(ModelError, match=r"4 features for pictures with 3 tokens in all"):
         picture_features(model, [short])
 
 

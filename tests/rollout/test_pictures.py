@@ -93,7 +93,7 @@ def test_pictures_with_another_number_of_tokens_name_the_processor(name: str) ->
     picture = example_picture(model)
     short = replace(picture, token_ids=picture.token_ids[1:])
     asked = [((5, *short.token_ids, 9), (short,))]
-    with pytest.raises(ModelError, match=r"features for 1 pictures with \d+ tokens. Prepare"):
+    with pytest.raises(ModelError, match=r"features for pictures with \d+ tokens in all. Prepare"):
         answers(make_engine(model, name), asked)
 
 

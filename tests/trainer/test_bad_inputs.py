@@ -87,7 +87,7 @@ def test_a_missing_file(tmp_path, capfd):
 
 def test_fewer_rows_than_a_batch(tmp_path, capfd):
     path = write_lines(tmp_path / "train.jsonl", toy_rows()[:3])
-    assert "batch of 4 prompts does not fit a dataset of 3" in message(
+    assert "batch of 4 rows does not fit a dataset of 3" in message(
         capfd, run(tmp_path, base=on_files(path))
     )
 

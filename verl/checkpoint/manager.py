@@ -245,6 +245,24 @@ class CheckpointManager:
             )
         return newest
 
+    def require_named(self, resume_mode: str, resume_from_path: Path | str | None) -> None:
+        """Raise CheckpointError if `resume_from_path` is asked for and is not one checkpoint.
+
+        Reads its manifest alone, so it fails before any model loads; `resolve` checks the files.
+        """
+        if resume_mode != "resume_path":
+            return
+        assert resume_from_path, "the configuration was checked"
+        folder = Path(resume_from_path).expanduser().absolute()
+        _refuse_folder_of_several(folder)
+        try:
+            read_manifest(folder)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"trainer.resume_from_path must be a whole checkpoint, a folder global_step_N: "
+                f"{error}"
+            ) from error
+
     def clean(self) -> None:
         """Remove leftovers of a killed process, once: before the first save or by `resolve`.
 

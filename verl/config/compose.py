@@ -21,6 +21,9 @@ from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
 HYDRA_VERSION = "1.3"  # the rules by which Hydra reads a command line
+_REFUSALS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+# Raised by OmegaConf for `a.b=1` where `a` is a list.
+_NAMES_IN_LISTS = (ValueError, TypeError, IndexError)
 _SETS_A_VALUE = re.compile(r"\+\+\w+(\.\w+)*=")
 
 
@@ -52,7 +55,7 @@ def compose_overrides(overrides: list[str]) -> dict[str, Any] | None:
                 return None
             key = override.key_or_group
             OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
-    except (HydraException, OmegaConfBaseException):
+    except (*_REFUSALS, *_NAMES_IN_LISTS):
         return None
 
     return plain_values(tree)
@@ -96,7 +99,7 @@ def compose_by_hydra(command: CommandLine, root: str) -> dict[str, Any]:
             pattern = r".*verl[/.]trainer[/.]config is not\s+available"
             warnings.filterwarnings("ignore", message=pattern, category=UserWarning)
             composed = compose(name, overrides)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (*_REFUSALS, *_NAMES_IN_LISTS) as error:
         raise ConfigError(_hydra_message(error, command, folder)) from error
 
     return plain_values(composed)
@@ -169,11 +172,22 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
             "argument: \"key='value'\"."
         )
 
+    if not isinstance(error, _REFUSALS):
+        return (
+            f"A key is set within a list, which has numbers and no names ({text}). Set the whole "
+            "list: key=[a,b]."
+        )
+
     if "--multirun" in text:
         return (
             f"{text.splitlines()[0].replace('++', '')}. Write a list as key=[a,b] and text as "
             "\"key='a,b'\"."
         )
+
+    if text.startswith("Error merging override"):
+        override = text.rpartition(" ")[2].lstrip("+")
+        reason = str(error.__context__).partition("\n")[0]
+        return f"{override} does not fit the values that were set before it: {reason}."
 
     if "Could not delete" in text:
         return f"{text} A deletion undoes a setting of a YAML file; for no value write key=null."

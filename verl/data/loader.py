@@ -65,7 +65,7 @@ class RLDataLoader:
         self.on_drawn: Callable[[list[int], list[dict[str, Any]]], None] | None = None
         self.sampler: Sampler = sampler or SeededSampler(len(dataset), shuffle=shuffle, seed=seed)
         if batch_size < 1:
-            raise DataError(f"A batch must have at least 1 prompt, got batch size {batch_size}.")
+            raise DataError(f"A batch must have at least 1 row, got batch size {batch_size}.")
 
         if len(self.sampler) == 0:
             raise DataError(
@@ -74,7 +74,7 @@ class RLDataLoader:
 
         if drop_last and batch_size > len(self.sampler):
             raise DataError(
-                f"A batch of {batch_size} prompts does not fit a dataset of {len(self.sampler)}. "
+                f"A batch of {batch_size} rows does not fit a dataset of {len(self.sampler)}. "
                 f"Lower data.train_batch_size to at most {len(self.sampler)}, or add data."
             )
 

@@ -84,8 +84,8 @@ def picture_tokens(ids: Tensor, pictures: Sequence[Picture], name: str) -> Tenso
         tokens = sorted({picture.token_id for picture in pictures})
         raise DataError(
             f"{name}: the prompt has {len(places)} picture tokens (id {str(tokens)[1:-1]}), its "
-            f"{len(pictures)} pictures have {len(expected)} features. A prompt must not be cut or "
-            "encoded again after its pictures were read."
+            f"pictures have {len(expected)} features. A prompt must not be cut or encoded again "
+            "after its pictures were read."
         )
     return places
 
@@ -148,8 +148,8 @@ def row_picture_tokens(
     if len(behind) < expected:
         raise DataError(
             f"{name}: behind the prompt stand {len(behind)} picture tokens (id "
-            f"{later[0].token_id}), its {len(later)} pictures have {expected} features. A row must "
-            "not be cut or encoded again after its pictures were read."
+            f"{later[0].token_id}), the pictures there have {expected} features. A row "
+            "must not be cut or encoded again after its pictures were read."
         )
     return torch.cat([places, behind[:expected]])
 

@@ -331,8 +331,8 @@ def _check_count(features: Tensor, pictures: Sequence[Picture]) -> None:
     num_tokens = sum(picture.num_tokens for picture in pictures)
     if len(features) != num_tokens:
         raise ModelError(
-            f"The vision tower has {len(features)} features for {len(pictures)} pictures with "
-            f"{num_tokens} tokens. Prepare pictures by the processor of this model: copy "
+            f"The vision tower has {len(features)} features for pictures with {num_tokens} tokens "
+            "in all. Prepare pictures by the processor of this model: copy "
             "preprocessor_config.json and processor_config.json from where its weights are from."
         )
 

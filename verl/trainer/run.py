@@ -86,6 +86,7 @@ class TrainingRun(ABC, Generic[Config]):
         self.checkpoints = CheckpointManager(
             Path(trainer.default_local_dir), max_to_keep=max_to_keep
         )
+        self.checkpoints.require_named(trainer.resume_mode, trainer.resume_from_path)
         self.global_step = 0
         self.skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}

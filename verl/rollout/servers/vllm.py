@@ -265,7 +265,7 @@ class VLLMServer(Server):
         if read != list(prompt_ids):
             count = "none" if read is None else len(read)
             raise RolloutError(
-                f"{self.name} reads a prompt with {len(pictures)} pictures as other tokens than "
+                f"{self.name} reads a prompt with pictures as other tokens than "
                 f"the trainer: expected {len(prompt_ids)}, got {count}. Serve the model with its "
                 f"own processor files and without --mm-processor-kwargs, by vLLM "
                 f"{_OLDEST_WITH_PICTURES} or later; or set actor_rollout_ref.rollout.name=embedded."
