@@ -87,7 +87,16 @@ def test_unknown_key_suggests_the_nearest(written: str, nearest: str):
         ("reward_model.n_gpus_per_node", r"trainer\.placement\.reward_model"),
         ("actor_rollout_ref.rollout.data_parallel_size", "tensor_model_parallel_size"),
         ("global_profiler.steps", r"trainer\.profile_steps"),
-        ("data.messages_key", r"data\.multiturn\.enable=True"),
+        ("data.messages_key", r"data\.prompt_key"),
+        ("actor_rollout_ref.actor.veomni.fsdp_size", r"one backend"),
+        ("actor_rollout_ref.actor.optim.clip_grad", r"actor_rollout_ref\.actor\.grad_clip"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype", r"fsdp_config\.compute_dtype"),
+        ("critic.model.fsdp_config.use_orig_params", "leave it out"),
+        ("actor_rollout_ref.model.mtp.enable", "leave it out"),
+        ("actor_rollout_ref.model.tokenizer_path", r"data\.tokenizer"),
+        ("actor_rollout_ref.actor.use_prefix_grouper", r"share_prompts"),
+        ("reward.reward_manager.name", r"reward_model\.reward_manager"),
+        ("transfer_queue.enable", "leave it out"),
     ],
 )
 def test_keys_of_missing_features_name_an_alternative(written: str, way: str):

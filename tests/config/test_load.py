@@ -227,6 +227,7 @@ def test_conflicting_aliases_are_an_error(load: Load):
         ("--config-name", "--config-name needs a value"),
         ("--config-path=no/such/folder", "--config-path must be an existing folder"),
         ("--config-name=ppo_megatron_trainer", "no Megatron backend"),
+        ("model_engine=megatron", "one backend.*Write model_engine=dp, or leave it out"),
         (
             "actor_rollout_ref.actor.megatron.seed=1",
             "no Megatron backend.*fsdp.*tensor_model_parallel_size",
@@ -409,6 +410,13 @@ def test_a_key_below_a_list_is_explained(load: Load, name: str):
 def test_overrides_that_need_hydra_are_left_to_it(override: str):
     overrides = parse_command_line([override]).overrides
     assert composition.compose_overrides(overrides) is None
+
+
+def test_choosing_the_own_backend_changes_nothing(load: Load, tmp_path: Path):
+    assert load("model_engine=dp") == load()
+    folder = _write(tmp_path, "mine", "trainer: {seed: 5}\n")
+    named = load(f"--config-path={folder}", "--config-name=mine", "model_engine=dp")
+    assert named.trainer.seed == 5
 
 
 def test_a_plain_command_line_searches_no_files(load: Load, monkeypatch: pytest.MonkeyPatch):

@@ -251,6 +251,11 @@ TURNS: dict[str, Any] = {"multiturn": SFTMultiTurnConfig(enable=True)}
             {"prompt_key": "prompt"},
             "column 'prompt' is missing; columns found: question.*data.prompt_key",
         ),
+        (
+            [{"messages": []}],
+            {},
+            "'question' is missing, but .* 'messages'. Set data.multiturn.enable=True",
+        ),
         ([GOOD], {"response_key": "a"}, "column 'a' is missing.*data.response_key"),
         ([GOOD], TURNS, "column 'messages' is missing.*data.multiturn.messages_key"),
         (

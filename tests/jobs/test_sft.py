@@ -328,6 +328,49 @@ def configured(*overrides: str) -> SFTConfig:
     )
 
 
+def test_a_script_of_later_versions_is_accepted(caplog):
+    config = configured(
+        *("engine=fsdp", "optim=fsdp", "model=hf_model"),
+        *("engine.strategy=fsdp2", "engine.fsdp_size=-1", "engine.param_offload=True"),
+        *("engine.ulysses_sequence_parallel_size=1", "engine.dtype=float32"),
+        *("optim.lr=2e-5", "optim.clip_grad=0.5", "optim.lr_scheduler_type=constant"),
+        *("data.messages_key=turns", "data.tools_key=apis", "data.pad_mode=no_padding"),
+        "checkpoint.save_contents=[model,optimizer]",
+        "model.tokenizer_path=toy",
+        "data.num_workers=2",
+    )
+    assert (config.model.strategy, config.model.fsdp_config.param_offload) == ("fsdp2", True)
+    assert config.model.fsdp_config.compute_dtype == "float32"
+    assert (config.optim.lr, config.optim.clip_grad) == (2e-5, 0.5)
+    turns = config.data.multiturn
+    assert (turns.enable, turns.messages_key, turns.tools_key) == (True, "turns", "apis")
+    assert config.trainer.checkpoint.load_contents == ["model", "optimizer"]
+    assert config.data.tokenizer == "toy"
+    assert "data.num_workers=2 has no effect: rows are tokenized once" in caplog.text
+
+    pairs = configured("data.multiturn.messages_key=turns", "data.prompt_key=question")
+    assert not pairs.data.multiturn.enable
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine=megatron", "one backend, .* FSDP2. Write engine=fsdp, or leave it out"),
+        ("optim=veomni", "Write optim=fsdp"),
+        ("optim=adam", "'optim' is a section with keys of its own"),
+        ("engine.strategy=megatron", "no Megatron backend. .* moments.$"),
+        ("engine.tensor_model_parallel_size=2", "no Megatron backend. .*engine.fsdp_size"),
+        ("engine.forward_only=True", "fine-tuning updates its model"),
+        ("optim.override_optimizer_config={eps:1}", "its arguments are keys: optim.betas"),
+        ("data.val_max_samples=8", "give files with fewer rows"),
+        ("trainer.test_freq=after_each_epoch", "rows divided by data.train_batch_size"),
+    ],
+)
+def test_what_later_versions_have_and_this_one_lacks_is_explained(override, message):
+    with pytest.raises(ConfigError, match=message):
+        configured(override)
+
+
 def test_a_script_of_verl_0_5_is_accepted_unchanged(caplog):
     config = configured(
         "data.val_files=test.parquet",

@@ -16,6 +16,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.backends import without_backends
 from verl.config.command_line import CommandLine
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
@@ -33,7 +34,9 @@ def compose_files(command: CommandLine, root: str) -> dict[str, Any]:
     The schema stays out of the composition. So the values of the user can be distinguished from
     defaults, and every error message is ours.
     """
-    values = None if _asks_for_files(command) else compose_overrides(command.overrides)
+    values = None
+    if not _asks_for_files(command):
+        values = compose_overrides([*without_backends(command.overrides, root)])
     return compose_by_hydra(command, root) if values is None else values
 
 
@@ -88,6 +91,8 @@ def compose_by_hydra(command: CommandLine, root: str) -> dict[str, Any]:
     overrides = [
         _as_group(override, groups) for override in overrides if not _is_hydra_setting(override)
     ]
+    # A user's folder of YAML files may have the name of a backend's key.
+    overrides = [*without_backends(overrides, root, groups)]
     try:
         with (
             _stand_in(root),

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.absent_keys import absent_key, way_by_training
 from verl.config.setting import Setting, setting_of
 from verl.utils.errors import ConfigError
 
@@ -199,82 +200,11 @@ def rename_aliases(
     return renamed, written_as
 
 
-_OWN_RANKS = (
-    "the ranks of a rollout of its own are named among those of the run: "
-    "trainer.placement.rollout=[2,3], for example."
-)
-_REWARD_RANKS = (
-    "ranks of the reward model are named among those of the run: "
-    "trainer.placement.reward_model=[2,3], for example."
-)
-_ENGINES = (
-    "ranks that share no engine have one each, with samples of their own. "
-    "actor_rollout_ref.rollout.tensor_model_parallel_size splits an engine."
-)
-_TIMELINE = "trainer.profile_steps=[2,5] writes the timelines of steps, and no profiler is started."
-# Parts of names for features that this version does not have, and of names that later versions of
-# verl use, with the way out.
-_ABSENT = {
-    "actor_rollout_ref.rollout.nnodes": _OWN_RANKS,
-    "actor_rollout_ref.rollout.n_gpus_per_node": _OWN_RANKS,
-    "megatron": (
-        "there is no Megatron backend. Shard with FSDP2 (strategy=fsdp) and split the rollout "
-        "engine by actor_rollout_ref.rollout.tensor_model_parallel_size."
-    ),
-    "fsdp_config.model_dtype": (
-        "the dtype of the parameters is actor_rollout_ref.model.dtype, of a critic "
-        "critic.model.dtype: float32 or bfloat16."
-    ),
-    "tis_imp_ratio_cap": (
-        "set algorithm.rollout_correction.rollout_is=token and "
-        "algorithm.rollout_correction.rollout_is_threshold to the cap."
-    ),
-    "data.messages_key": (
-        "conversations are data.multiturn.enable=True, in the column data.multiturn.messages_key."
-    ),
-    "reward_model.enable_resource_pool": _REWARD_RANKS,
-    "reward_model.nnodes": _REWARD_RANKS,
-    "reward_model.n_gpus_per_node": _REWARD_RANKS,
-    "rollout.data_parallel_size": _ENGINES,
-    "rollout.expert_parallel_size": _ENGINES,
-    "rollout.pipeline_model_parallel_size": _ENGINES,
-    "global_profiler": _TIMELINE,
-    "nsight_options": _TIMELINE,
-    "npu_profile": _TIMELINE,
-}
-# Sections of training that other programs do not have, with the way out.
-_PLAY_IN_TRAINING = (
-    "this program draws one turn a prompt, without agent loops. Run `verl train` with "
-    "trainer.val_only=True and these keys below actor_rollout_ref.rollout; give the file as "
-    "data.val_files. trainer.validation_data_dir=FOLDER keeps the answers."
-)
-_OF_TRAINING = {
-    "rollout.multi_turn": _PLAY_IN_TRAINING,
-    "rollout.agent": _PLAY_IN_TRAINING,
-}
-
-
-def absent_key(path: str) -> str | None:
-    """Return the way out for a key that this version does not support, or None."""
-    for part, way in _ABSENT.items():
-        if part in path:
-            return way
-    return None
-
-
 def _unknown_key_message(path: str, known: list[str]) -> str:
-    way = absent_key(path) or _way_by_training(path, known)
+    way = absent_key(path) or way_by_training(path, known)
     if way is not None:
         return f"Unknown key '{path}': {way}"
     return f"Unknown key '{path}'. Nearest known: {nearest_keys(path, known)}."
-
-
-def _way_by_training(path: str, known: list[str]) -> str | None:
-    """Return the way out for a key of a section that training has, and this program lacks."""
-    for part, way in _OF_TRAINING.items():
-        if part in path and not any(part in key for key in known):
-            return way
-    return None
 
 
 def nearest_keys(path: str, known: list[str]) -> str:

@@ -10,7 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from verl.config.keys import absent_key, flatten, keys_of, nearest_keys, nest, owner_of, value_at
+from verl.config.absent_keys import absent_key
+from verl.config.keys import flatten, keys_of, nearest_keys, nest, owner_of, value_at
 from verl.config.load import config_from_dict, given_values, merge_values, read_yaml
 from verl.config.placement import ranks_of_roles
 from verl.config.train import TrainConfig

@@ -23,6 +23,7 @@ from verl.config.compose import compose_files, plain_values
 from verl.config.keys import Key, flatten, keys_of, keys_of_entries, nest, owner_of, rename_aliases
 from verl.config.policies import PolicyConfig
 from verl.config.rules import RULES, RULES_OF_FILES, Rule, doubtful
+from verl.config.sft_engine import with_conversations
 from verl.config.toy_defaults import with_toy_defaults
 from verl.config.train import TrainConfig
 from verl.config.validate import validate
@@ -94,6 +95,7 @@ ROOTS = {
         sft.RULES,
         sft.RULES_OF_FILES,
         sft.doubtful,
+        with_conversations,
     ),
 }
 
@@ -303,6 +305,8 @@ def _has_misfits(key: Key, value: Any) -> bool:
 
 def _type_message(key: Key, value: Any, written_as: str) -> str:
     hint = " Write null for no value." if value in ("None", "none") else ""
+    if value == "after_each_epoch":
+        hint = " Give the steps of an epoch: rows divided by data.train_batch_size."
     if isinstance(value, int) and abs(value) > _LARGEST:
         hint = f" The largest is {_LARGEST}."
     return (

@@ -13,6 +13,7 @@ from verl.config.fsdp import FSDPConfig
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
 from verl.config.setting import as_in, setting
+from verl.config.sft_engine import SFTCheckpointConfig, SFTEngineConfig
 from verl.config.shared_keys import SharedKeys
 from verl.config.trainer import RayInitConfig, RecordConfig, TrainerConfig
 from verl.utils.arithmetic import ceil_div
@@ -70,6 +71,15 @@ class SFTDataConfig:
     )
     response_dict_keys: list[str] | None = setting(None, "the same for the response column")
     multiturn: SFTMultiTurnConfig = field(default_factory=SFTMultiTurnConfig)
+    messages_key: str | None = setting(
+        None,
+        "later name in verl; without prompt_key and response_key it turns multiturn.enable on",
+        alias_of="data.multiturn.messages_key",
+    )
+    tools_key: str | None = setting(None, "later name in verl", alias_of="data.multiturn.tools_key")
+    enable_thinking_key: str | None = setting(
+        None, "later name in verl", alias_of="data.multiturn.enable_thinking_key"
+    )
     max_length: int = setting(
         1024, "longest row, in tokens: prompt and answer, or the whole conversation", above=0
     )
@@ -84,7 +94,26 @@ class SFTDataConfig:
     chat_template: str | None = setting(
         None, "Jinja chat template", alias_of="model.custom_chat_template"
     )
+    apply_chat_template_kwargs: dict[str, Any] = as_in(DataConfig, "apply_chat_template_kwargs")
     trust_remote_code: bool = as_in(DataConfig, "trust_remote_code")
+    train_max_samples: int = setting(
+        -1, "train on so many rows; -1: all", planned="give files with fewer rows"
+    )
+    val_max_samples: int = setting(
+        -1, "validate on so many rows; -1: all", planned="give files with fewer rows"
+    )
+    num_workers: int | None = setting(
+        None, "processes that read rows", no_effect="rows are tokenized once, in the driver"
+    )
+    pad_mode: str = setting(
+        "no_padding", "layout of batches", no_effect="sequences are always packed"
+    )
+    ignore_input_ids_mismatch: bool = setting(
+        False,
+        "accept templates that write a turn differently alone",
+        no_effect="conversations are rendered as a whole, and a template that rewrites history is "
+        "an error",
+    )
     balance_dp_token: bool = setting(
         False, "even out tokens over ranks", no_effect="they always are", also=(True,)
     )
@@ -108,6 +137,9 @@ class SFTModelConfig(ModelConfig):
     partial_pretrain: str | None = setting(
         None, "verl's name of path", alias_of="model.path", is_path=True
     )
+    tokenizer_path: str | None = setting(
+        None, "later name in verl", alias_of="data.tokenizer", is_path=True
+    )
     strategy: str = as_in(ActorConfig, "strategy")
     use_torch_compile: bool | None = as_in(ActorConfig, "use_torch_compile")
     freeze_vision_tower: bool = as_in(ActorConfig, "freeze_vision_tower")
@@ -120,6 +152,16 @@ class SFTOptimConfig(OptimConfig):
         None, "verl's name", alias_of="optim.lr_warmup_steps_ratio"
     )
     lr_scheduler: str | None = setting(None, "verl's name", alias_of="optim.warmup_style")
+    optimizer_impl: str = setting(
+        "torch.optim",
+        "package of the optimizer",
+        planned="optim.optimizer chooses among AdamW, AdamW8bit and Muon",
+    )
+    override_optimizer_config: dict[str, Any] = setting(
+        {},
+        "arguments of the optimizer",
+        planned="its arguments are keys: optim.betas, optim.eps, optim.weight_decay",
+    )
     clip_grad: float = as_in(ActorConfig, "grad_clip")
 
 
@@ -170,12 +212,14 @@ class SFTTrainerConfig:
 class SFTConfig:
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     model: SFTModelConfig = field(default_factory=SFTModelConfig)
+    engine: SFTEngineConfig = field(default_factory=SFTEngineConfig)
     optim: SFTOptimConfig = field(default_factory=_optim)
     ulysses_sequence_parallel_size: int = as_in(ActorConfig, "ulysses_sequence_parallel_size")
     use_remove_padding: bool = setting(
         False, "compute on packed sequences", no_effect="sequences are always packed", also=(True,)
     )
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+    checkpoint: SFTCheckpointConfig = field(default_factory=SFTCheckpointConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
 

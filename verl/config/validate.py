@@ -91,10 +91,14 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
 
     if setting.choices is not None and value not in setting.choices:
         if key.path.endswith("strategy") and "megatron" in str(value):
+            rollout = "."
+            if isinstance(config, TrainConfig):
+                rollout = (
+                    ", and actor_rollout_ref.rollout.tensor_model_parallel_size splits the rollout."
+                )
             yield (
                 f"{key.path}={value}: there is no Megatron backend. Set {key.path}=fsdp: FSDP2 "
-                "shards weights, gradients and moments, and "
-                "actor_rollout_ref.rollout.tensor_model_parallel_size splits the rollout."
+                f"shards weights, gradients and moments{rollout}"
             )
             return
         near = nearest_names(str(value), list(setting.choices))

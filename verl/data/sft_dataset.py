@@ -375,6 +375,13 @@ class SFTDataset(Dataset):
 
     def _pairs(self, file: str, rows: Rows) -> Iterator[Conversation]:
         config = self.config
+        if config.prompt_key not in rows.columns and config.multiturn.messages_key in rows.columns:
+            raise DataError(
+                f"{file}: the column '{config.prompt_key}' is missing, but there is the column "
+                f"'{config.multiturn.messages_key}'. Set data.multiturn.enable=True to learn from "
+                "whole conversations, or name your columns in data.prompt_key and "
+                "data.response_key."
+            )
         require_column(file, rows, config.prompt_key, "data.prompt_key")
         require_column(file, rows, config.response_key, "data.response_key")
         prompts = rows.column(config.prompt_key)

@@ -1,0 +1,70 @@
+"""Names of verl's later fine-tuning (its `sft_trainer_engine`): sections `engine` and `checkpoint`,
+whose keys are other names of keys that this configuration has."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.config.fsdp import WrapPolicyConfig
+from verl.config.setting import setting
+
+_LATER = "later name in verl"
+_NO_ENTROPY = "fine-tuning computes no entropy"
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTEngineConfig:
+    strategy: str | None = setting(None, _LATER, alias_of="model.strategy")
+    param_offload: bool | None = setting(None, _LATER, alias_of="model.fsdp_config.param_offload")
+    optimizer_offload: bool | None = setting(
+        None, _LATER, alias_of="model.fsdp_config.optimizer_offload"
+    )
+    offload_policy: bool | None = setting(None, _LATER, alias_of="model.fsdp_config.offload_policy")
+    reshard_after_forward: bool | None = setting(
+        None, _LATER, alias_of="model.fsdp_config.reshard_after_forward"
+    )
+    fsdp_size: int | None = setting(None, _LATER, alias_of="model.fsdp_config.fsdp_size")
+    forward_prefetch: bool | None = setting(
+        None, _LATER, alias_of="model.fsdp_config.forward_prefetch"
+    )
+    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
+    dtype: str | None = setting(None, _LATER, alias_of="model.fsdp_config.compute_dtype")
+    model_dtype: str | None = setting(None, _LATER, alias_of="model.fsdp_config.model_dtype")
+    ulysses_sequence_parallel_size: int | None = setting(
+        None, _LATER, alias_of="ulysses_sequence_parallel_size"
+    )
+    use_torch_compile: bool | None = setting(None, _LATER, alias_of="model.use_torch_compile")
+    use_orig_params: bool = setting(
+        False, "option of FSDP1", no_effect="FSDP2 always keeps them", also=(True,)
+    )
+    forward_only: bool = setting(
+        False, "compute no gradients", planned="fine-tuning updates its model"
+    )
+    seed: int | None = setting(None, "seed", no_effect="trainer.seed is the seed of everything")
+    full_determinism: bool = setting(
+        False, "deterministic kernels", no_effect="PyTorch chooses the kernels of updates"
+    )
+    entropy_from_logits_with_chunking: bool = setting(False, "entropy", no_effect=_NO_ENTROPY)
+    entropy_checkpointing: bool = setting(False, "entropy", no_effect=_NO_ENTROPY)
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTCheckpointConfig:
+    save_contents: list[str] | None = setting(
+        None, _LATER, alias_of="trainer.checkpoint.save_contents"
+    )
+    load_contents: list[str] | None = setting(
+        None, _LATER, alias_of="trainer.checkpoint.load_contents"
+    )
+
+
+def with_conversations(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` with conversations turned on where their column alone is named.
+
+    Later versions of verl have no other rows, and no key that turns them on.
+    """
+    names_messages = "data.multiturn.messages_key" in given
+    others = ("data.multiturn.enable", "data.prompt_key", "data.response_key")
+    if names_messages and not any(key in given for key in others):
+        return {**given, "data.multiturn.enable": True}
+    return dict(given)
