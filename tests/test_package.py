@@ -42,10 +42,10 @@ def test_importing_it_is_instant():
     assert min(float(python(timed)) for _ in range(3)) < 0.3
 
 
-def test_a_configuration_is_checked_before_torch_is_loaded():
+def test_arguments_are_checked_before_torch_is_loaded():
     code = (
-        "import sys; from verl.trainer.main_ppo import main; status = main(['no.such.key=1']); "
-        "print(status, 'torch' in sys.modules)"
+        "import sys; import verl.jobs.main_merge; from verl.trainer.main_ppo import main; "
+        "status = main(['no.such.key=1']); print(status, 'torch' in sys.modules)"
     )
     assert python(code) == "1 False"
 

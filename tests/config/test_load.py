@@ -220,6 +220,8 @@ def test_conflicting_aliases_are_an_error(load: Load):
         ),
         ("trainer.project_name=a,b", "Ambiguous value.*Write a list as"),
         ("trainer.project_name=a b(c)", "Cannot read 'trainer.project_name=a b.c.'.*Quote"),
+        ("trainer..seed=1", "a key is names with one dot between them"),
+        ("data.train_files=", "data.train_files has an empty path, as an unset variable"),
         ("~data.shuffle", "Could not delete.*key=null"),
         ("fast", "Expected key=value, got 'fast'"),
         ("--multirun", "one run per configuration"),

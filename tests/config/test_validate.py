@@ -190,7 +190,7 @@ def test_several_problems_give_one_error(load: Load):
 def test_model_and_data_must_be_named():
     with pytest.raises(ConfigError, match="(?s)model.path is not set.*'toy'.*No training data"):
         load_config([])
-    with pytest.raises(ConfigError, match="model.path is not set"):  # as from an unset $MODEL
+    with pytest.raises(ConfigError, match="model.path has an empty path"):  # from an unset $MODEL
         load_config(["actor_rollout_ref.model.path=", "data.train_files=a"])
 
 

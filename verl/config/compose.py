@@ -172,6 +172,9 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
     text = str(error.__cause__ if not str(error).strip() and error.__cause__ else error).strip()
     if isinstance(error, OverrideParseException):
         override = error.override.lstrip("+")
+        key = override.partition("=")[0]
+        if not all(key.lstrip("~").split(".")):
+            return f"Cannot read '{override}': a key is names with one dot between them, a.b.c."
         return (
             f"Cannot read '{override}' ({text.splitlines()[0]}). Quote the value within the "
             "argument: \"key='value'\"."

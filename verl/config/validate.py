@@ -76,7 +76,7 @@ def _keys_with_limits(root: type) -> list[Key]:
     found = []
     for key in keys_of(root).values():
         has_choices = key.setting.choices is not None
-        is_free = key.type in (bool, str, str | None)
+        is_free = key.type in (bool, str, str | None) and not key.setting.is_path
         if has_choices or not is_free:
             found.append(key)
     return found
@@ -87,6 +87,14 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
     value = value_at(config, key.path)
     setting = key.setting
     if value is None or is_inherited(config, key, value):
+        return
+
+    paths = value if isinstance(value, list) else [value]
+    if setting.is_path and value != key.default and "" in paths:
+        yield (
+            f"{key.path} has an empty path, as an unset variable of the shell leaves it. Give a "
+            "path, or null for none."
+        )
         return
 
     if setting.choices is not None and value not in setting.choices:

@@ -4,9 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from verl.jobs.merge import DTYPES, compare, export_adapters, merge
 from verl.utils.entry import exit_code
 from verl.utils.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,13 +17,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> str:
+    """Run the command. Imports are local: a missing argument is reported before torch loads."""
     if arguments.backend != "fsdp":
         raise ConfigError(
             f"Expected --backend fsdp, got {arguments.backend}: there is no Megatron backend, and "
             "--backend fsdp reads checkpoints of this package from any number of ranks."
         )
 
-    settings = {"base_model": arguments.base_model, "dtype": DTYPES[arguments.dtype]}
+    import torch
+
+    from verl.jobs.merge import compare, export_adapters, merge
+
+    settings = {"base_model": arguments.base_model, "dtype": getattr(torch, arguments.dtype)}
     if arguments.command == "test":
         count = compare(arguments.local_dir, arguments.test_hf_dir, **settings)
         return f"All {count} tensors of {arguments.test_hf_dir} are those of {arguments.local_dir}."

@@ -39,7 +39,6 @@ from verl.utils.errors import CheckpointError
 from verl.utils.json_text import parse_json
 from verl.utils.limits import grown_too_large
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The parts of a critic.
 _BODY = f"{MODEL}body."
 _HEAD = f"{MODEL}value_head."
