@@ -1,8 +1,6 @@
 """Measure prompt lengths in tokens, once per file, tokenizer and template, and cache them."""
 
 import hashlib
-import os
-import tempfile
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -15,6 +13,7 @@ from verl.data.chat import Messages, encode_conversations
 from verl.data.files import encoded_in_chunks
 from verl.utils.cache import cache_folder
 from verl.utils.logging import logger
+from verl.utils.whole_file import whole_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,10 +91,8 @@ def _write(path: Path, lengths: np.ndarray) -> None:
     payload = lengths.astype("<i4").tobytes()
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as stream:
-            stream.write(hashlib.sha256(payload).digest() + payload)
-        os.replace(stream.name, path)
+        with whole_file(path) as temporary:
+            temporary.write_bytes(hashlib.sha256(payload).digest() + payload)
     except OSError as error:
         logger.warning(
             (

@@ -7,14 +7,13 @@ the cache folder as PNG within the rows.
 import base64
 import io
 import json
-import os
 import random
-import tempfile
 from typing import Any
 
 from verl.models.shapes_model import CELL, CELLS
 from verl.utils.cache import cache_folder
 from verl.utils.imports import require
+from verl.utils.whole_file import whole_file
 
 SHAPES = "shapes"  # the name of the data set and of its model
 COLORS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220)}
@@ -30,10 +29,8 @@ def shapes_file(split: str) -> str:
     path = cache_folder() / SHAPES / f"{split}-v{_VERSION}.jsonl"
     if not path.is_file():
         text = "".join(json.dumps(row) + "\n" for row in rows(split))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
-            stream.write(text)
-        os.replace(stream.name, path)
+        with whole_file(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     return str(path)
 
 

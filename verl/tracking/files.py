@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
+from verl.utils.whole_file import whole_file
 
 # The metric of lines that were written during a later step than their own: the number of that step.
 WRITTEN_IN_STEP = "val-aux/written_in_step"
@@ -49,9 +50,8 @@ def drop_lines_after(path: Path, step: int) -> None:
         elif line.endswith(b"\n") and line_step <= step:
             kept.append(line)
 
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    temporary.write_bytes(b"".join(kept))
-    os.replace(temporary, path)
+    with whole_file(path) as temporary:
+        temporary.write_bytes(b"".join(kept))
 
 
 def _written_in(row: Mapping[str, Any]) -> Any:

@@ -13,7 +13,6 @@ each token.
 
 import base64
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +26,7 @@ from verl.tracking.files import drop_lines_after, repair_last_line
 from verl.tracking.samples import plain, to_json, to_json_line
 from verl.utils.errors import DataError
 from verl.utils.json_text import parse_json
+from verl.utils.whole_file import whole_file
 
 FOLDER = "records"
 RUN_FILE = "run.json"
@@ -72,9 +72,9 @@ class RecordWriter:
         self._sizes = self._read_sizes()
         for leftover in self._samples.glob(".*.tmp-*"):
             leftover.unlink()
-        _write_whole(
-            self.folder / RUN_FILE, json.dumps(plain({"format": FORMAT, **facts})).encode()
-        )
+        text = json.dumps(plain({"format": FORMAT, **facts}))
+        with whole_file(self.folder / RUN_FILE) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
     def add_line(self, line: Mapping[str, Any]) -> None:
         """Append a step or an event; one write, so a reader sees it whole."""
@@ -84,8 +84,7 @@ class RecordWriter:
     def add_samples(self, step: int, table: pa.Table) -> None:
         """Write the samples of a step, then remove those of the oldest steps."""
         path = self._path(step)
-        temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-        try:
+        with whole_file(path) as temporary:
             with (
                 pa.OSFile(str(temporary), "wb") as file,
                 pa.ipc.new_file(file, table.schema, options=_COMPRESSED) as writer,
@@ -93,10 +92,6 @@ class RecordWriter:
                 writer.write_table(table)
             self._sizes.pop(step, None)
             self._sizes[step] = temporary.stat().st_size
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
         self._prune()
 
     def _prune(self) -> None:
@@ -453,9 +448,3 @@ def _read_facts(path: Path) -> dict[str, Any]:
 def _sample_files(folder: Path) -> list[Path]:
     files = [path for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit()]
     return sorted(files, key=lambda path: int(path.stem))
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

@@ -2,12 +2,13 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from verl.utils.whole_file import whole_file
 
 
 def plain(value: Any) -> Any:
@@ -55,15 +56,11 @@ def write_samples(folder: Path | str, step: int, rows: Iterable[Mapping[str, Any
     The file appears whole or not at all, and replaces that of an earlier attempt at the same step.
     Each line starts with "step", unless the row has its own.
     """
-    folder = Path(folder).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{step}.jsonl"
-    temporary = folder / f".{step}.jsonl.tmp-{os.getpid()}"
-    try:
+    path = Path(folder).expanduser() / f"{step}.jsonl"
+    with (
+        whole_file(path) as temporary,
         # Lone surrogates come from tokens that are half a character; JSON has them only as escapes.
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(to_json_line({"step": step, **row}) for row in rows)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        temporary.open("w", encoding="utf-8", errors="backslashreplace") as file,
+    ):
+        file.writelines(to_json_line({"step": step, **row}) for row in rows)
     return path

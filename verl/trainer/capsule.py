@@ -8,7 +8,6 @@ the step and the position.
 
 import hashlib
 import json
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from verl.tracking.records import (
 from verl.utils.commands import verl_command
 from verl.utils.errors import DataError
 from verl.utils.json_text import parse_json
+from verl.utils.whole_file import whole_file
 
 CAPSULE_FILE = "capsule.json"
 ROWS_FILE = "rows.json"
@@ -95,23 +95,20 @@ def write_capsule(
     automatic = path is None
     if path is None:
         path = run.records / CAPSULES / f"step_{step}.zip"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as file:
-            file.writestr(CAPSULE_FILE, json.dumps(facts, indent=1))
-            file.write(run.records / RUN_FILE, f"{FOLDER}/{RUN_FILE}")
-            file.writestr(f"{FOLDER}/{STEPS_FILE}", _lines(run.records / STEPS_FILE, start, step))
-            file.writestr(ROWS_FILE, json.dumps(rows))
-            for each in needed:
-                samples = run.samples_file(each)
-                name = f"{FOLDER}/{SAMPLES_FOLDER}/{samples.name}"
-                file.write(samples, name, zipfile.ZIP_STORED)
-            if weights and checkpoint is not None:
-                _add_folder(file, checkpoint)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        whole_file(path) as temporary,
+        zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as file,
+    ):
+        file.writestr(CAPSULE_FILE, json.dumps(facts, indent=1))
+        file.write(run.records / RUN_FILE, f"{FOLDER}/{RUN_FILE}")
+        file.writestr(f"{FOLDER}/{STEPS_FILE}", _lines(run.records / STEPS_FILE, start, step))
+        file.writestr(ROWS_FILE, json.dumps(rows))
+        for each in needed:
+            samples = run.samples_file(each)
+            name = f"{FOLDER}/{SAMPLES_FOLDER}/{samples.name}"
+            file.write(samples, name, zipfile.ZIP_STORED)
+        if weights and checkpoint is not None:
+            _add_folder(file, checkpoint)
     if automatic:
         _prune(path)
     return path

@@ -1,0 +1,25 @@
+"""A file is replaced at once, or stays as it was."""
+
+import pytest
+
+from verl.utils.whole_file import whole_file
+
+
+def test_a_file_is_replaced_at_the_end_of_the_block(tmp_path):
+    path = tmp_path / "made" / "facts.json"
+    for text in ("old", "new"):
+        with whole_file(path) as temporary:
+            temporary.write_text(text)
+            assert not path.exists() or path.read_text() == "old"
+        assert path.read_text() == text
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_error_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "facts.json"
+    path.write_text("old")
+    with pytest.raises(OSError), whole_file(path) as temporary:
+        temporary.write_text("half")
+        raise OSError("the disk is full")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
