@@ -26,7 +26,7 @@ from verl.models.load import causal_lm_class, load_model_config, torch_dtype
 from verl.models.reward_model import load_reward_config
 from verl.rollout import check_engine_model
 from verl.utils.imports import import_user_code
-from verl.workers.trained import add_adapters, frozen_dtype, parameter_dtype
+from verl.workers.trained import add_adapters, frozen_dtype, model_source, parameter_dtype
 
 
 class ModelShapes:
@@ -137,8 +137,5 @@ def _key(model: ModelConfig | CriticModelConfig, device: torch.device) -> tuple[
 
 
 def _config(model: ModelConfig | CriticModelConfig) -> Any:
-    assert model.path is not None, "the configuration was checked"
     import_user_code(model.external_lib)
-    return load_model_config(
-        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
-    )
+    return load_model_config(**model_source(model))

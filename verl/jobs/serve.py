@@ -24,7 +24,7 @@ from verl.utils.devices import describe_device, visible_device
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 from verl.workers import RolloutWorker
-from verl.workers.actor import model_source
+from verl.workers.trained import model_source
 
 # Without rollout.max_model_len. Tables and pages of the engine grow with it.
 MOST_TOKENS = 8192

@@ -36,7 +36,7 @@ from verl.utils.imports import import_user_code
 from verl.utils.limits import make_writable
 from verl.utils.logging import logger
 from verl.utils.phases import declared_phase, declared_phases, phase
-from verl.workers.actor import model_source
+from verl.workers.trained import model_source
 
 # Classes of `verl.trainer` by `trainer.mode`.
 _SCHEDULES = {

@@ -11,7 +11,6 @@ import torch
 
 from verl.config import (
     ActorRolloutRefConfig,
-    ModelConfig,
     log_prob_micro_batch,
     update_micro_batch,
 )
@@ -22,14 +21,12 @@ from verl.engine.microbatch import TokenBudget
 from verl.engine.options import EngineOptions
 from verl.models.attention import prepare
 from verl.models.divergence import Divergence
-from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.lora import adapters_off
 from verl.models.packed import PackedCausalLM
 from verl.models.routing import route_dtype, watch_routers
-from verl.models.vision import freeze_vision_tower, keep_features
+from verl.models.vision import keep_features
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.utils.imports import import_user_code
 from verl.weight_sync import Endpoint, FingerprintLog, Meeting, Offer, ProofSchedule, Route
 from verl.workers.losses import (
     DistillationTerm,
@@ -39,7 +36,7 @@ from verl.workers.losses import (
     mismatch_of_all,
 )
 from verl.workers.reference import reference_columns
-from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
+from verl.workers.trained import TrainedWorker
 from verl.workers.updates import run_updates
 
 
@@ -64,28 +61,16 @@ class ActorWorker(TrainedWorker):
         self.config = config
         self.tokenizer = tokenizer
         self.checkpoint = config.actor.checkpoint
-        model_config = config.model
         actor = config.actor
         rollout = config.rollout
-        import_user_code(model_config.external_lib)
 
-        model = load_causal_lm(
-            **model_source(model_config),
-            dtype=parameter_dtype(model_config, device),
-            max_length=rollout.longest_sequence,
-            weights=self.reads_weights,
-        )
-        check_vocabulary(model, tokenizer)
-        if actor.freeze_vision_tower:
-            freeze_vision_tower(model)
-        add_adapters(model, model_config, "actor_rollout_ref.model")
-
+        model = self.load_policy(config, device, max_length=rollout.longest_sequence)
         if actor.router_replay.mode != "disabled":
             watch_routers(model, prepare(model))
         self.objective = PolicyObjective(actor)
         self.divergences: tuple[Divergence, ...] = ()
         self.engine = TrainEngine(
-            PackedCausalLM(model, attention_kernel=model_config.attention_kernel),
+            PackedCausalLM(model, attention_kernel=config.model.attention_kernel),
             EngineOptions.of(actor, device, policy=config),
             total_steps=total_steps,
         )
@@ -285,13 +270,3 @@ class ActorWorker(TrainedWorker):
                 continue
             for _ in named_tensors:
                 pass
-
-
-def model_source(model: ModelConfig) -> dict[str, Any]:
-    """Give the arguments that `load_causal_lm` and `load_model_config` take from the section."""
-    assert model.path is not None, "the configuration was checked"
-    return {
-        "path": model.path,
-        "trust_remote_code": model.trust_remote_code,
-        "override_config": model.override_config,
-    }

@@ -17,7 +17,7 @@ from verl.utils.errors import ConfigError
 from verl.utils.imports import import_user_code, load_extern_type
 from verl.utils.logging import say_once
 from verl.workers.losses import ValueObjective
-from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
+from verl.workers.trained import TrainedWorker, add_adapters, model_source, parameter_dtype
 from verl.workers.updates import run_updates
 
 
@@ -44,7 +44,6 @@ class CriticWorker(TrainedWorker):
         self.config = config
         self.tokenizer = tokenizer
         self.checkpoint = config.checkpoint
-        assert config.model.path is not None
         import_user_code(config.model.external_lib)
 
         kind = critic_class(config.model)
@@ -56,10 +55,8 @@ class CriticWorker(TrainedWorker):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             critic = kind.from_pretrained(
-                config.model.path,
+                **model_source(config.model),
                 dtype=parameter_dtype(config.model, device),
-                trust_remote_code=config.model.trust_remote_code,
-                override_config=config.model.override_config,
                 max_length=max_length,
                 **empty,
             )

@@ -19,8 +19,8 @@ from verl.rollout.trajectory import Trajectory
 from verl.single_controller import note_progress, tell
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import RolloutError
-from verl.workers.actor import model_source
 from verl.workers.stream import follow
+from verl.workers.trained import model_source
 
 _EPISODE_COLUMNS = (
     *("episode", "episode_part", "agent_role", "num_turns"),

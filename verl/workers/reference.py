@@ -11,7 +11,7 @@ from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.utils.imports import import_user_code
-from verl.workers.trained import EngineWorker, parameter_dtype
+from verl.workers.trained import EngineWorker, model_source, parameter_dtype
 
 
 def reference_budget(config: RefConfig) -> TokenBudget:
@@ -44,16 +44,12 @@ class ReferenceWorker(EngineWorker):
 
     def __init__(self, config: ActorRolloutRefConfig, *, device: torch.device) -> None:
         self.config = config
-        assert config.model.path is not None
         import_user_code(config.model.external_lib)
 
         model = load_causal_lm(
-            config.model.path,
+            **model_source(config.model),
             dtype=parameter_dtype(config.model, device, is_trained=False),
-            trust_remote_code=config.model.trust_remote_code,
-            override_config=config.model.override_config,
-            max_length=config.rollout.max_model_len
-            or config.rollout.prompt_length + config.rollout.response_length,
+            max_length=config.rollout.longest_sequence,
             weights=self.reads_weights,
             check=False,  # the actor's load has checked the same model
         )

@@ -34,9 +34,10 @@ from verl.weight_sync import (
     join,
     receive_into,
 )
-from verl.workers.actor import ActorWorker, model_source
+from verl.workers.actor import ActorWorker
 from verl.workers.counters import combine_counters
 from verl.workers.served import server_sender
+from verl.workers.trained import model_source
 
 _WAY_OUT = (
     "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or "

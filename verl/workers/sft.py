@@ -8,14 +8,11 @@ from verl.distributed.collectives import all_reduce_sum
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
 from verl.engine.options import EngineOptions
-from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.packed import PackedCausalLM
-from verl.models.vision import freeze_vision_tower
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.utils.imports import import_user_code
 from verl.workers.losses import LanguageModelObjective
-from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
+from verl.workers.trained import TrainedWorker
 from verl.workers.updates import run_updates
 
 
@@ -40,26 +37,11 @@ class SFTWorker(TrainedWorker):
         self.actor = actor = config.actor
         self.tokenizer = tokenizer
         self.checkpoint = actor.checkpoint
-        section = config.model
-        assert section.path is not None, "the configuration was checked"
-        import_user_code(section.external_lib)
-
-        model = load_causal_lm(
-            section.path,
-            dtype=parameter_dtype(section, device),
-            trust_remote_code=section.trust_remote_code,
-            override_config=section.override_config,
-            max_length=max_length,
-            weights=self.reads_weights,
-        )
-        check_vocabulary(model, tokenizer)
-        if actor.freeze_vision_tower:
-            freeze_vision_tower(model)
-        add_adapters(model, section, "actor_rollout_ref.model")
-
         self.objective = LanguageModelObjective()
+
+        model = self.load_policy(config, device, max_length=max_length)
         self.engine = TrainEngine(
-            PackedCausalLM(model, attention_kernel=section.attention_kernel),
+            PackedCausalLM(model, attention_kernel=config.model.attention_kernel),
             EngineOptions.of(actor, device, policy=config),
             total_steps=total_steps,
         )

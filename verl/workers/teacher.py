@@ -49,8 +49,7 @@ class TeacherWorker(EngineWorker):
             dtype=frozen_dtype(device) if teacher.dtype is None else teacher.dtype,
             trust_remote_code=teacher.trust_remote_code,
             override_config=teacher.override_config,
-            max_length=roles.rollout.max_model_len
-            or roles.rollout.prompt_length + roles.rollout.response_length,
+            max_length=roles.rollout.longest_sequence,
             weights=self.reads_weights,
         )
         packed = PackedCausalLM(

@@ -6,13 +6,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from verl.config import CheckpointConfig, CriticModelConfig, ModelConfig
+from verl.config import ActorRolloutRefConfig, CheckpointConfig, CriticModelConfig, ModelConfig
 from verl.distributed.fsdp import full_tensor
 from verl.engine.base import TrainEngine
 from verl.models.divergence import FrozenHead
+from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.logprobs import head_of
 from verl.models.lora import apply_lora
+from verl.models.vision import freeze_vision_tower
 from verl.single_controller import Dispatch, Worker, register
+from verl.utils.imports import import_user_code
 from verl.weight_sync.shards import whole_fingerprints
 
 
@@ -62,6 +65,23 @@ class TrainedWorker(EngineWorker):
     tokenizer: Any
     checkpoint: CheckpointConfig
 
+    def load_policy(
+        self, config: ActorRolloutRefConfig, device: torch.device, *, max_length: int
+    ) -> PreTrainedModel:
+        """Load the causal LM to train, with its adapters and for the `tokenizer`."""
+        import_user_code(config.model.external_lib)
+        model = load_causal_lm(
+            **model_source(config.model),
+            dtype=parameter_dtype(config.model, device),
+            max_length=max_length,
+            weights=self.reads_weights,
+        )
+        check_vocabulary(model, self.tokenizer)
+        if config.actor.freeze_vision_tower:
+            freeze_vision_tower(model)
+        add_adapters(model, config.model, "actor_rollout_ref.model")
+        return model
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_config(self, config: Any) -> None:
         """Read the sizes of updates and passes from another section.
@@ -104,6 +124,16 @@ class TrainedWorker(EngineWorker):
         """Undo `save_checkpoint`, as far as `checkpoint.load_contents` asks for it."""
         contents = self.checkpoint.load_contents
         self.engine.load(folder, optimizer="optimizer" in contents, extra="extra" in contents)
+
+
+def model_source(model: ModelConfig | CriticModelConfig) -> dict[str, Any]:
+    """Give the arguments that functions which load a model take from its section."""
+    assert model.path is not None, "the configuration was checked"
+    return {
+        "path": model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "override_config": model.override_config,
+    }
 
 
 def parameter_dtype(

@@ -35,8 +35,8 @@ from verl.trainer.schedules.staleness import (
 from verl.utils.errors import CheckpointError, ConfigError, DataError, RolloutError
 from verl.utils.logging import logger
 from verl.utils.phases import phase
-from verl.workers.actor import model_source
 from verl.workers.playing import episode_columns
+from verl.workers.trained import model_source
 
 
 class FullyAsyncTrainer(AheadTrainer):
