@@ -113,25 +113,6 @@ class InProcessVLLM(VLLMServer):
         self._is_asleep = False
         self._version = "default"
         self._adapters_by_name: dict[str, Any] = {}
-        self._routes: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
-            "/version": self._answer_version,
-            "/v1/models": self._answer_models,
-            "/tokenize": self._answer_tokens,
-            "/inference/v1/generate": self._answer_draw,
-            "/abort_requests": self._answer_abort,
-            "/pause": self._answer_pause,
-            "/resume": self._answer_resume,
-            "/collective_rpc": self._answer_rpc,
-            "/reset_prefix_cache": self._answer_reset,
-            "/sleep": self._answer_sleep,
-            "/wake_up": self._answer_wake,
-            "/weight_info": self._answer_weight_info,
-            "/update_weight_version": self._answer_new_version,
-        }
-        if lora_rank:
-            self._routes["/v1/load_lora_adapter"] = self._answer_adapter
-            self._routes["/v1/unload_lora_adapter"] = self._answer_no_adapter
-
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="verl-vllm", daemon=True).start()
         arguments = self._arguments(config, dtype, lora_rank)
@@ -143,6 +124,10 @@ class InProcessVLLM(VLLMServer):
                     f"vLLM was not ready in this process within {config.server_timeout_s:.0f} s. "
                     f"{_SECTION}.server_timeout_s sets how long to wait."
                 ) from error
+        self._calls = self._calls_of_engine(self._engine)
+        if lora_rank:
+            self._calls["/v1/load_lora_adapter"] = self._load_adapter
+            self._calls["/v1/unload_lora_adapter"] = self._unload_adapter
         atexit.register(self.close)
         self.call("/collective_rpc", {"method": END_WITH, "kwargs": {"process": os.getpid()}})
 
@@ -252,13 +237,13 @@ class InProcessVLLM(VLLMServer):
     ) -> tuple[int, Any]:
         """Implement `Server.ask` by a call on the engine."""
         parts = urlsplit(path)
-        route = self._routes.get(parts.path)
-        if route is None:
+        answer = self._calls.get(parts.path)
+        if answer is None:
             return 404, "no such call"
 
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         try:
-            return 200, self._run(route({**query, **(body or {})}), timeout_s)
+            return 200, self._run(_awaited(answer, {**query, **(body or {})}), timeout_s)
         except Exception as error:  # vLLM's errors have no common class
             if type(error).__name__ == "EngineDeadError":
                 raise RolloutError(
@@ -271,21 +256,38 @@ class InProcessVLLM(VLLMServer):
     def _run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
-    async def _answer_version(self, body: Mapping[str, Any]) -> Any:
-        return {"version": self._vllm.__version__}
+    def _calls_of_engine(self, engine: Any) -> dict[str, Callable[[dict[str, Any]], Any]]:
+        """Return the function of the request's body that answers each path, awaited or at once."""
+        return {
+            "/version": lambda _: {"version": self._vllm.__version__},
+            "/v1/models": self._models,
+            "/tokenize": self._tokens,
+            "/inference/v1/generate": self._draw,
+            "/abort_requests": lambda body: engine.abort(body["request_ids"]),
+            "/pause": lambda body: engine.pause_generation(mode=body["mode"]),
+            "/resume": lambda _: engine.resume_generation(),
+            "/collective_rpc": lambda body: engine.collective_rpc(
+                body["method"], kwargs=body["kwargs"]
+            ),
+            "/reset_prefix_cache": self._reset_cache,
+            "/sleep": lambda body: engine.sleep(body["level"]),
+            "/wake_up": lambda body: engine.wake_up(body["tags"]),
+            "/weight_info": lambda _: {"weight_version": self._version},
+            "/update_weight_version": self._take_version,
+        }
 
-    async def _answer_models(self, body: Mapping[str, Any]) -> Any:
+    def _models(self, body: dict[str, Any]) -> Any:
         longest = self._engine.model_config.max_model_len
         own = {"id": self._model, "root": self._model, "max_model_len": longest}
         return {"data": [own, *({"id": name} for name in self._adapters_by_name)]}
 
-    async def _answer_tokens(self, body: Mapping[str, Any]) -> Any:
+    async def _tokens(self, body: dict[str, Any]) -> Any:
         tokenizer = self._engine.get_tokenizer()
         if inspect.isawaitable(tokenizer):
             tokenizer = await tokenizer
         return {"tokens": tokenizer.encode(body["prompt"], add_special_tokens=False)}
 
-    async def _answer_draw(self, body: Mapping[str, Any]) -> Any:
+    async def _draw(self, body: dict[str, Any]) -> Any:
         kinds = importlib.import_module("vllm.sampling_params")
         params = kinds.SamplingParams(
             **body["sampling_params"], output_kind=kinds.RequestOutputKind.FINAL_ONLY
@@ -314,45 +316,29 @@ class InProcessVLLM(VLLMServer):
         }
         return {"choices": [choice], "prompt_token_ids": output.prompt_token_ids}
 
-    async def _answer_abort(self, body: Mapping[str, Any]) -> Any:
-        await self._engine.abort(body["request_ids"])
-
-    async def _answer_pause(self, body: Mapping[str, Any]) -> Any:
-        await self._engine.pause_generation(mode=body["mode"])
-
-    async def _answer_resume(self, body: Mapping[str, Any]) -> Any:
-        await self._engine.resume_generation()
-
-    async def _answer_rpc(self, body: Mapping[str, Any]) -> Any:
-        return await self._engine.collective_rpc(body["method"], kwargs=body["kwargs"])
-
-    async def _answer_reset(self, body: Mapping[str, Any]) -> Any:
+    async def _reset_cache(self, body: dict[str, Any]) -> Any:
         running = "reset_running_requests" in body
         done = await self._engine.reset_prefix_cache(reset_running_requests=running)
         return {"success": done}
 
-    async def _answer_sleep(self, body: Mapping[str, Any]) -> Any:
-        await self._engine.sleep(body["level"])
-
-    async def _answer_wake(self, body: Mapping[str, Any]) -> Any:
-        await self._engine.wake_up(body["tags"])
-
-    async def _answer_weight_info(self, body: Mapping[str, Any]) -> Any:
-        return {"weight_version": self._version}
-
-    async def _answer_new_version(self, body: Mapping[str, Any]) -> Any:
+    def _take_version(self, body: dict[str, Any]) -> None:
         self._version = body["new_version"]
 
-    async def _answer_adapter(self, body: Mapping[str, Any]) -> Any:
+    async def _load_adapter(self, body: dict[str, Any]) -> None:
         lora = importlib.import_module("vllm.lora.request")
         number = 1 + max((each.lora_int_id for each in self._adapters_by_name.values()), default=0)
         request = lora.LoRARequest(body["lora_name"], number, body["lora_path"])
         await self._engine.add_lora(request)
         self._adapters_by_name[body["lora_name"]] = request
 
-    async def _answer_no_adapter(self, body: Mapping[str, Any]) -> Any:
+    async def _unload_adapter(self, body: dict[str, Any]) -> None:
         request = self._adapters_by_name.pop(body["lora_name"])
         await self._engine.remove_lora(request.lora_int_id)
+
+
+async def _awaited(answer: Callable[[dict[str, Any]], Any], body: dict[str, Any]) -> Any:
+    found = answer(body)
+    return await found if inspect.isawaitable(found) else found
 
 
 @contextmanager

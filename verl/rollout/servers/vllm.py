@@ -225,21 +225,14 @@ class VLLMServer(Server):
             return self._generate_from_pictures(prompt_ids, sampling, pictures, named)
         if self._route == _GENERATE:
             body = {"token_ids": list(prompt_ids), "sampling_params": dict(sampling), **named}
-            status, answer = self.ask("POST", _GENERATE, body, timeout_s=DRAW_S)
-            if status == 200 and isinstance(answer, dict):
+            answer = self._ask_to_draw(_GENERATE, body, absent=(403, 404))
+            if answer is not None:
                 return answer
-            self._check_adapter(status)
-            if status not in (403, 404):
-                raise self.refusal(_GENERATE, status, answer)
             self._route = _COMPLETIONS  # a server without --enable-scale-out
 
         flat = {**sampling, "prompt": list(prompt_ids), "return_token_ids": True, **named}
         flat.pop("detokenize", None)
-        status, answer = self.ask("POST", _COMPLETIONS, flat, timeout_s=DRAW_S)
-        if status == 200 and isinstance(answer, dict):
-            return answer
-        self._check_adapter(status)
-        raise self.refusal(_COMPLETIONS, status, answer)
+        return self._ask_to_draw(_COMPLETIONS, flat)
 
     def _generate_from_pictures(
         self,
@@ -256,11 +249,7 @@ class VLLMServer(Server):
             "sampling_params": dict(sampling),
             **named,
         }
-        status, answer = self.ask("POST", _GENERATE, body, timeout_s=DRAW_S)
-        if status != 200 or not isinstance(answer, dict):
-            self._check_adapter(status)
-            raise self.refusal(_GENERATE, status, answer)
-
+        answer = self._ask_to_draw(_GENERATE, body)
         read = answer.get("prompt_token_ids")
         if read != list(prompt_ids):
             count = "none" if read is None else len(read)
@@ -272,10 +261,19 @@ class VLLMServer(Server):
             )
         return answer
 
-    def _check_adapter(self, status: int) -> None:
-        """Raise AdapterLostError if a draw was refused because its adapter is not loaded."""
+    def _ask_to_draw(self, path: str, body: Mapping[str, Any], absent: Sequence[int] = ()) -> Any:
+        """Return the JSON object of a draw; None for a status in `absent`: there is no such route.
+
+        Raises AdapterLostError if the draw was refused because its adapter is not loaded.
+        """
+        status, answer = self.ask("POST", path, body, timeout_s=DRAW_S)
+        if status == 200 and isinstance(answer, dict):
+            return answer
         if status == 404 and self.adapter is not None and not self.weight_version():
             raise AdapterLostError(f"{self.name} does not have the adapter {self.adapter}.")
+        if status in absent:
+            return None
+        raise self.refusal(path, status, answer)
 
     def _versions(self, choice: Mapping[str, Any]) -> frozenset[str]:
         """Return the versions of the weights that drew a response."""
