@@ -4,16 +4,13 @@ import itertools
 import os
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
+from verl.single_controller.calls import Ranks
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
-from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_role
+from verl.single_controller.worker_group import DEADLINE_S, start_role
 from verl.utils.launcher import LAUNCHED_RANKS
 from verl.utils.rendezvous import LOOPBACK, free_port
-
-if TYPE_CHECKING:
-    from verl.single_controller.spmd import SpmdPool
 
 
 class Seat(Worker):
@@ -45,41 +42,17 @@ class Seat(Worker):
         os.environ.update(world)
 
 
-class SpmdPart:
-    """Some ranks of a launch, with roles that share their processes; implements `ResourcePool`."""
-
-    def __init__(self, pool: "SpmdPool", members: Sequence[int]) -> None:
-        self.pool = pool
-        self.members = list(members)
-        self.world_size = len(self.members)
-
-    def start(
-        self,
-        role: str,
-        worker_class: type[Worker],
-        *args: Any,
-        deadline_s: float = DEADLINE_S,
-        **kwargs: Any,
-    ) -> WorkerGroup:
-        """Build `worker_class(*args, **kwargs)` on all these ranks at once; return their group."""
-        return self.pool.start_on(self.members, role, worker_class, args, kwargs, deadline_s)
-
-    def shutdown(self) -> None:
-        """End all processes of the launch."""
-        self.pool.shutdown()
-
-
-def split_launch(pool: "SpmdPool", parts: Sequence[Sequence[int]]) -> list[SpmdPart]:
-    """Split a launch into disjoint parts.
+def split_launch(launch: Ranks, parts: Sequence[Sequence[int]]) -> None:
+    """Make disjoint parts of a launch worlds of their own.
 
     From then on RANK counts within a part, WORLD_SIZE is its size, and its first rank serves the
     rendezvous. LOCAL_RANK, which selects the device, stays.
     """
     ranks = list(itertools.chain(*parts))
     assert len(set(ranks)) == len(ranks), parts
-    seats = start_role(pool.ranks, "seat", Seat, (), {}, DEADLINE_S)
+    seats = start_role(launch, "seat", Seat, (), {}, DEADLINE_S)
     addresses = seats.address()
-    worlds: list[dict[str, str]] = [{} for _ in range(pool.world_size)]
+    worlds: list[dict[str, str]] = [{} for _ in range(launch.size)]
 
     for part in parts:
         host, port = addresses[part[0]]
@@ -87,11 +60,10 @@ def split_launch(pool: "SpmdPool", parts: Sequence[Sequence[int]]) -> list[SpmdP
             worlds[rank] = {
                 "RANK": str(number),
                 "WORLD_SIZE": str(len(part)),
-                LAUNCHED_RANKS: str(pool.world_size),
+                LAUNCHED_RANKS: str(launch.size),
                 "MASTER_ADDR": host,
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_USE_AGENT_STORE": "False",  # the agent's store is for all ranks
             }
 
     seats.join(worlds)
-    return [SpmdPart(pool, part) for part in parts]

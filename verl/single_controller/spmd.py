@@ -30,7 +30,7 @@ from verl.single_controller.calls import ANSWER_S, Lost, Ranks
 from verl.single_controller.dispatch import Arguments, each_argument
 from verl.single_controller.host import Host, OnTold, Raised, found_here
 from verl.single_controller.links import Links, Peer
-from verl.single_controller.parts import SpmdPart, split_launch
+from verl.single_controller.parts import split_launch
 from verl.single_controller.rank_thread import RankThread
 from verl.single_controller.spmd_rank import connect_all, launched_rank, serve
 from verl.single_controller.wire import Incoming, Kind, Outgoing
@@ -115,19 +115,18 @@ def join(connect_timeout_s: float = 300.0, silence_s: float = 300.0) -> "LocalPo
     if rank > 0:
         serve(rank, world_size, connect_timeout_s, silence_s)
         raise SystemExit(0)
-    return SpmdPool(SpmdRanks(*connect_all(world_size, connect_timeout_s)))
+    ranks = SpmdRanks(*connect_all(world_size, connect_timeout_s))
+    return SpmdPool(ranks, EndOfLaunch(ranks), range(world_size))
 
 
 class SpmdPool:
-    """All ranks of a launch. Ends with this process, or with `shutdown`."""
+    """All ranks of a launch, or a part of them. The launch ends with `shutdown`."""
 
-    def __init__(self, ranks: "SpmdRanks") -> None:
+    def __init__(self, ranks: "SpmdRanks", end: "EndOfLaunch", members: Sequence[int]) -> None:
         self.ranks = ranks
-        self.world_size = ranks.size
-        self._pid = os.getpid()
-        self._end_first()
-        if threading.current_thread() is threading.main_thread():
-            handle_sigterm(self._told_to_end)
+        self.members = list(members)
+        self.world_size = len(members)
+        self._end = end
 
     def start(
         self,
@@ -138,38 +137,37 @@ class SpmdPool:
         **kwargs: Any,
     ) -> WorkerGroup:
         """Build `worker_class(*args, **kwargs)` on every rank at once; return their group."""
-        return self.start_on(range(self.world_size), role, worker_class, args, kwargs, deadline_s)
-
-    def start_on(
-        self,
-        members: Sequence[int],
-        role: str,
-        worker_class: type[Worker],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        deadline_s: float,
-    ) -> WorkerGroup:
-        """Do the same as `start`, on some ranks."""
-        group = start_role(self.ranks, role, worker_class, args, kwargs, deadline_s, members)
-        self._end_first()
+        group = start_role(self.ranks, role, worker_class, args, kwargs, deadline_s, self.members)
+        self._end.come_first()
         return group
 
-    def split(self, parts: Sequence[Sequence[int]]) -> "list[SpmdPool] | list[SpmdPart]":
+    def split(self, parts: Sequence[Sequence[int]]) -> "list[SpmdPool]":
         """Return pools of disjoint parts of the ranks, each a world of its own.
 
         Call this before anything is started here.
         """
-        everyone = list(range(self.world_size))
-        if len(parts) == 1 and list(parts[0]) == everyone:
+        if len(parts) == 1 and list(parts[0]) == self.members:
             return [self]
-        return split_launch(self, parts)
+        split_launch(self.ranks, parts)
+        return [SpmdPool(self.ranks, self._end, part) for part in parts]
 
     def shutdown(self) -> None:
         """End the other ranks, once they are done with their calls; kill those that do not end."""
         self.ranks.end()
 
-    def _end_first(self) -> None:
-        """Move `_at_exit` to the front of the exit handlers.
+
+class EndOfLaunch:
+    """Ends the other ranks before this process does."""
+
+    def __init__(self, ranks: "SpmdRanks") -> None:
+        self.ranks = ranks
+        self._pid = os.getpid()
+        self.come_first()
+        if threading.current_thread() is threading.main_thread():
+            handle_sigterm(self._told_to_end)
+
+    def come_first(self) -> None:
+        """Move `_at_exit` to the front of the exit handlers, after others have been added.
 
         All ranks of a process group must end it together, so the other ranks must leave before this
         process does.
