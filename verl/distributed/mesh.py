@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.distributed.collectives import ALONE, Axis
 from verl.utils.errors import ConfigError
+from verl.utils.launcher import launched_rank
 from verl.utils.rendezvous import env_store
 
 _MEET_S = 1800.0  # PyTorch's own limit for ranks to find each other
@@ -159,16 +160,8 @@ def _start_process_group(device: torch.device, world_size: int) -> None:
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in needed if name not in os.environ]
-        if missing:
-            raise ConfigError(
-                f"WORLD_SIZE={world_size} says that several ranks were launched, but "
-                f"{' and '.join(missing)} of the environment are not set. Launch with torchrun, "
-                "which sets them, or unset WORLD_SIZE for one process."
-            )
+        rank, _ = launched_rank()
         store = dist.PrefixStore("default_pg", env_store(_MEET_S))
-        rank = int(os.environ["RANK"])
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
     # NCCL warns about leaked communicators when a process ends without this.

@@ -32,12 +32,12 @@ from verl.single_controller.host import Host, OnTold, Raised, found_here
 from verl.single_controller.links import Links, Peer
 from verl.single_controller.parts import split_launch
 from verl.single_controller.rank_thread import RankThread
-from verl.single_controller.spmd_rank import connect_all, launched_rank, serve
+from verl.single_controller.spmd_rank import connect_all, serve
 from verl.single_controller.wire import Incoming, Kind, Outgoing
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import DEADLINE_S, Background, WorkerGroup, start_role
 from verl.utils.errors import WorkerLostError
-from verl.utils.launcher import end_with_launcher
+from verl.utils.launcher import end_with_launcher, launched_rank
 from verl.utils.logging import logger
 from verl.utils.scratch import remove_scratch
 from verl.utils.sigterm import TERMINATED, handle_sigterm

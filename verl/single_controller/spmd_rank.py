@@ -16,31 +16,13 @@ from verl.single_controller.driver_watch import Pulse, exit_after_driver, watch_
 from verl.single_controller.host import Host
 from verl.single_controller.links import Door, Entrance, Peer, answer, connect, read_token
 from verl.single_controller.wire import Kind, Link
-from verl.utils.errors import ConfigError, WorkerLostError
+from verl.utils.errors import WorkerLostError
 from verl.utils.rendezvous import env_store, loopback_settings
 from verl.utils.scratch import hold_scratch, remove_scratch
 from verl.utils.sigterm import handle_sigterm
 
 # Time after SIGTERM for the driver to ask this rank for its stacks.
 _TERM_GRACE_S = 5.0
-
-
-def launched_rank() -> tuple[int, int]:
-    """Return (rank, world size) from the environment; (0, 1) in a process without a launcher.
-
-    Raises ConfigError if torchrun's variables are incomplete.
-    """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
-        return 0, 1
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"WORLD_SIZE={world_size} says that several ranks were launched, but "
-            f"{' and '.join(missing)} of the environment are not set. Launch with torchrun, which "
-            "sets them, or unset WORLD_SIZE for one process."
-        )
-    return int(os.environ["RANK"]), world_size
 
 
 def _store(world_size: int, timeout_s: float) -> PrefixStore:

@@ -1,4 +1,4 @@
-"""End a rank together with the process that launched it."""
+"""The process that launched this one: the rank that it gives, and its end."""
 
 import atexit
 import contextlib
@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+from verl.utils.errors import ConfigError
 from verl.utils.sigterm import TERMINATED
 
 # In the environment of a launch that was divided: its ranks; WORLD_SIZE is then that of a part.
@@ -41,6 +42,24 @@ def end_with_launcher() -> None:
     # The signal may end the process before the thread notices.
     atexit.register(_report_at_exit, launcher, reported)
     threading.Thread(target=_watch, args=(launcher, reported), name=_THREAD, daemon=True).start()
+
+
+def launched_rank() -> tuple[int, int]:
+    """Return (rank, world size) from the environment; (0, 1) in a process without a launcher.
+
+    Raises ConfigError if torchrun's variables are incomplete.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        return 0, 1
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size} says that several ranks were launched, but "
+            f"{' and '.join(missing)} of the environment are not set. Launch with torchrun, which "
+            "sets them, or unset WORLD_SIZE for one process."
+        )
+    return int(os.environ["RANK"]), world_size
 
 
 def _watched_by_this_process() -> bool:
