@@ -12,6 +12,7 @@ from verl.distributed.peers import PeerGroup
 from verl.utils.errors import RolloutError
 from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.buckets import (
+    SLOTS,
     End,
     Piece,
     Unpacker,
@@ -21,8 +22,6 @@ from verl.weight_sync.buckets import (
     to_message,
 )
 from verl.weight_sync.fingerprint import FingerprintLog
-
-_SLOTS = 2
 
 
 class BroadcastSender:
@@ -50,12 +49,12 @@ class BroadcastSender:
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
         """Send as `WeightSender.send` describes."""
-        slots = new_slots(self._bucket_bytes, _SLOTS, self._device)
+        slots = new_slots(self._bucket_bytes, self._device)
         works: deque[Any] = deque()
 
         def free_slots() -> Iterator[Tensor]:
             for slot in itertools.cycle(slots):
-                if len(works) == _SLOTS:
+                if len(works) == SLOTS:
                     works.popleft().wait()
                 yield slot
 
@@ -67,8 +66,7 @@ class BroadcastSender:
                 work.wait()
             end = End(None if log is None else log.read())
         except Exception as error:
-            # Without an end, the receivers would wait forever.
-            self._finish(End(fault=f"{type(error).__name__}: {error}"))
+            self._finish(End.after(error))
             raise
 
         faults = [fault for fault in self._finish(end) if fault]
@@ -102,9 +100,7 @@ class BroadcastReceiver:
             work.wait()
             yield from unpacker.unpack(bucket, pieces)
 
-        if coming.fault is not None:
-            raise RolloutError(f"The trainer did not send all weights. {coming.fault}")
-        self._fingerprints = coming.fingerprints
+        self._fingerprints = coming.proof()
 
     def expected(self) -> Mapping[str, int] | None:
         """Return the sender's fingerprints, as `WeightReceiver.expected` describes."""

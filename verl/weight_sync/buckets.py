@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from verl.utils.arithmetic import round_up
+from verl.utils.errors import RolloutError
 from verl.weight_sync.base import NamedTensors
 
+SLOTS = 2  # buckets, of which one is filled while the other is read
 _ALIGNMENT = 256  # bytes: where a tensor starts in a bucket
 
 
@@ -31,6 +33,20 @@ class End(NamedTuple):
 
     fingerprints: dict[str, int] | None = None
     fault: str | None = None  # why the sender could not send everything
+
+    @classmethod
+    def after(cls, error: Exception) -> "End":
+        """Return the end of a hand-over that an error of the sender has stopped.
+
+        Without an end, the receivers would wait forever.
+        """
+        return cls(fault=f"{type(error).__name__}: {error}")
+
+    def proof(self) -> dict[str, int] | None:
+        """Return the sender's fingerprints. Raises RolloutError if it did not send everything."""
+        if self.fault is not None:
+            raise RolloutError(f"The trainer did not send all weights. {self.fault}")
+        return self.fingerprints
 
 
 def to_message(content: list[Piece] | End) -> Any:
@@ -102,10 +118,10 @@ def travel_dtype(tensor: Tensor, receivers: torch.dtype | None) -> torch.dtype:
     return receivers if receivers.itemsize < tensor.itemsize else tensor.dtype
 
 
-def new_slots(num_bytes: int, count: int, device: torch.device) -> Sequence[Tensor]:
-    """Allocate `count` buckets, each aligned for tensors of any dtype."""
+def new_slots(num_bytes: int, device: torch.device) -> Sequence[Tensor]:
+    """Allocate the buckets, each aligned for tensors of any dtype."""
     size = slot_bytes(num_bytes)
-    return torch.empty(count * size, dtype=torch.uint8, device=device).split(size)
+    return torch.empty(SLOTS * size, dtype=torch.uint8, device=device).split(size)
 
 
 def slot_bytes(num_bytes: int) -> int:

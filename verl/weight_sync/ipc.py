@@ -25,11 +25,10 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verl.utils.errors import RolloutError
 from verl.weight_sync.base import NamedTensors
-from verl.weight_sync.buckets import End, Piece, Unpacker, pack, slot_bytes
+from verl.weight_sync.buckets import SLOTS, End, Piece, Unpacker, pack, slot_bytes
 from verl.weight_sync.choice import device_of, gpu_uuid
 from verl.weight_sync.fingerprint import FingerprintLog
 
-_SLOTS = 2
 _GONE = "The rollout process ended while weights were handed over to it."
 
 
@@ -80,14 +79,14 @@ class SharedMemorySender:
         bucket_bytes = slot_bytes(bucket_bytes)
 
         if device.type == "cuda":
-            memory = torch.empty(_SLOTS * bucket_bytes, dtype=torch.uint8, device=device)
+            memory = torch.empty(SLOTS * bucket_bytes, dtype=torch.uint8, device=device)
             rebuild, handle = reduce_tensor(memory)
             device_at = list(inspect.signature(rebuild).parameters).index("storage_device")
             for connection in connections:
                 connection.send(_Memory(bucket_bytes, gpu_uuid(device), handle, device_at))
         else:
-            descriptor = _new_file(_SLOTS * bucket_bytes)
-            memory = _map(descriptor, _SLOTS * bucket_bytes, pin=pin)
+            descriptor = _new_file(SLOTS * bucket_bytes)
+            memory = _map(descriptor, SLOTS * bucket_bytes, pin=pin)
             for connection in connections:
                 connection.send(_Memory(bucket_bytes))
                 peer = connection.recv()
@@ -103,7 +102,7 @@ class SharedMemorySender:
         unread: deque[int] = deque()  # slots that some receiver may still read
 
         def free_slots() -> Iterator[Tensor]:
-            for slot in itertools.cycle(range(_SLOTS)):
+            for slot in itertools.cycle(range(SLOTS)):
                 if slot in unread:
                     self._receive()
                     unread.popleft()
@@ -111,14 +110,13 @@ class SharedMemorySender:
 
         try:
             filled = pack(named_tensors, free_slots(), self._dtype)
-            for slot, (_, pieces) in zip(itertools.cycle(range(_SLOTS)), filled):
+            for slot, (_, pieces) in zip(itertools.cycle(range(SLOTS)), filled):
                 self._wait()
                 self._send(_Filled(slot, pieces))
                 unread.append(slot)
             end = End(None if log is None else log.read())
         except Exception as error:
-            # Without an end, the receivers would wait forever.
-            self._finish(End(fault=f"{type(error).__name__}: {error}"), len(unread))
+            self._finish(End.after(error), len(unread))
             raise
 
         _raise_faults(self._finish(end, len(unread)))
@@ -174,7 +172,7 @@ class SharedMemoryReceiver:
 
         self._connection.send(os.getpid())
         descriptor = recv_handle(self._connection)
-        memory = _map(descriptor, _SLOTS * shared.bucket_bytes, pin=device.type == "cuda")
+        memory = _map(descriptor, SLOTS * shared.bucket_bytes, pin=device.type == "cuda")
         os.close(descriptor)
         return memory
 
@@ -192,9 +190,7 @@ class SharedMemoryReceiver:
             self._wait()  # the engine's copies out of this bucket
             self._connection.send(message.slot)
 
-        if message.fault is not None:
-            raise RolloutError(f"The trainer did not send all weights. {message.fault}")
-        self._fingerprints = message.fingerprints
+        self._fingerprints = message.proof()
 
     def expected(self) -> Mapping[str, int] | None:
         """Return the sender's fingerprints, as `WeightReceiver.expected` describes."""
