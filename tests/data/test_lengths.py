@@ -7,7 +7,7 @@ import pytest
 
 from tests.data.rows import make_row, make_rows
 from verl.config import DataConfig
-from verl.data import RLDataset
+from verl.data import RLDataset, files
 from verl.data import lengths as module
 
 
@@ -82,7 +82,7 @@ def test_lengths_do_not_depend_on_the_chunk_size(tokenizer, monkeypatch):
     conversations = [make_row(0, "x" * n)["prompt"] for n in (5, 1, 9, 0, 3)]
     expected = [n + 3 for n in (5, 1, 9, 0, 3)]
     for chunk in (1, 2, 5):
-        monkeypatch.setattr(module, "_CHUNK", chunk)
+        monkeypatch.setattr(files, "_CHUNK", chunk)
         got = module.prompt_lengths(
             tokenizer, conversations, count=5, key=f"chunk{chunk}", name="test"
         )

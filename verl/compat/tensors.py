@@ -32,11 +32,7 @@ def logprobs_from_logits(
     return chosen - logits.logsumexp(-1)
 
 
-def logprobs_from_logits_naive(
-    logits: Float[Tensor, "*tokens V"], labels: Int[Tensor, "*tokens"]
-) -> Float[Tensor, "*tokens"]:
-    """Call `logprobs_from_logits`."""
-    return logprobs_from_logits(logits, labels)
+logprobs_from_logits_naive = logprobs_from_logits
 
 
 def log_probs_from_logits_response(

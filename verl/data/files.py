@@ -25,6 +25,7 @@ FORMATS = (
 # Names of each split in a `save_to_disk` folder with several splits; the first one found is used.
 SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
 _MARKERS = ("dataset_dict.json", "state.json")  # every `save_to_disk` folder has one of them
+_CHUNK = 1000  # rows that are encoded in one call
 _GZIP = b"\x1f\x8b"  # the first bytes of a file packed by gzip
 
 # Raised by `datasets` if the JSON files of a `save_to_disk` folder were changed.
@@ -168,16 +169,14 @@ def encoded_in_chunks(
     file: str | Path,
     rows: Iterable[Row],
     encode: Callable[[list[Row]], list[Encoded]],
-    *,
-    chunk: int,
 ) -> Iterator[Encoded]:
-    """Encode the rows of a file, `chunk` rows a call.
+    """Encode the rows of a file, many of them in one call.
 
     Raises DataError with the number of the first row that `encode` refuses.
     """
     rest = iter(rows)
     start = 0
-    while many := list(islice(rest, chunk)):
+    while many := list(islice(rest, _CHUNK)):
         try:
             encoded = encode(many)
         except DataError:

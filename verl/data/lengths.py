@@ -18,7 +18,6 @@ from verl.utils.whole_file import whole_file
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHUNK = 1000  # conversations tokenized in one call
 _DIGEST_BYTES = 32
 
 
@@ -55,9 +54,7 @@ def prompt_lengths(
         return cached
 
     start = time.perf_counter()
-    encoded = encoded_in_chunks(
-        name, conversations, partial(encode_conversations, tokenizer), chunk=_CHUNK
-    )
+    encoded = encoded_in_chunks(name, conversations, partial(encode_conversations, tokenizer))
 
     lengths = np.fromiter(map(len, encoded), dtype=np.int32)
     assert len(lengths) == count

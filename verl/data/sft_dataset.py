@@ -40,7 +40,6 @@ from verl.utils.logging import logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHUNK = 1000  # conversations tokenized in one call
 # A template that marks the assistant's text itself.
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -341,7 +340,7 @@ class SFTDataset(Dataset):
         read = self._dialogues if self.config.multiturn.enable else self._pairs
         conversations = read(file, rows)
         encode_many = partial(self._encode, Path(file).parent)
-        return encoded_in_chunks(file, conversations, encode_many, chunk=_CHUNK)
+        return encoded_in_chunks(file, conversations, encode_many)
 
     def _encode(self, folder: Path, conversations: Sequence[Conversation]) -> list[Example]:
         """Tokenize conversations, with the tokens of their pictures."""

@@ -9,7 +9,6 @@ threads. When too many calls are abandoned, calls move to processes, which can b
 import asyncio
 import contextvars
 import functools
-import inspect
 import math
 import threading
 import time
@@ -22,7 +21,7 @@ import torch
 from verl.rewards.coroutines import Coroutines, start_loop
 from verl.rewards.deadline import call_ends
 from verl.rewards.helper import HelperTimeout
-from verl.rewards.origin import runs_here, uses_signals
+from verl.rewards.origin import is_coroutine_function, runs_here, uses_signals
 from verl.rewards.outcome import Arguments, Outcome
 from verl.rewards.processes import ProcessFunction, pack_call
 from verl.rewards.watch import THREAD_NAME, LateCall, LockWatch, forbid_exit, interrupt
@@ -55,9 +54,7 @@ class Caller:
     def __init__(self, function: Callable[..., Any], timeout_s: float) -> None:
         self.function = function
         self.timeout_s = timeout_s
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004  (not a test for callability)
-        )
+        self.is_async = is_coroutine_function(function)
         self.in_caller = not self.is_async and uses_signals(function)
         self._hanging: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -32,6 +32,12 @@ def rules_of_users() -> list[Rule]:
     return [rule for rule in rules if not _is_ours(module_name(rule))]
 
 
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
+    """Return whether the calls of a function, or of a callable object, must be awaited."""
+    method = getattr(function, "__call__", None)  # noqa: B004  (not a test for callability)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
+
+
 def module_name(function: Any) -> str:
     """Return the name of the module that defines a function, or the class of a callable object."""
     target = inspect.unwrap(getattr(function, "func", function))

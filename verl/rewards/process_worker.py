@@ -30,7 +30,9 @@ def main() -> None:
 
     first = json.loads(requests.readline())
     sys.path[:] = first["path"]
-    from verl.rewards.processes import pack, unpack  # after the search path is set
+    # after the search path is set
+    from verl.rewards.origin import is_coroutine_function
+    from verl.rewards.processes import pack, unpack
 
     try:
         function = _load(first, unpack)
@@ -38,10 +40,8 @@ def main() -> None:
         print(json.dumps(["error", pack(_with_traceback(error))]), file=answers)
         return
 
-    call_method = getattr(function, "__call__", None)  # noqa: B004
     facts = {
-        "is_async": inspect.iscoroutinefunction(function)
-        or inspect.iscoroutinefunction(call_method),
+        "is_async": is_coroutine_function(function),
         "max_concurrent": int(getattr(function, "max_concurrent", 1)),
     }
     print(json.dumps(["ready", facts]), file=answers)

@@ -116,7 +116,8 @@ class Answers:
         is_flat = (lowest == highest)[group_of]
 
         widest = int(lengths.max())
-        width = self._config_value(number, "data.max_response_length") or widest
+        data = self.runs[number].config.get("data", {})
+        width = data.get("max_response_length") or widest
         columns: dict[str, Any] = {
             "group": uids,
             "score": _rounded(scores),
@@ -128,7 +129,7 @@ class Answers:
             "response": _excerpts(table["response"]),
         }
         if "advantages" in table.column_names:
-            columns["advantage"] = _rounded(_masked_mean(table, "advantages", mask))
+            columns["advantage"] = _rounded(_mean_advantages(table, mask))
         if {"rollout_log_probs", "old_log_probs"} <= set(table.column_names):
             columns["mismatch"] = _rounded(_largest_gap(table, mask))
         return {"rows": len(samples), "columns": columns, "widest": widest}
@@ -200,14 +201,6 @@ class Answers:
     def _samples(self, number: int, step: int) -> StepSamples:
         path = self._run(number).samples_file(step)
         return self._read(path, path.stat().st_mtime_ns)
-
-    def _config_value(self, number: int, key: str) -> Any:
-        value: Any = self.runs[number].config
-        for part in key.split("."):
-            if not isinstance(value, dict) or part not in value:
-                return None
-            value = value[part]
-        return value
 
 
 def _read_file(path: Path, changed_ns: int) -> StepSamples:
@@ -282,10 +275,10 @@ def _offsets_and_values(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndar
     return column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False)
 
 
-def _masked_mean(table: pa.Table, name: str, mask: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Average the values of each row over its tokens with mask 1."""
+def _mean_advantages(table: pa.Table, mask: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Average the advantages of each row over its tokens with mask 1."""
     offsets, counted = mask
-    _, values = _offsets_and_values(table, name)
+    _, values = _offsets_and_values(table, "advantages")
     kept = np.where(counted > 0, values, 0.0)
     sums = np.concatenate([[0.0], np.cumsum(kept)])
     counts = np.concatenate([[0], np.cumsum(counted > 0)])
