@@ -2,33 +2,37 @@
 
 import os
 import time
-import types
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
-from ray import cloudpickle
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.client import ray as ray_client
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
 
-from verl.protocol import DataProto
 from verl.single_controller.breadcrumbs import Progress, read_breadcrumbs, read_progress
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
-from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import OnTold, Raised
 from verl.single_controller.links import Links
+from verl.single_controller.ray_calls import (
+    REFERENCES,
+    ROWS,
+    Reply,
+    answer_of,
+    answers_in_time,
+    holds,
+    on_node,
+    shared_call,
+)
 from verl.single_controller.ray_control import ControlWatch
 from verl.single_controller.ray_process import (
-    Call,
     HandedOn,
     Place,
     RankProcess,
@@ -47,41 +51,6 @@ _CHECK_S = 2.0  # between checks of Ray's own processes while a call runs
 _LEAVE_S = 20.0  # for a rank to finish its current call, once the driver is done
 _START_S = 300.0  # for Ray to start all processes, and for them to import this package
 _READ_S = 10.0  # for a task on a node without an answering rank: Ray starts a process for it
-
-Key = TypeVar("Key", int, str)
-
-
-class Reply:
-    """Reply to a call of an actor, which may still be running."""
-
-    def __init__(self, actor: Any, call: Any, on_told: OnTold) -> None:
-        self.actor = actor
-        self.on_told = on_told
-        self.value: Any = None
-        self.reference, self.ended = actor.run.remote(call)
-        self._asked: Any = None
-
-    def take(self, answer: Any) -> Raised | Lost | None:
-        """Keep the answer of the call; return how the call ended."""
-        if isinstance(answer, Raised | Lost):
-            return answer
-        self.value = answer
-        return None
-
-    def hear(self) -> None:
-        """Pass the values of `tell` that have arrived to `on_told`, and ask for more."""
-        if self.on_told is None:
-            return
-
-        if self._asked is not None:
-            arrived, _ = ray.wait([self._asked], timeout=0)
-            if not arrived:
-                return
-            answer = _answer(self._asked)
-            if isinstance(answer, list):  # otherwise the rank is lost, which `wait` reports
-                for value in answer:
-                    self.on_told(value)
-        self._asked = self.actor.take_told.remote()
 
 
 def forwarded() -> dict[str, str]:
@@ -185,7 +154,7 @@ class RayRanks:
         for share in arguments.values():
             calls[id(share)] = (role, method, *share, is_heard)
         if len(calls) < len(arguments):
-            calls = {key: _shared(call) for key, call in calls.items()}
+            calls = {key: shared_call(call) for key, call in calls.items()}
 
         replies: dict[int, Any] = {}
         for rank, share in arguments.items():
@@ -205,7 +174,7 @@ class RayRanks:
             return None
         different = {id(share): share for share in arguments.values()}
         for args, kwargs in different.values():
-            if _holds(_ROWS + _REFERENCES, args, kwargs):
+            if holds(ROWS + REFERENCES, args, kwargs):
                 return None
 
         before = [self._unfinished[rank] for rank in arguments.keys() & self._unfinished.keys()]
@@ -237,7 +206,7 @@ class RayRanks:
             done, _ = ray.wait(list(ranks), num_returns=len(ranks), timeout=timeout)
             for reference in done:
                 rank = ranks[reference]
-                ended[rank] = waiting.pop(rank).take(_answer(reference))
+                ended[rank] = waiting.pop(rank).take(answer_of(reference))
             if left <= 0:
                 break
         return ended
@@ -298,7 +267,7 @@ class RayRanks:
         if asked:
             done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
         for rank, reference in asked.items():
-            answer = _answer(reference) if reference in done else None
+            answer = answer_of(reference) if reference in done else None
             if isinstance(answer, Lost):
                 self._reasons[rank] = answer
             else:  # the actor is alive
@@ -324,7 +293,7 @@ class RayRanks:
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
         asked = {rank: actor.whereabouts.remote() for rank, actor in enumerate(self.actors)}
-        answers = _answered(asked, timeout_s)
+        answers = answers_in_time(asked, timeout_s)
         self._silent = asked.keys() - answers.keys()
         self._notes = {}
         for _, notes in answers.values():
@@ -344,8 +313,8 @@ class RayRanks:
                 "%g s to read its last breadcrumb.",
                 *(first, self.describe(first), _READ_S),
             )
-        asked = {node: _on_node(node, read_breadcrumbs, self.folder) for node in nodes}
-        answers = _answered(asked, _READ_S)
+        asked = {node: on_node(node, read_breadcrumbs, self.folder) for node in nodes}
+        answers = answers_in_time(asked, _READ_S)
         self._silent_nodes = nodes - answers.keys()
         for notes in answers.values():
             self._notes |= notes
@@ -378,7 +347,7 @@ class RayRanks:
                 neighbors[rank] = neighbor
                 pid = self.places[rank].pid
                 asked[rank] = self.actors[neighbor].kill_neighbor.remote(pid)
-        killed = _answered(asked, ANSWER_S).keys()
+        killed = answers_in_time(asked, ANSWER_S).keys()
 
         left = stopped - killed
         for rank in neighbors.keys() - killed:
@@ -387,11 +356,11 @@ class RayRanks:
         waited = {}
         for rank in left:
             place = self.places[rank]
-            task = _on_node(place.node_id, kill_rank, place.pid)
+            task = on_node(place.node_id, kill_rank, place.pid)
             # A machine that has just been silent for so long gets its task, and no further wait.
             if place.node_id not in self._silent_nodes:
                 waited[rank] = task
-        for rank in sorted(left - _answered(waited, _READ_S).keys()):
+        for rank in sorted(left - answers_in_time(waited, _READ_S).keys()):
             logger.warning(
                 "Rank %d (%s) could not be ended: nothing on its machine did so within %g s. If it "
                 "still runs, it keeps its memory: kill -9 %d there.",
@@ -443,63 +412,3 @@ def _environments(places: Sequence[Place]) -> list[dict[str, str]]:
         environment["MASTER_ADDR"] = places[0].address if len(ranks_on_node) > 1 else LOOPBACK
         environment["MASTER_PORT"] = str(places[0].free_port)
     return environments
-
-
-def _on_node(node: str, function: types.FunctionType, *args: Any) -> Any:
-    """Run a function on a node; return the reference of its answer."""
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    # Send the function as code. To look it up by name, the process would first have to import
-    # torch, which takes seconds.
-    by_value = types.FunctionType(function.__code__, function.__globals__, function.__name__)
-    by_value.__module__ = "__main__"
-    task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)  # pyright: ignore
-    return task(by_value).remote(*args)
-
-
-def _answered(asked: Mapping[Key, Any], timeout_s: float) -> dict[Key, Any]:
-    """Return the answers that come in time and are no errors."""
-    if not asked:
-        return {}
-    keys = {reference: key for key, reference in asked.items()}
-    done, _ = ray.wait(list(keys), num_returns=len(keys), timeout=timeout_s)
-
-    answers = {}
-    for reference in done:
-        answer = _answer(reference)
-        if not isinstance(answer, Raised | Lost):
-            answers[keys[reference]] = answer
-    return answers
-
-
-def _answer(reference: Any) -> Any:
-    """Return the value of a reference that has arrived, or the reason if it has none."""
-    try:
-        return ray.get(reference)
-    except RayTaskError as error:  # an argument or the answer could not be pickled
-        return Raised(str(error.cause), str(error), None)
-    except RayError as error:
-        # Drop Ray's list of possible causes, which is a page long.
-        reason = str(error).split("Some common causes")[0]
-        return Lost(" ".join(reason.split()))
-
-
-def _shared(call: Call) -> Any:
-    """Prepare a call that several ranks get, so that it is pickled once.
-
-    A call with rows goes to Ray's store. Ray would pickle any other call for every rank, an eighth
-    of the time of a small call. Only references must be pickled by Ray, which counts them.
-    """
-    _, _, args, kwargs, _ = call
-    if _holds(_ROWS, args, kwargs):
-        return ray.put(call)
-    if _holds(_REFERENCES, args, kwargs):
-        return call
-    return cloudpickle.dumps(call)
-
-
-_ROWS = (DataProto,)
-_REFERENCES = (HandedOn, DataProtoFuture, ray.ObjectRef)
-
-
-def _holds(kinds: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(value, kinds) for value in (*args, *kwargs.values()))
