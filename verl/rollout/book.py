@@ -145,6 +145,13 @@ class Group:
         return self.born, self.serial
 
 
+# Attributes of the books that a checkpoint has as they are.
+_COUNTERS = (
+    *("version", "next_step", "admitted"),
+    *("discarded_groups", "discarded_tokens", "replayed_episodes"),
+)
+
+
 class Book:
     """The groups of a run, from admission to consumption.
 
@@ -361,25 +368,14 @@ class Book:
                 }
             )
 
-        return {
-            "version": self.version,
-            "next_step": self.next_step,
-            "admitted": self.admitted,
-            "discarded_groups": self.discarded_groups,
-            "discarded_tokens": self.discarded_tokens,
-            "replayed_episodes": self.replayed_episodes + half_played,
-            "groups": groups,
-        }
+        state = {name: getattr(self, name) for name in _COUNTERS}
+        state["replayed_episodes"] += half_played
+        return {**state, "groups": groups}
 
     def load_state_dict(self, state: dict[str, Any], payloads: Sequence[Any]) -> None:
         """Undo `state_dict`; `payloads` has one entry for each of its groups."""
-        self.version = state["version"]
-        self.next_step = state["next_step"]
-        self.admitted = state["admitted"]
-        self.discarded_groups = state["discarded_groups"]
-        self.discarded_tokens = state["discarded_tokens"]
-        self.replayed_episodes = state["replayed_episodes"]
-
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
         self.groups = []
         self._by_id = {}
         for saved, payload in zip(state["groups"], payloads, strict=True):
