@@ -9,11 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from verl.config.generation import PLACE_AND_SPEED, SHARED, GenerationConfig
 from verl.config.keys import keys_of, value_at
-from verl.config.rollout import RolloutConfig
 from verl.data.files import ArrowRows
 from verl.data.lengths import tokenizer_fingerprint
 from verl.data.rl_dataset import RLDataset
@@ -21,11 +19,10 @@ from verl.data.toy import TOY, toy_files
 from verl.jobs.finished_batches import FinishedBatches, require_writable
 from verl.models.load import resolve_path
 from verl.protocol import DataProto
-from verl.rollout import check_engine, check_engine_service
 from verl.trainer import setup
 from verl.trainer.pools import join_pool
-from verl.utils.devices import describe_device, visible_device
-from verl.utils.errors import ConfigError, DataError
+from verl.utils.devices import describe_device
+from verl.utils.errors import DataError
 from verl.utils.logging import logger
 from verl.workers import RolloutWorker
 
@@ -69,15 +66,6 @@ class Prompts(RLDataset):
         return table
 
 
-def _check_engine(rollout: RolloutConfig) -> None:
-    """Raise ConfigError, with this program's names of keys, for unsupported settings."""
-    try:
-        check_engine(rollout)
-        check_engine_service(rollout)
-    except ConfigError as error:
-        raise ConfigError(SHARED.names_here(str(error))) from error
-
-
 def generate(config: GenerationConfig) -> None:
     """Generate responses for every prompt.
 
@@ -89,12 +77,7 @@ def generate(config: GenerationConfig) -> None:
     require_writable(output)
     train = SHARED.as_train_config(config)
     rollout = train.actor_rollout_ref.rollout
-    if config.trainer.num_threads is not None:
-        torch.set_num_threads(config.trainer.num_threads)
-
-    device = visible_device(config.trainer.device)
-    setup.load_user_code(train)
-    _check_engine(rollout)
+    device = setup.prepare_for_generation(config.trainer, train)
     pool = join_pool(train, device)
 
     tokenizer = setup.build_tokenizer(train)

@@ -5,22 +5,22 @@ import os
 import secrets
 import signal
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from verl.agents.boundary import ChatBoundary
 from verl.agents.formats import recognise_format, tool_format
 from verl.agents.gateway.served import ServedBackend, ServedEngine
 from verl.agents.gateway.server import GatewayServer
 from verl.agents.gateway.wording import Wording
+from verl.config.rollout import RolloutConfig
 from verl.config.serve import SHARED, ServeConfig
 from verl.config.train import TrainConfig
 from verl.models.load import load_model_config
-from verl.rollout import RolloutEngine, Room, check_engine, check_engine_service, generate
+from verl.rollout import RolloutEngine, Room, generate
 from verl.rollout.types import Request, SamplingParams
 from verl.trainer import setup
-from verl.utils.devices import describe_device, visible_device
+from verl.utils.devices import describe_device
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 from verl.workers import RolloutWorker
@@ -53,13 +53,7 @@ def build_backend(config: ServeConfig) -> ServedBackend:
     """Load tokenizer and model, and make the engine and its backend."""
     train = SHARED.as_train_config(config)
     rollout = train.actor_rollout_ref.rollout
-    if config.trainer.num_threads is not None:
-        torch.set_num_threads(config.trainer.num_threads)
-    device = visible_device(config.trainer.device)
-    setup.load_user_code(train)
-    check_engine(rollout)
-    check_engine_service(rollout)
-
+    device = setup.prepare_for_generation(config.trainer, train)
     rollout.max_model_len = _most_tokens(train)
     tokenizer = setup.build_tokenizer(train)
     parse = _tool_parser(config, tokenizer)
@@ -78,7 +72,7 @@ def build_backend(config: ServeConfig) -> ServedBackend:
     return ServedBackend(
         ServedEngine(engine, seed=rollout.seed),
         Wording(tokenizer, boundary, parse),
-        params=_default_params(train),
+        params=_default_params(rollout),
         max_model_len=rollout.max_model_len,
         api_key=api_key,
         model=config.server.model_name or str(config.model.path),
@@ -136,18 +130,11 @@ def _tool_parser(config: ServeConfig, tokenizer: Any) -> Any:
         raise ConfigError(message) from error
 
 
-def _default_params(train: TrainConfig) -> SamplingParams:
+def _default_params(rollout: RolloutConfig) -> SamplingParams:
     """Return the sampling parameters of requests that name none."""
-    rollout = train.actor_rollout_ref.rollout
-    return SamplingParams(
-        max_new_tokens=rollout.max_model_len or MOST_TOKENS,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k or -1,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        stop=tuple(rollout.stop),
-        stop_token_ids=tuple(rollout.stop_token_ids),
-    )
+    params = setup.sampling_params(rollout)
+    most = rollout.max_model_len or MOST_TOKENS
+    return replace(params, max_new_tokens=most, top_k=rollout.top_k or -1)
 
 
 async def _serve_until_interrupted(config: ServeConfig) -> None:

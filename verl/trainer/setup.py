@@ -31,6 +31,7 @@ from verl.rollout import (
 )
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import SamplingParams
+from verl.utils.devices import visible_device
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.imports import import_user_code
 from verl.utils.limits import make_writable
@@ -50,6 +51,24 @@ def load_user_code(config: TrainConfig) -> None:
     """Import the modules or .py files that `model.external_lib` of the roles names."""
     roles = (config.actor_rollout_ref, config.critic, config.reward_model)
     import_user_code(*(role.model.external_lib for role in roles))
+
+
+def prepare_for_generation(trainer: Any, config: TrainConfig) -> torch.device:
+    """Prepare this process for a job that only generates; return the device.
+
+    Args:
+        trainer: the job's own section, with `num_threads` and `device`.
+        config: the job's settings in a configuration of training.
+
+    Raises ConfigError for settings that the rollout engine does not support.
+    """
+    if trainer.num_threads is not None:
+        torch.set_num_threads(trainer.num_threads)
+    device = visible_device(trainer.device)
+    load_user_code(config)
+    check_engine(config.actor_rollout_ref.rollout)
+    check_engine_service(config.actor_rollout_ref.rollout)
+    return device
 
 
 def check_names(config: TrainConfig) -> None:
