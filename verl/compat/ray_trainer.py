@@ -14,6 +14,7 @@ from verl.config.keywords import config_from_keywords
 from verl.data import RLDataLoader
 from verl.data.collate import columns_of
 from verl.single_controller import Worker
+from verl.single_controller.worker import undecorated
 from verl.trainer import setup
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.utils.errors import ConfigError
@@ -231,7 +232,7 @@ def _worker_classes(mapping: Mapping[Any, Any]) -> dict[str, type[Worker]]:
                 f"{', '.join(ROLES)}."
             )
         role, base = ROLES[name]
-        worker_class = _undecorated(given)
+        worker_class = undecorated(given)
         if worker_class is ActorWorker:
             # verl 0.5 has one class for actor, rollout and reference.
             worker_class = base
@@ -250,14 +251,6 @@ def _worker_classes(mapping: Mapping[Any, Any]) -> dict[str, type[Worker]]:
         classes[role] = worker_class
 
     return classes
-
-
-def _undecorated(cls: Any) -> Any:
-    """Return the class under the decorator ray.remote, without importing ray."""
-    metadata = getattr(cls, "__ray_metadata__", None)
-    if metadata is None:
-        return cls
-    return metadata.modified_class.__ray_actor_class__
 
 
 def _check_pools(manager: Any, num_ranks: int) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 import yaml
-from ray.actor import ActorClass
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl.single_controller.calls import GroupFuture
@@ -30,7 +29,7 @@ from verl.single_controller.ray_control import (
 )
 from verl.single_controller.ray_ranks import RayRanks, forwarded
 from verl.single_controller.ray_upload import EXCLUDES, refused_upload
-from verl.single_controller.worker import Worker
+from verl.single_controller.worker import Worker, undecorated
 from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_role
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
@@ -319,17 +318,9 @@ class RayClassWithInitArgs:
     """A worker class and the arguments that build it on every rank."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
-        self.cls: type[Worker] = _undecorated(cls)
+        self.cls: type[Worker] = undecorated(cls)
         self.args = args
         self.kwargs = kwargs
-
-
-def _undecorated(cls: Any) -> type[Worker]:
-    """Return the class under the decorator ray.remote, if `cls` has it."""
-    if not isinstance(cls, ActorClass):
-        return cls
-    actor_class: Any = cls
-    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 class ColocatedClasses:

@@ -73,3 +73,11 @@ class Worker:
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `func(...)` on rank 0."""
         return func(*args, **kwargs)
+
+
+def undecorated(cls: Any) -> Any:
+    """Return the class under the decorator ray.remote, without importing ray."""
+    metadata = getattr(cls, "__ray_metadata__", None)
+    if metadata is None:
+        return cls
+    return metadata.modified_class.__ray_actor_class__
