@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from transformers import PreTrainedConfig
 
@@ -171,80 +172,86 @@ def plan_engine(config: RolloutConfig, load: EngineLoad) -> EngineMemory:
     return _declared(config.name, "plan")(config, load)
 
 
+class _Need(NamedTuple):
+    """A setting that only engines with a capability take."""
+
+    key: str  # within the section
+    free: tuple[Any, ...]  # values that every engine takes; the first is the way out
+    capability: str
+    needs: str  # such an engine
+    note: str = ""  # a further way out
+
+
+_SECTION = "actor_rollout_ref.rollout"
+_NEEDS = (
+    _Need("in_process", (False,), "in_process", "is for engines that are otherwise servers"),
+    _Need(
+        "deterministic",
+        (False,),
+        "deterministic",
+        "needs an engine that computes each sample independently of its batch",
+    ),
+    _Need(
+        "enable_rollout_routing_replay",
+        (False,),
+        "routed_experts",
+        "needs an engine that records the experts of its tokens",
+    ),
+    _Need("lora_weights", (None, "merged"), "adapters", "needs an engine that draws by adapters"),
+    _Need("speculative.method", (None,), "drafts", "needs an engine that verifies drafted tokens"),
+    _Need(
+        "quantization",
+        (None,),
+        "quantization",
+        "needs an engine that rounds its weights at each hand-over",
+        f"; vLLM servers take a flag of their own in {_SECTION}.engine_kwargs.vllm",
+    ),
+    _Need(
+        "kv_cache_dtype",
+        ("auto",),
+        "small_cache",
+        "needs an engine that rounds keys and values when it stores them",
+        f"; servers take a flag of their own in {_SECTION}.engine_kwargs",
+    ),
+    _Need(
+        "tensor_model_parallel_size",
+        (1,),
+        "tensor_parallel",
+        "needs an engine that ranks can share",
+    ),
+)
+
+
 def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> None:
     """Raise ConfigError for a setting that needs a capability which is missing."""
-    section = "actor_rollout_ref.rollout"
-    ranks = config.tensor_model_parallel_size
-
     if (config.server_urls or config.server_python is not None) and not capabilities.external:
         raise ConfigError(
-            f"{section}.server_urls={config.server_urls} and server_python="
-            f"{config.server_python} are for engines that are servers, got {section}.name="
+            f"{_SECTION}.server_urls={config.server_urls} and server_python="
+            f"{config.server_python} are for engines that are servers, got {_SECTION}.name="
             f"{config.name}. Set {_names_with('external')}leave them out."
         )
-
-    if config.in_process and not capabilities.in_process:
-        raise ConfigError(
-            f"{section}.in_process=true is for engines that are otherwise servers, got {section}."
-            f"name={config.name}. Set {_names_with('in_process')}in_process=false."
-        )
-
-    if config.deterministic and not capabilities.deterministic:
-        raise ConfigError(
-            f"{section}.deterministic=true needs an engine that computes each sample independently "
-            f"of its batch, got {section}.name={config.name}. "
-            f"Set {_names_with('deterministic')}deterministic=false."
-        )
-
-    if config.enable_rollout_routing_replay and not capabilities.routed_experts:
-        raise ConfigError(
-            f"{section}.enable_rollout_routing_replay=true needs an engine that records the "
-            f"experts of its tokens, got {section}.name={config.name}. "
-            f"Set {_names_with('routed_experts')}enable_rollout_routing_replay=false."
-        )
-
-    if config.lora_weights == "adapter" and not capabilities.adapters:
-        raise ConfigError(
-            f"{section}.lora_weights=adapter needs an engine that draws by adapters, got "
-            f"{section}.name={config.name}. Set {_names_with('adapters')}lora_weights=null."
-        )
-
     drafts = config.speculative
     if drafts.prompt_lookup_min > drafts.prompt_lookup_max:
         raise ConfigError(
-            f"{section}.speculative.prompt_lookup_min must be at most prompt_lookup_max, got "
+            f"{_SECTION}.speculative.prompt_lookup_min must be at most prompt_lookup_max, got "
             f"{drafts.prompt_lookup_min} and {drafts.prompt_lookup_max}. Lower the first."
         )
 
-    if drafts.method is not None and not capabilities.drafts:
+    for key, free, capability, needs, note in _NEEDS:
+        value = attrgetter(key)(config)
+        if value in free or getattr(capabilities, capability):
+            continue
         raise ConfigError(
-            f"{section}.speculative.method={drafts.method} needs an engine that "
-            f"verifies drafted tokens, got {section}.name={config.name}. "
-            f"Set {_names_with('drafts')}speculative.method=null."
+            f"{_SECTION}.{key}={_as_written(value)} {needs}, got {_SECTION}.name={config.name}. "
+            f"Set {_names_with(capability)}{key}={_as_written(free[0])}{note}."
         )
 
-    if config.quantization is not None and not capabilities.quantization:
-        raise ConfigError(
-            f"{section}.quantization={config.quantization} needs an engine that rounds its weights "
-            f"at each hand-over, got {section}.name={config.name}. Set "
-            f"{_names_with('quantization')}quantization=null; vLLM servers take a flag of their "
-            f"own in {section}.engine_kwargs.vllm."
-        )
 
-    if config.kv_cache_dtype != "auto" and not capabilities.small_cache:
-        raise ConfigError(
-            f"{section}.kv_cache_dtype={config.kv_cache_dtype} needs an engine that rounds keys "
-            f"and values when it stores them, got {section}.name={config.name}. Set "
-            f"{_names_with('small_cache')}kv_cache_dtype=auto; servers take a flag of their own in "
-            f"{section}.engine_kwargs."
-        )
-
-    if ranks > 1 and not capabilities.tensor_parallel:
-        raise ConfigError(
-            f"{section}.tensor_model_parallel_size={ranks} needs an engine that ranks can share, "
-            f"got {section}.name={config.name}. "
-            f"Set {_names_with('tensor_parallel')}tensor_model_parallel_size=1."
-        )
+def _as_written(value: Any) -> str:
+    """Return a value as a configuration has it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _declared(name: str, fact: str) -> Any:
