@@ -1,5 +1,7 @@
 """A file is replaced at once, or stays as it was."""
 
+import os
+
 import pytest
 
 from verl.utils.whole_file import whole_file
@@ -23,3 +25,14 @@ def test_an_error_leaves_the_file_as_it_was(tmp_path):
         raise OSError("the disk is full")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_other_users_can_read_it_as_the_umask_allows(tmp_path):
+    path = tmp_path / "facts.json"
+    before = os.umask(0o022)
+    try:
+        with whole_file(path) as temporary:
+            temporary.write_text("shared")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644

@@ -129,8 +129,10 @@ def inspect_reward(rows: Sequence[tuple[int, Mapping[str, Any]]], manager: Rewar
     report.seconds_a_call = (time.perf_counter() - began) / max(len(report.probes) - 1, 1)
     restore_rng_state(state)
 
-    for check in (_failures, _gold_above_wrong, _same_again, _speed):
-        check(report, manager)
+    _failures(report, manager)
+    _gold_above_wrong(report)
+    _same_again(report)
+    _speed(report)
     _sendable(report, manager.compute_score)
     return report
 
@@ -236,7 +238,7 @@ def _failures(report: Report, manager: RewardManager) -> None:
     report.faults.append(text)
 
 
-def _gold_above_wrong(report: Report, manager: RewardManager) -> None:
+def _gold_above_wrong(report: Report) -> None:
     sound = [probe for probe in report.probes if probe.failure is None]
     scores: set[float] = set()
     kinds: set[str] = set()
@@ -275,7 +277,7 @@ def _best(probes: Sequence[Probe], row: int, kind: str) -> Probe | None:
     return max(candidates, key=lambda probe: probe.score, default=None)
 
 
-def _same_again(report: Report, manager: RewardManager) -> None:
+def _same_again(report: Report) -> None:
     if not report.probes:
         return
     first = report.probes[0]
@@ -286,7 +288,7 @@ def _same_again(report: Report, manager: RewardManager) -> None:
         )
 
 
-def _speed(report: Report, manager: RewardManager) -> None:
+def _speed(report: Report) -> None:
     if report.seconds_a_call > SLOW_S:
         report.suspicions.append(
             f"a call takes {report.seconds_a_call:.1f} s; 1,000 responses of a step take "
