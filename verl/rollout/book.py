@@ -139,6 +139,11 @@ class Group:
         return all(sample.state is State.WAITING for sample in self.samples)
 
     @property
+    def running(self) -> list[Sample]:
+        """Return the samples that engines draw."""
+        return [sample for sample in self.samples if sample.state is State.RUNNING]
+
+    @property
     def age_order(self) -> tuple[int, int]:
         """Sort key: oldest first."""
         assert self.born is not None
@@ -237,8 +242,7 @@ class Book:
 
         running = []
         for group in unfinished:
-            ids = [each.sample_id for each in group.samples if each.state is State.RUNNING]
-            running.append(tuple(ids))
+            running.append(tuple(sample.sample_id for sample in group.running))
         open_needs = [need for need in needs if need[1] > 0]
         return Goal(tuple(running), tuple(open_needs))
 
@@ -291,7 +295,7 @@ class Book:
     def hand_over(self) -> None:
         """Record that the engines have new weights. No sample runs meanwhile."""
         for group in self.groups:
-            assert all(sample.state is not State.RUNNING for sample in group.samples)
+            assert not group.running
         self.version += 1
 
     # ---------------------------------------------------------------- consumption

@@ -149,7 +149,7 @@ class Generation:
 
     def _request(self, group: Group) -> Request:
         """Return the request for the samples of a group that have just begun to run."""
-        samples = [sample for sample in group.samples if sample.state is State.RUNNING]
+        samples = group.running
         first = group.serial * self.book.num_samples
         begun = []
         for sample in samples:
@@ -219,18 +219,16 @@ class EpisodeGeneration(Generation):
         for group in self.book.groups:
             if group.serial in known and not group.is_whole:
                 self._homes[group.serial] = known[group.serial]
-                running = [each for each in group.samples if each.state is State.RUNNING]
-                at_work[known[group.serial]] += len(running)
+                at_work[known[group.serial]] += len(group.running)
         return at_work
 
     def _order(self, group: Group) -> GroupOrder:
         first = group.serial * self.book.num_samples
-        running = [each for each in group.samples if each.state is State.RUNNING]
         return GroupOrder(
             prompt=group.payload,
             step=group.step,
             first_id=first,
-            samples=tuple(sample.sample_id - first for sample in running),
+            samples=tuple(sample.sample_id - first for sample in group.running),
         )
 
     def _goals(self) -> list[Goal]:
@@ -249,9 +247,8 @@ class EpisodeGeneration(Generation):
         answers = of_each_share(self._rollout.freeze_episodes, self._keep())
         self._enter_episodes(answers)
         for group in self.book.groups:
-            for sample in group.samples:
-                if sample.state is State.RUNNING:
-                    self.book.suspend(sample.sample_id)
+            for sample in group.running:
+                self.book.suspend(sample.sample_id)
         return answers
 
     def _enter_episodes(self, answers: Sequence[Progressed]) -> None:
