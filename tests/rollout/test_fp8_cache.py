@@ -56,7 +56,7 @@ DIM = 12
 PAGES = torch.tensor([5, 0, 5])
 OFFSETS = torch.tensor([3, 1, 0])
 SLOW = pytest.mark.slow
-FAMILIES = ["qwen3", "gemma3", *(pytest.param(name, marks=SLOW) for name in ("qwen2", "gemma2"))]
+FAMILIES = ["qwen3", *(pytest.param(name, marks=SLOW) for name in ("gemma3", "qwen2", "gemma2"))]
 
 
 def rounded(cache: Tensor) -> tuple[Tensor, Tensor]:
