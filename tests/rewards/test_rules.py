@@ -55,6 +55,12 @@ def test_toy_compares_the_stripped_response():
     assert default_compute_score("toy", "77", "7") == 0.0
 
 
+def test_an_answer_of_more_digits_than_python_reads_is_wrong():
+    for source in ("openai/gsm8k", "math", "calculator"):
+        assert default_compute_score(source, "#### " + "1" * 5000, "1") == 0.0
+    assert default_compute_score("calculator", "#### 1,024", "1024") == 1.0
+
+
 @pytest.mark.parametrize(
     ("text", "strict", "flexible"),
     [

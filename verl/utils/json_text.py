@@ -1,4 +1,4 @@
-"""Read JSON and texts that a user or another program wrote."""
+"""Read JSON and texts that a user, a model or another program wrote."""
 
 import json
 from typing import Any
@@ -13,6 +13,17 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that a text of digits stands for; None if it is too long to read.
+
+    Python reads up to 4,300 digits, and a model that repeats itself writes more.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        return None
 
 
 def whole_characters(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.agents.environments.base import ActionError
 from verl.utils.errors import RolloutError
+from verl.utils.json_text import whole_number
 
 # An observation with more numbers is an image or a grid, which a text would not show well.
 MAX_NUMBERS = 64
@@ -67,9 +68,10 @@ def action_reader(world: Any) -> Callable[[str], Any]:
 
     def read(text: str) -> int:
         numbers = _WHOLE_NUMBER.findall(text)
-        if not numbers or not first <= int(numbers[-1]) <= last:
+        choice = whole_number(numbers[-1]) if numbers else None
+        if choice is None or not first <= choice <= last:
             raise ActionError(f"Answer with a whole number from {first} to {last}.")
-        return int(numbers[-1])
+        return choice
 
     return read
 

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from verl.agents.environments.base import Observation, environments, user_message
+from verl.utils.json_text import whole_number
 
 _NUMBER = re.compile(r"-?\d+")
 
@@ -38,7 +39,7 @@ class NumberGuessing:
         """Answer a guess."""
         self.turns += 1
         numbers = _NUMBER.findall(action)
-        guess = int(numbers[-1]) if numbers else None
+        guess = whole_number(numbers[-1]) if numbers else None
         if guess == self.secret:
             reward = 1.0 - (self.turns - 1) / self.max_turns
             return Observation([user_message("correct")], reward, True, self._info(solved=True))

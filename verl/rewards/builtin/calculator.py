@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from verl.rewards.registry import answer_extractors, reward_rules
+from verl.utils.json_text import whole_number
 
 _WHOLE_NUMBER = re.compile(r"-?\d+(?:,\d{3})*")
 
@@ -15,8 +16,9 @@ def extract_answer(text: str) -> str | None:
     numbers = _WHOLE_NUMBER.findall(rest)
     if not numbers:
         return None
-    number = numbers[0] if mark else numbers[-1]
-    return str(int(number.replace(",", "")))
+    written = numbers[0] if mark else numbers[-1]
+    number = whole_number(written.replace(",", ""))
+    return None if number is None else str(number)
 
 
 @reward_rules.register("calculator")
