@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.tracking import Tracker, TrackerBackend, TrackerSettings, tracker_backends, write_samples
-from verl.tracking.samples import plain, to_json_line
+from verl.tracking.json_lines import plain, to_json_line
 from verl.utils.errors import ConfigError, MissingDependencyError, TrackerError
 
 STEP = {"actor/pg_loss": 0.01234, "critic/score/mean": 1 / 3, "actor/ppo_kl": 0.00119}

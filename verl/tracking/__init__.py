@@ -1,7 +1,7 @@
 """Record the numbers and samples of a run."""
 
 from verl.tracking.backends import TrackerBackend, TrackerSettings, tracker_backends
-from verl.tracking.files import WRITTEN_IN_STEP
+from verl.tracking.json_lines import WRITTEN_IN_STEP
 from verl.tracking.samples import write_samples
 from verl.tracking.tracker import Tracker
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.tracking.files import drop_lines_after, repair_last_line
-from verl.tracking.samples import plain, to_json_line, write_samples
+from verl.tracking.json_lines import drop_lines_after, plain, repair_last_line, to_json_line
+from verl.tracking.samples import write_samples
 from verl.utils.errors import ConfigError
 from verl.utils.imports import require
 from verl.utils.registry import Registry

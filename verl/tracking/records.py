@@ -22,8 +22,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from verl.tracking.files import drop_lines_after, repair_last_line
-from verl.tracking.samples import plain, to_json, to_json_line
+from verl.tracking.json_lines import (
+    drop_lines_after,
+    plain,
+    repair_last_line,
+    to_json,
+    to_json_line,
+)
 from verl.utils.errors import DataError
 from verl.utils.json_text import parse_json
 from verl.utils.whole_file import whole_file

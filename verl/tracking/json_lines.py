@@ -1,9 +1,13 @@
-"""Repair and cut files of JSON lines whose writer may have been killed."""
+"""Format values as lines of JSON; repair and cut files of such lines."""
 
+import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
@@ -11,6 +15,45 @@ from verl.utils.whole_file import whole_file
 
 # The metric of lines that were written during a later step than their own: the number of that step.
 WRITTEN_IN_STEP = "val-aux/written_in_step"
+
+
+def plain(value: Any) -> Any:
+    """Convert `value` to the types of JSON.
+
+    NaN and infinities, which JSON lacks, become None. Tensors and arrays become nested lists, or
+    numbers if they have no dimensions. Other objects become their str().
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, (np.generic, np.ndarray)) or hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(entry) for entry in value]
+    return str(value)
+
+
+# Values that JSON has are written as they are; `plain` is asked for the others alone.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=plain)
+
+
+def to_json(value: Any) -> str:
+    """Format any value as valid JSON, see `plain`.
+
+    Floats are written by repr: reading them back gives the same bits.
+    """
+    try:
+        return _ENCODER.encode(value)
+    except (ValueError, TypeError):  # NaN, infinities, or names that are no text
+        return _ENCODER.encode(plain(value))
+
+
+def to_json_line(row: Mapping[str, Any]) -> str:
+    """Format one line of valid JSON, see `to_json`."""
+    return to_json(row) + "\n"
 
 
 def repair_last_line(path: Path) -> None:
