@@ -29,7 +29,7 @@ def observation_text(world: Any, observation: Any) -> str:
     if isinstance(observation, str):
         return observation
 
-    value = plain(observation)
+    value = _rounded(observation)
     try:
         text = json.dumps(value)
     except TypeError:
@@ -76,16 +76,16 @@ def action_reader(world: Any) -> Callable[[str], Any]:
     return read
 
 
-def plain(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     """Return lists, dicts and Python's numbers for those of NumPy. Fractions keep six digits."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [_rounded(item) for item in value]
     if isinstance(value, float):
         return float(f"{value:.6g}")
     as_list = getattr(value, "tolist", None)
-    return value if as_list is None else plain(as_list())
+    return value if as_list is None else _rounded(as_list())
 
 
 def _count_numbers(value: Any) -> int:

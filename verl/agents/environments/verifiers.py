@@ -126,7 +126,7 @@ class VerifiersEnvironment:
 
 
 def verifiers_library(**_: Any) -> Any:
-    """Return the library."""
+    """Import the library. Raises MissingDependencyError where it is not installed."""
     return require("verifiers.v1", "The environment 'verifiers'", _INSTALL)
 
 
