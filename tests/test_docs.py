@@ -26,6 +26,7 @@ PAGES = [
 ]
 TROUBLES = (ROOT / "docs/how_to/troubles.md").read_text()
 MOVING = (ROOT / "docs/how_to/moving_from_verl.md").read_text()
+ARCHITECTURE = (ROOT / "docs/explanation/architecture.md").read_text()
 HOLE = "\0"  # marks the position of a value in a message
 
 
@@ -206,3 +207,34 @@ def _same_number(one: str, other: str) -> bool:
         return float(one) == float(other)
     except ValueError:
         return False
+
+
+# ---- where things are ----------------------------------------------------------------------------
+
+
+def test_files_of_the_architecture_exist():
+    rooms = {path.name for path in (ROOT / "verl").iterdir() if path.is_dir()}
+    text = re.sub(r"^```.*?^```", "", ARCHITECTURE, flags=re.MULTILINE | re.DOTALL)
+    missing = []
+    for path in quoted(text):
+        room, _, rest = path.partition("/")
+        if room in rooms and rest and "<" not in rest:
+            found = [*ROOT.glob(f"verl/{path}"), *ROOT.glob(f"verl/{path}.py")]
+            missing += [] if found else [path]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/explanation/architecture.md"])
+def test_floors_are_those_of_the_import_contract(page: str):
+    tomllib = pytest.importorskip("tomllib", reason="comes with Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    floors = {}  # by room
+    for floor, layer in enumerate(reversed(layers), start=1):
+        floors |= dict.fromkeys(layer.split(" | "), floor)
+    del floors["__main__"]
+
+    written = {}
+    for floor, rooms in re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / page).read_text(), re.M):
+        written |= dict.fromkeys(quoted(rooms), int(floor))
+    assert written == floors

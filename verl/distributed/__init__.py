@@ -1,0 +1,1 @@
+"""Spread a model and its rows over ranks: mesh, sharding, off-load, collectives."""

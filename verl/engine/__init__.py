@@ -1,0 +1,1 @@
+"""Train a module: micro-batches, forward and backward, optimizer, memory, save and load."""
