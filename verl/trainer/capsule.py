@@ -51,26 +51,7 @@ def write_capsule(
     """
     run = load_run(folder)
     start, checkpoint = _start_of(run.folder, step)
-    choices = [kept for kept in run.kept_steps if kept > 0]  # training begins with step 1
-    if not choices:
-        raise DataError(
-            f"No step of {run.folder} has samples. Train at least one step with "
-            "trainer.record.enable=true."
-        )
-    if step < 1 or step > max(choices):
-        raise DataError(
-            f"There are no samples of step {step}. Kept are {choices}; choose one of them."
-        )
-    needed = list(range(start + 1, step + 1))
-    missing = sorted(set(needed) - set(choices))
-    if missing:
-        raise DataError(
-            f"A capsule of step {step} begins after step {start}, the newest checkpoint before it, "
-            f"and the samples of these steps are not kept: {missing}. Kept are {choices}. Choose "
-            "one of them, save more often (trainer.save_freq), or keep more "
-            "(trainer.record.keep_steps)."
-        )
-
+    _check_kept(run, start, step)
     rows = _rows(run, step)
     if have_pictures(rows):
         raise DataError(
@@ -92,31 +73,48 @@ def write_capsule(
             "included": weights,
         }
 
-    automatic = path is None
-    if path is None:
-        path = run.records / CAPSULES / f"step_{step}.zip"
+    target = path or run.records / CAPSULES / f"step_{step}.zip"
     with (
-        whole_file(path) as temporary,
+        whole_file(target) as temporary,
         zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as file,
     ):
         file.writestr(CAPSULE_FILE, json.dumps(facts, indent=1))
-        file.write(run.records / RUN_FILE, f"{FOLDER}/{RUN_FILE}")
-        file.writestr(f"{FOLDER}/{STEPS_FILE}", _lines(run.records / STEPS_FILE, start, step))
         file.writestr(ROWS_FILE, json.dumps(rows))
-        for each in needed:
-            samples = run.samples_file(each)
-            name = f"{FOLDER}/{SAMPLES_FOLDER}/{samples.name}"
-            file.write(samples, name, zipfile.ZIP_STORED)
+        _add_records(file, run, start, step)
         if weights and checkpoint is not None:
-            _add_folder(file, checkpoint)
-    if automatic:
-        _prune(path)
-    return path
+            _add_checkpoint(file, checkpoint)
+
+    if path is None:
+        _prune(target)
+    return target
 
 
 def digest_of(checkpoint: Path) -> str:
     """Return the digest of a checkpoint: that of its manifest, which has the sums of all files."""
     return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+
+
+def _check_kept(run: Run, start: int, step: int) -> None:
+    """Raise DataError where the samples of a step after `start`, up to `step`, are not kept."""
+    choices = [kept for kept in run.kept_steps if kept > 0]  # training begins with step 1
+    if not choices:
+        raise DataError(
+            f"No step of {run.folder} has samples. Train at least one step with "
+            "trainer.record.enable=true."
+        )
+    if step < 1 or step > max(choices):
+        raise DataError(
+            f"There are no samples of step {step}. Kept are {choices}; choose one of them."
+        )
+
+    missing = sorted(set(range(start + 1, step + 1)) - set(choices))
+    if missing:
+        raise DataError(
+            f"A capsule of step {step} begins after step {start}, the newest checkpoint before it, "
+            f"and the samples of these steps are not kept: {missing}. Kept are {choices}. Choose "
+            "one of them, save more often (trainer.save_freq), or keep more "
+            "(trainer.record.keep_steps)."
+        )
 
 
 def _rows(run: Run, step: int) -> list[tuple[int, dict[str, Any]]]:
@@ -144,6 +142,16 @@ def _start_of(folder: Path, step: int) -> tuple[int, Path | None]:
     return start, found[start]
 
 
+def _add_records(file: zipfile.ZipFile, run: Run, start: int, step: int) -> None:
+    """Add the record: its lines from `start` to `step`, and the samples of the steps between."""
+    file.write(run.records / RUN_FILE, f"{FOLDER}/{RUN_FILE}")
+    file.writestr(f"{FOLDER}/{STEPS_FILE}", _lines(run.records / STEPS_FILE, start, step))
+    for each in range(start + 1, step + 1):
+        samples = run.samples_file(each)
+        name = f"{FOLDER}/{SAMPLES_FOLDER}/{samples.name}"
+        file.write(samples, name, zipfile.ZIP_STORED)
+
+
 def _lines(path: Path, start: int, step: int) -> str:
     """Return the lines of the steps from `start` to `step`."""
     kept = []
@@ -157,7 +165,7 @@ def _lines(path: Path, start: int, step: int) -> str:
     return "".join(kept)
 
 
-def _add_folder(file: zipfile.ZipFile, checkpoint: Path) -> None:
+def _add_checkpoint(file: zipfile.ZipFile, checkpoint: Path) -> None:
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file():
             name = f"{CHECKPOINT_FOLDER}/{path.relative_to(checkpoint).as_posix()}"
