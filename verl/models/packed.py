@@ -341,9 +341,9 @@ class PackedCausalLM(nn.Module):
                 predicting tokens are routed to (`verl.models.routing`).
         """
         self.slot.recorded = None if routed_experts is None else {}
-        routes = _routes(batch)
-        hidden = packed_hidden_states(self.model, self.slot, batch, routes)
+        hidden = packed_hidden_states(self.model, self.slot, batch, _routes(batch))
         hidden = hidden.index_select(0, batch.predict)
+
         linear: Any = self.model.get_output_embeddings()
         score = partial(
             token_log_probs,
@@ -353,8 +353,8 @@ class PackedCausalLM(nn.Module):
             bias=linear.bias,
             head=self.head,
         )
-
         log_probs, entropies = score(temperature=temperature, entropy=entropy)
+
         outputs = {"log_probs": log_probs}
         if entropy:
             outputs["entropy"] = entropies
@@ -368,29 +368,34 @@ class PackedCausalLM(nn.Module):
         if sum_pi_squared:
             sharper, _ = score(temperature=temperature / 2)
             outputs["sum_pi_squared"] = (2 * log_probs - sharper).exp()
-
         for asked in divergences:
-            if asked.states not in batch.states:
-                continue
-            others = batch.states[asked.states]
-            if batch.places is not None:
-                others = others.index_select(0, batch.places)
-            outputs[asked.name] = token_divergence(
-                hidden,
-                linear.weight,
-                others,
-                asked.head,
-                kind=asked.kind,
-                beta=asked.beta,
-                bias=linear.bias,
-                head=self.head,
-                temperature=temperature,
-            )
+            if asked.states in batch.states:
+                outputs[asked.name] = self._divergence(asked, hidden, batch, temperature)
 
         whole: dict[str, Tensor] = {}
         for name, values in outputs.items():
             whole[name] = _of_whole_batch(self.slot, batch, values)
         return whole
+
+    def _divergence(
+        self, asked: Divergence, hidden: Tensor, batch: PackedBatch, temperature: float
+    ) -> Tensor:
+        """Compute a divergence (M,) of this model, with `hidden` states (M, H), from another."""
+        others = batch.states[asked.states]
+        if batch.places is not None:
+            others = others.index_select(0, batch.places)
+        linear: Any = self.model.get_output_embeddings()
+        return token_divergence(
+            hidden,
+            linear.weight,
+            others,
+            asked.head,
+            kind=asked.kind,
+            beta=asked.beta,
+            bias=linear.bias,
+            head=self.head,
+            temperature=temperature,
+        )
 
 
 class PackedValueModel(nn.Module):
