@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,57 +42,77 @@ def assemble(
     id outside of the vocabulary, or that does not have one finite log-prob, at most 0, for each
     token of the model.
     """
-    rows = len(trajectories)
-    prompt_ids = torch.full((rows, prompt_length), pad_token_id, dtype=torch.int64)
-    prompt_mask = torch.zeros((rows, prompt_length), dtype=torch.int64)
-    responses = torch.full((rows, response_length), pad_token_id, dtype=torch.int64)
-    real = torch.zeros((rows, response_length), dtype=torch.int64)
-    response_mask = torch.zeros((rows, response_length), dtype=torch.int64)
-    log_probs = torch.zeros((rows, response_length), dtype=torch.float32)
-    turns = torch.full((rows, response_length), NO_TURN, dtype=torch.int32)
-    ages = torch.full((rows, response_length), NO_AGE, dtype=torch.int32)
-    routes = _no_routes(trajectories, response_length)
+    size = (len(trajectories), response_length)
+    prompts = torch.full((len(trajectories), prompt_length), pad_token_id, dtype=torch.int64)
+    prompt_mask = torch.zeros_like(prompts)
+    responses = torch.full(size, pad_token_id, dtype=torch.int64)
+    real = torch.zeros_like(responses)
+    of_model = _columns_of_model(trajectories, size, with_turns=with_turns, version=version)
 
     for row, trajectory in enumerate(trajectories):
         _check(trajectory, prompt_length, response_length)
         start = prompt_length - len(trajectory.prompt_ids)
-        prompt_ids[row, start:] = torch.tensor(trajectory.prompt_ids, dtype=torch.int64)
+        prompts[row, start:] = torch.tensor(trajectory.prompt_ids, dtype=torch.int64)
         prompt_mask[row, start:] = 1
 
-        place = 0
+        end = 0
         for segment in trajectory.segments:
-            columns = slice(place, place + len(segment.token_ids))
-            place = columns.stop
+            place = slice(end, end + len(segment.token_ids))
+            end = place.stop
             ids = checked_ids(segment.token_ids, trajectory.row, vocabulary)
-            responses[row, columns] = torch.from_numpy(ids)
+            responses[row, place] = torch.from_numpy(ids)
             if segment.is_model:
                 is_trained = segment.is_trained and not trajectory.is_dropped
-                response_mask[row, columns] = int(is_trained)
-                log_probs[row, columns] = torch.tensor(segment.log_probs, dtype=torch.float32)
-                turns[row, columns] = segment.turn
-                if version is not None:
-                    ages[row, columns] = _ages(segment, version)
-                if routes is not None and segment.routed_experts is not None:
-                    routes[row, columns] = torch.from_numpy(segment.routed_experts)
-        real[row, :place] = 1
+                for name, values in _values_of(segment, is_trained, version).items():
+                    if name in of_model:
+                        of_model[name][row, place] = values
+        real[row, :end] = 1
 
     attention_mask = torch.cat([prompt_mask, real], dim=1)
-    columns = {
-        "prompts": prompt_ids,
+    return {
+        "prompts": prompts,
         "responses": responses,
-        "input_ids": torch.cat([prompt_ids, responses], dim=1),
+        "input_ids": torch.cat([prompts, responses], dim=1),
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp_(min=0),
-        "response_mask": response_mask,
-        "rollout_log_probs": log_probs,
+        **of_model,
+    }
+
+
+def _columns_of_model(
+    trajectories: Sequence[Trajectory],
+    size: tuple[int, int],
+    *,
+    with_turns: bool,
+    version: int | None,
+) -> dict[str, Tensor]:
+    """Return columns (B, R) of facts about the model's tokens, as they are for other tokens."""
+    columns = {
+        "response_mask": torch.zeros(size, dtype=torch.int64),
+        "rollout_log_probs": torch.zeros(size, dtype=torch.float32),
     }
     if with_turns:
-        columns["turn_of_token"] = turns
+        columns["turn_of_token"] = torch.full(size, NO_TURN, dtype=torch.int32)
     if version is not None:
-        columns["token_age"] = ages
+        columns["token_age"] = torch.full(size, NO_AGE, dtype=torch.int32)
+    routes = _no_routes(trajectories, size[1])
     if routes is not None:
         columns["routed_experts"] = routes
     return columns
+
+
+def _values_of(segment: Segment, is_trained: bool, version: int | None) -> dict[str, Any]:
+    """Return the values of a model's segment in these columns."""
+    values: dict[str, Any] = {
+        "response_mask": int(is_trained),
+        "rollout_log_probs": torch.tensor(segment.log_probs, dtype=torch.float32),
+        "turn_of_token": segment.turn,
+    }
+    if version is not None:
+        values["token_age"] = _ages(segment, version)
+    if segment.routed_experts is not None:
+        values["routed_experts"] = torch.from_numpy(segment.routed_experts)
+    return values
 
 
 def _ages(segment: Segment, version: int) -> Tensor:
