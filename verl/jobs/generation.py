@@ -85,20 +85,8 @@ def generate(config: GenerationConfig) -> None:
     files = toy_files() if data.path == [TOY] else data.path
     pictures = setup.picture_reader(train, tokenizer)
     prompts = Prompts(files, tokenizer, train.data, pictures=pictures)
-    table = prompts.table()
 
-    if data.response_key in table.column_names:
-        raise DataError(
-            f"{', '.join(prompts.files)}: there is a column '{data.response_key}' already. Set "
-            "data.response_key to another name for the responses."
-        )
-
-    finished = FinishedBatches(
-        output, identity(config, prompts), table, data.response_key, data.batch_size
-    )
-    if config.trainer.resume_mode == "disable":
-        finished.discard()
-
+    finished = _finished_batches(config, prompts, output)
     if finished.is_complete():
         logger.info(
             "%s is complete: nothing to do. trainer.resume_mode=disable generates it again.",
@@ -136,6 +124,27 @@ def generate(config: GenerationConfig) -> None:
         data.n_samples,
         data.output_path,
     )
+
+
+def _finished_batches(config: GenerationConfig, prompts: Prompts, output: Path) -> FinishedBatches:
+    """Return the batches that earlier runs have finished, unless these are to be discarded.
+
+    Raises DataError where a column of the input has the name of the responses.
+    """
+    data = config.data
+    table = prompts.table()
+    if data.response_key in table.column_names:
+        raise DataError(
+            f"{', '.join(prompts.files)}: there is a column '{data.response_key}' already. Set "
+            "data.response_key to another name for the responses."
+        )
+
+    finished = FinishedBatches(
+        output, identity(config, prompts), table, data.response_key, data.batch_size
+    )
+    if config.trainer.resume_mode == "disable":
+        finished.discard()
+    return finished
 
 
 def batch_of(prompts: RLDataset, rows: Sequence[int]) -> DataProto:
