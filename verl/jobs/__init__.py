@@ -1,1 +1,1 @@
-"""Programs that are not the RL loop: fine-tuning, generation, evaluation, export, serving, replays."""
+"""Programs that are not the RL loop: fine-tuning, generation, evaluation, export, serving."""

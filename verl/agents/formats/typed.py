@@ -50,7 +50,7 @@ def call_of_tags(
     raw: str,
     expected: str,
 ) -> ToolCall:
-    """Return the call of `name` with parameters that stand between `opening` NAME> and </parameter>."""
+    """Return the call of `name` with parameters between tags: `opening` NAME> and </parameter>."""
     try:
         texts = _tagged_parameters(text, opening)
     except MalformedCallError as problem:
