@@ -1,7 +1,7 @@
-"""Take the pages of a row into the running softmax, a block of tokens after the other.
+"""Take the pages of a row into the running softmax, one block of tokens after the other.
 
-Page ids come ahead of the block that they are for: an address that waits for a load in the same
-block could not be pipelined.
+Page ids are loaded one block ahead. Loads of keys and values could not be pipelined if their
+addresses waited for a load in the same block.
 """
 
 import triton
@@ -9,9 +9,9 @@ import triton.language as tl
 
 from verl.rollout.embedded.kernels.running_softmax import weigh, weights_of
 
-# Weights of values in eight bits are held as multiples of 1/32. With the scale of a value, a weight
-# is at most its largest number / 448. The multiple keeps usual ones among the normal numbers of
-# float16, and is infinite only for values beyond 900,000.
+# A weight times the scale of its value is at most 1/448 of the value's largest number. Products in
+# float16 take 32 times that, so usual weights are normal numbers of float16, and only values beyond
+# 900,000 make them infinite.
 _HELD = tl.constexpr(32.0)
 _SMALLEST_QUERY = tl.constexpr(1e-30)  # a padding head is 0 throughout
 
@@ -41,7 +41,7 @@ def weigh_pages(
     BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ):
-    """Take the tokens [begin, last) into the softmax; `page` has the pages of the first block."""
+    """Take the tokens [begin, last) into the softmax; `page` has ids for the first block."""
     offsets = tl.arange(0, BLOCK_N)
     start = begin // BLOCK_N * BLOCK_N
     for block in range(start, last, BLOCK_N):
@@ -87,11 +87,13 @@ def weigh_small_pages(
 ):
     """Do as `weigh_pages` with keys and values in eight bits.
 
-    Products are those of float16, which holds every number of the format: on Hopper one instruction
-    converts two of them, where bfloat16 takes a conversion of each by a slow one.
+    Products of queries that are not fp32 are in float16, which holds every number of the format. On
+    Hopper one instruction converts two numbers to float16; to bfloat16 each number takes a slow
+    conversion of its own.
 
-    Values are read in pairs, and their even and odd columns weighed apart. A product needs pairs of
-    tokens next to each other, and shared memory turns around numbers of 16 bits, but not of 8.
+    Columns of values are read in pairs, and even and odd ones are weighed apart. A product needs the
+    values of two tokens next to each other, so they are transposed on their way from shared memory,
+    which can be done for numbers of 16 bits, but not of 8.
     """
     wide = tl.float32 if q.dtype == tl.float32 else tl.float16
     q = q.to(tl.float32)
@@ -137,7 +139,7 @@ def weigh_small_pages(
 
 @triton.jit
 def _converted(pair, values, wide: tl.constexpr):
-    """Convert the low bytes, which are numbers as `values` points to."""
+    """Convert the low bytes, which are numbers of the type that `values` points to."""
     return pair.to(tl.uint8).to(values.dtype.element_ty, bitcast=True).to(wide)
 
 
