@@ -312,13 +312,14 @@ def test_wandb_without_a_login_is_reported_with_the_alternatives(tmp_path, monke
 def test_a_tracker_that_raises_is_named(tmp_path):
     class Raises(TrackerBackend):
         def log(self, metrics, step):
-            raise ValueError("no such project")
+            raise ValueError("no such project.")
 
     tracker_backends.register("raises")(Raises)
     try:
         tracker = make_tracker(tmp_path, ["file", "raises"])
         with pytest.raises(
-            TrackerError, match=r"'raises' \(.*\) raised ValueError in line \d+: no"
+            TrackerError,
+            match=r"'raises' \(.*\) raised ValueError in line \d+: no such project\. VERL",
         ):
             tracker.log(STEP, 1)
         tracker.finish()

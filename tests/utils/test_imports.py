@@ -102,6 +102,10 @@ def test_a_users_file_that_fails_is_reloaded(tmp_path, monkeypatch):
         ConfigError, match=r"broken\.py', line 1, raised ZeroDivisionError: division by zero"
     ):
         load_module(str(file))
+    for line in ("assert 1 > 2", "raise ValueError('assert 1 > 2.')"):
+        file.write_text(f"{line}\n")
+        with pytest.raises(ConfigError, match=r"line 1, raised \w+: assert 1 > 2\. Fix the file"):
+            load_module(str(file))
     file.write_text("value = 3\ndef compute_score(:\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^'broken\.py', line 2, is not Python: invalid syntax"):

@@ -282,7 +282,7 @@ class AgentRunner:
             raise error
         raise RolloutError(
             f"The agent loop '{name}' failed in sample {episode.row}. It raised "
-            f"{described.rstrip('.')}. Fix the loop, or drop such episodes: "
+            f"{described}. Fix the loop, or drop such episodes: "
             f"{_SECTION}.agent.on_error=drop."
         ) from error
 

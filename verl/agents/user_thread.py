@@ -165,7 +165,7 @@ def _result(
         return UserCall(outcome="ok", value=value, seconds=seconds)
     error = f"{called} raised {described_error(raised, file_of(function))}"
     if isinstance(raised, VerlError):  # a sentence of this package, which more may follow
-        error = error.rstrip(".") + "."
+        error += "."
     return UserCall(outcome="crashed", error=error, seconds=seconds)
 
 

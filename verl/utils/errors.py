@@ -142,8 +142,11 @@ def frame_of(error: BaseException, file: str | None) -> FrameSummary | None:
 
 
 def text_or_source(error: BaseException, frame: FrameSummary | None) -> str:
-    """Return the text of an error; where it has none, as a plain `assert`, its line of code."""
-    text = str(error)
+    """Return the text of an error; where it has none, as a plain `assert`, its line of code.
+
+    A period at its end is left out, because the caller's sentence goes on.
+    """
+    text = str(error).rstrip(".")
     if text or frame is None:
         return text
     return frame.line or ""

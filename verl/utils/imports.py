@@ -10,7 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl.utils.errors import ConfigError, MissingDependencyError, VerlError, line_in
+from verl.utils.errors import (
+    ConfigError,
+    MissingDependencyError,
+    VerlError,
+    frame_of,
+    line_in,
+    text_or_source,
+)
 from verl.utils.registry import nearest_names
 
 
@@ -122,8 +129,9 @@ def _explain_failure(path: Path, origin: str | None, error: BaseException) -> Ve
             )
 
     if isinstance(error, Exception | SystemExit) and not isinstance(error, VerlError):
+        text = text_or_source(error, frame_of(error, origin))
         return ConfigError(
-            f"'{path}', line {line}, raised {type(error).__name__}: {error}. Fix the file; "
+            f"'{path}', line {line}, raised {type(error).__name__}: {text}. Fix the file; "
             "VERL_TRACEBACK=1 shows the traceback."
         )
     return None
