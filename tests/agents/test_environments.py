@@ -72,9 +72,9 @@ def test_fewer_guesses_earn_a_higher_reward():
 
 def test_guesses_run_out_and_the_seed_decides_the_secret():
     session, seen = play(
-        make_environment("number_guessing", max_turns=3), ["no", "9" * 5000, "-5", "7"], seed=1
+        make_environment("number_guessing", max_turns=4), ["no", "9" * 5000, "8.5", "-5"], seed=1
     )
-    assert texts(seen)[1:] == ["Write a number.", "Write a number.", "higher"]
+    assert texts(seen)[1:] == ["Write a number."] * 3 + ["higher"]
     assert session.done
     assert seen[-1].reward == 0.0
 
@@ -444,11 +444,11 @@ def registered(world):
 def test_a_registered_world_shows_numbers_and_takes_the_number_of_a_choice():
     world = Corridor()
     endless = "1" * 5000  # more digits than Python reads
-    _, seen = play(registered(world), ["up", "3", endless, "I choose 2", "not 2 but 1."])
+    _, seen = play(registered(world), ["up", "3", endless, "1.2", "I choose 2", "not 2 but 1."])
     sorry = "Answer with a whole number from 1 to 2."
-    assert texts(seen) == ["4", sorry, sorry, sorry, *['[3, 0.1, {"left": false}]'] * 2]
+    assert texts(seen) == ["4", sorry, sorry, sorry, sorry, *['[3, 0.1, {"left": false}]'] * 2]
     assert world.taken == [2, 1]
-    assert [step.reward for step in seen] == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+    assert [step.reward for step in seen] == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
     assert seen[1].info == {"unreadable_action": 1.0}
     assert seen[-1].done
 

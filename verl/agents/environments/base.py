@@ -1,10 +1,15 @@
 """The protocol of an environment, and the registry of those that have a name."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from verl.utils.json_text import whole_number
 from verl.utils.registry import Registry
+
+# No part of a fraction.
+_WHOLE_NUMBER = re.compile(r"(?<![\d.])[-+]?\d+(?!\d|\.\d)")
 
 
 class ActionError(ValueError):
@@ -75,3 +80,9 @@ environments: Registry[Callable[..., Any]] = Registry("environment")
 def user_message(text: str) -> dict[str, Any]:
     """Return a message of the user."""
     return {"role": "user", "content": text}
+
+
+def last_whole_number(text: str) -> int | None:
+    """Return the last whole number that a model wrote; None without one. "1.5" has none."""
+    written = _WHOLE_NUMBER.findall(text)
+    return whole_number(written[-1]) if written else None

@@ -1,18 +1,14 @@
 """Texts for the observations and actions of gymnasium's own environments."""
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.agents.environments.base import ActionError
+from verl.agents.environments.base import ActionError, last_whole_number
 from verl.utils.errors import RolloutError
-from verl.utils.json_text import whole_number
 
 # An observation with more numbers is an image or a grid, which a text would not show well.
 MAX_NUMBERS = 64
-
-_WHOLE_NUMBER = re.compile(r"[-+]?\d+")
 
 
 def observation_text(world: Any, observation: Any) -> str:
@@ -67,8 +63,7 @@ def action_reader(world: Any) -> Callable[[str], Any]:
     last = first + int(space.n) - 1
 
     def read(text: str) -> int:
-        numbers = _WHOLE_NUMBER.findall(text)
-        choice = whole_number(numbers[-1]) if numbers else None
+        choice = last_whole_number(text)
         if choice is None or not first <= choice <= last:
             raise ActionError(f"Answer with a whole number from {first} to {last}.")
         return choice

@@ -1,13 +1,14 @@
 """Guess a number from the answers "higher" and "lower"."""
 
 import random
-import re
 from typing import Any
 
-from verl.agents.environments.base import Observation, environments, user_message
-from verl.utils.json_text import whole_number
-
-_NUMBER = re.compile(r"-?\d+")
+from verl.agents.environments.base import (
+    Observation,
+    environments,
+    last_whole_number,
+    user_message,
+)
 
 
 @environments.register("number_guessing")
@@ -15,7 +16,7 @@ class NumberGuessing:
     """A secret number from 1 to `largest`. The reward falls with the guesses used.
 
     A right guess at turn t of `max_turns` is worth 1 - (t - 1) / max_turns, and ends the episode.
-    The last number of an action is the guess; a turn without one is used up.
+    The last whole number of an action is the guess; a turn without one is used up.
 
     Args:
         largest: the largest possible secret.
@@ -38,8 +39,7 @@ class NumberGuessing:
     async def step(self, action: str) -> Observation:
         """Answer a guess."""
         self.turns += 1
-        numbers = _NUMBER.findall(action)
-        guess = whole_number(numbers[-1]) if numbers else None
+        guess = last_whole_number(action)
         if guess == self.secret:
             reward = 1.0 - (self.turns - 1) / self.max_turns
             return Observation([user_message("correct")], reward, True, self._info(solved=True))
