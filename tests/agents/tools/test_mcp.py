@@ -131,6 +131,22 @@ def test_wrong_lists_of_tools_are_refused(tmp_path, listed, message):
         ToolSet.from_config(write_config(tmp_path, server))
 
 
+class NoLicence(MCPBaseTool):
+    """A user's class that cannot be made."""
+
+    def __init__(self, config, tool_schema):
+        raise RuntimeError("no licence")
+
+
+def test_a_class_that_cannot_be_made_is_named_and_its_servers_end(tmp_path):
+    before = set(psutil.Process().children(recursive=True))
+    path = write_config(tmp_path, STDIO, f"{NoLicence.__module__}.NoLicence")
+    expected = r"tools entry 1 .*tool 'add': NoLicence\(.*\) raised RuntimeError: no licence"
+    with pytest.raises(ConfigError, match=expected):
+        ToolSet.from_config(path)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
 def test_a_server_that_never_lists_its_tools_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(mcp_clients, "START_TIMEOUT_S", 0.3)
     before = set(psutil.Process().children(recursive=True))

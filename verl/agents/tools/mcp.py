@@ -109,24 +109,36 @@ def mcp_tools(
     clients = MCPClientManager()
     try:
         schemas = clients.connect(path, rate_limit, selected)
+        if not schemas:
+            raise ConfigError(f"the servers of '{path}' have no tools. Leave it out.")
+        return [_tool(tool_class, config, schema, clients) for schema in schemas]
     except ConfigError as error:
         clients.close()
         raise ConfigError(f"{place}, mcp: {error}") from error
-    if not schemas:
+    except BaseException:
         clients.close()
-        raise ConfigError(f"{place}, mcp: the servers of '{path}' have no tools. Leave it out.")
+        raise
 
-    tools: list[BaseTool] = []
-    for schema in schemas:
-        try:
-            tool = tool_class(config, as_schema(schema))
-        except ConfigError as error:
-            clients.close()
-            name = schema["function"]["name"]
-            raise ConfigError(f"{place}, mcp: the server's tool '{name}': {error}") from error
-        tool.clients = clients
-        tools.append(tool)
-    return tools
+
+def _tool(
+    tool_class: type[MCPBaseTool],
+    config: dict[str, Any],
+    schema: dict[str, Any],
+    clients: MCPClientManager,
+) -> BaseTool:
+    """Make one tool of a server. Raises ConfigError for a schema or a class that does not work."""
+    name = schema["function"]["name"]
+    try:
+        tool = tool_class(config, as_schema(schema))
+    except ConfigError as error:
+        raise ConfigError(f"the server's tool '{name}': {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"the server's tool '{name}': {tool_class.__name__}(config, tool_schema) raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    tool.clients = clients
+    return tool
 
 
 def _text(part: Any) -> str:
