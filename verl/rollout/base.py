@@ -97,7 +97,7 @@ class Capabilities:
     tensor_parallel: bool = False  # ranks can share an engine, which takes them as `ranks`
     drafts: bool = False  # verifies drafted tokens (rollout.speculative)
     quantization: bool = False  # rounds its weights to eight bits (rollout.quantization)
-    small_cache: bool = False  # keeps keys and values in eight bits (rollout.kv_cache_dtype)
+    quantized_cache: bool = False  # keeps keys and values in eight bits (rollout.kv_cache_dtype)
     routed_experts: bool = False  # completions can tell the experts that their tokens visited
     aliases_weights: bool = False  # on a CPU it can compute with the trainer's own tensors
     continues: bool = False  # goes on with samples that `abort` has ended (`Continuation`)
@@ -209,7 +209,7 @@ _NEEDS = (
     _Need(
         "kv_cache_dtype",
         ("auto",),
-        "small_cache",
+        "quantized_cache",
         "needs an engine that rounds keys and values when it stores them",
         f"; servers take a flag of their own in {_SECTION}.engine_kwargs",
     ),

@@ -60,7 +60,7 @@ class EmbeddedEngine(LocalEngine):
         tensor_parallel=True,
         drafts=True,
         quantization=True,
-        small_cache=True,
+        quantized_cache=True,
         routed_experts=True,
         aliases_weights=True,
         continues=True,
