@@ -91,9 +91,9 @@ def weigh_small_pages(
     Hopper one instruction converts two numbers to float16; to bfloat16 each number takes a slow
     conversion of its own.
 
-    Columns of values are read in pairs, and even and odd ones are weighed apart. A product needs the
-    values of two tokens next to each other, so they are transposed on their way from shared memory,
-    which can be done for numbers of 16 bits, but not of 8.
+    Columns of values are read in pairs, and even and odd ones are weighed apart. A product needs
+    the values of two tokens next to each other, so they are transposed on their way from shared
+    memory, which can be done for numbers of 16 bits, but not of 8.
     """
     wide = tl.float32 if q.dtype == tl.float32 else tl.float16
     q = q.to(tl.float32)
