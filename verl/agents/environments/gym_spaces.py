@@ -12,7 +12,7 @@ MAX_NUMBERS = 64
 
 
 def observation_text(world: Any, observation: Any) -> str:
-    """Return the text of an observation: what the world renders, or the observation itself.
+    """Return the text of an observation: the rendering of the world, or the observation itself.
 
     With `render_mode="ansi"` the world's own drawing is the text. Otherwise a text stays as it is,
     and numbers, tuples, dicts and small arrays become JSON, such as "[14, 10, 0]".

@@ -104,6 +104,7 @@ def mcp_tools(
     selected = mcp.get("tool_selected_list")
     if selected is not None and (isinstance(selected, str) or not isinstance(selected, Sequence)):
         raise ConfigError(f"{place}, mcp.tool_selected_list: expected a list, got {selected!r}.")
+
     path = mcp["mcp_servers_config_path"]
     rate_limit = config.get("rate_limit", RATE_LIMIT_PER_S)
     clients = MCPClientManager()
