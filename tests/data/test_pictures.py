@@ -29,6 +29,7 @@ from verl.models.load import load_tokenizer
 from verl.models.processor import load_picture_processor
 from verl.rewards.rules import default_compute_score
 from verl.utils.errors import DataError, ModelError
+from verl.utils.logging import say_once
 
 
 @pytest.fixture(scope="module")
@@ -416,6 +417,93 @@ def test_a_picture_is_turned_as_its_camera_says(reader: PictureReader) -> None:
     picture = reader.prepare(encoded.getvalue())
     expected = reader.prepare(image.rotate(-90, expand=True))
     assert picture.inputs["pixel_values"].equal(expected.inputs["pixel_values"])
+
+
+def test_pictures_are_told_apart_by_their_turn(reader: PictureReader) -> None:
+    image = some_image(0, (56, 28))
+    turned = image.copy()
+    turned.getexif()[0x0112] = 6
+    first = reader.prepare(image)
+    second = reader.prepare(turned)
+    expected = reader.prepare(image.rotate(-90, expand=True))
+    assert second.key == expected.key != first.key
+
+
+@pytest.mark.parametrize("notes", [b"Exif\0\0garbagegarbage", b"Exif\0\0MM\0*"])
+def test_damaged_notes_of_a_camera_change_nothing(
+    reader: PictureReader, notes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_once.cache_clear()
+    image = some_image(5)
+    stream = io.BytesIO()
+    image.save(stream, "PNG", exif=notes)
+    read = reader.prepare(stream.getvalue()).inputs["pixel_values"]
+    assert read.equal(reader.prepare(image).inputs["pixel_values"])
+    assert "(EXIF) in an image are damaged" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "TIFF"])
+def test_the_first_of_several_frames_is_read_and_reported(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_once.cache_clear()
+    black = Image.new("RGB", (2, 1), "black")
+    white = Image.new("RGB", (2, 1), "white")
+    assert as_read(encoded(white, kind)) == [[255] * 3] * 2
+    assert not caplog.records
+    stream = io.BytesIO()
+    white.save(stream, kind, save_all=True, append_images=[black])
+    assert as_read(stream.getvalue()) == [[255] * 3] * 2
+    assert f"An image of the data has several frames or pages ({kind})" in caplog.text
+
+
+@pytest.mark.parametrize("empty", [None, "", [], {"bytes": None, "path": None}])
+def test_an_empty_value_is_no_picture(
+    folder: Path, reader: PictureReader, empty: Any, tmp_path: Path
+) -> None:
+    rows = dataset(folder, reader, row("Hi", images=empty, videos=empty))
+    assert rows[0]["prepared_pictures"] == ()
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row("Hi", images=empty, videos=empty)) + "\n")
+    RLDataset(str(file), reader.tokenizer, DataConfig())  # nor for a model of text
+
+
+LLAVA = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }} {% for part in "
+    "message['content'] | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ '\n' + part['text'] }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_reads_parts_alone_writes_texts(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_vision_folder(tmp_path, "llava_onevision"))
+    tokenizer.chat_template = LLAVA
+    processor = load_picture_processor(tmp_path, tokenizer)
+    assert processor is not None
+    reader = PictureReader(processor, tokenizer)
+    system = {"role": "system", "content": "Be brief."}
+    ids, messages, _ = reader.encode([system, {"role": "user", "content": "Why?"}], None, Path())
+    assert messages[1]["content"] == "Why?"
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>system \nBe brief.<|im_end|><|im_start|>user \nWhy?<|im_end|>"
+        "<|im_start|>assistant\n"
+    )
+
+    file = tmp_path / "rows.jsonl"
+    (tmp_path / "a.png").write_bytes(png())
+    rows = [
+        {"prompt": "Why?", "answer": "so"},
+        {"prompt": "<image>Why?", "answer": "so", "images": ["a.png"]},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = SFTDataConfig(prompt_key="prompt", response_key="answer", max_length=512)
+    dataset = SFTDataset(str(file), tokenizer, config, pictures=reader)
+    for item in (dataset[0], dataset[1]):
+        assert str(tokenizer.decode(item["raw_prompt_ids"])).count("Why?") == 1
+        learnt = [id for id, is_learnt in zip(item["response_ids"], item["learnt"]) if is_learnt]
+        assert str(tokenizer.decode(learnt)).strip() == "so<|im_end|>"
 
 
 @pytest.mark.parametrize("truncation", ["error", "left"])

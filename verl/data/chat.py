@@ -210,7 +210,7 @@ def render_conversation(
 
     def by_template(given: Messages) -> str:
         text: Any = tokenizer.apply_chat_template(
-            given,
+            as_template_reads(tokenizer, given),
             tools=offered,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -221,6 +221,46 @@ def render_conversation(
     with template_errors(messages, "data.custom_chat_template"):
         check_roles(messages, by_template)
         return by_template(messages)
+
+
+def as_template_reads(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> Messages:
+    """Return messages with contents of the form that the tokenizer's template writes.
+
+    Templates of SmolVLM and LLaVA-OneVision walk over a list of parts, and write nothing of a
+    content that is a text. For these a text becomes a list of one part.
+    """
+    if not _reads_parts_alone(tokenizer):
+        return messages
+    changed = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        changed.append(message)
+    return changed
+
+
+_parts_alone: dict[str, bool] = {}  # by the text of the template
+
+
+def _reads_parts_alone(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether the template leaves out a content that is a text, and writes its parts."""
+    template = str(tokenizer.chat_template)
+    if template not in _parts_alone:
+        parts = [{"type": "text", "text": _PROBE}]
+        _parts_alone[template] = not _writes(tokenizer, _PROBE) and _writes(tokenizer, parts)
+    return _parts_alone[template]
+
+
+def _writes(tokenizer: "PreTrainedTokenizerBase", content: Any) -> bool:
+    """Return whether the template writes the probe that a message of the user contains."""
+    try:
+        text: Any = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+    except (TemplateError, TypeError):
+        return False
+    return _PROBE in text
 
 
 def check_roles(messages: Messages, render: Callable[[Messages], str]) -> None:

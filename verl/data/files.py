@@ -147,13 +147,22 @@ def refuse_media(file: str | Path, rows: Rows, column: str) -> None:
     if column not in rows.columns:
         return
     for number, value in enumerate(rows.column(column)):
-        is_empty = value is None or (isinstance(value, (list, dict, str, bytes)) and not value)
-        if not is_empty:
+        if not is_no_media(value):
             raise DataError(
                 f"{file}, row {number}, column '{column}': must be empty, because this model does "
                 f"not read it, got {type(value).__name__}. Leave such rows out, or the column if "
                 "the text is complete without it, or give a model that reads it."
             )
+
+
+def is_no_media(value: Any) -> bool:
+    """Return whether a value of the column of images or videos means that the row has none.
+
+    Arrow may write a missing image as a dict of nulls.
+    """
+    if isinstance(value, dict):
+        return all(part is None for part in value.values())
+    return value is None or (isinstance(value, (list, str, bytes)) and not value)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from verl.data.chat import Messages, apply_chat_template, as_messages
-from verl.data.rgb import as_rgb, loaded, open_picture
+from verl.data.files import is_no_media
+from verl.data.rgb import loaded, open_picture, pixels_of, upright_rgb
 from verl.data.videos import Video, read_video
 from verl.models.pictures import Picture, Pictures
 from verl.utils.errors import DataError
@@ -160,7 +161,7 @@ class PictureReader:
     def prepare(self, source: Any, folder: Path = Path()) -> Picture:
         """Return a prepared picture, from memory where its content was seen before."""
         content = _content_of(source, folder)
-        encoded = content if isinstance(content, bytes) else _pixels(content)
+        encoded = content if isinstance(content, bytes) else pixels_of(content)
         digest = hashlib.blake2b(encoded, digest_size=16)
         digest.update(self.processor.fingerprint.encode())
         key = digest.hexdigest()
@@ -168,10 +169,7 @@ class PictureReader:
         if known is not None:
             return known
 
-        from PIL import ImageOps
-
-        # Cameras turn pictures by a note in the file.
-        image = as_rgb(ImageOps.exif_transpose(_opened(content)))
+        image = upright_rgb(_opened(content))
         picture = self.processor.prepare(image, key)
         if self._keeps_images:
             picture = replace(picture, png=_png(image))
@@ -387,11 +385,6 @@ def _find_file(source: str, folder: Path) -> Path:
     raise DataError(f"there is no file {looked}. Correct the path, or write the content instead")
 
 
-def _pixels(image: Any) -> bytes:
-    image = as_rgb(image)
-    return f"{image.size}".encode() + image.tobytes()
-
-
 def _parts(content: Any) -> Iterator[dict[str, Any]]:
     """Yield the parts of a content: texts, split at placeholders, images and videos."""
     kinds = {placeholder: kind for kind, placeholder in PLACEHOLDERS.items()}
@@ -459,13 +452,15 @@ def _own_source(part: dict[str, Any]) -> Any:
 
 def _as_videos(videos: Any) -> list[Any]:
     """Return the videos of a row. An array of numbers is one video, a list has several."""
+    if is_no_media(videos):
+        return []
     if isinstance(videos, str | dict) or getattr(videos, "ndim", 1) == 4:
         return [videos]
     return _as_list(videos)
 
 
 def _as_list(images: Any) -> list[Any]:
-    if images is None:
+    if is_no_media(images):
         return []
     if isinstance(images, list | tuple):
         return list(images)

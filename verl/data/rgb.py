@@ -1,11 +1,16 @@
 """Open images of PIL, and turn them into three channels of eight bits."""
 
 import io
+import logging
+import struct
 from typing import Any
 
 import numpy as np
 
 from verl.utils.errors import DataError
+from verl.utils.logging import say_once
+
+_ORIENTATION = 0x0112  # number of the note in EXIF
 
 _WITH_ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
 _LARGEST_BYTE = 255
@@ -32,7 +37,25 @@ def open_picture(encoded: bytes) -> Any:
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and pixels > limit:
         raise DataError(_too_large(f"{image.width} x {image.height}", limit))
+    _report_frames(image)
     return loaded(image)
+
+
+def _report_frames(image: Any) -> None:
+    """Log once that of several frames the first is read.
+
+    Cameras and phones write photographs as MPO, whose further frames are previews.
+    """
+    try:
+        has_several = image.format != "MPO" and getattr(image, "is_animated", False)
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        raise DataError(_damaged(error)) from error
+    if has_several:
+        say_once(
+            f"An image of the data has several frames or pages ({image.format}); models read the "
+            "first one of each such image. Give its frames as a video where all of them count.",
+            logging.WARNING,
+        )
 
 
 def loaded(image: Any) -> Any:
@@ -57,6 +80,44 @@ def _too_large(found: str, limit: int | None) -> str:
         f"an image may have {limit} pixels, got {found}. Make it smaller, or raise "
         "PIL.Image.MAX_IMAGE_PIXELS in model.external_lib"
     )
+
+
+def upright_rgb(image: Any) -> Any:
+    """Return an image in RGB, turned as the camera's note in it says. See `as_rgb`."""
+    from PIL import Image
+
+    turns = Image.Transpose
+    turn = {
+        2: turns.FLIP_LEFT_RIGHT,
+        3: turns.ROTATE_180,
+        4: turns.FLIP_TOP_BOTTOM,
+        5: turns.TRANSPOSE,
+        6: turns.ROTATE_270,
+        7: turns.TRANSVERSE,
+        8: turns.ROTATE_90,
+    }.get(_orientation(image))
+    image = as_rgb(image)
+    return image if turn is None else image.transpose(turn)
+
+
+def pixels_of(image: Any) -> bytes:
+    """Return the size and pixels that a model gets of an image, as bytes."""
+    image = upright_rgb(image)
+    return f"{image.size}".encode() + image.tobytes()
+
+
+def _orientation(image: Any) -> int:
+    """Return how a camera held an image, 1 to 8; 1 where its notes are damaged or say nothing."""
+    try:
+        found = image.getexif().get(_ORIENTATION)
+    except (SyntaxError, struct.error, ValueError, TypeError, OSError, LookupError):
+        say_once(
+            "The notes of a camera (EXIF) in an image are damaged. Such images are read as their "
+            "pixels stand, without a turn.",
+            logging.WARNING,
+        )
+        return 1
+    return found if isinstance(found, int) else 1
 
 
 def as_rgb(image: Any) -> Any:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _WRITTEN_LATER = {name for name, column in COLUMNS.items() if column.written_by != "data"}
 _RESERVED = {*_WRITTEN_LATER, "raw_prompt", "raw_prompt_ids"}
 _DICT_COLUMNS = ("reward_model", "extra_info")
-_OWN_CACHE_VERSION = "2"  # raise it when `verl.data.chat` renders a conversation differently
+_OWN_CACHE_VERSION = "3"  # raise it when `verl.data.chat` renders a conversation differently
 
 
 class RLDataset(Dataset):

@@ -18,6 +18,7 @@ from verl.config.sft import SFTDataConfig
 from verl.data.chat import (
     Messages,
     as_messages,
+    as_template_reads,
     check_roles,
     check_text,
     encode_conversations,
@@ -104,7 +105,10 @@ def _text(
 ) -> str:
     """Render messages; `opens` adds the text that the template puts before an answer."""
     text: Any = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=opens, **arguments
+        as_template_reads(tokenizer, messages),
+        tokenize=False,
+        add_generation_prompt=opens,
+        **arguments,
     )
     return text
 
@@ -114,7 +118,7 @@ def _render_marked(
 ) -> Rendered:
     messages, first, arguments, _ = conversation
     rendered: Any = render_jinja_template(
-        conversations=[messages],
+        conversations=[as_template_reads(tokenizer, messages)],
         chat_template=template,
         return_assistant_tokens_mask=True,
         **{**tokenizer.special_tokens_map, **arguments},

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl.data.rgb import as_rgb
+from verl.data.rgb import pixels_of, upright_rgb
 from verl.models.pictures import Frames
 from verl.utils.errors import DataError
 
@@ -116,7 +116,7 @@ def read_video(
 
     contents = _each_frame(asked.source, read)
     for content in contents:
-        encoded = content if isinstance(content, bytes) else as_rgb(content).tobytes()
+        encoded = content if isinstance(content, bytes) else pixels_of(content)
         digest.update(hashlib.blake2b(encoded, digest_size=16).digest())
     return digest.hexdigest(), lambda: _of_list(asked, contents, open_image)
 
@@ -135,6 +135,7 @@ def _of_list(asked: Asked, contents: Sequence[Any], open_image: Callable[[Any], 
 
 
 def _frames(asked: Asked, images: list[Any], places: list[int], total: int, fps: float) -> Frames:
+    images = [upright_rgb(image) for image in images]
     for number, image in enumerate(images):
         if image.size != images[0].size:
             raise DataError(
@@ -142,7 +143,7 @@ def _frames(asked: Asked, images: list[Any], places: list[int], total: int, fps:
                 f"{images[0].width} x {images[0].height}. Give all frames of a video one size"
             )
     return Frames(
-        images=[as_rgb(image) for image in images],
+        images=images,
         times=[place / fps for place in places],
         fps=len(places) / total * fps,
         min_pixels=asked.min_pixels,
