@@ -13,13 +13,16 @@ from tests.diagnostics.test_plan import phase_of
 from tests.engine.batches import make_batch
 from tests.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 from tests.tiny_reward_models import save_reward_model, tiny_classifier
+from tests.tiny_vision_models import save_tiny_vision
 from verl.config import FSDPConfig
 from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
+from verl.diagnostics.report import render
 from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
 from verl.engine.options import EngineOptions
 from verl.models.packed import PackedRewardModel
+from verl.models.vision import vision_towers
 from verl.utils.errors import ConfigError, ModelError
 from verl.utils.units import GIB
 from verl.workers import (
@@ -524,3 +527,33 @@ def test_a_second_trained_policy_has_parameters_moments_and_an_update(tmp_path: 
         2 * 8.03e9, rel=0.001
     )
     assert "other policies" not in phase_of(alone, "actor", "rollout").device
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
+def test_plan_trains_no_tower_that_is_frozen(tmp_path: Path, adapted: bool):
+    # Layers of this family's tower and of its language model have the same names.
+    save_tiny_vision(tmp_path / "actor", "gemma3")
+    adapters = ["actor_rollout_ref.model.lora_rank=4"]
+    adapters.append("actor_rollout_ref.model.target_modules=[q_proj]")
+    config = make_config(
+        tmp_path / "unused",
+        QWEN_7B,
+        *(adapters if adapted else ()),
+        f"actor_rollout_ref.model.path={tmp_path / 'actor'}",
+        "actor_rollout_ref.actor.freeze_vision_tower=True",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=null",
+        "data.train_batch_size=4",
+    )
+    plan = plan_memory(config)
+    worker = ActorWorker(
+        config.actor_rollout_ref,
+        total_steps=5,
+        device=torch.device("cpu"),
+        tokenizer=tiny_tokenizer(),
+    )
+
+    assert plan.roles["actor"].footprint.shape == worker.engine.footprint.shape
+    (tower,) = vision_towers(worker.engine.hf_model)
+    assert not any(weight.requires_grad for weight in tower.parameters())
+    assert "not the activations of the tower" in render(plan, [])

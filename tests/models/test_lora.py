@@ -213,3 +213,15 @@ def test_the_names_that_an_error_proposes_select_linear_layers(name: str) -> Non
     proposed = str(raised.value).rpartition("target_modules=[")[2].removesuffix("].").split(",")
     assert {"q_proj", "qkv", "attn.proj", "mlp.0", "mlp.2"} < set(proposed)
     apply_lora(model, rank=2, alpha=2, target_modules=proposed)
+
+
+def test_a_frozen_tower_gets_no_adapters() -> None:
+    model = tiny_vision_model("gemma3")
+    with pytest.raises(ModelError, match=r"target_modules: 'fc1' selects layers of the vision tow"):
+        apply_lora(model, rank=2, alpha=2, target_modules=["q_proj", "fc1"], freezes_tower=True)
+    with pytest.raises(ModelError, match=r"'.*vision.*fc1' selects layers of the vision tower al"):
+        apply_lora(model, rank=2, alpha=2, target_modules=".*vision.*fc1", freezes_tower=True)
+    apply_lora(model, rank=2, alpha=2, target_modules=["q_proj"], freezes_tower=True)
+    adapted = list(adapted_layers(model))
+    assert adapted
+    assert not any("vision" in name for name in adapted)

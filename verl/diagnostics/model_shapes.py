@@ -26,7 +26,13 @@ from verl.models.load import causal_lm_class, load_model_config, torch_dtype
 from verl.models.reward_model import load_reward_config
 from verl.rollout import check_engine_model
 from verl.utils.imports import import_user_code
-from verl.workers.trained import add_adapters, frozen_dtype, model_source, parameter_dtype
+from verl.workers.trained import (
+    add_adapters,
+    choose_trained,
+    frozen_dtype,
+    model_source,
+    parameter_dtype,
+)
 
 
 class ModelShapes:
@@ -42,7 +48,12 @@ class ModelShapes:
         return self._footprints.setdefault((id(shape), setup), EngineFootprint(shape, setup))
 
     def policy(
-        self, model: ModelConfig, device: torch.device, *, is_trained: bool = True
+        self,
+        model: ModelConfig,
+        device: torch.device,
+        *,
+        is_trained: bool = True,
+        freezes_tower: bool = False,
     ) -> ModelShape:
         """Make the shape of the actor, or with `is_trained` False of the reference.
 
@@ -54,10 +65,13 @@ class ModelShapes:
             config = _config(model)
             module = causal_lm_class(config).from_config(config, dtype=torch_dtype(dtype))
             if is_trained:
-                add_adapters(module, model, "actor_rollout_ref.model")
+                choose_trained(
+                    module, model, "actor_rollout_ref.model", freezes_tower=freezes_tower
+                )
             return module if is_trained else module.requires_grad_(False)
 
-        return self._shape(("policy", is_trained, *_key(model, device)), make)
+        key = ("policy", is_trained, freezes_tower, *_key(model, device))
+        return self._shape(key, make)
 
     def critic(self, model: CriticModelConfig, device: torch.device) -> ModelShape:
         def make() -> CriticModel:

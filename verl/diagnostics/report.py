@@ -45,6 +45,12 @@ def render(
             f"The family '{shape.family}' is not of those that the formulae were measured with: "
             "take its activations for a bound by analogy with Llama's layer."
         )
+    if shape.tower_numel:
+        lines.append(
+            f"Pictures: {_count(shape.tower_numel)} parameters are of the vision tower and its "
+            "connector. The plan counts these weights, but not the activations of the tower, nor "
+            "the pictures that wait on the host: leave room for them."
+        )
 
     return "\n".join(lines)
 

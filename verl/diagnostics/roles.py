@@ -63,7 +63,7 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
     found: dict[str, tuple[EngineOptions, ModelShape]] = {}
     found["actor"] = (
         EngineOptions.of(policy.actor, device, policy=policy),
-        shapes.policy(policy.model, device),
+        shapes.policy(policy.model, device, freezes_tower=policy.actor.freeze_vision_tower),
     )
     if config.needs_critic:
         found["critic"] = (EngineOptions.of(critic, device), shapes.critic(critic.model, device))
@@ -87,7 +87,7 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
         section = partner_section(policy, partner)
         found[partner_role(role)] = (
             EngineOptions.of(section.actor, device, policy=section),
-            shapes.policy(section.model, device),
+            shapes.policy(section.model, device, freezes_tower=section.actor.freeze_vision_tower),
         )
 
     return {

@@ -9,7 +9,7 @@ from torch import nn
 
 from verl.engine.compile import FAMILIES
 from verl.engine.flops import head_sizes
-from verl.models.vision import language_layers
+from verl.models.vision import language_layers, picture_parameters
 from verl.utils.arithmetic import ceil_div
 
 
@@ -45,6 +45,7 @@ class ModelShape:
     vocabulary: int  # 0 without a head over the vocabulary
     head_numel: int  # of the head's weight, where it gets a gradient
     norms_heads: bool  # Qwen3 normalises queries and keys
+    tower_numel: int = 0  # of the weights that only pictures use
 
     @property
     def is_llama_like(self) -> bool:
@@ -116,6 +117,7 @@ class ModelShape:
             vocabulary=0 if head is None else head.weight.shape[0],
             head_numel=head_numel,
             norms_heads=norms_heads,
+            tower_numel=sum(each.numel() for each in picture_parameters(model)),
         )
 
 

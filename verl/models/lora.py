@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from verl.distributed.fsdp import full_tensor, shard_like
-from verl.models.vision import reads_pictures, vision_parts
+from verl.models.vision import reads_pictures, vision_parts, vision_towers
 from verl.utils.errors import CheckpointError, ModelError
 from verl.utils.imports import require
 from verl.utils.json_text import parse_json
@@ -44,6 +44,7 @@ def apply_lora(
     alpha: float,
     target_modules: Targets = ALL_LINEAR,
     exclude_modules: Targets | None = None,
+    freezes_tower: bool = False,
     section: str = "actor_rollout_ref.model",
 ) -> None:
     """Freeze `model` and add adapters to its linear layers, in place.
@@ -59,16 +60,19 @@ def apply_lora(
         target_modules: "all-linear" (all but the head and the vision tower), a list of names or
             ends of names, or a regular expression that matches whole names, as in peft.
         exclude_modules: layers without adapters, in the same forms.
+        freezes_tower: whether the layers of the vision tower get none, whatever is chosen.
         section: the configuration section that errors name.
 
     Raises:
         ModelError: a name that no module has, or one that cannot have an adapter: head, embedding,
-            stack of experts.
+            stack of experts, and with `freezes_tower` a layer of the vision tower.
     """
     targets = _as_given(target_modules)
     excluded = None if exclude_modules is None else _as_given(exclude_modules)
     chosen = _chosen(model, targets, excluded, section)
-    if targets == ALL_LINEAR and reads_pictures(model.config):
+    if freezes_tower:
+        chosen = _outside_of_tower(model, chosen, targets, section)
+    if reads_pictures(model.config) and (targets == ALL_LINEAR or freezes_tower):
         targets = chosen  # peft's own choice would have the vision tower as well
 
     # Not at the top: peft and accelerate take a second to import, and most runs train all weights.
@@ -415,6 +419,34 @@ def _chosen(
     return chosen
 
 
+def _outside_of_tower(
+    model: PreTrainedModel, chosen: list[str], targets: str | list[str], section: str
+) -> list[str]:
+    """Return the chosen layers without those of the vision tower.
+
+    Raises ModelError for an entry of `targets` that selects layers of the tower alone.
+    """
+    of_tower = {id(part) for tower in vision_towers(model) for part in tower.modules()}
+    kept = [name for name in chosen if id(model.get_submodule(name)) not in of_tower]
+
+    selected = [(str(targets), chosen)]
+    if isinstance(targets, list):
+        selected = [(entry, _selected(chosen, entry)) for entry in targets]
+    for entry, names in selected:
+        if names and not set(names) & set(kept):
+            raise ModelError(
+                f"{section}.target_modules: '{entry}' selects layers of the vision tower alone "
+                f"('{names[0]}'), which freeze_vision_tower=true keeps as they are. Leave it out, "
+                "or set freeze_vision_tower=false."
+            )
+    return kept
+
+
+def _selected(names: Iterable[str], entry: str) -> list[str]:
+    """Return the names that an entry of a list selects in peft: itself, or with it as an end."""
+    return [name for name in names if name == entry or name.endswith(f".{entry}")]
+
+
 def _last_parts(names: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
@@ -465,7 +497,7 @@ def _matching(
 
     found = []
     for entry in wanted:
-        meant = [name for name in names if name == entry or name.endswith(f".{entry}")]
+        meant = _selected(names, entry)
         if not meant:
             raise ModelError(
                 f"{key}: the model has no module named '{entry}'. Nearest: "

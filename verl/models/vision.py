@@ -244,9 +244,14 @@ def picture_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     return [each for each in model.base_model.parameters() if id(each) not in of_text]
 
 
+def vision_towers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the vision parts without the connector."""
+    return [part for part in vision_parts(model) if isinstance(part, PreTrainedModel)]
+
+
 def freeze_vision_tower(model: PreTrainedModel) -> None:
     """Exclude the vision tower from training; a connector of its own is trained."""
-    towers = [part for part in vision_parts(model) if isinstance(part, PreTrainedModel)]
+    towers = vision_towers(model)
     if not towers:
         raise ModelError(
             f"actor_rollout_ref.actor.freeze_vision_tower=true needs a model that reads pictures, "

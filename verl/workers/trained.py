@@ -77,9 +77,12 @@ class TrainedWorker(EngineWorker):
             weights=self.reads_weights,
         )
         check_vocabulary(model, self.tokenizer)
-        if config.actor.freeze_vision_tower:
-            freeze_vision_tower(model)
-        add_adapters(model, config.model, "actor_rollout_ref.model")
+        choose_trained(
+            model,
+            config.model,
+            "actor_rollout_ref.model",
+            freezes_tower=config.actor.freeze_vision_tower,
+        )
         return model
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -155,8 +158,21 @@ def frozen_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+def choose_trained(
+    model: PreTrainedModel, config: ModelConfig, section: str, *, freezes_tower: bool
+) -> None:
+    """Freeze the vision tower where asked, and add adapters, before other changes to the model."""
+    if freezes_tower:
+        freeze_vision_tower(model)
+    add_adapters(model, config, section, freezes_tower=freezes_tower)
+
+
 def add_adapters(
-    model: PreTrainedModel, config: ModelConfig | CriticModelConfig, section: str
+    model: PreTrainedModel,
+    config: ModelConfig | CriticModelConfig,
+    section: str,
+    *,
+    freezes_tower: bool = False,
 ) -> None:
     """Add the adapters that the configuration asks for, before any other change to the model."""
     if config.lora_rank > 0:
@@ -166,5 +182,6 @@ def add_adapters(
             alpha=config.lora_alpha,
             target_modules=config.target_modules,
             exclude_modules=config.exclude_modules,
+            freezes_tower=freezes_tower,
             section=section,
         )
