@@ -16,7 +16,7 @@ from verl.config import FSDPConfig, OptimConfig
 from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
-from verl.engine.optim import build_optimizer
+from verl.engine.optim import build_optimizer, restore_moments
 from verl.engine.options import EngineOptions
 from verl.engine.schedule import build_schedule
 from verl.models.packed import PackedCausalLM
@@ -233,6 +233,17 @@ def test_moments_of_another_optimizer_are_rejected(tmp_path: Path, saver: str, l
     engine.save(tmp_path)
     with pytest.raises(CheckpointError, match=r"Set optim\.optimizer"):
         make_engine(loader).load(tmp_path)
+
+
+def test_moments_of_weights_that_are_frozen_now_name_the_keys():
+    frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    saved = {"tower": {"step": torch.ones(()), "exp_avg": frozen, "exp_avg_sq": frozen}}
+    with pytest.raises(
+        CheckpointError,
+        match=r"does not train\. Set optim\.optimizer, freeze_vision_tower and lora",
+    ):
+        restore_moments(optimizer, [("tower", frozen)], saved)
 
 
 def test_missing_package_error_names_the_install_command(monkeypatch: pytest.MonkeyPatch):

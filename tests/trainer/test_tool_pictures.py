@@ -12,9 +12,12 @@ from tests.tiny_vision_models import IMAGE
 from tests.vision_folders import save_vision_folder
 from verl.agents.formats import ParsedReply, ToolCall
 from verl.agents.loops.base import AgentContext
+from verl.config import config_from_dict
 from verl.data.shapes import rows
 from verl.models.load import load_tokenizer
 from verl.trainer import PPOTrainer
+from verl.trainer.variants import trainer_class
+from verl.utils.errors import DataError
 
 
 @pytest.fixture
@@ -90,3 +93,32 @@ def test_rollout_and_trainer_agree_behind_pictures_of_tools(
     trainer.fit()
     parameters = worker.engine.hf_model.parameters()
     assert all(bool(each.isfinite().all()) for each in parameters)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"trainer.mode": "fully_async"},
+            "row 1: the prompt has pictures, which agents of trainer.mode=fully_async cannot play",
+        ),
+        (
+            {
+                "actor_rollout_ref.rollout.multi_turn.function_tool_path": None,
+                "actor_rollout_ref.rollout.agent.default_agent_loop": "environment_agent",
+                "actor_rollout_ref.rollout.agent.environment.name": "number_guessing",
+            },
+            "row 1: the prompt has pictures, which the agent loop 'environment_agent' cannot play",
+        ),
+    ],
+)
+def test_agents_that_cannot_play_a_picture_are_named_before_the_start(
+    tmp_path: Path, model: Path, keys: dict[str, Any], message: str
+) -> None:
+    settings = {**config(tmp_path, model), **keys}
+    first, second, *_ = rows("val")
+    first = {**first, "images": [], "prompt": [{"role": "user", "content": "How many?"}]}
+    text = "".join(json.dumps(row) + "\n" for row in (first, second, first, first))
+    Path(settings["data.train_files"]).write_text(text)
+    with pytest.raises(DataError, match=f"rows.jsonl, {message}"):
+        trainer_class(config_from_dict(settings))(settings)

@@ -1,7 +1,7 @@
 """Checks of the data against the configured tools, interactions and loops, before models load."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from verl.agents.environments import check_environment, roles_of
@@ -24,6 +24,7 @@ Column = Callable[[str], Iterator[tuple[str, Any]]]
 _ANSWERED = "tool_agent"
 _ENVIRONMENT = "environment_agent"
 _WITHOUT_TOOLS = ("single_turn_agent", _ENVIRONMENT, GATEWAY_AGENT)
+LOOPS_WITH_PICTURES = ("single_turn_agent", _ANSWERED)
 _SECTION = "actor_rollout_ref.rollout"
 # Prompts that are rendered with their tools before the start, those with the most characters.
 _NUM_RENDERED = 2000
@@ -64,6 +65,34 @@ def check_rows(
     environment = config.agent.environment
     if environment.name is not None:
         check_environment(environment.name, environment.kwargs)
+
+
+def check_pictures(
+    config: RolloutConfig, column: Column, have_pictures: Iterable[bool], *, keeps_playing: bool
+) -> None:
+    """Check that prompts with pictures are played where they can be.
+
+    Raises DataError naming file and row.
+
+    Args:
+        config: of the rollout.
+        column: of the rows.
+        have_pictures: whether each row has any.
+        keeps_playing: whether episodes go on across updates.
+    """
+    for (place, loop), has_any in zip(_loops_of_rows(config, column), have_pictures):
+        if not has_any:
+            continue
+        if loop not in LOOPS_WITH_PICTURES:
+            raise DataError(
+                f"{place}: the prompt has pictures, which the agent loop '{loop}' cannot play. Leave "
+                f"the row out, or let one of {', '.join(LOOPS_WITH_PICTURES)} play it."
+            )
+        if keeps_playing:
+            raise DataError(
+                f"{place}: the prompt has pictures, which agents of trainer.mode=fully_async cannot "
+                "play. Leave the row out, or set trainer.mode=one_step_off or sync."
+            )
 
 
 def check_prompts(context: AgentContext, column: Column, prompt_key: str) -> None:

@@ -4,14 +4,21 @@ import asyncio
 import atexit
 import copy
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from verl.agents.boundary import ChatBoundary
-from verl.agents.checks import Column, check_prompts, check_rows, prompts_too_long
+from verl.agents.checks import (
+    LOOPS_WITH_PICTURES,
+    Column,
+    check_pictures,
+    check_prompts,
+    check_rows,
+    prompts_too_long,
+)
 from verl.agents.conversation import failed
 from verl.agents.engine_client import EngineClient
 from verl.agents.formats import ToolFormat, recognise_format, tool_format, tool_formats
@@ -32,8 +39,6 @@ from verl.utils.errors import ConfigError, RolloutError, VerlError
 from verl.utils.logging import logger, say_once
 
 _SECTION = "actor_rollout_ref.rollout"
-_LOOPS_WITH_PICTURES = ("single_turn_agent", "tool_agent")
-
 _PICTURES = "prepared_pictures"  # the column, whose pictures the episodes of a row share
 
 Answer = TypeVar("Answer")
@@ -151,11 +156,11 @@ class AgentRunner:
         for episode in episodes:
             name = self.loop_name(episode)
             self._loop(name)
-            if episode.pictures and name not in _LOOPS_WITH_PICTURES:
+            if episode.pictures and name not in LOOPS_WITH_PICTURES:
                 raise RolloutError(
                     f"The agent loop '{name}' cannot play prompts with pictures, as that of sample "
                     f"{episode.row}. Leave the images out, or use one of the loops "
-                    f"{', '.join(_LOOPS_WITH_PICTURES)}."
+                    f"{', '.join(LOOPS_WITH_PICTURES)}."
                 )
 
     @property
@@ -193,6 +198,12 @@ class AgentRunner:
         """Check the data against what is configured; see `verl.agents.checks`."""
         check_rows(self.config, self.context.tools, self.context.interactions, column)
         check_prompts(self.context, column, prompt_key)
+
+    def check_pictures(
+        self, column: Column, have_pictures: Iterable[bool], *, keeps_playing: bool
+    ) -> None:
+        """Check who plays prompts with pictures; see `verl.agents.checks`."""
+        check_pictures(self.config, column, have_pictures, keeps_playing=keeps_playing)
 
     def prompts_too_long(self, column: Column, prompt_key: str) -> list[str]:
         """Return the rows with prompts that do not fit with their tools."""

@@ -88,6 +88,7 @@ class RLDataset(Dataset):
                 reads_videos=pictures is not None and pictures.reads_videos,
             )
 
+        self._pictured: list[np.ndarray | None] = []  # by file: which rows have pictures
         self.columns = _kept_columns(self._sources, config.prompt_key)
         # The split is part of the content, because a folder may have several.
         self._content = [f"{content_fingerprint(file)} {split}" for file in self.files]
@@ -142,6 +143,12 @@ class RLDataset(Dataset):
             for number, value in enumerate(values):
                 if number in kept:
                     yield f"{file}, row {number}", value
+
+    def have_pictures(self) -> Iterator[bool]:
+        """Yield for every row, in the order of `column`, whether its prompt has pictures."""
+        for source, number in self._kept.tolist():
+            pictured = self._pictured[source]
+            yield pictured is not None and bool(pictured[number])
 
     def drop_overlong(self, places: Collection[str]) -> None:
         """Drop rows that `column` gives at `places`, for prompts that are longer than they seem."""
@@ -213,6 +220,7 @@ class RLDataset(Dataset):
         if has_pictures or self.config.filter_overlong_prompts or self.config.truncation == "error":
             measure = self._lengths_with_pictures if has_pictures else self._lengths
             lengths, pictured = measure(source)
+            self._pictured.append(pictured if has_pictures else None)
             long = lengths > limit
             if self.config.filter_overlong_prompts:
                 numbers = numbers[~long]
@@ -241,6 +249,8 @@ class RLDataset(Dataset):
                         cuts=not pictured[first],
                     )
                 )
+        else:
+            self._pictured.append(None)
 
         return np.stack([np.full_like(numbers, source), numbers], axis=1)
 

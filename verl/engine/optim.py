@@ -138,11 +138,15 @@ def restore_moments(
     for name, moments in saved.items():
         parameter = parameters.get(name)
         if parameter is None or set(moments) != kinds.get(id(parameter)):
-            fact = "does not train" if parameter is None else "does not keep"
+            is_trained = id(parameter) in kinds
+            fact = "does not keep" if is_trained else "does not train"
+            keys = "optim.optimizer"
+            if not is_trained:
+                keys = "optim.optimizer, freeze_vision_tower and lora_rank"
             raise CheckpointError(
                 f"The checkpoint has moments {sorted(moments)} of '{name}', which this run {fact}. "
-                "Set optim.optimizer as it was when they were saved, or start another run from the "
-                "checkpoint's weights."
+                f"Set {keys} as when they were saved, or start another run from the checkpoint's "
+                "weights."
             )
 
         state = {}

@@ -368,6 +368,13 @@ def check_agents(
                 dataset.drop_overlong(runner.prompts_too_long(dataset.column, prompt_key))
         if readable:
             runner.check_rows(column, prompt_key)
+        for dataset in readable:
+            is_trained_on = dataset is train_dataset and not config.trainer.val_only
+            runner.check_pictures(
+                dataset.column,
+                dataset.have_pictures(),
+                keeps_playing=is_trained_on and config.trainer.mode == "fully_async",
+            )
     finally:
         runner.close()
 
