@@ -332,6 +332,13 @@ class Book:
 
     # ---------------------------------------------------------------- the books themselves
 
+    def begin_after(self, step: int) -> None:
+        """Open empty books for a run that took its first steps in another schedule."""
+        assert not self.groups
+        self.next_step = step + 1
+        self.admitted = step * self.pace.groups_per_step
+        self.version = self.pace.version_of(step + 1)
+
     def counts(self) -> dict[str, int]:
         """Return the number of trajectories in each state; consumed ones are those that left."""
         counts = dict.fromkeys((state.value for state in State), 0)

@@ -1,7 +1,7 @@
 """Compare the configuration of a run with the one that saved the checkpoint it resumes from."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,6 +37,8 @@ _NOT_FREE = (
     "fsdp_config.compute_dtype",
 )
 _MAX_LISTED = 20
+# Parts of the driver's state that only one schedule has.
+_OF_SCHEDULES = ("ahead", "book", "prompts")
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,36 @@ def check_config(folder: Path, config: Any, *, may_differ: bool) -> None:
         )
     if changes:
         logger.warning("Changed since %s was saved: %s.", folder, _listed(changes))
+
+
+def in_schedule_of(own: Mapping[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the driver's part of a checkpoint in the form of the schedule that resumes from it.
+
+    `trainer.mode` may change with `trainer.resume_mode=resume_path`. Responses that another
+    schedule drew ahead are left out then, and the log says how many.
+
+    Args:
+        own: the state of the run that resumes, before its first step.
+        saved: what the checkpoint holds.
+    """
+    state = dict(saved)
+    groups = (state.get("book") or {}).get("groups", ())
+    dropped = 0 if "book" in own else len(groups)
+    if state.get("ahead") and "ahead" not in own:
+        dropped = len(set(state["ahead"]["objects"]["uid"]))
+    if dropped:
+        logger.warning(
+            "The checkpoint was saved with another trainer.mode: %d prompts that were read ahead "
+            "then are not learned from.",
+            dropped,
+        )
+
+    for name in _OF_SCHEDULES:
+        if name not in own:
+            state.pop(name, None)
+        elif name not in state and "global_step" in state:
+            state[name] = own[name]
+    return state
 
 
 def when_saved(folder: Path) -> str:

@@ -27,7 +27,7 @@ from verl.single_controller.handles import AnyWorker
 from verl.tracking import Tracker, TrackerSettings
 from verl.trainer.phase_reports import PhaseReports
 from verl.trainer.recorder import StepRecorder
-from verl.trainer.resume import check_config, save_config, when_saved
+from verl.trainer.resume import check_config, in_schedule_of, save_config, when_saved
 from verl.trainer.summary import RunSummary
 from verl.utils.commands import verl_command
 from verl.utils.devices import describe_device, memory_metrics, visible_device
@@ -488,8 +488,9 @@ class TrainingRun(ABC, Generic[Config]):
     def _read_state(self, file: Path) -> dict[str, Any]:
         """Return the driver's part of a checkpoint; CheckpointError where another kind of run saved
         it."""
-        state = load_state(file)
-        for name, expected in self.state_dict().items():
+        own = self.state_dict()
+        state = in_schedule_of(own, load_state(file))
+        for name, expected in own.items():
             found = state.get(name)
             fits = name in state
             if isinstance(expected, (int, dict)):

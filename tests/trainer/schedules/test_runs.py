@@ -48,6 +48,26 @@ def test_staleness_zero_has_the_bits_of_the_synchronous_run(tmp_path, algorithm)
         assert line["fully_async/age/max"] == 0
 
 
+def test_a_named_checkpoint_continues_in_another_schedule(tmp_path, capfd):
+    """Without anything ahead the resumed run has the bits of one that kept its schedule."""
+    length = ["trainer.max_steps=4", "trainer.save_freq=2", "data.train_batch_size=3"]
+    assert run(tmp_path / "sync", *length) == 0
+    named = "trainer.resume_mode=resume_path"
+    half_way = f"trainer.resume_from_path={tmp_path}/sync/global_step_2"
+    zero = [ASYNC, "async_training.staleness_threshold=0"]
+    assert run(tmp_path / "async", *length, *zero, named, half_way) == 0
+    assert same_bits(weights(tmp_path / "async", 4), weights(tmp_path / "sync", 4))
+    assert step_lines(tmp_path / "async")[-1]["fully_async/book/consumed"] == 4 * 3 * 4
+
+    ahead = "trainer.mode=one_step_off"
+    assert run(tmp_path / "ahead", *length, ahead, named, half_way) == 0
+    assert [line["step"] for line in step_lines(tmp_path / "ahead")] == [3, 4]
+    assert run(tmp_path / "ahead", *length, ahead, "trainer.resume_mode=disable") == 0
+    half_way = f"trainer.resume_from_path={tmp_path}/ahead/global_step_2"
+    assert run(tmp_path / "back", *length, named, half_way) == 0
+    assert "3 prompts that were read ahead then are not learned from" in capfd.readouterr().out
+
+
 def test_a_run_with_stale_tokens_keeps_the_bound(tmp_path):
     assert run(tmp_path, *BASE, ASYNC) == 0
     lines = step_lines(tmp_path)

@@ -268,6 +268,8 @@ class FullyAsyncTrainer(AheadTrainer):
         prompts = unpacked(state["prompts"]) or DataProto()
         payloads = [prompts.slice(row, row + 1) for row in range(len(prompts))]
         self.book.load_state_dict(state["book"], payloads)
+        if self.book.next_step <= self.global_step:
+            self.book.begin_after(self.global_step)
         if self.book.replayed_episodes:
             logger.info(
                 "resume: half-played episodes of agents cannot be saved, so they begin anew: %d in "
