@@ -1,5 +1,6 @@
 """The simulator of schedules, and the split that the times of a run propose."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -104,7 +105,14 @@ def test_a_run_proposes_a_schedule_and_so_does_the_plan_of_its_record(tmp_path, 
 def test_only_synchronous_steps_show_the_times(tmp_path, capfd):
     assert run(tmp_path, "trainer.mode=fully_async", "data.train_batch_size=3") == 0
     assert main(["--run", str(tmp_path)]) == 1
-    assert "made from a synchronous run" in capfd.readouterr().err
+    assert "has trainer.mode=fully_async. Give a run" in capfd.readouterr().err
+
+    file = tmp_path / "records" / "run.json"
+    record = json.loads(file.read_text())
+    del record["config"]["trainer"]["mode"]  # fine-tuning has none
+    file.write_text(json.dumps(record))
+    assert main(["--run", str(tmp_path)]) == 1
+    assert "has no trainer.mode, as fine-tuning" in capfd.readouterr().err
 
 
 def test_lending_takes_the_wait_of_the_trainers():

@@ -163,13 +163,16 @@ def proposal_of_run(folder: str | Path, staleness: float) -> Proposal:
     Raises DataError for a run whose times do not show the costs of generation and update.
     """
     run = load_run(folder)
-    mode = run.config["trainer"]["mode"]
+    mode = run.config["trainer"].get("mode")
     placement = run.config["trainer"].get("placement") or {}
-    if mode != "sync" or placement.get("rollout"):
+    apart = placement.get("rollout")
+    if mode != "sync" or apart:
+        found = f"trainer.mode={mode}" if mode else "no trainer.mode, as fine-tuning"
+        if apart:
+            found += f" and trainer.placement.rollout={apart}"
         raise DataError(
-            f"A proposal is made from a synchronous run in which all ranks generate and learn, but "
-            f"{folder} has trainer.mode={mode} and placement {placement}. Give a run with "
-            f"trainer.mode=sync; {LEAST_STEPS} steps suffice."
+            "A proposal is made from a synchronous run in which all ranks generate and learn, but "
+            f"{folder} has {found}. Give a run with trainer.mode=sync; {LEAST_STEPS} steps suffice."
         )
 
     measured = MeasuredSteps(
@@ -188,7 +191,8 @@ def proposal_of_run(folder: str | Path, staleness: float) -> Proposal:
         raise DataError(
             f"A proposal needs {LEAST_STEPS} steps with counters of the rollout "
             "(actor_rollout_ref.rollout.name=embedded), and the samples of one, got "
-            f"{len(measured.steps)} in {folder}. Train for longer with trainer.record=True."
+            f"{len(measured.steps)} in {folder}. Train for longer, "
+            "with trainer.record.enable=True."
         )
     return measured.proposal(staleness)
 
