@@ -21,8 +21,13 @@ _TIMELINE = "trainer.profile_steps=[2,5] writes the timelines of steps, and no p
 # Parts of names for features that this version does not have, and of names that later versions of
 # verl use, with the way out.
 _ABSENT = {
-    "actor_rollout_ref.rollout.nnodes": _OWN_RANKS,
-    "actor_rollout_ref.rollout.n_gpus_per_node": _OWN_RANKS,
+    "rollout.nnodes": _OWN_RANKS,
+    "rollout.n_gpus_per_node": _OWN_RANKS,
+    "rollout.total_rollout_steps": (
+        "it counts prompts; the length of a run is trainer.total_training_steps, in steps of "
+        "data.train_batch_size prompts."
+    ),
+    "rollout.test_freq": "the steps between two validations are trainer.test_freq.",
     "megatron": (
         "there is no Megatron backend. Shard with FSDP2 (strategy=fsdp) and split the rollout "
         "engine by actor_rollout_ref.rollout.tensor_model_parallel_size."

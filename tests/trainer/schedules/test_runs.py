@@ -1,8 +1,10 @@
 """Whole runs of the asynchronous schedules: staleness 0 has the bits of the synchronous run."""
 
 import os
+import runpy
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -231,8 +233,28 @@ def test_a_trainer_of_another_schedule_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("one_step_off_policy.main_ppo", "one_step_off"),
+        ("one_step_off_policy.async_main_ppo", "one_step_off"),
+        ("fully_async_policy.fully_async_main", "fully_async"),
+    ],
+)
+def test_old_names_of_recipes_set_the_schedule(monkeypatch, capsys, name, mode):
+    keys = ["data.dataset_name=toy", "actor_rollout_ref.hybrid_engine=False", "--cfg", "job"]
+    monkeypatch.setattr(sys, "argv", [name, *keys])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"recipe.{name}", run_name="__main__")
+    assert ended.value.code == 0
+    assert f"mode: {mode}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("keys", "message"),
     [
+        (["rollout.nnodes=1"], "named among those of the run: trainer.placement.rollout=[2,3]"),
+        (["rollout.total_rollout_steps=9"], "the length of a run is trainer.total_training_steps"),
+        (["rollout.test_freq=9"], "between two validations are trainer.test_freq"),
         (["algorithm.filter_groups.enable=True"], "draws more within the step"),
         (["async_training.trigger_parameter_sync_step=2"], "needs ranks of its own"),
         (["async_training.require_batches=3"], "is the batch of a step, got 3 x 3"),
