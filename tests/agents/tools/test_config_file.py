@@ -106,6 +106,15 @@ def test_errors_name_file_entry_and_key(write, text, message):
     assert "tools.yaml" in str(caught.value)
 
 
+def test_tools_before_a_wrong_entry_are_shut_down(write, monkeypatch):
+    closed = []
+    monkeypatch.setattr(OldCounter, "shut_down", lambda tool: closed.append(tool.name))
+    path = write(f"tools: [{{class_name: {COUNTER}}}, {{class_name: nowhere.Tool}}]")
+    with pytest.raises(ConfigError, match="entry 2"):
+        initialize_tools_from_config(path)
+    assert closed == ["old_counter"]
+
+
 def test_a_missing_file_is_an_error():
     with pytest.raises(ConfigError, match=r"tool_config_path.*nowhere.yaml"):
         read_tool_config("nowhere.yaml")

@@ -38,7 +38,9 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.rewards.texts import describe_error
 from verl.utils.errors import ConfigError
+from verl.utils.logging import logger
 from verl.utils.signatures import declares, names_key, taken_by, takes_any_keyword
 
 AGENT_DATA = "agent_data"  # the keyword of `execute`
@@ -124,6 +126,16 @@ class BaseTool:
 
     def shut_down(self) -> None:
         """Free resources that all instances share. Called once, at the end of the run."""
+
+
+def shut_down(tool: Any) -> None:
+    """Free the shared resources of a tool, if its class has any. A failure is logged."""
+    if not isinstance(tool, BaseTool):
+        return
+    try:
+        tool.shut_down()
+    except Exception as error:  # noqa: BLE001  (a user's code, at the end of the run)
+        logger.warning("The tool '%s' failed in shut_down: %s", tool.name, describe_error(error))
 
 
 def as_schema(schema: Any) -> OpenAIFunctionToolSchema:

@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from verl.agents.tools.base import BaseTool, as_schema
+from verl.agents.tools.base import BaseTool, as_schema, shut_down
 from verl.utils.errors import ConfigError, VerlError
 from verl.utils.imports import load_module
 from verl.utils.registry import nearest_names
@@ -86,17 +86,28 @@ def build_tools(entries: Sequence[ToolEntry]) -> list[tuple[int, BaseTool]]:
         ConfigError: a class is missing or failed, or two tools have the same name.
     """
     tools: list[tuple[int, BaseTool]] = []
-    places: dict[str, str] = {}
-    for entry in entries:
-        for tool in build_entry(entry):
-            if tool.name in places:
-                raise ConfigError(
-                    f"{entry.place}: the tool name '{tool.name}' is taken by "
-                    f"{places[tool.name]}. Give one of them another function.name."
-                )
-            places[tool.name] = entry.place
-            tools.append((entry.number, tool))
+    try:
+        for entry in entries:
+            tools += [(entry.number, tool) for tool in build_entry(entry)]
+        _check_names(entries, tools)
+    except ConfigError:
+        for _, tool in tools:  # a server of MCP runs until then
+            shut_down(tool)
+        raise
     return tools
+
+
+def _check_names(entries: Sequence[ToolEntry], tools: Sequence[tuple[int, BaseTool]]) -> None:
+    """Raise ConfigError if two tools have the same name."""
+    places = {entry.number: entry.place for entry in entries}
+    taken: dict[str, str] = {}
+    for number, tool in tools:
+        if tool.name in taken:
+            raise ConfigError(
+                f"{places[number]}: the tool name '{tool.name}' is taken by {taken[tool.name]}. "
+                "Give one of them another function.name."
+            )
+        taken[tool.name] = places[number]
 
 
 def build_entry(entry: ToolEntry) -> list[BaseTool]:

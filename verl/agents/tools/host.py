@@ -21,13 +21,13 @@ from verl.agents.tools.base import (
     create_arguments,
     created_id,
     keeps_instances,
+    shut_down,
     takes_agent_data,
 )
 from verl.agents.tools.threads import WatchedLoop, count_left_behind, run_in_thread
 from verl.rewards.deadline import call_ends
-from verl.rewards.texts import describe_error, format_traceback
+from verl.rewards.texts import format_traceback
 from verl.rewards.watch import LateCall
-from verl.utils.logging import logger
 
 # Loops that coroutines may block at one time. Each keeps a thread until its coroutine returns.
 MAX_LOOPS = 8
@@ -168,8 +168,7 @@ class LocalHost:
 
     def close(self) -> None:
         for tool in self._tools.values():
-            if isinstance(tool, BaseTool):
-                _shut_down(tool)
+            shut_down(tool)
         for loop in self._loops:
             loop.close()
         self._loops.clear()
@@ -251,13 +250,6 @@ async def _wait(waiting: "asyncio.Future[Done]", work: Work, ends: float) -> Don
         return waiting.result() if error is None else _failure(error, work)
     finally:
         waiting.cancel()
-
-
-def _shut_down(tool: BaseTool) -> None:
-    try:
-        tool.shut_down()
-    except Exception as error:  # noqa: BLE001  (a user's code, at the end of the run)
-        logger.warning("The tool '%s' failed in shut_down: %s", tool.name, describe_error(error))
 
 
 def late_text(work: Work) -> str:
