@@ -21,47 +21,6 @@ def weigh_pages(
     q,
     keys,
     values,
-    pages,
-    page,
-    begin,
-    last,
-    m,
-    total,
-    acc,
-    scale,
-    cap,
-    key_page,
-    key_token,
-    value_page,
-    value_token,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-):
-    """Take the tokens [begin, last) into the softmax; `page` has ids for the first block."""
-    offsets = tl.arange(0, BLOCK_N)
-    start = begin // BLOCK_N * BLOCK_N
-    for block in range(start, last, BLOCK_N):
-        tokens = block + offsets
-        seen = (tokens >= begin) & (tokens < last)
-        later = tokens + BLOCK_N
-        next_page = tl.load(pages + later.to(tl.uint32) // PAGE_SIZE, mask=later < last, other=0)
-        within = tokens.to(tl.uint32) % PAGE_SIZE
-        k = _read(keys, page, key_page, within, key_token, seen, DIM, BLOCK_DIM)
-        v = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, BLOCK_VALUE)
-        m, total, acc = weigh(q, k, v, seen, m, total, acc, scale, cap)
-        page = next_page
-    return m, total, acc
-
-
-@triton.jit
-def weigh_small_pages(
-    q,
-    keys,
-    values,
     key_scales,
     value_scales,
     pages,
@@ -85,23 +44,24 @@ def weigh_small_pages(
     BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ):
-    """Do as `weigh_pages` with keys and values in eight bits.
+    """Take the tokens [begin, last) into the softmax; `page` has ids for the first block.
 
-    Products of queries that are not fp32 are in float16, which holds every number of the format. On
-    Hopper one instruction converts two numbers to float16; to bfloat16 each number takes a slow
-    conversion of its own.
+    Keys and values in eight bits have scales. Products of queries that are not fp32 are then in
+    float16, which holds every number of the format. On Hopper one instruction converts two numbers
+    to float16; to bfloat16 each number takes a slow conversion of its own.
 
-    Columns of values are read in pairs, and even and odd ones are weighed apart. A product needs
-    the values of two tokens next to each other, so they are transposed on their way from shared
-    memory, which can be done for numbers of 16 bits, but not of 8.
+    Columns of such values are read in pairs, and even and odd ones are weighed apart. A product
+    needs the values of two tokens next to each other, so they are transposed on their way from
+    shared memory, which can be done for numbers of 16 bits, but not of 8.
     """
-    wide = tl.float32 if q.dtype == tl.float32 else tl.float16
-    q = q.to(tl.float32)
-    size = tl.maximum(tl.max(tl.abs(q), 1), _SMALLEST_QUERY)[:, None]
-    q = (q / size).to(wide)
-    scale = scale * size
-    pairs = values.to(tl.pointer_type(tl.uint16))
-    even, odd = tl.split(tl.reshape(acc * _HELD, [acc.shape[0], BLOCK_VALUE // 2, 2]))
+    if key_scales is not None:
+        wide = tl.float32 if q.dtype == tl.float32 else tl.float16
+        q = q.to(tl.float32)
+        size = tl.maximum(tl.max(tl.abs(q), 1), _SMALLEST_QUERY)[:, None]
+        q = (q / size).to(wide)
+        scale = scale * size
+        pairs = values.to(tl.pointer_type(tl.uint16))
+        even, odd = tl.split(tl.reshape(acc * _HELD, [acc.shape[0], BLOCK_VALUE // 2, 2]))
 
     offsets = tl.arange(0, BLOCK_N)
     start = begin // BLOCK_N * BLOCK_N
@@ -112,29 +72,37 @@ def weigh_small_pages(
         next_page = tl.load(pages + later.to(tl.uint32) // PAGE_SIZE, mask=later < last, other=0)
         within = tokens.to(tl.uint32) % PAGE_SIZE
         k = _read(keys, page, key_page, within, key_token, seen, DIM, BLOCK_DIM)
-        pair = _read(
-            pairs,
-            page,
-            value_page // 2,
-            within,
-            value_token // 2,
-            seen,
-            VALUE_DIM // 2,
-            BLOCK_VALUE // 2,
-        )
-        at = page.to(tl.int64) * scale_page + within
-        of_keys = tl.load(key_scales + at, mask=seen, other=0.0)
-        of_values = tl.load(value_scales + at, mask=seen, other=0.0)
 
-        p, alpha, m, total = weights_of(q, k.to(wide), seen, m, total, scale, cap, of_keys)
-        p = (p * (of_values * _HELD)[None, :]).to(wide)
-        alpha = alpha[:, None]
-        even = tl.dot(p, _converted(pair, values, wide), even * alpha, input_precision="ieee")
-        odd = tl.dot(p, _converted(pair >> 8, values, wide), odd * alpha, input_precision="ieee")
+        if key_scales is None:
+            v = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, BLOCK_VALUE)
+            m, total, acc = weigh(q, k, v, seen, m, total, acc, scale, cap)
+        else:
+            pair = _read(
+                pairs,
+                page,
+                value_page // 2,
+                within,
+                value_token // 2,
+                seen,
+                VALUE_DIM // 2,
+                BLOCK_VALUE // 2,
+            )
+            at = page.to(tl.int64) * scale_page + within
+            of_keys = tl.load(key_scales + at, mask=seen, other=0.0)
+            of_values = tl.load(value_scales + at, mask=seen, other=0.0)
+
+            p, alpha, m, total = weights_of(q, k.to(wide), seen, m, total, scale, cap, of_keys)
+            p = (p * (of_values * _HELD)[None, :]).to(wide)
+            alpha = alpha[:, None]
+            even = tl.dot(p, _converted(pair, values, wide), even * alpha, input_precision="ieee")
+            odd = tl.dot(
+                p, _converted(pair >> 8, values, wide), odd * alpha, input_precision="ieee"
+            )
         page = next_page
 
-    acc = tl.reshape(tl.join(even, odd), [acc.shape[0], BLOCK_VALUE])
-    return m, total, acc * (1 / _HELD)
+    if key_scales is not None:
+        acc = tl.reshape(tl.join(even, odd), [acc.shape[0], BLOCK_VALUE]) * (1 / _HELD)
+    return m, total, acc
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from verl.rollout.embedded.kernels.decode_launch import (
     fixed_num_splits,
 )
 from verl.rollout.embedded.kernels.fp8 import store_row
-from verl.rollout.embedded.kernels.page_blocks import weigh_pages, weigh_small_pages
+from verl.rollout.embedded.kernels.page_blocks import weigh_pages
 from verl.rollout.embedded.kernels.running_softmax import merged, store_mean, weigh_one
 from verl.rollout.fp8 import FP8
 
@@ -372,59 +372,38 @@ def _attend(
                 _store_eight_bits(v, target, VALUE_SCALES + at, DIM, BLOCK_DIM)
             m, total, acc = weigh_one(q, k, v, sink, scale, cap)
 
-    if KEY_SCALES is None:
-        m, total, acc = weigh_pages(
-            q,
-            keys,
-            values,
-            pages,
-            page,
-            begin,
-            last,
-            m,
-            total,
-            acc,
-            scale,
-            cap,
-            key_page,
-            key_token,
-            value_page,
-            value_token,
-            DIM,
-            VALUE_DIM,
-            PAGE_SIZE,
-            BLOCK_N,
-            BLOCK_DIM,
-            BLOCK_VALUE,
-        )
-    else:
-        m, total, acc = weigh_small_pages(
-            q,
-            keys,
-            values,
-            KEY_SCALES + kv_head * scale_head,
-            VALUE_SCALES + kv_head * scale_head,
-            pages,
-            page,
-            begin,
-            last,
-            m,
-            total,
-            acc,
-            scale,
-            cap,
-            key_page,
-            key_token,
-            value_page,
-            value_token,
-            scale_page,
-            DIM,
-            VALUE_DIM,
-            PAGE_SIZE,
-            BLOCK_N,
-            BLOCK_DIM,
-            BLOCK_VALUE,
-        )
+    key_scales = None
+    value_scales = None
+    if KEY_SCALES is not None:
+        key_scales = KEY_SCALES + kv_head * scale_head
+        value_scales = VALUE_SCALES + kv_head * scale_head
+    m, total, acc = weigh_pages(
+        q,
+        keys,
+        values,
+        key_scales,
+        value_scales,
+        pages,
+        page,
+        begin,
+        last,
+        m,
+        total,
+        acc,
+        scale,
+        cap,
+        key_page,
+        key_token,
+        value_page,
+        value_token,
+        scale_page,
+        DIM,
+        VALUE_DIM,
+        PAGE_SIZE,
+        BLOCK_N,
+        BLOCK_DIM,
+        BLOCK_VALUE,
+    )
 
     if SINKS is not None:
         total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - m))
