@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 from contextlib import suppress
@@ -17,7 +18,7 @@ _held: dict[Path, int] = {}
 def make_scratch() -> Path:
     """Make a folder for this process, and remove those of processes that were killed."""
     remove_left_behind()
-    path = scratch_path(Path(tempfile.mktemp(prefix="", dir="")).name)
+    path = scratch_path(secrets.token_urlsafe(6))
     hold_scratch(path)
     return path
 

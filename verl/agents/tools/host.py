@@ -322,10 +322,8 @@ def _read(work: Work, value: Any) -> Done:
 def _failure(error: BaseException, work: Work) -> Done:
     if isinstance(error, LateCall):
         return Done("timeout", text=late_text(work))
-    if isinstance(error, ToolArgumentError):
-        text = describe_failure(error, work.limit)
-        return Done("malformed", text=text.replace("ToolArgumentError: ", "", 1))
-    if isinstance(error, ToolTimeoutError):
-        text = describe_failure(error, work.limit)
-        return Done("timeout", text=text.replace("ToolTimeoutError: ", "", 1))
+    for kind, own in (("malformed", ToolArgumentError), ("timeout", ToolTimeoutError)):
+        if isinstance(error, own):
+            text = describe_failure(error, work.limit)
+            return Done(kind, text=text.replace(f"{own.__name__}: ", "", 1))
     return Done("error", text=describe_failure(error, work.limit), details=format_traceback(error))
