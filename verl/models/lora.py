@@ -8,7 +8,7 @@ and for checkpoints.
 import copy
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,19 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from verl.distributed.fsdp import full_tensor, shard_like
-from verl.models.vision import reads_pictures, vision_parts, vision_towers
-from verl.utils.errors import CheckpointError, ModelError
+from verl.models.lora_targets import (
+    ALL_LINEAR,
+    Targets,
+    as_given,
+    chosen_layers,
+    outside_of_tower,
+)
+from verl.models.vision import reads_pictures
+from verl.utils.errors import CheckpointError
 from verl.utils.imports import require
 from verl.utils.json_text import parse_json
-from verl.utils.registry import nearest_names
 
 ADAPTER_FOLDER = "lora_adapter"
-ALL_LINEAR = "all-linear"
-Targets = str | Sequence[str]
 
 _ADAPTER = "default"
 _WEIGHTS_FILE = "adapter_model.safetensors"
@@ -67,11 +71,11 @@ def apply_lora(
         ModelError: a name that no module has, or one that cannot have an adapter: head, embedding,
             stack of experts, and with `freezes_tower` a layer of the vision tower.
     """
-    targets = _as_given(target_modules)
-    excluded = None if exclude_modules is None else _as_given(exclude_modules)
-    chosen = _chosen(model, targets, excluded, section)
+    targets = as_given(target_modules)
+    excluded = None if exclude_modules is None else as_given(exclude_modules)
+    chosen = chosen_layers(model, targets, excluded, section)
     if freezes_tower:
-        chosen = _outside_of_tower(model, chosen, targets, section)
+        chosen = outside_of_tower(model, chosen, targets, section)
     if reads_pictures(model.config) and (targets == ALL_LINEAR or freezes_tower):
         targets = chosen  # peft's own choice would have the vision tower as well
 
@@ -352,160 +356,3 @@ def _plain(name: str) -> str:
 
 def _without_adapter_name(name: str) -> str:
     return name.replace(f".{_ADAPTER}.", ".")
-
-
-# ---------------------------------------------------------------- modules with adapters
-
-
-def _as_given(names: Targets) -> str | list[str]:
-    return names if isinstance(names, str) else [str(name) for name in names]
-
-
-def _chosen(
-    model: PreTrainedModel, targets: str | list[str], excluded: str | list[str] | None, section: str
-) -> list[str]:
-    """Return the names of the modules that get adapters.
-
-    Raises ModelError for a name without a module, and for a module that is the head or not linear.
-    """
-    family = model.config.model_type
-    modules = {name: module for name, module in model.named_modules() if name}
-    head: Any = model.get_output_embeddings()
-    linear: list[str] = []
-    others: list[str] = []
-    for name, part in modules.items():
-        is_linear = isinstance(part, (nn.Linear, Conv1D)) and part is not head
-        (linear if is_linear else others).append(name)
-    stacked = [name for name, weight in model.named_parameters() if weight.ndim == 3]
-    stacks = sorted({name.rpartition(".")[0] for name in stacked})
-    ends = _shortest_ends(linear, others)
-    fix = f"Set {section}.target_modules={_shown(ends)}."
-
-    if targets == ALL_LINEAR:
-        of_vision = {id(part) for tower in vision_parts(model) for part in tower.modules()}
-        # Position embeddings of a vision tower may have three dimensions, too.
-        stacks = [name for name in stacks if id(model.get_submodule(name)) not in of_vision]
-        if stacks:
-            raise ModelError(
-                f"{section}.target_modules=all-linear: the experts of '{family}' are stacks of "
-                f"matrices ({stacks[0]}), which cannot have adapters, so most weights would not be "
-                f"trained. {fix[:-1]} to accept that."
-            )
-        chosen = [name for name in linear if id(modules[name]) not in of_vision]
-    else:
-        chosen = _matching(list(modules), targets, f"{section}.target_modules", linear, fix)
-    if excluded is not None:
-        key = f"{section}.exclude_modules"
-        out = set(_matching(list(modules), excluded, key, linear, "Drop the entry."))
-        chosen = [name for name in chosen if name not in out]
-    if not chosen:
-        raise ModelError(
-            f"{section}.exclude_modules={excluded} leaves no module for adapters. Exclude fewer, "
-            "or set lora_rank=0."
-        )
-
-    for name in chosen:
-        if name in linear:
-            continue
-        kind = type(modules[name]).__name__
-        if modules[name] is head:
-            kind = "the head, whose log-probs are computed in chunks from its weight alone"
-        elif name in stacks:
-            kind += ", a stack of experts"
-        raise ModelError(
-            f"{section}.target_modules: '{name}' of '{family}' is {kind}. Only linear layers can "
-            f"have adapters. {fix}"
-        )
-    return chosen
-
-
-def _outside_of_tower(
-    model: PreTrainedModel, chosen: list[str], targets: str | list[str], section: str
-) -> list[str]:
-    """Return the chosen layers without those of the vision tower.
-
-    Raises ModelError for an entry of `targets` that selects layers of the tower alone.
-    """
-    of_tower = {id(part) for tower in vision_towers(model) for part in tower.modules()}
-    kept = [name for name in chosen if id(model.get_submodule(name)) not in of_tower]
-
-    selected = [(str(targets), chosen)]
-    if isinstance(targets, list):
-        selected = [(entry, _selected(chosen, entry)) for entry in targets]
-    for entry, names in selected:
-        if names and not set(names) & set(kept):
-            raise ModelError(
-                f"{section}.target_modules: '{entry}' selects layers of the vision tower alone "
-                f"('{names[0]}'), which freeze_vision_tower=true keeps as they are. Leave it out, "
-                "or set freeze_vision_tower=false."
-            )
-    return kept
-
-
-def _selected(names: Iterable[str], entry: str) -> list[str]:
-    """Return the names that an entry of a list selects in peft: itself, or with it as an end."""
-    return [name for name in names if name == entry or name.endswith(f".{entry}")]
-
-
-def _last_parts(names: Iterable[str]) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name in names})
-
-
-def _shortest_ends(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return the shortest ends of `names` that select none of `others`.
-
-    In Qwen2.5-VL `attn.proj` selects linear layers, but `proj` a convolution, too.
-    """
-    taken: set[str] = set()
-    for name in others:
-        taken.update(_ends(name))
-
-    found: set[str] = set()
-    for name in names:
-        free = (end for end in _ends(name) if end not in taken)
-        found.add(next(free, name))
-    return sorted(found)
-
-
-def _ends(name: str) -> list[str]:
-    """Return the ends of a module's name at its dots, the shortest first."""
-    parts = name.split(".")
-    return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-
-
-def _matching(
-    names: list[str], wanted: str | list[str], key: str, linear: list[str], fix: str
-) -> list[str]:
-    """Return the names that a list of (ends of) names or a regular expression selects in peft."""
-    leaves = _last_parts(linear)
-    if isinstance(wanted, str):
-        try:
-            found = [name for name in names if re.fullmatch(wanted, name)]
-        except re.error as error:
-            raise ModelError(
-                f"{key}={wanted} is not a regular expression: {error}. {fix}"
-            ) from error
-        if not found:
-            ends = [name for name in names if name.endswith(f".{wanted}")]
-            hint = f"Did you mean the list {_shown([wanted])}? " if ends else ""
-            raise ModelError(
-                f"{key}={wanted}: a text is a regular expression for whole names such as "
-                f"'{linear[0]}', but it matches none. {hint}Nearest: "
-                f"{nearest_names(wanted, leaves)}. {fix}"
-            )
-        return found
-
-    found = []
-    for entry in wanted:
-        meant = _selected(names, entry)
-        if not meant:
-            raise ModelError(
-                f"{key}: the model has no module named '{entry}'. Nearest: "
-                f"{nearest_names(entry, leaves)}. {fix}"
-            )
-        found += meant
-    return list(dict.fromkeys(found))
-
-
-def _shown(names: list[str]) -> str:
-    return "[" + ",".join(names) + "]"
