@@ -98,7 +98,7 @@ def decode_config(
 
     widest = max(dim, value_dim)
     if eight_bits:
-        return DecodeConfig(block_n=64, num_warps=2 if widest <= 128 else 4, num_stages=2)
+        return DecodeConfig(block_n=64, num_warps=2 if widest <= 128 else 4, num_stages=3)
 
     crowded = 64 < widest <= 128 and fresh_programs > _THREE_STAGES
     block_n = 64 if widest <= 128 else 32
