@@ -18,7 +18,7 @@ from tests.engine.batches import (
 )
 from tests.tiny_models import tiny_model
 from verl.config import FSDPConfig, OptimConfig
-from verl.distributed.fsdp import decoder_layers, recover
+from verl.distributed.fsdp import OneRankReduction, decoder_layers, recover
 from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
@@ -178,6 +178,42 @@ def test_accumulated_gradients_keep_small_micro_batches():
     # bf16 addition would be off by about 2e-3.
     assert ((collected[1] - single).norm() / single.norm()).item() < 1e-6
     assert ((collected[0] - single).norm() / single.norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize("config", [FSDPConfig(), GATHERED, BF16], ids=["plain", "kept", "bf16"])
+def test_one_rank_reduces_gradients_in_place(config: FSDPConfig, monkeypatch):
+    """Each unit has one buffer, in which the gradients of its parameters lie."""
+    buffers = []
+    allocate = OneRankReduction.allocate
+
+    def recorded(self: OneRankReduction, *args, **settings) -> torch.Tensor:
+        buffer = allocate(self, *args, **settings)
+        buffers.append(buffer.untyped_storage().data_ptr())
+        return buffer
+
+    monkeypatch.setattr(OneRankReduction, "allocate", recorded)
+    engine = make_engine(shard=True, fsdp_config=config)
+    engine.forward_backward(make_batch(SHAPES), TokenBudget(rows=5), smooth_loss, COLUMNS)
+    gradients = set()
+    for parameter in engine.module.parameters():
+        assert isinstance(parameter.grad, DTensor)
+        gradients.add(parameter.grad.to_local().untyped_storage().data_ptr())
+
+    units = sum(isinstance(module, FSDPModule) for module in engine.module.modules())
+    assert buffers[::2] == buffers[1::2]
+    assert set(buffers) == gradients
+    assert len(gradients) == units
+
+
+def test_reduction_after_a_failed_pass_takes_a_new_buffer():
+    reduction = OneRankReduction()
+    failed = reduction.allocate((3,), dtype=torch.float32, device=torch.device("cpu"))
+    del failed
+    first = reduction.allocate((3,), dtype=torch.float32, device=torch.device("cpu"))
+    second = reduction.allocate((3,), dtype=torch.float32, device=torch.device("cpu"))
+    third = reduction.allocate((3,), dtype=torch.float32, device=torch.device("cpu"))
+    assert first is second
+    assert third is not first
 
 
 def test_guard_works_on_shards():

@@ -1,5 +1,6 @@
 """Shard any module with a list of layers by FSDP2, from outside, and get full tensors back."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,7 +91,10 @@ def apply_fsdp(
 
         assert isinstance(unit, FSDPModule)
         unit.set_reshard_after_backward(not keep_gathered, recurse=False)
-        if mesh.size() > 1:
+        if mesh.size() == 1:
+            reduction: Any = OneRankReduction()  # FSDP2's base class is private
+            unit.set_custom_reduce_scatter(reduction)
+        else:
             unit.set_gradient_divide_factor(1.0)
             # Otherwise division by 1 becomes a separate kind of reduction, which gloo lacks.
             unit.set_force_sum_reduction_for_comms(True)
@@ -101,6 +105,38 @@ def apply_fsdp(
     # gathered.
     shard(module, False)
     return keep_gathered
+
+
+class OneRankReduction:
+    """Reduce the gradients of a unit on the only rank: its buffer for them is the result.
+
+    FSDP2 asks for two buffers of fp32 gradients and copies one into the other, which it takes on a
+    CUDA stream of its own. Memory that a stream has once taken is not used by another, so the
+    gradients of all units would take room from the next pass's activations: with 127 of 139 GiB in
+    use, an H200 waited for the return of such memory for some 0.2 s of each update of 3 s.
+    """
+
+    def __init__(self) -> None:
+        self._input: weakref.ref[torch.Tensor] | None = None
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return a buffer on the stream of the backward pass, and the same one as the result."""
+        buffer = None if self._input is None else self._input()
+        if buffer is None or buffer.shape != torch.Size(size):
+            buffer = torch.empty(*size, dtype=dtype, device=device)
+            # FSDP2 holds it until the result is there. After a pass that failed it is gone.
+            self._input = weakref.ref(buffer)
+            return buffer
+
+        self._input = None
+        if buffer.is_cuda:  # FSDP2's own stream may still add to it when Python drops it
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        return buffer
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("a single rank has nothing to reduce")
 
 
 def agree_on_weights(module: nn.Module) -> bool:

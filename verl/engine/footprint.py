@@ -452,7 +452,7 @@ class EngineFootprint:
     def _reduction(self, *, rest: bool) -> int:
         """Return the fp32 buffers of a unit that is reduced over the ranks.
 
-        They hold the whole unit's gradients and this rank's part.
+        They hold the whole unit's gradients and this rank's part, which on a single rank are one.
         """
         if not self.setup.shards:
             return 0
@@ -460,7 +460,8 @@ class EngineFootprint:
         if not rest or self.setup.keeps_gathered:
             return 4 * numel
         gradients = self.setup.compute_itemsize * numel
-        return 4 * numel + max(gradients, 4 * ceil_div(numel, self._ranks))
+        part = 4 * ceil_div(numel, self._ranks) if self._ranks > 1 else 0
+        return 4 * numel + max(gradients, part)
 
 
 def _whole_bytes(weights: Sequence[Weight]) -> int:
