@@ -56,6 +56,14 @@ def test_a_server_of_sglang_has_room_for_the_last_tokens():
     assert command[command.index("--context-length") + 1] == "770"
 
 
+def test_lists_and_mappings_become_words_and_json():
+    flags = {"cuda_graph_bs_decode": [1, 8], "json_model_override_args": {"vocab_size": 9}}
+    command = SGLangServer.command("python", "M", 8000, **flags)
+    first = command.index("--cuda-graph-bs-decode")
+    assert command[first + 1 : first + 3] == ["1", "8"]
+    assert command[command.index("--json-model-override-args") + 1] == '{"vocab_size": 9}'
+
+
 @pytest.mark.parametrize(
     ("server_class", "flags"),
     [

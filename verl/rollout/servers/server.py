@@ -298,12 +298,19 @@ class Server(ABC):
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """Return command-line flags: {"max_model_len": 8, "enforce_eager": True} for example."""
+    """Return command-line flags: {"max_model_len": 8, "enforce_eager": True} for example.
+
+    A list becomes a word for each item, and a mapping becomes JSON.
+    """
     flags = []
     for name, value in options.items():
         if value is None or value is False:
             continue
         flags.append("--" + name.replace("_", "-"))
-        if value is not True:
+        if isinstance(value, Mapping):
+            flags.append(json.dumps(dict(value)))
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            flags += [str(item) for item in value]
+        elif value is not True:
             flags.append(str(value))
     return flags
