@@ -16,10 +16,11 @@ import pytest
 
 from tests.rewards import hostile_programs
 from verl.config.reward import SandboxConfig
-from verl.rewards.helper import PACKAGE_ROOT, START_TIMEOUT_S, Helper, HelperTimeout
+from verl.rewards.helper import START_TIMEOUT_S, Helper, HelperTimeout
 from verl.rewards.sandbox import runner as runner_module
 from verl.rewards.sandbox import seccomp
 from verl.rewards.sandbox.runner import LocalRunner, choose_isolation
+from verl.utils.children import PACKAGE_ROOT
 from verl.utils.errors import ConfigError, RewardError
 
 pytestmark = pytest.mark.skipif(

@@ -17,16 +17,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from verl.utils.children import search_path
 from verl.utils.errors import RewardError
 
 START_TIMEOUT_S = 120.0  # imports on a busy machine
 # Pause before the next of several answers is read, so that each one does not wake this process.
 GATHER_S = 0.0005
-# The folder that a child needs in its search path to import this `verl`.
-PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class HelperTimeout(Exception):
@@ -205,10 +203,7 @@ class Helper:
 
 def start_module(module: str, *, name: str, first: Any = None, **environment: str) -> Helper:
     """Start a helper that runs a module of ours, in our environment plus the given variables."""
-    paths = [PACKAGE_ROOT]
-    if os.environ.get("PYTHONPATH"):
-        paths.append(os.environ["PYTHONPATH"])
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
+    variables = {**os.environ, "PYTHONPATH": search_path(), **environment}
     return Helper([sys.executable, "-m", module], variables, name=name, first=first)
 
 

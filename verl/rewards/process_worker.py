@@ -6,15 +6,13 @@ import json
 import os
 import pickle
 import random
-import select
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from verl.rewards.texts import MAX_TRACEBACK_CHARACTERS, cut, describe_error
+from verl.utils.children import end_with_parent
 from verl.utils.errors import RewardError, sendable
 
 
@@ -26,7 +24,7 @@ def main() -> None:
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    threading.Thread(target=_end_with_parent, args=(requests.fileno(),), daemon=True).start()
+    end_with_parent(requests.fileno())
 
     first = json.loads(requests.readline())
     sys.path[:] = first["path"]
@@ -97,17 +95,6 @@ def _load(first: dict[str, Any], unpack: Callable[[str], Any]) -> Callable[..., 
     if warm_up := unpack(first["warm_up"]):
         function(**warm_up)
     return function
-
-
-def _end_with_parent(requests: int) -> None:
-    """Wait until the parent is gone, then kill this process and all that its function has started.
-
-    This works in the middle of a call, which may hang forever.
-    """
-    poll = select.poll()
-    poll.register(requests, 0)  # reports only that the other end is closed
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)  # the helper leads a session of its own
 
 
 def _with_traceback(error: BaseException) -> tuple[BaseException, str]:

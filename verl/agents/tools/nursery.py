@@ -21,7 +21,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from verl.rewards.helper import PACKAGE_ROOT, START_TIMEOUT_S
+from verl.rewards.helper import START_TIMEOUT_S
+from verl.utils.children import search_path
 
 _REQUEST = struct.Struct(">cq")
 _ANSWER = struct.Struct(">q")
@@ -145,14 +146,11 @@ def _fork(control: socket.socket, file: int, child_main: Callable[[socket.socket
 
 
 def _start(theirs: socket.socket) -> "subprocess.Popen[bytes]":
-    paths = [PACKAGE_ROOT]
-    if os.environ.get("PYTHONPATH"):
-        paths.append(os.environ["PYTHONPATH"])
     return subprocess.Popen(
         [sys.executable, "-m", "verl.agents.tools.process_main", str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
         stdout=2,  # prints of tools go to stderr
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, "PYTHONPATH": search_path()},
         pass_fds=[theirs.fileno()],
         start_new_session=True,  # Ctrl-C is for the trainer
     )

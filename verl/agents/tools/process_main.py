@@ -4,13 +4,9 @@ A helper makes the tools, then answers calls.
 """
 
 import asyncio
-import os
 import pickle
-import select
-import signal
 import socket
 import sys
-import threading
 import traceback
 from typing import Any
 
@@ -18,6 +14,7 @@ from verl.agents.tools import nursery
 from verl.agents.tools.homes import ordered_tools
 from verl.agents.tools.host import Done, LocalHost
 from verl.agents.tools.processes import pack_frame, read_frame
+from verl.utils.children import end_with_parent
 from verl.utils.errors import ConfigError, sendable
 
 
@@ -31,20 +28,11 @@ def main() -> None:
 def _help(connection: socket.socket) -> None:
     """Answer calls until the trainer closes the connection, also by being killed."""
     connection.set_inheritable(False)
-    watch = threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True)
-    watch.start()
+    end_with_parent(connection.fileno())
     try:
         asyncio.run(_serve(connection))
     except Exception:  # noqa: BLE001  (nothing above would show it)
         traceback.print_exc()
-
-
-def _end_with_parent(connection: int) -> None:
-    """Wait until the parent is gone; then end this process and all that its tools have started."""
-    poll = select.poll()
-    poll.register(connection, select.POLLRDHUP)
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)  # the process leads a session of its own
 
 
 async def _serve(connection: socket.socket) -> None:

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from verl.config.reward import SandboxConfig
-from verl.rewards.helper import PACKAGE_ROOT, Helper, HelperDied, HelperPool, HelperTimeout
+from verl.rewards.helper import Helper, HelperDied, HelperPool, HelperTimeout
 from verl.rewards.sandbox import seccomp
+from verl.utils.children import PACKAGE_ROOT
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
 

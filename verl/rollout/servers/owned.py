@@ -16,6 +16,7 @@ import torch
 
 from verl.config.rollout import RolloutConfig
 from verl.rollout.servers.server import Server, ServerLostError
+from verl.utils.children import search_path
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.logging import logger
 
@@ -155,8 +156,7 @@ class OwnedServers:
         environment = {**defaults, **os.environ, **self._class.environment(self._lora_rank)}
         if takes_memory(self._config):
             # The server imports our end of the hand-over from here.
-            paths = [str(Path(__file__).parents[3]), environment.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(paths).rstrip(os.pathsep)
+            environment["PYTHONPATH"] = search_path()
         return environment
 
     def _wait_until_ready(self) -> None:
