@@ -65,7 +65,6 @@ def test_a_late_call_times_out_and_later_calls_work(thread, function):
     assert f"{function.__name__} did not answer within 0.1 s" in late.error
     assert next_call.outcome == "ok"
     assert time.monotonic() - begin < 20
-    assert thread.outcomes == {"timeout": 1, "ok": 1}
 
 
 def test_a_late_coroutine_is_cancelled(thread):

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 import math
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from verl.agents.tools.threads import LoopThread, run_in_thread
 from verl.utils.errors import VerlError, frame_of, text_or_source
 from verl.utils.logging import say_once
+from verl.utils.signatures import taken_by
 
 _UNSTUCK_GRACE_S = 0.25  # a loop that answers later than this after a deadline is abandoned
 _SLOW_START_S = 1.0  # a call that waits longer for its loop is worth a line of the log
@@ -30,6 +32,11 @@ class UserCall:
     value: Any = None
     error: str = ""
     seconds: float = 0.0
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The outcome and the error, as a session hands them on."""
+        return {"outcome": self.outcome, "error": self.error}
 
 
 class UserThread:
@@ -48,7 +55,6 @@ class UserThread:
     def __init__(self, name: str, *, serial: bool = False) -> None:
         self.name = name
         self.serial = serial
-        self.outcomes: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._loop: LoopThread | None = None
 
@@ -72,9 +78,7 @@ class UserThread:
 
         if not in_time:
             await self._abandon_if_stuck(loop)
-        result = _result(function, waiting, in_time, timeout_s, time.monotonic() - begin)
-        self.outcomes[result.outcome] += 1
-        return result
+        return _result(function, waiting, in_time, timeout_s, time.monotonic() - begin)
 
     def stop(self) -> None:
         """End the loop. Calls under way are cancelled; a later call starts a new thread."""
@@ -130,6 +134,31 @@ class UserThread:
             if self._loop is loop:
                 self._loop = None
         loop.close()
+
+
+class UserSession:
+    """The calls of one episode on an object of a user, counted by how they end.
+
+    Args:
+        thread: where the calls run.
+        timeout_s: deadline of each call, in seconds.
+    """
+
+    def __init__(self, thread: UserThread, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.outcomes: Counter[str] = Counter()  # calls by "ok", "timeout", "crashed"
+        self.failure: UserCall | None = None  # the first call that failed
+        self._thread = thread
+
+    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> UserCall:
+        """Call a method with the keywords that it takes. A failure is counted and logged."""
+        accepted = taken_by(method, kwargs)
+        call = await self._thread.call(method, *args, timeout_s=self.timeout_s, **accepted)
+        self.outcomes[call.outcome] += 1
+        if call.outcome != "ok":
+            self.failure = self.failure or call
+            say_once(f"{call.error} Episodes in which this happens end there.", logging.WARNING)
+        return call
 
 
 def is_finite_number(value: Any) -> bool:

@@ -1,20 +1,17 @@
 """One episode in an environment: deadlines, counted outcomes, and a close in every case."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from verl.agents.environments.base import Observation
-from verl.agents.user_thread import UserCall, UserThread, is_finite_number
+from verl.agents.user_thread import UserCall, UserSession, UserThread, is_finite_number
 from verl.utils.errors import RolloutError
 from verl.utils.json_text import whole_characters
-from verl.utils.logging import say_once
-from verl.utils.signatures import taken_by
 
 DEFAULT_TIMEOUT_S = 120.0
 
 
-class EnvironmentSession:
+class EnvironmentSession(UserSession):
     """Drives an environment for one trajectory. As `async with`, `close` is always called.
 
     All calls of the episode run in one thread of its own, so an environment may hold objects that
@@ -34,13 +31,10 @@ class EnvironmentSession:
         make: Callable[[], Any] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
+        super().__init__(UserThread("environment", serial=True), timeout_s)
         self.environment = environment
-        self.timeout_s = timeout_s
-        self._make = make
-        self.outcomes: Counter[str] = Counter()  # calls by "ok", "timeout", "crashed"
-        self.failure: UserCall | None = None
         self.done = False
-        self._thread = UserThread("environment", serial=True)
+        self._make = make
         self._is_closed = False
 
     async def __aenter__(self) -> "EnvironmentSession":
@@ -105,20 +99,11 @@ class EnvironmentSession:
 
     def _failed(self, call: UserCall) -> Observation:
         self.done = True
-        return Observation([], done=True, info={"outcome": call.outcome, "error": call.error})
+        return Observation([], done=True, info=call.facts)
 
     @property
     def _name(self) -> str:
         return type(getattr(self.environment, "unwrapped", self.environment)).__name__
-
-    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> UserCall:
-        accepted = taken_by(method, kwargs)
-        call = await self._thread.call(method, *args, timeout_s=self.timeout_s, **accepted)
-        self.outcomes[call.outcome] += 1
-        if call.outcome != "ok":
-            self.failure = self.failure or call
-            say_once(f"{call.error} Episodes in which this happens end there.", 30)
-        return call
 
 
 def checked(value: Any, where: str) -> Observation:

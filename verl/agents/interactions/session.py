@@ -1,7 +1,6 @@
 """One conversation with a simulated user: deadlines, counted outcomes, and an end in every case."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +11,10 @@ from verl.agents.interactions.registry import (
     choose_interaction,
     initialize_interactions_from_config,
 )
-from verl.agents.user_thread import UserCall, UserThread, is_finite_number
+from verl.agents.user_thread import UserSession, UserThread, is_finite_number
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.json_text import whole_characters
-from verl.utils.logging import logger, say_once
-from verl.utils.signatures import taken_by
+from verl.utils.logging import logger
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -34,7 +32,7 @@ class InteractionReply(NamedTuple):
     data: dict[str, Any]
 
 
-class InteractionSession:
+class InteractionSession(UserSession):
     """A conversation of one trajectory. Use it as `async with`: `finalize` is then always called.
 
     Args:
@@ -55,14 +53,14 @@ class InteractionSession:
         timeout_s: float | None = None,
         thread: UserThread | None = None,
     ) -> None:
+        super().__init__(
+            thread or UserThread(type(interaction).__name__),
+            deadline_of(interaction) if timeout_s is None else timeout_s,
+        )
         self.interaction = interaction
         self.kwargs = dict(kwargs or {})
         self.instance_id = instance_id or str(uuid4())
-        self.timeout_s = deadline_of(interaction) if timeout_s is None else timeout_s
-        self.outcomes: Counter[str] = Counter()  # calls by "ok", "timeout", "crashed"
-        self.failure: UserCall | None = None
         self._owns_thread = thread is None
-        self._thread = thread or UserThread(type(interaction).__name__)
         self._is_open = False
 
     async def __aenter__(self) -> "InteractionSession":
@@ -78,7 +76,7 @@ class InteractionSession:
         started = await self._call(
             self.interaction.start_interaction, self.instance_id, **self.kwargs
         )
-        if started is not None and isinstance(started.value, str):
+        if isinstance(started.value, str):
             self.instance_id = started.value
 
     async def generate_response(self, messages: list[dict[str, Any]]) -> InteractionReply:
@@ -96,7 +94,6 @@ class InteractionSession:
                 "generate_response needs a conversation that has begun. Call start_interaction, "
                 "or use the session as `async with`."
             )
-        answered = None
         if self.failure is None:
             answered = await self._call(
                 self.interaction.generate_response,
@@ -104,12 +101,12 @@ class InteractionSession:
                 deepcopy(messages),
                 **self.kwargs,
             )
+            if answered.outcome == "ok":
+                return as_reply(answered.value, type(self.interaction).__name__)
 
-        if answered is not None:
-            return as_reply(answered.value, type(self.interaction).__name__)
         assert self.failure is not None
-        data = {"outcome": self.failure.outcome, "error": self.failure.error}
-        return InteractionReply(True, "", 0.0, data)
+        logger.debug("conversation %s: %s", self.instance_id, self.failure.error)
+        return InteractionReply(True, "", 0.0, self.failure.facts)
 
     async def finalize(self) -> None:
         """End the conversation, once. Called also after a failure or a cancelled episode."""
@@ -124,19 +121,6 @@ class InteractionSession:
         finally:
             if self._owns_thread:
                 self._thread.stop()
-
-    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> UserCall | None:
-        """Call a method with the keywords that it takes; None, counted and logged, if it fails."""
-        accepted = taken_by(method, kwargs)
-        call = await self._thread.call(method, *args, timeout_s=self.timeout_s, **accepted)
-        self.outcomes[call.outcome] += 1
-        if call.outcome == "ok":
-            return call
-
-        self.failure = self.failure or call
-        say_once(f"{call.error} Episodes in which this happens end there.", 30)
-        logger.debug("conversation %s: %s", self.instance_id, call.error)
-        return None
 
 
 class InteractionSet:
