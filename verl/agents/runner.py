@@ -3,12 +3,10 @@
 import asyncio
 import atexit
 import copy
-import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from verl.agents.boundary import ChatBoundary
 from verl.agents.checks import (
@@ -29,6 +27,7 @@ from verl.agents.loops.base import EpisodeDropped
 from verl.agents.loops.user_loop import UserLoop
 from verl.agents.policies import FrozenPolicy, PartnerPolicy
 from verl.agents.tools import ToolSet
+from verl.agents.tools.threads import run_to_end
 from verl.agents.user_thread import described_error, file_of
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
@@ -41,7 +40,6 @@ from verl.utils.logging import logger, say_once
 _SECTION = "actor_rollout_ref.rollout"
 _PICTURES = "prepared_pictures"  # the column, whose pictures the episodes of a row share
 
-Answer = TypeVar("Answer")
 # Called with the trajectories of every episode that has ended.
 OnEnd = Callable[[Sequence[Trajectory]], None]
 
@@ -145,7 +143,7 @@ class AgentRunner:
                 num_episodes=len(episodes),
                 max_model_len=client.max_model_len,
             )
-        return run_in_loop(client.serve(work))
+        return run_to_end(client.serve(work))
 
     def prepare(self, episodes: Sequence[Episode], client: EngineClient) -> None:
         """Make the loops of `episodes`, which draw their turns from `client`.
@@ -379,28 +377,6 @@ def _format_of(config: RolloutConfig, tokenizer: Any, boundary: ChatBoundary) ->
             shown,
         )
     return chosen
-
-
-def run_in_loop(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run a coroutine to its end, in a thread of its own where this one has a running loop.
-
-    Notebooks have one.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-
-    answer: Future[Answer] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001  (raised again by `result`)
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="verl-agents", daemon=True).start()
-    return answer.result()
 
 
 def episodes_of(

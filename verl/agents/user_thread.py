@@ -31,7 +31,6 @@ class UserCall:
     outcome: str
     value: Any = None
     error: str = ""
-    seconds: float = 0.0
 
     @property
     def facts(self) -> dict[str, str]:
@@ -67,8 +66,7 @@ class UserThread:
         next Python instruction, and its result is dropped. If the caller is cancelled, so is the
         call.
         """
-        begin = time.monotonic()
-        loop, running = self._submit(self._run(function, args, kwargs, begin))
+        loop, running = self._submit(self._run(function, args, kwargs, time.monotonic()))
         waiting = asyncio.wrap_future(running)
         try:
             await asyncio.wait([waiting], timeout=timeout_s)
@@ -78,7 +76,7 @@ class UserThread:
 
         if not in_time:
             await self._abandon_if_stuck(loop)
-        return _result(function, waiting, in_time, timeout_s, time.monotonic() - begin)
+        return _result(function, waiting, in_time, timeout_s)
 
     def stop(self) -> None:
         """End the loop. Calls under way are cancelled; a later call starts a new thread."""
@@ -179,23 +177,22 @@ def _result(
     waiting: "asyncio.Future[_Outcome]",
     in_time: bool,
     timeout_s: float,
-    seconds: float,
 ) -> UserCall:
     called = name_of(function)
     if not in_time:
         error = f"{called} did not answer within {timeout_s:g} s."
-        return UserCall(outcome="timeout", error=error, seconds=seconds)
+        return UserCall(outcome="timeout", error=error)
     if waiting.cancelled():
         error = f"{called} was cancelled by its own code."
-        return UserCall(outcome="crashed", error=error, seconds=seconds)
+        return UserCall(outcome="crashed", error=error)
 
     value, raised = waiting.result()
     if raised is None:
-        return UserCall(outcome="ok", value=value, seconds=seconds)
+        return UserCall(outcome="ok", value=value)
     error = f"{called} raised {described_error(raised, file_of(function))}"
     if isinstance(raised, VerlError):  # a sentence of this package, which more may follow
         error += "."
-    return UserCall(outcome="crashed", error=error, seconds=seconds)
+    return UserCall(outcome="crashed", error=error)
 
 
 def file_of(function: Callable[..., Any]) -> str | None:

@@ -1,11 +1,9 @@
 """verl's plug-in class for tool-call formats, and the adapters in both directions."""
 
-import asyncio
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar, TypeVar
@@ -18,6 +16,7 @@ from verl.agents.formats.base import (
     malformed,
     tool_formats,
 )
+from verl.agents.tools.threads import run_to_end
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 from verl.utils.registry import Registry
@@ -115,7 +114,7 @@ class ParserFormat:
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
         """See `ToolFormat.parse`. Errors of the user's class are raised."""
         ids = self.parser.tokenizer.encode(text, add_special_tokens=False)
-        return _wait_for(self.parse_ids(ids, tools))
+        return run_to_end(self.parse_ids(ids, tools))
 
     async def parse_ids(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
@@ -192,9 +191,3 @@ def _as_call(call: Any) -> ToolCall:
     if not isinstance(arguments, dict):
         return malformed("the arguments are no object", expected, raw=raw, name=call.name)
     return ToolCall(name=call.name, arguments=arguments, raw=raw, call_id=call_id)
-
-
-def _wait_for(coroutine: Coroutine[Any, Any, ParsedReply]) -> ParsedReply:
-    """Run a coroutine to its end, also within a running loop: a user's class may wait for one."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()

@@ -250,7 +250,7 @@ class ToolSet:
             return
         hosts = {id(home.host): home.host for home in self._homes.values()}
         for host in hosts.values():
-            supervisor.submit(_in_loop(host.close)).result()
+            supervisor.call(host.close)
         supervisor.close()
 
 
@@ -349,10 +349,6 @@ class ToolSession:
 def _extra_fields(agent_data: Any) -> dict[str, Any]:
     """Return the `extra_fields` of an AgentData; no other object has any."""
     return getattr(agent_data, "extra_fields", {})
-
-
-async def _in_loop(function: Any) -> None:
-    function()
 
 
 def _check_positive(name: str, value: float) -> None:

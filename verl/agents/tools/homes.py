@@ -68,7 +68,7 @@ def make_homes(
             # Here as well, once a process has survived the file.
             local += _thread_functions(function_path)
         if not homes:
-            supervisor.submit(_close(processes)).result()
+            supervisor.call(processes.close)
 
     host = LocalHost(local)
     homes += [Home(facts, host) for facts in host.facts]
@@ -121,10 +121,6 @@ async def _start(
         host.close()
         raise
     return host
-
-
-async def _close(host: ProcessHost) -> None:
-    host.close()
 
 
 def _by_name(homes: list[Home]) -> dict[str, Home]:

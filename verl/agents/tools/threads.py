@@ -93,6 +93,28 @@ def _settle(outcome: "asyncio.Future[Any]", value: Any, raised: BaseException | 
         outcome.set_exception(raised)
 
 
+def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine and return or raise as it does.
+
+    It gets a thread where this one has a running loop, as in a notebook.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+
+    answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(asyncio.run(coroutine))
+        except BaseException as error:  # noqa: BLE001  (raised again by `result`)
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="verl-agents", daemon=True).start()
+    return answer.result()
+
+
 class LoopThread:
     """An event loop in a daemon thread. It goes on after whatever a coroutine raises."""
 
@@ -113,6 +135,14 @@ class LoopThread:
         except RuntimeError:
             coroutine.close()
             raise
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function in the loop, and wait for it."""
+
+        async def called() -> T:
+            return function()
+
+        return self.submit(called()).result()
 
     async def answers(self, within_s: float) -> bool:
         """Return whether the loop makes a step within so many seconds."""
