@@ -66,6 +66,13 @@ def test_a_wrong_file_or_name_is_reported(tmp_path, monkeypatch):
         load_extern_type(str(tmp_path / "mine.py"), "compute_scores")
     (tmp_path / "folder_of_rewards").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "raises.py").write_text("1 / 0\n")
+    with pytest.raises(
+        ConfigError, match="'raises', which raised ZeroDivisionError: division by zero"
+    ):
+        load_module("raises")
+    with pytest.raises(ConfigError, match=r"'verl\.nowhere'.*import_paths\.md lists the names"):
+        load_module("verl.nowhere")
     with pytest.raises(ConfigError, match="is a folder without code"):
         load_module("folder_of_rewards")
 

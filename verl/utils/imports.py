@@ -98,8 +98,16 @@ def _import_by_name(name: str) -> ModuleType:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
+        way_out = "Give a .py file or an installed module, or add its folder to PYTHONPATH."
+        if (error.name or "").split(".")[0] == "verl":
+            way_out = "docs/reference/import_paths.md lists the names that this version has."
+        raise ConfigError(f"Cannot import '{name}': {error}. {way_out}") from error
+    except VerlError:
+        raise
+    except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"Cannot import '{name}': {error}. Give a .py file or an installed module."
+            f"Cannot import '{name}', which raised {type(error).__name__}: {error}. Fix the "
+            "module; VERL_TRACEBACK=1 shows the traceback."
         ) from error
 
     if getattr(module, "__file__", None) is None and list(getattr(module, "__path__", ())):

@@ -9,16 +9,15 @@ tools:
     mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 """
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from verl.agents.entries import load_class
 from verl.agents.tools.base import BaseTool, as_schema, shut_down
 from verl.utils.errors import ConfigError, VerlError
-from verl.utils.imports import load_module
 from verl.utils.registry import nearest_names
 
 _KEYS = ("class_name", "config", "tool_schema", "mcp")
@@ -140,56 +139,8 @@ def build_entry(entry: ToolEntry) -> list[BaseTool]:
 
 
 def get_tool_class(cls_name: str) -> type[Any]:
-    """Return the class `package.module.Class`, or `path/to/file.py:Class`.
-
-    Raises:
-        ConfigError: no such module or class.
-    """
-    file, colon, name = cls_name.rpartition(":")
-    module_name, dot, class_name = cls_name.rpartition(".")
-    if colon and file.endswith(".py"):
-        module = load_module(file)
-    elif dot:
-        module = _import(module_name)
-        name = class_name
-    else:
-        raise ConfigError(
-            f"expected package.module.Class or path/to/file.py:Class, got '{cls_name}'."
-        )
-
-    try:
-        found = getattr(module, name)
-    except AttributeError:
-        public = [each for each in vars(module) if not each.startswith("_")]
-        raise ConfigError(
-            f"'{cls_name}': the module has no '{name}'. Nearest names in it: "
-            f"{nearest_names(name, public)}."
-        ) from None
-    if not isinstance(found, type):
-        raise ConfigError(f"'{cls_name}' must be a class, it is a {type(found).__name__}.")
-    return found
-
-
-def _import(name: str) -> Any:
-    """Import a module. Errors of its own code become a ConfigError."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "verl":
-            raise _not_imported(name, error) from error
-        raise ConfigError(
-            f"cannot import '{name}': this version has no module '{error.name}'. "
-            "docs/reference/import_paths.md lists the names that it has."
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise _not_imported(name, error) from error
-
-
-def _not_imported(name: str, error: BaseException) -> ConfigError:
-    return ConfigError(
-        f"cannot import '{name}': {type(error).__name__}: {error}. Install it, or add its folder "
-        "to PYTHONPATH."
-    )
+    """Return the class `package.module.Class`, or `path/to/file.py:Class`; see `load_class`."""
+    return load_class(cls_name)
 
 
 def _load_yaml(path: str | Path) -> Any:
