@@ -10,7 +10,7 @@ import yaml
 
 from verl.utils.errors import ConfigError, MissingDependencyError
 from verl.utils.imports import load_extern_type, require
-from verl.utils.registry import nearest_names
+from verl.utils.registry import refuse_unknown
 
 _KEYS = ("name", "class_name", "config")
 
@@ -139,12 +139,7 @@ def _entry(number: int, entry: Any, file: Path, key: str) -> Entry:
     where = f"{key} entry {number} of '{file}'"
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} must be keys and values, got {_shown(entry)}.")
-    for name in entry:
-        if name not in _KEYS:
-            raise ConfigError(
-                f"{where} has an unknown key '{name}'. Nearest: "
-                f"{nearest_names(str(name), list(_KEYS))}."
-            )
+    refuse_unknown(where, entry, _KEYS)
 
     class_name = entry.get("class_name")
     if not isinstance(class_name, str):

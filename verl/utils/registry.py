@@ -1,7 +1,7 @@
 """The registry of every kind of part that a user may add by a decorator."""
 
 import difflib
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +17,16 @@ def nearest_names(name: str, known: list[str]) -> str:
     """
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return ", ".join(close or sorted(known)) or "none"
+
+
+def refuse_unknown(place: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise ConfigError, which begins with `place`, for a key that is not known."""
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{place}: unknown key '{key}'. Nearest known: "
+                f"{nearest_names(str(key), list(known))}."
+            )
 
 
 class Registry(Generic[T]):

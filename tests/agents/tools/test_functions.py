@@ -233,5 +233,5 @@ def test_an_unknown_setting_is_refused():
         """Wait."""
         return ""
 
-    with pytest.raises(ConfigError, match=r"'late' has an unknown setting 'timeout'.*timeout_s"):
+    with pytest.raises(ConfigError, match=r"'late': unknown key 'timeout'.*timeout_s"):
         as_tool(late)

@@ -18,7 +18,7 @@ from typing import Any
 from verl.agents.entries import load_class
 from verl.agents.tools.base import BaseTool, as_schema, shut_down
 from verl.utils.errors import ConfigError, VerlError
-from verl.utils.registry import nearest_names
+from verl.utils.registry import refuse_unknown
 
 _KEYS = ("class_name", "config", "tool_schema", "mcp")
 OWN_PACKAGE = "verl."  # classes under it come with this package
@@ -161,11 +161,7 @@ def _check_entry(path: str | Path, number: int, entry: Any) -> ToolEntry:
     place = f"{path}, tools entry {number}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{place}: expected keys {', '.join(_KEYS)}, got {entry!r}.")
-    for key in entry:
-        if key not in _KEYS:
-            raise ConfigError(
-                f"{place}: unknown key '{key}'. Nearest known: {nearest_names(key, list(_KEYS))}."
-            )
+    refuse_unknown(place, entry, _KEYS)
 
     class_name = entry.get("class_name")
     if not isinstance(class_name, str) or not class_name:

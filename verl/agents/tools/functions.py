@@ -29,7 +29,7 @@ from verl.agents.tools.config_file import check_call_settings
 from verl.agents.tools.threads import run_in_thread
 from verl.utils.errors import ConfigError
 from verl.utils.imports import load_module
-from verl.utils.registry import nearest_names
+from verl.utils.registry import refuse_unknown
 from verl.utils.signatures import declares
 
 _SETTINGS = ["isolation", "parallel", "retries", "retry_delay_s", "timeout_s"]
@@ -137,12 +137,7 @@ def as_tool(value: Any) -> BaseTool:
     config = settings.get("config", {})
     tool = FunctionTool(value, **settings)
     place = f"@function_tool of '{tool.name}'"
-    for name in config:
-        if name not in _SETTINGS:
-            raise ConfigError(
-                f"{place} has an unknown setting '{name}'. Nearest: "
-                f"{nearest_names(name, _SETTINGS)}."
-            )
+    refuse_unknown(place, config, _SETTINGS)
     check_call_settings(config, place)
     return tool
 

@@ -25,7 +25,7 @@ from verl.agents.tools.rate_limit import RateLimit
 from verl.agents.tools.threads import LoopThread
 from verl.utils.errors import ConfigError, DataError, MissingDependencyError
 from verl.utils.imports import require
-from verl.utils.registry import nearest_names
+from verl.utils.registry import nearest_names, refuse_unknown
 
 START_TIMEOUT_S = 60.0
 INSTALL = "pip install 'verl[mcp]'"
@@ -297,12 +297,8 @@ def read_servers(path: str | Path) -> dict[str, dict[str, Any]]:
                 f"'{path}', server '{name}': type must be one of {', '.join(_TRANSPORTS)}, got "
                 f"'{_transport(config)}'."
             )
-        for key in config:
-            if key not in _SERVER_KEYS | _IGNORED_KEYS:
-                raise ConfigError(
-                    f"'{path}', server '{name}': unknown key '{key}'. Nearest known: "
-                    f"{nearest_names(key, sorted(_SERVER_KEYS))}."
-                )
+        read = [key for key in config if key not in _IGNORED_KEYS]
+        refuse_unknown(f"'{path}', server '{name}'", read, _SERVER_KEYS)
     return servers
 
 
