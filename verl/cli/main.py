@@ -11,8 +11,6 @@ from verl.utils.errors import ConfigError
 from verl.utils.launcher import end_with_launcher
 from verl.utils.registry import nearest_names
 
-_DRY_RUN = "--dry-run"
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status; 2 for an unknown command."""
@@ -34,10 +32,6 @@ def _answer(argv: list[str]) -> int:
     if command is None:
         print(_unknown(argv), file=sys.stderr)
         return 2
-
-    if command.words == "train" and _DRY_RUN in rest:
-        command = COMMANDS["plan"]
-        rest = [argument for argument in rest if argument != _DRY_RUN]
 
     if {"--help", "-h"} & set(rest):
         print(f"verl {command.words}: {command.summary}\n\n  {command.example}\n")

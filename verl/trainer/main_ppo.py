@@ -19,14 +19,16 @@ def main(argv: list[str] | None = None, job: Callable[[list[str]], None] | None 
     """Run `job` (by default `train`) and return the exit code; user errors print one line, without
     a traceback."""
     end_with_launcher()
+    given = sys.argv[1:] if argv is None else argv
+    if job is None and DRY_RUN in given:
+        from verl.diagnostics import plan
+
+        return plan.main([argument for argument in given if argument != DRY_RUN])
+
     # One rank logs for all.
     is_first = os.environ.get("RANK", "0") == "0"
     configure_logging(logging.INFO if is_first else logging.WARNING)
     limit_spinning()
-    given = sys.argv[1:] if argv is None else argv
-    if job is None and DRY_RUN in given:
-        given = [argument for argument in given if argument != DRY_RUN]
-        return exit_code(lambda: _plan(given))
     return exit_code(lambda: (job or train)(given))
 
 
@@ -45,12 +47,6 @@ def train(argv: list[str]) -> None:
     trainer = trainer_class(config)(config)
     trainer.init_workers()
     trainer.fit()
-
-
-def _plan(argv: list[str]) -> int:
-    from verl.diagnostics.plan import main
-
-    return main(argv)
 
 
 if __name__ == "__main__":
