@@ -15,6 +15,7 @@ from verl.single_controller import GroupFuture, start
 from verl.tracking import WRITTEN_IN_STEP
 from verl.trainer.episodes import number_prompts
 from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.run import TrainingRun
 from verl.trainer.validation_pass import ValidationPass
 
 
@@ -72,6 +73,15 @@ class AheadTrainer(PPOTrainer):
         self.summary.add(validation.step, metrics)
 
     # ---------------------------------------------------------------- checkpoints
+
+    def load_checkpoint(self) -> None:
+        """Go back to a checkpoint; see `TrainingRun.load_checkpoint`.
+
+        The engines get its weights, also between two hand-overs: their tokens then count as older
+        than they are.
+        """
+        TrainingRun.load_checkpoint(self)
+        self.weights.sync()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's own part of a checkpoint, with a validation that is due."""

@@ -22,7 +22,6 @@ from verl.single_controller import OnTold
 from verl.trainer import setup
 from verl.trainer.episodes import number_prompts, require_episodes, with_episodes
 from verl.trainer.ppo_trainer import GENERATED
-from verl.trainer.run import TrainingRun
 from verl.trainer.schedules.ahead import AheadTrainer
 from verl.trainer.schedules.generation import EpisodeGeneration, Generation, prompt_ids_of
 from verl.trainer.schedules.packing import packed, unpacked
@@ -242,15 +241,6 @@ class FullyAsyncTrainer(AheadTrainer):
         )
 
     # ---------------------------------------------------------------- checkpoints
-
-    def load_checkpoint(self) -> None:
-        """Go back to a checkpoint; see `TrainingRun.load_checkpoint`.
-
-        The engines get the weights of the checkpoint, also between two hand-overs: their tokens
-        then count as older than they are.
-        """
-        TrainingRun.load_checkpoint(self)
-        self.weights.sync()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's own part of a checkpoint, with the books and their prompts."""

@@ -89,11 +89,6 @@ class OneStepOffTrainer(AheadTrainer):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def load_checkpoint(self) -> None:
-        """Go back to a checkpoint, see `PPOTrainer.load_checkpoint`, and hand its weights over."""
-        super().load_checkpoint()
-        self.weights.sync()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's own part of a checkpoint, with the batch that is there already."""
         self._wait_for_generation()
