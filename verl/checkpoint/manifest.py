@@ -11,7 +11,7 @@ from typing import Any
 
 import verl
 from verl.utils.errors import CheckpointError
-from verl.utils.json_text import parse_json
+from verl.utils.json_text import parse_object
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # 1 had whole tensors, written by one rank
@@ -90,9 +90,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _parse_manifest(content: bytes) -> Manifest:
     """Parse the manifest from JSON text. Raises ValueError for an unexpected value."""
-    values = parse_json(content)
-    if not isinstance(values, dict):
-        raise ValueError(f"it holds a {type(values).__name__} instead of an object")
+    values = parse_object(content)
     if values.get("format") != FORMAT:
         raise ValueError(f"its format is {values.get('format')!r:.50}, this version reads {FORMAT}")
 

@@ -25,7 +25,7 @@ from verl.models.lora import (
 )
 from verl.models.processor import copy_processor
 from verl.utils.errors import CheckpointError
-from verl.utils.json_text import parse_json
+from verl.utils.json_text import parse_object
 
 PROGRESS_FILE = "progress.json"
 
@@ -136,10 +136,7 @@ _PROGRESS_TYPES = {
 def _read_progress(file: Path) -> dict[str, Any]:
     """Read the entries that `save_state` wrote. Raises CheckpointError for anything else."""
     try:
-        progress = parse_json(file.read_bytes())
-        if not isinstance(progress, dict):
-            raise ValueError(f"it holds a {type(progress).__name__}")
-
+        progress = parse_object(file.read_bytes())
         for name, expected in _PROGRESS_TYPES.items():
             value = progress.get(name, expected() if name != "has_optimizer" else None)
             entries = value.values() if isinstance(value, dict) else ()

@@ -30,7 +30,7 @@ from verl.tracking.json_lines import (
     to_json_line,
 )
 from verl.utils.errors import DataError
-from verl.utils.json_text import parse_json
+from verl.utils.json_text import parse_json, parse_object
 from verl.utils.whole_file import whole_file
 
 FOLDER = "records"
@@ -437,8 +437,8 @@ def run_folder(path: Path | str) -> Path:
 
 def _read_facts(path: Path) -> dict[str, Any]:
     try:
-        facts = parse_json(path.read_bytes())
-        if not isinstance(facts, dict) or "config" not in facts:
+        facts = parse_object(path.read_bytes())
+        if "config" not in facts:
             raise ValueError("it has no configuration")
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}). Copy the record again.") from error

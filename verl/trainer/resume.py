@@ -13,7 +13,7 @@ from verl.config.load import config_to_show
 from verl.config.placement import inactive_sections
 from verl.config.train import TrainConfig
 from verl.utils.errors import CheckpointError
-from verl.utils.json_text import parse_json
+from verl.utils.json_text import parse_object
 from verl.utils.logging import logger
 
 CONFIG_FILE = "config.json"  # next to the driver's own state
@@ -188,11 +188,8 @@ def _read_config(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        values = parse_json(file.read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds a {type(values).__name__}")
+        return parse_object(file.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{file} cannot be read ({error}). Copy the checkpoint again, or use another."
         ) from error
-    return values

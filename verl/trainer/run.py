@@ -38,7 +38,7 @@ from verl.utils.errors import (
     OutOfMemoryError,
     VerlError,
 )
-from verl.utils.json_text import parse_json
+from verl.utils.json_text import parse_object
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
 from verl.utils.sigterm import sigterm_as_exit
@@ -411,8 +411,8 @@ class TrainingRun(ABC, Generic[Config]):
         if not file.is_file():
             return {}
         try:
-            sizes = parse_json(file.read_text(encoding="utf-8"))
-            if not isinstance(sizes, dict) or any(type(size) is not int for size in sizes.values()):
+            sizes = parse_object(file.read_text(encoding="utf-8"))
+            if any(type(size) is not int for size in sizes.values()):
                 raise ValueError("expected an object of whole numbers")
         except ValueError as error:
             raise CheckpointError(

@@ -15,6 +15,14 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Return the values of a JSON object. Raises ValueError with a short reason for another text."""
+    values = parse_json(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"it holds a {type(values).__name__} instead of an object")
+    return values
+
+
 def whole_number(text: str) -> int | None:
     """Return the number that a text of digits stands for; None if it is too long to read.
 

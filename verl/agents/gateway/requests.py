@@ -12,7 +12,7 @@ from typing import Any
 from verl.agents.gateway.errors import ApiError
 from verl.data.chat import as_messages
 from verl.utils.errors import DataError
-from verl.utils.json_text import parse_json
+from verl.utils.json_text import parse_json, parse_object
 from verl.utils.logging import say_once
 
 MAX_CHOICES = 128
@@ -150,12 +150,9 @@ class Fields:
     def __init__(self, body: bytes, *, lenient: bool = False) -> None:
         self.lenient = lenient
         try:
-            values = parse_json(body)
+            self._values = parse_object(body)
         except ValueError as error:
-            raise ApiError(f"The body must be JSON, got text that is not: {error}.") from error
-        if not isinstance(values, dict):
-            raise ApiError(f"The body must be a JSON object, got {type(values).__name__}.")
-        self._values: dict[str, Any] = values
+            raise ApiError(f"The body must be a JSON object: {error}.") from error
         self._known = {*_INERT, *_NEUTRAL}
 
     def get(self, name: str) -> Any:
