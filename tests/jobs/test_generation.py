@@ -19,6 +19,7 @@ from verl.jobs import finished_batches
 from verl.jobs.generation import weights_fingerprint
 from verl.jobs.main_eval import main as main_eval
 from verl.jobs.main_generation import main
+from verl.utils import whole_file
 
 # Three batches: of four, four and two prompts.
 COMMAND = [
@@ -132,7 +133,7 @@ def die_writing_file(number: int) -> Callable[[], None]:
     The first file is the identity, then come the batches, then the output. Each file is synced
     before it is renamed, and its folder afterwards.
     """
-    return die_before_call(2 * number - 1, finished_batches, "sync")
+    return die_before_call(2 * number - 1, whole_file, "sync")
 
 
 @pytest.mark.parametrize(
@@ -221,16 +222,6 @@ def test_the_second_of_two_concurrent_runs_is_rejected_and_removes_nothing(tmp_p
         assert f"Another run (pid {os.getpid()} on" in capfd.readouterr().err
         assert (parts / "batch_000000.parquet").exists()
     first.give_back()
-
-
-def test_a_file_that_could_not_be_written_leaves_nothing(tmp_path):
-    def fill_the_disk(path: Path) -> None:
-        path.write_text("half")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        finished_batches.write_whole(tmp_path / "out.json", fill_the_disk)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_of_another_owner_is_not_overwritten(tmp_path, capsys):

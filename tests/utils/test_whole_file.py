@@ -10,7 +10,7 @@ from verl.utils.whole_file import whole_file
 def test_a_file_is_replaced_at_the_end_of_the_block(tmp_path):
     path = tmp_path / "made" / "facts.json"
     for text in ("old", "new"):
-        with whole_file(path) as temporary:
+        with whole_file(path, flush=text == "new") as temporary:
             temporary.write_text(text)
             assert not path.exists() or path.read_text() == "old"
         assert path.read_text() == text

@@ -23,13 +23,13 @@ from verl.checkpoint.manifest import (
     SHARD_METADATA,
     SHARED_FILES,
     read_manifest,
-    sync,
     verify_files,
     write_manifest,
 )
 from verl.utils.errors import CheckpointError, causes
 from verl.utils.limits import grown_too_large, make_writable
 from verl.utils.logging import logger
+from verl.utils.whole_file import sync, whole_file
 
 Writer = Callable[[Path], object]
 # Returns whether the writers are done, and raises their error; with True it waits for them.
@@ -331,11 +331,8 @@ class CheckpointManager:
             os.replace(final, replaced)
         os.replace(temporary, final)
         sync(self.root)
-        latest = self.root / f".{LATEST_FILE}.tmp-{os.getpid()}"
-        latest.write_text(final.name.removeprefix("global_step_"))
-        sync(latest)
-        os.replace(latest, self.root / LATEST_FILE)
-        sync(self.root)
+        with whole_file(self.root / LATEST_FILE, flush=True) as latest:
+            latest.write_text(final.name.removeprefix("global_step_"))
         if replaced.exists():
             shutil.rmtree(replaced)
 

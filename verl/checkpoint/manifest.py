@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import verl
 from verl.utils.errors import CheckpointError
 from verl.utils.json_text import parse_object
+from verl.utils.whole_file import sync
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # 1 had whole tensors, written by one rank
@@ -146,17 +146,6 @@ def verify_files(folder: Path, part: str = "") -> None:
     faults = [fault for fault in found if fault is not None]
     if faults:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(faults)}.")
-
-
-def sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows has no handles of folders to flush
-    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sum_and_sync(path: Path) -> str:

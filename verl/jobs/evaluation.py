@@ -13,7 +13,7 @@ import torch
 
 from verl.config.evaluation import SHARED, EvaluationConfig, EvaluationDataConfig
 from verl.data.files import as_file_list, open_rows, require_column
-from verl.jobs.finished_batches import require_writable, write_whole
+from verl.jobs.finished_batches import require_writable
 from verl.jobs.scores import MAX_VOTES, bootstrap_intervals, majority_at_k, pass_at_k
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward
@@ -23,6 +23,7 @@ from verl.rewards.text_tokenizer import TextTokenizer
 from verl.trainer.scored import vote
 from verl.utils.errors import ConfigError, DataError, RewardError
 from verl.utils.logging import logger
+from verl.utils.whole_file import whole_file
 
 RESPONSES_A_CALL = 2048
 PROGRESS_EVERY_S = 10.0
@@ -55,7 +56,8 @@ def evaluate(config: EvaluationConfig) -> dict[str, Any]:
     print(table(report), flush=True)
     if output is not None:
         text = json.dumps(report, indent=1) + "\n"
-        write_whole(output, lambda path: path.write_text(text, encoding="utf-8"))
+        with whole_file(output, flush=True) as path:
+            path.write_text(text, encoding="utf-8")
     return report
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.checkpoint.claim import Claim
-from verl.checkpoint.manifest import sync
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.limits import make_writable
 from verl.utils.logging import logger
+from verl.utils.whole_file import sync, whole_file
 
 _METADATA = b"verl.generation"  # in the output: the identity of the run that wrote it
 _IDENTITY = "identity.json"
+_WHOLE = "whole.parquet"
 
 
 class FinishedBatches:
@@ -104,7 +105,8 @@ class FinishedBatches:
             )
         else:
             text = json.dumps(self.identity, indent=1)
-            write_whole(known, lambda path: path.write_text(text, encoding="utf-8"))
+            with whole_file(known, flush=True) as path:
+                path.write_text(text, encoding="utf-8")
 
         if len(waiting) < len(self.batches):
             logger.info(
@@ -119,21 +121,26 @@ class FinishedBatches:
         """Write the responses of one batch, a list of texts for each of its rows."""
         assert len(responses) == len(self.batches[number])
         table = pa.table({self.column: pa.array(responses, pa.list_(pa.string()))})
-        write_whole(self._place(number), lambda path: pq.write_table(table, path))
+        with whole_file(self._place(number), flush=True) as path:
+            pq.write_table(table, path)
 
     def join(self) -> None:
         """Write the output, with a row group per batch, and remove the folder."""
         schema = self.table.schema.append(pa.field(self.column, pa.list_(pa.string())))
         schema = schema.with_metadata({_METADATA: json.dumps(self.identity)})
 
-        def write(path: Path) -> None:
-            with pq.ParquetWriter(path, schema) as writer:
-                for number, rows in enumerate(self.batches):
-                    part = self.table.slice(rows.start, len(rows))
-                    columns = [*part.columns, self._read(number).column(self.column)]
-                    writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+        whole = self.folder / _WHOLE  # removed with the folder if this process is killed
+        with (
+            whole_file(whole, flush=True) as path,
+            pq.ParquetWriter(path, schema) as writer,
+        ):
+            for number, rows in enumerate(self.batches):
+                part = self.table.slice(rows.start, len(rows))
+                columns = [*part.columns, self._read(number).column(self.column)]
+                writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
-        write_whole(self.output, write)
+        os.replace(whole, self.output)
+        sync(self.output.parent)
         self._claim.give_back()  # some file systems cannot delete a folder with an open file
         shutil.rmtree(self.folder)
 
@@ -199,17 +206,3 @@ def require_writable(path: Path) -> None:
             f"data.output_path='{path}' cannot be written: {error.strerror}. Name a file in a "
             "writable folder."
         ) from error
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write `path` by calling `write`, so that it exists completely or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        write(unfinished)
-        sync(unfinished)
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    sync(path.parent)

@@ -8,16 +8,35 @@ from pathlib import Path
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path, *, flush: bool = False) -> Iterator[Path]:
     """Give a path to write to, in the same folder. It becomes `path` at the end of the block.
 
     The folder is made if it is missing. After an error `path` is as it was before.
+
+    Args:
+        path: of the file.
+        flush: whether it is on the disk then, so that it outlives a machine that goes down.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Processes of several machines, which may have equal ids, can share the folder.
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         yield temporary
+        if flush:
+            sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    if flush:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows has no handles of folders to flush
+    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
