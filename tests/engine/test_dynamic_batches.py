@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis.strategies import booleans, integers, lists, permutations
 
 from verl.engine.dynamic_batches import (
-    ceildiv,
     get_reverse_idx,
     prepare_dynamic_batch,
     rearrange_micro_batches,
     restore_dynamic_batch,
 )
 from verl.protocol import DataProto
+from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import ConfigError, DataError
 
 LENGTHS = lists(integers(1, 60), min_size=1, max_size=40)
@@ -34,7 +34,7 @@ def test_parts_hold_every_row_once_within_the_budget(lengths, max_tokens, even, 
     batch = batch_of(lengths).batch
     given_numbers = {"min_num_micro_batch": fewest, "num_batches_divided_by": divisor}
     plain, rows_of_plain = rearrange_micro_batches(batch, max_tokens, use_dynamic_bsz_balance=even)
-    count = ceildiv(max(len(plain), fewest), divisor) * divisor
+    count = ceil_div(max(len(plain), fewest), divisor) * divisor
 
     if count > len(lengths):
         with pytest.raises(DataError, match=f"{count} micro-batches.* {len(lengths)} rows"):
@@ -80,7 +80,7 @@ def test_number_of_parts_is_minimal():
     """Use lengths that simple greedy packing would put into three parts."""
     lengths = [28, 23, 13, 17, 26, 5]
     parts, _ = rearrange_micro_batches(batch_of(lengths).batch, 57)
-    assert len(parts) == ceildiv(sum(lengths), 57) == 2
+    assert len(parts) == ceil_div(sum(lengths), 57) == 2
 
 
 def test_balanced_parts_are_more_even():
@@ -104,8 +104,8 @@ def test_the_reverse_is_the_inverse(order):
 
 
 @given(integers(0, 10**20), integers(1, 10**6))
-def test_ceildiv(a, b):
-    assert (ceildiv(a, b) - 1) * b < a <= ceildiv(a, b) * b
+def test_ceil_div(a, b):
+    assert (ceil_div(a, b) - 1) * b < a <= ceil_div(a, b) * b
 
 
 def test_too_long_row_is_named():

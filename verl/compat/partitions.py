@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from verl.engine.dynamic_batches import ceildiv
 from verl.single_controller.dealing import Parts, largest_differencing, merge_partitions
+from verl.utils.arithmetic import ceil_div, round_up
 from verl.utils.errors import BatchError
 
 Partitions = list[list[int]]  # indices of the sequences in each part
@@ -90,6 +90,11 @@ def log_seqlen_unbalance(
     }
 
 
+def ceildiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return ceil_div(a, b)
+
+
 def roundup_divisible(a: int, b: int) -> int:
     """Return the smallest multiple of b that is at least a."""
-    return ceildiv(a, b) * b
+    return round_up(a, b)

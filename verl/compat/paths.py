@@ -220,13 +220,12 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.utils.seqlen_balancing": {
         **_same(
             _MICRO,
-            "ceildiv get_reverse_idx prepare_dynamic_batch rearrange_micro_batches "
-            "restore_dynamic_batch",
+            "get_reverse_idx prepare_dynamic_batch rearrange_micro_batches restore_dynamic_batch",
         ),
         **_same(
             _PARTITIONS,
-            "get_seqlen_balanced_partitions greedy_partition karmarkar_karp log_seqlen_unbalance "
-            "roundup_divisible",
+            "ceildiv get_seqlen_balanced_partitions greedy_partition karmarkar_karp "
+            "log_seqlen_unbalance roundup_divisible",
         ),
     },
     "verl.utils.tokenizer": _same(_TOKENIZERS, "hf_processor hf_tokenizer set_pad_token_id"),

@@ -9,7 +9,7 @@ import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -70,10 +70,7 @@ class ListRows:
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = rows
-        names: dict[str, None] = {}
-        for row in rows:
-            names.update(dict.fromkeys(row))
-        self.columns = list(names)
+        self.columns = list(dict.fromkeys(chain.from_iterable(rows)))
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -15,6 +15,7 @@ from verl.data.sampler import (
     StatefulSampler,
 )
 from verl.protocol import DataProto
+from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import DataError
 
 
@@ -86,7 +87,7 @@ class RLDataLoader:
         rows = len(self.sampler)
         if self.drop_last:
             return rows // self.batch_size
-        return -(-rows // self.batch_size)
+        return ceil_div(rows, self.batch_size)
 
     def __iter__(self) -> Iterator[DataProto]:
         epoch = self._epoch

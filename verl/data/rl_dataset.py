@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -404,9 +404,7 @@ def _check_type(file: str, column: str, values: Iterable[Any], kind: type, expec
 
 def _kept_columns(sources: list[Rows], prompt_key: str) -> list[str]:
     """Return the columns of all files that an item has in addition to the prompt."""
-    names: dict[str, None] = {}
-    for rows in sources:
-        names.update(dict.fromkeys(rows.columns))
+    names = dict.fromkeys(chain.from_iterable(rows.columns for rows in sources))
     names.pop(prompt_key, None)
 
     for name in names:

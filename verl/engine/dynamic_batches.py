@@ -12,14 +12,10 @@ from verl.distributed.collectives import Axis, max_of
 from verl.engine.microbatch import TokenBudget, plan_micro_batches, tokens_of
 from verl.protocol import DataProto
 from verl.single_controller.dealing import largest_differencing
+from verl.utils.arithmetic import ceil_div, round_up
 from verl.utils.errors import DataError
 
 Plan = list[list[int]]  # the row numbers of each micro-batch; every row is in one of them
-
-
-def ceildiv(a: int, b: int) -> int:
-    """Return a / b, rounded up."""
-    return -(-a // b)
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
@@ -63,7 +59,7 @@ def rearrange_micro_batches(
         ranks = Axis(dist.get_world_size(dp_group), dist.get_rank(dp_group), dp_group)
         count = max_of(count, ranks)
     divisor = num_batches_divided_by or 1
-    plan = _cut_into(ceildiv(count, divisor) * divisor, plan, lengths)
+    plan = _cut_into(round_up(count, divisor), plan, lengths)
     return [batch[rows] for rows in plan], plan
 
 
@@ -87,7 +83,7 @@ def _differenced(lengths: Sequence[int], max_tokens: int, below: int) -> Plan | 
     parts smaller than `below` fits.
     """
     weights = [max(length, 1) for length in lengths]
-    fewest = max(ceildiv(sum(lengths), max_tokens), 1)
+    fewest = max(ceil_div(sum(lengths), max_tokens), 1)
     for count in range(fewest, below):
         parts = largest_differencing(weights, count)
         if max(tokens_of(rows, lengths) for rows in parts) <= max_tokens:

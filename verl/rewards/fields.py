@@ -5,6 +5,7 @@ import math
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -76,12 +77,8 @@ def collect_extra(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
     A row without a field has NaN if the field's other values are numbers, else None.
     """
-    names: dict[str, None] = {}
-    for row in rows:
-        names.update(dict.fromkeys(row))
-
     collected: dict[str, list[Any]] = {}
-    for name in names:
+    for name in dict.fromkeys(chain.from_iterable(rows)):
         present = [row[name] for row in rows if name in row]
         filler = math.nan if all(isinstance(entry, Real) for entry in present) else None
         collected[name] = [row.get(name, filler) for row in rows]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,7 @@ class WandbBackend(TrackerBackend):
         self._run.log(dict(metrics), step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        names: dict[str, None] = {}  # in the order in which they appear
-        for row in rows:
-            names.update(dict.fromkeys(row))
-
-        columns = list(names)
+        columns = list(dict.fromkeys(chain.from_iterable(rows)))  # in the order of appearance
         cells = []
         for row in rows:
             cells.append([_cell(row.get(name)) for name in columns])
