@@ -51,7 +51,9 @@ class GenerationDataConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class GenerationModelConfig:
+class LoadedModelConfig:
+    """The keys of a model that is not trained."""
+
     path: str | None = as_in(ModelConfig, "path")
     custom_chat_template: str | None = as_in(ModelConfig, "custom_chat_template")
     external_lib: Any = setting(
@@ -62,32 +64,23 @@ class GenerationModelConfig:
     )
     override_config: dict[str, Any] = as_in(ModelConfig, "override_config")
     trust_remote_code: bool = as_in(ModelConfig, "trust_remote_code")
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerationModelConfig(LoadedModelConfig):
     use_shm: bool = as_in(ModelConfig, "use_shm")
 
 
 @dataclass(kw_only=True, slots=True)
-class GenerationRolloutConfig:
+class EngineConfig:
+    """The keys of an engine whose model is not trained."""
+
     name: str = as_in(RolloutConfig, "name")
     server_urls: Any = as_in(RolloutConfig, "server_urls")
     server_python: str | None = as_in(RolloutConfig, "server_python")
     num_servers: int = as_in(RolloutConfig, "num_servers")
     server_timeout_s: float = as_in(RolloutConfig, "server_timeout_s")
-    mode: str = as_in(RolloutConfig, "mode")
-    seed: int = as_in(RolloutConfig, "seed")
-    seed_samples: bool = as_in(RolloutConfig, "seed_samples")
-    n: int = setting(5, "responses a prompt", alias_of="data.n_samples")
-    do_sample: bool = as_in(RolloutConfig, "do_sample")
-    temperature: float = as_in(RolloutConfig, "temperature")
-    top_k: int = as_in(RolloutConfig, "top_k")
-    top_p: float = as_in(RolloutConfig, "top_p")
-    min_p: float = as_in(RolloutConfig, "min_p")
-    stop: Any = as_in(RolloutConfig, "stop")
     stop_token_ids: list[int] = as_in(RolloutConfig, "stop_token_ids")
-    ignore_eos: bool = as_in(RolloutConfig, "ignore_eos")
-    prompt_length: int = as_in(RolloutConfig, "prompt_length")
-    response_length: int = as_in(RolloutConfig, "response_length")
-    max_new_tokens: int | None = as_in(RolloutConfig, "max_new_tokens")
-    max_model_len: int | None = as_in(RolloutConfig, "max_model_len")
     dtype: str | None = setting(
         None,
         "dtype of the weights; null: bfloat16 on CUDA, float32 on CPU",
@@ -102,10 +95,29 @@ class GenerationRolloutConfig:
     page_size: int = as_in(RolloutConfig, "page_size")
     num_pages: int | None = as_in(RolloutConfig, "num_pages")
     enable_prefix_caching: bool = as_in(RolloutConfig, "enable_prefix_caching")
-    max_num_seqs: int = as_in(RolloutConfig, "max_num_seqs")
     max_num_batched_tokens: int = as_in(RolloutConfig, "max_num_batched_tokens")
     enforce_eager: bool = as_in(RolloutConfig, "enforce_eager")
     deterministic: bool = as_in(RolloutConfig, "deterministic")
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerationRolloutConfig(EngineConfig):
+    mode: str = as_in(RolloutConfig, "mode")
+    seed: int = as_in(RolloutConfig, "seed")
+    seed_samples: bool = as_in(RolloutConfig, "seed_samples")
+    n: int = setting(5, "responses a prompt", alias_of="data.n_samples")
+    do_sample: bool = as_in(RolloutConfig, "do_sample")
+    temperature: float = as_in(RolloutConfig, "temperature")
+    top_k: int = as_in(RolloutConfig, "top_k")
+    top_p: float = as_in(RolloutConfig, "top_p")
+    min_p: float = as_in(RolloutConfig, "min_p")
+    stop: Any = as_in(RolloutConfig, "stop")
+    ignore_eos: bool = as_in(RolloutConfig, "ignore_eos")
+    prompt_length: int = as_in(RolloutConfig, "prompt_length")
+    response_length: int = as_in(RolloutConfig, "response_length")
+    max_new_tokens: int | None = as_in(RolloutConfig, "max_new_tokens")
+    max_model_len: int | None = as_in(RolloutConfig, "max_model_len")
+    max_num_seqs: int = as_in(RolloutConfig, "max_num_seqs")
     tensor_model_parallel_size: int = setting(
         1, "neighbouring ranks that share one engine, each with a slice of its weights", above=0
     )

@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.gateway import GatewayConfig
-from verl.config.generation import GenerationModelConfig, GenerationRolloutConfig
-from verl.config.model import ModelConfig
-from verl.config.rollout import RolloutConfig
+from verl.config.generation import EngineConfig, LoadedModelConfig
 from verl.config.setting import as_in, setting
 from verl.config.shared_keys import SharedKeys
 from verl.config.trainer import TrainerConfig
@@ -16,40 +14,17 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(kw_only=True, slots=True)
-class ServeModelConfig:
-    path: str | None = as_in(ModelConfig, "path")
-    custom_chat_template: str | None = as_in(ModelConfig, "custom_chat_template")
-    external_lib: Any = as_in(GenerationModelConfig, "external_lib")
-    override_config: dict[str, Any] = as_in(ModelConfig, "override_config")
-    trust_remote_code: bool = as_in(ModelConfig, "trust_remote_code")
-
-
-@dataclass(kw_only=True, slots=True)
-class ServeRolloutConfig:
-    name: str = as_in(RolloutConfig, "name")
-    server_urls: Any = as_in(RolloutConfig, "server_urls")
-    server_python: str | None = as_in(RolloutConfig, "server_python")
-    num_servers: int = as_in(RolloutConfig, "num_servers")
-    server_timeout_s: float = as_in(RolloutConfig, "server_timeout_s")
+class ServeRolloutConfig(EngineConfig):
     seed: int = setting(0, "seed of the noise of requests without one", at_least=0)
     temperature: float = setting(1.0, "of requests that name none", at_least=0)
     top_k: int = setting(-1, "of requests that name none; -1: all tokens", at_least=-1)
     top_p: float = setting(1.0, "of requests that name none", above=0, at_most=1)
     min_p: float = setting(0.0, "of requests that name none", at_least=0, at_most=1)
     stop: Any = setting([], "texts that end a reply, of requests that name none", many=True)
-    stop_token_ids: list[int] = as_in(RolloutConfig, "stop_token_ids")
     max_model_len: int | None = setting(
         None, "most tokens of prompt and reply; null: the model's, at most 8192", above=0
     )
-    dtype: str | None = as_in(GenerationRolloutConfig, "dtype")
-    gpu_memory_utilization: float = as_in(GenerationRolloutConfig, "gpu_memory_utilization")
-    page_size: int = as_in(RolloutConfig, "page_size")
-    num_pages: int | None = as_in(RolloutConfig, "num_pages")
-    enable_prefix_caching: bool = as_in(RolloutConfig, "enable_prefix_caching")
     max_num_seqs: int = setting(256, "replies drawn at once", above=0)
-    max_num_batched_tokens: int = as_in(RolloutConfig, "max_num_batched_tokens")
-    enforce_eager: bool = as_in(RolloutConfig, "enforce_eager")
-    deterministic: bool = as_in(RolloutConfig, "deterministic")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,7 +60,7 @@ class ServeTrainerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ServeConfig:
-    model: ServeModelConfig = field(default_factory=ServeModelConfig)
+    model: LoadedModelConfig = field(default_factory=LoadedModelConfig)
     rollout: ServeRolloutConfig = field(default_factory=ServeRolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     trainer: ServeTrainerConfig = field(default_factory=ServeTrainerConfig)
