@@ -12,7 +12,7 @@ from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.config.rules import is_greedy
 from verl.config.setting import as_in, setting
 from verl.config.shared_keys import SharedKeys
-from verl.config.trainer import RayInitConfig, TrainerConfig
+from verl.config.trainer import MachinesConfig, RayInitConfig
 
 _NO_TRAINING = "nothing is trained here"
 _NO_PASS = "log-probs come with the tokens; no pass computes them again"
@@ -161,12 +161,7 @@ class GenerationActorConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class GenerationTrainerConfig:
-    nnodes: int = as_in(TrainerConfig, "nnodes")
-    n_gpus_per_node: int | None = as_in(TrainerConfig, "n_gpus_per_node")
-    device: str | None = as_in(TrainerConfig, "device")
-    num_threads: int | None = as_in(TrainerConfig, "num_threads")
-    deadline_s: float = as_in(TrainerConfig, "deadline_s")
+class GenerationTrainerConfig(MachinesConfig):
     seed: int = setting(0, "seed of the sampling noise", at_least=0)
     resume_mode: str = setting(
         "auto",

@@ -15,7 +15,7 @@ from verl.config.optim import OptimConfig
 from verl.config.setting import as_in, setting
 from verl.config.sft_engine import SFTCheckpointConfig, SFTEngineConfig
 from verl.config.shared_keys import SharedKeys
-from verl.config.trainer import RayInitConfig, RecordConfig, TrainerConfig
+from verl.config.trainer import RayInitConfig, RunConfig, TrainerConfig
 from verl.utils.arithmetic import ceil_div
 
 
@@ -172,40 +172,20 @@ def _optim() -> SFTOptimConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class SFTTrainerConfig:
+class SFTTrainerConfig(RunConfig):
     total_epochs: int | None = setting(
         4, "epochs; not read where total_training_steps is given", above=0
     )
-    num_train_epochs: int | None = as_in(TrainerConfig, "num_train_epochs")
-    total_training_steps: int | None = as_in(TrainerConfig, "total_training_steps")
-    max_steps: int | None = as_in(TrainerConfig, "max_steps")
     seed: int = setting(
         1, "seed of everything that is drawn: the order of rows follows it", at_least=0
     )
-    device: str | None = as_in(TrainerConfig, "device")
-    num_threads: int | None = as_in(TrainerConfig, "num_threads")
-    nnodes: int = as_in(TrainerConfig, "nnodes")
-    n_gpus_per_node: int | None = as_in(TrainerConfig, "n_gpus_per_node")
     project_name: str = setting("gsm8k-sft", "project, for trackers and folders")
     experiment_name: str = setting("test", "experiment, for trackers and folders")
-    logger: Any = as_in(TrainerConfig, "logger")
-    log_interval: int = as_in(TrainerConfig, "log_interval")
-    progress: bool = as_in(TrainerConfig, "progress")
-    test_freq: int = as_in(TrainerConfig, "test_freq")
-    record: RecordConfig = field(default_factory=RecordConfig)
     val_before_train: bool = setting(
         False, "validate before the first step, where there are validation files"
     )
-    deadline_s: float = as_in(TrainerConfig, "deadline_s")
-    max_nonfinite_steps: int = as_in(TrainerConfig, "max_nonfinite_steps")
-    save_freq: int = as_in(TrainerConfig, "save_freq")
-    async_save: bool = as_in(TrainerConfig, "async_save")
-    default_local_dir: str = as_in(TrainerConfig, "default_local_dir")
-    default_hdfs_dir: str | None = as_in(TrainerConfig, "default_hdfs_dir")
     max_ckpt_to_keep: int | None = as_in(TrainerConfig, "max_actor_ckpt_to_keep")
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    resume_mode: str = as_in(TrainerConfig, "resume_mode")
-    resume_from_path: str | None = as_in(TrainerConfig, "resume_from_path")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -41,29 +41,9 @@ class RecordConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainerConfig:
-    total_epochs: int | None = setting(
-        30, "epochs; not read where total_training_steps is given", above=0
-    )
-    num_train_epochs: int | None = setting(None, "epochs", alias_of="trainer.total_epochs")
-    total_training_steps: int | None = setting(
-        None, "steps; null: total_epochs over the data", above=0
-    )
-    max_steps: int | None = setting(None, "steps", alias_of="trainer.total_training_steps")
-    mode: str = setting(
-        "sync",
-        (
-            "the schedule: generation and update take turns (sync); the next batch is generated "
-            "during the update (one_step_off); generation runs ahead, see async_training "
-            "(fully_async)"
-        ),
-        choices=("sync", "one_step_off", "fully_async"),
-    )
-    seed: int = setting(
-        0,
-        "seed of everything that is drawn: order of rows and sampling noise follow it",
-        at_least=0,
-    )
+class MachinesConfig:
+    """Where the ranks are, and how long a call on them may take."""
+
     device: str | None = setting(
         None,
         "cpu or cuda; null: the first visible GPU, else the CPU",
@@ -79,7 +59,31 @@ class TrainerConfig:
         above=0,
         at_most=1024,
     )
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    deadline_s: float = setting(
+        7200.0,
+        "seconds that one call on the ranks may take (a generation, an update, a checkpoint) "
+        "before the run ends with the stacks of all ranks",
+        above=0,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig(MachinesConfig):
+    """The keys of any training run."""
+
+    total_epochs: int | None = setting(
+        30, "epochs; not read where total_training_steps is given", above=0
+    )
+    num_train_epochs: int | None = setting(None, "epochs", alias_of="trainer.total_epochs")
+    total_training_steps: int | None = setting(
+        None, "steps; null: total_epochs over the data", above=0
+    )
+    max_steps: int | None = setting(None, "steps", alias_of="trainer.total_training_steps")
+    seed: int = setting(
+        0,
+        "seed of everything that is drawn: order of rows and sampling noise follow it",
+        at_least=0,
+    )
     project_name: str = setting("verl_examples", "project, for trackers and folders")
     experiment_name: str = setting("gsm8k", "experiment, for trackers and folders")
     logger: Any = setting(
@@ -88,38 +92,16 @@ class TrainerConfig:
         many=True,
     )
     log_interval: int = setting(1, "steps between two lines on the console", above=0)
-    log_val_generations: int = setting(0, "validation samples that trackers show", at_least=0)
     progress: bool = setting(
         True,
         "report phases that take long: one line in a terminal, a line of the log every ten "
         "seconds elsewhere",
     )
-    rollout_data_dir: str | None = setting(
-        None, "folder for the training samples of each step", is_path=True
-    )
-    validation_data_dir: str | None = setting(
-        None, "folder for the validation samples", is_path=True
-    )
     record: RecordConfig = field(default_factory=RecordConfig)
     val_before_train: bool = setting(
         True, "validate before the first step, where there are validation files"
     )
-    val_only: bool = setting(False, "validate and stop")
     test_freq: int = setting(-1, "steps between validations; -1: none", at_least=-1)
-    dynamic_validation: bool = setting(
-        False,
-        (
-            "the rollout's ranks draw a validation while the trainer goes on with the next step; "
-            "its metrics are logged at its own step"
-        ),
-    )
-    critic_warmup: int = setting(0, "first steps that train the critic alone", at_least=0)
-    deadline_s: float = setting(
-        7200.0,
-        "seconds that one call on the ranks may take (a generation, an update, a checkpoint) "
-        "before the run ends with the stacks of all ranks",
-        above=0,
-    )
     max_nonfinite_steps: int = setting(
         3, "skipped steps in a row (loss or gradient not finite) that stop the run", above=0
     )
@@ -138,6 +120,42 @@ class TrainerConfig:
         "remote copy of checkpoints",
         planned="checkpoints are written to a local or mounted folder only",
     )
+    resume_mode: str = setting(
+        "auto",
+        "auto: from the newest whole checkpoint; resume_path: from resume_from_path",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = setting(None, "a global_step_N folder", is_path=True)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig(RunConfig):
+    mode: str = setting(
+        "sync",
+        (
+            "the schedule: generation and update take turns (sync); the next batch is generated "
+            "during the update (one_step_off); generation runs ahead, see async_training "
+            "(fully_async)"
+        ),
+        choices=("sync", "one_step_off", "fully_async"),
+    )
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    log_val_generations: int = setting(0, "validation samples that trackers show", at_least=0)
+    rollout_data_dir: str | None = setting(
+        None, "folder for the training samples of each step", is_path=True
+    )
+    validation_data_dir: str | None = setting(
+        None, "folder for the validation samples", is_path=True
+    )
+    val_only: bool = setting(False, "validate and stop")
+    dynamic_validation: bool = setting(
+        False,
+        (
+            "the rollout's ranks draw a validation while the trainer goes on with the next step; "
+            "its metrics are logged at its own step"
+        ),
+    )
+    critic_warmup: int = setting(0, "first steps that train the critic alone", at_least=0)
     max_actor_ckpt_to_keep: int | None = setting(
         None, "newest checkpoints kept; null: all", above=0
     )
@@ -149,12 +167,6 @@ class TrainerConfig:
         "delete a checkpoint after it was read",
         no_effect="old checkpoints go by max_actor_ckpt_to_keep",
     )
-    resume_mode: str = setting(
-        "auto",
-        "auto: from the newest whole checkpoint; resume_path: from resume_from_path",
-        choices=("auto", "disable", "resume_path"),
-    )
-    resume_from_path: str | None = setting(None, "a global_step_N folder", is_path=True)
     esi_redundant_time: float = setting(
         0.0,
         "seconds kept for a checkpoint before an instance expires",
