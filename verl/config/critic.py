@@ -6,10 +6,10 @@ from typing import Any
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.choices import LOSS_AGGREGATIONS, STRATEGIES
 from verl.config.fsdp import FSDPConfig
-from verl.config.model import ModelConfig
+from verl.config.model import TrainedModelConfig
 from verl.config.optim import OptimConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.setting import as_in, setting
+from verl.config.setting import setting
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class CriticClassConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class CriticModelConfig:
+class CriticModelConfig(TrainedModelConfig):
     path: str | None = setting(
         None,
         "folder or hub name; null: the actor's",
@@ -35,7 +35,6 @@ class CriticModelConfig:
         no_effect="the critic reads the actor's token ids",
         is_path=True,
     )
-    override_config: dict[str, Any] = as_in(ModelConfig, "override_config")
     external_lib: Any = setting(
         None,
         "module imported at start",
@@ -57,10 +56,6 @@ class CriticModelConfig:
     use_shm: bool = setting(
         False, "copy weights to /dev/shm first", no_effect="weights are read once a process"
     )
-    enable_gradient_checkpointing: bool = as_in(ModelConfig, "enable_gradient_checkpointing")
-    attention_kernel: str = as_in(ModelConfig, "attention_kernel")
-    gradient_checkpointing_share: float = as_in(ModelConfig, "gradient_checkpointing_share")
-    enable_activation_offload: bool = as_in(ModelConfig, "enable_activation_offload")
     use_remove_padding: bool = setting(
         True,
         "compute on packed sequences",
@@ -68,10 +63,6 @@ class CriticModelConfig:
     )
     custom_cls: CriticClassConfig = field(default_factory=CriticClassConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    lora_rank: int = as_in(ModelConfig, "lora_rank")
-    lora_alpha: int = as_in(ModelConfig, "lora_alpha")
-    target_modules: Any = as_in(ModelConfig, "target_modules")
-    exclude_modules: Any = as_in(ModelConfig, "exclude_modules")
 
 
 def _critic_optim() -> OptimConfig:

@@ -31,15 +31,9 @@ class DataGenConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class DataConfig:
-    dataset_name: str | None = setting(
-        None,
-        (
-            "'toy' (ten packaged prompts, with defaults of its own), 'calculator' (packaged "
-            "products that need a tool), or a file or `save_to_disk` folder"
-        ),
-        is_path=True,
-    )
+class TrainingDataConfig:
+    """The rows of any training run."""
+
     train_files: Any = setting(
         None, "file or list of files: Parquet, JSON lines, folder", many=True, is_path=True
     )
@@ -51,17 +45,56 @@ class DataConfig:
     )
     use_shm: bool = setting(False, "copy files to /dev/shm first", no_effect="files are read once")
     prompt_key: str = setting("prompt", "column that holds the messages")
+    train_batch_size: int = setting(1024, "prompts a step", above=0)
+    val_batch_size: int | None = setting(
+        None, "prompts a validation batch; null: all at once", above=0
+    )
+    shuffle: bool = setting(True, "new order of the training rows each epoch")
+    seed: int = setting(0, "seed of the order of rows", at_least=0, follows="trainer.seed")
+    truncation: str = setting(
+        "error",
+        "treatment of a longer prompt; left and right name the side cut off",
+        choices=("error", "left", "right", "middle"),
+    )
+    apply_chat_template_kwargs: dict[str, Any] = setting(
+        {}, "variables that the chat template gets, such as enable_thinking: false"
+    )
+    image_key: str = setting(
+        "images",
+        (
+            "column of images: paths, bytes, {bytes, path} or PIL; <image> in a message stands for "
+            "the next one; an error with a model that reads text alone"
+        ),
+    )
+    video_key: str = setting(
+        "videos",
+        (
+            "column of videos: lists of frames, paths, or dicts with fps and limits; <video> in a "
+            "message stands for the next one; an error with a model that does not read videos"
+        ),
+    )
+    trust_remote_code: bool = setting(
+        False, "run Python code that comes with a tokenizer (model.trust_remote_code does too)"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig(TrainingDataConfig):
+    dataset_name: str | None = setting(
+        None,
+        (
+            "'toy' (ten packaged prompts, with defaults of its own), 'calculator' (packaged "
+            "products that need a tool), or a file or `save_to_disk` folder"
+        ),
+        is_path=True,
+    )
     reward_fn_key: str = setting("data_source", "column that picks the reward rule")
     max_prompt_length: int = setting(512, "P: longest prompt, in tokens", above=0)
     max_response_length: int = setting(512, "R: longest response, in tokens", above=0)
-    train_batch_size: int = setting(1024, "prompts a step", above=0)
     gen_batch_size: int | None = setting(
         None,
         "prompts of a round of DAPO",
         no_effect="rounds of train_batch_size prompts follow until enough of them are kept",
-    )
-    val_batch_size: int | None = setting(
-        None, "prompts a validation batch; null: all at once", above=0
     )
     train_max_samples: int = setting(
         -1,
@@ -86,9 +119,7 @@ class DataConfig:
         "keep the prompt's rendered text",
         no_effect="batches carry the messages and the token ids instead",
     )
-    shuffle: bool = setting(True, "new order of the training rows each epoch")
     validation_shuffle: bool = setting(False, "shuffle the validation rows")
-    seed: int = setting(0, "seed of the order of rows", at_least=0, follows="trainer.seed")
     dataloader_num_workers: int = setting(
         0, "processes that read rows", no_effect="rows are tokenised once and read in the driver"
     )
@@ -96,40 +127,15 @@ class DataConfig:
     filter_overlong_prompts_workers: int = setting(
         1, "processes that measure prompts", no_effect="lengths are measured once and cached"
     )
-    truncation: str = setting(
-        "error",
-        "treatment of a longer prompt; left and right name the side cut off",
-        choices=("error", "left", "right", "middle"),
-    )
     custom_chat_template: str | None = setting(
         None, "Jinja chat template", alias_of="actor_rollout_ref.model.custom_chat_template"
-    )
-    apply_chat_template_kwargs: dict[str, Any] = setting(
-        {}, "variables that the chat template gets, such as enable_thinking: false"
     )
     tool_config_path: str | None = setting(
         None,
         "tools that prompts are measured with",
         no_effect="prompts are measured with those of actor_rollout_ref.rollout.multi_turn",
     )
-    image_key: str = setting(
-        "images",
-        (
-            "column of images: paths, bytes, {bytes, path} or PIL; <image> in a message stands for "
-            "the next one; an error with a model that reads text alone"
-        ),
-    )
-    video_key: str = setting(
-        "videos",
-        (
-            "column of videos: lists of frames, paths, or dicts with fps and limits; <video> in a "
-            "message stands for the next one; an error with a model that does not read videos"
-        ),
-    )
     return_multi_modal_inputs: bool = setting(True, "keep processed images", no_effect=_IN_MEMORY)
-    trust_remote_code: bool = setting(
-        False, "run Python code that comes with a tokenizer (model.trust_remote_code does too)"
-    )
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     datagen: DataGenConfig = field(default_factory=DataGenConfig)

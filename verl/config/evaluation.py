@@ -7,14 +7,10 @@ from typing import Any
 from verl.config.file_rules import output_is_no_input
 from verl.config.reward import (
     CustomRewardFunctionConfig,
-    JudgeConfig,
-    RequestsConfig,
-    RewardModelConfig,
-    SandboxConfig,
-    SandboxFusionConfig,
+    RewardFunctionConfig,
 )
 from verl.config.reward_rules import reward_has_what_it_needs
-from verl.config.setting import as_in, setting
+from verl.config.setting import setting
 from verl.config.shared_keys import SharedKeys
 
 _NO_RAY = (
@@ -45,21 +41,12 @@ class EvaluationDataConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class EvaluationRewardConfig:
+class EvaluationRewardConfig(RewardFunctionConfig):
     reward_manager: str = setting(
         "naive",
         "naive: one call a response; batch: one for many; prime: calls in processes",
         choices=("naive", "batch", "prime"),
     )
-    timeout_s: float | None = as_in(RewardModelConfig, "timeout_s")
-    on_error: str = as_in(RewardModelConfig, "on_error")
-    max_retries: int = as_in(RewardModelConfig, "max_retries")
-    rule_kwargs: dict[str, Any] = as_in(RewardModelConfig, "rule_kwargs")
-    reward_kwargs: dict[str, Any] = as_in(RewardModelConfig, "reward_kwargs")
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
-    requests: RequestsConfig = field(default_factory=RequestsConfig)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,9 @@ class FusedKernelConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class ModelConfig:
+class TrainedModelConfig:
+    """The keys of a model that is trained: the actor, or the critic."""
+
     path: str | None = setting(
         None,
         (
@@ -25,9 +27,6 @@ class ModelConfig:
             "packaged ones"
         ),
         is_path=True,
-    )
-    custom_chat_template: str | None = setting(
-        None, "Jinja chat template instead of the tokenizer's own"
     )
     use_shm: bool = setting(False, "copy weights to /dev/shm first", no_effect=_SHM)
     external_lib: Any = setting(
@@ -79,6 +78,14 @@ class ModelConfig:
         "LoRA: modules that get adapters; a list of (ends of) names, or a regex for whole names",
     )
     exclude_modules: Any = setting(None, "LoRA: modules that get none, given likewise")
+    trust_remote_code: bool = setting(False, "run Python code that comes with a model")
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig(TrainedModelConfig):
+    custom_chat_template: str | None = setting(
+        None, "Jinja chat template instead of the tokenizer's own"
+    )
     use_liger: bool = setting(
         False, "Liger kernels", no_effect="log-probs are fused and chunked by our own code"
     )
@@ -90,4 +97,3 @@ class ModelConfig:
         ),
     )
     fused_kernel_options: FusedKernelConfig = field(default_factory=FusedKernelConfig)
-    trust_remote_code: bool = setting(False, "run Python code that comes with a model")

@@ -123,7 +123,9 @@ class RequestsConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RewardModelConfig:
+class RewardFunctionConfig:
+    """How responses are scored by a rule or a function, in training and afterwards."""
+
     reward_manager: str = setting("naive", "registered manager that turns responses into scores")
     timeout_s: float | None = setting(
         60.0, "longest a score may take, per response; null: no limit", above=0
@@ -135,24 +137,28 @@ class RewardModelConfig:
         choices=("stop", "zero", "drop", "retry"),
     )
     max_retries: int = setting(2, "further calls for a response under on_error=retry", at_least=0)
-    preflight: bool = setting(True, "try the reward on a few rows before the first step")
     rule_kwargs: dict[str, Any] = setting(
         {}, "options of the rules, such as {method: flexible} of gsm8k"
     )
     reward_kwargs: dict[str, Any] = setting(
         {}, "further arguments of the manager's class, such as num_processes of prime"
     )
-    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     requests: RequestsConfig = field(default_factory=RequestsConfig)
+    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardModelConfig(RewardFunctionConfig):
+    preflight: bool = setting(True, "try the reward on a few rows before the first step")
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     launch_reward_fn_async: bool | None = setting(
         None,
         "score responses during generation and during passes for log-probs and values; null: "
         "where the manager declares that it leaves the batch as it is, as ours do; never with "
         "on_error=drop",
     )
-    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
     enable: bool = setting(
         False,
         "score responses by the reward model instead of a rule; validation rows with a ground "

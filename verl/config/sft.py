@@ -8,7 +8,7 @@ from typing import Any
 from verl.config import rules
 from verl.config.actor import ActorConfig
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.data import DataConfig
+from verl.config.data import TrainingDataConfig
 from verl.config.fsdp import FSDPConfig
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
@@ -47,9 +47,7 @@ class SFTCustomClassConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class SFTDataConfig:
-    train_files: Any = as_in(DataConfig, "train_files")
-    val_files: Any = as_in(DataConfig, "val_files")
+class SFTDataConfig(TrainingDataConfig):
     train_batch_size: int = setting(256, "rows an optimizer step, of all ranks together", above=0)
     val_batch_size: int | None = setting(
         None, "rows a validation batch; null: train_batch_size", above=0
@@ -64,8 +62,6 @@ class SFTDataConfig:
     max_token_len_per_gpu: int | None = as_in(ActorConfig, "ppo_max_token_len_per_gpu")
     prompt_key: str = setting("question", "column with the prompt: a text, or a list of messages")
     response_key: str = setting("answer", "column with the answer, a text")
-    image_key: str = as_in(DataConfig, "image_key")
-    video_key: str = as_in(DataConfig, "video_key")
     prompt_dict_keys: list[str] | None = setting(
         None, "where in the prompt column: keys of nested dicts, outermost first"
     )
@@ -88,14 +84,9 @@ class SFTDataConfig:
         "treatment of a longer row; left and right name the side cut off",
         choices=("error", "left", "right"),
     )
-    shuffle: bool = as_in(DataConfig, "shuffle")
-    seed: int = as_in(DataConfig, "seed")
-    tokenizer: str | None = as_in(DataConfig, "tokenizer")
     chat_template: str | None = setting(
         None, "Jinja chat template", alias_of="model.custom_chat_template"
     )
-    apply_chat_template_kwargs: dict[str, Any] = as_in(DataConfig, "apply_chat_template_kwargs")
-    trust_remote_code: bool = as_in(DataConfig, "trust_remote_code")
     train_max_samples: int = setting(
         -1, "train on so many rows; -1: all", planned="give files with fewer rows"
     )
@@ -118,7 +109,6 @@ class SFTDataConfig:
         False, "even out tokens over ranks", no_effect="they always are", also=(True,)
     )
     custom_cls: SFTCustomClassConfig = field(default_factory=SFTCustomClassConfig)
-    use_shm: bool = as_in(DataConfig, "use_shm")
 
 
 @dataclass(kw_only=True, slots=True)
