@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.choices import DISTILLATION_LOSSES, EXACT_DIVERGENCES
-from verl.config.fsdp import FSDPConfig
-from verl.config.ref import RefConfig
-from verl.config.setting import as_in, setting
+from verl.config.ref import FrozenPassConfig
+from verl.config.setting import setting
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,18 +54,10 @@ class DistillationLossConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class DistillationConfig:
+class DistillationConfig(FrozenPassConfig):
     enabled: bool = setting(False, "train towards a teacher model on the actor's own responses")
     teacher_models: TeacherModelsConfig = field(default_factory=TeacherModelsConfig)
     distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
-    log_prob_micro_batch_size_per_gpu: int | None = as_in(
-        RefConfig, "log_prob_micro_batch_size_per_gpu"
-    )
-    log_prob_use_dynamic_bsz: bool | None = as_in(RefConfig, "log_prob_use_dynamic_bsz")
-    log_prob_max_token_len_per_gpu: int | None = as_in(RefConfig, "log_prob_max_token_len_per_gpu")
-    use_torch_compile: bool | None = as_in(RefConfig, "use_torch_compile")
-    ulysses_sequence_parallel_size: int = as_in(RefConfig, "ulysses_sequence_parallel_size")
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
 
     @property
     def is_whole_loss(self) -> bool:

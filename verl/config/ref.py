@@ -9,20 +9,13 @@ from verl.config.setting import setting
 
 
 @dataclass(kw_only=True, slots=True)
-class RefConfig:
-    strategy: str = setting(
-        "fsdp",
-        "how weights are sharded",
-        choices=STRATEGIES,
-        follows="actor_rollout_ref.actor.strategy",
-    )
+class FrozenPassConfig:
+    """The passes of a frozen model, which compute log-probs."""
+
     use_torch_compile: bool | None = setting(
         None,
         "compile the decoder layers; null: as the actor",
         follows="actor_rollout_ref.actor.use_torch_compile",
-    )
-    log_prob_micro_batch_size: int | None = setting(
-        None, "old name", alias_of="actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
     )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None,
@@ -46,6 +39,19 @@ class RefConfig:
         "ranks that share the tokens of a sequence",
         above=0,
         follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class RefConfig(FrozenPassConfig):
+    strategy: str = setting(
+        "fsdp",
+        "how weights are sharded",
+        choices=STRATEGIES,
+        follows="actor_rollout_ref.actor.strategy",
+    )
+    log_prob_micro_batch_size: int | None = setting(
+        None, "old name", alias_of="actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
     )
     entropy_from_logits_with_chunking: bool = setting(
         False, "entropy in chunks", no_effect=ALWAYS_CHUNKED, also=(True,)
