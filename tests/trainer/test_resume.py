@@ -207,8 +207,9 @@ def test_a_run_killed_during_a_background_save_ends_with_the_same_bits(
     ]
 
 
-def test_sigterm_waits_for_a_background_save(tmp_path, undisturbed, capfd):
-    command = [*COMMAND, "trainer.async_save=True", "trainer.save_freq=1"]
+@pytest.mark.parametrize("in_background", [True, False])
+def test_sigterm_waits_for_a_save(tmp_path, undisturbed, capfd, in_background):
+    command = [*COMMAND, f"trainer.async_save={in_background}", "trainer.save_freq=1"]
     with pytest.MonkeyPatch.context() as patch:
         die_at_call(patch, verl.checkpoint.sharded, "write_sharded", 2, signal.SIGTERM)
         status = run_in_child(lambda: run(tmp_path, *command))

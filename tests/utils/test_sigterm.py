@@ -1,11 +1,16 @@
-"""SIGTERM ends a run at any point."""
+"""SIGTERM and Ctrl-C end a run at any point, but not in the middle of a checkpoint."""
 
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from verl.utils.sigterm import TERMINATED, sigterm_as_exit
+import verl.utils.sigterm
+from verl.utils.entry import INTERRUPTED
+from verl.utils.sigterm import TERMINATED, interrupts_wait, sigterm_as_exit
 
 
 def test_a_signal_while_a_class_is_created_ends_the_program():
@@ -21,3 +26,55 @@ def test_a_signal_while_a_class_is_created_ends_the_program():
 def test_an_error_of_the_program_is_unchanged():
     with pytest.raises(RuntimeError, match="of the program"), sigterm_as_exit():
         raise RuntimeError("of the program")
+
+
+@pytest.fixture
+def signals_raise():
+    """Let both signals raise: shells start background jobs, such as tests, without SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with sigterm_as_exit():
+        yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("signals_raise")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_waits_for_the_end_of_work_and_is_reported_at_once(capfd, name):
+    seen = []
+    with pytest.raises(KeyboardInterrupt), interrupts_wait("the work"):
+        os.kill(os.getpid(), getattr(signal, name))
+        seen.append(capfd.readouterr().err)
+        os.kill(os.getpid(), signal.SIGINT)  # as torchrun repeats it at once
+        seen.append("end")
+    assert ": the work is finished first." in seen[0]
+    assert seen[1:] == ["end"]
+
+
+@pytest.mark.usefixtures("signals_raise")
+def test_a_second_signal_does_not_wait(monkeypatch):
+    monkeypatch.setattr(verl.utils.sigterm, "_SAME_S", -1.0)
+    with pytest.raises(KeyboardInterrupt), interrupts_wait("the work"):
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupts_wait("the work"):
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_during_the_exit_leaves_no_traceback():
+    program = (
+        "import atexit, os, signal\n"
+        "from verl.utils.entry import exit_code\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "raise SystemExit(exit_code(lambda: os.kill(os.getpid(), signal.SIGINT)))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (INTERRUPTED, "Interrupted.\n")

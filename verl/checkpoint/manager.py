@@ -29,6 +29,7 @@ from verl.checkpoint.manifest import (
 from verl.utils.errors import CheckpointError, causes
 from verl.utils.limits import grown_too_large, make_writable
 from verl.utils.logging import logger
+from verl.utils.sigterm import interrupts_wait
 from verl.utils.whole_file import sync, whole_file
 
 Writer = Callable[[Path], object]
@@ -83,7 +84,8 @@ class CheckpointManager:
 
         Each writer gets an empty folder of its name. All files are synced to disk before the folder
         gets its final name; older checkpoints beyond `max_to_keep` are removed only after that. An
-        error of a writer leaves earlier checkpoints intact and no trace of this one.
+        error of a writer leaves earlier checkpoints intact and no trace of this one. Ctrl-C and
+        SIGTERM wait until the checkpoint is complete.
 
         With `is_written`, writers only begin their work. The folder gets its name during a later
         call: `advance` never waits, `finish` and the next `save` do.
@@ -98,6 +100,17 @@ class CheckpointManager:
         """
         self.finish()
         final = self.root / f"global_step_{step}"
+        with interrupts_wait(f"checkpoint {final}"):
+            self._save(step, final, writers, is_written)
+        return final
+
+    def _save(
+        self,
+        step: int,
+        final: Path,
+        writers: Mapping[str, Writer],
+        is_written: IsWritten | None,
+    ) -> None:
         temporary = self.root / f".tmp-{final.name}-{os.getpid()}"
         with self._all_or_nothing(temporary, final):
             self.clean()
@@ -109,7 +122,6 @@ class CheckpointManager:
             self._complete(temporary, final, step)
         else:
             self._pending = _Pending(step, temporary, final, is_written)
-        return final
 
     def require_writable(self) -> None:
         """Create the folder. Raises CheckpointError if it is not writable."""

@@ -21,8 +21,8 @@ from verl.utils.rendezvous import env_store, loopback_settings
 from verl.utils.scratch import hold_scratch, remove_scratch
 from verl.utils.sigterm import handle_sigterm
 
-# Time after SIGTERM for the driver to ask this rank for its stacks.
-_TERM_GRACE_S = 5.0
+# Time after SIGTERM for the driver to end this rank. torchrun kills all ranks after 30 s.
+_TERM_GRACE_S = 25.0
 
 
 def _store(world_size: int, timeout_s: float) -> PrefixStore:
@@ -141,8 +141,8 @@ def _watch(link: Link, calls: queue.SimpleQueue, folder: Path, rank: int, pulse:
 def _leave_later(signum: int, frame: Any) -> None:
     """Delay the end of this process after SIGTERM.
 
-    torchrun ends all ranks when one dies. The driver, which reports the reason, first asks this
-    rank for its stacks and then ends it.
+    torchrun ends all ranks when one dies, or when it gets the signal itself. The driver first asks this
+    rank for its stacks, or finishes a checkpoint with it, and then ends it.
     """
     leave = threading.Timer(_TERM_GRACE_S, os._exit, (128 + signum,))
     leave.daemon = True

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from verl.utils.errors import MissingDependencyError, VerlError, WorkerError
 from verl.utils.imports import missing_package
 from verl.utils.secrets import masked
-from verl.utils.sigterm import TERMINATED, sigterm_as_exit
+from verl.utils.sigterm import TERMINATED, exit_at_next_interrupt, sigterm_as_exit
 from verl.utils.streams import reopen_streams
 
 MAX_CHARACTERS = 8000  # of a message on stderr
@@ -56,6 +56,7 @@ def exit_code(job: Callable[[], int | None]) -> int:
         return _report(f"{_named(error)}. {way_out}. {where}", error)
 
     except KeyboardInterrupt as error:
+        exit_at_next_interrupt()
         return _report("Interrupted.", error, INTERRUPTED)
 
     except SystemExit as error:

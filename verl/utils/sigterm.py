@@ -1,14 +1,19 @@
-"""Handle SIGTERM, by which schedulers and torchrun end a process."""
+"""Handle SIGTERM, by which schedulers and torchrun end a process, and repeated Ctrl-C."""
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 
 TERMINATED = 128 + signal.SIGTERM  # a shell's exit code for a command that the signal ended
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+# A terminal sends Ctrl-C to torchrun and to its ranks, and torchrun then sends it to them again.
+_SAME_S = 1.0
 
 
 def handle_sigterm(handler: Any) -> None:
@@ -72,6 +77,74 @@ def sigterm_kept() -> Iterator[None]:
         handler()
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def interrupts_wait(work: str) -> Iterator[None]:
+    """Let the code within end before Ctrl-C or SIGTERM interrupts the run.
+
+    A second signal interrupts at once.
+
+    Args:
+        work: what is finished first, for the message.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    # Signals that are ignored, or handled outside Python, stay as they are.
+    handlers = {number: signal.getsignal(number) for number in _INTERRUPTS}
+    own: dict[int, Any] = {number: old for number, old in handlers.items() if callable(old)}
+    held = _HeldInterrupt(work, own)
+    for number in own:
+        signal.signal(number, held)
+    try:
+        yield
+    finally:
+        for number, handler in own.items():
+            if signal.getsignal(number) is held:
+                signal.signal(number, handler)
+    held.deliver()
+
+
+class _HeldInterrupt:
+    """A handler that remembers the first signal, and hands a second one on."""
+
+    def __init__(self, work: str, handlers: Mapping[int, Any]) -> None:
+        self.work = work
+        self.handlers = handlers
+        self.number: int | None = None
+        self.came_at = 0.0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.number is None:
+            self.number, self.came_at = number, now
+            name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+            # Not by the logger: the signal may have interrupted one of its lines.
+            line = f"W {name}: {self.work} is finished first. A second {name} ends the run at once."
+            with suppress(OSError):
+                os.write(2, f"{line}\n".encode())
+        elif now - self.came_at > _SAME_S:
+            self.handlers[number](number, frame)
+
+    def deliver(self) -> None:
+        """Call the handler of the signal that came meanwhile, if any."""
+        if self.number is not None:
+            self.handlers[self.number](self.number, None)
+
+
+def exit_at_next_interrupt() -> None:
+    """End the process at a further Ctrl-C, without the traceback of what Python does at exit."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    since = time.monotonic()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - since > _SAME_S:
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, end)
 
 
 class _Interrupt:
