@@ -221,6 +221,26 @@ def test_failing_writer_leaves_no_files_and_deletes_nothing(tmp_path):
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
+def test_a_folder_that_is_removed_during_a_run_is_claimed_again(tmp_path, caplog):
+    root = tmp_path / "run"
+    root.mkdir()
+    manager = CheckpointManager(root)
+    manager.claim()
+    save(manager, 2)
+    assert not caplog.messages
+
+    shutil.rmtree(root)
+    save(manager, 4)
+    assert names(root) == {".in_use", "global_step_4", "latest_checkpointed_iteration.txt"}
+    assert caplog.messages == [
+        f"{root} was removed while this run wrote there. Earlier checkpoints are gone; the folder "
+        "is created again."
+    ]
+    save(manager, 6)
+    assert len(caplog.messages) == 1
+    manager.release()
+
+
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
 def test_full_disk_is_reported_and_the_earlier_checkpoint_is_intact(tmp_path):
     def fill(folder):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,6 +124,20 @@ def test_a_resumed_run_has_every_line_once(tmp_path):
         resumed.log({"x": step / 7}, step)
     resumed.finish()
     assert path.read_bytes() == undisturbed
+
+
+def test_a_folder_that_is_removed_during_a_run_gets_the_later_lines(tmp_path, caplog):
+    folder = tmp_path / "run"
+    tracker = make_tracker(folder, ["file"])
+    tracker.log({"x": 1}, 1)
+    assert not caplog.messages
+
+    shutil.rmtree(folder)
+    tracker.log({"x": 2}, 2)
+    tracker.log({"x": 3}, 3)
+    assert read_lines(folder / "metrics.jsonl") == [{"step": 2, "x": 2}, {"step": 3, "x": 3}]
+    assert len(caplog.messages) == 1
+    assert f"{folder / 'metrics.jsonl'} was removed while this run wrote" in caplog.messages[0]
 
 
 def test_a_new_run_discards_old_lines_and_accepts_a_new_folder(tmp_path):

@@ -29,6 +29,13 @@ def test_a_command_can_be_typed_where_the_environment_is_not_active(
     monkeypatch.chdir("/")
     assert verl_command("view", 7).endswith("project/.venv/bin/verl' view 7")
 
+    removed = environment / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    assert verl_command("view", 7).endswith("project/.venv/bin/verl' view 7")
+    monkeypatch.chdir("/")
+
     monkeypatch.setenv("PATH", f"/usr/bin:{environment}")
     assert verl_command("view", Path("run")) == "verl view run"
 

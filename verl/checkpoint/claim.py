@@ -21,6 +21,17 @@ class Claim:
         """Return whether this process holds the lock."""
         return self._held is not None
 
+    @property
+    def is_removed(self) -> bool:
+        """Return whether the lock is held on a file that is no longer in the folder."""
+        if self._held is None:
+            return False
+        try:
+            found = self.file.stat()
+        except FileNotFoundError:
+            return True
+        return not os.path.samestat(found, os.fstat(self._held.fileno()))
+
     def take(self) -> str | None:
         """Try to take the lock: return None, or the process that holds it.
 

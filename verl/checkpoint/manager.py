@@ -99,6 +99,7 @@ class CheckpointManager:
             CheckpointError: the disk is full or not writable, now or for the previous checkpoint.
         """
         self.finish()
+        self._return_to_removed_folder()
         final = self.root / f"global_step_{step}"
         with interrupts_wait(f"checkpoint {final}"):
             self._save(step, final, writers, is_written)
@@ -160,6 +161,19 @@ class CheckpointManager:
     def release(self) -> None:
         """Undo `claim`."""
         self._claim.give_back()
+
+    def _return_to_removed_folder(self) -> None:
+        """Create and lock the folder again, with a warning, if it was removed during the run."""
+        if not self._claim.is_removed:
+            return
+        logger.warning(
+            "%s was removed while this run wrote there. Earlier checkpoints are gone; the folder "
+            "is created again.",
+            self.root,
+        )
+        self.release()
+        self.require_writable()
+        self.claim()
 
     def newest_name(self) -> str | None:
         """Return the name of the last written checkpoint, sound or not; None if there is none."""

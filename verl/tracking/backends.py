@@ -1,5 +1,6 @@
 """Define the trackers that record metrics and samples, by the names of `trainer.logger`."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -10,6 +11,7 @@ from verl.tracking.json_lines import drop_lines_after, plain, repair_last_line, 
 from verl.tracking.samples import write_samples
 from verl.utils.errors import ConfigError
 from verl.utils.imports import require
+from verl.utils.logging import logger
 from verl.utils.registry import Registry
 
 Metrics = Mapping[str, float]
@@ -75,12 +77,24 @@ class FileBackend(TrackerBackend):
 
     def log(self, metrics: Metrics, step: int) -> None:
         line = to_json_line({"step": step, **metrics})
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            self._return_to_removed_folder()
         try:
             # One write for the whole line: no other process can write in between.
             self._file.write(line)
             self._file.flush()
         except OSError as error:  # a full disk; the system does not name the file
             raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def _return_to_removed_folder(self) -> None:
+        logger.warning(
+            "%s was removed while this run wrote there. Its earlier lines are gone; the file is "
+            "created again.",
+            self.path,
+        )
+        self._file.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
 
     def log_generations(self, rows: Rows, step: int) -> None:
         write_samples(self.settings.folder / "generations", step, rows)

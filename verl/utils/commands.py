@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -18,6 +19,9 @@ def verl_command(*words: object) -> str:
     if is_found or not program.is_file():
         return shlex.join(["verl", *map(str, words)])
 
-    relative = os.path.relpath(program)
-    shortest = str(program) if relative.startswith(os.pardir) else relative
+    shortest = str(program)
+    with suppress(FileNotFoundError):  # the working directory was removed
+        relative = os.path.relpath(program)
+        if not relative.startswith(os.pardir):
+            shortest = relative
     return shlex.join([shortest, *map(str, words)])
