@@ -446,6 +446,9 @@ def killed_save(root: Path, where: str) -> None:
         if {where!r} == "replacing":
             rename = os.replace
             os.replace = lambda a, b: die() if ".tmp-global" in str(a) else rename(a, b)
+        if {where!r} == "pointer":
+            rename = os.replace
+            os.replace = lambda a, b: die() if ".tmp-global" not in str(a) else rename(a, b)
         if {where!r} == "pruning":
             shutil.rmtree = die
         manager.save(2 if {where!r} == "replacing" else 4, {{"actor": half, "critic": half}})
@@ -457,7 +460,10 @@ def killed_save(root: Path, where: str) -> None:
 
 @pytest.mark.parametrize(
     ("where", "newest"),
-    [("writer", 2), ("manifest", 2), ("after rename", 4), ("replacing", 2), ("pruning", 4)],
+    [
+        *(("writer", 2), ("manifest", 2), ("after rename", 4)),
+        *(("replacing", 2), ("pointer", 4), ("pruning", 4)),
+    ],
 )
 def test_sigkill_leaves_a_valid_newest_checkpoint(tmp_path, where, newest):
     killed_save(tmp_path, where)
@@ -466,11 +472,7 @@ def test_sigkill_leaves_a_valid_newest_checkpoint(tmp_path, where, newest):
     assert found is not None
     assert step_of(found) == newest
     manager.verify(found)
-    assert not [
-        name
-        for name in names(tmp_path)
-        if name.startswith(".tmp-global") or name.startswith(".old")
-    ]
+    assert {name for name in names(tmp_path) if name.startswith(".")} <= {".in_use"}
 
     last = save(manager, 6)
     assert manager.latest() == last

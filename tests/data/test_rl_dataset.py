@@ -88,6 +88,7 @@ def test_reserved_column_is_dropped(parquet, tokenizer):
         ({"prompt": 3}, r"row 1, column 'prompt': must be a list of messages .* got int"),
         ({"prompt": None}, r"row 1, column 'prompt': must be a list of messages .* got NoneType"),
         ({"data_source": 3}, r"row 1, column 'data_source': must be a text .* got int"),
+        ({"data_source": "to\ud800y"}, r"row 1, column 'data_source': must be text .* half a char"),
         ({"reward_model": "5"}, r"row 1, column 'reward_model': must be a dict, got str"),
         ({"extra_info": [1]}, r"row 1, column 'extra_info': must be a dict, got list"),
         (

@@ -126,6 +126,11 @@ def test_a_resumed_run_has_every_line_once(tmp_path):
     assert path.read_bytes() == undisturbed
 
 
+def test_half_a_character_in_a_name_is_an_escape(tmp_path):
+    make_tracker(tmp_path, ["file"]).log({"reward/a\ud800": 1.0}, 1)
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/a\ud800": 1.0}]
+
+
 def test_a_folder_that_is_removed_during_a_run_gets_the_later_lines(tmp_path, caplog):
     folder = tmp_path / "run"
     tracker = make_tracker(folder, ["file"])

@@ -303,10 +303,13 @@ class CheckpointManager:
             found = _LEFTOVER.fullmatch(path.name)
             if found is not None:
                 leftovers.append((path, found))
+        pointers = list(self.root.glob(f".{LATEST_FILE}.tmp-*"))
         was_held = self._claim.is_held
-        if leftovers and self._claim.take() is not None:
+        if (leftovers or pointers) and self._claim.take() is not None:
             return
 
+        for path in pointers:
+            path.unlink()
         for path, leftover in leftovers:
             kind, name = leftover.groups()
             if path.is_symlink() or not path.is_dir():

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from verl.columns import COLUMNS
 from verl.config import DataConfig
-from verl.data.chat import Message, Messages, apply_chat_template, as_messages
+from verl.data.chat import Message, Messages, apply_chat_template, as_messages, check_text
 from verl.data.files import (
     Rows,
     as_file_list,
@@ -374,14 +374,12 @@ def check_rows(
                     f"ends with an empty message, so there is nothing to answer: {str(last)[:80]}"
                 )
 
-    if config.reward_fn_key in rows.columns:
-        _check_type(
-            file,
-            config.reward_fn_key,
-            rows.column(config.reward_fn_key),
-            str,
-            "a text such as 'openai/gsm8k'",
-        )
+    key = config.reward_fn_key
+    if key in rows.columns:
+        _check_type(file, key, rows.column(key), str, "a text such as 'openai/gsm8k'")
+        for number, value in enumerate(rows.column(key)):
+            with errors_at(f"{file}, row {number}, column '{key}'"):
+                check_text(value or "")
 
     for name in _DICT_COLUMNS:
         if name in rows.columns:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from verl.tracking.json_lines import drop_lines_after, plain, repair_last_line, to_json_line
 from verl.tracking.samples import write_samples
@@ -73,7 +73,11 @@ class FileBackend(TrackerBackend):
         settings.folder.mkdir(parents=True, exist_ok=True)
         self.path = settings.folder / "metrics.jsonl"
         repair_last_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self._open()
+
+    def _open(self) -> TextIO:
+        # Half a character in a name of a metric; JSON has it only as an escape.
+        return self.path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def log(self, metrics: Metrics, step: int) -> None:
         line = to_json_line({"step": step, **metrics})
@@ -94,7 +98,7 @@ class FileBackend(TrackerBackend):
         )
         self._file.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self._open()
 
     def log_generations(self, rows: Rows, step: int) -> None:
         write_samples(self.settings.folder / "generations", step, rows)
@@ -106,7 +110,7 @@ class FileBackend(TrackerBackend):
         """
         self._file.close()
         drop_lines_after(self.path, step if step > 0 else -1)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self._open()
 
     def finish(self) -> None:
         self._file.close()

@@ -10,7 +10,7 @@ from verl.utils.errors import MissingDependencyError, VerlError, WorkerError
 from verl.utils.imports import missing_package
 from verl.utils.secrets import masked
 from verl.utils.sigterm import TERMINATED, exit_at_next_interrupt, sigterm_as_exit
-from verl.utils.streams import reopen_streams
+from verl.utils.streams import reopen_streams, show_every_character
 
 MAX_CHARACTERS = 8000  # of a message on stderr
 INTERRUPTED = 130  # a shell's exit code for a command that Ctrl-C ended
@@ -26,6 +26,7 @@ def exit_code(job: Callable[[], int | None]) -> int:
     An error that a user can cause gives exit code 1 and one line on stderr. With VERL_TRACEBACK=1
     it is raised instead. If the reader of stdout has exited, the command ends silently.
     """
+    show_every_character()
     try:
         with sigterm_as_exit():
             code = job() or 0

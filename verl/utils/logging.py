@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from verl.utils.secrets import masked
-from verl.utils.streams import reopen_streams
+from verl.utils.streams import reopen_streams, show_every_character
 
 logger = logging.getLogger("verl")
 
@@ -38,6 +38,7 @@ def configure_logging(level: int = logging.INFO) -> None:
 
     Entry points call this; importing the package never does.
     """
+    show_every_character()
     if not logger.handlers:
         handler = _Stdout(sys.stdout)
         handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))

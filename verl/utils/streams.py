@@ -1,5 +1,6 @@
 """Standard output and error, which code of a user may close."""
 
+import io
 import os
 import sys
 
@@ -10,6 +11,16 @@ def show(text: str) -> None:
     """Print a line at once, also if code of a user has closed standard output."""
     reopen_streams()
     print(text, flush=True)
+
+
+def show_every_character() -> None:
+    """Let the streams write a character that their encoding lacks as an escape.
+
+    Otherwise a prompt in Chinese on a terminal in Latin-1, or half a character, ends the run.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.closed:
+            stream.reconfigure(errors="backslashreplace")
 
 
 def reopen_streams() -> None:
@@ -23,6 +34,7 @@ def reopen_streams() -> None:
         if getattr(stream, "closed", False):
             again = os.fdopen(number, "w", buffering=1, encoding=stream.encoding, closefd=False)
             setattr(sys, name, again)
+            show_every_character()
             closed.append(f"sys.{name}")
 
     new = [name for name in closed if name not in _reported]
