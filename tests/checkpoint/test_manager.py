@@ -183,6 +183,46 @@ def test_old_checkpoints_are_deleted(tmp_path):
     }
 
 
+def checkpoints(root: Path) -> set[str]:
+    return {name for name in names(root) if name.startswith("global_step")}
+
+
+def test_a_lowered_limit_makes_room_before_the_next_checkpoint(tmp_path):
+    before = CheckpointManager(tmp_path)
+    for step in (1, 2, 3, 4):
+        save(before, step)
+    damage(tmp_path / "global_step_4", "checksum")
+
+    manager = CheckpointManager(tmp_path, max_to_keep=2)
+    assert manager.resolve("auto") == tmp_path / "global_step_3"
+    seen: list[set[str]] = []
+
+    def look(folder: Path) -> None:
+        seen.append(checkpoints(tmp_path))
+        (folder / "weights.bin").touch()
+
+    manager.save(5, {"actor": look})
+    assert seen == [{"global_step_2", "global_step_3"}]
+    assert checkpoints(tmp_path) == {"global_step_3", "global_step_5"}
+
+
+def test_a_named_checkpoint_leaves_newer_ones_until_the_next_is_written(tmp_path):
+    before = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        save(before, step)
+    manager = CheckpointManager(tmp_path, max_to_keep=1)
+    manager.resolve("resume_path", tmp_path / "global_step_1")
+    seen: list[set[str]] = []
+
+    def look(folder: Path) -> None:
+        seen.append(checkpoints(tmp_path))
+        (folder / "weights.bin").touch()
+
+    manager.save(2, {"actor": look})
+    assert seen == [{"global_step_1", "global_step_2", "global_step_3"}]
+    assert checkpoints(tmp_path) == {"global_step_2"}
+
+
 def test_fresh_run_in_a_used_folder_resumes_from_its_own_checkpoints(
     tmp_path,
 ):

@@ -75,6 +75,8 @@ class CheckpointManager:
         self.max_to_keep = max_to_keep
         self._claim = Claim(self.root)
         self._cleaned = False
+        self._resumed: Path | None = None  # the one that `resolve` found, until the next save
+        self._damaged: set[Path] = set()  # those that `latest` skipped
         self._pending: _Pending | None = None
 
     def save(
@@ -83,7 +85,8 @@ class CheckpointManager:
         """Write one checkpoint and return its folder `root/global_step_<step>`.
 
         Each writer gets an empty folder of its name. All files are synced to disk before the folder
-        gets its final name; older checkpoints beyond `max_to_keep` are removed only after that. An
+        gets its final name; older checkpoints beyond `max_to_keep` are removed only after that; the
+        first save of a resumed run removes those of a higher `max_to_keep` first. An
         error of a writer leaves earlier checkpoints intact and no trace of this one. Ctrl-C and
         SIGTERM wait until the checkpoint is complete.
 
@@ -115,6 +118,10 @@ class CheckpointManager:
         temporary = self.root / f".tmp-{final.name}-{os.getpid()}"
         with self._all_or_nothing(temporary, final):
             self.clean()
+            if self._resumed is not None:
+                # More are there if `max_to_keep` was lowered, perhaps because the disk is full.
+                self._prune(keep=self._resumed)
+                self._resumed = None
             temporary.mkdir(parents=True)
             for name, write in writers.items():
                 (temporary / name).mkdir()
@@ -227,6 +234,7 @@ class CheckpointManager:
                 self.verify(folder)
             except CheckpointError as error:
                 logger.warning("Checkpoint skipped: %s", error)
+                self._damaged.add(folder)
             else:
                 return folder
         return None
@@ -269,6 +277,7 @@ class CheckpointManager:
                 "above). Move them away, or start from the beginning with "
                 "trainer.resume_mode=disable."
             )
+        self._resumed = newest
         return newest
 
     def require_named(self, resume_mode: str, resume_from_path: Path | str | None) -> None:
@@ -351,8 +360,9 @@ class CheckpointManager:
             sequence = max((read_manifest(folder).sequence for folder in readable), default=0) + 1
             write_manifest(temporary, step, sequence)
             self._publish(temporary, final)
+        self._damaged.discard(final)
         logger.info("Saved %s", final)
-        self._prune(just_written=final)
+        self._prune(keep=final)
 
     def _publish(self, temporary: Path, final: Path) -> None:
         replaced = self.root / f".old-{final.name}-{os.getpid()}"
@@ -365,11 +375,13 @@ class CheckpointManager:
         if replaced.exists():
             shutil.rmtree(replaced)
 
-    def _prune(self, just_written: Path) -> None:
+    def _prune(self, keep: Path) -> None:
+        """Remove checkpoints beyond `max_to_keep`, damaged ones and then the oldest; not `keep`."""
         if self.max_to_keep is None:
             return
         readable, unreadable = self._newest_first()
-        others = [folder for folder in (*readable, *unreadable) if folder != just_written]
+        others = [folder for folder in (*readable, *unreadable) if folder != keep]
+        others.sort(key=lambda folder: folder in self._damaged)  # stable: else newest first
         for folder in others[self.max_to_keep - 1 :]:
             # Rename it first, so that a partly removed checkpoint is not found under its name.
             doomed = self.root / f".tmp-{folder.name}-{os.getpid()}"
