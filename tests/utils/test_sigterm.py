@@ -23,6 +23,22 @@ def test_a_signal_while_a_class_is_created_ends_the_program():
     assert end.value.code == TERMINATED
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_repeated_signal_does_not_disturb_the_cleaning_up(name):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    cleaned = []
+    with pytest.raises((KeyboardInterrupt, SystemExit)), sigterm_as_exit():
+        try:
+            os.kill(os.getpid(), getattr(signal, name))
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), getattr(signal, name))
+            cleaned.append("up")
+    assert cleaned == ["up"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
 def test_an_error_of_the_program_is_unchanged():
     with pytest.raises(RuntimeError, match="of the program"), sigterm_as_exit():
         raise RuntimeError("of the program")

@@ -1,5 +1,6 @@
 """Handle SIGTERM, by which schedulers and torchrun end a process, and repeated Ctrl-C."""
 
+import math
 import os
 import signal
 import threading
@@ -29,7 +30,8 @@ def handle_sigterm(handler: Any) -> None:
 def sigterm_as_exit() -> Iterator[None]:
     """Let SIGTERM interrupt the code within as Ctrl-C does, then raise SystemExit.
 
-    A handler that the user has set stays in place.
+    Either signal interrupts once, also if it is repeated within a second. A handler that the user
+    has set stays in place.
     """
     handler = signal.getsignal(signal.SIGTERM)
     # Ray's handler kills processes that the run still needs, and ends in an abort.
@@ -41,6 +43,9 @@ def sigterm_as_exit() -> Iterator[None]:
 
     interrupt = _Interrupt()
     handle_sigterm(interrupt)
+    hears_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if hears_ctrl_c:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     except KeyboardInterrupt:
@@ -56,6 +61,8 @@ def sigterm_as_exit() -> Iterator[None]:
         # A pool that was created within may have set its own handler.
         if signal.getsignal(signal.SIGTERM) is interrupt:
             signal.signal(signal.SIGTERM, handler)
+        if hears_ctrl_c and signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
@@ -148,11 +155,23 @@ def exit_at_next_interrupt() -> None:
 
 
 class _Interrupt:
-    """A handler that remembers its call, because Ray turns its exception into KeyboardInterrupt."""
+    """A handler of both signals, which raises once for those of the same second.
+
+    It remembers SIGTERM, because Ray turns its exception into KeyboardInterrupt.
+    """
 
     was_called = False
 
-    def __call__(self, *_: Any) -> None:
+    def __init__(self) -> None:
+        self._raised_at = -math.inf
+
+    def __call__(self, number: int = signal.SIGTERM, *_: Any) -> None:
+        now = time.monotonic()
+        if now - self._raised_at < _SAME_S:
+            return
+        self._raised_at = now
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         self.was_called = True
         raise _Terminated
 
