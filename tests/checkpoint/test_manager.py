@@ -337,12 +337,22 @@ def test_file_size_limit_is_reported(tmp_path):
     assert manager.latest() == good
 
 
-def test_other_disk_errors_name_the_path(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.EIO, "Input/output error"),
+        (errno.EMFILE, r"Raise the limit on open files \(ulimit -n\)"),
+    ],
+)
+def test_other_disk_errors_name_the_path(tmp_path, number, message):
     def fail(folder):
-        raise OSError(errno.EIO, "Input/output error", str(folder / "x"))
+        raise OSError(number, os.strerror(number), str(folder / "x"))
 
-    with pytest.raises(CheckpointError, match=r"global_step_4.*Input/output error"):
+    with pytest.raises(CheckpointError, match=rf"global_step_4.*{message}"):
         CheckpointManager(tmp_path).save(4, {"actor": fail})
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(CheckpointError, match="file"):

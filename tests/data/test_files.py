@@ -108,6 +108,7 @@ def test_requested_split_of_a_folder_is_read(tmp_path: Path):
         ),
         ("rows.csv", b"a,b", r"got the suffix '\.csv'"),
         ("deep.json", b"[" * 10**5, r"deep\.json' is not a JSON array: it is nested too deeply"),
+        ("long.jsonl", b'{"n": ' + b"9" * 5000 + b"}", "line 1, .* write it as a text, in quotes"),
         ("deep.jsonl", b"{}\n" + b'{"a":' * 10**5, r"deep\.jsonl', line 2, .* nested too deeply"),
         ("long.json", b"[" + b"9" * 5000 + b"]", r"long\.json' is not a JSON array: .*4300 digits"),
         ("long.jsonl", b"9" * 5000, r"long\.jsonl', line 1, .*4300 digits"),

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,7 @@ def test_message_and_traceback_are_printed_once(traceback: str, tracebacks: int)
         # the message of pyarrow
         (PermissionError(13, "Failed to open local file '/x/a.parquet'"), "Free some space, or"),
         (FileExistsError(17, "File exists", "/x/a.parquet"), "Correct the path."),
+        (OSError(24, "Too many open files", "/x/a.parquet"), "Raise the limit on open files"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_reported_in_one_line(capfd, error, way_out):
@@ -46,6 +48,17 @@ def test_a_file_that_cannot_be_written_is_reported_in_one_line(capfd, error, way
     assert exit_code(job) == 1
     message = capfd.readouterr().err
     assert f"/x/a.parquet'. {way_out}" in message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_removed_working_directory_is_reported_in_one_line(tmp_path, capfd, monkeypatch):
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    assert exit_code(lambda: print(Path("rel").absolute())) == 1
+    message = capfd.readouterr().err
+    assert "The working directory was removed; change to one that exists." in message
     assert len(message.splitlines()) == 1
 
 

@@ -439,9 +439,11 @@ class CheckpointManager:
                 "Free some, lower trainer.max_actor_ckpt_to_keep, or set trainer.default_local_dir "
                 "to another disk."
             )
-        if isinstance(error, OSError):
-            return f"{error}."
-        return None
+        if not isinstance(error, OSError):
+            return None
+        if error.errno == errno.EMFILE:
+            return f"{error}. Raise the limit on open files (ulimit -n)."
+        return f"{error}."
 
 
 def step_of(folder: Path | str) -> int:

@@ -17,6 +17,7 @@ INTERRUPTED = 130  # a shell's exit code for a command that Ctrl-C ended
 READER_GONE = 141  # a shell's exit code for a command that SIGPIPE ended
 # The disk is full or read-only, or a file grew too large. Some libraries leave `filename` unset.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 _WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
@@ -50,11 +51,8 @@ def exit_code(job: Callable[[], int | None]) -> int:
             return READER_GONE
         if not is_about_files(error):
             raise
-        way_out = "Free some space, or choose another folder"
-        if isinstance(error, _WRONG_PATH):
-            way_out = "Correct the path"
         where = "VERL_TRACEBACK=1 shows where the file was needed."
-        return _report(f"{_named(error)}. {way_out}. {where}", error)
+        return _report(f"{_named(error)}. {_way_out(error)}. {where}", error)
 
     except KeyboardInterrupt as error:
         exit_at_next_interrupt()
@@ -73,7 +71,30 @@ def is_about_files(error: BaseException) -> bool:
     """Return whether an error names a file, or says that the system refuses to write."""
     if not isinstance(error, OSError):
         return False
-    return error.filename is not None or error.errno in _NOT_WRITTEN
+    if error.errno in _NOT_WRITTEN or error.errno in _TOO_MANY_FILES:
+        return True
+    return error.filename is not None or _is_nowhere(error)
+
+
+def _is_nowhere(error: OSError) -> bool:
+    """Return whether an error came because the working directory was removed."""
+    if not isinstance(error, FileNotFoundError):
+        return False
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _way_out(error: OSError) -> str:
+    if error.errno in _TOO_MANY_FILES:
+        return "Raise the limit on open files (ulimit -n)"
+    if _is_nowhere(error):
+        return "The working directory was removed; change to one that exists"
+    if isinstance(error, _WRONG_PATH):
+        return "Correct the path"
+    return "Free some space, or choose another folder"
 
 
 def _of_user(error: VerlError) -> VerlError:

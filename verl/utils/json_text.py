@@ -1,6 +1,7 @@
 """Read JSON and texts that a user, a model or another program wrote."""
 
 import json
+import sys
 from typing import Any
 
 
@@ -13,6 +14,14 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except ValueError as error:
+        if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
+            raise
+        digits = sys.get_int_max_str_digits()
+        raise ValueError(
+            f"it has a number of more than {digits} digits, which Python does not read; write it "
+            "as a text, in quotes"
+        ) from error
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
