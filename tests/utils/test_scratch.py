@@ -2,10 +2,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from verl.utils.errors import ConfigError
 from verl.utils.scratch import hold_scratch, make_scratch, remove_scratch, scratch_path
 
 _HOLDER = """
@@ -68,3 +70,9 @@ def test_neither_a_link_nor_another_users_folder_is_removed(
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     remove_scratch(make_scratch())
     assert [path.name for path in folder.iterdir()] == ["verl-link.tmp"]
+
+
+def test_a_folder_whose_sockets_would_have_too_long_a_path_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 20)))
+    with pytest.raises(ConfigError, match=r"bytes too long\. Set TMPDIR to a shorter one"):
+        make_scratch()

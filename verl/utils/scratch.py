@@ -8,17 +8,30 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from verl.utils.errors import ConfigError
+
 _PREFIX = "verl-"
 _SUFFIX = ".tmp"
+_MAX_BYTES = 96  # systems allow a socket 103 bytes or more, "/driver" included
 # Descriptors of the folders that this process uses. Their locks end with the process, and with its
 # forks.
 _held: dict[Path, int] = {}
 
 
 def make_scratch() -> Path:
-    """Make a folder for this process, and remove those of processes that were killed."""
+    """Make a folder for this process, and remove those of processes that were killed.
+
+    Raises ConfigError if its path is too long for a socket.
+    """
     remove_left_behind()
     path = scratch_path(secrets.token_urlsafe(6))
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > _MAX_BYTES:
+        raise ConfigError(
+            "The folder for temporary files must have a short path, because sockets of this run "
+            f"lie there, and {path} is {num_bytes - _MAX_BYTES} bytes too long. Set TMPDIR to a "
+            "shorter one, such as /tmp, on every machine."
+        )
     hold_scratch(path)
     return path
 
