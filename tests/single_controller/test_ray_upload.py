@@ -131,3 +131,18 @@ def test_a_folder_with_a_path_too_long_for_sockets_is_reported_with_the_way_out(
     ):
         connect(address="local", num_cpus=1, **QUIET)
     assert not ray.is_initialized()
+
+
+def test_a_ray_that_cannot_write_its_files_is_reported_with_the_free_space(
+    tmp_path: Path, monkeypatch
+):
+    file = tmp_path / "session" / "gcs_server_port"
+
+    def fail(**_: object) -> None:
+        raise RuntimeError(f"Timed out waiting for file {file}")
+
+    monkeypatch.setattr("verl.single_controller.ray.init_patiently", fail)
+    with pytest.raises(
+        ConfigError, match=rf"not written {file}\. The disk there has .* MiB free\. Free some, or"
+    ):
+        connect(address="local", num_cpus=1, **QUIET)

@@ -4,6 +4,8 @@ It needs `pip install ray`.
 """
 
 import os
+import re
+import shutil
 import socket
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,9 +112,9 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
     """Initialize Ray with the arguments of `ray.init`, unless it is initialized, also by Client.
 
     Raises ConfigError if no cluster answers at `address`, if `num_cpus` is given for an existing
-    cluster, if Ray rejects another argument, if the path of its folder is too long, or if it
-    refuses to upload the folders of `runtime_env` (with their largest files). Any other error is
-    Ray's own.
+    cluster, if Ray rejects another argument, if the path of its folder is too long, if a process of
+    it writes nothing there (a full disk), or if it refuses to upload the folders of `runtime_env`
+    (with their largest files). Any other error is Ray's own.
     """
     if ray.is_initialized():
         logger.info("Ray is initialized already and used as it is.")
@@ -156,6 +158,10 @@ def _explain_failure(
             f"Ray's folder has too long a path for its sockets: {error}. Set RAY_TMPDIR=/tmp."
         )
 
+    missing = re.search(r"Timed out waiting for file (\S+)", str(error))
+    if missing is not None:
+        return _explain_missing_file(Path(missing.group(1)))
+
     if LATE in str(error):
         return ConfigError(
             "Ray was started twice, and was not ready within 30 s each time: the machine has a "
@@ -176,6 +182,17 @@ def _explain_failure(
             "cluster that runs on this machine), or local to let the run start its own."
         )
     return None
+
+
+def _explain_missing_file(file: Path) -> ConfigError:
+    """Return the error of a process of Ray that wrote nothing, for which a full disk is usual."""
+    folder = next(parent for parent in file.parents if parent.is_dir())
+    free = shutil.disk_usage(folder).free
+    return ConfigError(
+        f"A process of Ray did not start: it has not written {file}. The disk there has "
+        f"{free / 2**20:.1f} MiB free. Free some, or set RAY_TMPDIR to a folder of another disk; "
+        f"the logs in {file.parent / 'logs'} have any other reason."
+    )
 
 
 # `verl.single_controller.ray.base`, verl 0.5's path, is then looked up in the table of old paths.
