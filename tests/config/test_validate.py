@@ -496,6 +496,24 @@ def test_group_sizes_divide_the_launched_ranks(build: Load, monkeypatch: pytest.
         build(f"{ulysses}=2", f"{ACTOR}.ppo_max_token_len_per_gpu=511")
 
 
+def test_mini_batches_divide_over_the_launched_ranks(build: Load, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    odd = (f"{ROLLOUT}.n=3", "data.train_batch_size=6")
+    mini = f"{ACTOR}.ppo_mini_batch_size"
+    build(*odd, f"{mini}=2")
+    build(f"{ROLLOUT}.n=3", "data.train_batch_size=3", f"{mini}=3")  # the whole batch is padded
+    with pytest.raises(ConfigError, match="by the 2 ranks .* got 3 . 3 = 9. Set .*_size=2, or"):
+        build(*odd, f"{mini}=3")
+    with pytest.raises(ConfigError, match="critic.ppo_mini_batch_size .* got 1 . 1 = 1. Leave it"):
+        build(
+            "algorithm.adv_estimator=gae",
+            f"{ROLLOUT}.n=1",
+            "data.train_batch_size=3",
+            f"{mini}=3",
+            "critic.ppo_mini_batch_size=1",
+        )
+
+
 def test_row_micro_batches_need_no_token_budget(build: Load):
     rows = ("ppo_micro_batch_size_per_gpu=2", "ppo_max_token_len_per_gpu=100")
     with pytest.raises(ConfigError, match="rollout.log_prob_max_token_len_per_gpu must hold"):

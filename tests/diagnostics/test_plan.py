@@ -197,18 +197,10 @@ def test_hybrid_sharding_and_sequence_parallelism(tmp_path: Path):
     assert passes is not None
     assert passes.tokens >= 32_768 // 4
 
-    with pytest.raises(
-        ConfigError, match="Set actor_rollout_ref.actor.ppo_mini_batch_size to a multiple of 8"
-    ):
-        plan_memory(
-            make_config(
-                tmp_path,
-                QWEN_7B,
-                "actor_rollout_ref.actor.ppo_mini_batch_size=1",
-                "actor_rollout_ref.rollout.n=2",
-            ),
-            80,
-        )
+    padded = make_config(
+        tmp_path, QWEN_7B, "data.train_batch_size=3", "actor_rollout_ref.rollout.n=3"
+    )
+    assert plan_memory(padded, 80).batch.rows_a_rank == 2  # nine rows on eight ranks
 
 
 def test_planned_cache_matches_the_engine(tmp_path: Path):

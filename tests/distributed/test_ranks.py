@@ -274,8 +274,8 @@ def test_indivisible_mini_batches_are_errors_on_all_ranks(two_ranks: Ranks):
     assert (
         two_ranks.call(jobs.error_of_update, SHAPES, UNEVEN, None) == ["DataError: got 1 to 4"] * 2
     )
-    assert (
-        two_ranks.call(jobs.error_of_update, SHAPES, ((0, 1), (2, 3)), 3)
-        == ["ConfigError: got 2 and 3"] * 2
-    )
+    six = [*SHAPES, (4, 6)], ((0, 1, 2), (3, 4, 5))
+    assert two_ranks.call(jobs.error_of_update, *six, 3) == ["ConfigError: got 2 and 3"] * 2
+    # One mini-batch, with a row of padding in the batch.
+    assert two_ranks.call(jobs.error_of_update, *six, 5) == ["none"] * 2
     assert two_ranks.call(jobs.error_of_heads) == ["ModelError: got 2 and 3"] * 2

@@ -54,6 +54,42 @@ def _nearest_divisor(number: int, near: int) -> int:
     )
 
 
+def mini_batches_divide_over_ranks(config: TrainConfig) -> Iterator[str]:
+    """Check that every rank has as many rows of a mini-batch as the others.
+
+    The whole batch is padded, and so needs no check. Agents choose the rows of their mini-batches.
+    """
+    roles = config.actor_rollout_ref
+    if roles.rollout.uses_agents:
+        return
+    batch = config.data.train_batch_size
+    samples = roles.rollout.n
+    counts = {role: len(ranks) for role, ranks in ranks_of_roles(config).items()}
+    updates = (
+        ("actor_rollout_ref.actor", "actor", roles.actor),
+        ("critic", "critic", config.critic),
+    )
+    for section, role, update in updates if config.needs_critic else updates[:1]:
+        mini = update.ppo_mini_batch_size
+        shares = counts[role] // update.ulysses_sequence_parallel_size
+        if mini is None or mini >= batch or shares < 1 or mini * samples % shares == 0:
+            continue
+        key = f"{section}.ppo_mini_batch_size"
+        fitting = [
+            part for part in range(1, batch) if batch % part == 0 and part * samples % shares == 0
+        ]
+        way_out = "Leave it unset for the whole batch."
+        if fitting:
+            distances = {part: abs(part - mini) for part in fitting}
+            near = min(fitting, key=distances.__getitem__)
+            way_out = f"Set {key}={near}, or leave it unset for the whole batch."
+        yield (
+            f"{key} * actor_rollout_ref.rollout.n, the responses of a mini-batch, must be "
+            f"divisible by the {shares} ranks that share them, got {mini} * {samples} = "
+            f"{mini * samples}. {way_out}"
+        )
+
+
 def sequences_fit(config: TrainConfig) -> Iterator[str]:
     prompt = config.data.max_prompt_length
     response = config.data.max_response_length

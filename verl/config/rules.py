@@ -13,6 +13,7 @@ from verl.config.async_rules import RULES as ASYNC_RULES
 from verl.config.async_rules import async_doubts
 from verl.config.batch_rules import (
     batch_divides_into_mini_batches,
+    mini_batches_divide_over_ranks,
     ranks_can_be_divided,
     sequences_fit,
 )
@@ -299,6 +300,7 @@ def loggers_are_known(config: TrainConfig) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     model_and_data_are_named,
     batch_divides_into_mini_batches,
+    mini_batches_divide_over_ranks,
     sequences_fit,
     roles_are_placed,
     ranks_can_be_divided,

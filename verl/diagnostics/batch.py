@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from verl.config import TrainConfig
+from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import ConfigError
 
 
@@ -33,7 +34,8 @@ class BatchPlan:
         mini_prompts = actor.ppo_mini_batch_size or data.train_batch_size
         mini_rows = mini_prompts * rollout.n
 
-        if data_ranks < 1 or mini_rows % data_ranks:
+        is_whole = mini_prompts == data.train_batch_size  # and padded
+        if data_ranks < 1 or (mini_rows % data_ranks and not is_whole):
             raise ConfigError(
                 f"The data-parallel ranks must divide the rows of a mini-batch ({mini_prompts} "
                 f"prompts x {rollout.n}), got {data_ranks} and {mini_rows}. Set "
@@ -54,7 +56,7 @@ class BatchPlan:
             updates=mini_batches * actor.ppo_epochs,
             ranks=ranks,
             data_ranks=data_ranks,
-            rows_a_rank=mini_rows // data_ranks,
+            rows_a_rank=ceil_div(mini_rows, data_ranks),
         )
 
     def __str__(self) -> str:

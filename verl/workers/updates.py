@@ -56,7 +56,8 @@ def rows_of_a_rank(engine: TrainEngine, batch: DataProto, mini_batch_rows: int |
     """Return how many of a mini-batch's rows each data-parallel rank has, dealt evenly.
 
     Args:
-        mini_batch_rows: rows of all ranks together; None: all that each has.
+        mini_batch_rows: rows of all ranks together; None: all that each has. A mini-batch of the
+            whole batch may leave out the rows of padding.
 
     Raises ConfigError or DataError, on every rank, where mini-batches would not be the same on all.
     """
@@ -69,7 +70,8 @@ def rows_of_a_rank(engine: TrainEngine, batch: DataProto, mini_batch_rows: int |
             f"to {most}. Pad the batch with rows that have response_mask 0, or choose a "
             "train_batch_size that the ranks divide."
         )
-    if mini_batch_rows is None:
+    # The ranks pad the batch by fewer rows than they are.
+    if mini_batch_rows is None or mini_batch_rows > (len(batch) - 1) * data.size:
         return len(batch)
 
     if mini_batch_rows % data.size:
