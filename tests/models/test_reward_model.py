@@ -135,6 +135,16 @@ def test_ids_that_are_not_rows_are_reported() -> None:
         model(torch.where(ids == ids.max(), 99999, ids), mask)
     with pytest.raises(RewardError, match=r"got \(4, 42\) and \(4, 41\)"):
         model(ids, mask[:, 1:])
+    with pytest.raises(RewardError, match=r"tensor of shape \(B, T\).*got list"):
+        model(ids.tolist())
+    with pytest.raises(RewardError, match=r"none of them 0, got shape \(0, 42\)"):
+        model(ids[:0])
+    assert model.max_length is not None
+    long = torch.ones(2, model.max_length + 1, dtype=torch.int64)
+    real = torch.ones_like(long)
+    real[0, 2:] = 0
+    with pytest.raises(RewardError, match=f"Response 1 has {model.max_length + 1} tokens .* reads"):
+        model(long, real)
 
 
 def test_a_score_that_is_not_finite_and_a_row_without_a_token_are_named() -> None:

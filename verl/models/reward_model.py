@@ -92,9 +92,18 @@ class RewardModel(nn.Module):
         """Score rows (B, T), each at its last real token. Padding on either side is not computed.
 
         Without `attention_mask` (B, T), pad tokens at both ends of a row are padding. Raises
-        RewardError for other shapes, for unknown ids, and for a response without a token or with a
-        score that is not finite.
+        RewardError for other shapes, for unknown ids, for a response without a token, with more
+        than the model has positions, or with a score that is not finite.
         """
+        if not isinstance(input_ids, Tensor) or 0 in input_ids.shape:
+            got = type(input_ids).__name__
+            if isinstance(input_ids, Tensor):
+                got = f"shape {tuple(input_ids.shape)}"
+            raise RewardError(
+                f"Expected input_ids as a tensor of shape (B, T), none of them 0, got {got}. Lists "
+                "of ids of any lengths are for RewardModel.score."
+            )
+
         has_other_mask = attention_mask is not None and attention_mask.shape != input_ids.shape
         if input_ids.ndim != 2 or has_other_mask:
             mask = "none" if attention_mask is None else tuple(attention_mask.shape)
@@ -109,6 +118,14 @@ class RewardModel(nn.Module):
         if 0 in lengths:
             raise RewardError(
                 f"Response {lengths.index(0)} has no token, so there is nothing to score."
+            )
+
+        longest = max(lengths)
+        if self.max_length is not None and longest > self.max_length:
+            raise RewardError(
+                f"Response {lengths.index(longest)} has {longest} tokens with its prompt, and the "
+                f"reward model reads {self.max_length}. Shorten it, or take a reward model with "
+                "more positions."
             )
 
         embeddings: Any = self.packed.model.get_input_embeddings()
