@@ -11,7 +11,12 @@ import torch
 from tests.rewards.batches import CharTokenizer
 from verl.config.load import config_from_dict
 from verl.rewards.custom import load_custom_reward
-from verl.rewards.managers import BatchRewardManager, NaiveRewardManager, PrimeRewardManager
+from verl.rewards.managers import (
+    BatchRewardManager,
+    DAPORewardManager,
+    NaiveRewardManager,
+    PrimeRewardManager,
+)
 from verl.rewards.preflight import choose_rows, gold_answers, inspect_reward, preflight
 from verl.utils.errors import ConfigError, RewardError
 
@@ -215,6 +220,19 @@ def test_it_can_be_turned_off_but_rules_must_exist():
     )
     with pytest.raises(ConfigError, match="methud"):
         preflight(odd, ROWS, naive())
+
+
+def test_dynamic_sampling_needs_a_field_that_the_reward_returns():
+    def config(metric):
+        filtered = {"adv_estimator": "grpo", "filter_groups": {"enable": True, "metric": metric}}
+        return config_from_dict({"data": {"dataset_name": "toy"}, "algorithm": filtered})
+
+    with pytest.raises(ConfigError, match="metric='acc' is no field .* returns: score. Return it"):
+        preflight(config("acc"), ROWS, naive(gold))
+    for metric in ("score", "seq_reward", "seq_final_reward"):
+        preflight(config(metric), ROWS, naive(gold))
+    preflight(config("acc"), ROWS, naive(lambda **sample: {"score": 1.0, "acc": gold(**sample)}))
+    preflight(config("acc"), ROWS, DAPORewardManager(CharTokenizer(), 0, gold))
 
 
 def test_it_is_cheap_on_the_toy_set():

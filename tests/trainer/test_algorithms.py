@@ -171,6 +171,7 @@ def scored_batch(scores: list[float], uids: list[str], dropped: tuple[int, ...] 
 def test_prompts_with_equal_rewards_are_identified():
     batch = scored_batch([0.0, 1.0, 0.6, 0.9, 1.0, 1.0], ["a", "a", "b", "b", "c", "c"])
     assert rows_that_differ(batch, "score").tolist() == [True, True, True, True, False, False]
+    assert rows_that_differ(batch, "seq_final_reward").tolist() == [True] * 4 + [False] * 2
     assert rows_that_differ(batch, "acc").tolist() == [True, True, False, False, False, False]
     dropped = scored_batch([0.0, 1.0, 1.0, 0.5, 0.5, 0.0], ["a"] * 3 + ["b"] * 3, dropped=(0, 5))
     assert not rows_that_differ(dropped, "score").any(), (

@@ -159,6 +159,11 @@ class RolloutCorrectionConfig:
         return lower, self.rollout_rs_threshold
 
 
+# Values of `filter_groups.metric` that name the score itself. The last two are those of verl; a KL
+# penalty in the reward would tell them apart.
+SCORE_METRICS = ("score", "seq_reward", "seq_final_reward")
+
+
 @dataclass(kw_only=True, slots=True)
 class FilterGroupsConfig:
     """DAPO's dynamic sampling."""

@@ -37,6 +37,17 @@ def groups_can_be_compared(config: TrainConfig) -> Iterator[str]:
             f"needs actor_rollout_ref.rollout.n of at least 2, got {n}. Set it to 16, say."
         )
 
+    if (
+        algorithm.filter_groups.enable
+        and algorithm.filter_groups.metric == "seq_final_reward"
+        and algorithm.use_kl_in_reward
+    ):
+        yield (
+            "algorithm.filter_groups.metric=seq_final_reward is the score less the KL penalty of "
+            "algorithm.use_kl_in_reward=True, which differs for all responses and keeps every "
+            "prompt. Set algorithm.filter_groups.metric=score."
+        )
+
     if algorithm.filter_groups.enable and algorithm.adv_estimator == "remax":
         yield (
             "algorithm.filter_groups compares the samples of a prompt, "

@@ -73,6 +73,7 @@ class RewardManager:
     reward overlaps with nothing.
     """
 
+    ADDED_FIELDS: tuple[str, ...] = ()  # by `score`, to those that the function returns
     DECLARED = ("__call__", "read", "columns_of", "score", "call", "print_examples")
 
     def __init__(

@@ -126,6 +126,8 @@ class DAPORewardManager(RewardManager):
             penalty.
     """
 
+    ADDED_FIELDS = ("acc", "overlong_reward", "overlong")
+
     def __init__(
         self,
         tokenizer: Any,

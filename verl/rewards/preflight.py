@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from verl.config.algorithm import SCORE_METRICS
 from verl.config.train import TrainConfig
 from verl.rewards.calls import Outcome
 from verl.rewards.manager import RewardManager
@@ -45,6 +46,7 @@ class Probe:
     kind: str  # "gold", "wrong" or "again" (the first gold answer a second time)
     sample: Sample
     score: float = 0.0
+    fields: Sequence[str] = ()  # further ones that it returned
     failure: str | None = None  # None: `score` is valid
     outcome: Outcome | None = None  # None: not tried
 
@@ -76,7 +78,8 @@ def preflight(config: TrainConfig, dataset: MapDataset, manager: Any) -> None:
 
     Raises:
         RewardError: the reward cannot work; the message has the sample that shows it.
-        ConfigError: a rule does not accept an option.
+        ConfigError: a rule does not accept an option, or the reward lacks the field that dynamic
+            sampling reads.
     """
     if not isinstance(manager, RewardManager):
         return
@@ -91,6 +94,7 @@ def preflight(config: TrainConfig, dataset: MapDataset, manager: Any) -> None:
     if not config.reward_model.preflight:
         return
     report = inspect_reward(rows, manager)
+    _check_filter_metric(config, report, manager)
     if report.faults:
         faults = "\n".join(report.faults)
         raise RewardError(
@@ -100,6 +104,29 @@ def preflight(config: TrainConfig, dataset: MapDataset, manager: Any) -> None:
 
     if report.suspicions:
         logger.warning("Reward preflight: %s", " ".join(report.suspicions))
+
+
+def _check_filter_metric(config: TrainConfig, report: Report, manager: RewardManager) -> None:
+    """Raise ConfigError where dynamic sampling reads a field that no tried answer returned.
+
+    Managers of a user's own and agent loops may add fields, and are not checked.
+    """
+    options = config.algorithm.filter_groups
+    is_ours = type(manager).__module__.startswith("verl.")
+    may_add = config.actor_rollout_ref.rollout.uses_agents or not is_ours
+    if not options.enable or may_add or options.metric in SCORE_METRICS:
+        return
+
+    returned = dict.fromkeys(["score", *manager.ADDED_FIELDS])
+    sound = [probe for probe in report.probes if probe.failure is None]
+    for probe in sound:
+        returned |= dict.fromkeys(probe.fields)
+    if sound and options.metric not in returned:
+        raise ConfigError(
+            f"algorithm.filter_groups.metric='{options.metric}' is no field of the reward, which "
+            f'returns: {", ".join(returned)}. Return it in addition to "score", or set '
+            "algorithm.filter_groups.metric=score."
+        )
 
 
 def choose_rows(dataset: MapDataset, count: int) -> list[tuple[int, Mapping[str, Any]]]:
@@ -143,7 +170,8 @@ def _try(probes: Sequence[Probe], manager: RewardManager) -> None:
     for probe, outcome in zip(probes, outcomes):
         assert outcome is not None, "only a failure under stop_at_failure ends the calls"
         probe.outcome = outcome
-        probe.score, _, probe.failure = check_outcome(outcome, timeout_s)
+        probe.score, fields, probe.failure = check_outcome(outcome, timeout_s)
+        probe.fields = list(fields)
 
 
 def _probes(rows: Sequence[tuple[int, Mapping[str, Any]]], source_key: str) -> list[Probe]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.config.algorithm import SCORE_METRICS
 from verl.protocol import DataProto
 from verl.trainer.episodes import episode_rows
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
@@ -83,7 +84,7 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
 
     Samples without a reward (dropped ones) do not count.
     """
-    if metric in ("score", "seq_reward"):
+    if metric in SCORE_METRICS:
         values = batch.batch["token_level_scores"].sum(-1).tolist()
     elif metric in batch.non_tensor_batch:
         values = batch.non_tensor_batch[metric].tolist()
