@@ -224,6 +224,7 @@ def test_conflicting_aliases_are_an_error(load: Load):
         ("data.train_files=", "data.train_files has an empty path, as an unset variable"),
         ("~data.shuffle", "Could not delete.*key=null"),
         ("fast", "Expected key=value, got 'fast'"),
+        ("runs/a.yaml", "Name a YAML file by --config-path=runs --config-name=a"),
         ("--multirun", "one run per configuration"),
         ("--cfg=hydra", "expected 'job', got 'hydra'"),
         ("--config-name", "--config-name needs a value"),

@@ -98,6 +98,11 @@ def test_override_config_changes_keys_and_names_unknown_ones(folder: Path) -> No
         load_causal_lm(folder, dtype="float32", override_config={"rope_thetas": 1})
 
 
+def test_override_config_leaves_out_the_attention_of_transformers(folder: Path, caplog) -> None:
+    load_causal_lm(folder, dtype="float32", override_config={"attn_implementation": "eager"})
+    assert "attn_implementation=eager has no effect" in caplog.text
+
+
 def test_override_config_takes_a_dropout_of_zero_that_the_family_lacks(folder: Path) -> None:
     off = {"attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0}
     load_causal_lm(folder, dtype="float32", override_config=off)

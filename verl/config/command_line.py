@@ -93,6 +93,12 @@ def _normalised_override(argument: str) -> str:
     if override.startswith("~"):
         return override
     key, equals, value = override.partition("=")
+    if not equals and argument.endswith((".yaml", ".yml")):
+        file = Path(argument)
+        raise ConfigError(
+            f"Expected key=value, got '{argument}'. Name a YAML file by --config-path={file.parent} "
+            f"--config-name={file.stem}; the commands of `verl` take it as it is."
+        )
     if not equals:
         raise ConfigError(f"Expected key=value, got '{argument}'. See --help for the options.")
     if "/" in key or "@" in key:

@@ -1,5 +1,6 @@
 """Refuse families that cannot be packed, and change configurations before loading."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from verl.utils.errors import ModelError
+from verl.utils.logging import say_once
 from verl.utils.registry import nearest_names
 
 # Families with layers that pass state from token to token without softmax attention.
@@ -144,9 +146,17 @@ def override(config: Any, changes: dict[str, Any], where: str = "override_config
     """Write nested `changes` into a configuration.
 
     Raises ModelError for an unknown key, except a dropout of 0 that the family does not have:
-    scripts for several families turn all of them off.
+    scripts for several families turn all of them off. The attention of transformers is not used,
+    so its choice is left out with a line in the log.
     """
     for name, value in changes.items():
+        if name in ("attn_implementation", "_attn_implementation"):
+            say_once(
+                f"{where}.{name}={value} has no effect: attention runs on packed sequences, by the "
+                "kernel that model.attention_kernel chooses.",
+                logging.WARNING,
+            )
+            continue
         if not hasattr(config, name):
             if "drop" in name and value == 0:
                 continue
