@@ -40,6 +40,10 @@ class Plain:
         raise IndexError(item)
 
 
+class Bare:
+    pass
+
+
 class Stream:
     def __init__(self, data_files, tokenizer, config):
         pass
@@ -167,6 +171,11 @@ def test_user_dataset_may_subclass_rl_dataset(tokenizer, parquet, tmp_path):
     ("name", "error", "message"),
     [
         ("Plain", DataError, "Plain has no rows"),
+        (
+            "Bare",
+            ConfigError,
+            "custom_cls.name=Bare is called with .*data_files, tokenizer, config",
+        ),
         ("Stream", DataError, "lacks __len__, __getitem__"),
         ("Paded", ConfigError, "Nearest names in it: Padded"),
     ],
@@ -187,6 +196,9 @@ def test_user_sampler_orders_the_rows(tokenizer, own, parquet):
     data.sampler.class_name = "Backwards"
     loader = RLDataLoader(dataset, 3, shuffle=True, seed=1, sampler=build_sampler(data, dataset))
     assert next(iter(loader)).non_tensor_batch["index"].tolist() == [2, 1, 0]
+    data.sampler.class_name = "Bare"
+    with pytest.raises(ConfigError, match="class_name=Bare is called with .* data_source, data_co"):
+        build_sampler(data, dataset)
     data.sampler.class_name = "torch"
     with pytest.raises((DataError, TypeError)):
         build_sampler(data, dataset)

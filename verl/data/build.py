@@ -14,7 +14,7 @@ from verl.models.processor import load_picture_processor
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.imports import load_extern_type
 from verl.utils.logging import logger
-from verl.utils.signatures import declares, takes_any_keyword
+from verl.utils.signatures import check_keywords, declares, takes_any_keyword
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,7 +117,9 @@ def build_sampler(data: DataConfig, dataset: MapDataset) -> Sampler | None:
     if data.sampler.class_path is None:
         return None
     kind = load_extern_type(data.sampler.class_path, str(data.sampler.class_name))
-    made = kind(data_source=dataset, data_config=data)
+    arguments = {"data_source": dataset, "data_config": data}
+    check_keywords(kind, arguments, f"data.sampler.class_name={data.sampler.class_name}")
+    made = kind(**arguments)
     _require_methods(made, ("__len__", "__iter__"), "data.sampler")
     return made
 
@@ -137,6 +139,7 @@ def _custom_dataset(
         arguments["pictures"] = pictures
     if declares(kind, "split"):
         arguments["split"] = split
+    check_keywords(kind, arguments, f"data.custom_cls.name={data.custom_cls.name}")
     made = kind(**arguments)
     _require_methods(made, ("__len__", "__getitem__"), "data.custom_cls")
     if len(made) == 0:

@@ -1,7 +1,6 @@
 """Load the reward function that `custom_reward_function.path` and `.name` point to."""
 
 import functools
-import inspect
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from verl.rewards.processes import ProcessFunction, pack
 from verl.utils.errors import ConfigError
 from verl.utils.imports import load_extern_type
+from verl.utils.signatures import check_keywords
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _BATCH_ARGUMENTS = tuple(f"{name}s" for name in _ARGUMENTS)
@@ -74,14 +74,4 @@ def check_arguments(
 ) -> None:
     """Raise ConfigError for a function that cannot be called with our keywords."""
     arguments = _BATCH_ARGUMENTS if for_batches else _ARGUMENTS
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtins have no signature; the first call will show a mistake
-        return
-    try:
-        signature.bind(**dict.fromkeys(arguments), **extra)
-    except TypeError as error:
-        raise ConfigError(
-            f"{name} is called with the keywords {', '.join((*arguments, *extra))}; its signature "
-            f"is {signature}: {error}."
-        ) from error
+    check_keywords(function, (*arguments, *extra), name)

@@ -2,9 +2,11 @@
 library."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any
+
+from verl.utils.errors import ConfigError
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -32,6 +34,22 @@ def taken_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[
         return dict(keywords)
     names = keywords_of(function)
     return {name: value for name, value in keywords.items() if name in names}
+
+
+def check_keywords(function: Callable[..., Any], keywords: Iterable[str], name: str) -> None:
+    """Raise ConfigError for a function or class that cannot be called with these keywords."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have no signature; the first call will show a mistake
+        return
+    names = list(keywords)
+    try:
+        signature.bind(**dict.fromkeys(names))
+    except TypeError as error:
+        raise ConfigError(
+            f"{name} is called with the keywords {', '.join(names)}; its signature is {signature}: "
+            f"{error}."
+        ) from error
 
 
 def names_key(function: Callable[..., Any], name: str) -> bool:
