@@ -118,7 +118,10 @@ class RequestsConfig:
         5, "further tries after a lost connection or a status 429, 500, 502, 503, 504", at_least=0
     )
     backoff_s: float = setting(
-        0.5, "wait before the second retry, doubled each time; Retry-After is honoured", at_least=0
+        0.5,
+        "wait before the first retry of an answered request, doubled each time; after a lost "
+        "connection the first retry is immediate; Retry-After is honoured",
+        at_least=0,
     )
 
 

@@ -9,12 +9,13 @@ import contextlib
 import json
 import math
 import os
+import random
 import re
 import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -60,6 +61,8 @@ class JsonClient:
 
     Args:
         key: name of the configuration key that holds the address, for errors.
+        wait_for_turn: called before each request of a post, also before a retry, as by a limit on
+            requests in a second.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class JsonClient:
         max_concurrent: int,
         requests: RequestsConfig,
         headers: Mapping[str, str] | None = None,
+        wait_for_turn: Callable[[], None] = lambda: None,
     ) -> None:
         parsed = parse_url(url)
         if parsed.scheme not in ("http", "https") or not parsed.host:
@@ -78,6 +82,7 @@ class JsonClient:
         self.url = url.rstrip("/")
         self.key = key
         self.requests = requests
+        self._wait_for_turn = wait_for_turn
         self._http = urllib3.PoolManager(
             maxsize=max_concurrent,
             block=True,  # a thread waits for a free connection
@@ -97,7 +102,8 @@ class JsonClient:
         """
         address = f"{self.url + path} ({self.key})"
         try:
-            with _watch(self.requests) as exchange:
+            with _watch(self.requests, wait_for_turn=self._wait_for_turn) as exchange:
+                self._wait_for_turn()
                 status, data = self._exchange("POST", self.url + path, exchange, body)
         except (urllib3.exceptions.HTTPError, zlib.error) as error:
             raise RewardError(f"{address} gave no answer: {_describe(error)[:500]}") from error
@@ -156,8 +162,11 @@ class JsonClient:
 class _Exchange:
     """A post with its retries, and the alarm that ends the current attempt."""
 
-    def __init__(self, requests: RequestsConfig, max_retries: int) -> None:
+    def __init__(
+        self, requests: RequestsConfig, max_retries: int, wait_for_turn: Callable[[], None]
+    ) -> None:
         self.requests = requests
+        self.wait_for_turn = wait_for_turn
         self.ends = call_ends.get()
         self.attempt_is_late = False
         self.last_status: int | None = None  # of an answer that is retried
@@ -212,11 +221,16 @@ _exchange_here: ContextVar[_Exchange] = ContextVar("exchange")
 
 
 @contextlib.contextmanager
-def _watch(requests: RequestsConfig, max_retries: int | None = None) -> Iterator[_Exchange]:
+def _watch(
+    requests: RequestsConfig,
+    *,
+    max_retries: int | None = None,
+    wait_for_turn: Callable[[], None] = lambda: None,
+) -> Iterator[_Exchange]:
     """Yield the exchange that watches the connections of this thread."""
     if max_retries is None:
         max_retries = requests.max_retries
-    exchange = _Exchange(requests, max_retries)
+    exchange = _Exchange(requests, max_retries, wait_for_turn)
     token = _exchange_here.set(exchange)
     try:
         yield exchange
@@ -299,7 +313,16 @@ def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
             return self._in_time(min(seconds, requests.timeout_s))
 
         def get_backoff_time(self) -> float:
-            return self._in_time(super().get_backoff_time())
+            seconds = super().get_backoff_time()
+            if seconds == 0 and self.history and self.history[-1].status is not None:
+                # urllib3 repeats once without a wait. That helps after a lost connection, but a
+                # service that answered is busy.
+                seconds = requests.backoff_s * (1 + random.random())
+            return self._in_time(seconds)
+
+        def sleep(self, response: Any = None) -> None:
+            super().sleep(response)
+            exchange.wait_for_turn()
 
         def _in_time(self, seconds: float) -> float:
             left = exchange.time_left()

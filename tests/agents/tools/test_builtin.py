@@ -11,7 +11,7 @@ import pytest
 from tests.agents.tools.user_tools import one, tool_set
 from verl.agents.tools.builtin.answer_check import Geo3kTool, Gsm8kTool
 from verl.agents.tools.builtin.code import CodeInterpreterTool, SandboxFusionTool
-from verl.agents.tools.builtin.search import SearchTool
+from verl.agents.tools.builtin.search import BACKOFF_S, SearchTool
 from verl.agents.tools.local_retriever import BM25, Retriever, read_corpus
 from verl.agents.tools.rate_limit import RateLimit
 from verl.utils.errors import ConfigError, DataError
@@ -126,6 +126,7 @@ def service():
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             server.requests.append((self.path, json.loads(body)))
+            server.times.append(time.monotonic())
             with server.lock:
                 server.under_way += 1
                 server.most_under_way = max(server.most_under_way, server.under_way)
@@ -146,6 +147,7 @@ def service():
 
     class Service(ThreadingHTTPServer):
         requests: list
+        times: list
         answers: list
         headers: dict
         lock = threading.Lock()
@@ -153,7 +155,7 @@ def service():
         under_way = most_under_way = 0
 
     with Service(("127.0.0.1", 0), Handler) as server:
-        server.requests, server.answers, server.headers = [], [], {}
+        server.requests, server.times, server.answers, server.headers = [], [], [], {}
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
@@ -182,6 +184,25 @@ def test_a_search_waits_as_long_as_a_busy_service_asks(service):
     (result,), _, _ = results_of(tool, {"query_list": ["a"]})
     assert result.outcome == "ok"
     assert time.monotonic() - before >= 1.0
+
+
+def test_a_busy_service_without_retry_after_is_not_asked_again_at_once(service):
+    service.answers += [(429, {}), (200, {"result": [[]]})]
+    tool = SearchTool({"retrieval_service_url": url_of(service)}, None)
+    (result,), _, _ = results_of(tool, {"query_list": ["a"]})
+    first, second = service.times
+    assert result.outcome == "ok"
+    assert second - first >= BACKOFF_S
+
+
+def test_the_limit_on_requests_a_second_counts_retries(service, monkeypatch):
+    monkeypatch.setattr("verl.agents.tools.builtin.search.BACKOFF_S", 0.0)
+    service.answers += [(503, {}), (503, {}), (200, {"result": [[]]})]
+    tool = SearchTool({"retrieval_service_url": url_of(service), "requests_per_s": 10}, None)
+    (result,), _, _ = results_of(tool, {"query_list": ["a"]})
+    first, _, third = service.times
+    assert result.outcome == "ok"
+    assert third - first >= 0.19
 
 
 def test_a_search_that_has_no_time_for_another_try_names_the_answer(service):

@@ -149,13 +149,13 @@ class SandboxFusionTool(_CodeTool):
         self._timeout_s = float(config.get("default_timeout", 30))
         self._language = config.get("default_language", "python")
         self._memory_limit_mb = int(config.get("memory_limit_mb", 1024))
-        self._rate = RateLimit(config.get("requests_per_s"))
         self._client = JsonClient(
             url.rstrip("/").removesuffix("/run_code"),
             key=f"sandbox_fusion_url of the tool '{self.name}'",
             max_concurrent=max_concurrent(config, default=10),
             # The service answers late programs itself; this is for a service that hangs.
             requests=RequestsConfig(timeout_s=2 * self._timeout_s + 10),
+            wait_for_turn=RateLimit(config.get("requests_per_s")).wait,
         )
 
     async def execute(
@@ -174,7 +174,6 @@ class SandboxFusionTool(_CodeTool):
     def _run(
         self, code: str, timeout_s: float, language: str
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        self._rate.wait()
         request = {
             "code": code,
             "stdin": "",

@@ -38,8 +38,9 @@ class SearchTool(BaseTool):
         requests_per_s: requests that begin in a second, at most; default: no limit.
 
     A lost connection and the statuses 429, 500, 502, 503 and 504 are tried again up to ten times,
-    with growing waits or after the answer's Retry-After. A call whose next attempt would come after
-    its deadline fails at once, with the last answer as the reason.
+    with growing waits or after the answer's Retry-After; `requests_per_s` counts retries, too. A
+    call whose next attempt would come after its deadline fails at once, with the last answer as the
+    reason.
 
     Raises:
         ConfigError: there is no address, or it is none.
@@ -66,8 +67,8 @@ class SearchTool(BaseTool):
                 max_retries=MAX_RETRIES,
                 backoff_s=BACKOFF_S,
             ),
+            wait_for_turn=RateLimit(config.get("requests_per_s")).wait,
         )
-        self._rate = RateLimit(config.get("requests_per_s"))
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         queries = {
@@ -103,7 +104,6 @@ class SearchTool(BaseTool):
         return ToolResponse(text=result), 0.0, metrics
 
     def _search(self, queries: list[str]) -> list[list[Any]]:
-        self._rate.wait()
         body = {"queries": queries, "topk": self._topk, "return_scores": True}
         try:
             found = self._client.post("", body).get("result")
