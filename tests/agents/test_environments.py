@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from pydantic import BaseModel, Field
 
 from verl.agents.environments import (
     EnvironmentSession,
@@ -572,6 +573,32 @@ def test_openenv_fields_within_others_and_fields_of_the_row():
     assert "must be a text in the observation, got dict. Fields: data." in session.failure.error
 
 
+class NumberAction(BaseModel):
+    number: int
+    speed: int = 1
+
+
+def test_a_text_that_openenvs_action_class_refuses_is_answered_to_the_model():
+    class NumberClient(EchoClient):
+        async def step(self, action):
+            return self.Result({"text": f"got {action.number}"})
+
+    def world(**action):
+        return OpenEnvEnvironment(
+            NumberClient(), observation_field="text", action_class=NumberAction, **action
+        )
+
+    _, seen = play(world(action_field="number"), ["seven", "7"])
+    assert texts(seen)[1].startswith("The environment refused this answer: Input should be a valid")
+    assert texts(seen)[2] == "got 7"
+    assert seen[1].info == {"unreadable_action": 1.0}
+
+    for wrong in ({"action_field": "digit"}, {"action_field": "speed"}):
+        session, _ = play(world(**wrong), ["7"])
+        assert session.failure is not None
+        assert "number" in session.failure.error
+
+
 @pytest.fixture
 def openenv_server():
     """Serve an echo environment by OpenEnv's own server. Gives its address."""
@@ -582,7 +609,7 @@ def openenv_server():
     from openenv.core.env_server.types import Action, Observation, State
 
     class Said(Action):
-        message: str
+        message: str = Field(max_length=5)
 
     class Heard(Observation):
         text: str
@@ -620,6 +647,13 @@ def test_openenvs_own_server_and_client(openenv_server):
     _, seen = play(make_environment("openenv", **config), ["hello"], seed=3, task="t7")
     assert texts(seen) == ["3 {'task': 't7'}", "HELLO"]
     assert (seen[-1].reward, seen[-1].done) == (1.0, True)
+
+    _, seen = play(make_environment("openenv", **config), ["too long", "short"])
+    refused = (
+        "The environment refused this answer: it does not have the type of the action's 'message'."
+    )
+    assert texts(seen)[1:] == [refused, "SHORT"]
+    assert seen[1].info == {"unreadable_action": 1.0}
 
 
 def test_openenv_error_lists_the_fields():

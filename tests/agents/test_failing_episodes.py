@@ -62,7 +62,7 @@ class Long(AgentLoopBase):
 WORLD = """
 import time
 
-from verl.agents.environments import Observation
+from verl.agents.environments import ActionError, GymEnvironment, Observation
 
 
 class World:
@@ -79,9 +79,14 @@ class World:
     def step(self, action):
         if self.how == "raise":
             raise ValueError("the board is broken")
+        if self.how == "refuse":
+            return GymEnvironment(self, as_action=self.refuse).step(action)
         if self.how == "answer":
             return Observation([{"role": "user", "content": "Again."}])
         time.sleep(0.2)
+
+    def refuse(self, text):
+        raise ActionError("Name a field.")
 """
 USER = """
 import asyncio
@@ -238,6 +243,13 @@ def test_an_environment_that_fails_before_the_first_turn_is_named(files: Path, h
     (trajectory,), _, _ = played(files, **world(files, how), agent__on_error="drop")
     assert trajectory.is_dropped
     assert re.fullmatch(failure, trajectory.extra[DROPPED_BECAUSE])
+
+
+def test_turns_without_an_action_are_counted(files: Path):
+    settings = {**world(files, "refuse"), "agent__environment__timeout_s": 10.0}
+    (trajectory,), metrics, _ = played(files, **settings, multi_turn__max_user_turns=2)
+    assert not trajectory.is_dropped
+    assert metrics["agent_loop/unreadable_actions"] == 3
 
 
 def test_an_environment_that_is_late_costs_its_episode(files: Path):

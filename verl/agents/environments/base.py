@@ -8,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 from verl.utils.json_text import whole_number
 from verl.utils.registry import Registry
 
+# Marks an observation, in its `info`, that answers a turn without an action.
+UNREADABLE_ACTION = "unreadable_action"
 # No part of a fraction.
 _WHOLE_NUMBER = re.compile(r"(?<![\d.])[-+]?\d+(?!\d|\.\d)")
 
@@ -80,6 +82,11 @@ environments: Registry[Callable[..., Any]] = Registry("environment")
 def user_message(text: str) -> dict[str, Any]:
     """Return a message of the user."""
     return {"role": "user", "content": text}
+
+
+def refused_action(text: str) -> Observation:
+    """Return the answer to a turn that holds no action: the episode goes on, and it is counted."""
+    return Observation([user_message(text)], info={UNREADABLE_ACTION: 1.0})
 
 
 def last_whole_number(text: str) -> int | None:

@@ -9,6 +9,7 @@ from verl.agents.environments.base import (
     ActionError,
     Observation,
     environments,
+    refused_action,
     user_message,
 )
 from verl.agents.environments.gym_spaces import action_reader, observation_text
@@ -61,7 +62,7 @@ class GymEnvironment:
         try:
             given = action if self._as_action is None else self._as_action(action)
         except ActionError as error:
-            return Observation([user_message(str(error))], info={"unreadable_action": 1.0})
+            return refused_action(str(error))
 
         result = self.unwrapped.step(given)
         size = len(result) if isinstance(result, tuple) else 0

@@ -4,13 +4,18 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from verl.agents.entries import load_class
-from verl.agents.environments.base import Observation, environments, user_message
+from verl.agents.environments.base import Observation, environments, refused_action, user_message
 from verl.utils.errors import RolloutError
 from verl.utils.imports import require
+from verl.utils.logging import say_once
 from verl.utils.signatures import taken_by
 
 _INSTALL = "pip install openenv"
+# OpenEnv's client raises a RuntimeError that holds the server's code in its text alone.
+_REFUSED_BY_SERVER = "(code: VALIDATION_ERROR)"
 
 
 class OpenEnvEnvironment:
@@ -64,16 +69,40 @@ class OpenEnvEnvironment:
         return self._observation(result, may_lack_text=not has_texts)
 
     async def step(self, action: str) -> Observation:
-        """Send the model's text as an action."""
-        fields = _with_field(self.action_fields, self.action_field.split("."), action)
+        """Send the model's text as an action.
+
+        A text that the action's type refuses, here or at the server, is answered to the model, and
+        the environment takes no step.
+        """
+        path = self.action_field.split(".")
+        fields = _with_field(self.action_fields, path, action)
         sent: Any = fields
         if self.action_class is not None:
-            sent = self.action_class(**fields)
-        return self._observation(await _awaited(self.unwrapped.step(sent)))
+            try:
+                sent = self.action_class(**fields)
+            except ValidationError as error:
+                if not _is_about(path, error):
+                    raise
+                return self._refused(error.errors()[0]["msg"])
+
+        try:
+            result = await _awaited(self.unwrapped.step(sent))
+        except RuntimeError as error:
+            if _REFUSED_BY_SERVER not in str(error):
+                raise
+            return self._refused(f"it does not have the type of the action's '{self.action_field}'")
+        return self._observation(result)
 
     async def close(self) -> None:
         """Close the connection, and a container that the client started."""
         await _awaited(self.unwrapped.close())
+
+    def _refused(self, reason: str) -> Observation:
+        say_once(
+            f"The environment refused an action ({reason}), and the model reads so. Where it "
+            f"refuses all of them, correct action_field={self.action_field} and action_fields."
+        )
+        return refused_action(f"The environment refused this answer: {reason}.")
 
     def _observation(self, result: Any, *, may_lack_text: bool = False) -> Observation:
         done = bool(getattr(result, "done", False) or getattr(result, "truncated", False))
@@ -142,6 +171,18 @@ def _with_field(fields: Mapping[str, Any], path: Sequence[str], value: Any) -> d
         return {**fields, first: value}
     inner = fields.get(first)
     return {**fields, first: _with_field(inner or {}, rest, value)}
+
+
+def _is_about(path: Sequence[str], error: ValidationError) -> bool:
+    """Return whether a class of actions refused only the model's text, which stands at `path`.
+
+    Another field that it misses or does not know is a mistake of the configuration.
+    """
+    for cause in error.errors():
+        place = [str(name) for name in cause["loc"][: len(path)]]
+        if place != list(path[: len(place)]) or cause["type"] == "extra_forbidden":
+            return False
+    return True
 
 
 def _value_at(observed: Any, path: Sequence[str]) -> Any:

@@ -11,6 +11,7 @@ from verl.agents.environments import (
     plays_itself,
     roles_of,
 )
+from verl.agents.environments.base import UNREADABLE_ACTION
 from verl.agents.gateway.agents import FunctionAgent
 from verl.agents.loops.base import (
     AgentContext,
@@ -75,6 +76,8 @@ class EnvironmentLoop:
             seen = await session.step(action)
             require_sound(session.failure, context.config.agent.on_error)
             seats.credit(seat, seen)
+            if UNREADABLE_ACTION in seen.info:
+                context.tally.counts["unreadable_actions"] += 1
             ended_by = self._end_after(seat, seen)
 
         context.tally.counts[f"ended_by/{ended_by}"] += 1
