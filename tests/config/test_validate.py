@@ -363,6 +363,19 @@ def test_changed_key_without_effect_gives_one_line(
     assert all(line.startswith(override.partition("=")[0][:40]) for line in lines)
 
 
+def test_a_batch_of_zero_is_the_one_that_fully_asynchronous_training_requires(build: Load):
+    script = ["data.train_batch_size=0", "data.gen_batch_size=1", f"{ACTOR}.ppo_mini_batch_size=8"]
+    mode = "trainer.mode=fully_async"
+    assert build(*script, mode).data.train_batch_size == 8
+    required = build(*script, mode, "async_training.require_batches=4")
+    assert required.data.train_batch_size == 32
+
+    with pytest.raises(ConfigError, match="above 0 with trainer.mode=sync, got 0"):
+        build(*script)
+    with pytest.raises(ConfigError, match="must be whole numbers, got 1 and None"):
+        build(*script[:2], mode)
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [

@@ -46,6 +46,34 @@ def with_correction_forms(given: Mapping[str, Any]) -> dict[str, Any]:
     return written
 
 
+def with_batch_of_a_step(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` with the batch for which scripts of verl's fully asynchronous program write 0.
+
+    It is `require_batches` mini-batches, of which that program takes one by default.
+    """
+    batch = "data.train_batch_size"
+    if given.get(batch) != 0:
+        return dict(given)
+    mode = given.get("trainer.mode", "sync")
+    if mode != "fully_async":
+        raise ConfigError(
+            f"{batch} must be above 0 with trainer.mode={mode}, got 0. Set it to the prompts of a "
+            "step. (0 is async_training.require_batches x "
+            "actor_rollout_ref.actor.ppo_mini_batch_size with trainer.mode=fully_async.)"
+        )
+
+    mini_key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    mini = given.get(mini_key)
+    required = given.get("async_training.require_batches") or 1
+    if not isinstance(mini, int) or not isinstance(required, int):
+        raise ConfigError(
+            f"{batch}=0 is async_training.require_batches x {mini_key}, which must be whole "
+            f"numbers, got {required} and {mini}. Set them, or {batch} to the prompts of a step."
+        )
+    logger.info("%s=0 is %d x %d = %d prompts.", batch, required, mini, required * mini)
+    return {**given, batch: required * mini}
+
+
 def with_async_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` (flat, aliases renamed), with a correction where tokens may be stale.
 

@@ -45,7 +45,12 @@ class TrainingDataConfig:
     )
     use_shm: bool = setting(False, "copy files to /dev/shm first", no_effect="files are read once")
     prompt_key: str = setting("prompt", "column that holds the messages")
-    train_batch_size: int = setting(1024, "prompts a step", above=0)
+    train_batch_size: int = setting(
+        1024,
+        "prompts a step; 0 with trainer.mode=fully_async: async_training.require_batches x "
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        above=0,
+    )
     val_batch_size: int | None = setting(
         None, "prompts a validation batch; null: all at once", above=0
     )

@@ -17,7 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import evaluation, generation, serve, sft
 from verl.config.actor import ExtraLossConfig
-from verl.config.async_rules import with_async_defaults, with_correction_forms
+from verl.config.async_rules import (
+    with_async_defaults,
+    with_batch_of_a_step,
+    with_correction_forms,
+)
 from verl.config.command_line import USAGE, CommandLine, parse_command_line
 from verl.config.compose import compose_files, plain_values
 from verl.config.keys import Key, flatten, keys_of, keys_of_entries, nest, owner_of, rename_aliases
@@ -48,7 +52,8 @@ class Root:
 
 def _with_training_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` with the defaults that depend on other keys."""
-    return with_async_defaults(with_correction_forms(with_toy_defaults(given)))
+    given = with_correction_forms(with_toy_defaults(given))
+    return with_async_defaults(with_batch_of_a_step(given))
 
 
 ROOTS = {
