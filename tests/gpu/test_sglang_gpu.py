@@ -29,7 +29,7 @@ _LINES = 60
 def end_of_logs():
     """Return the end of the newest server's log."""
     logs = sorted(
-        Path(tempfile.gettempdir()).glob("verl-sglang-*/*.log"), key=lambda log: log.stat().st_mtime
+        Path(tempfile.gettempdir()).glob("verl-*.tmp/*.log"), key=lambda log: log.stat().st_mtime
     )
     if not logs:
         return "no server was started"

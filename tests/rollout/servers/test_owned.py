@@ -4,15 +4,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 from verl.config.rollout import RolloutConfig
-from verl.rollout.servers.owned import _KEEPER, engine_options
+from verl.rollout.servers.owned import _KEEPER, OwnedServers, engine_options
+from verl.rollout.servers.server import ServerLostError
 from verl.rollout.servers.sglang import SGLangServer
 from verl.rollout.servers.vllm import VLLMServer
+from verl.utils.errors import RolloutError
 from verl.weight_sync.sglang_loader import LOADER
 from verl.weight_sync.vllm_worker import EXTENSION
 
@@ -102,3 +106,34 @@ def test_a_prefill_takes_the_configured_tokens_and_one_of_each_sample(
     config = RolloutConfig(max_num_batched_tokens=512, max_num_seqs=samples)
     options = engine_options(config, torch.float32, 0)
     assert f"--{flag} {tokens}" in " ".join(server_class.command("python", "M", 8000, **options))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_logs_are_removed_unless_a_server_failed(tmp_path, monkeypatch, fails: bool):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "print('no memory'); raise SystemExit(3)" if fails else "import time; time.sleep(60)"
+
+    class Plain(VLLMServer):
+        @classmethod
+        def command(cls, *_, **options):
+            return [sys.executable, "-c", program]
+
+        def facts(self):
+            if fails:
+                raise ServerLostError("not there")
+            return SimpleNamespace()
+
+    def start():
+        model = SimpleNamespace(name_or_path="m")
+        return OwnedServers(Plain, RolloutConfig(name="vllm"), model, torch.float32)
+
+    if fails:
+        with pytest.raises(RolloutError, match=r"ended with status 3[\s\S]*\nno memory"):
+            start()
+        (log,) = tmp_path.glob("verl-*/*.log")
+        assert log.read_text() == "no memory\n"
+    else:
+        servers = start()
+        assert [*tmp_path.glob("verl-*/*.log")]
+        servers.close()
+        assert not [*tmp_path.iterdir()]

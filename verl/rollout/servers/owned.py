@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from verl.rollout.servers.server import Server, ServerLostError
 from verl.utils.children import search_path
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.logging import logger
+from verl.utils.scratch import make_scratch, remove_scratch
 
 _SHOWN_LINES = 15
 # Ends the server, and the processes that it has started, when this process ends for any reason (its
@@ -103,7 +103,8 @@ class OwnedServers:
         self._lora_rank = lora_rank
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._unknown_flags: set[str] = set()
-        self._logs = Path(tempfile.mkdtemp(prefix=f"verl-{config.name}-"))
+        self._logs = make_scratch()
+        self._has_failed = False  # whether a server ended by itself
         self.urls = tuple(f"http://127.0.0.1:{port}" for port in _free_ports(config.num_servers))
         atexit.register(self.close)
         for url in self.urls:
@@ -115,6 +116,7 @@ class OwnedServers:
         process = self._processes.get(url)
         if process is not None and process.poll() is None:
             return
+        self._has_failed |= process is not None
         log = self._log(url)
         command = self._command(url)
         logger.info("Starting %s at %s; log: %s", self._class.title, url, log)
@@ -128,13 +130,19 @@ class OwnedServers:
             )
 
     def close(self) -> None:
-        """End all servers."""
+        """End all servers, and remove their logs.
+
+        Those of servers of which one failed stay for a reader, until another run starts.
+        """
         for process in self._processes.values():
+            self._has_failed |= process.poll() is not None
             if process.stdin is not None:
                 process.stdin.close()
         for process in self._processes.values():
             process.wait(timeout=30)
         self._processes.clear()
+        if not self._has_failed:
+            remove_scratch(self._logs)
 
     def _command(self, url: str) -> list[str]:
         config = self._config
@@ -172,6 +180,7 @@ class OwnedServers:
 
                 process = self._processes[url]
                 if process.poll() is not None and self._drop_unknown_flags(url):
+                    del self._processes[url]  # that was no failure
                     self.restart(url)
                     continue
                 if process.poll() is not None or time.monotonic() > deadline:
@@ -194,11 +203,13 @@ class OwnedServers:
         fact = f"ended with status {status}"
         if status is None:
             fact = f"was not ready within {self._config.server_timeout_s:.0f} s"
+        self._has_failed = True
         self.close()
         tail = "\n".join(lines[-_SHOWN_LINES:])
         return RolloutError(
             f"{self._class.title}, started with {self._config.server_python or sys.executable}, "
-            f"{fact}. The end of its log {log}:\n{tail}\nFlags go into "
+            f"{fact}. The end of its log {log} (which the next run removes):\n{tail}\nFlags go "
+            "into "
             f"actor_rollout_ref.rollout.engine_kwargs.{self._config.name}; "
             "rollout.server_timeout_s sets how long to wait."
         )
