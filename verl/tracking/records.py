@@ -45,7 +45,6 @@ FIELDS = "fields"
 _LANES = b"verl.lanes"
 _PROMPTS = b"verl.prompts"
 _PIECES = b"verl.pieces"
-_FACTS = b"verl.facts"
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 
 
@@ -121,7 +120,6 @@ def samples_table(
     lanes: Any = (),
     prompts: Any = (),
     pieces: Mapping[int, str] | None = None,
-    facts: Mapping[str, Any] | None = None,
 ) -> pa.Table:
     """Make the table of a step's samples.
 
@@ -130,9 +128,8 @@ def samples_table(
         lanes: spans of the processes, see `verl.trainer.recorder`.
         prompts: rows of the training data that the step drew, [number, row] each.
         pieces: the text of every token id that occurs.
-        facts: further plain values of the step.
     """
-    notes = {_LANES: lanes, _PROMPTS: prompts, _PIECES: pieces or {}, _FACTS: facts or {}}
+    notes = {_LANES: lanes, _PROMPTS: prompts, _PIECES: pieces or {}}
     metadata = {}
     for name, value in notes.items():
         text = to_json(value)
@@ -217,7 +214,7 @@ class StepSamples:
             with pa.OSFile(str(path)) as file:
                 self.table = pa.ipc.open_file(file).read_all()
             metadata = self.table.schema.metadata or {}
-            self._notes = {name: metadata[name] for name in (_LANES, _PROMPTS, _PIECES, _FACTS)}
+            self._notes = {name: metadata[name] for name in (_LANES, _PROMPTS, _PIECES)}
         except (OSError, pa.ArrowException, KeyError) as error:
             raise DataError(
                 f"{path} is no file of samples, or is damaged ({error}). The other steps can still "
@@ -278,11 +275,6 @@ class StepSamples:
         """Return the text of each token id that occurs."""
         pieces = parse_json(self._notes[_PIECES])
         return {int(token): text for token, text in pieces.items()}
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Return further values of the step."""
-        return parse_json(self._notes[_FACTS])
 
 
 @dataclass
