@@ -363,6 +363,16 @@ def test_changed_key_without_effect_gives_one_line(
     assert all(line.startswith(override.partition("=")[0][:40]) for line in lines)
 
 
+@pytest.mark.parametrize("key", ["train_files", "val_files"])
+def test_an_empty_file_is_reported_with_the_configuration(build: Load, tmp_path: Path, key: str):
+    file = tmp_path / "empty.parquet"
+    file.touch()
+    with pytest.raises(ConfigError, match=rf"data\.{key}: '.*empty\.parquet' is empty \(0 bytes\)"):
+        build(f"data.{key}=[{file}]")
+    with pytest.raises(ConfigError, match=r"is empty \(0 bytes\)"):
+        load_config([f"data.{key}={file}", "model.path=toy"], root="sft_trainer")
+
+
 def test_a_batch_of_zero_is_the_one_that_fully_asynchronous_training_requires(build: Load):
     script = ["data.train_batch_size=0", "data.gen_batch_size=1", f"{ACTOR}.ppo_mini_batch_size=8"]
     mode = "trainer.mode=fully_async"

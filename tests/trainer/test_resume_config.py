@@ -17,6 +17,7 @@ from verl.checkpoint.unpickling import load_state, save_state
 from verl.data.toy import TOY_MODEL
 from verl.jobs.main_merge import main as model_merger
 from verl.trainer.api import RLTrainer
+from verl.trainer.roles import RunOfRoles
 from verl.utils.logging import logger
 
 FIRST = ["trainer.save_freq=1", "trainer.test_freq=-1", "trainer.max_steps=1"]
@@ -89,8 +90,15 @@ def test_length_outputs_and_speed_may_change_silently(folder, log):
         ("trainer.mode=fully_async", "trainer.mode ('sync' then, 'fully_async' now)"),
     ],
 )
-def test_a_mixture_of_two_runs_is_rejected_with_the_alternatives(folder, capfd, override, key):
-    assert run(folder, *LONGER, override) == 1
+def test_a_mixture_of_two_runs_is_rejected_with_the_alternatives(
+    folder, capfd, monkeypatch, override, key
+):
+    def load(self):
+        raise AssertionError("models load before the check")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunOfRoles, "_start_roles", load)
+        assert run(folder, *LONGER, override) == 1
     err = capfd.readouterr().err
     assert len(err.splitlines()) == 1
     assert err.startswith(f"CheckpointError: {folder}/global_step_1 was saved by another run")

@@ -188,6 +188,11 @@ class CheckpointManager:
         newest = [*readable, *unreadable]
         return newest[0].name if newest else None
 
+    def newest_readable(self) -> Path | None:
+        """Return the newest checkpoint with a manifest. Its files are not verified here."""
+        readable, _ = self._newest_first()
+        return readable[0] if readable else None
+
     def advance(self, *, wait: bool = False) -> None:
         """Complete, in the background, a checkpoint that `save` began and that is now written.
 

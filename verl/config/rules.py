@@ -297,8 +297,21 @@ def loggers_are_known(config: TrainConfig) -> Iterator[str]:
             )
 
 
+def data_files_are_not_empty(config: Any) -> Iterator[str]:
+    """Report files without a byte here: rows are read after torch and the tokenizer have loaded."""
+    for key in ("train_files", "val_files"):
+        for file in getattr(config.data, key) or ():
+            path = Path(file).expanduser()
+            if path.is_file() and path.stat().st_size == 0:
+                yield (
+                    f"data.{key}: '{file}' is empty (0 bytes). Write it again, or remove it from "
+                    "the list."
+                )
+
+
 RULES: tuple[Rule, ...] = (
     model_and_data_are_named,
+    data_files_are_not_empty,
     batch_divides_into_mini_batches,
     mini_batches_divide_over_ranks,
     sequences_fit,

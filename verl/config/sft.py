@@ -253,6 +253,7 @@ def a_row_fits(config: SFTConfig) -> Iterator[str]:
 RULES = (
     model_is_named,
     a_row_fits,
+    rules.data_files_are_not_empty,
     *map(
         SHARED.rule_here,
         (

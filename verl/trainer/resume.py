@@ -74,8 +74,29 @@ def check_config(folder: Path, config: Any, *, may_differ: bool) -> None:
         return
 
     changes = _changes(then, config)
+    if not may_differ:
+        _refuse_another_run(folder, changes)
+    if changes:
+        logger.warning("Changed since %s was saved: %s.", folder, _listed(changes))
+
+
+def require_same_run(folder: Path, config: Any) -> None:
+    """Raise the error of `check_config`, from the checkpoint's configuration alone, without a log.
+
+    A run calls it before its models load, and `check_config` for the checkpoint that it takes. A
+    damaged file is left to the latter: such a checkpoint may be skipped.
+    """
+    try:
+        then = _read_config(folder / "trainer" / CONFIG_FILE)
+    except CheckpointError:
+        return
+    if then is not None:
+        _refuse_another_run(folder, _changes(then, config))
+
+
+def _refuse_another_run(folder: Path, changes: Iterable[Change]) -> None:
     refused = [change for change in changes if _is_fixed(change)]
-    if refused and not may_differ:
+    if refused:
         raise CheckpointError(
             f"{folder} was saved by another run, and resuming it would give neither that run nor "
             f"this one: {_listed(refused)}. Start from the beginning with "
@@ -83,8 +104,6 @@ def check_config(folder: Path, config: Any, *, may_differ: bool) -> None:
             "trainer.experiment_name or trainer.default_local_dir; or go on anyway with "
             f"trainer.resume_mode=resume_path trainer.resume_from_path={folder}"
         )
-    if changes:
-        logger.warning("Changed since %s was saved: %s.", folder, _listed(changes))
 
 
 def in_schedule_of(own: Mapping[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,13 @@ from verl.single_controller.handles import AnyWorker
 from verl.tracking import Tracker, TrackerSettings
 from verl.trainer.phase_reports import PhaseReports
 from verl.trainer.recorder import StepRecorder
-from verl.trainer.resume import check_config, in_schedule_of, save_config, when_saved
+from verl.trainer.resume import (
+    check_config,
+    in_schedule_of,
+    require_same_run,
+    save_config,
+    when_saved,
+)
 from verl.trainer.summary import RunSummary
 from verl.utils.commands import verl_command
 from verl.utils.devices import describe_device, memory_metrics, visible_device
@@ -146,6 +152,10 @@ class TrainingRun(ABC, Generic[Config]):
         if self.trains and self.writes_into_folder:
             # `fit` claims the folder. Another run is reported here, before models load.
             self.checkpoints.refuse_others()
+        if self.trains and trainer.resume_mode == "auto":
+            newest = self.checkpoints.newest_readable()
+            if newest is not None:
+                require_same_run(newest, self.config)
 
         settings = TrackerSettings(
             project_name=trainer.project_name,
