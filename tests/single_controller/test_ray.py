@@ -56,7 +56,9 @@ def pools():
     os.environ["NCCL_VERL_TEST"] = "heard"  # unknown to Ray itself
     names = ("whole", "lonely")
     pools = {
-        name: RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=3)
+        name: RayResourcePool(
+            [2], use_gpu=False, name_prefix=name, max_colocate_count=3, run_ranks=[2, 3]
+        )
         for name in names
     }
 
@@ -308,7 +310,8 @@ def test_neither_memory_nor_stored_objects_grow_over_hundreds_of_calls(pools):
 def test_a_killed_rank_is_named_at_once(pools):
     troubled = pools["spawned"].spawn({"troubled"})["troubled"]
     with pytest.raises(
-        WorkerLostError, match=r"^troubled.one_gets: rank 1 \(.*died: The actor died"
+        WorkerLostError,
+        match=r"^troubled.one_gets: rank 1 \(rank 3 of the run, .*died: The actor died",
     ) as found:
         troubled.one_gets(1, signal.SIGKILL, deadline_s=20)
     text = str(found.value)

@@ -174,7 +174,7 @@ def test_ray_pools_have_their_ranks_on_their_nodes(monkeypatch):
     made = []
     backend = SimpleNamespace(
         connect=lambda **_: None,
-        RayResourcePool=lambda counts, use_gpu: (
+        RayResourcePool=lambda counts, use_gpu, run_ranks: (
             made.append((counts, use_gpu)) or SimpleNamespace(world_size=sum(counts))
         ),
     )

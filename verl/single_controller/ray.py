@@ -210,6 +210,8 @@ class RayResourcePool:
         max_colocate_count: number of sets of processes that fit into the pool; see
             `RayWorkerGroup`.
         detached: whether processes outlive the driver.
+        run_ranks: numbers of the processes among those of all pools of the run, for errors; None:
+            the pool is the whole run.
     """
 
     def __init__(
@@ -219,6 +221,7 @@ class RayResourcePool:
         name_prefix: str | None = None,
         max_colocate_count: int = 10,
         detached: bool = False,
+        run_ranks: Sequence[int] | None = None,
     ) -> None:
         self.process_on_nodes = list(process_on_nodes or [])
         if not self.process_on_nodes or min(self.process_on_nodes) < 1 or max_colocate_count < 1:
@@ -232,6 +235,7 @@ class RayResourcePool:
         self.use_gpu = use_gpu
         self.max_colocate_count = max_colocate_count
         self.detached = detached
+        self.run_ranks = run_ranks
         self.name_prefix = name_prefix or ""
         self._groups: list[PlacementGroup] = []
         self._shared: RayRanks | None = None
@@ -267,6 +271,7 @@ class RayResourcePool:
             cpus=part,
             name_prefix=self.name_prefix,
             detached=self.detached,
+            run_ranks=self.run_ranks,
         )
         self._all_ranks.append(ranks)
         return ranks

@@ -71,6 +71,7 @@ class RayRanks:
         cpus: float,
         name_prefix: str,
         detached: bool,
+        run_ranks: Sequence[int] | None = None,
     ) -> None:
         name = uuid.uuid4().hex
         self.folder = scratch_path(name)
@@ -82,6 +83,7 @@ class RayRanks:
         for group in groups:
             bundles += [(group, number) for number in range(group.bundle_count)]
         self.size = len(bundles)
+        self.run_ranks = range(self.size) if run_ranks is None else run_ranks
         self._ended: str | None = None
         self._notes: dict[int, str] = {}
         self._silent: set[int] = set()
@@ -289,7 +291,9 @@ class RayRanks:
 
     def describe(self, rank: int) -> str:
         place = self.places[rank]
-        return f"{place.machine}, {place.address}, pid {place.pid}"
+        text = f"{place.machine}, {place.address}, pid {place.pid}"
+        of_run = self.run_ranks[rank]
+        return text if of_run == rank else f"rank {of_run} of the run, {text}"
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
         asked = {rank: actor.whereabouts.remote() for rank, actor in enumerate(self.actors)}

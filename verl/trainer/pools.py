@@ -91,7 +91,7 @@ def _ray_pools(
     for part in parts:
         ranks_on_node = Counter(rank // per_node for rank in part)
         counts = list(ranks_on_node.values())
-        pools.append(backend.RayResourcePool(counts, use_gpu=device.type == "cuda"))
+        pools.append(backend.RayResourcePool(counts, use_gpu=device.type == "cuda", run_ranks=part))
     return pools
 
 
