@@ -328,6 +328,34 @@ def configured(*overrides: str) -> SFTConfig:
     )
 
 
+def test_epochs_of_fewer_rows_end_with_validation_and_checkpoint(tmp_path, rows_file, monkeypatch):
+    keys = ["data.train_max_samples=6", "data.val_max_samples=2", "trainer.total_epochs=2"]
+    monkeypatch.setenv("SAVE_FREQ", "2")
+    keys += ["trainer.test_freq=after_each_epoch", "trainer.save_freq=${oc.env:SAVE_FREQ}"]
+    keys += [f"data.val_files={rows_file}", "trainer.max_steps=null"]
+    assert main(command_line(tmp_path, rows_file, *keys)) == 0
+
+    lines = metric_lines(tmp_path)
+    assert [line["step"] for line in lines if "val/loss" in line] == [2, 4]
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [
+        "global_step_2",
+        "global_step_4",
+    ]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_limited_dataset_has_the_chosen_rows(rows_file, shuffle: bool):
+    tokenizer: Any = AutoTokenizer.from_pretrained(TOY_MODEL)
+    whole = SFTDataset([str(rows_file)], tokenizer, configured().data)
+    few = SFTDataset([str(rows_file)], tokenizer, configured().data)
+    few.keep_at_most(4, shuffle=shuffle, seed=3)
+    by_name = {item["uid"]: item for item in (whole[row] for row in range(len(whole)))}
+    names = [few[row]["uid"] for row in range(4)]
+    assert [few[row] for row in range(4)] == [by_name[name] for name in names]
+    assert len(few) == 4
+    assert (names == [whole[row]["uid"] for row in range(4)]) == (not shuffle)
+
+
 def test_a_script_of_later_versions_is_accepted(caplog):
     config = configured(
         *("engine=fsdp", "optim=fsdp", "model=hf_model"),
@@ -362,8 +390,7 @@ def test_a_script_of_later_versions_is_accepted(caplog):
         ("engine.tensor_model_parallel_size=2", "no Megatron backend. .*engine.fsdp_size"),
         ("engine.forward_only=True", "fine-tuning updates its model"),
         ("optim.override_optimizer_config={eps:1}", "its arguments are keys: optim.betas"),
-        ("data.val_max_samples=8", "give files with fewer rows"),
-        ("trainer.test_freq=after_each_epoch", "rows divided by data.train_batch_size"),
+        ("trainer.test_freq=each_epoch", "a number of steps, after_each_epoch, or -1 for never"),
     ],
 )
 def test_what_later_versions_have_and_this_one_lacks_is_explained(override, message):

@@ -54,6 +54,12 @@ class TrainingDataConfig:
     val_batch_size: int | None = setting(
         None, "prompts a validation batch; null: all at once", above=0
     )
+    train_max_samples: int = setting(
+        -1,
+        "train on so many rows: the first ones, or drawn by data.seed where data.shuffle is true; "
+        "-1: all",
+        at_least=-1,
+    )
     shuffle: bool = setting(True, "new order of the training rows each epoch")
     seed: int = setting(0, "seed of the order of rows", at_least=0, follows="trainer.seed")
     truncation: str = setting(
@@ -100,12 +106,6 @@ class DataConfig(TrainingDataConfig):
         None,
         "prompts of a round of DAPO",
         no_effect="rounds of train_batch_size prompts follow until enough of them are kept",
-    )
-    train_max_samples: int = setting(
-        -1,
-        "train on so many rows: the first ones, or drawn by data.seed where data.shuffle is true; "
-        "-1: all",
-        at_least=-1,
     )
     val_max_samples: int = setting(
         -1,

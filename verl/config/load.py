@@ -325,6 +325,7 @@ _TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
     str: "text",
+    int | str: "a whole number or a text",
     list[int]: "a list of whole numbers",
     list[float]: "a list of numbers",
     list[str]: "a list of texts",

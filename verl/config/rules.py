@@ -262,7 +262,7 @@ def validation_has_data(config: TrainConfig) -> Iterator[str]:
         return
     for key, asked in (
         ("val_only", config.trainer.val_only),
-        ("test_freq", config.trainer.test_freq > 0),
+        ("test_freq", config.trainer.test_freq not in (-1, 0)),
     ):
         if asked:
             yield (

@@ -1,8 +1,9 @@
 """The configuration tree of `verl.trainer.main_sft`: names of verl 0.5's sft_trainer, read by the
 parts of training."""
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.config import rules
@@ -17,6 +18,9 @@ from verl.config.sft_engine import SFTCheckpointConfig, SFTEngineConfig
 from verl.config.shared_keys import SharedKeys
 from verl.config.trainer import RayInitConfig, RunConfig, TrainerConfig
 from verl.utils.arithmetic import ceil_div
+
+AFTER_EACH_EPOCH = "after_each_epoch"
+_WHOLE_NUMBER = re.compile(r"-?\d+")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,11 +91,8 @@ class SFTDataConfig(TrainingDataConfig):
     chat_template: str | None = setting(
         None, "Jinja chat template", alias_of="model.custom_chat_template"
     )
-    train_max_samples: int = setting(
-        -1, "train on so many rows; -1: all", planned="give files with fewer rows"
-    )
     val_max_samples: int = setting(
-        -1, "validate on so many rows; -1: all", planned="give files with fewer rows"
+        -1, "validate on so many rows, the first ones; -1: all", at_least=-1
     )
     num_workers: int | None = setting(
         None, "processes that read rows", no_effect="rows are tokenized once, in the driver"
@@ -171,8 +172,14 @@ class SFTTrainerConfig(RunConfig):
     )
     project_name: str = setting("gsm8k-sft", "project, for trackers and folders")
     experiment_name: str = setting("test", "experiment, for trackers and folders")
+    test_freq: int | str = setting(
+        -1, f"steps between validations, or {AFTER_EACH_EPOCH}; -1: none"
+    )
     val_before_train: bool = setting(
         False, "validate before the first step, where there are validation files"
+    )
+    save_freq: int | str = setting(
+        -1, f"steps between checkpoints, or {AFTER_EACH_EPOCH}; -1: none"
     )
     max_ckpt_to_keep: int | None = as_in(TrainerConfig, "max_actor_ckpt_to_keep")
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -236,6 +243,29 @@ def training_data_is_named(config: SFTConfig) -> Iterator[str]:
         )
 
 
+def frequencies_are_known(config: SFTConfig) -> Iterator[str]:
+    for key in ("test_freq", "save_freq"):
+        value = getattr(config.trainer, key)
+        if value == AFTER_EACH_EPOCH:
+            continue
+        if not _WHOLE_NUMBER.fullmatch(str(value)) or int(value) < -1:
+            yield (
+                f"trainer.{key} must be a number of steps, {AFTER_EACH_EPOCH}, or -1 for never, "
+                f"got {value!r}."
+            )
+
+
+def in_steps(config: SFTConfig, steps_an_epoch: int) -> SFTConfig:
+    """Return the configuration with validations and checkpoints counted in steps."""
+    trainer = config.trainer
+    counted = {}
+    for key in ("test_freq", "save_freq"):
+        value = getattr(trainer, key)
+        # An interpolation, as of an environment's variable, gives a text.
+        counted[key] = steps_an_epoch if value == AFTER_EACH_EPOCH else int(value)
+    return replace(config, trainer=replace(trainer, **counted))
+
+
 def a_row_fits(config: SFTConfig) -> Iterator[str]:
     data = config.data
     ranks = config.ulysses_sequence_parallel_size
@@ -253,6 +283,7 @@ def a_row_fits(config: SFTConfig) -> Iterator[str]:
 RULES = (
     model_is_named,
     a_row_fits,
+    frequencies_are_known,
     rules.data_files_are_not_empty,
     *map(
         SHARED.rule_here,

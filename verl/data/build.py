@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config import DataConfig, ModelConfig, TrainConfig
+from verl.config.sft import SFTDataConfig
 from verl.data.files import has_split
 from verl.data.loader import MapDataset
 from verl.data.pictures import PictureReader
 from verl.data.rl_dataset import RLDataset
 from verl.data.sampler import Sampler
+from verl.data.sft_dataset import SFTDataset
 from verl.data.toy import PACKAGED, packaged_files
 from verl.models.processor import load_picture_processor
 from verl.utils.errors import ConfigError, DataError
@@ -52,21 +54,23 @@ def build_dataset(
         dataset: MapDataset = RLDataset(files, tokenizer, data, split=split, pictures=pictures)
     else:
         dataset = _custom_dataset(data, files, tokenizer, split, pictures)
-    _limit(dataset, data, split)
+    shuffle = data.shuffle if split == "train" else data.validation_shuffle
+    limit_rows(dataset, data, split, shuffle=shuffle)
     return dataset
 
 
-def _limit(dataset: MapDataset, data: DataConfig, split: str) -> None:
+def limit_rows(
+    dataset: MapDataset, data: DataConfig | SFTDataConfig, split: str, *, shuffle: bool
+) -> None:
     """Keep at most `data.train_max_samples` or `data.val_max_samples` rows."""
     key = f"data.{split}_max_samples"
     num_rows = data.train_max_samples if split == "train" else data.val_max_samples
-    shuffle = data.shuffle if split == "train" else data.validation_shuffle
     if num_rows == -1:
         return
     if num_rows < 1:
         raise ConfigError(f"{key} must be at least 1, or -1 for all rows, got {num_rows}.")
 
-    if not isinstance(dataset, RLDataset):
+    if not isinstance(dataset, (RLDataset, SFTDataset)):
         raise ConfigError(
             f"{key}={num_rows} needs a dataset that derives from verl.data.RLDataset, got "
             f"{type(dataset).__name__} of data.custom_cls. Derive it, or set {key}=-1 and let it "

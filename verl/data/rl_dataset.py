@@ -28,6 +28,7 @@ from verl.data.files import (
 )
 from verl.data.lengths import prompt_lengths, tokenizer_fingerprint
 from verl.data.pictures import has_picture_parts, without_picture_parts
+from verl.data.sampler import chosen_rows
 from verl.models.pictures import Pictures
 from verl.utils.errors import DataError
 from verl.utils.logging import logger, say_once
@@ -173,13 +174,7 @@ class RLDataset(Dataset):
 
         -1 keeps all. The kept rows stay in order.
         """
-        total = len(self._kept)
-        if num_rows < 0 or num_rows >= total:
-            return
-        chosen = np.arange(num_rows)
-        if shuffle:
-            drawn = np.random.default_rng(seed).choice(total, size=num_rows, replace=False)
-            chosen = np.sort(drawn)
+        chosen = chosen_rows(len(self._kept), num_rows, shuffle=shuffle, seed=seed)
         self._kept = self._kept[chosen]
 
     def _places(self) -> Iterator[str]:

@@ -67,3 +67,15 @@ class SeededSampler:
             return iter(range(self.num_rows))
         generator = np.random.default_rng([self.seed, self._epoch])
         return iter(generator.permutation(self.num_rows).tolist())
+
+
+def chosen_rows(total: int, num_rows: int, *, shuffle: bool, seed: int) -> np.ndarray:
+    """Return the numbers of the first `num_rows` of `total` rows, or of a choice by the seed.
+
+    They are in order. -1 chooses all.
+    """
+    if num_rows < 0 or num_rows >= total:
+        return np.arange(total)
+    if not shuffle:
+        return np.arange(num_rows)
+    return np.sort(np.random.default_rng(seed).choice(total, size=num_rows, replace=False))

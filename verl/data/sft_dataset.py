@@ -34,6 +34,7 @@ from verl.data.files import (
     require_column,
 )
 from verl.data.pictures import PictureReader, messages_and_sources
+from verl.data.sampler import chosen_rows
 from verl.protocol import DataProto
 from verl.utils.errors import DataError
 from verl.utils.logging import logger
@@ -328,6 +329,21 @@ class SFTDataset(Dataset):
                 prepared = self.pictures.prepare_all(images, folder)
             values["prepared_pictures"] = prepared
         return values
+
+    def keep_at_most(self, num_rows: int, *, shuffle: bool, seed: int) -> None:
+        """Keep rows as `RLDataset.keep_at_most` does."""
+        chosen = chosen_rows(len(self), num_rows, shuffle=shuffle, seed=seed).tolist()
+        lengths = np.diff(self._ends, prepend=0)
+        is_chosen = np.zeros(len(self), dtype=bool)
+        is_chosen[chosen] = True
+        of_chosen = np.repeat(is_chosen, lengths)
+
+        self._ids = self._ids[of_chosen]
+        self._learnt = self._learnt[of_chosen]
+        self._ends = np.cumsum(lengths[chosen])
+        self._names = [self._names[row] for row in chosen]
+        images = self._images
+        self._images = {new: images[old] for new, old in enumerate(chosen) if old in images}
 
     @property
     def fingerprint(self) -> str:

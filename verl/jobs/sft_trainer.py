@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from verl.config.sft import RULES_OF_FILES, SFTConfig, as_train_config
+from verl.config.sft import RULES_OF_FILES, SFTConfig, as_train_config, in_steps
 from verl.data import RLDataLoader
-from verl.data.build import build_picture_reader
+from verl.data.build import build_picture_reader, limit_rows
 from verl.data.loader import MapDataset
 from verl.data.sft_dataset import SFTDataset, pad_examples
 from verl.protocol import DataProto
@@ -54,10 +54,12 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         pictures = build_picture_reader(train.actor_rollout_ref.model, self.tokenizer)
         if train_dataset is None:
             train_dataset = SFTDataset(data.train_files, self.tokenizer, data, pictures=pictures)
+            limit_rows(train_dataset, data, "train", shuffle=data.shuffle)
         if val_dataset is None and data.val_files:
             val_dataset = SFTDataset(
                 data.val_files, self.tokenizer, data, split="val", pictures=pictures
             )
+            limit_rows(val_dataset, data, "val", shuffle=False)
 
         self.train_loader = RLDataLoader(
             train_dataset,
@@ -66,6 +68,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
             seed=data.seed,
             drop_last=True,
         )
+        self.config = in_steps(config, len(self.train_loader))
         self.val_loader = None
 
         if val_dataset is not None:

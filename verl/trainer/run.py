@@ -133,6 +133,16 @@ class TrainingRun(ABC, Generic[Config]):
                 "before it."
             )
 
+    @property
+    def test_freq(self) -> int:
+        """Return the steps between two validations; -1: none."""
+        return int(self.config.trainer.test_freq)
+
+    @property
+    def save_freq(self) -> int:
+        """Return the steps between two checkpoints; -1: none."""
+        return int(self.config.trainer.save_freq)
+
     def start_tracker(self) -> None:
         """Start the trackers. Runs before models load, so a missing package or an unwritable folder
         fails within seconds."""
@@ -147,7 +157,7 @@ class TrainingRun(ABC, Generic[Config]):
             nodes,
             "s" if nodes > 1 else "",
         )
-        if trainer.save_freq > 0:
+        if self.save_freq > 0:
             self.checkpoints.require_writable()
         if self.trains and self.writes_into_folder:
             # `fit` claims the folder. Another run is reported here, before models load.
@@ -277,11 +287,11 @@ class TrainingRun(ABC, Generic[Config]):
     def writes_into_folder(self) -> bool:
         """Return whether this run writes files that another run must not write, too."""
         trainer = self.config.trainer
-        return trainer.save_freq > 0 or "file" in trainer.logger
+        return self.save_freq > 0 or "file" in trainer.logger
 
     def warn_where_nothing_is_kept(self) -> None:
         """Log that the trained weights end with the process, while there is time to change it."""
-        if self.config.trainer.save_freq < 0:
+        if self.save_freq < 0:
             logger.warning(
                 "trainer.save_freq=-1: no checkpoint is written, and the trained weights end with "
                 "this process. Set trainer.save_freq=%d to keep those of the last step.",
@@ -309,7 +319,7 @@ class TrainingRun(ABC, Generic[Config]):
         if "file" in self.config.trainer.logger:
             logger.info("Metrics: %s", self.checkpoints.root / "metrics.jsonl")
         name = self.checkpoints.newest_name()
-        if name is not None and self.config.trainer.save_freq > 0:
+        if name is not None and self.save_freq > 0:
             folder = self.checkpoints.root / name
             logger.info("Checkpoint: %s", folder)
             saved = folder / next(iter(self.checkpointed_groups()))
@@ -324,14 +334,13 @@ class TrainingRun(ABC, Generic[Config]):
 
     def run_step(self, prompts: DataProto) -> None:
         """Run one step with everything around it: timing, validation, checkpoint and log."""
-        trainer = self.config.trainer
         self.global_step += 1
         self.metrics = {}
         self.timer = PhaseTimer()
         batch = self.timed("step", self.step, prompts)
         self.guard_against_skipped_steps()
         self.after_step(batch)
-        if self.val_loader is not None and self._is_due(trainer.test_freq):
+        if self.val_loader is not None and self._is_due(self.test_freq):
             self.validate_after_step()
 
         self.metrics.update(self.step_metrics(batch))
@@ -343,7 +352,7 @@ class TrainingRun(ABC, Generic[Config]):
         self.summary.add(self.global_step, self.metrics)
         self.recorder.add_step(self, batch)
 
-        if self._is_due(trainer.save_freq):
+        if self._is_due(self.save_freq):
             with self.reports.phase("save_checkpoint"):
                 self.save_checkpoint()
 
