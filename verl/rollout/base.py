@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
+from verl.rollout.checks import longest_sequence
 from verl.rollout.memory import EngineLoad, EngineMemory, paged_memory
+from verl.rollout.stopping import end_of_sequence_ids
 from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.registry import Registry
@@ -111,6 +113,15 @@ class EngineClass:
     """Base of engine classes: the facts that a class declares about its engines, with defaults."""
 
     capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def keep_model(self, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig) -> None:
+        """Keep what every engine reads of its model and settings."""
+        self.config = config
+        self.tokenizer = tokenizer
+        self.eos_ids = end_of_sequence_ids(model, tokenizer)
+        self.max_model_len = longest_sequence(config, model)
+        embeddings: Any = model.get_input_embeddings()
+        self.vocabulary: int = embeddings.num_embeddings
 
     @property
     def is_ready(self) -> bool:

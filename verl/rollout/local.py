@@ -14,9 +14,8 @@ from verl.rollout.checks import (
     check_params,
     check_pictures,
     check_requests,
-    longest_sequence,
 )
-from verl.rollout.stopping import StopRule, end_of_sequence_ids
+from verl.rollout.stopping import StopRule
 from verl.rollout.twin import ModelTwin, engine_dtype
 from verl.rollout.types import Request, Room, SamplingParams
 from verl.utils.errors import EngineAsleepError, RolloutError
@@ -38,14 +37,8 @@ class LocalEngine(EngineClass):
     ) -> None:
         self.check(config)
         self.check_model(config, model.config, on_cuda=device.type == "cuda")
-        self.config = config
+        self.keep_model(model, tokenizer, config)
         self.device = device
-        self.tokenizer = tokenizer
-        self.eos_ids = end_of_sequence_ids(model, tokenizer)
-        self.max_model_len = longest_sequence(config, model)
-        embeddings: Any = model.get_input_embeddings()
-        self.vocabulary: int = embeddings.num_embeddings
-
         dtype = engine_dtype(config.dtype, model, device)
         self.twin = ModelTwin(
             model,

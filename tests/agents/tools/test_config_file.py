@@ -94,6 +94,10 @@ tools:
             "entry 1 .*function.name",
         ),
         (
+            "tools: [{class_name: verl.tools.search_tool.SearchTool}]",
+            r"entry 1 \([\w.]*SearchTool\): The tool 'search' needs config.retrieval_service_url",
+        ),
+        (
             "tools: [{class_name: tests.agents.tools.user_tools.BadStart}]",
             "entry 1 .*BadStart.*raised RuntimeError: no licence",
         ),

@@ -122,20 +122,31 @@ def build_entry(entry: ToolEntry) -> list[BaseTool]:
         assert entry.mcp is not None
         return mcp_tools(tool_class, entry.config, entry.mcp, place=entry.place)
 
-    schema = entry.tool_schema
-    try:
-        tool = tool_class(entry.config, None if schema is None else as_schema(schema))
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{entry.place}: {entry.class_name}(config, tool_schema) raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    tool = make_tool(tool_class, entry.config, entry.tool_schema, place=entry.place)
     if not hasattr(tool, "execute") or not isinstance(getattr(tool, "name", None), str):
         raise ConfigError(
             f"{entry.place}, class_name: {entry.class_name} must be a subclass of "
             "verl.agents.tools.BaseTool."
         )
     return [tool]
+
+
+def make_tool(
+    tool_class: type[Any], config: dict[str, Any], schema: dict[str, Any] | None, *, place: str
+) -> Any:
+    """Make one tool.
+
+    Raises ConfigError, which begins with `place`, for a schema or a class that does not work.
+    """
+    try:
+        return tool_class(config, None if schema is None else as_schema(schema))
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{place}: {tool_class.__name__}(config, tool_schema) raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def get_tool_class(cls_name: str) -> type[Any]:

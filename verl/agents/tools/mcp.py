@@ -11,7 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from verl.agents.tools.base import BaseTool, ToolArgumentError, as_schema
+from verl.agents.tools.base import BaseTool, ToolArgumentError
+from verl.agents.tools.config_file import make_tool
 from verl.agents.tools.mcp_clients import ClientManager, MCPClientManager, McpToolError
 from verl.agents.tools.schemas import ToolResponse
 from verl.utils.errors import ConfigError
@@ -127,17 +128,9 @@ def _tool(
     schema: dict[str, Any],
     clients: MCPClientManager,
 ) -> BaseTool:
-    """Make one tool of a server. Raises ConfigError for a schema or a class that does not work."""
-    name = schema["function"]["name"]
-    try:
-        tool = tool_class(config, as_schema(schema))
-    except ConfigError as error:
-        raise ConfigError(f"the server's tool '{name}': {error}") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"the server's tool '{name}': {tool_class.__name__}(config, tool_schema) raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    """Make one tool of a server, as `make_tool` does."""
+    place = f"the server's tool '{schema['function']['name']}'"
+    tool = make_tool(tool_class, config, schema, place=place)
     tool.clients = clients
     return tool
 

@@ -21,7 +21,6 @@ from verl.rollout.checks import (
     check_params,
     check_pictures,
     check_requests,
-    longest_sequence,
     response_limits,
 )
 from verl.rollout.memory import EngineLoad, EngineMemory
@@ -35,7 +34,7 @@ from verl.rollout.servers.server import Draw, Drawn, Server, ServerLostError
 from verl.rollout.servers.sglang import SGLangServer
 from verl.rollout.servers.sources import WeightSources, adapter_rank
 from verl.rollout.servers.vllm import VLLMServer
-from verl.rollout.stopping import StopRule, end_of_sequence_ids
+from verl.rollout.stopping import StopRule
 from verl.rollout.twin import engine_dtype
 from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
@@ -112,13 +111,8 @@ class ServerEngine(EngineClass):
     def __init__(
         self, *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device
     ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
+        self.keep_model(model, tokenizer, config)
         self.model = model
-        self.eos_ids = end_of_sequence_ids(model, tokenizer)
-        self.max_model_len = longest_sequence(config, model)
-        embeddings: Any = model.get_input_embeddings()
-        self.vocabulary: int = embeddings.num_embeddings
         self._dtype = engine_dtype(config.dtype, model, device)
         self.sources = WeightSources(config, model, device, self._dtype)
         self._lora_rank = adapter_rank(config, self.server_class, model)
