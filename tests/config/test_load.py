@@ -290,6 +290,33 @@ def test_user_yaml_ranks_between_defaults_and_overrides(tmp_path: Path, form: st
     assert config.actor_rollout_ref.rollout.max_model_len is None
 
 
+@pytest.mark.parametrize(
+    ("root", "defaults"),
+    [
+        ("sft_trainer", "[{engine: fsdp}, {model@model: hf_model}, {optim@optim: fsdp}, _self_]"),
+        ("ppo_trainer", "[ppo_trainer, {model_engine: dp}, _self_]"),
+        ("ppo_trainer", "[{actor@actor_rollout_ref.actor: dp_actor}, {data@data: legacy_data}]"),
+    ],
+)
+def test_groups_of_verls_defaults_are_read_over(tmp_path: Path, root: str, defaults: str):
+    text = f"defaults: {defaults}\ndata: {{train_batch_size: 32}}\n"
+    folder = _write(tmp_path, "mine", text)
+    argv = [f"--config-path={folder}", "--config-name=mine", "data.train_files=a"]
+    argv.append("model.path=toy" if root == "sft_trainer" else "actor_rollout_ref.model.path=toy")
+    assert load_config(argv, root=root).data.train_batch_size == 32
+
+
+def test_groups_of_the_users_files_and_other_backends_in_defaults(tmp_path: Path):
+    _write(tmp_path / "engine", "fsdp", "# @package model\nstrategy: fsdp\npath: mine\n")
+    folder = _write(tmp_path, "mine", "defaults: [{engine: fsdp}, _self_]\n")
+    argv = [f"--config-path={folder}", "--config-name=mine", "data.train_files=a"]
+    assert load_config(argv, root="sft_trainer").model.path == "mine"
+
+    _write(tmp_path, "mine", "defaults: [{engine: megatron}, _self_]\n")
+    with pytest.raises(ConfigError, match="engine=megatron is not available: .* engine=fsdp"):
+        load_config(argv, root="sft_trainer")
+
+
 def test_yaml_composes_other_files(tmp_path: Path):
     _write(
         tmp_path / "more" / "experiment",

@@ -16,7 +16,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.backends import without_backends
+from verl.config.backends import GROUPS, missing_backend, without_backends
 from verl.config.command_line import CommandLine
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
@@ -25,6 +25,7 @@ HYDRA_VERSION = "1.3"  # the rules by which Hydra reads a command line
 _REFUSALS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 # Raised by OmegaConf for `a.b=1` where `a` is a list.
 _NAMES_IN_LISTS = (ValueError, TypeError, IndexError)
+_NO_FILE_OF_A_GROUP = re.compile(r"Could not find '(\w+)/(\w+)'")
 _SETS_A_VALUE = re.compile(r"\+\+\w+(\.\w+)*=")
 
 
@@ -105,7 +106,7 @@ def compose_by_hydra(command: CommandLine, root: str) -> dict[str, Any]:
             warnings.filterwarnings("ignore", message=pattern, category=UserWarning)
             composed = compose(name, overrides)
     except (*_REFUSALS, *_NAMES_IN_LISTS) as error:
-        raise ConfigError(_hydra_message(error, command, folder)) from error
+        raise ConfigError(_hydra_message(error, command, folder, root)) from error
 
     return plain_values(composed)
 
@@ -114,17 +115,22 @@ def compose_by_hydra(command: CommandLine, root: str) -> dict[str, Any]:
 def _stand_in(root: str) -> Iterator[None]:
     """Replace `root` in Hydra's ConfigStore by an empty tree within the context.
 
-    Outside, it is the schema, for users' own Hydra programs.
+    Outside, it is the schema, for users' own Hydra programs. Files of verl's that hold defaults are
+    empty, too; a user's own file of such a name comes first.
     """
     store = ConfigStore.instance()
-    name = f"{root}.yaml"
     # Put back as it was: to store the schema again would copy the whole tree.
-    schema = store.repo[name]
+    repo = store.repo
+    store.repo = {key: {**node} if isinstance(node, dict) else node for key, node in repo.items()}
     store.store(name=root, node={})
+    for group, files in GROUPS.get(root, {}).items():
+        for file in files:
+            if f"{file}.yaml" not in store.repo.get(group, {}):  # a user's program may have it
+                store.store(group=group, name=file, node={}, package="_global_")
     try:
         yield
     finally:
-        store.repo[name] = schema
+        store.repo = repo
 
 
 def _asks_for_files(command: CommandLine) -> bool:
@@ -168,7 +174,7 @@ def _as_group(override: str, groups: set[str]) -> str:
     return f"+{override.lstrip('+')}" if key in groups else override
 
 
-def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
+def _hydra_message(error: Exception, command: CommandLine, folder: Path, root: str) -> str:
     text = str(error.__cause__ if not str(error).strip() and error.__cause__ else error).strip()
     if isinstance(error, OverrideParseException):
         override = error.override.lstrip("+")
@@ -205,6 +211,12 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
             f"No '{command.config_name}.yaml' in {folder}. Found there: "
             f"{', '.join(found) or 'no YAML file'}."
         )
+
+    absent = _NO_FILE_OF_A_GROUP.search(text)
+    if absent is not None:
+        message = missing_backend(absent.group(1), absent.group(2), root)
+        if message is not None:
+            return message
 
     if "must be a DictConfig" in text:
         return (
