@@ -2,11 +2,14 @@
 
 import logging
 import textwrap
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config
+from verl.agents import AgentRunner
+from verl.agents.checks import check_rows
 from verl.rollout.trajectory import DROPPED_BECAUSE
 from verl.utils.errors import ConfigError, RolloutError
 
@@ -170,6 +173,19 @@ class Later(AgentLoopBase):
         )
 
 
+class Earlier(New):
+    """Before verl 0.5: the configuration itself, under the name `config`."""
+
+    def __init__(self, config, server_manager, tokenizer):
+        super().__init__(config, server_manager, tokenizer)
+        assert config.actor_rollout_ref.rollout.response_length > 0
+
+
+class Unmade(New):
+    def __init__(self, trainer_config, server_manager, tokenizer, database):
+        super().__init__(trainer_config, server_manager, tokenizer)
+
+
 class Unprepared(New):
     @classmethod
     def init_class(cls, config, tokenizer, database):
@@ -203,6 +219,8 @@ def loops(tmp_path: Path) -> str:
         "free": "Free",
         "later": "Later",
         "unprepared": "Unprepared",
+        "earlier": "Earlier",
+        "unmade": "Unmade",
         "raises": "Raises",
         "nothing": "Nothing",
         "seven": "Seven",
@@ -297,6 +315,23 @@ def test_sampling_parameters_without_an_effect_are_taken(loops: str):
 def test_a_class_that_cannot_be_prepared_is_named(loops: str):
     with pytest.raises(ConfigError, match=r"'unprepared' cannot be used: .*'database'"):
         run(loops, "unprepared")
+
+
+def test_a_loop_may_take_the_configuration_itself(loops: str):
+    _, (trajectory,), _ = run(loops, "earlier")
+    assert trajectory.response_ids
+
+
+def test_a_class_with_further_arguments_is_named_before_models_load(loops: str):
+    config = rollout_config(agent__agent_loop_config_path=loops)
+    rows = [("rows.parquet, row 0", "unmade")]
+
+    def column(name):
+        return iter(rows if name == "agent_name" else [(rows[0][0], None)])
+
+    message = r"'unmade' cannot be made: .*'database'.* options"
+    with closing(AgentRunner(config, chat_tokenizer())), pytest.raises(ConfigError, match=message):
+        check_rows(config, None, None, column)
 
 
 def test_an_episode_may_give_several_trajectories(loops: str):

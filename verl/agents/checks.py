@@ -9,6 +9,7 @@ from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, agent_loops
 from verl.agents.loops.gateway import GATEWAY_AGENT
 from verl.agents.loops.tool_agent import offered_tools
+from verl.agents.loops.user_loop import UserLoopMaker
 from verl.agents.policies import check_roles
 from verl.agents.tools import ToolSet
 from verl.config.rollout import RolloutConfig
@@ -40,8 +41,9 @@ def check_rows(
 
     Raises DataError naming file and row for an unknown loop, tool or interaction, or a loop that
     needs what is not configured. Raises ConfigError for tools, interactions, an environment or a
-    gateway that no row reaches: the run would train on single turns without a word. Raises
-    MissingDependencyError where the library of an environment is not installed.
+    gateway that no row reaches: the run would train on single turns without a word; also for a
+    class of a loop that cannot be made. Raises MissingDependencyError where the library of an
+    environment is not installed.
 
     Args:
         column: of the training and the validation set together.
@@ -59,6 +61,10 @@ def check_rows(
                 "Leave the column and agent.default_agent_loop out, or set them so."
             )
 
+    for name in sorted(names):
+        maker = agent_loops.get(name)
+        if isinstance(maker, UserLoopMaker):
+            maker.check()
     _check_tools(config, tools, column)
     _check_interactions(interactions, column)
     _check_policies(config, names)

@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -369,12 +370,11 @@ def _format_of(config: RolloutConfig, tokenizer: Any, boundary: ChatBoundary) ->
         )
     chosen = tool_format(name, tokenizer)
     if shown is not None and type(chosen) not in (ParserFormat, tool_formats.get(shown)):
-        logger.warning(
-            "agents: %s.multi_turn.format=%s, but the chat template shows the model calls in the "
-            "format %s. Calls in that one are not read. Leave the key out to read them.",
-            _SECTION,
-            name,
-            shown,
+        say_once(
+            f"agents: {_SECTION}.multi_turn.format={name}, but the chat template shows the model "
+            f"calls in the format {shown}. Calls in that one are not read. Leave the key out to "
+            "read them.",
+            logging.WARNING,
         )
     return chosen
 

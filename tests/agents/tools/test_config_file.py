@@ -7,7 +7,8 @@ from verl.agents.tools import ToolType, get_tool_class, initialize_tools_from_co
 from verl.agents.tools.config_file import read_tool_config
 from verl.utils.errors import ConfigError
 
-COUNTER = "tests.agents.tools.user_tools.OldCounter"
+USER_TOOLS = "tests.agents.tools.user_tools"
+COUNTER = f"{USER_TOOLS}.OldCounter"
 
 
 @pytest.fixture
@@ -101,6 +102,14 @@ tools:
             "tools: [{class_name: tests.agents.tools.user_tools.BadStart}]",
             "entry 1 .*BadStart.*raised RuntimeError: no licence",
         ),
+        (
+            f"tools: [{{class_name: {USER_TOOLS}.Duck, config: {{a: 1}}}}]",
+            "entry 1 .*Duck must be a subclass of verl.tools.base_tool.BaseTool",
+        ),
+        (
+            f"tools: [{{class_name: {USER_TOOLS}.Nameless}}]",
+            r"entry 1 .*Nameless has no name. Call super\(\).__init__",
+        ),
     ],
 )
 def test_errors_name_file_entry_and_key(write, text, message):
@@ -108,6 +117,13 @@ def test_errors_name_file_entry_and_key(write, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         initialize_tools_from_config(path)
     assert "tools.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["ByKeyword", "ByPosition"])
+def test_a_class_is_called_by_keywords_or_by_position(write, name):
+    path = write(f"tools: [{{class_name: {USER_TOOLS}.{name}, config: {{unit: m}}}}]")
+    (tool,) = initialize_tools_from_config(path)
+    assert tool.config["unit"] == "m"
 
 
 def test_tools_before_a_wrong_entry_are_shut_down(write, monkeypatch):

@@ -160,3 +160,36 @@ class BadStart(BaseTool):
 
     def __init__(self, config: Any, tool_schema: Any) -> None:
         raise RuntimeError("no licence")
+
+
+class ByKeyword(OldCounter):
+    """Takes its arguments by name alone, as verl 0.5 gives them."""
+
+    def __init__(self, *, config: Any, tool_schema: Any) -> None:
+        super().__init__(config, tool_schema)
+
+
+class ByPosition(OldCounter):
+    """Has other names for its arguments."""
+
+    def __init__(self, settings: Any, schema: Any) -> None:
+        super().__init__(settings, schema)
+
+
+class Duck:
+    """Looks like a tool, and derives from nothing."""
+
+    name = "duck"
+
+    def __init__(self, config: Any, tool_schema: Any) -> None:
+        self.tool_schema = tool_schema
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
+        return "quack"
+
+
+class Nameless(BaseTool):
+    """Forgets to call its base class."""
+
+    def __init__(self, config: Any, tool_schema: Any) -> None:
+        self.config = config

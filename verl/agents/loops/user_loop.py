@@ -16,7 +16,11 @@ from verl.config import config_to_dict
 from verl.data.rl_dataset import RLDataset
 from verl.rollout.trajectory import MODEL, Segment, Trajectory, fields_of_user
 from verl.utils.errors import ConfigError, RolloutError
-from verl.utils.signatures import taken_by
+from verl.utils.signatures import keywords_of, taken_by
+
+# What the class of a loop gets in any case, and what it gets if it declares it.
+_GIVEN = ("trainer_config", "server_manager", "tokenizer")
+_OFFERED = ("processor", "dataset_cls", "dataset_config", "data_config")
 
 
 def register(agent_name: str) -> Callable[[type], type]:
@@ -44,7 +48,27 @@ class UserLoopMaker:
     options: Mapping[str, Any]
 
     def __call__(self, context: AgentContext) -> "UserLoop":
+        self.check()
         return UserLoop(context, self.name, self.loop_class, self.options)
+
+    def check(self) -> None:
+        """Raise ConfigError if the class has no `run`, or arguments that loops do not get."""
+        if not callable(getattr(self.loop_class, "run", None)):
+            raise ConfigError(
+                f"The agent loop '{self.name}' needs an async method run, but "
+                f"{self.loop_class.__name__} has none. Derive it from verl.agents.AgentLoopBase."
+            )
+        given = keywords_for(
+            self.loop_class, dict.fromkeys((*_GIVEN, *_OFFERED, "config")), self.options
+        )
+        try:
+            inspect.signature(self.loop_class).bind(**given)
+        except TypeError as error:
+            raise ConfigError(
+                f"The agent loop '{self.name}' cannot be made: {self.loop_class.__name__}(...): "
+                f"{error}. Its __init__ gets {', '.join(_GIVEN)}, those of {', '.join(_OFFERED)} "
+                f"that it names, and the options of its entry: {', '.join(self.options) or 'none'}."
+            ) from error
 
     @property
     def roles(self) -> tuple[str, ...] | None:
@@ -69,11 +93,6 @@ class UserLoop:
         self.name = name
         self.loop_class = loop_class
         self.options = dict(options)
-        if not callable(getattr(loop_class, "run", None)):
-            raise ConfigError(
-                f"The agent loop '{name}' needs an async method run, but {loop_class.__name__} has "
-                "none. Derive it from verl.agents.AgentLoopBase."
-            )
         self.trainer_config = TrainerConfig(_full_config(context))
         self.tokenizer = with_plain_ids(context.tokenizer)
         pictures = context.pictures
@@ -104,17 +123,16 @@ class UserLoop:
         server = ServerManager(self.context, episode)
         data = TrainerConfig(self.trainer_config.config.data)
         given = {
+            "trainer_config": self.trainer_config,
+            "server_manager": server,
+            "tokenizer": self.tokenizer,
+            "config": self.trainer_config.config,
             "processor": self.processor,
             "dataset_cls": RLDataset,
             "dataset_config": data,
             "data_config": data,
         }
-        loop = self.loop_class(
-            trainer_config=self.trainer_config,
-            server_manager=server,
-            tokenizer=self.tokenizer,
-            **{**taken_by(self.loop_class, given), **self.options},
-        )
+        loop = self.loop_class(**keywords_for(self.loop_class, given, self.options))
         answer = await self._run(loop, episode)
         outputs = answer if isinstance(answer, list) else [answer]
         if not outputs:
@@ -236,6 +254,25 @@ class UserLoop:
             "mask 0 for all others. Never tokenize the text again. Where a role has a policy of "
             "its own, give generate the role of the output."
         )
+
+
+def keywords_for(
+    loop_class: type, given: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keywords that the class of a loop gets, out of all that there are.
+
+    A class that declares `config` in place of `trainer_config` gets the configuration itself.
+    """
+    always: list[str] = list(_GIVEN)
+    declared = keywords_of(loop_class)
+    if "config" in declared and "trainer_config" not in declared:
+        always[0] = "config"
+    offered = {name: given[name] for name in _OFFERED}
+    return {
+        **{name: given[name] for name in always},
+        **taken_by(loop_class, offered),
+        **options,
+    }
 
 
 def _present(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

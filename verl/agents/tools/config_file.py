@@ -9,6 +9,7 @@ tools:
     mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -123,10 +124,15 @@ def build_entry(entry: ToolEntry) -> list[BaseTool]:
         return mcp_tools(tool_class, entry.config, entry.mcp, place=entry.place)
 
     tool = make_tool(tool_class, entry.config, entry.tool_schema, place=entry.place)
-    if not hasattr(tool, "execute") or not isinstance(getattr(tool, "name", None), str):
+    if not isinstance(tool, BaseTool):
         raise ConfigError(
             f"{entry.place}, class_name: {entry.class_name} must be a subclass of "
-            "verl.agents.tools.BaseTool."
+            "verl.tools.base_tool.BaseTool."
+        )
+    if not isinstance(getattr(tool, "name", None), str):
+        raise ConfigError(
+            f"{entry.place}: {entry.class_name} has no name. Call "
+            "super().__init__(config, tool_schema) in its __init__."
         )
     return [tool]
 
@@ -139,7 +145,7 @@ def make_tool(
     Raises ConfigError, which begins with `place`, for a schema or a class that does not work.
     """
     try:
-        return tool_class(config, None if schema is None else as_schema(schema))
+        return _called(tool_class, config, None if schema is None else as_schema(schema))
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
     except (Exception, SystemExit) as error:
@@ -147,6 +153,15 @@ def make_tool(
             f"{place}: {tool_class.__name__}(config, tool_schema) raised "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _called(tool_class: type[Any], config: dict[str, Any], schema: Any) -> Any:
+    """Call a class by the names `config` and `tool_schema`, or by position if it has others."""
+    try:
+        inspect.signature(tool_class).bind(config=config, tool_schema=schema)
+    except (TypeError, ValueError):  # ValueError: a class of C without a signature
+        return tool_class(config, schema)
+    return tool_class(config=config, tool_schema=schema)
 
 
 def get_tool_class(cls_name: str) -> type[Any]:
