@@ -24,8 +24,14 @@ class Judge:
 judge_object = Judge()
 number = 3
 
-def three(data_source, solution_str, ground_truth):
+def two(data_source, solution_str):
     return 0.0
+
+def three(data_source, solution_str, ground_truth, scale=1.0):
+    return scale * len(solution_str)
+
+async def three_async(data_source, solution_str, ground_truth):
+    return len(solution_str)
 """
 
 
@@ -49,6 +55,13 @@ def test_plain_async_and_callable_objects(reward_file):
     assert load_custom_reward(None) is None
 
 
+def test_a_function_may_do_without_extra_info(reward_file):
+    assert scores(load_custom_reward(reward_file, "three", {"scale": 2.0})) == [4.0, 2.0]
+    awaited = load_custom_reward(reward_file, "three_async")
+    assert inspect.iscoroutinefunction(awaited)
+    assert scores(awaited) == [2.0, 1.0]
+
+
 def test_reward_kwargs_reach_every_call(reward_file):
     assert scores(load_custom_reward(reward_file, reward_kwargs={"bonus": 10})) == [12.0, 11.0]
     slow = load_custom_reward(reward_file, "judge", {"scale": 3.0})
@@ -59,7 +72,7 @@ def test_reward_kwargs_reach_every_call(reward_file):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("compute_scor", "compute_score"), ("number", "must be a function"), ("three", "extra_info")],
+    [("compute_scor", "compute_score"), ("number", "must be a function"), ("two", "extra_info")],
 )
 def test_objects_that_cannot_be_called_are_rejected_at_start(reward_file, name, message):
     with pytest.raises(ConfigError, match=message):

@@ -1,10 +1,12 @@
 """Load the reward function that `custom_reward_function.path` and `.name` point to."""
 
 import functools
+import inspect
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verl.rewards.origin import is_coroutine_function
 from verl.rewards.processes import ProcessFunction, pack
 from verl.utils.errors import ConfigError
 from verl.utils.imports import load_extern_type
@@ -23,7 +25,8 @@ def load_custom_reward(
 ) -> Callable[..., Any] | None:
     """Load the user's reward function; return None if `path` is None or empty.
 
-    It is called as `compute_score(data_source, solution_str, ground_truth, extra_info)`. A plain
+    It is called as `compute_score(data_source, solution_str, ground_truth, extra_info)`; a function
+    without `extra_info` does not get it. A plain
     function runs in a process of its own, which can be killed if a call hangs; a coroutine function
     runs in this process. Both processes load the file, the other one first.
 
@@ -66,12 +69,48 @@ def load_function(
             f"{type(function).__name__}."
         )
     check_arguments(function, f"custom_reward_function '{name}' of '{path}'", extra, for_batches)
+    if not _takes_extra_info(function, extra, for_batches):
+        function = _without_extra_info(function)
     return functools.partial(function, **extra) if extra else function
 
 
 def check_arguments(
     function: Callable[..., Any], name: str, extra: Mapping[str, Any], for_batches: bool = False
 ) -> None:
-    """Raise ConfigError for a function that cannot be called with our keywords."""
+    """Raise ConfigError for a function that cannot be called with our keywords.
+
+    It may do without `extra_info`, as functions for evaluation in verl 0.5.
+    """
     arguments = _BATCH_ARGUMENTS if for_batches else _ARGUMENTS
-    check_keywords(function, (*arguments, *extra), name)
+    if _takes_extra_info(function, extra, for_batches):
+        check_keywords(function, (*arguments, *extra), name)
+
+
+def _takes_extra_info(
+    function: Callable[..., Any], extra: Mapping[str, Any], for_batches: bool
+) -> bool:
+    """Return False for a function that takes our keywords, `extra_info` excepted."""
+    if for_batches:
+        return True
+    try:
+        signature = inspect.signature(function)
+        signature.bind(**dict.fromkeys(_ARGUMENTS[:-1]), **extra)
+    except (TypeError, ValueError):
+        return True
+    parameters = signature.parameters.values()
+    any_keyword = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return any_keyword or _ARGUMENTS[-1] in signature.parameters
+
+
+def _without_extra_info(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, or coroutine function, with an argument `extra_info` that is not used."""
+
+    @functools.wraps(function)
+    def plain(*args: Any, extra_info: Any = None, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    @functools.wraps(function)
+    async def awaited(*args: Any, extra_info: Any = None, **kwargs: Any) -> Any:
+        return await function(*args, **kwargs)
+
+    return awaited if is_coroutine_function(function) else plain
