@@ -222,6 +222,42 @@ def test_adapters_alone(tmp_path: Path, adapters, alone, base: Path, capsys):
     assert "Set --base_model" in capsys.readouterr().err
 
 
+def test_options_of_verl_05_are_accepted(tmp_path: Path, alone, capsys, caplog, monkeypatch):
+    asked = []
+
+    class Hub:
+        def create_repo(self, name: str, **options: Any) -> str:
+            asked.append((name, options))
+            return f"https://hub/{name}"
+
+        def upload_folder(self, **options: Any) -> None:
+            asked.append(sorted(path.name for path in options["folder_path"].iterdir()))
+
+    monkeypatch.setattr("verl.jobs.merge.HfApi", Hub)
+    options = ["merge", "--backend", "fsdp", "--local_dir", str(alone[0])]
+    options += ["--target_dir", str(tmp_path / "one"), "--tie-word-embedding", "--is-value-model"]
+    options += ["--use_cpu_initialization", "--hf_model_path", "some/model"]
+    with caplog.at_level("WARNING", logger="verl"):
+        assert main([*options, "--hf_upload_path", "me/model", "--private"]) == 0
+    assert "Uploaded: https://hub/me/model" in capsys.readouterr().out
+    assert asked[0] == ("me/model", {"private": True, "exist_ok": True})
+    assert "model.safetensors" in asked[1]
+    assert len(caplog.messages) == 4
+    assert all(" has no effect: " in message for message in caplog.messages)
+
+
+def test_a_folder_that_the_hub_does_not_take_stays(tmp_path: Path, alone, capsys, monkeypatch):
+    def refuse(hub: Any, name: str, **options: Any) -> None:
+        raise OSError("401 Unauthorized.\nInvalid token")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
+    options = ["merge", "--local_dir", str(alone[0]), "--target_dir", str(tmp_path / "one")]
+    assert main([*options, "--hf_upload_path", "me/model"]) == 1
+    errors = capsys.readouterr().err
+    assert "could not be uploaded to 'me/model': 401 Unauthorized. Log in" in errors
+    assert (tmp_path / "one" / "model.safetensors").is_file()
+
+
 def test_merging_into_the_checkpoint_itself_completes_its_folder(tmp_path: Path):
     engine = policy_engine()
     engine.save(tmp_path, tokenizer=tiny_tokenizer())

@@ -6,8 +6,16 @@ from pathlib import Path
 
 from verl.utils.entry import exit_code
 from verl.utils.errors import ConfigError
+from verl.utils.logging import logger
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Options of verl 0.5 that are accepted, and why each has nothing to do here.
+WITHOUT_EFFECT = {
+    "--tie-word-embedding": "the checkpoint's own configuration says whether the head is tied",
+    "--is-value-model": "the checkpoint's own configuration says that it is a critic",
+    "--use_cpu_initialization": "the merge never uses a GPU",
+    "--hf_model_path": "configuration and tokenizer are in the checkpoint's folder huggingface",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,9 +32,13 @@ def _run(arguments: argparse.Namespace) -> str:
             "--backend fsdp reads checkpoints of this package from any number of ranks."
         )
 
+    for option, why in WITHOUT_EFFECT.items():
+        if getattr(arguments, _name(option)):
+            logger.warning("%s has no effect: %s.", option, why)
+
     import torch
 
-    from verl.jobs.merge import compare, export_adapters, merge
+    from verl.jobs.merge import compare, export_adapters, merge, upload
 
     settings = {"base_model": arguments.base_model, "dtype": getattr(torch, arguments.dtype)}
     if arguments.command == "test":
@@ -38,7 +50,15 @@ def _run(arguments: argparse.Namespace) -> str:
     else:
         merge(arguments.local_dir, arguments.target_dir, **settings)
 
-    return f"Written: {arguments.target_dir}"
+    written = f"Written: {arguments.target_dir}"
+    if arguments.hf_upload_path:
+        address = upload(arguments.target_dir, arguments.hf_upload_path, private=arguments.private)
+        written += f"\nUploaded: {address}"
+    return written
+
+
+def _name(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,12 +95,21 @@ def _parser() -> argparse.ArgumentParser:
             help="LoRA: folder or hub name of the frozen weights, if they have moved since training",
         )
 
+        for option in WITHOUT_EFFECT:
+            takes_value = option == "--hf_model_path"
+            action = "store" if takes_value else "store_true"
+            command.add_argument(option, action=action, help=argparse.SUPPRESS)
+
     to_merge.add_argument("--target_dir", required=True, type=Path, help="the folder to write")
     to_merge.add_argument(
         "--no-merge-adapters",
         action="store_true",
         help="LoRA: write only the adapters, in peft's format",
     )
+    to_merge.add_argument(
+        "--hf_upload_path", help="a repository of the Hugging Face hub to upload the folder to"
+    )
+    to_merge.add_argument("--private", action="store_true", help="make that repository private")
     to_test.add_argument(
         "--test_hf_dir", required=True, type=Path, help="the folder to compare with"
     )

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, PreTrainedModel
@@ -115,6 +116,25 @@ def export_adapters(local_dir: Path, target_dir: Path) -> None:
     with _unfinished(target_dir) as unfinished:
         shutil.copytree(role / ADAPTER_FOLDER, unfinished, dirs_exist_ok=True)
         os.replace(unfinished, target_dir)
+
+
+def upload(folder: Path, repository: str, *, private: bool = False) -> str:
+    """Upload a written folder to a repository of the hub, and return its address.
+
+    Raises:
+        CheckpointError: the hub did not take it; the folder stays.
+    """
+    hub = HfApi()
+    try:
+        address = hub.create_repo(repository, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=folder)
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise CheckpointError(
+            f"The folder {folder} is written, but could not be uploaded to '{repository}': "
+            f"{reason}. Log in with `hf auth login`, then run: hf upload {repository} {folder}"
+        ) from error
+    return str(address)
 
 
 def compare(
