@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from verl.single_controller.calls import ANSWER_S, REPORT_S, GroupFuture, Lost
-from verl.utils.errors import DeadlineError, WorkerLostError
+from verl.single_controller.worker_group import start_role
+from verl.utils.errors import ConfigError, DeadlineError, WorkerLostError
 
 DEADLINE_S = 100.0
 
@@ -67,3 +68,11 @@ def test_a_rank_that_dies_while_stacks_are_requested_is_named_as_dead():
     ranks = Scripted({0: None}, {1: Lost("exit code 9")})
     with pytest.raises(WorkerLostError, match=r"rank 1 \(machine, pid 1\) died: exit code 9"):
         call_on(ranks).result()
+
+
+@pytest.mark.parametrize("given", [dict, len])
+def test_what_is_no_worker_is_named_before_it_is_built(given: Any):
+    with pytest.raises(
+        ConfigError, match=f"'actor' must be a subclass of .*Worker, got {given.__name__}"
+    ):
+        start_role(Scripted(), "actor", given, (), {}, DEADLINE_S)

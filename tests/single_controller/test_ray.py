@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -389,12 +390,17 @@ def test_a_request_that_the_runs_own_ray_cannot_serve_fails_at_once(pools):
             RayResourcePool([64], use_gpu=use_gpu).new_processes(timeout_s=60.0)
 
 
-def test_a_cluster_without_room_reports_its_resources(pools, monkeypatch):
+def test_a_cluster_without_room_reports_its_resources(pools, monkeypatch, caplog):
     monkeypatch.setattr("verl.single_controller.ray.is_own", lambda: False)
+    monkeypatch.setattr("verl.single_controller.ray._SILENT_S", 0.1)
     with pytest.raises(
         ConfigError, match=r"no room for \[64\] processes with \{'CPU': 1.0, 'GPU': 1.0\} each"
     ):
         RayResourcePool([64]).new_processes(timeout_s=0.2)
+    [waiting] = caplog.messages
+    assert re.search(
+        r"found no room yet for \[64\].*its nodes have .* Waiting up to 0.2 s", waiting
+    )
     with pytest.raises(ConfigError, match=r"For two nodes of eight GPUs give \[8, 8\]"):
         RayResourcePool()
 

@@ -39,6 +39,7 @@ from verl.utils.sigterm import sigterm_kept
 
 _ADDRESS_S = 10.0
 _OWN_ROOM_S = 30.0  # wait for room in the run's own Ray, where only the run itself can free some
+_SILENT_S = 3.0  # of waiting for room
 RUNTIME_ENV: dict[str, Any] = {
     "excludes": EXCLUDES,
     "env_vars": {"TOKENIZERS_PARALLELISM": "false"},
@@ -309,21 +310,26 @@ class RayResourcePool:
             )
             groups.append(group)
 
-        if not all(group.wait(timeout_s) for group in groups):
-            for group in groups:
-                remove_placement_group(group)
-            nodes: list[dict[str, float]] = []
-            for node in ray.nodes():
-                if node["Alive"]:
-                    nodes.append({kind: node["Resources"].get(kind, 0) for kind in bundle})
-            raise ConfigError(
-                f"Ray found no room for {self.process_on_nodes} processes with {bundle} each "
-                f"within {timeout_s:g} s: its nodes have {nodes}, of which "
-                f"{ray.available_resources()} is free. Lower trainer.n_gpus_per_node or "
-                "trainer.nnodes, or start more nodes (`ray start --address=...`)."
-            )
+        soon = min(timeout_s, _SILENT_S)
+        if all(group.wait(soon) for group in groups):
+            return groups
 
-        return groups
+        asked = f"{self.process_on_nodes} processes with {bundle} each"
+        if timeout_s > soon:
+            logger.warning(
+                f"Ray found no room yet for {asked}: {_room(bundle)}. Waiting up to {timeout_s:g} s."
+            )
+            if all(group.wait(timeout_s - soon) for group in groups):
+                return groups
+
+        room = _room(bundle)
+        for group in groups:
+            remove_placement_group(group)
+        raise ConfigError(
+            f"Ray found no room for {asked} within {timeout_s:g} s: {room}. Lower "
+            "trainer.n_gpus_per_node or trainer.nnodes, or start more nodes "
+            "(`ray start --address=...`)."
+        )
 
     def shutdown(self) -> None:
         """End all processes of the pool after their current calls, and free its room."""
@@ -334,6 +340,17 @@ class RayResourcePool:
         self._groups = []
         self._all_ranks = []
         self._shared = None
+
+
+def _room(kinds: Iterable[str]) -> str:
+    """Describe how many CPUs or GPUs the nodes of the cluster have, and how many are free."""
+    nodes: list[dict[str, float]] = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            nodes.append({kind: node["Resources"].get(kind, 0) for kind in kinds})
+    available = ray.available_resources()
+    free = {kind: available.get(kind, 0) for kind in kinds}
+    return f"its nodes have {nodes}, of which {free} is free"
 
 
 class RayClassWithInitArgs:

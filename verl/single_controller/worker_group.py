@@ -374,7 +374,15 @@ def start_role(
     Args:
         deadline_s: for building, and the default of the group's calls.
         members: the ranks; None stands for all.
+
+    Raises:
+        ConfigError: the class is no subclass of `Worker`.
     """
+    if not isinstance(worker_class, type) or not issubclass(worker_class, Worker):
+        name = getattr(worker_class, "__name__", repr(worker_class))
+        raise ConfigError(
+            f"The class of '{role}' must be a subclass of verl.single_controller.Worker, got {name}."
+        )
     building: Arguments = ((worker_class, *args), kwargs)
     members = range(ranks.size) if members is None else members
     replies = ranks.submit(role, BUILD, dict.fromkeys(members, building))
