@@ -224,7 +224,7 @@ def world(files: Path, how: str) -> dict:
 
 
 def test_an_environment_that_raises_stops_the_run_or_is_dropped(files: Path):
-    with pytest.raises(RolloutError, match=r"the board is broken.*on_error=drop"):
+    with pytest.raises(RolloutError, match=r"the board is broken\. Fix it, or .*on_error=drop"):
         played(files, **world(files, "raise"))
     (trajectory,), metrics, _ = played(files, **world(files, "raise"), agent__on_error="drop")
     assert trajectory.is_dropped
@@ -294,7 +294,7 @@ def test_an_episode_that_ends_before_its_first_turn_releases_its_tools(files: Pa
 def test_a_simulated_user_that_raises_stops_the_run_or_is_dropped(files: Path):
     fields = {"extra_info": {"interaction_kwargs": {"name": "user"}}}
     settings = {"multi_turn__interaction_config_path": str(files / "users.yaml")}
-    with pytest.raises(RolloutError, match=r"no such answer.*on_error=drop"):
+    with pytest.raises(RolloutError, match=r"no such answer'?\. Fix it, or .*on_error=drop"):
         played(files, fields, **settings)
     (trajectory,), metrics, _ = played(files, fields, **settings, agent__on_error="drop")
     assert trajectory.is_dropped

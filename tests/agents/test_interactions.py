@@ -32,6 +32,21 @@ class PoliteInteraction(BaseInteraction):
 
     def finalize_interaction(self, instance_id):
         pass
+
+
+class ByKeyword(PoliteInteraction):
+    def __init__(self, *, config):
+        super().__init__(config)
+
+
+class ByPosition(PoliteInteraction):
+    def __init__(self, settings):
+        super().__init__(settings)
+
+
+class Unmade(PoliteInteraction):
+    def __init__(self, config):
+        raise OSError("no database")
 """
 
 
@@ -71,6 +86,22 @@ def test_interactions_of_a_file_by_dotted_path_and_by_file(tmp_path):
 
     assert asyncio.run(main()) == (True, "Thanks, friend", 0.5, {"turns": 2})
     assert session.outcomes == {"ok": 3}
+
+
+def test_a_class_is_called_by_keyword_or_by_position(tmp_path):
+    (tmp_path / "users.py").write_text(USERS_FILE)
+    for name in ("ByKeyword", "ByPosition"):
+        text = (
+            f"interaction: [{{class_name: '{tmp_path}/users.py:{name}', config: {{greeting: x}}}}]"
+        )
+        (made,) = initialize_interactions_from_config(write(tmp_path, text)).values()
+        assert made.config["greeting"] == "x"
+
+    path = write(tmp_path, f"interaction: [{{class_name: '{tmp_path}/users.py:Unmade'}}]")
+    with pytest.raises(
+        ConfigError, match=r"entry 1 .*Unmade\(config\) raised OSError: no database"
+    ):
+        initialize_interactions_from_config(path)
 
 
 @pytest.mark.parametrize(

@@ -405,6 +405,11 @@ def test_a_cluster_without_room_reports_its_resources(pools, monkeypatch, caplog
         RayResourcePool()
 
 
+def test_a_class_without_its_arguments_is_named():
+    with pytest.raises(ConfigError, match=r"must be RayClassWithInitArgs\(cls=.* got type\."):
+        RayWorkerGroup(RayResourcePool([1]), workers.Counter)  # pyright: ignore
+
+
 def test_an_existing_ray_is_used_unchanged(pools):
     before = ray.get_runtime_context().get_job_id()
     connect(address="no such cluster")

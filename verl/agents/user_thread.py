@@ -155,7 +155,8 @@ class UserSession:
         self.outcomes[call.outcome] += 1
         if call.outcome != "ok":
             self.failure = self.failure or call
-            say_once(f"{call.error} Episodes in which this happens end there.", logging.WARNING)
+            error = call.error.rstrip(".")
+            say_once(f"{error}. Episodes in which this happens end there.", logging.WARNING)
         return call
 
 

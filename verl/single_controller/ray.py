@@ -396,9 +396,14 @@ class RayWorkerGroup(WorkerGroup):
         device_name: str | None = None,
         ray_wait_register_center_timeout: int = 300,
     ) -> None:
-        ranks = resource_pool.new_processes()
         given = ray_cls_with_init
         colocated = isinstance(given, ColocatedClasses)
+        if not colocated and not isinstance(given, RayClassWithInitArgs):
+            raise ConfigError(
+                "ray_cls_with_init must be RayClassWithInitArgs(cls=MyWorker, ...) or the result "
+                f"of create_colocated_worker_cls, got {type(given).__name__}."
+            )
+        ranks = resource_pool.new_processes()
         classes = given.class_dict if colocated else {name_prefix or given.cls.__name__: given}
 
         self._groups: dict[str, WorkerGroup] = {}

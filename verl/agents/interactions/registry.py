@@ -1,5 +1,6 @@
 """Interactions of a YAML file, and the one that a row picks."""
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,24 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
             raise ConfigError(
                 f"{entry.where}: Duplicate interaction name '{name}' found. Set another `name:`."
             )
-        interactions[name] = entry.cls({**entry.config, "name": name})
+        interactions[name] = _make(entry.cls, {**entry.config, "name": name}, entry.where)
     return interactions
+
+
+def _make(cls: type, config: dict[str, Any], where: str) -> BaseInteraction:
+    """Call a class by the keyword `config`, or by position if it has another name for it."""
+    try:
+        inspect.signature(cls).bind(config=config)
+        by_name = True
+    except (TypeError, ValueError):  # ValueError: a class of C without a signature
+        by_name = False
+
+    try:
+        return cls(config=config) if by_name else cls(config)
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        raise ConfigError(
+            f"{where}: {cls.__name__}(config) raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def get_interaction_class(class_name: str) -> type:

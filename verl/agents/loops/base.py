@@ -239,7 +239,7 @@ def require_sound(failure: UserCall | None, on_error: str) -> None:
     """
     if failure is not None and failure.outcome == "crashed" and on_error == "stop":
         raise RolloutError(
-            f"{failure.error} Fix it, or drop such episodes: "
+            f"{failure.error.rstrip('.')}. Fix it, or drop such episodes: "
             "actor_rollout_ref.rollout.agent.on_error=drop."
         )
 
