@@ -103,7 +103,7 @@ def _takes_extra_info(
 
 
 def _without_extra_info(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, or coroutine function, with an argument `extra_info` that is not used."""
+    """Return the function with an argument `extra_info` that is not used."""
 
     @functools.wraps(function)
     def plain(*args: Any, extra_info: Any = None, **kwargs: Any) -> Any:

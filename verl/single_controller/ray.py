@@ -314,10 +314,10 @@ class RayResourcePool:
         if all(group.wait(soon) for group in groups):
             return groups
 
-        asked = f"{self.process_on_nodes} processes with {bundle} each"
         if timeout_s > soon:
             logger.warning(
-                f"Ray found no room yet for {asked}: {_room(bundle)}. Waiting up to {timeout_s:g} s."
+                f"Ray found no room yet for {self.process_on_nodes} processes with {bundle} each: "
+                f"{_room(bundle)}. Waiting up to {timeout_s:g} s."
             )
             if all(group.wait(timeout_s - soon) for group in groups):
                 return groups
@@ -326,9 +326,9 @@ class RayResourcePool:
         for group in groups:
             remove_placement_group(group)
         raise ConfigError(
-            f"Ray found no room for {asked} within {timeout_s:g} s: {room}. Lower "
-            "trainer.n_gpus_per_node or trainer.nnodes, or start more nodes "
-            "(`ray start --address=...`)."
+            f"Ray found no room for {self.process_on_nodes} processes with {bundle} each "
+            f"within {timeout_s:g} s: {room}. Lower trainer.n_gpus_per_node or trainer.nnodes, or "
+            "start more nodes (`ray start --address=...`)."
         )
 
     def shutdown(self) -> None:
