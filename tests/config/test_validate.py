@@ -27,7 +27,7 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2")
         ),
         (f"{ACTOR}.ppo_mini_batch_size=16", "must not exceed data.train_batch_size.*16 and 8"),
         ("critic.ppo_mini_batch_size=3", "divisible by critic.ppo_mini_batch_size, got 8 and 3"),
-        ("data.train_batch_size=0", "data.train_batch_size must be above 0, got 0"),
+        ("data.train_batch_size=0", "data.train_batch_size must be above 0 with .*sync, got 0"),
         (f"{ROLLOUT}.max_model_len=1000", r"max_model_len must hold.*512 \+ 512.*got 1000.*1024"),
         (
             f"{ACTOR}.ppo_max_token_len_per_gpu=1000",

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,9 +94,11 @@ def compose_by_hydra(command: CommandLine, root: str) -> dict[str, Any]:
     ]
     # A user's folder of YAML files may have the name of a backend's key.
     overrides = [*without_backends(overrides, root, groups)]
+    # A value for a whole section is none for a config group.
+    sections = {override.lstrip("+").partition("=")[0] for override in overrides}
     try:
         with (
-            _stand_in(root),
+            _stand_in(root, sections),
             warnings.catch_warnings(),
             initialize_config_dir(str(folder), version_base=HYDRA_VERSION),
         ):
@@ -112,25 +114,32 @@ def compose_by_hydra(command: CommandLine, root: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _stand_in(root: str) -> Iterator[None]:
+def _stand_in(root: str, sections: Set[str]) -> Iterator[None]:
     """Replace `root` in Hydra's ConfigStore by an empty tree within the context.
 
     Outside, it is the schema, for users' own Hydra programs. Files of verl's that hold defaults are
-    empty, too; a user's own file of such a name comes first.
+    empty, too, but for groups that are `sections`; a user's own file of such a name comes first.
     """
     store = ConfigStore.instance()
-    # Put back as it was: to store the schema again would copy the whole tree.
-    repo = store.repo
-    store.repo = {key: {**node} if isinstance(node, dict) else node for key, node in repo.items()}
+    # Put back as it was: to store the schema again would copy the whole tree. The rest stays: Hydra
+    # itself registers its plugins at its first composition.
+    schema = store.repo[f"{root}.yaml"]
     store.store(name=root, node={})
-    for group, files in GROUPS.get(root, {}).items():
-        for file in files:
+    added = []
+    groups = GROUPS.get(root, {})
+    for group in groups.keys() - sections:
+        for file in groups[group]:
             if f"{file}.yaml" not in store.repo.get(group, {}):  # a user's program may have it
                 store.store(group=group, name=file, node={}, package="_global_")
+                added.append((group, f"{file}.yaml"))
     try:
         yield
     finally:
-        store.repo = repo
+        store.repo[f"{root}.yaml"] = schema
+        for group, file in added:
+            del store.repo[group][file]
+            if not store.repo[group]:
+                del store.repo[group]
 
 
 def _asks_for_files(command: CommandLine) -> bool:
