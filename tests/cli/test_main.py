@@ -105,22 +105,6 @@ def test_dry_run_calls_the_plan(monkeypatch, argv):
     assert called == [["a=1"]]
 
 
-def test_yaml_file_becomes_hydra_options(called):
-    cli.main(["plan", "--json", "runs/small.yaml", "a=1"])
-    assert called == [
-        (
-            "verl.diagnostics.plan",
-            ["--json", "--config-path", "runs", "--config-name", "small", "a=1"],
-        )
-    ]
-
-
-def test_second_yaml_file_is_rejected(capsys, called):
-    assert cli.main(["train", "one.yaml", "other.yaml"]) == 1
-    assert "got a second one: other.yaml" in capsys.readouterr().err
-    assert called == []
-
-
 def test_merge_needs_no_backend(called):
     cli.main(["merge", "--local_dir", "actor"])
     assert called == [("verl.jobs.main_merge", ["merge", "--local_dir", "actor"])]
@@ -139,7 +123,6 @@ def test_usage_shows_the_command_as_typed(command, capsys):
     assert ended.value.code == 0
     (usage,) = [line for line in capsys.readouterr().out.splitlines() if line[:7] == "usage: "]
     assert usage.startswith(f"usage: verl {command.words} ")
-    assert ("[key=value ...]" in usage) == command.takes_keys
 
 
 def test_missing_package_error_names_the_install_command(capsys, monkeypatch):

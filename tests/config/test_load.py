@@ -224,7 +224,6 @@ def test_conflicting_aliases_are_an_error(load: Load):
         ("data.train_files=", "data.train_files has an empty path, as an unset variable"),
         ("~data.shuffle", "Could not delete.*key=null"),
         ("fast", "Expected key=value, got 'fast'"),
-        ("runs/a.yaml", "Name a YAML file by --config-path=runs --config-name=a"),
         ("--multirun", "one run per configuration"),
         ("--cfg=hydra", "expected 'job', got 'hydra'"),
         ("--config-name", "--config-name needs a value"),
@@ -240,6 +239,18 @@ def test_conflicting_aliases_are_an_error(load: Load):
 def test_unreadable_overrides_are_explained(load: Load, override: str, message: str):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         load(override)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["runs/a.yaml", "b.yml"], "runs/a.yaml and b.yml. Name the second one in"),
+        (["a.yaml", "--config-name=b"], "--config-name=b and a.yaml"),
+    ],
+)
+def test_a_second_yaml_file_is_refused(load: Load, arguments: list[str], named: str):
+    with pytest.raises(ConfigError, match=f"one YAML file, got {named}"):
+        load(*arguments)
 
 
 def _write(folder: Path, name: str, text: str) -> Path:
@@ -268,7 +279,11 @@ actor_rollout_ref:
 @pytest.mark.parametrize("search", ["file://verl/trainer/config", "pkg://verl.trainer.config"])
 @pytest.mark.parametrize(
     "form",
-    ["--config-path={folder} --config-name={name}", "--config-path {folder} -cn {name}.yaml"],
+    [
+        "--config-path={folder} --config-name={name}",
+        "--config-path {folder} -cn {name}.yaml",
+        "{folder}/{name}.yaml",
+    ],
 )
 def test_user_yaml_ranks_between_defaults_and_overrides(tmp_path: Path, form: str, search: str):
     folder = _write(tmp_path / "config", "mine", USERS_YAML.replace("SEARCHPATH", search))

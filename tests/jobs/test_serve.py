@@ -117,6 +117,7 @@ def test_unservable_settings_are_reported_in_one_line(capsys, argv: list[str], s
         (["it's/here", "a=1"], [r"model.path='it\'s/here'", "a=1"]),
         (["model.path=toy"], ["model.path=toy"]),
         (["--cfg", "job"], ["--cfg", "job"]),
+        (["run.yaml"], ["run.yaml"]),
         ([], []),
     ],
 )

@@ -15,7 +15,6 @@ class Command:
     summary: str
     example: str
     first: tuple[str, ...] = ()
-    takes_keys: bool = True  # key=value, and a YAML file instead of --config-path and --config-name
 
 
 _ALL = (
@@ -24,7 +23,6 @@ _ALL = (
         module="verl.diagnostics.doctor",
         summary="check whether this machine is fit to train; print a fix for each fault",
         example="verl doctor",
-        takes_keys=False,
     ),
     Command(
         words="plan",
@@ -51,28 +49,24 @@ _ALL = (
         module="verl.jobs.main_view",
         summary="look at recorded runs in a browser: curves, time, samples, tokens",
         example="verl view checkpoints/toy/toy",
-        takes_keys=False,
     ),
     Command(
         words="compare",
         module="verl.jobs.main_compare",
         summary="find the first step, phase, tensor and token in which two runs differ",
         example="verl compare checkpoints/toy/one checkpoints/toy/other",
-        takes_keys=False,
     ),
     Command(
         words="capsule",
         module="verl.jobs.main_capsule",
         summary="put one step of a recorded run into a file",
         example="verl capsule checkpoints/toy/toy --step 7",
-        takes_keys=False,
     ),
     Command(
         words="replay",
         module="verl.jobs.main_replay",
         summary="execute the step of a capsule again, and compare it phase by phase",
         example="verl replay toy-step-7.zip",
-        takes_keys=False,
     ),
     Command(
         words="sft",
@@ -86,7 +80,6 @@ _ALL = (
         summary="write a checkpoint as a Hugging Face folder",
         example="verl merge --local_dir checkpoints/toy/toy/global_step_10/actor --target_dir merged",
         first=("merge",),
-        takes_keys=False,
     ),
     Command(
         words="generate",

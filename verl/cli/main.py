@@ -2,12 +2,10 @@
 
 import importlib
 import sys
-from pathlib import Path
 
 import verl
 from verl.cli.commands import COMMANDS, Command
 from verl.utils.entry import exit_code
-from verl.utils.errors import ConfigError
 from verl.utils.launcher import end_with_launcher
 from verl.utils.registry import nearest_names
 
@@ -39,8 +37,7 @@ def _answer(argv: list[str]) -> int:
 
 
 def _run(command: Command, argv: list[str]) -> int:
-    arguments = [*command.first, *(_with_files(argv) if command.takes_keys else argv)]
-    return importlib.import_module(command.module).main(arguments)
+    return importlib.import_module(command.module).main([*command.first, *argv])
 
 
 def _find(argv: list[str]) -> tuple[Command | None, list[str]]:
@@ -61,24 +58,6 @@ def _unknown(argv: list[str]) -> str:
         f"No command '{tried}'. Nearest: {nearest_names(tried, list(COMMANDS))}. All of them: verl "
         "--help"
     )
-
-
-def _with_files(argv: list[str]) -> list[str]:
-    """Replace `folder/name.yaml` by Hydra's two options, unless it follows one of them."""
-    arguments = []
-    for before, argument in zip(["", *argv], argv):
-        path = Path(argument)
-        is_value = before in ("--config-name", "-cn")
-        if path.suffix in (".yaml", ".yml") and "=" not in argument and not is_value:
-            if "--config-path" in arguments:
-                raise ConfigError(
-                    f"One YAML file a run, got a second one: {argument}. Name it in the first's "
-                    "`defaults:`."
-                )
-            arguments += ["--config-path", str(path.parent), "--config-name", path.stem]
-        else:
-            arguments.append(argument)
-    return arguments
 
 
 def _help() -> str:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from verl.config.command_line import names_a_file
 from verl.config.load import load_config
 from verl.config.train import TrainConfig
 from verl.data.build import build_dataset, data_files
@@ -81,7 +82,9 @@ class FileRows:
 def _with_a_model(overrides: list[str]) -> list[str]:
     """Add the packaged model if none is named, because a configuration must have one."""
     is_named = any("actor_rollout_ref.model.path=" in override for override in overrides)
-    has_file = any(override.startswith(("--config", "-c")) for override in overrides)
+    has_file = any(
+        override.startswith(("--config", "-c")) or names_a_file(override) for override in overrides
+    )
     return overrides if is_named or has_file else ["actor_rollout_ref.model.path=toy", *overrides]
 
 

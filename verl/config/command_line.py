@@ -11,7 +11,7 @@ usage: verl {command} [options] [config.yaml] [key=value ...]
   a.b.c=value             set a key; also +a.b.c=value, ++a.b.c=value and --a.b.c=value
   config.yaml             a YAML file of keys; start it with `defaults: [{root}, _self_]`
   --config-path FOLDER    folder of your YAML file (relative to the current one)
-  --config-name NAME      its name; `python -m {module}` takes these two instead
+  --config-name NAME      its name; these two stand for config.yaml
   --config-dir FOLDER     a further folder to look for YAML files in
   --cfg job               print the configuration and stop
   --help                  print this and stop
@@ -45,11 +45,12 @@ _VALUE_OPTIONS = {
 
 
 def parse_command_line(argv: list[str]) -> CommandLine:
-    """Separate options from overrides.
+    """Separate options from overrides. A YAML file that is named alone sets its folder and name.
 
     Overrides lose leading dashes; nothing is interpreted yet.
     """
     command = CommandLine()
+    files: list[Path] = []
     arguments = iter(argv)
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -65,10 +66,36 @@ def parse_command_line(argv: list[str]) -> CommandLine:
             continue  # printed values are always resolved
         elif argument in ("--multirun", "-m"):
             raise ConfigError(f"{argument} is not available: start one run per configuration.")
+        elif names_a_file(argument):
+            files.append(Path(argument))
         else:
             command.overrides.append(_normalised_override(argument))
 
+    if files:
+        _set_file(command, files)
     return command
+
+
+def names_a_file(argument: str) -> bool:
+    """Return whether an argument is a YAML file, without an option before it."""
+    is_yaml = argument.endswith((".yaml", ".yml"))
+    return is_yaml and "=" not in argument and not argument.startswith(("-", "+"))
+
+
+def _set_file(command: CommandLine, files: list[Path]) -> None:
+    named = [str(file) for file in files]
+    if command.config_name is not None:
+        named.insert(0, f"--config-name={command.config_name}")
+    if command.config_path is not None:
+        named.insert(0, f"--config-path={command.config_path}")
+    if len(named) > 1:
+        raise ConfigError(
+            f"A run has one YAML file, got {' and '.join(named)}. Name the second one in the "
+            "`defaults:` of the first."
+        )
+
+    command.config_path = str(files[0].parent)
+    command.config_name = files[0].stem
 
 
 def _set_option(command: CommandLine, option: str, value: str) -> None:
@@ -93,12 +120,6 @@ def _normalised_override(argument: str) -> str:
     if override.startswith("~"):
         return override
     key, equals, value = override.partition("=")
-    if not equals and argument.endswith((".yaml", ".yml")):
-        file = Path(argument)
-        raise ConfigError(
-            f"Expected key=value, got '{argument}'. Name a YAML file by --config-path={file.parent} "
-            f"--config-name={file.stem}; the commands of `verl` take it as it is."
-        )
     if not equals:
         raise ConfigError(f"Expected key=value, got '{argument}'. See --help for the options.")
     if "/" in key or "@" in key:

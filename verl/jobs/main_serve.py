@@ -2,6 +2,7 @@
 
 import sys
 
+from verl.config.command_line import names_a_file
 from verl.trainer.main_ppo import main as run_job
 from verl.utils.errors import restated
 from verl.utils.garbage import loading_packages
@@ -33,6 +34,8 @@ def job(argv: list[str]) -> None:
 def with_model_key(argv: list[str]) -> list[str]:
     """Give a model that stands first its key, `model.path`."""
     if not argv or argv[0].startswith(("-", "+", "~model")) or "=" in argv[0]:
+        return argv
+    if names_a_file(argv[0]):
         return argv
     quoted = argv[0].replace("'", "\\'")
     return [f"model.path='{quoted}'", *argv[1:]]
