@@ -86,6 +86,7 @@ def test_unknown_key_suggests_the_nearest(written: str, nearest: str):
         ("actor_rollout_ref.actor.tis_imp_ratio_cap", "rollout_is_threshold"),
         ("reward_model.n_gpus_per_node", r"trainer\.placement\.reward_model"),
         ("actor_rollout_ref.rollout.data_parallel_size", "tensor_model_parallel_size"),
+        ("trainer.remove_previous_ckpt_in_save", r"trainer\.max_actor_ckpt_to_keep=1"),
         ("global_profiler.steps", r"trainer\.profile_steps"),
         ("data.messages_key", r"data\.prompt_key"),
         ("actor_rollout_ref.actor.veomni.fsdp_size", r"one backend"),

@@ -351,6 +351,7 @@ def test_command_line_validation_needs_files(asked: str, load: Load, build: Load
         (f"{ROLLOUT}.calculate_log_probs=True", False),
         (f"{ACTOR}.use_torch_compile=True", False),
         ("trainer.balance_batch=False", True),
+        ("trainer.worker_nsight_options={trace: nvtx}", True),
         ("ray_init.num_cpus=8", False),
     ],
 )

@@ -93,11 +93,12 @@ _ABSENT = {
     "reward_loop.": "leave it out: responses are scored while others are generated.",
     "transfer_queue.": "leave it out: ranks pass batches on by themselves.",
     "rollout.skip": "leave it out: `verl replay` executes a recorded step again.",
+    "trainer.remove_previous_ckpt_in_save": (
+        "trainer.max_actor_ckpt_to_keep=1 keeps the newest checkpoint alone."
+    ),
     "trainer.profile_interval": _TIMELINE,
     "profiler.": _TIMELINE,
     "global_profiler": _TIMELINE,
-    "nsight_options": _TIMELINE,
-    "npu_profile": _TIMELINE,
 }
 # Sections of training that other programs do not have, with the way out.
 _PLAY_IN_TRAINING = (

@@ -5,6 +5,8 @@ from typing import Any
 
 from verl.config.setting import setting
 
+_NO_PROFILER = "no profiler is started; trainer.profile_steps writes timelines"
+
 
 @dataclass(kw_only=True, slots=True)
 class PlacementConfig:
@@ -179,6 +181,15 @@ class TrainerConfig(RunConfig):
             "steps of which a timeline is written, a Chrome trace for each: "
             "default_local_dir/timeline/global_step_N.json"
         ),
+    )
+    controller_nsight_options: dict[str, Any] = setting(
+        {}, "options of Nsight for the driver", no_effect=_NO_PROFILER
+    )
+    worker_nsight_options: dict[str, Any] = setting(
+        {}, "options of Nsight for the workers", no_effect=_NO_PROFILER
+    )
+    npu_profile: dict[str, Any] = setting(
+        {}, "options of the profiler of NPUs", no_effect=_NO_PROFILER
     )
     ray_wait_register_center_timeout: int = setting(
         300,
