@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.agents.entries import load_class
 from verl.utils.errors import ConfigError, MissingDependencyError
 from verl.utils.imports import import_user_code, load_extern_type, load_module, require
 
@@ -45,6 +46,18 @@ def test_a_users_file_is_loaded_once_and_never_shadows_another(tmp_path):
     other = tmp_path / "b" / "reward.py"
     assert (load_extern_type(str(one), "value"), load_extern_type(str(other), "value")) == (1, 2)
     assert load_module(str(one)).made is load_module(str(one)).made
+
+
+def test_the_schemes_of_verl_name_modules_and_files(tmp_path, monkeypatch):
+    (tmp_path / "named_by_scheme.py").write_text("class Mine: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_extern_type("pkg://named_by_scheme", "Mine").__module__ == "named_by_scheme"
+    assert load_class("pkg://named_by_scheme.Mine").__module__ == "named_by_scheme"
+
+    file = str(tmp_path / "named_by_scheme.py")
+    assert load_module(f"file://{file}") is load_module(file)
+    with pytest.raises(ConfigError, match="Cannot import 'no_such_module'"):
+        load_module("pkg://no_such_module")
 
 
 @pytest.mark.parametrize("as_list", [True, False], ids=["list", "commas"])

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from verl.utils.errors import ConfigError, MissingDependencyError
-from verl.utils.imports import load_extern_type, require
+from verl.utils.imports import load_extern_type, require, without_scheme
 from verl.utils.registry import refuse_unknown
 
 _KEYS = ("name", "class_name", "config")
@@ -131,6 +131,7 @@ def checked_roles(where: str, roles: Any) -> tuple[str, ...]:
 
 
 def _split(reference: str) -> tuple[str, str, str]:
+    reference = without_scheme(reference)
     place, separator, name = reference.rpartition(":")
     return (place, separator, name) if separator else reference.rpartition(".")
 

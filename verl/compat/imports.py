@@ -27,7 +27,8 @@ def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
     """Return the object `type_name` of a user's .py file or module; None without a path."""
     if not file_path:
         return None
-    if file_path.endswith(".py") and not Path(file_path).expanduser().is_file():
+    path = Path(imports.without_scheme(file_path)).expanduser()
+    if path.suffix == ".py" and not path.is_file():
         raise MissingFileError(f"Expected a Python file at '{file_path}', found none.")
 
     try:

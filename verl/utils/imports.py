@@ -65,9 +65,12 @@ def import_user_code(*named: str | Sequence[str] | None) -> None:
 def load_module(path_or_name: str) -> ModuleType:
     """Import a user's `.py` file (once per process), or a module by its dotted name.
 
+    `pkg://package.module` and `file:///folder/file.py`, as verl writes them, are understood.
+
     Raises ConfigError if it does not exist or fails to load, and MissingDependencyError if a
     package that it imports is not installed.
     """
+    path_or_name = without_scheme(path_or_name)
     path = Path(path_or_name).expanduser()
     if path.suffix != ".py":
         return _import_by_name(path_or_name)
@@ -92,6 +95,11 @@ def load_module(path_or_name: str) -> ModuleType:
             raise explained from error
 
     return sys.modules[name]
+
+
+def without_scheme(path_or_name: str) -> str:
+    """Return the name of a module without `pkg://`, and a path without `file://`."""
+    return path_or_name.removeprefix("pkg://").removeprefix("file://")
 
 
 def _import_by_name(name: str) -> ModuleType:
