@@ -72,7 +72,12 @@ def test_reward_kwargs_reach_every_call(reward_file):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("compute_scor", "compute_score"), ("number", "must be a function"), ("two", "extra_info")],
+    [
+        ("compute_scor", "compute_score"),
+        ("number", "must be a function"),
+        ("two", "extra_info"),
+        ("Judge", r"it is a class.*compute_score = Judge\(\)"),
+    ],
 )
 def test_objects_that_cannot_be_called_are_rejected_at_start(reward_file, name, message):
     with pytest.raises(ConfigError, match=message):

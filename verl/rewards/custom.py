@@ -68,6 +68,11 @@ def load_function(
             f"custom_reward_function.name='{name}' in '{path}' must be a function, it is "
             f"{type(function).__name__}."
         )
+    if isinstance(function, type):
+        raise ConfigError(
+            f"custom_reward_function.name='{name}' in '{path}' must be a function, it is a class. "
+            f"Name an instance of it, which has __call__: compute_score = {name}()."
+        )
     check_arguments(function, f"custom_reward_function '{name}' of '{path}'", extra, for_batches)
     if not _takes_extra_info(function, extra, for_batches):
         function = _without_extra_info(function)
