@@ -37,6 +37,22 @@ def test_messages_alone_are_encoded():
     assert batch.non_tensor_batch["raw_prompt"][0] == items[0]["raw_prompt"]
 
 
+def test_the_prompt_of_a_row_is_encoded():
+    def encode(messages):
+        return [len(message["content"]) for message in messages]
+
+    messages = [{"role": "user", "content": "ab"}]
+    batch = collate([{"prompt": messages, "level": 1}, {"prompt": "abc", "level": 2}], encode)
+    assert set(batch.non_tensor_batch) == {"raw_prompt_ids", "raw_prompt", "level"}
+    assert batch.non_tensor_batch["raw_prompt_ids"].tolist() == [[2], [3]]
+    assert batch.non_tensor_batch["raw_prompt"][0] == messages
+
+    with pytest.raises(
+        DataError, match="The prompt of an item must be a list of messages.*int: '3'"
+    ):
+        collate([{"prompt": 3}], encode)
+
+
 def test_tensors_of_equal_shape_are_stacked():
     rows = [
         {"raw_prompt_ids": [1], "same": torch.zeros(2), "other": torch.zeros(size)}

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.data.chat import as_messages
 from verl.protocol import DataProto
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import DataError
@@ -22,7 +23,9 @@ def collate(
     Tensors of equal shape are stacked to tensor columns; all other values become object columns. An
     item of a user's dataset may have `input_ids` (P,) and `attention_mask` (P,) instead of
     `raw_prompt_ids`, or as in verl 0.7 the messages `raw_prompt` alone, which `encode` turns into
-    token ids. Raises DataError if an item lacks prompt ids, or keys differ.
+    token ids. A `prompt` as in a row of data becomes `raw_prompt`.
+
+    Raises DataError if an item lacks prompt ids, or keys differ.
     """
     rows = [_with_prompt_ids(item, encode) for item in items]
     return DataProto.from_single_dict(columns_of(rows))
@@ -54,13 +57,16 @@ def _with_prompt_ids(
     item: dict[str, Any], encode: Callable[[Any], list[int]] | None
 ) -> dict[str, Any]:
     ids = item.get("raw_prompt_ids")
-    if ids is None and "input_ids" not in item and encode is not None and item.get("raw_prompt"):
-        ids = encode(item["raw_prompt"])
+    if ids is None and "input_ids" not in item and encode is not None:
+        item = _with_messages(item)
+        if item.get("raw_prompt"):
+            ids = encode(item["raw_prompt"])
+
     if ids is None:
         if "input_ids" not in item:
             raise DataError(
-                "An item needs raw_prompt_ids (a list of token ids), input_ids or raw_prompt "
-                f"(messages), got keys {list(item)}."
+                "An item needs raw_prompt_ids (a list of token ids), input_ids, raw_prompt or "
+                f"prompt (messages), got keys {list(item)}."
             )
         padded = torch.as_tensor(item["input_ids"])
         mask = torch.as_tensor(item.get("attention_mask", torch.ones_like(padded)))
@@ -83,3 +89,15 @@ def _with_prompt_ids(
         if key not in ("raw_prompt_ids", *_PADDED):
             columns[key] = value
     return columns
+
+
+def _with_messages(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item with `raw_prompt`, made of its `prompt` if there is no other."""
+    if item.get("raw_prompt") or item.get("prompt") is None:
+        return item
+    columns = {key: value for key, value in item.items() if key not in ("prompt", "raw_prompt")}
+    try:
+        messages = as_messages(item["prompt"])
+    except DataError as error:
+        raise DataError(f"The prompt of an item {error}.") from error
+    return {**columns, "raw_prompt": messages}
