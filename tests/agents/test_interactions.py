@@ -126,7 +126,7 @@ def test_a_class_is_called_by_keyword_or_by_position(tmp_path):
             f"interaction: [{{class_name: {GSM8K}}}, {{name: gsm8k, class_name: {GSM8K}}}]",
             ["entry 2", "Duplicate interaction name 'gsm8k' found"],
         ),
-        ("interaction: [", ["must be a YAML file"]),
+        ("interaction: [", ["line 1, column 15, is not YAML: expected the node content"]),
     ],
 )
 def test_mistakes_name_file_entry_and_key(tmp_path, text, facts):

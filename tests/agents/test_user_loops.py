@@ -374,7 +374,7 @@ def test_a_missing_loop_file_names_its_key(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "must be a YAML file"),
+        ("a: [", "loops.yaml', line 1, column 5, is not YAML: expected the node content"),
         ("name: a", "must be a list of"),
         ("- name: a", "entry 0: expected the keys name and _target_"),
         ("- {name: a, _target_: verl.rollout.trajectory.Trajectory}", "with run .*or with play"),

@@ -380,8 +380,20 @@ def test_yaml_errors_are_config_errors(tmp_path: Path):
     ):
         load_config([f"--config-path={folder}", "--config-name=badtype", *BASE[:2]])
 
-    with pytest.raises(ConfigError, match="(?s)broken.yaml.*line 1"):
+    with pytest.raises(ConfigError) as raised:
         load_config([f"--config-path={folder}", "--config-name=broken", *BASE])
+    assert str(raised.value) == (
+        f"'{folder / 'broken.yaml'}', line 1, column 28, is not YAML: expected ',' or ']', but got "
+        "'}' (while parsing a flow sequence that begins in line 1, column 26). Indent with spaces, "
+        "and quote texts with special characters."
+    )
+    (folder / "latin.yaml").write_bytes(b"a: \xfc\n")
+    with pytest.raises(ConfigError, match="not text in UTF-8: got byte 0xfc at position 3"):
+        load_config([str(folder / "latin.yaml"), *BASE])
+    (folder / "latin.yaml").write_bytes(b"a: \x01\n")
+    with pytest.raises(ConfigError, match="latin.yaml' is not YAML: special characters are not"):
+        load_config([str(folder / "latin.yaml"), *BASE])
+    (folder / "latin.yaml").unlink()
     _write(tmp_path, "list", "[data, trainer]\n")
     with pytest.raises(ConfigError, match="'list.yaml' must hold keys"):
         load_config([f"--config-path={folder}", "--config-name=list", *BASE])

@@ -434,7 +434,7 @@ def test_a_runtime_environment_may_be_a_file(tmp_path):
     file.write_text("- data/")
     with pytest.raises(ConfigError, match=r"must hold a mapping, got \['data/'\] \(list\)"):
         merged_runtime_env(str(file))
-    with pytest.raises(ConfigError, match="not a YAML file that can be read"):
+    with pytest.raises(ConfigError, match="no/such/file.yaml cannot be read"):
         merged_runtime_env("no/such/file.yaml")
 
 

@@ -11,6 +11,7 @@ import yaml
 from verl.utils.errors import ConfigError, MissingDependencyError
 from verl.utils.imports import load_extern_type, require, without_scheme
 from verl.utils.registry import refuse_unknown
+from verl.utils.yaml_text import explain_yaml
 
 _KEYS = ("name", "class_name", "config")
 
@@ -58,7 +59,7 @@ def read_yaml(path: str | Path, setting: str | None = None) -> Any:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         place = "" if setting is None else f"{setting}: "
-        raise ConfigError(f"{place}'{path}' must be a YAML file: {error}") from error
+        raise ConfigError(f"{place}{explain_yaml(error, path)}") from error
 
 
 def load_class(reference: str, folder: Path | None = None) -> type:

@@ -20,6 +20,7 @@ from verl.config.backends import GROUPS, missing_backend, without_backends
 from verl.config.command_line import CommandLine
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
+from verl.utils.yaml_text import explain_yaml
 
 HYDRA_VERSION = "1.3"  # the rules by which Hydra reads a command line
 _REFUSALS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
@@ -184,6 +185,9 @@ def _as_group(override: str, groups: set[str]) -> str:
 
 
 def _hydra_message(error: Exception, command: CommandLine, folder: Path, root: str) -> str:
+    if isinstance(error, (yaml.YAMLError, UnicodeDecodeError)):
+        return explain_yaml(error)
+
     text = str(error.__cause__ if not str(error).strip() and error.__cause__ else error).strip()
     if isinstance(error, OverrideParseException):
         override = error.override.lstrip("+")

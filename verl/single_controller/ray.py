@@ -36,6 +36,7 @@ from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_r
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 from verl.utils.sigterm import sigterm_kept
+from verl.utils.yaml_text import explain_yaml
 
 _ADDRESS_S = 10.0
 _OWN_ROOM_S = 30.0  # wait for room in the run's own Ray, where only the run itself can free some
@@ -86,10 +87,10 @@ def merged_runtime_env(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
 def _read_yaml(path: str) -> Any:
     try:
         return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"ray_init.runtime_env={path} is not a YAML file that can be read: {error}"
-        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"ray_init.runtime_env: {explain_yaml(error, path)}") from error
+    except OSError as error:
+        raise ConfigError(f"ray_init.runtime_env={path} cannot be read: {error}") from error
 
 
 def _check_address(address: str | None) -> None:

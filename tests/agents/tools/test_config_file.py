@@ -71,7 +71,7 @@ tools:
     ("text", "message"),
     [
         ("tools: 3", "list of tools under the key 'tools'"),
-        ("[1", "not a YAML file"),
+        ("[1", "line 1, column 3, is not YAML"),
         ("tools: [3]", "tools entry 1: expected keys"),
         (f"tools: [{{class_name: {COUNTER}, configs: {{}}}}]", "entry 1: unknown key 'configs'"),
         ("tools: [{config: {}}]", "entry 1, class_name: expected a class"),
@@ -138,6 +138,17 @@ def test_tools_before_a_wrong_entry_are_shut_down(write, monkeypatch):
 def test_a_missing_file_is_an_error():
     with pytest.raises(ConfigError, match=r"tool_config_path.*nowhere.yaml"):
         read_tool_config("nowhere.yaml")
+
+
+def test_a_mistake_of_yaml_is_one_sentence_with_its_place(write):
+    path = write("tools:\n\t- class_name: a\n")
+    with pytest.raises(ConfigError) as caught:
+        read_tool_config(path)
+    assert str(caught.value) == (
+        f"multi_turn.tool_config_path: '{path}', line 2, column 1, is not YAML: found character "
+        "'\\t' that cannot start any token (while scanning for the next token). Indent with "
+        "spaces, and quote texts with special characters."
+    )
 
 
 def test_a_class_may_come_from_a_file(tmp_path):

@@ -16,10 +16,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from verl.agents.entries import load_class
 from verl.agents.tools.base import BaseTool, as_schema, shut_down
 from verl.utils.errors import ConfigError, VerlError
 from verl.utils.registry import refuse_unknown
+from verl.utils.yaml_text import explain_yaml
 
 _KEYS = ("class_name", "config", "tool_schema", "mcp")
 OWN_PACKAGE = "verl."  # classes under it come with this package
@@ -179,8 +182,11 @@ def _load_yaml(path: str | Path) -> Any:
         )
     try:
         return OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"multi_turn.tool_config_path: {explain_yaml(error, path)}") from error
     except Exception as error:
-        raise ConfigError(f"{path} is not a YAML file of tools: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{path} is not a YAML file of tools: {reason}") from error
 
 
 def _check_entry(path: str | Path, number: int, entry: Any) -> ToolEntry:
