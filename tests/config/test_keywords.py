@@ -34,6 +34,15 @@ def made(config=BASE, **keywords) -> TrainConfig:
         ),
         ({"backend": "local"}, {f"{ROLLOUT}.name": "embedded"}),
         ({"backend": "hf"}, {f"{ROLLOUT}.name": "hf"}),
+        (
+            {"max_steps": 2, "adv_estimator": "grpo", "n": 3, "train_batch_size": 4},
+            {
+                "trainer.total_training_steps": 2,
+                "algorithm.adv_estimator": "grpo",
+                f"{ROLLOUT}.n": 3,
+                "data.train_batch_size": 4,
+            },
+        ),
         ({"max_new_tokens": 7}, {"data.max_response_length": 7, f"{ROLLOUT}.response_length": 7}),
         ({"gradient_clip_val": 0.5}, {f"{ACTOR}.grad_clip": 0.5, "critic.grad_clip": 0.5}),
         ({"lr": 1e-4}, {f"{ACTOR}.optim.lr": 1e-4, "critic.optim.lr": 1e-5}),
@@ -170,7 +179,14 @@ APART = HYBRID | {"critic_placement": [2, 3]}
             {"actor_placment": [0]},
             "Unknown keyword 'actor_placment'. Nearest known: actor_placement",
         ),
-        ({"max_steps": 2}, "Unknown keyword 'max_steps'. Nearest known: trainer.max_steps"),
+        ({"max_step": 2}, "Unknown keyword 'max_step'. Nearest known: trainer.max_steps"),
+        (
+            {"mode": "sync"},
+            re.escape(
+                f"Keyword 'mode' may be trainer.mode or {ROLLOUT}.mode. Give one of them: "
+                """RLTrainer(**{"trainer.mode": 'sync'})."""
+            ),
+        ),
         (
             {"trainer.max_step": 2},
             "Unknown key 'trainer.max_step'. Nearest known: trainer.max_steps",

@@ -1,8 +1,9 @@
 """The configuration in keywords, for a program or a notebook: short names of keys, and settings
 that several share.
 
-A keyword is one of `KEYWORDS`, a section of `SECTIONS` with a mapping, one of `OPTIONS`, or a key
-or a section of the tree itself. A YAML file and a dictionary may hold them too.
+A keyword is one of `KEYWORDS`, a section of `SECTIONS` with a mapping, one of `OPTIONS`, the last
+part of one key of `UNNAMED`, or a key or a section of the tree itself. A YAML file and a dictionary
+may hold them too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,7 +42,9 @@ SECTIONS = {
     "critic_config": _CRITIC,
     "ray_config": "ray_init",
 }
-# Other names of keys within those.
+# Sections whose keys need no section before them.
+UNNAMED = ("trainer", "data", "algorithm", _ROLLOUT)
+# Other names of keys within those of `SECTIONS`.
 _SHORT = {"backend": "name", "gradient_clip_val": "grad_clip", "lr": "optim.lr"}
 _BATCHES = ("micro_batch_size", "gradient_accumulation_steps")
 # The values that keys stand in for are known only with the whole configuration.
@@ -164,6 +167,13 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
         elif name.partition(".")[0] in tops or "." in name:
             yield name, name, value
+        elif named := [f"{section}.{name}" for section in UNNAMED if f"{section}.{name}" in known]:
+            if len(named) > 1:
+                raise ConfigError(
+                    f"Keyword '{name}' may be {' or '.join(named)}. Give one of them: "
+                    f'RLTrainer(**{{"{named[0]}": {value!r}}}).'
+                )
+            yield name, named[0], value
         elif (way := absent_key(name)) is not None:
             raise ConfigError(f"Unknown keyword '{name}': {way}")
         else:

@@ -75,7 +75,8 @@ class RLTrainer:
             rollout_config, critic_config and ray_config (mappings); backend, max_new_tokens,
             gradient_clip_val, lr and sglang_endpoint; enable_hybrid_engine; the arguments of
             `train`; sections of the tree (`data={...}`) and its keys (`**{"trainer.max_steps":
-            2}`). A `config` may hold these too.
+            2}`), those of trainer, data, algorithm and rollout also alone (`max_steps=2`). A
+            `config` may hold these too.
 
     Example:
         ```python
