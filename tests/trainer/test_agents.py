@@ -24,7 +24,7 @@ from verl.trainer.api import RLTrainer
 from verl.trainer.main_ppo import main
 from verl.trainer.remax import ReMaxTrainer
 from verl.trainer.setup import build_loaders
-from verl.utils.errors import DataError
+from verl.utils.errors import ConfigError, DataError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 GUESSING = [
@@ -327,3 +327,29 @@ def test_a_mere_validation_checks_each_row_once(tmp_path: Path, monkeypatch):
     )
     build_loaders(config, chat_tokenizer())
     assert len(checked) == 1
+
+
+@pytest.mark.parametrize("follows_template", [False, True])
+def test_uneven_mini_batches_are_refused_where_each_episode_is_one_row(
+    tmp_path: Path, monkeypatch, follows_template: bool
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    row = {"prompt": "one", "data_source": "toy", "reward_model": {"ground_truth": ""}}
+    text = json.dumps({**row, "agent_name": "tool_agent"}) + "\n"
+    (tmp_path / "rows.jsonl").write_text(text * 6)
+    config = load_config(
+        [
+            f"data.train_files={tmp_path}/rows.jsonl",
+            "data.train_batch_size=6",
+            "actor_rollout_ref.model.path=toy",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+            f"{ROLLOUT}.n=3",
+            f"{ROLLOUT}.mode=async",
+            f"{ROLLOUT}.multi_turn.use_inference_chat_template={follows_template}",
+        ]
+    )
+    if follows_template:  # an episode may have several rows
+        build_loaders(config, chat_tokenizer())
+        return
+    with pytest.raises(ConfigError, match=r"by the 2 ranks .* got 3 . 3 = 9. Set .*_size=2, or"):
+        build_loaders(config, chat_tokenizer())

@@ -73,6 +73,14 @@ def check_rows(
         check_environment(environment.name, environment.kwargs)
 
 
+def play_single_rows(config: RolloutConfig, column: Column) -> bool:
+    """Return whether all episodes of the data are certain to be one row of a batch each."""
+    loops = {name for _, name in _loops_of_rows(config, column)}
+    if config.multi_turn.use_inference_chat_template:
+        return loops <= {"single_turn_agent"}
+    return loops <= {"single_turn_agent", _ANSWERED}
+
+
 def check_pictures(
     config: RolloutConfig, column: Column, have_pictures: Iterable[bool], *, keeps_playing: bool
 ) -> None:

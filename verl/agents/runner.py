@@ -16,6 +16,7 @@ from verl.agents.checks import (
     check_pictures,
     check_prompts,
     check_rows,
+    play_single_rows,
     prompts_too_long,
 )
 from verl.agents.conversation import failed
@@ -197,6 +198,10 @@ class AgentRunner:
         """Check the data against what is configured; see `verl.agents.checks`."""
         check_rows(self.config, self.context.tools, self.context.interactions, column)
         check_prompts(self.context, column, prompt_key)
+
+    def play_single_rows(self, column: Column) -> bool:
+        """Return whether all episodes are one row each; see `verl.agents.checks`."""
+        return play_single_rows(self.config, column)
 
     def check_pictures(
         self, column: Column, have_pictures: Iterable[bool], *, keeps_playing: bool

@@ -57,11 +57,18 @@ def _nearest_divisor(number: int, near: int) -> int:
 def mini_batches_divide_over_ranks(config: TrainConfig) -> Iterator[str]:
     """Check that every rank has as many rows of a mini-batch as the others.
 
-    The whole batch is padded, and so needs no check. Agents choose the rows of their mini-batches.
+    Under agents this depends on the loops that the data names, see `trainer.setup.check_agents`.
+    """
+    if not config.actor_rollout_ref.rollout.uses_agents:
+        yield from uneven_mini_batches(config)
+
+
+def uneven_mini_batches(config: TrainConfig) -> Iterator[str]:
+    """Yield sizes of mini-batches that the ranks do not divide, where each sample is one row.
+
+    The whole batch is padded, and so needs no check.
     """
     roles = config.actor_rollout_ref
-    if roles.rollout.uses_agents:
-        return
     batch = config.data.train_batch_size
     samples = roles.rollout.n
     counts = {role: len(ranks) for role, ranks in ranks_of_roles(config).items()}

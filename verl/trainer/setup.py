@@ -11,6 +11,7 @@ from verl.algorithms.advantages import advantage_estimators
 from verl.algorithms.padded import PaddedPolicyLoss
 from verl.algorithms.policy_losses import extra_losses, policy_losses
 from verl.config import RewardModelConfig, RolloutConfig, TrainConfig
+from verl.config.batch_rules import uneven_mini_batches
 from verl.data import RLDataLoader, RLDataset
 from verl.data.build import build_dataset, build_picture_reader, build_sampler
 from verl.data.chat import apply_chat_template, as_messages
@@ -370,6 +371,8 @@ def check_agents(
             runner.check_rows(column, prompt_key)
         for dataset in readable:
             is_trained_on = dataset is train_dataset and not config.trainer.val_only
+            if is_trained_on:
+                _check_mini_batches(config, runner, dataset)
             runner.check_pictures(
                 dataset.column,
                 dataset.have_pictures(),
@@ -377,6 +380,18 @@ def check_agents(
             )
     finally:
         runner.close()
+
+
+def _check_mini_batches(
+    config: TrainConfig, runner: "agents.AgentRunner", dataset: RLDataset
+) -> None:
+    """Raise ConfigError for mini-batches that the ranks do not divide.
+
+    Where episodes may have several rows, each step chooses the rows of its mini-batches.
+    """
+    uneven = list(uneven_mini_batches(config))
+    if uneven and runner.play_single_rows(dataset.column):
+        raise ConfigError("\n".join(uneven))
 
 
 def _warn_of_unused_agents(dataset: Any) -> None:
