@@ -166,7 +166,7 @@ class Plain:
 
     def step(self, action):
         self._called("step")
-        return Observation([], 1.5, done=True)
+        return Observation(reward=1.5, done=True)
 
     def close(self):
         self.threads.append(threading.get_ident())

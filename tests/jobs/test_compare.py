@@ -47,6 +47,24 @@ def test_the_same_run_is_equal_to_the_last_bit(first: Path, tmp_path: Path, caps
     assert "Steps 0 to 8 are equal to the last bit." in capsys.readouterr().out
 
 
+def test_times_of_agents_do_not_differ(tmp_path: Path, capsys):
+    agents = ["data.dataset_name=calculator", "data.train_batch_size=2", "trainer.max_steps=1"]
+    quiet = ["trainer.test_freq=-1", "trainer.val_before_train=False"]
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for number, folder in enumerate(folders):
+        assert main(["train", *agents, *quiet, f"trainer.default_local_dir={folder}"]) == 0
+        file = folder / "records/steps.jsonl"
+        written = file.read_text()
+        measured = '"agent_loop/generate_sequences/min": '
+        assert measured in written
+        times = f'"tools/add/seconds/max": {number}, "policy_b/timing_s/step": {number}, '
+        file.write_text(written.replace(measured, times + measured))
+    capsys.readouterr()
+
+    status = main(["compare", *map(str, folders)])
+    assert status == 0, capsys.readouterr().out
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_one_bit_of_one_weight_at_step_7_is_found(
     first: Path, tmp_path: Path, monkeypatch, capsys, saves: bool

@@ -1,6 +1,7 @@
 """Find the first step, phase, tensor and token in which two recorded runs differ."""
 
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from verl.tracking.records import Run, StepLine, StepSamples
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.registry import nearest_names
 
-# Metrics of time, of machines, and of how far a schedule has drawn ahead.
-_NOT_COMPARED = (
-    *("timing_s/", "timing_per_token_ms/", "perf/", "rollout/", "fully_async/"),
-    *("trainer/idle_ratio", "rollouter/idle_ratio"),
+# Metrics of time, of machines, and of how far a schedule has drawn ahead. Those of a policy that is
+# trained next to the actor have its name in front.
+_NOT_COMPARED = re.compile(
+    r"(policy_[\w-]+/)?"
+    r"(timing_s/|timing_per_token_ms/|perf/|rollout/|fully_async/|(trainer|rollouter)/idle_ratio"
+    r"|agent_loop/(generate_sequences|tool_calls)/|tools/.*/seconds/)"
 )
 _IDS = ("prompt_ids", "response_ids", "response_mask", "turn_of_token")
 _PHASES = ("data", "generate", "score", "evaluate_policies", "estimate_advantages", "update")
@@ -173,7 +176,7 @@ def _names_with_tolerance(runs: Iterable[Run]) -> set[str]:
             names.update(line.columns, line.metrics)
         for tensors in run.tensor_names.values():
             names.update(tensors)
-    return {name for name in names if name not in _IDS and not name.startswith(_NOT_COMPARED)}
+    return {name for name in names if name not in _IDS and not _NOT_COMPARED.match(name)}
 
 
 def changed_keys(one: Any, other: Any, path: str = "") -> list[str]:
@@ -258,7 +261,7 @@ class _Step:
         one = self.lines[0].metrics
         other = self.lines[1].metrics
         for name in one:
-            if name.startswith(_NOT_COMPARED) or name not in other:
+            if _NOT_COMPARED.match(name) or name not in other:
                 continue
             left = np.array(one[name], dtype=float)
             right = np.array(other[name], dtype=float)

@@ -23,7 +23,7 @@ class Observation:
     """New messages of an environment, and the outcome of the action before them.
 
     Attributes:
-        messages: {"role", "content"} to append to the conversation; may be empty at the end.
+        messages: {"role", "content"} to append to the conversation; at the end none is needed.
         reward: for the last action, of the role that acted.
         done: whether the episode has ended.
         info: numbers and texts for metrics and the sample log.
@@ -33,7 +33,7 @@ class Observation:
         rewards: further rewards by role, for the last action of each, as in a game that one wins.
     """
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
     info: dict[str, Any] = field(default_factory=dict)
