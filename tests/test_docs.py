@@ -1,5 +1,5 @@
 """The pages are correct: quoted messages, findings, keys, defaults, rejected settings, import
-paths, links."""
+paths, links, lengths of lines."""
 
 import ast
 import re
@@ -23,6 +23,15 @@ PAGES = [
         *sorted((ROOT / "docs").rglob("*.md")),
         ROOT / "bench/RESULTS.md",
     )
+]
+HAND_WRITTEN = [
+    pytest.param(page, id=page.name)
+    for page in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docker/README.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "examples").rglob("*.md")),
+    )
+    if page.name not in ("keys.md", "import_paths.md")
 ]
 TROUBLES = (ROOT / "docs/how_to/troubles.md").read_text()
 MOVING = (ROOT / "docs/how_to/moving_from_verl.md").read_text()
@@ -238,3 +247,16 @@ def test_floors_are_those_of_the_import_contract(page: str):
     for floor, rooms in re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / page).read_text(), re.M):
         written |= dict.fromkeys(quoted(rooms), int(floor))
     assert written == floors
+
+
+# ---- lines that a reader of the source can read --------------------------------------------------
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN)
+def test_lines_of_prose_are_short(page: Path):
+    """Wrap lines of more than 140 characters at about 120. Tables and code may be wider."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    long = [
+        line for line in text.splitlines() if len(line) > 140 and not line.startswith(("|", "  <"))
+    ]
+    assert long == []

@@ -1,12 +1,14 @@
 """Commands of the README work: the first steps run exactly as written, other examples are
 parsed."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from tests.launches import launch, run_module
 from verl.algorithms.advantages import advantage_estimators
@@ -20,6 +22,10 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 TUTORIAL = (ROOT / "docs/tutorial/first_run.md").read_text()
 HOW_TO = [page.read_text() for page in sorted((ROOT / "docs/how_to").glob("*.md"))]
+FURTHER = [
+    (ROOT / page).read_text()
+    for page in ("docs/reference/rewards.md", "docker/README.md", "examples/stories/README.md")
+]
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -38,12 +44,31 @@ def lines(block: str) -> list[list[str]]:
 FIRST_STEPS = lines(blocks(README.split("\n## First steps\n")[1], "sh")[0])
 EXAMPLES = [
     words
-    for text in (README, TUTORIAL, *HOW_TO)
-    for block in blocks(text, "sh")
+    for text in (README, TUTORIAL, *HOW_TO, *FURTHER)
+    for block in blocks(text, "(?:ba)?sh")
     for words in lines(block)
 ]
+YAML_EXAMPLES = [yaml.safe_load(block) for text in HOW_TO for block in blocks(text, "yaml")]
+JSON_EXAMPLES = [
+    json.loads(line)
+    for text in (*HOW_TO, *FURTHER)
+    for block in blocks(text, "json")
+    for line in block.splitlines()
+]
+KEYS_OF_THE_TOY = {
+    "ppo_trainer": ["data.dataset_name=toy", "data.train_batch_size=4"],
+    "sft_trainer": ["model.path=toy"],
+    "generation": ["model.path=toy"],
+    "serve": ["model.path=toy"],
+}
+# name of a module -> name of the configuration's root
+ROOT_OF = {about.module: name for name, about in ROOTS.items()} | {
+    "verl.diagnostics.plan": "ppo_trainer",
+    "verl.cli.reward_check": "ppo_trainer",
+}
 # that users derive from
 OPTIONAL_PACKAGES = {"gymnasium"}
+COLUMNS_OF_ROWS = ("prompt", "data_source", "reward_model", "extra_info", "images", "videos")
 PIECES_OF_CODE = [code for text in HOW_TO for code in blocks(text, "python")]
 
 
@@ -86,13 +111,55 @@ def test_the_first_steps(tmp_path: Path):
 
 
 @pytest.mark.parametrize("words", EXAMPLES, ids=" ".join)
-def test_an_example_names_a_command_and_keys_that_load(words: list[str]):
-    if words[0] == "verl":
-        assert words[1] in COMMANDS or " ".join(words[1:3]) in COMMANDS
-    module = words[words.index("-m") + 1] if "-m" in words else ""
-    root = {about.module: name for name, about in ROOTS.items()}.get(module)
-    if root is not None and not any("..." in word for word in words):
-        load_config(words[words.index(module) + 1 :], root=root)
+def test_an_example_names_a_command_and_keys_that_load(words: list[str], monkeypatch, tmp_path):
+    """Load the keys of each command. Add those of the toy where `...` or a file has the others."""
+    monkeypatch.chdir(tmp_path)
+    for file in ("reward.py", "my_reward.py"):  # pages tell the reader to write them
+        (tmp_path / file).write_text("def compute_score(*row): return 0.0\n")
+
+    module, arguments = module_and_arguments(words)
+    if module not in ROOT_OF:
+        return
+    root = ROOT_OF[module]
+    keys = [word for word in arguments if re.match(r"[\w.]+=", word) and "..." not in word]
+    if keys != arguments:
+        keys = [*KEYS_OF_THE_TOY[root], *keys]
+    load_config(keys, root=root)
+
+
+def module_and_arguments(words: list[str]) -> tuple[str, list[str]]:
+    """Return the module that a command runs, and what follows its name."""
+    if "-m" in words:
+        module = words[words.index("-m") + 1]
+        return module, words[words.index(module) + 1 :]
+    if re.match(r"[a-z_]+\.[\w.]+=", words[0]):  # keys alone
+        return "verl.trainer.main_ppo", ["...", *words]
+    if "verl" not in words:
+        return "", []
+
+    words = words[words.index("verl") + 1 :]
+    if words[0] == "...":  # some command that trains
+        return "verl.trainer.main_ppo", words
+    name = words[0] if words[0] in COMMANDS else " ".join(words[:2])
+    return COMMANDS[name].module, words[len(name.split()) :]
+
+
+@pytest.mark.parametrize("example", YAML_EXAMPLES, ids=lambda example: "-".join(example))
+def test_a_yaml_example_loads(example: dict, tmp_path: Path):
+    """Load configurations of runs. Other files begin with the key that their reader expects."""
+    if {"actor_rollout_ref", "defaults"} & set(example):
+        whole = {"defaults": ["ppo_trainer", "_self_"], **example}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(whole))
+        file = [f"--config-path={tmp_path}", "--config-name=run"]
+        load_config([*file, *KEYS_OF_THE_TOY["ppo_trainer"]])
+    else:
+        assert next(iter(example)) in {"tools", "interaction", "base_url"}
+
+
+def test_examples_of_rows_have_the_columns_of_data():
+    assert len(JSON_EXAMPLES) >= 3
+    for row in JSON_EXAMPLES:
+        assert {"prompt"} <= set(row) <= {*COLUMNS_OF_ROWS}
 
 
 def test_the_tutorial_has_the_first_steps_of_the_readme():
