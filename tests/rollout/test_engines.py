@@ -1,6 +1,8 @@
 """Requirements for every engine: hf and embedded agree, stop at the configured tokens, and use the
 trainer's weights."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from tests.rollout.engines import (
 )
 from tests.tiny_models import FAMILIES, tiny_tokenizer
 from verl.config.rollout import RolloutConfig
-from verl.rollout import create_rollout_engine
+from verl.rollout import create_rollout_engine, rollout_engines
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
@@ -32,6 +34,23 @@ def test_hf_and_embedded_draw_the_same_tokens(family):
     assert tokens_of(ours) == tokens_of(reference)
     assert [c.finish_reason for c in ours] == [c.finish_reason for c in reference]
     for one, other in zip(ours, reference):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+def test_the_engine_of_the_page_draws_the_same_tokens(monkeypatch):
+    """The code in docs/how_to/own_engine.md, as a reader copies it."""
+    page = (Path(__file__).parents[2] / "docs/how_to/own_engine.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    monkeypatch.setattr(rollout_engines, "_entries", dict(rollout_engines._entries))
+    exec(compile(code, "own_engine.md", "exec"), {"__name__": "page"})
+
+    model = talkative_model("qwen2")
+    settings = {"n": 2, "temperature": 1.2, "top_k": 20}
+    written = [make_engine(model, name) for name in ("plain", "embedded")]
+    own, reference = (run(engine, PROMPTS, **settings) for engine in written)
+    assert tokens_of(own) == tokens_of(reference)
+    assert [each.finish_reason for each in own] == [each.finish_reason for each in reference]
+    for one, other in zip(own, reference):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
 
 
