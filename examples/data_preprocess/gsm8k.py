@@ -5,7 +5,7 @@
     python examples/data_preprocess/gsm8k.py --local_dataset_path raw/gsm8k --local_save_dir ~/data/gsm8k
 
 A local folder holds train.jsonl and test.jsonl, one {"question", "answer"} a line, the answer
-ending in "#### number".
+ending in "#### number"; or it is a copy of the hub's folder (main/train-00000-of-00001.parquet).
 """
 
 import argparse
@@ -33,9 +33,15 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
     if folder is None:
         return load_from_hub(DATA_SOURCE, "main", split=split)
     path = Path(folder).expanduser() / f"{split}.jsonl"
-    if not path.is_file():
-        sys.exit(f"'{path.parent}' must hold {path.name} for the split {split}, found none.")
-    return read_json_rows(path)
+    if path.is_file():
+        return read_json_rows(path)
+    of_the_hub = sorted(path.parent.glob(f"main/{split}-*.parquet"))
+    if of_the_hub:
+        return pq.read_table(of_the_hub).to_pylist()
+    sys.exit(
+        f"'{path.parent}' must hold {path.name}, or main/{split}-*.parquet as a copy of the hub's "
+        f"folder has it, for the split {split}, found neither."
+    )
 
 
 def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
@@ -88,7 +94,8 @@ def write_splits(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--local_dataset_path", help="folder of train.jsonl and test.jsonl; default: the hub"
+        "--local_dataset_path",
+        help="folder of train.jsonl and test.jsonl, or a copy of the hub's; default: the hub",
     )
     parser.add_argument(
         "--local_save_dir",

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -99,9 +100,22 @@ def test_gsm8k_rows(tmp_path, tokenizer):
 def test_missing_raw_gsm8k_files_are_reported(tmp_path, script):
     main = load_script(f"data_preprocess/{script}.py").main
     with pytest.raises(
-        SystemExit, match=r"none' must hold train\.jsonl for the split train, found none"
+        SystemExit,
+        match=r"none' must hold train\.jsonl, or main.*, for the split train, found neither",
     ):
         main(["--local_dataset_path", str(tmp_path / "none"), "--local_save_dir", str(tmp_path)])
+
+
+def test_a_copy_of_the_hubs_gsm8k_is_read(tmp_path):
+    raw = pa.table({"question": ["How many?"], "answer": ["Two. #### 2"]})
+    (tmp_path / "main").mkdir()
+    for split in ("train", "test"):
+        pq.write_table(raw, tmp_path / "main" / f"{split}-00000-of-00001.parquet")
+
+    main = load_script("data_preprocess/gsm8k.py").main
+    main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
+    (row,) = pq.read_table(tmp_path / "out/test.parquet").to_pylist()
+    assert row["reward_model"]["ground_truth"] == "2"
 
 
 def test_gsm8k_answer_without_a_number_is_named():
