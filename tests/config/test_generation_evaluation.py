@@ -131,13 +131,11 @@ def test_evaluation_errors_name_the_problem():
         load_config(["data.path=in.parquet", "data.responses_key=r"], root="evaluation")
 
 
-@pytest.mark.parametrize(
-    ("root", "module"), [("generation", "main_generation"), ("evaluation", "main_eval")]
-)
-def test_help_and_configuration_are_printed(root, module, capsys):
+@pytest.mark.parametrize(("root", "command"), [("generation", "generate"), ("evaluation", "eval")])
+def test_help_and_configuration_are_printed(root, command, capsys):
     with pytest.raises(SystemExit):
         load_config(["--help"], root=root)
-    assert f"python -m verl.jobs.{module}" in capsys.readouterr().out
+    assert f"usage: verl {command} " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         load_config(["--cfg", "job"], root=root)
     assert "  path: null\n" in capsys.readouterr().out
