@@ -110,11 +110,8 @@ def in_manifest(patch: Patch, algorithm: str) -> None:
 
 
 def before_latest(patch: Patch, algorithm: str) -> None:
-    """Kill the run when the second checkpoint is renamed, but `latest` still names the first.
-
-    Each checkpoint syncs its folder, then writes that file, then gets its final name.
-    """
-    die_at_call(patch, verl.checkpoint.manager, "sync", 3 + 1)
+    """Kill the run when the second checkpoint is renamed, but `latest` still names the first."""
+    die_at_call(patch, verl.checkpoint.manager, "whole_file", 2)
 
 
 @pytest.fixture(scope="module")

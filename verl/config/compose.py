@@ -104,9 +104,12 @@ def compose_by_hydra(command: CommandLine, root: str) -> dict[str, Any]:
             initialize_config_dir(str(folder), version_base=HYDRA_VERSION),
         ):
             # ppo_trainer is built in, so file://verl/trainer/config and pkg://verl.trainer.config
-            # may point nowhere.
-            pattern = r".*verl[/.]trainer[/.]config is not\s+available"
-            warnings.filterwarnings("ignore", message=pattern, category=UserWarning)
+            # may point nowhere; and a user's file may have the name of a schema.
+            for pattern in (
+                r".*verl[/.]trainer[/.]config is not\s+available",
+                r"\s*'.*' is validated against ConfigStore schema",
+            ):
+                warnings.filterwarnings("ignore", message=pattern, category=UserWarning)
             composed = compose(name, overrides)
     except (*_REFUSALS, *_NAMES_IN_LISTS) as error:
         raise ConfigError(_hydra_message(error, command, folder, root)) from error
