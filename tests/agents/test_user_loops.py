@@ -192,6 +192,11 @@ class Unprepared(New):
         pass
 
 
+class Plain(New):
+    def run(self, sampling_params, **kwargs):
+        return None
+
+
 class Raises(New):
     async def run(self, sampling_params, **kwargs):
         raise KeyError("nothing here")
@@ -225,6 +230,7 @@ def loops(tmp_path: Path) -> str:
         "nothing": "Nothing",
         "seven": "Seven",
         "asserts": "Asserts",
+        "plain": "Plain",
     }
     lines = [
         f"- name: {name}\n  _target_: {tmp_path}/loops.py:{cls}" for name, cls in names.items()
@@ -305,6 +311,11 @@ def test_a_loop_of_verl_07_gets_its_arguments_and_helpers(loops: str):
 def test_a_loop_without_an_output_is_an_error(loops: str):
     with pytest.raises(RolloutError, match="'nothing' must return an AgentLoopOutput .* NoneType"):
         run(loops, "nothing")
+
+
+def test_a_loop_that_is_not_async_is_an_error(loops: str):
+    with pytest.raises(RolloutError, match=r"'plain' must be async: write `async def run\("):
+        run(loops, "plain")
 
 
 def test_sampling_parameters_without_an_effect_are_taken(loops: str):

@@ -85,8 +85,8 @@ class CheckpointManager:
         """Write one checkpoint and return its folder `root/global_step_<step>`.
 
         Each writer gets an empty folder of its name. All files are synced to disk before the folder
-        gets its final name; older checkpoints beyond `max_to_keep` are removed only after that; the
-        first save of a resumed run removes those of a higher `max_to_keep` first. An
+        gets its final name. Older checkpoints beyond `max_to_keep` are removed only after that,
+        except that the first save of a resumed run begins with those of a higher `max_to_keep`. An
         error of a writer leaves earlier checkpoints intact and no trace of this one. Ctrl-C and
         SIGTERM wait until the checkpoint is complete.
 

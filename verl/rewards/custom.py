@@ -26,9 +26,9 @@ def load_custom_reward(
     """Load the user's reward function; return None if `path` is None or empty.
 
     It is called as `compute_score(data_source, solution_str, ground_truth, extra_info)`; a function
-    without `extra_info` does not get it. A plain
-    function runs in a process of its own, which can be killed if a call hangs; a coroutine function
-    runs in this process. Both processes load the file, the other one first.
+    without `extra_info` does not get it. A plain function runs in a process of its own, which can
+    be killed if a call hangs; a coroutine function runs in this process. Both processes load the
+    file, the other one first.
 
     Args:
         path: a .py file or an importable module.

@@ -141,8 +141,8 @@ def _watch(link: Link, calls: queue.SimpleQueue, folder: Path, rank: int, pulse:
 def _leave_later(signum: int, frame: Any) -> None:
     """Delay the end of this process after SIGTERM.
 
-    torchrun ends all ranks when one dies, or when it gets the signal itself. The driver first asks this
-    rank for its stacks, or finishes a checkpoint with it, and then ends it.
+    torchrun ends all ranks when one dies, or when it gets the signal itself. The driver first asks
+    this rank for its stacks, or finishes a checkpoint with it, and then ends it.
     """
     leave = threading.Timer(_TERM_GRACE_S, os._exit, (128 + signum,))
     leave.daemon = True

@@ -231,8 +231,8 @@ class TrainingRun(ABC, Generic[Config]):
             if self.global_step >= self.total_steps:
                 logger.warning(
                     "Nothing is left to train: step %d is done, and the run ends with step %d. "
-                    "Raise trainer.total_training_steps (or total_epochs) to go on; or start from "
-                    "the beginning with trainer.resume_mode=disable or another "
+                    "Raise trainer.max_steps (total_training_steps) or total_epochs to go on; or "
+                    "start from the beginning with trainer.resume_mode=disable or another "
                     "trainer.default_local_dir than %s.",
                     self.global_step,
                     self.total_steps,

@@ -157,15 +157,22 @@ class UserLoop:
         sampling = sampling_dict(self.context.client.params)
         parameters = list(inspect.signature(loop.run).parameters)
         if parameters[:1] == ["messages"]:
-            return await loop.run(list(episode.messages), sampling)
-        fields = {
-            **episode.fields,
-            "raw_prompt": list(episode.messages),
-            "agent_name": episode.option("agent_name") or self.name,
-            "tools_kwargs": _present(episode.option("tools_kwargs")),
-            "interaction_kwargs": _present(episode.option("interaction_kwargs")),
-        }
-        return await loop.run(sampling, **fields)
+            answer = loop.run(list(episode.messages), sampling)
+        else:
+            fields = {
+                **episode.fields,
+                "raw_prompt": list(episode.messages),
+                "agent_name": episode.option("agent_name") or self.name,
+                "tools_kwargs": _present(episode.option("tools_kwargs")),
+                "interaction_kwargs": _present(episode.option("interaction_kwargs")),
+            }
+            answer = loop.run(sampling, **fields)
+
+        if not inspect.isawaitable(answer):
+            raise RolloutError(
+                f"run of the agent loop '{self.name}' must be async: write `async def run(...)`."
+            )
+        return await answer
 
     def _trajectory(
         self, episode: Episode, output: Any, server: ServerManager, number: int
