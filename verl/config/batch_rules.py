@@ -1,6 +1,6 @@
 """Rules of batches, sequences and ranks that must divide or hold one another."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from verl.config.micro_batch import (
     MicroBatch,
@@ -47,11 +47,17 @@ def batch_divides_into_mini_batches(config: TrainConfig) -> Iterator[str]:
             )
 
 
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number in order, itself as the last."""
+    return [part for part in range(1, number + 1) if number % part == 0]
+
+
 def _nearest_divisor(number: int, near: int) -> int:
-    return min(
-        (part for part in range(1, number + 1) if number % part == 0),
-        key=lambda part: abs(part - near),
-    )
+    return _nearest(_divisors(number), near)
+
+
+def _nearest(numbers: Iterable[int], to: int) -> int:
+    return min(numbers, key=lambda number: abs(number - to))
 
 
 def mini_batches_divide_over_ranks(config: TrainConfig) -> Iterator[str]:
@@ -82,13 +88,10 @@ def uneven_mini_batches(config: TrainConfig) -> Iterator[str]:
         if mini is None or mini >= batch or shares < 1 or mini * samples % shares == 0:
             continue
         key = f"{section}.ppo_mini_batch_size"
-        fitting = [
-            part for part in range(1, batch) if batch % part == 0 and part * samples % shares == 0
-        ]
+        fitting = [part for part in _divisors(batch)[:-1] if part * samples % shares == 0]
         way_out = "Leave it unset for the whole batch."
         if fitting:
-            distances = {part: abs(part - mini) for part in fitting}
-            near = min(fitting, key=distances.__getitem__)
+            near = _nearest(fitting, mini)
             way_out = f"Set {key}={near}, or leave it unset for the whole batch."
         yield (
             f"{key} * actor_rollout_ref.rollout.n, the responses of a mini-batch, must be "

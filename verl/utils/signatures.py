@@ -52,6 +52,16 @@ def check_keywords(function: Callable[..., Any], keywords: Iterable[str], name: 
         ) from error
 
 
+def call_by_name(function: Callable[..., Any], **keywords: Any) -> Any:
+    """Call a function or class by these keywords, or by position if it has other names for them."""
+    try:
+        inspect.signature(function).bind(**keywords)
+        has_names = True
+    except (TypeError, ValueError):  # ValueError: a class of C without a signature
+        has_names = False
+    return function(**keywords) if has_names else function(*keywords.values())
+
+
 def names_key(function: Callable[..., Any], name: str) -> bool:
     """Return whether the code of a function holds this text, such as `kwargs["name"]`.
 

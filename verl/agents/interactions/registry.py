@@ -1,6 +1,5 @@
 """Interactions of a YAML file, and the one that a row picks."""
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from verl.agents.entries import load_class, read_entries, require_methods
 from verl.agents.interactions.base import BaseInteraction
 from verl.utils.errors import ConfigError, DataError
+from verl.utils.signatures import call_by_name
 
 DEFAULT_NAME = "gsm8k"  # picked by rows without a name, as in verl 0.5
 _METHODS = ("start_interaction", "generate_response", "finalize_interaction")
@@ -37,15 +37,8 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
 
 
 def _make(cls: type, config: dict[str, Any], where: str) -> BaseInteraction:
-    """Call a class by the keyword `config`, or by position if it has another name for it."""
     try:
-        inspect.signature(cls).bind(config=config)
-        by_name = True
-    except (TypeError, ValueError):  # ValueError: a class of C without a signature
-        by_name = False
-
-    try:
-        return cls(config=config) if by_name else cls(config)
+        return call_by_name(cls, config=config)
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise ConfigError(
             f"{where}: {cls.__name__}(config) raised {type(error).__name__}: {error}"

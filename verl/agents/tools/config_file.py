@@ -9,7 +9,6 @@ tools:
     mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,6 +21,7 @@ from verl.agents.entries import load_class
 from verl.agents.tools.base import BaseTool, as_schema, shut_down
 from verl.utils.errors import ConfigError, VerlError
 from verl.utils.registry import refuse_unknown
+from verl.utils.signatures import call_by_name
 from verl.utils.yaml_text import explain_yaml
 
 _KEYS = ("class_name", "config", "tool_schema", "mcp")
@@ -148,7 +148,8 @@ def make_tool(
     Raises ConfigError, which begins with `place`, for a schema or a class that does not work.
     """
     try:
-        return _called(tool_class, config, None if schema is None else as_schema(schema))
+        tool_schema = None if schema is None else as_schema(schema)
+        return call_by_name(tool_class, config=config, tool_schema=tool_schema)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
     except (Exception, SystemExit) as error:
@@ -156,15 +157,6 @@ def make_tool(
             f"{place}: {tool_class.__name__}(config, tool_schema) raised "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _called(tool_class: type[Any], config: dict[str, Any], schema: Any) -> Any:
-    """Call a class by the names `config` and `tool_schema`, or by position if it has others."""
-    try:
-        inspect.signature(tool_class).bind(config=config, tool_schema=schema)
-    except (TypeError, ValueError):  # ValueError: a class of C without a signature
-        return tool_class(config, schema)
-    return tool_class(config=config, tool_schema=schema)
 
 
 def get_tool_class(cls_name: str) -> type[Any]:

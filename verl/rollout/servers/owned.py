@@ -208,9 +208,8 @@ class OwnedServers:
         tail = "\n".join(lines[-_SHOWN_LINES:])
         return RolloutError(
             f"{self._class.title}, started with {self._config.server_python or sys.executable}, "
-            f"{fact}. The end of its log {log} (which the next run removes):\n{tail}\nFlags go "
-            "into "
-            f"actor_rollout_ref.rollout.engine_kwargs.{self._config.name}; "
+            f"{fact}. The end of its log {log} (which the next run removes):\n{tail}\nFlags "
+            f"go into actor_rollout_ref.rollout.engine_kwargs.{self._config.name}; "
             "rollout.server_timeout_s sets how long to wait."
         )
 
