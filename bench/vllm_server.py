@@ -14,16 +14,23 @@ in the environment of this script. The engine sglang is a server of SGLang, with
 generation to compare: `--engines sglang,embedded --server-python VENV/bin/python`, and its flags in
 `--server-flags '{"attention_backend": "triton"}'`.
 
+With `--interleaved` vLLM's own generation is timed in each step, right after the run's, on the engine of
+vllm-in-process: the same prompts without the trainer, with an empty prefix cache. A host whose speed
+changes from minute to minute then counts for both. Its time is left out of the step's.
+
 With `--hand-over-only` nothing is trained: no gradients and no moments take memory, so that a 7B
 fits next to an engine: `--hand-over-only --models 7b --prompts 8 --new-tokens 16`.
 """
 
 import argparse
+import asyncio
+import importlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +55,47 @@ class HandOvers(PPOTrainer):
         """Train nothing."""
 
 
+class VLLMAlone:
+    """Draws as many tokens after each generation of the run, by vLLM's own calls, and times it."""
+
+    def __init__(self, worker: Any, arguments: argparse.Namespace, prompts: Any) -> None:
+        self.seconds: list[float] = []  # of each step
+        self._arguments = arguments
+        self._prompts = prompts
+        self._server = worker.engine.fleet.members[0].server
+        self._make_room = worker._make_room
+        worker._make_room = self._draw_and_make_room
+
+    def _draw_and_make_room(self) -> None:
+        assert self._server.flush()
+        started = time.perf_counter()
+        self._server._run(self._draw(), 600)
+        self.seconds.append(time.perf_counter() - started)
+        self._make_room()
+
+    async def _draw(self) -> None:
+        kinds = importlib.import_module("vllm.sampling_params")
+        params = kinds.SamplingParams(
+            max_tokens=self._arguments.new_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=kinds.RequestOutputKind.FINAL_ONLY,
+        )
+
+        async def draw(name: str, ids: list[int]) -> None:
+            outputs = self._server._engine.generate({"prompt_token_ids": ids}, params, name)
+            async for _ in outputs:
+                pass
+
+        draws = []
+        for row in range(self._arguments.prompts):
+            for sample in range(self._arguments.samples):
+                name = f"alone-{len(self.seconds)}-{row}-{sample}"
+                draws.append(draw(name, self._prompts.ids[row]))
+        await asyncio.gather(*draws)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -61,6 +109,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lora-rank", type=int, default=0, help="0: train all weights [0]")
     parser.add_argument("--steps", type=int, default=4, help="at least 3; 1 is a warm-up [4]")
     parser.add_argument("--hand-over-only", action="store_true", help="train nothing")
+    parser.add_argument(
+        "--interleaved", action="store_true", help="time vLLM alone in each step, in process"
+    )
     parser.add_argument("--no-alone", action="store_true", help="do not run vLLM alone")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
@@ -79,6 +130,10 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(
             f"--steps must be at least 3 to have a third hand-over, got {arguments.steps}."
         )
+    if arguments.interleaved:
+        if not arguments.no_seeds or arguments.engines.split(",")[0] != "vllm-in-process":
+            parser.error("--interleaved needs --no-seeds and --engines vllm-in-process first.")
+        arguments.no_alone = True
     arguments.micro_tokens = None
     arguments.no_checkpointing = False
     if arguments.tiny:
@@ -120,6 +175,9 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
         train_dataset=prompts,
     )
     trainer.init_workers()
+    alone = None
+    if arguments.interleaved and rollout.in_process:
+        alone = VLLMAlone(trainer.rollout_wg.worker, arguments, prompts)
     trainer.fit()
     lines = (folder / engine / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines][1:]
@@ -131,7 +189,16 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
-    means = {}
+    if alone is not None:
+        for step, seconds in zip(steps, alone.seconds[1:], strict=True):
+            step["timing_s/gen"] -= seconds
+            step["timing_s/step"] -= seconds
+
+    means: dict[str, Any] = {}
+    if alone is not None:
+        means["single alone"] = alone.seconds[1:]
+        for phase in ("gen", "step"):
+            means[f"single {phase}"] = [step[f"timing_s/{phase}"] for step in steps]
     for phase in PHASES:
         values = [step.get(f"timing_s/{phase}", 0.0) for step in steps]
         means[phase] = sum(values) / len(values)
@@ -179,6 +246,8 @@ def main() -> None:
             alone = vllm_alone(arguments, model) if has_alone else None
             for engine in engines:
                 means = train(arguments, folder, engine, shape)
+                if "single alone" in means:
+                    alone = statistics.mean(means["single alone"])
                 print(json.dumps({"engine": engine, **means}), flush=True)
                 rows.append((model, engine, alone, means))
 
