@@ -31,7 +31,25 @@ class DataGenConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainingDataConfig:
+class PromptsConfig:
+    """How prompts are read, in any program."""
+
+    tokenizer: str | None = setting(
+        None, "folder or hub name of a tokenizer; null: the model's", is_path=True
+    )
+    prompt_key: str = setting("prompt", "column that holds the messages")
+    truncation: str = setting(
+        "error",
+        "treatment of a longer prompt; left and right name the side cut off",
+        choices=("error", "left", "right", "middle"),
+    )
+    trust_remote_code: bool = setting(
+        False, "run Python code that comes with a tokenizer (model.trust_remote_code does too)"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingDataConfig(PromptsConfig):
     """The rows of any training run."""
 
     train_files: Any = setting(
@@ -40,11 +58,7 @@ class TrainingDataConfig:
     val_files: Any = setting(
         None, "files to validate on; null: no validation", many=True, is_path=True
     )
-    tokenizer: str | None = setting(
-        None, "folder or hub name of a tokenizer; null: the model's", is_path=True
-    )
     use_shm: bool = setting(False, "copy files to /dev/shm first", no_effect="files are read once")
-    prompt_key: str = setting("prompt", "column that holds the messages")
     train_batch_size: int = setting(
         1024,
         "prompts a step; 0 with trainer.mode=fully_async: async_training.require_batches x "
@@ -62,11 +76,6 @@ class TrainingDataConfig:
     )
     shuffle: bool = setting(True, "new order of the training rows each epoch")
     seed: int = setting(0, "seed of the order of rows", at_least=0, follows="trainer.seed")
-    truncation: str = setting(
-        "error",
-        "treatment of a longer prompt; left and right name the side cut off",
-        choices=("error", "left", "right", "middle"),
-    )
     apply_chat_template_kwargs: dict[str, Any] = setting(
         {}, "variables that the chat template gets, such as enable_thinking: false"
     )
@@ -83,9 +92,6 @@ class TrainingDataConfig:
             "column of videos: lists of frames, paths, or dicts with fps and limits; <video> in a "
             "message stands for the next one; an error with a model that does not read videos"
         ),
-    )
-    trust_remote_code: bool = setting(
-        False, "run Python code that comes with a tokenizer (model.trust_remote_code does too)"
     )
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.batch_rules import ranks_can_be_divided, sequences_fit
-from verl.config.data import DataConfig
+from verl.config.data import DataConfig, PromptsConfig
 from verl.config.file_rules import output_is_no_input
-from verl.config.model import ModelConfig
-from verl.config.rollout import RolloutConfig, SpeculativeConfig
+from verl.config.model import LoadedModelConfig, ModelConfig
+from verl.config.rollout import DrawConfig
 from verl.config.rules import is_greedy
 from verl.config.setting import as_in, setting
 from verl.config.shared_keys import SharedKeys
@@ -19,7 +19,7 @@ _NO_PASS = "log-probs come with the tokens; no pass computes them again"
 
 
 @dataclass(kw_only=True, slots=True)
-class GenerationDataConfig:
+class GenerationDataConfig(PromptsConfig):
     path: Any = setting(
         None,
         (
@@ -32,7 +32,6 @@ class GenerationDataConfig:
     output_path: str | None = setting(
         None, "Parquet file to write: all columns of the input and the responses", is_path=True
     )
-    prompt_key: str = as_in(DataConfig, "prompt_key")
     response_key: str = setting("responses", "column to write: the list of responses to a prompt")
     reward_fn_key: str = as_in(DataConfig, "reward_fn_key")
     batch_size: int = setting(
@@ -42,19 +41,15 @@ class GenerationDataConfig:
     max_prompt_length: int = as_in(DataConfig, "max_prompt_length")
     max_response_length: int = as_in(DataConfig, "max_response_length")
     filter_overlong_prompts: bool = as_in(DataConfig, "filter_overlong_prompts")
-    truncation: str = as_in(DataConfig, "truncation")
-    tokenizer: str | None = as_in(DataConfig, "tokenizer")
     custom_chat_template: str | None = setting(
         None, "Jinja chat template", alias_of="model.custom_chat_template"
     )
-    trust_remote_code: bool = as_in(DataConfig, "trust_remote_code")
 
 
 @dataclass(kw_only=True, slots=True)
-class LoadedModelConfig:
+class ServedModelConfig(LoadedModelConfig):
     """The keys of a model that is not trained."""
 
-    path: str | None = as_in(ModelConfig, "path")
     custom_chat_template: str | None = as_in(ModelConfig, "custom_chat_template")
     external_lib: Any = setting(
         None,
@@ -62,67 +57,19 @@ class LoadedModelConfig:
         many=True,
         is_path=True,
     )
-    override_config: dict[str, Any] = as_in(ModelConfig, "override_config")
-    trust_remote_code: bool = as_in(ModelConfig, "trust_remote_code")
 
 
 @dataclass(kw_only=True, slots=True)
-class GenerationModelConfig(LoadedModelConfig):
+class GenerationModelConfig(ServedModelConfig):
     use_shm: bool = as_in(ModelConfig, "use_shm")
 
 
 @dataclass(kw_only=True, slots=True)
-class EngineConfig:
-    """The keys of an engine whose model is not trained."""
-
-    name: str = as_in(RolloutConfig, "name")
-    server_urls: Any = as_in(RolloutConfig, "server_urls")
-    server_python: str | None = as_in(RolloutConfig, "server_python")
-    num_servers: int = as_in(RolloutConfig, "num_servers")
-    server_timeout_s: float = as_in(RolloutConfig, "server_timeout_s")
-    stop_token_ids: list[int] = as_in(RolloutConfig, "stop_token_ids")
-    dtype: str | None = setting(
-        None,
-        "dtype of the weights; null: bfloat16 on CUDA, float32 on CPU",
-        choices=("float32", "bfloat16", "float16", "float64"),
-    )
-    gpu_memory_utilization: float = setting(
-        0.85,
-        "share of the memory left free by the weights that key-value pages may fill",
-        above=0,
-        at_most=1,
-    )
-    page_size: int = as_in(RolloutConfig, "page_size")
-    num_pages: int | None = as_in(RolloutConfig, "num_pages")
-    enable_prefix_caching: bool = as_in(RolloutConfig, "enable_prefix_caching")
-    max_num_batched_tokens: int = as_in(RolloutConfig, "max_num_batched_tokens")
-    enforce_eager: bool = as_in(RolloutConfig, "enforce_eager")
-    deterministic: bool = as_in(RolloutConfig, "deterministic")
-
-
-@dataclass(kw_only=True, slots=True)
-class GenerationRolloutConfig(EngineConfig):
-    mode: str = as_in(RolloutConfig, "mode")
-    seed: int = as_in(RolloutConfig, "seed")
-    seed_samples: bool = as_in(RolloutConfig, "seed_samples")
+class GenerationRolloutConfig(DrawConfig):
     n: int = setting(5, "responses a prompt", alias_of="data.n_samples")
-    do_sample: bool = as_in(RolloutConfig, "do_sample")
-    temperature: float = as_in(RolloutConfig, "temperature")
-    top_k: int = as_in(RolloutConfig, "top_k")
-    top_p: float = as_in(RolloutConfig, "top_p")
-    min_p: float = as_in(RolloutConfig, "min_p")
-    stop: Any = as_in(RolloutConfig, "stop")
-    ignore_eos: bool = as_in(RolloutConfig, "ignore_eos")
-    prompt_length: int = as_in(RolloutConfig, "prompt_length")
-    response_length: int = as_in(RolloutConfig, "response_length")
-    max_new_tokens: int | None = as_in(RolloutConfig, "max_new_tokens")
-    max_model_len: int | None = as_in(RolloutConfig, "max_model_len")
-    max_num_seqs: int = as_in(RolloutConfig, "max_num_seqs")
     tensor_model_parallel_size: int = setting(
         1, "neighbouring ranks that share one engine, each with a slice of its weights", above=0
     )
-    enable_chunked_prefill: bool = as_in(RolloutConfig, "enable_chunked_prefill")
-    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     disable_log_stats: bool = setting(
         True, "no engine statistics", no_effect="progress lines have tokens per second"
     )

@@ -17,8 +17,8 @@ class FusedKernelConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainedModelConfig:
-    """The keys of a model that is trained: the actor, or the critic."""
+class LoadedModelConfig:
+    """The keys of any model."""
 
     path: str | None = setting(
         None,
@@ -28,7 +28,6 @@ class TrainedModelConfig:
         ),
         is_path=True,
     )
-    use_shm: bool = setting(False, "copy weights to /dev/shm first", no_effect=_SHM)
     external_lib: Any = setting(
         None,
         (
@@ -39,6 +38,14 @@ class TrainedModelConfig:
         is_path=True,
     )
     override_config: dict[str, Any] = setting({}, "entries of the model's config.json to replace")
+    trust_remote_code: bool = setting(False, "run Python code that comes with a model")
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainedModelConfig(LoadedModelConfig):
+    """The keys of a model that is trained: the actor, or the critic."""
+
+    use_shm: bool = setting(False, "copy weights to /dev/shm first", no_effect=_SHM)
     dtype: str | None = setting(
         None,
         (
@@ -78,7 +85,6 @@ class TrainedModelConfig:
         "LoRA: modules that get adapters; a list of (ends of) names, or a regex for whole names",
     )
     exclude_modules: Any = setting(None, "LoRA: modules that get none, given likewise")
-    trust_remote_code: bool = setting(False, "run Python code that comes with a model")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -65,7 +65,9 @@ class TraceConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutConfig:
+class EngineConfig:
+    """The keys of any engine, also of one whose model is not trained."""
+
     name: str = setting(
         "embedded",
         "registered engine: embedded, vllm or sglang (servers, or vllm in process), or hf (slow "
@@ -76,33 +78,59 @@ class RolloutConfig:
         "address (or list of addresses) of vLLM or SGLang servers that you have started",
         many=True,
     )
-    sglang_endpoint: Any = setting(
-        None, "old name", alias_of="actor_rollout_ref.rollout.server_urls"
-    )
     server_python: str | None = setting(
         None,
         "interpreter of an environment with vLLM or SGLang: the run starts servers with it; null: "
         "its own",
         is_path=True,
     )
-    in_process: bool = setting(
-        False,
-        "vllm: one engine for each rank, on its device and in the run's own environment, in place "
-        "of servers",
-    )
     num_servers: int = setting(1, "servers that the run starts", above=0)
-    server_weights_dir: str | None = setting(
-        None,
-        "folder for new weights, under the same path for all servers; null: in shared memory of "
-        "this machine",
-        is_path=True,
-    )
     server_timeout_s: float = setting(
         600.0,
         "wait so long for a server or an engine in process to start, or for a server to come back "
         "when none answers",
         above=0,
     )
+    stop_token_ids: list[int] = setting(
+        [], "tokens that end a response, in addition to the model's own"
+    )
+    dtype: str | None = setting(
+        None,
+        "dtype of the weights; null: bfloat16 on CUDA, float32 on CPU",
+        choices=("float32", "bfloat16", "float16", "float64"),
+    )
+    gpu_memory_utilization: float = setting(
+        0.85,
+        "share of the memory left free by the weights that key-value pages may fill",
+        above=0,
+        at_most=1,
+    )
+    page_size: int = setting(16, "tokens a page of the key-value cache", above=0)
+    num_pages: int | None = setting(
+        None, "pages of the key-value cache; null: as many as the memory allows", above=0
+    )
+    enable_prefix_caching: bool = setting(
+        True,
+        "keep the pages of prompts and responses for later prompts that begin with them, while "
+        "weights last; not with deterministic=true",
+    )
+    max_num_batched_tokens: int = setting(8192, "prompt tokens taken in one prefill step", above=0)
+    enforce_eager: bool = setting(
+        False, "on CUDA, decode without CUDA graphs, and leave vision towers uncompiled"
+    )
+    deterministic: bool = setting(
+        False,
+        (
+            "the same tokens, to the last bit of their log-probs, whatever else is in the batch; "
+            "slower"
+        ),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class DrawConfig(EngineConfig):
+    """The keys of an engine that draws responses to prompts of a data set."""
+
     mode: str = setting(
         "sync", "async: every row goes through an agent loop", choices=("sync", "async")
     )
@@ -128,14 +156,34 @@ class RolloutConfig:
         0.0, "drop tokens below this share of the likeliest one", at_least=0, at_most=1
     )
     stop: Any = setting([], "text (or list of texts) that ends a response and is kept", many=True)
-    stop_token_ids: list[int] = setting(
-        [], "tokens that end a response, in addition to the model's own"
-    )
     ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
     prompt_length: int = setting(512, "P", alias_of="data.max_prompt_length")
     response_length: int = setting(512, "R", alias_of="data.max_response_length")
     max_new_tokens: int | None = setting(None, "R", alias_of="data.max_response_length")
     max_model_len: int | None = setting(None, "longest sequence; null: prompt + response", above=0)
+    max_num_seqs: int = setting(1024, "sequences generated at once", above=0)
+    enable_chunked_prefill: bool = setting(
+        True, "split long prompts over prefill steps", no_effect="the scheduler decides"
+    )
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig(DrawConfig):
+    sglang_endpoint: Any = setting(
+        None, "old name", alias_of="actor_rollout_ref.rollout.server_urls"
+    )
+    in_process: bool = setting(
+        False,
+        "vllm: one engine for each rank, on its device and in the run's own environment, in place "
+        "of servers",
+    )
+    server_weights_dir: str | None = setting(
+        None,
+        "folder for new weights, under the same path for all servers; null: in shared memory of "
+        "this machine",
+        is_path=True,
+    )
     dtype: str | None = setting(
         None,
         "dtype of the engine's weights; null: bfloat16 on CUDA, the trainer's on CPU",
@@ -161,35 +209,11 @@ class RolloutConfig:
         above=0,
         at_most=1,
     )
-    page_size: int = setting(16, "tokens a page of the key-value cache", above=0)
-    num_pages: int | None = setting(
-        None, "pages of the key-value cache; null: as many as the memory allows", above=0
-    )
-    enable_prefix_caching: bool = setting(
-        True,
-        "keep the pages of prompts and responses for later prompts that begin with them, while "
-        "weights last; not with deterministic=true",
-    )
-    max_num_seqs: int = setting(1024, "sequences generated at once", above=0)
-    max_num_batched_tokens: int = setting(8192, "prompt tokens taken in one prefill step", above=0)
-    enable_chunked_prefill: bool = setting(
-        True, "split long prompts over prefill steps", no_effect="the scheduler decides"
-    )
-    enforce_eager: bool = setting(
-        False, "on CUDA, decode without CUDA graphs, and leave vision towers uncompiled"
-    )
     free_cache_engine: bool = setting(True, "give the engine's memory back while training")
     enable_rollout_routing_replay: bool = setting(
         False,
         "record the experts of every drawn token that is fed back, for "
         "actor_rollout_ref.actor.router_replay.mode=R3",
-    )
-    deterministic: bool = setting(
-        False,
-        (
-            "the same tokens, to the last bit of their log-probs, whatever else is in the batch; "
-            "slower"
-        ),
     )
     tensor_model_parallel_size: int = setting(
         1,
@@ -258,7 +282,6 @@ class RolloutConfig:
     load_format: str = setting("dummy_dtensor", "how the engine loads weights", no_effect=_ONE_COPY)
     layered_summon: bool = setting(False, "gather weights layer by layer", no_effect=_ONE_COPY)
     engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)
-    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     val_kwargs: SamplingValConfig = field(default_factory=SamplingValConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)

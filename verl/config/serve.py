@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.gateway import GatewayConfig
-from verl.config.generation import EngineConfig, LoadedModelConfig
+from verl.config.generation import ServedModelConfig
+from verl.config.rollout import EngineConfig
 from verl.config.setting import as_in, setting
 from verl.config.shared_keys import SharedKeys
-from verl.config.trainer import TrainerConfig
+from verl.config.trainer import DeviceConfig
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -53,17 +54,11 @@ class ServerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class ServeTrainerConfig:
-    device: str | None = as_in(TrainerConfig, "device")
-    num_threads: int | None = as_in(TrainerConfig, "num_threads")
-
-
-@dataclass(kw_only=True, slots=True)
 class ServeConfig:
-    model: LoadedModelConfig = field(default_factory=LoadedModelConfig)
+    model: ServedModelConfig = field(default_factory=ServedModelConfig)
     rollout: ServeRolloutConfig = field(default_factory=ServeRolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-    trainer: ServeTrainerConfig = field(default_factory=ServeTrainerConfig)
+    trainer: DeviceConfig = field(default_factory=DeviceConfig)
 
 
 SHARED = SharedKeys(

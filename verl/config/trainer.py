@@ -43,8 +43,8 @@ class RecordConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class MachinesConfig:
-    """Where the ranks are, and how long a call on them may take."""
+class DeviceConfig:
+    """The device of a process."""
 
     device: str | None = setting(
         None,
@@ -54,6 +54,12 @@ class MachinesConfig:
     num_threads: int | None = setting(
         None, "CPU threads that torch computes with; null: one a core", above=0
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class MachinesConfig(DeviceConfig):
+    """Where the ranks are, and how long a call on them may take."""
+
     nnodes: int = setting(1, "machines", above=0, at_most=100_000)
     n_gpus_per_node: int | None = setting(
         None,
