@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from verl.config.keys import value_at
 from verl.config.multi_turn import MultiTurnConfig
 from verl.config.policies import SELF, PolicyConfig
 from verl.config.train import TrainConfig
@@ -149,14 +150,14 @@ def _policy_is_one_model(key: str, policy: PolicyConfig) -> Iterator[str]:
 
 
 def _copies_can_be_made(config: TrainConfig, key: str, freq: int | None) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
     needed = {
-        "trainer.mode": (config.trainer.mode, "sync"),
-        f"{_ROLLOUT}.name": (rollout.name, "embedded"),
-        f"{_ROLLOUT}.tensor_model_parallel_size": (rollout.tensor_model_parallel_size, 1),
-        f"{_ROLLOUT}.quantization": (rollout.quantization, None),
+        "trainer.mode": "sync",
+        f"{_ROLLOUT}.name": "embedded",
+        f"{_ROLLOUT}.tensor_model_parallel_size": 1,
+        f"{_ROLLOUT}.quantization": None,
     }
-    for name, (given, wanted) in needed.items():
+    for name, wanted in needed.items():
+        given = value_at(config, name)
         if given != wanted:
             shown = "null" if wanted is None else wanted
             yield (

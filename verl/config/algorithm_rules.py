@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from verl.config.choices import EXACT_DIVERGENCES, SEQUENCE_LOSSES
+from verl.config.keys import value_at
+from verl.config.placement import trained_sections
 from verl.config.train import TrainConfig
 
 COMPARES_RESPONSES = (
@@ -114,21 +116,16 @@ def rollout_is_corrected_once(config: TrainConfig) -> Iterator[str]:
             "loss_type=ppo_clip."
         )
 
-    for key, upper, lower in (
-        (
-            "rollout_is_threshold",
-            correction.rollout_is_threshold,
-            correction.rollout_is_threshold_lower,
-        ),
-        (
-            "rollout_rs_threshold",
-            correction.rollout_rs_threshold,
-            correction.rollout_rs_threshold_lower,
-        ),
-    ):
-        if correction.rollout_rs == "k3" and key.startswith("rollout_rs"):
+    for key in ("rollout_is_threshold", "rollout_rs_threshold"):
+        rejects = key == "rollout_rs_threshold"
+        if rejects and correction.rollout_rs == "k3":
             continue
-        if (1 / upper if lower is None and key.startswith("rollout_rs") else lower or 0.0) > upper:
+        upper = getattr(correction, key)
+        lower = getattr(correction, f"{key}_lower")
+        smallest = lower or 0.0
+        if rejects and lower is None:
+            smallest = 1 / upper
+        if smallest > upper:
             yield (
                 f"{prefix}.{key}_lower must not exceed {key}, got {lower} and {upper}. A band "
                 "about 1 is meant, [0.5, 2] say."
@@ -233,20 +230,10 @@ def _thresholds_that_leave_nothing(config: TrainConfig) -> Iterator[str]:
             "that the trainer finds less likely than the rollout did, which is nearly every one: "
             "nothing is learned. 1e-4 is usual."
         )
-    for name, asked, upper, lower in (
-        (
-            "rollout_is",
-            correction.rollout_is,
-            correction.rollout_is_threshold,
-            correction.rollout_is_threshold_lower,
-        ),
-        (
-            "rollout_rs",
-            correction.rollout_rs,
-            correction.rollout_rs_threshold,
-            correction.rollout_rs_threshold_lower,
-        ),
-    ):
+    for name in ("rollout_is", "rollout_rs"):
+        asked = getattr(correction, name)
+        upper = getattr(correction, f"{name}_threshold")
+        lower = getattr(correction, f"{name}_threshold_lower")
         if asked not in (None, "k3") and (upper < 1 or (lower is not None and lower > 1)):
             yield (
                 f"{prefix}.{name}_threshold={upper} with {name}_threshold_lower={lower} leaves out "
@@ -276,14 +263,12 @@ def _steps_beyond_the_run(config: TrainConfig) -> Iterator[str]:
             f"run has {last}: the actor learns nothing."
         )
 
-    optims = [("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)]
-    if config.needs_critic:
-        optims.append(("critic.optim", config.critic.optim))
-    for section, optim in optims:
+    for section in trained_sections(config):
+        optim = value_at(config, f"{section}.optim")
         if optim.lr_warmup_steps > last:
             yield (
-                f"{section}.lr_warmup_steps={optim.lr_warmup_steps} is more than the run's {last} "
-                f"steps: the learning rate never comes to {section}.lr={optim.lr}."
+                f"{section}.optim.lr_warmup_steps={optim.lr_warmup_steps} is more than the run's "
+                f"{last} steps: the learning rate never comes to {section}.optim.lr={optim.lr}."
             )
 
     if beyond := [step for step in trainer.profile_steps or () if not 1 <= step <= last]:

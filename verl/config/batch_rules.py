@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 
+from verl.config.keys import value_at
 from verl.config.micro_batch import (
     MicroBatch,
     log_prob_micro_batch,
     update_micro_batch,
     value_micro_batch,
 )
-from verl.config.placement import inactive_sections, ranks_of_roles
+from verl.config.placement import SHARDED, inactive_sections, ranks_of_roles, trained_sections
 from verl.config.train import TrainConfig
 from verl.utils.arithmetic import ceil_div
 
@@ -25,14 +26,13 @@ TOKEN_BUDGETS = (
 
 def batch_divides_into_mini_batches(config: TrainConfig) -> Iterator[str]:
     batch = config.data.train_batch_size
-    actor = config.actor_rollout_ref.actor
-    minis = {"actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size}
-    if config.needs_critic and config.critic.ppo_mini_batch_size not in minis.values():
-        minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
-
-    for key, mini in minis.items():
-        if mini is None:
+    reported = set()  # one message for the actor and a critic that follows it
+    for section in trained_sections(config):
+        key = f"{section}.ppo_mini_batch_size"
+        mini = value_at(config, key)
+        if mini is None or mini in reported:
             continue
+        reported.add(mini)
         if mini > batch:
             yield (
                 f"{key} must not exceed data.train_batch_size (both count prompts), got {mini} and "
@@ -74,17 +74,14 @@ def uneven_mini_batches(config: TrainConfig) -> Iterator[str]:
 
     The whole batch is padded, and so needs no check.
     """
-    roles = config.actor_rollout_ref
     batch = config.data.train_batch_size
-    samples = roles.rollout.n
+    samples = config.actor_rollout_ref.rollout.n
     counts = {role: len(ranks) for role, ranks in ranks_of_roles(config).items()}
-    updates = (
-        ("actor_rollout_ref.actor", "actor", roles.actor),
-        ("critic", "critic", config.critic),
-    )
-    for section, role, update in updates if config.needs_critic else updates[:1]:
+    for section in trained_sections(config):
+        update = value_at(config, section)
         mini = update.ppo_mini_batch_size
-        shares = counts[role] // update.ulysses_sequence_parallel_size
+        ranks = counts[section.removeprefix("actor_rollout_ref.")]
+        shares = ranks // update.ulysses_sequence_parallel_size
         if mini is None or mini >= batch or shares < 1 or mini * samples % shares == 0:
             continue
         key = f"{section}.ppo_mini_batch_size"
@@ -155,53 +152,28 @@ def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
     counts = {role: len(ranks) for role, ranks in ranks_of_roles(config).items()}
     actor_ranks = counts["actor"]
 
-    for section, role, ulysses, fsdp_key, fsdp in (
-        (
-            "actor_rollout_ref.actor",
-            "actor",
-            roles.actor.ulysses_sequence_parallel_size,
-            "",
-            roles.actor.fsdp_config,
-        ),
-        (
-            "actor_rollout_ref.ref",
-            "reference",
-            roles.ref.ulysses_sequence_parallel_size,
-            "",
-            roles.ref.fsdp_config,
-        ),
-        (
-            "critic",
-            "critic",
-            config.critic.ulysses_sequence_parallel_size,
-            ".model",
-            config.critic.model.fsdp_config,
-        ),
-        ("reward_model.model", "reward_model", 1, "", config.reward_model.model.fsdp_config),
-        (
-            "distillation",
-            "teacher",
-            config.distillation.ulysses_sequence_parallel_size,
-            "",
-            config.distillation.fsdp_config,
-        ),
-    ):
+    for role, section in SHARDED.items():
         if f"{section}.".startswith(inactive_sections(config)):
             continue
 
         ranks = counts.get(role, actor_ranks)
-        is_actors = ulysses == roles.actor.ulysses_sequence_parallel_size and ranks == actor_ranks
-        inherits = role in ("reference", "teacher") and is_actors
-        if ranks % ulysses and not inherits:
+        if role != "reward_model":  # which scores whole sequences
+            key = f"{section.removesuffix('.model')}.ulysses_sequence_parallel_size"
+            ulysses = value_at(config, key)
+            as_actor = (roles.actor.ulysses_sequence_parallel_size, actor_ranks)
+            inherits = role in ("reference", "teacher") and (ulysses, ranks) == as_actor
+            if ranks % ulysses and not inherits:
+                yield (
+                    f"{key} must divide the number of ranks, got {ulysses} and {ranks}. Set it to "
+                    f"{_nearest_divisor(ranks, ulysses)}."
+                )
+
+        key = f"{section}.fsdp_config.fsdp_size"
+        size = value_at(config, key)
+        if 0 < size < ranks and ranks % size:
             yield (
-                f"{section}.ulysses_sequence_parallel_size must divide the number of ranks, got "
-                f"{ulysses} and {ranks}. Set it to {_nearest_divisor(ranks, ulysses)}."
-            )
-        if 0 < fsdp.fsdp_size < ranks and ranks % fsdp.fsdp_size:
-            yield (
-                f"{section}{fsdp_key}.fsdp_config.fsdp_size must divide the number of ranks, got "
-                f"{fsdp.fsdp_size} and {ranks}. Set it to "
-                f"{_nearest_divisor(ranks, fsdp.fsdp_size)}, or to -1 for all."
+                f"{key} must divide the number of ranks, got {size} and {ranks}. Set it to "
+                f"{_nearest_divisor(ranks, size)}, or to -1 for all."
             )
 
     shared_by = roles.rollout.tensor_model_parallel_size

@@ -14,7 +14,7 @@ from typing import Any
 from verl.config.absent_keys import absent_key
 from verl.config.keys import flatten, keys_of, nearest_keys, nest, owner_of, value_at
 from verl.config.load import config_from_dict, given_values, merge_values, read_yaml
-from verl.config.placement import ranks_of_roles
+from verl.config.placement import ranks_of_roles, trained_sections
 from verl.config.train import TrainConfig
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
@@ -234,8 +234,8 @@ def _update_sizes(
     An update of one rank has as many passes as accumulation steps.
     """
     ranks = ranks_of_roles(config)
-    roles = ((_ACTOR, config.actor_rollout_ref.actor), (_CRITIC, config.critic))
-    for section, role in roles if config.needs_critic else roles[:1]:
+    for section in trained_sections(config):
+        role = value_at(config, section)
         micro = role.ppo_micro_batch_size_per_gpu if micro_batch_size is None else micro_batch_size
         for name, value in (
             ("micro_batch_size", micro_batch_size),

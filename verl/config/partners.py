@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from verl.config.actor_rollout_ref import ActorRolloutRefConfig
+from verl.config.keys import value_at
 from verl.config.multi_turn import AgentConfig, MultiTurnConfig
 from verl.config.placement import rollout_is_apart
 from verl.config.policies import PolicyConfig
@@ -13,6 +14,21 @@ from verl.config.train import TrainConfig
 _ROLLOUT = "actor_rollout_ref.rollout"
 # Estimators that compare the samples of one group, and nothing across groups.
 _WITHIN_GROUPS = ("grpo", "grpo_passk", "rloo", "opo", "turn_rloo")
+# The values of keys with which a second policy can be trained.
+_SUPPORTED = {
+    "trainer.mode": ("sync",),
+    "algorithm.adv_estimator": _WITHIN_GROUPS,
+    "algorithm.filter_groups.enable": (False,),
+    "algorithm.use_pf_ppo": (False,),
+    "algorithm.use_kl_in_reward": (False,),
+    "algorithm.rollout_correction.bypass_mode": (False,),
+    "actor_rollout_ref.actor.use_kl_loss": (False,),
+    "actor_rollout_ref.actor.router_replay.mode": ("disabled",),
+    "distillation.enabled": (False,),
+    "critic.enable": (False,),
+    "actor_rollout_ref.rollout.name": ("embedded",),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": (1,),
+}
 
 
 def partner_section(roles: ActorRolloutRefConfig, policy: PolicyConfig) -> ActorRolloutRefConfig:
@@ -33,31 +49,6 @@ def partners_can_learn(config: TrainConfig) -> Iterator[str]:
     if not partners:
         return
 
-    algorithm = config.algorithm
-    lacking = {
-        "trainer.mode": (config.trainer.mode, ("sync",)),
-        "algorithm.adv_estimator": (algorithm.adv_estimator, _WITHIN_GROUPS),
-        "algorithm.filter_groups.enable": (algorithm.filter_groups.enable, (False,)),
-        "algorithm.use_pf_ppo": (algorithm.use_pf_ppo, (False,)),
-        "algorithm.use_kl_in_reward": (algorithm.use_kl_in_reward, (False,)),
-        "algorithm.rollout_correction.bypass_mode": (
-            algorithm.rollout_correction.bypass_mode,
-            (False,),
-        ),
-        "actor_rollout_ref.actor.use_kl_loss": (roles.actor.use_kl_loss, (False,)),
-        "actor_rollout_ref.actor.router_replay.mode": (
-            roles.actor.router_replay.mode,
-            ("disabled",),
-        ),
-        "distillation.enabled": (config.distillation.enabled, (False,)),
-        "critic.enable": (config.needs_critic, (False,)),
-        f"{_ROLLOUT}.name": (roles.rollout.name, ("embedded",)),
-        f"{_ROLLOUT}.tensor_model_parallel_size": (
-            roles.rollout.tensor_model_parallel_size,
-            (1,),
-        ),
-    }
-
     for role in partners:
         if re.fullmatch(r"[\w-]+", role) is None:
             yield (
@@ -67,7 +58,8 @@ def partners_can_learn(config: TrainConfig) -> Iterator[str]:
 
     role = next(iter(partners))
     trained = f"{_ROLLOUT}.agent.policies.{role} (trained, with a path)"
-    for key, (given, supported) in lacking.items():
+    for key, supported in _SUPPORTED.items():
+        given = config.needs_critic if key == "critic.enable" else value_at(config, key)
         if given not in supported:
             yield (
                 f"{trained} is a second trained policy, which does not support {key}={given}. Set "

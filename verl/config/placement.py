@@ -4,12 +4,21 @@ import os
 from collections.abc import Iterator
 from itertools import chain
 
+from verl.config.keys import value_at
 from verl.config.policies import partner_role
 from verl.config.train import TrainConfig
 from verl.utils.launcher import LAUNCHED_RANKS
 
 # The roles that `trainer.placement` has keys for.
 ROLES = ("actor", "rollout", "critic", "reference", "reward_model", "teacher")
+# The section with `fsdp_config` of each role; the rollout shards nothing.
+SHARDED = {
+    "actor": "actor_rollout_ref.actor",
+    "reference": "actor_rollout_ref.ref",
+    "critic": "critic.model",
+    "reward_model": "reward_model.model",
+    "teacher": "distillation",
+}
 
 
 def number_of_ranks(config: TrainConfig) -> int:
@@ -120,28 +129,26 @@ def placement_doubts(config: TrainConfig) -> Iterator[str]:
                 "model of its own."
             )
 
-    sections = {
-        "actor": ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config),
-        "reference": ("actor_rollout_ref.ref", config.actor_rollout_ref.ref.fsdp_config),
-        "critic": ("critic.model", config.critic.model.fsdp_config),
-        "reward_model": ("reward_model.model", config.reward_model.model.fsdp_config),
-        "teacher": ("distillation", config.distillation.fsdp_config),
-    }
-
     for role, ranks in ranks_of_roles(config).items():
-        if role not in sections:
-            continue  # the rollout shards nothing
-        section, fsdp = sections[role]
-        if fsdp.fsdp_size > len(ranks):
+        if role not in SHARDED:
+            continue
+        key = f"{SHARDED[role]}.fsdp_config.fsdp_size"
+        size = value_at(config, key)
+        if size > len(ranks):
             yield (
-                f"{section}.fsdp_config.fsdp_size={fsdp.fsdp_size} has no effect: the role has "
-                f"{len(ranks)} ranks, which all hold one copy of the weights together."
+                f"{key}={size} has no effect: the role has {len(ranks)} ranks, which all hold one "
+                "copy of the weights together."
             )
-        elif fsdp.fsdp_size == 0 or fsdp.fsdp_size < -1:
-            yield (
-                f"{section}.fsdp_config.fsdp_size={fsdp.fsdp_size} is taken as -1: all ranks hold "
-                "one copy of the weights."
-            )
+        elif size == 0 or size < -1:
+            yield f"{key}={size} is taken as -1: all ranks hold one copy of the weights."
+
+
+def trained_sections(config: TrainConfig) -> list[str]:
+    """Return the sections of the models that the run trains: the actor's, and a critic's."""
+    sections = ["actor_rollout_ref.actor"]
+    if config.needs_critic:
+        sections.append("critic")
+    return sections
 
 
 def inactive_sections(config: TrainConfig) -> tuple[str, ...]:

@@ -19,11 +19,13 @@ from verl.config.batch_rules import (
 )
 from verl.config.checkpoint import CHECKPOINT_PARTS
 from verl.config.choices import TRACKERS
+from verl.config.keys import value_at
 from verl.config.partners import partners_can_learn
 from verl.config.placement import (
     inactive_sections,
     placement_doubts,
     roles_are_placed,
+    trained_sections,
 )
 from verl.config.reward_rules import reward_doubts, reward_has_what_it_needs
 from verl.config.rollout import RolloutConfig, SamplingValConfig
@@ -46,7 +48,6 @@ def training_data_is_named(config: TrainConfig) -> Iterator[str]:
 
 def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
     data = config.data
-    critic_class = config.critic.model.custom_cls
     if not config.actor_rollout_ref.model.path:  # also an empty text: $MODEL that is not set
         yield (
             "actor_rollout_ref.model.path is not set. Give a folder or hub name of a Hugging Face "
@@ -59,32 +60,22 @@ def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
             f"{data.train_files} and '{data.dataset_name}'. Set one of them."
         )
 
-    for section, path, name, path_key, name_key in (
-        ("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name"),
-        ("critic.model.custom_cls", critic_class.path, critic_class.name, "path", "name"),
-        (
-            "data.sampler",
-            data.sampler.class_path,
-            data.sampler.class_name,
-            "class_path",
-            "class_name",
-        ),
+    for path_key, name_key in (
+        ("data.custom_cls.path", "data.custom_cls.name"),
+        ("critic.model.custom_cls.path", "critic.model.custom_cls.name"),
+        ("data.sampler.class_path", "data.sampler.class_name"),
     ):
+        path = value_at(config, path_key)
+        name = value_at(config, name_key)
         if (path is None) != (name is None):
-            yield (
-                f"{section}.{path_key} and {section}.{name_key} go together, got {path!r} and "
-                f"{name!r}. Set both."
-            )
+            yield f"{path_key} and {name_key} go together, got {path!r} and {name!r}. Set both."
 
 
 def activations_are_checkpointed(config: TrainConfig) -> Iterator[str]:
-    models = (
-        ("actor_rollout_ref.model", config.actor_rollout_ref.model),
-        ("critic.model", config.critic.model),
-    )
-    for section, model in models:
+    for section in ("actor_rollout_ref.model", "critic.model"):
         if section.startswith(inactive_sections(config)):
             continue
+        model = value_at(config, section)
         if model.enable_activation_offload and not model.enable_gradient_checkpointing:
             yield (
                 f"{section}.enable_activation_offload keeps the inputs of checkpointed layers on "
@@ -121,10 +112,11 @@ def algorithm_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
 def losses_make_sense(config: TrainConfig) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     prefix = "actor_rollout_ref.actor"
-    for key, low in (("clip_ratio_low", actor.clip_ratio_low), ("clip_ratio", actor.clip_ratio)):
+    for key in (f"{prefix}.clip_ratio_low", f"{prefix}.clip_ratio"):
+        low = value_at(config, key)
         if low > 1:
             yield (
-                f"{prefix}.{key} is a distance below a ratio of 1 and cannot exceed 1, got {low}. "
+                f"{key} is a distance below a ratio of 1 and cannot exceed 1, got {low}. "
                 "0.2 is usual."
             )
             break
@@ -135,12 +127,10 @@ def losses_make_sense(config: TrainConfig) -> Iterator[str]:
             f"{actor.policy_loss.clip_cov_lb} and {actor.policy_loss.clip_cov_ub}. Swap them."
         )
 
-    for role, optim in ((prefix, actor.optim), ("critic", config.critic.optim)):
-        if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-            yield (
-                f"{role}.optim.betas must be two numbers in [0, 1), got {optim.betas}. [0.9,0.999] "
-                "is usual."
-            )
+    for key in (f"{prefix}.optim.betas", "critic.optim.betas"):
+        betas = value_at(config, key)
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            yield f"{key} must be two numbers in [0, 1), got {betas}. [0.9,0.999] is usual."
 
 
 def routes_are_recorded(config: TrainConfig) -> Iterator[str]:
@@ -182,40 +172,29 @@ def is_greedy(sampling: RolloutConfig | SamplingValConfig) -> bool:
 
 
 def adapters_can_be_trained(config: TrainConfig) -> Iterator[str]:
-    roles = config.actor_rollout_ref
-    for section, model, key, optim in (
-        (
-            "actor_rollout_ref.model",
-            roles.model,
-            "actor_rollout_ref.actor.optim",
-            roles.actor.optim,
-        ),
-        ("critic.model", config.critic.model, "critic.optim", config.critic.optim),
+    for section, key in (
+        ("actor_rollout_ref.model", "actor_rollout_ref.actor.optim.optimizer"),
+        ("critic.model", "critic.optim.optimizer"),
     ):
         if section.startswith(inactive_sections(config)):
             continue
-        for name, value in (
-            ("target_modules", model.target_modules),
-            ("exclude_modules", model.exclude_modules),
-        ):
-            is_list = (
-                isinstance(value, list)
-                and all(isinstance(entry, str) for entry in value)
-                and value != []
-            )
-            if not (
-                is_list or isinstance(value, str) or (value is None and name == "exclude_modules")
-            ):
+        model = value_at(config, section)
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(model, name)
+            if value is None and name == "exclude_modules":
+                continue
+            entries = value if isinstance(value, list) else [value]
+            if not entries or not all(isinstance(entry, str) for entry in entries):
                 yield (
                     f"{section}.{name} must be a list of names, or a regular expression, or "
                     f"all-linear, got {value!r}. Set {section}.target_modules=all-linear."
                 )
 
-        if model.lora_rank > 0 and optim.optimizer == "Muon":
+        if model.lora_rank > 0 and value_at(config, key) == "Muon":
             yield (
-                f"{key}.optimizer=Muon orthogonalises updates of whole weight matrices, which "
-                f"{section}.lora_rank={model.lora_rank} leaves frozen. Set {key}.optimizer=AdamW, "
-                f"or {section}.lora_rank=0."
+                f"{key}=Muon orthogonalises updates of whole weight matrices, which "
+                f"{section}.lora_rank={model.lora_rank} leaves frozen. Set {key}=AdamW, or "
+                f"{section}.lora_rank=0."
             )
 
 
@@ -272,17 +251,15 @@ def validation_has_data(config: TrainConfig) -> Iterator[str]:
 
 
 def checkpoint_parts_are_known(config: TrainConfig) -> Iterator[str]:
-    for section, checkpoint in (
-        ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.checkpoint),
-        ("critic", config.critic.checkpoint),
+    for key in (
+        "actor_rollout_ref.actor.checkpoint.save_contents",
+        "actor_rollout_ref.actor.checkpoint.load_contents",
+        "critic.checkpoint.save_contents",
+        "critic.checkpoint.load_contents",
     ):
-        for key in ("save_contents", "load_contents"):
-            for part in getattr(checkpoint, key):
-                if part not in CHECKPOINT_PARTS:
-                    yield (
-                        f"{section}.checkpoint.{key}: unknown part '{part}'. Known: "
-                        f"{', '.join(CHECKPOINT_PARTS)}."
-                    )
+        for part in value_at(config, key):
+            if part not in CHECKPOINT_PARTS:
+                yield f"{key}: unknown part '{part}'. Known: {', '.join(CHECKPOINT_PARTS)}."
 
 
 def loggers_are_known(config: TrainConfig) -> Iterator[str]:
@@ -380,11 +357,8 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
             "val_kwargs.do_sample=True to vary."
         )
 
-    for section, fsdp in (
-        ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config),
-        ("actor_rollout_ref.ref", config.actor_rollout_ref.ref.fsdp_config),
-        ("critic.model", config.critic.model.fsdp_config),
-    ):
+    for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model"):
+        fsdp = value_at(config, f"{section}.fsdp_config")
         if fsdp.offload_policy and (fsdp.param_offload or fsdp.optimizer_offload):
             yield (
                 f"{section}.fsdp_config: offload_policy=True keeps parameters and moments on the "
@@ -394,14 +368,13 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
 
 def incomplete_checkpoints(config: TrainConfig) -> Iterator[str]:
     """Yield checkpoints that a run cannot resume from to the same bits."""
-    sections = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.checkpoint}
-    if config.needs_critic:
-        sections["critic"] = config.critic.checkpoint
-    for section, checkpoint in sections.items():
-        missing = [part for part in ("optimizer", "extra") if part not in checkpoint.load_contents]
+    for section in trained_sections(config):
+        key = f"{section}.checkpoint.load_contents"
+        loaded = value_at(config, key)
+        missing = [part for part in ("optimizer", "extra") if part not in loaded]
         if missing and config.trainer.resume_mode != "disable":
             yield (
-                f"{section}.checkpoint.load_contents leaves out {' and '.join(missing)}: a resumed "
+                f"{key} leaves out {' and '.join(missing)}: a resumed "
                 "run begins with a new optimizer or schedule there, and its weights are not those "
                 "of a run without a break."
             )

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from verl.config.choices import ESTIMATORS, POLICY_LOSSES
 from verl.config.keys import is_changed, is_inherited, keys_of, value_at
+from verl.config.placement import trained_sections
 from verl.config.train import TrainConfig
 
 # Keys of `algorithm`, and the packaged estimators that read them.
@@ -32,6 +33,7 @@ READ_BY_LOSSES = {
     "policy_loss.dppo_kl_threshold": ("dppo_kl",),
     "policy_loss.dro_beta": ("dro",),
 }
+_LORA = ("lora_alpha", "target_modules", "exclude_modules")
 _WITH_TASK_REWARDS = "distillation.distillation_loss.use_task_rewards=True"
 
 
@@ -60,72 +62,32 @@ def unread_keys(config: TrainConfig) -> Iterator[str]:
 
 def _switched(config: TrainConfig) -> Iterator[Part]:
     """Yield parts that a switch turns on."""
-    roles = config.actor_rollout_ref
-    algorithm = config.algorithm
-    rewards = config.reward_model
-
-    lora_keys = ("lora_alpha", "target_modules", "exclude_modules")
-    has_adapters = roles.model.lora_rank > 0
-    lora = "actor_rollout_ref.model.lora_rank > 0"
-    yield Part("actor_rollout_ref.model", lora_keys, has_adapters, lora)
-    yield Part("actor_rollout_ref.rollout", ("lora_weights",), has_adapters, lora)
-    yield Part(
-        "critic.model",
-        lora_keys,
-        config.critic.model.lora_rank > 0,
-        "critic.model.lora_rank > 0",
-    )
-
-    for section, names, is_read, switch in (
-        (
-            "actor_rollout_ref.actor",
-            ("kl_loss_coef",),
-            roles.actor.use_kl_loss,
-            "actor_rollout_ref.actor.use_kl_loss",
-        ),
-        (
-            "algorithm.kl_ctrl",
-            ("kl_coef",),
-            algorithm.use_kl_in_reward,
-            "algorithm.use_kl_in_reward",
-        ),
-        (
-            "algorithm.pf_ppo",
-            ("reweight_method", "weight_pow"),
-            algorithm.use_pf_ppo,
-            "algorithm.use_pf_ppo",
-        ),
-        (
-            "algorithm.filter_groups",
-            ("metric",),
-            algorithm.filter_groups.enable,
-            "algorithm.filter_groups.enable",
-        ),
-        (
-            "reward_model.overlong_buffer",
-            ("len",),
-            rewards.overlong_buffer.enable,
-            "reward_model.overlong_buffer.enable",
-        ),
-        ("reward_model", ("max_length",), rewards.enable, "reward_model.enable"),
+    for section, names, model in (
+        ("actor_rollout_ref.model", _LORA, "actor_rollout_ref.model"),
+        ("actor_rollout_ref.rollout", ("lora_weights",), "actor_rollout_ref.model"),
+        ("critic.model", _LORA, "critic.model"),
     ):
-        yield Part(section, names, is_read, f"{switch}=True")
+        has_adapters = value_at(config, f"{model}.lora_rank") > 0
+        yield Part(section, names, has_adapters, f"{model}.lora_rank > 0")
 
-    for section, names, is_read, choice in (
-        (
-            "algorithm.entropy_ctrl",
-            ("target_entropy", "delta"),
-            algorithm.entropy_ctrl.type == "adaptive",
-            "algorithm.entropy_ctrl.type=adaptive",
-        ),
-        (
-            "algorithm.pf_ppo",
-            ("weight_pow",),
-            not algorithm.use_pf_ppo or algorithm.pf_ppo.reweight_method == "pow",
-            "algorithm.pf_ppo.reweight_method=pow",
-        ),
+    for section, names, switch in (
+        ("actor_rollout_ref.actor", ("kl_loss_coef",), "actor_rollout_ref.actor.use_kl_loss"),
+        ("algorithm.kl_ctrl", ("kl_coef",), "algorithm.use_kl_in_reward"),
+        ("algorithm.pf_ppo", ("reweight_method", "weight_pow"), "algorithm.use_pf_ppo"),
+        ("algorithm.filter_groups", ("metric",), "algorithm.filter_groups.enable"),
+        ("reward_model.overlong_buffer", ("len",), "reward_model.overlong_buffer.enable"),
+        ("reward_model", ("max_length",), "reward_model.enable"),
     ):
-        yield Part(section, names, is_read, choice)
+        yield Part(section, names, value_at(config, switch), f"{switch}=True")
+
+    entropy = "algorithm.entropy_ctrl"
+    is_adaptive = config.algorithm.entropy_ctrl.type == "adaptive"
+    yield Part(entropy, ("target_entropy", "delta"), is_adaptive, f"{entropy}.type=adaptive")
+
+    drawn = "algorithm.pf_ppo"
+    by_power = config.algorithm.pf_ppo.reweight_method == "pow"
+    is_read = by_power or not config.algorithm.use_pf_ppo  # the switch is reported above
+    yield Part(drawn, ("weight_pow",), is_read, f"{drawn}.reweight_method=pow")
 
 
 def _chosen_by_name(config: TrainConfig) -> Iterator[Part]:
@@ -165,13 +127,11 @@ def _without_policy_loss(config: TrainConfig) -> str | None:
 
 def _of_schedules(config: TrainConfig) -> Iterator[Part]:
     """Yield keys of the cosine schedule, for every optimizer of the run."""
-    optims = {"actor_rollout_ref.actor.optim": config.actor_rollout_ref.actor.optim}
-    if config.needs_critic:
-        optims["critic.optim"] = config.critic.optim
-    for section, optim in optims.items():
-        is_cosine = optim.warmup_style == "cosine"
-        reader = f"{section}.warmup_style=cosine"
-        yield Part(section, ("min_lr_ratio", "num_cycles"), is_cosine, reader)
+    for section in trained_sections(config):
+        optim = f"{section}.optim"
+        is_cosine = value_at(config, optim).warmup_style == "cosine"
+        reader = f"{optim}.warmup_style=cosine"
+        yield Part(optim, ("min_lr_ratio", "num_cycles"), is_cosine, reader)
 
 
 def _any_of(names: tuple[str, ...]) -> str:
