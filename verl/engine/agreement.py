@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from verl.distributed.collectives import gather_objects
 from verl.distributed.mesh import Mesh
-from verl.engine.microbatch import TokenBudget, plan_micro_batches
+from verl.engine.microbatch import Plan, TokenBudget, plan_micro_batches
 from verl.engine.packing import MiniBatch
 from verl.utils.errors import DataError
 
@@ -36,7 +36,7 @@ class _Planned(NamedTuple):
 
 def plan_of_all_ranks(
     mini_batch: MiniBatch, asked: TokenBudget, current: TokenBudget, mesh: Mesh
-) -> list[list[int]]:
+) -> Plan:
     """Return the row numbers of each pass of this rank.
 
     Every rank gets as many passes as the one that needs most; those in excess are empty. On a CPU
@@ -74,7 +74,7 @@ def agreed_passes(
     Raises DataError, on every rank, where ranks are at different phases or sizes of passes, or
     where ranks along the sequence axis have planned other passes over the rows that they share.
     """
-    size = f"{budget.rows} rows" if budget.max_tokens is None else f"{budget.max_tokens} tokens"
+    size = f"{budget.size} {budget.unit}"
     agreed = (list(lengths), [list(rows) for rows in plan])
     digest = zlib.crc32(repr(agreed).encode())
     mine = _Planned(
@@ -92,7 +92,6 @@ def agreed_passes(
             raise DataError(
                 f"Ranks {first} and {rank} must make the same passes, but have planned different "
                 f"ones. Rank {first}, {expected}. Rank {rank}, {planned}. Give all ranks the same "
-                "configuration, code and batches, and "
-                "call the same methods on all."
+                "configuration, code and batches, and call the same methods on all."
             )
     return max(planned.passes for planned in everyone)

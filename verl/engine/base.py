@@ -23,7 +23,7 @@ from verl.engine.budget import AutomaticBudgets, CudaMeter
 from verl.engine.footprint import EngineFootprint, EngineSetup
 from verl.engine.guard import find_offenders_in_turns, names_on_all_ranks
 from verl.engine.memory import PassGuard, Result, memory_hints
-from verl.engine.microbatch import TokenBudget
+from verl.engine.microbatch import Plan, TokenBudget
 from verl.engine.model_shape import ModelShape
 from verl.engine.optim import build_optimizer, moment_tensors
 from verl.engine.options import EngineOptions
@@ -59,7 +59,7 @@ class _Pending:
     """A mini-batch with gradients that wait for `step`, kept to find rows that are not finite."""
 
     mini_batch: MiniBatch
-    plan: list[list[int]]
+    plan: Plan
     loss_fn: LossFunction
     forward_arguments: dict[str, Any]
     loss_is_finite: bool
@@ -194,7 +194,7 @@ class TrainEngine:
         self.module.train()
         mini_batch = self._mini_batch(batch, columns)
 
-        def passes(plan: list[list[int]]) -> dict[str, Tensor]:
+        def passes(plan: Plan) -> dict[str, Tensor]:
             pieces: dict[str, list[Tensor]] = {}
             with self._passes():
                 for number, rows in enumerate(plan):
@@ -235,7 +235,7 @@ class TrainEngine:
         self.optimizer.zero_grad(set_to_none=True)
         mini_batch = self._mini_batch(batch, dict.fromkeys(("response_mask", "weights", *columns)))
 
-        def passes(plan: list[list[int]]) -> dict[str, float]:
+        def passes(plan: Plan) -> dict[str, float]:
             totals = Totals(self.mesh)
             with self._passes():
                 for number, rows in enumerate(plan):
@@ -410,7 +410,7 @@ class TrainEngine:
         self,
         mini_batch: MiniBatch,
         budget: TokenBudget,
-        passes: Callable[[list[list[int]]], Result],
+        passes: Callable[[Plan], Result],
         predict: Callable[[], Callable[[int, int], dict[str, int]]],
         on_restart: Callable[[], None] = lambda: None,
     ) -> Result:

@@ -9,13 +9,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.distributed.collectives import Axis, max_of
-from verl.engine.microbatch import TokenBudget, plan_micro_batches, tokens_of
+from verl.engine.microbatch import Plan, TokenBudget, most_tokens, plan_micro_batches, tokens_of
 from verl.protocol import DataProto
 from verl.single_controller.dealing import largest_differencing
 from verl.utils.arithmetic import ceil_div, round_up
 from verl.utils.errors import DataError
-
-Plan = list[list[int]]  # the row numbers of each micro-batch; every row is in one of them
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
@@ -86,7 +84,7 @@ def _differenced(lengths: Sequence[int], max_tokens: int, below: int) -> Plan | 
     fewest = max(ceil_div(sum(lengths), max_tokens), 1)
     for count in range(fewest, below):
         parts = largest_differencing(weights, count)
-        if max(tokens_of(rows, lengths) for rows in parts) <= max_tokens:
+        if most_tokens(parts, lengths) <= max_tokens:
             return [rows for rows in parts if rows]
     return None
 

@@ -78,6 +78,12 @@ def head_sizes(config: Any) -> tuple[int, int]:
     return head_dim, head_dim
 
 
+def num_experts(config: Any) -> int:
+    """Return the number of experts of a layer; 0 for a dense model."""
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    return experts or 0
+
+
 def causal_pairs(length: int, window: int | None = None) -> int:
     """Count pairs (query, key) with key <= query and at most `window` keys per query."""
     if window is None or window >= length:
@@ -101,7 +107,7 @@ def _active_matrix_parameters(model: PreTrainedModel, config: Any, *, frozen: bo
     looked_up = {id(module.weight) for module in embeddings}
     if head is not None:
         looked_up.discard(id(head.weight))  # tied: multiplied once per token at the end
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    experts = num_experts(config)
     active_share = config.num_experts_per_tok / experts if experts else 1.0
 
     total = 0.0

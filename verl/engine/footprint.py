@@ -21,14 +21,7 @@ from verl.engine.options import EngineOptions
 from verl.models.divergence import CHUNK_TENSORS
 from verl.models.families import LLAMA_FAMILIES
 from verl.models.kernels import swiglu
-from verl.models.logprobs import (
-    CHUNK_ELEMENTS_CPU,
-    CHUNK_ELEMENTS_CUDA,
-    CHUNK_ROWS_CPU,
-    CHUNK_TILE,
-    FUSED_WORDS,
-    fused_head,
-)
+from verl.models.logprobs import FUSED_WORDS, chunk_rows, fused_head
 from verl.utils.arithmetic import ceil_div, round_up
 
 # Ids, positions, targets and columns of one packed token.
@@ -313,7 +306,7 @@ class EngineFootprint:
     @property
     def largest_whole(self) -> int:
         """The largest parameter, in its own dtype: the bytes to gather one after the other."""
-        return max(weight.numel() * weight.itemsize for weight in self.shape.weights)
+        return max(_whole_bytes([weight]) for weight in self.shape.weights)
 
     # ---------------------------------------------------------------- terms
 
@@ -397,15 +390,7 @@ class EngineFootprint:
 
     def _chunk_rows(self, predictions: int) -> int:
         """Return the rows of a chunk, as `verl.models.logprobs.token_log_probs` cuts them."""
-        vocabulary = self.shape.vocabulary
-        if self.setup.on_cuda:
-            elements = CHUNK_ELEMENTS_CUDA
-        else:
-            elements = max(CHUNK_ELEMENTS_CPU, CHUNK_ROWS_CPU * vocabulary)
-
-        rows = max(1, elements // vocabulary)
-        if rows > CHUNK_TILE:
-            rows -= rows % CHUNK_TILE
+        rows = chunk_rows(self.shape.vocabulary, on_cuda=self.setup.on_cuda)
         return min(predictions, rows)
 
     def _at_head(self, tokens: int, predictions: int) -> dict[str, int]:

@@ -18,14 +18,13 @@ import psutil
 import torch
 
 from verl.distributed.collectives import Axis
-from verl.engine.microbatch import TokenBudget, tokens_of
+from verl.engine.microbatch import Plan, TokenBudget, most_tokens
 from verl.engine.options import EngineOptions
 from verl.utils.errors import OutOfMemoryError, VerlError
 from verl.utils.logging import logger
 from verl.utils.peaks import phase_peaks
 
 Result = TypeVar("Result")
-Plan = list[list[int]]
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _DEVICE_SIGNS = (
@@ -155,7 +154,7 @@ class PassGuard:
                 "the rest of the run. Set %s=%d to start with it.",
                 _headline(shortage, budget.phase, self.rank),
                 size,
-                _unit(smaller),
+                smaller.unit,
                 _key(smaller),
                 size,
             )
@@ -178,7 +177,6 @@ class PassGuard:
         lengths: Sequence[int],
         smaller: TokenBudget | None,
     ) -> str:
-        tokens = max(tokens_of(group, lengths) for group in rows)
         ways = list(self.hints)
         if not shortage.on_device:
             ways = [hint for hint in ways if "offload" not in hint]
@@ -192,8 +190,8 @@ class PassGuard:
                 "data.max_response_length"
             )
         return (
-            f"{_headline(shortage, budget.phase, self.rank)} The largest pass has {tokens} tokens. "
-            f"{advice}, or set {'; '.join(ways)}."
+            f"{_headline(shortage, budget.phase, self.rank)} The largest pass has "
+            f"{most_tokens(rows, lengths)} tokens. {advice}, or set {'; '.join(ways)}."
         )
 
 
@@ -225,21 +223,15 @@ def _halved(budget: TokenBudget, rows: Plan, lengths: Sequence[int]) -> TokenBud
         return replace(budget, rows=most // 2) if most > 1 else None
 
     assert budget.max_tokens is not None
-    largest = max(tokens_of(group, lengths) for group in rows)
-    most = min(budget.max_tokens, largest)
+    most = min(budget.max_tokens, most_tokens(rows, lengths))
     if most <= max(lengths):
         return None
     return replace(budget, max_tokens=max(most // 2, *lengths))
 
 
 def _size(budget: TokenBudget) -> int:
-    size = budget.rows if budget.rows is not None else budget.max_tokens
-    assert size is not None
-    return size
-
-
-def _unit(budget: TokenBudget) -> str:
-    return "tokens" if budget.rows is None else "rows"
+    assert budget.size is not None
+    return budget.size
 
 
 def _key(budget: TokenBudget) -> str:

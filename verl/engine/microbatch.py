@@ -8,6 +8,8 @@ from typing import NamedTuple
 from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import ConfigError
 
+Plan = list[list[int]]  # the row numbers of each micro-batch; every row is in one of them
+
 
 @dataclass(frozen=True)
 class TokenBudget:
@@ -33,16 +35,25 @@ class TokenBudget:
                 "A micro-batch is sized by tokens or by rows: give one at most, "
                 f"got max_tokens={self.max_tokens} and rows={self.rows}."
             )
-        size = self.max_tokens if self.max_tokens is not None else self.rows
-        if size is not None and size < 1:
+        if self.size is not None and self.size < 1:
             raise ConfigError(
-                f"A micro-batch needs room for at least one token or row, got {size}. Raise "
+                f"A micro-batch needs room for at least one token or row, got {self.size}. Raise "
                 f"{self.key}."
             )
 
     @property
+    def size(self) -> int | None:
+        """The limit in tokens, or the number of rows."""
+        return self.max_tokens if self.rows is None else self.rows
+
+    @property
+    def unit(self) -> str:
+        """The unit of `size`."""
+        return "tokens" if self.rows is None else "rows"
+
+    @property
     def is_automatic(self) -> bool:
-        return self.max_tokens is None and self.rows is None
+        return self.size is None
 
 
 class SharedPrompts(NamedTuple):
@@ -54,7 +65,7 @@ class SharedPrompts(NamedTuple):
 
 def plan_micro_batches(
     lengths: Sequence[int], budget: TokenBudget, prompts: SharedPrompts | None = None
-) -> list[list[int]]:
+) -> Plan:
     """Return the row numbers of every micro-batch; each row is in one, rows within one ascend.
 
     By rows: consecutive chunks. By tokens: no more bins than first-fit decreasing needs (<= 11/9 of
@@ -65,7 +76,7 @@ def plan_micro_batches(
     for each count of bins tried.
     """
     if budget.rows is not None:
-        chunks: list[list[int]] = []
+        chunks: Plan = []
         for start in range(0, len(lengths), budget.rows):
             end = min(start + budget.rows, len(lengths))
             chunks.append(list(range(start, end)))
@@ -87,7 +98,7 @@ def plan_micro_batches(
         units = _inseparable(lengths, prompts, budget.max_tokens, deal)
         tokens = [_num_tokens(unit, lengths, prompts) for unit in units]
 
-        bins: list[list[int]] = []
+        bins: Plan = []
         for members in _fill(tokens, budget.max_tokens):
             rows: list[int] = []
             for unit in members:
@@ -102,18 +113,23 @@ def tokens_of(rows: Iterable[int], lengths: Sequence[int]) -> int:
     return sum(lengths[row] for row in rows)
 
 
+def most_tokens(plan: Plan, lengths: Sequence[int]) -> int:
+    """Count the tokens of the largest micro-batch."""
+    return max(tokens_of(rows, lengths) for rows in plan)
+
+
 def _inseparable(
     lengths: Sequence[int],
     prompts: SharedPrompts,
     max_tokens: int,
-    deal: Callable[[Sequence[int], int], list[list[int]]],
-) -> list[list[int]]:
+    deal: Callable[[Sequence[int], int], Plan],
+) -> Plan:
     """Return the rows of each prompt; `deal` cuts those that exceed the budget into parts."""
     rows_of: dict[int, list[int]] = {}
     for row, number in enumerate(prompts.number):
         rows_of.setdefault(number, []).append(row)
 
-    units: list[list[int]] = []
+    units: Plan = []
     for rows in rows_of.values():
         if _num_tokens(rows, lengths, prompts) <= max_tokens:
             units.append(rows)
@@ -132,7 +148,7 @@ def _num_tokens(rows: Sequence[int], lengths: Sequence[int], prompts: SharedProm
     return tokens_of(rows, lengths) - repeated
 
 
-def _fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _fill(lengths: Sequence[int], max_tokens: int) -> Plan:
     """Return bins of at most `max_tokens`, as even as their number allows."""
     fallback = _first_fit_decreasing(lengths, max_tokens)
     # No two rows of more than half the budget share a bin.
@@ -142,15 +158,14 @@ def _fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
     for num_bins in range(fewest, len(fallback) + 1):
         bins = _longest_first(lengths, num_bins)
-        fullest = max(tokens_of(rows, lengths) for rows in bins)
-        if fullest <= max_tokens:
+        if most_tokens(bins, lengths) <= max_tokens:
             return bins
     return fallback
 
 
-def _longest_first(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+def _longest_first(lengths: Sequence[int], num_bins: int) -> Plan:
     """Fill bins evenly: each row, longest first, goes to the emptiest one (LPT; Graham 1969)."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    bins: Plan = [[] for _ in range(num_bins)]
     filled = [(0, index) for index in range(num_bins)]
     for row in _by_falling_length(lengths):
         tokens, index = heapq.heappop(filled)
@@ -159,9 +174,9 @@ def _longest_first(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     return bins
 
 
-def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> Plan:
     """Fill few bins: each row, longest first, goes to the first one that has room."""
-    bins: list[list[int]] = []
+    bins: Plan = []
     room: list[int] = []
     for row in _by_falling_length(lengths):
         length = lengths[row]
@@ -186,5 +201,5 @@ def _by_falling_length(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
 
 
-def _ordered(bins: list[list[int]]) -> list[list[int]]:
+def _ordered(bins: Plan) -> Plan:
     return sorted(sorted(rows) for rows in bins if rows)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from verl.engine.compile import FAMILIES
-from verl.engine.flops import head_sizes
+from verl.engine.flops import head_sizes, num_experts
 from verl.models.vision import language_layers, picture_parameters
 from verl.utils.arithmetic import ceil_div
 
@@ -126,8 +126,7 @@ def _visited_width(config: Any) -> int:
     width = 4 * config.hidden_size
     for name in ("n_inner", "ffn_dim", "intermediate_size"):  # the last one that is set counts
         width = getattr(config, name, None) or width
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    if not experts:
+    if not num_experts(config):
         return width
 
     own = getattr(config, "moe_intermediate_size", None) or width

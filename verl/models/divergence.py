@@ -66,7 +66,8 @@ def token_divergence(
     both distributions are over their common words. The gradient by hidden, weight and bias is
     exact.
     """
-    rows = max(1, chunk_rows(hidden, weight.shape[0], chunk_elements) // CHUNK_TENSORS)
+    rows = chunk_rows(weight.shape[0], on_cuda=hidden.is_cuda, elements=chunk_elements)
+    rows = max(1, rows // CHUNK_TENSORS)
     settings = _Settings(frozen, head, temperature, kind, beta, rows)
     return _TokenDivergence.apply(hidden, weight, bias, states, settings)  # pyright: ignore[reportReturnType]
 

@@ -86,18 +86,18 @@ def token_log_probs(
             f"Log-probs need a temperature above 0, got {temperature}. Greedy decoding uses those "
             "of 1."
         )
-    rows = chunk_rows(hidden, weight.shape[0], chunk_elements)
+    rows = chunk_rows(weight.shape[0], on_cuda=hidden.is_cuda, elements=chunk_elements)
     keeps = torch.is_grad_enabled() and hidden.shape[0] <= rows
     settings = _Settings(head, temperature, entropy, rows, keeps)
     return _TokenLogProbs.apply(hidden, weight, bias, targets, settings)  # pyright: ignore[reportReturnType]
 
 
-def chunk_rows(hidden: Tensor, vocabulary: int, chunk_elements: int | None = None) -> int:
-    """Return the tokens of a chunk of at most `chunk_elements` logits (None: by device)."""
-    if chunk_elements is None:
+def chunk_rows(vocabulary: int, *, on_cuda: bool, elements: int | None = None) -> int:
+    """Return the tokens of a chunk of at most `elements` logits (None: by device)."""
+    if elements is None:
         on_cpu = max(CHUNK_ELEMENTS_CPU, CHUNK_ROWS_CPU * vocabulary)
-        chunk_elements = CHUNK_ELEMENTS_CUDA if hidden.is_cuda else on_cpu
-    rows = max(1, chunk_elements // vocabulary)
+        elements = CHUNK_ELEMENTS_CUDA if on_cuda else on_cpu
+    rows = max(1, elements // vocabulary)
     return rows - rows % CHUNK_TILE if rows > CHUNK_TILE else rows
 
 

@@ -221,11 +221,7 @@ def merged_weight(layer: nn.Module, weight: Tensor, a: Tensor, b: Tensor, scalin
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """Return every factor, whole and on the host, under peft's names. Every rank must call it."""
-    state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if _is_adapter_part(name):
-            state[_without_adapter_name(name)] = full_tensor(parameter).cpu()
-    return state
+    return {name: full_tensor(factor).cpu() for name, factor in _named_factors(model)}
 
 
 def save_adapters(folder: Path, model: PreTrainedModel, state: dict[str, Tensor]) -> None:
@@ -306,11 +302,7 @@ def load_adapters(folder: Path, model: PreTrainedModel) -> None:
         written, saved = _read_files(folder)
         alpha = written["lora_alpha"]
 
-    factors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if _is_adapter_part(name):
-            factors[_without_adapter_name(name)] = parameter
-
+    factors = dict(_named_factors(model))
     wrong: list[str] = []
     for name in {**factors, **saved}:
         is_in_both = name in saved and name in factors
@@ -354,5 +346,8 @@ def _plain(name: str) -> str:
     return re.sub(r"\.base_layer(?=\.|$)", "", name)
 
 
-def _without_adapter_name(name: str) -> str:
-    return name.replace(f".{_ADAPTER}.", ".")
+def _named_factors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every factor, under the name that it has in peft's files."""
+    for name, parameter in model.named_parameters():
+        if _is_adapter_part(name):
+            yield name.replace(f".{_ADAPTER}.", "."), parameter

@@ -304,15 +304,22 @@ def _routes(batch: PackedBatch) -> Tensor | None:
     return spread(chosen, batch.predict, len(batch.input_ids))
 
 
-class PackedCausalLM(nn.Module):
-    """Log-probs of response tokens under a causal LM, which is switched to packed attention."""
+class _PackedModel(nn.Module):
+    """A model that is switched to packed attention in place."""
 
-    def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
+    def __init__(self, model: Any, *, attention_kernel: str = "auto") -> None:
         super().__init__()
         self.slot = prepare(model)
         self.slot.kernel = attention_kernel
-        self.head: Head = head_of(model)
         self.model = model
+
+
+class PackedCausalLM(_PackedModel):
+    """Log-probs of response tokens under a causal LM."""
+
+    def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
+        super().__init__(model, attention_kernel=attention_kernel)
+        self.head: Head = head_of(model)
 
     def forward(
         self,
@@ -398,14 +405,8 @@ class PackedCausalLM(nn.Module):
         )
 
 
-class PackedValueModel(nn.Module):
-    """Values before response tokens. The critic's body is switched to packed attention in place."""
-
-    def __init__(self, model: "CriticModel", *, attention_kernel: str = "auto") -> None:
-        super().__init__()
-        self.slot = prepare(model)
-        self.slot.kernel = attention_kernel
-        self.model = model
+class PackedValueModel(_PackedModel):
+    """Values before response tokens, of a CriticModel."""
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Compute `values` (M,), the critic's before each response token, in at least fp32."""
@@ -459,14 +460,8 @@ class PaddedValueModel(nn.Module):
         return {"values": _at_least_fp32(values[real].index_select(0, batch.predict))}
 
 
-class PackedRewardModel(nn.Module):
-    """Scores of sequences at their last token. The model is switched to packed attention."""
-
-    def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
-        super().__init__()
-        self.slot = prepare(model)
-        self.slot.kernel = attention_kernel
-        self.model = model
+class PackedRewardModel(_PackedModel):
+    """Scores of sequences at their last token, of a sequence classifier."""
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Compute `rewards` (M,), the head's output at each response token, in at least fp32."""
