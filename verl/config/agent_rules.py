@@ -14,21 +14,13 @@ def turns_have_an_answer(config: TrainConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
     agent = rollout.agent
-    answers = (turns.tool_config_path, turns.function_tool_path, turns.interaction_config_path)
+    answers = turns.answers
     gateway = agent.gateway
-    loops = (
-        agent.agent_loop_config_path,
-        agent.default_agent_loop,
-        agent.environment.name,
-        agent.replay_path,
-        gateway.path,
-        gateway.command,
-    )
     if gateway.path is not None and gateway.command is not None:
         yield (
             f"{_ROLLOUT}.agent.gateway.path and gateway.command both name an agent. Leave one out."
         )
-    if turns.enable and not any((*answers, *loops)):
+    if turns.enable and not any((*answers, *agent.loops)):
         yield (
             f"{_ROLLOUT}.multi_turn.enable=True needs something that answers the model, got "
             "nothing: no turn would follow the first. Set multi_turn.tool_config_path, "

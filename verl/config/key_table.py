@@ -79,10 +79,7 @@ def _status(key: Key) -> str:
     if key.main is not None:
         return f"another name of `{key.main}`"
     if setting.planned is not None:
-        refused = f"refused: {setting.planned}"
-        if setting.planned_values:
-            return f"implemented; {', '.join(setting.planned_values)} {refused}"
-        return refused
+        return f"refused: {setting.planned}"
     if setting.no_effect is not None:
         return f"no effect: {setting.no_effect}"
     return "implemented"

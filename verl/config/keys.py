@@ -94,14 +94,15 @@ def value_at(config: Any, path: str) -> Any:
     return getattr(*owner_of(config, path))
 
 
-def is_changed(key: Key, value: Any) -> bool:
-    """Return whether the value differs from the default and from those that count as it."""
-    return value != key.default and value not in key.setting.also
-
-
 def is_inherited(config: Any, key: Key, value: Any) -> bool:
     """Return whether the value comes from the followed key, which is checked itself."""
     return key.followed is not None and value == value_at(config, key.followed)
+
+
+def is_changed(config: Any, key: Key, value: Any) -> bool:
+    """Return whether the value is the key's own, and no default or one that counts as it."""
+    is_default = value == key.default or value in key.setting.also
+    return not is_default and not is_inherited(config, key, value)
 
 
 def flatten(values: Mapping[str, Any], root: type) -> dict[str, Any]:

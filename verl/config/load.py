@@ -119,9 +119,9 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
     Raises:
         ConfigError: for every mistake that a user can make.
     """
+    about = ROOTS[root]
     command = parse_command_line(argv)
     if command.help:
-        about = ROOTS[root]
         usage = USAGE.format(
             command=about.command, module=about.module, root=root, shortest=about.shortest
         )
@@ -132,9 +132,8 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
     if command.show:
         with silenced():  # the output is a YAML file to be kept
             config = _build(compose_files(command, root), root, on_line)
-        schema = ROOTS[root].schema
-        values = flatten(config_to_show(config), schema)
-        keys = keys_of(schema)
+        values = flatten(config_to_show(config), about.schema)
+        keys = keys_of(about.schema)
         # Without second names, which a change of the first would contradict.
         shown = nest(
             {path: value for path, value in values.items() if keys[path].setting.alias_of is None}
@@ -150,7 +149,6 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
         sys.exit(0)
 
     config = _build(compose_files(command, root), root, on_line)
-    about = ROOTS[root]
     validate(config, (*about.rules, *about.rules_of_files), about.doubts, only_to_plan=only_to_plan)
     return config
 
@@ -167,10 +165,10 @@ def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo
 
 def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[str, Any]:
     """Merge layers {key: value} into nested values; later layers win, by any name of a key."""
-    keys = keys_of(ROOTS[root].schema)
+    schema = ROOTS[root].schema
     merged = dict[str, Any]()
     for layer in layers:
-        merged |= rename_aliases(flatten(nest(layer), ROOTS[root].schema), keys)[0]
+        merged |= rename_aliases(flatten(nest(layer), schema), keys_of(schema))[0]
     return nest(merged)
 
 

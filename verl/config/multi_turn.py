@@ -54,6 +54,11 @@ class MultiTurnConfig:
         None, "tool-call format; null: recognised from the chat template", also=("hermes",)
     )
 
+    @property
+    def answers(self) -> tuple[str | None, ...]:
+        """Return the files of tools and interactions, which answer the model."""
+        return (self.tool_config_path, self.function_tool_path, self.interaction_config_path)
+
 
 @dataclass(kw_only=True, slots=True)
 class CustomAsyncServerConfig:
@@ -121,6 +126,18 @@ class AgentConfig:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     custom_async_server: CustomAsyncServerConfig = field(default_factory=CustomAsyncServerConfig)
+
+    @property
+    def loops(self) -> tuple[str | None, ...]:
+        """Return the settings, each of which sends rows through agent loops."""
+        return (
+            self.agent_loop_config_path,
+            self.default_agent_loop,
+            self.environment.name,
+            self.replay_path,
+            self.gateway.path,
+            self.gateway.command,
+        )
 
     @property
     def partners(self) -> dict[str, PolicyConfig]:

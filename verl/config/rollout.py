@@ -296,37 +296,21 @@ class RolloutConfig(DrawConfig):
     def uses_agents(self) -> bool:
         """Return whether rows are played by agent loops."""
         turns = self.multi_turn
-        agent = self.agent
-        asked = (
-            turns.tool_config_path,
-            turns.function_tool_path,
-            turns.interaction_config_path,
-            agent.replay_path,
-            agent.default_agent_loop,
-            agent.agent_loop_config_path,
-            agent.environment.name,
-            agent.gateway.path,
-            agent.gateway.command,
-        )
-        return turns.enable or self.mode == "async" or any(asked)
+        is_asked = any(turns.answers) or any(self.agent.loops)
+        return turns.enable or self.mode == "async" or is_asked
 
     @property
     def agent_loop(self) -> str:
         """Name of the agent loop of rows that name none."""
-        if self.agent.default_agent_loop is not None:
-            return self.agent.default_agent_loop
-        if self.agent.environment.name is not None:
+        agent = self.agent
+        if agent.default_agent_loop is not None:
+            return agent.default_agent_loop
+        if agent.environment.name is not None:
             return "environment_agent"
-        if self.agent.gateway.path is not None or self.agent.gateway.command is not None:
+        if agent.gateway.path is not None or agent.gateway.command is not None:
             return "gateway_agent"
-        turns = self.multi_turn
-        answering = (
-            turns.tool_config_path,
-            turns.function_tool_path,
-            turns.interaction_config_path,
-            self.agent.replay_path,
-        )
-        return "tool_agent" if any(answering) else "single_turn_agent"
+        has_tools = any((*self.multi_turn.answers, agent.replay_path))
+        return "tool_agent" if has_tools else "single_turn_agent"
 
     @property
     def scores_itself(self) -> bool:

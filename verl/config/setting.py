@@ -23,8 +23,6 @@ class Setting:
     # accepted; the reason why it changes nothing, logged when the user changes it
     no_effect: str | None = None
     planned: str | None = None  # refused unless it has its default; the work it would take
-    # the values that `planned` is said of; empty: all but the default
-    planned_values: tuple[Any, ...] = ()
     # values other than the default that pass without a warning or an error
     also: tuple[Any, ...] = ()
     choices: tuple[str, ...] | None = None

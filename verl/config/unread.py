@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from verl.config.choices import ESTIMATORS, POLICY_LOSSES
-from verl.config.keys import is_changed, is_inherited, keys_of, value_at
+from verl.config.keys import is_changed, keys_of, value_at
 from verl.config.placement import trained_sections
 from verl.config.train import TrainConfig
 
@@ -56,7 +56,7 @@ def unread_keys(config: TrainConfig) -> Iterator[str]:
         for name in part.names:
             key = keys[f"{part.section}.{name}"]
             value = value_at(config, key.path)
-            if is_changed(key, value) and not is_inherited(config, key, value):
+            if is_changed(config, key, value):
                 yield f"{key.path}={value} has no effect: it is read with {part.reader} only."
 
 

@@ -36,7 +36,6 @@ def validate(
         doubts: doubts of its root, by default those of TrainConfig.
         only_to_plan: log features that this version lacks, because nothing will run.
     """
-    keys = keys_of(type(config))
     problems = contradictions(config, rules, only_to_plan=only_to_plan)
     if problems:
         raise ConfigError(
@@ -48,7 +47,7 @@ def validate(
     if only_to_plan:
         for message in _not_available(config):
             logger.warning("%s The plan takes it so; a run would end here.", message)
-    for warning in (*_without_effect(config, keys), *doubts(config)):
+    for warning in (*_without_effect(config), *doubts(config)):
         logger.warning(warning)
 
 
@@ -127,10 +126,9 @@ def _not_available(config: Any) -> Iterator[str]:
     for key in keys_of(type(config)).values():
         value = value_at(config, key.path)
         reason = key.setting.planned
-        values = key.setting.planned_values
-        if reason is None or not is_changed(key, value) or is_inherited(config, key, value):
+        if reason is None or not is_changed(config, key, value):
             continue
-        if (not values or value in values) and not key.path.startswith(unread):
+        if not key.path.startswith(unread):
             default = _written(key.default)
             yield (
                 f"{key.path}={value} is not available in this version: {reason}. Set "
@@ -158,11 +156,11 @@ def _violated_bounds(key: Key, value: Any) -> str | None:
     return None if inside else " and ".join(parts)
 
 
-def _without_effect(config: TrainConfig, keys: dict[str, Key]) -> Iterator[str]:
-    for key in keys.values():
+def _without_effect(config: Any) -> Iterator[str]:
+    for key in keys_of(type(config)).values():
         value = value_at(config, key.path)
         reason = key.setting.no_effect
-        if reason is not None and is_changed(key, value) and not is_inherited(config, key, value):
+        if reason is not None and is_changed(config, key, value):
             yield f"{key.path}={_written(value)} has no effect: {reason}."
 
 
