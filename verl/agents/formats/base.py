@@ -2,8 +2,10 @@
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from verl.utils.registry import Registry
@@ -28,6 +30,7 @@ TURN_ENDS = (
 )
 NEXT_ROLES = ("<|user|>", "<|observation|>", "<|tool_response>", "<start_function_response>")
 THINK = ("<think>", "</think>")
+ToolSchemas = Sequence[Mapping[str, Any]]  # tools that a model is offered, as OpenAI describes them
 
 _SPACE = re.compile(r"\s*")
 _LONGEST = 200  # characters of a problem, of a name
@@ -66,7 +69,7 @@ class ParsedReply:
 class ToolFormat(Protocol):
     """Finds the tool calls in the text of a reply."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+    def parse(self, text: str, tools: ToolSchemas) -> ParsedReply:
         """Split a reply into text and calls. Never raises for any text.
 
         `text` is decoded with special tokens kept; the token that ends the turn may be missing.
@@ -152,15 +155,13 @@ def call_from(
     )
 
 
-def call_from_json(
-    text: str, *, raw: str, expected: str, keys: Sequence[str] = ("arguments",)
-) -> ToolCall:
+def call_from_json(text: str, *, raw: str, expected: str) -> ToolCall:
     """Return the call that a JSON text describes."""
     try:
         value = read_json(text)
     except MalformedCallError as problem:
         return malformed(str(problem), expected, raw=raw, name=name_within(text))
-    return call_from(value, raw=raw, expected=expected, keys=keys)
+    return call_from(value, raw=raw, expected=expected)
 
 
 def read_arguments(text: str, name: str, *, raw: str, expected: str) -> ToolCall:
@@ -284,6 +285,20 @@ class CallTags:
     wrappers: tuple[str, ...] = ()
     reasoning: tuple[str, str] = THINK
     json_body: bool = False
+
+
+class TaggedFormat(ABC):
+    """A `ToolFormat` with calls between `tags`."""
+
+    tags: CallTags
+
+    def parse(self, text: str, tools: ToolSchemas) -> ParsedReply:
+        """See `ToolFormat.parse`."""
+        return parse_tagged(text, self.tags, partial(self.read, tools=tools))
+
+    @abstractmethod
+    def read(self, body: str, raw: str, tools: ToolSchemas) -> ToolCall:
+        """Return the call with `body` between its tags; `raw` has the tags, too."""
 
 
 def parse_tagged(text: str, tags: CallTags, read: Callable[[str, str], ToolCall]) -> ParsedReply:

@@ -1,7 +1,6 @@
 """DeepSeek: JSON between tool-call tokens (V3, R1, V3.1), or DSML tags (V3.2 and later)."""
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.agents.formats.base import (
@@ -9,6 +8,7 @@ from verl.agents.formats.base import (
     MalformedCallError,
     ParsedReply,
     ToolCall,
+    ToolSchemas,
     malformed,
     parse_tagged,
     read_arguments,
@@ -45,7 +45,7 @@ _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 class DeepseekFormat:
     """JSON arguments after the tool's name, or DSML parameters."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+    def parse(self, text: str, tools: ToolSchemas) -> ParsedReply:
         """See `ToolFormat.parse`."""
         if _DSML.opening in text:
             return parse_tagged(text, _DSML, _read_dsml)

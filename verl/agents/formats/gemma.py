@@ -1,7 +1,6 @@
 """Gemma: `<|tool_call>call:f{key:<|"|>text<|"|>,n:1}<tool_call|>`, and FunctionGemma's tags."""
 
 import re
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ from verl.agents.formats.base import (
     MalformedCallError,
     ParsedReply,
     ToolCall,
+    ToolSchemas,
     malformed,
     parse_tagged,
     read_json,
@@ -39,7 +39,7 @@ _BARE = re.compile(r"[^,{}\[\]<]+")
 class GemmaFormat:
     """Objects with bare keys, and texts between a quote token."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+    def parse(self, text: str, tools: ToolSchemas) -> ParsedReply:
         """See `ToolFormat.parse`."""
         if _FUNCTION_GEMMA.opening in text:
             read = partial(_read, tags=_FUNCTION_GEMMA, quote="<escape>")

@@ -1,16 +1,12 @@
 """GLM-4.5 and later: `<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>`."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
-
 from verl.agents.formats.base import (
     CallTags,
     MalformedCallError,
-    ParsedReply,
+    TaggedFormat,
     ToolCall,
+    ToolSchemas,
     malformed,
-    parse_tagged,
     tool_formats,
 )
 from verl.agents.formats.typed import call_of_texts
@@ -25,19 +21,17 @@ _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 
 
 @tool_formats.register("glm")
-class GlmFormat:
+class GlmFormat(TaggedFormat):
     """Pairs of key and value, the values as text, converted by the tool's schema."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-        """See `ToolFormat.parse`."""
-        return parse_tagged(text, _TAGS, partial(self._read, tools=tools))
+    tags = _TAGS
 
-    def _read(self, body: str, raw: str, *, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+    def read(self, body: str, raw: str, tools: ToolSchemas) -> ToolCall:
         head, *pairs = body.split(_KEY)
         name = head.strip()
         if not name or "<" in name or "\n" in name:
             problem = "it must begin with the name of a tool"
-            return malformed(problem, _TAGS.expected, raw=raw)
+            return malformed(problem, self.tags.expected, raw=raw)
 
         texts: dict[str, str] = {}
         try:
@@ -45,8 +39,8 @@ class GlmFormat:
                 key, value = _read_pair(pair)
                 texts[key] = value
         except MalformedCallError as problem:
-            return malformed(str(problem), _TAGS.expected, raw=raw, name=name)
-        return call_of_texts(name, texts, tools, raw=raw, expected=_TAGS.expected)
+            return malformed(str(problem), self.tags.expected, raw=raw, name=name)
+        return call_of_texts(name, texts, tools, raw=raw, expected=self.tags.expected)
 
 
 def _read_pair(text: str) -> tuple[str, str]:

@@ -1,13 +1,12 @@
 """gpt-oss (harmony): messages on channels; one to `functions.f` is a call of the tool f."""
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from verl.agents.formats.base import (
     ParsedReply,
     ToolCall,
+    ToolSchemas,
     joined,
     read_arguments,
     tool_formats,
@@ -41,7 +40,7 @@ class _Message:
 class GptOssFormat:
     """Harmony messages: analysis is reasoning; content is final, or commentary to no recipient."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+    def parse(self, text: str, tools: ToolSchemas) -> ParsedReply:
         """See `ToolFormat.parse`."""
         pieces: list[str] = []
         reasoning: list[str] = []

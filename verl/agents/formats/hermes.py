@@ -3,15 +3,12 @@
 Qwen2.5 and Qwen3 write it.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from verl.agents.formats.base import (
     CallTags,
-    ParsedReply,
+    TaggedFormat,
     ToolCall,
+    ToolSchemas,
     call_from_json,
-    parse_tagged,
     tool_formats,
 )
 
@@ -25,12 +22,10 @@ _TAGS = CallTags(
 
 @tool_formats.register("qwen")
 @tool_formats.register("hermes")
-class HermesFormat:
+class HermesFormat(TaggedFormat):
     """JSON between <tool_call> tags."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-        """See `ToolFormat.parse`."""
-        return parse_tagged(text, _TAGS, self._read)
+    tags = _TAGS
 
-    def _read(self, body: str, raw: str) -> ToolCall:
-        return call_from_json(body, raw=raw, expected=_TAGS.expected)
+    def read(self, body: str, raw: str, tools: ToolSchemas) -> ToolCall:
+        return call_from_json(body, raw=raw, expected=self.tags.expected)

@@ -1,14 +1,11 @@
 """Kimi-K2: `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from verl.agents.formats.base import (
     CallTags,
-    ParsedReply,
+    TaggedFormat,
     ToolCall,
+    ToolSchemas,
     malformed,
-    parse_tagged,
     read_arguments,
     tool_formats,
     with_id,
@@ -24,22 +21,20 @@ _TAGS = CallTags(
 
 
 @tool_formats.register("kimi")
-class KimiFormat:
+class KimiFormat(TaggedFormat):
     """A call's id, which names the tool, and JSON arguments."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-        """See `ToolFormat.parse`."""
-        return parse_tagged(text, _TAGS, self._read)
+    tags = _TAGS
 
-    def _read(self, body: str, raw: str) -> ToolCall:
+    def read(self, body: str, raw: str, tools: ToolSchemas) -> ToolCall:
         call_id, separator, arguments = body.partition(_ARGUMENTS)
         call_id = call_id.strip()
         if not separator:
-            return malformed(f"{_ARGUMENTS} is missing", _TAGS.expected, raw=raw)
+            return malformed(f"{_ARGUMENTS} is missing", self.tags.expected, raw=raw)
 
         name = call_id.removeprefix("functions.")
         before, colon, number = name.rpartition(":")
         if colon and number.isdigit():
             name = before
-        call = read_arguments(arguments, name, raw=raw, expected=_TAGS.expected)
+        call = read_arguments(arguments, name, raw=raw, expected=self.tags.expected)
         return with_id(call, call_id)

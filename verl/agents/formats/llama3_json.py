@@ -1,13 +1,13 @@
 """Llama 3: `{"name": ..., "parameters": {...}}` as the reply, or behind `<|python_tag|>`."""
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.agents.formats.base import (
     MalformedCallError,
     ParsedReply,
     ToolCall,
+    ToolSchemas,
     call_from,
     joined,
     malformed,
@@ -29,7 +29,7 @@ _SEPARATOR = re.compile(r"\s*;?\s*")
 class Llama3JsonFormat:
     """JSON objects without tags: at the beginning of a line, or behind <|python_tag|>."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+    def parse(self, text: str, tools: ToolSchemas) -> ParsedReply:
         """See `ToolFormat.parse`. A JSON object that is no call stays content."""
         return parse_after_reasoning(without_end(text), _parse)
 

@@ -1,15 +1,11 @@
 """MiniMax-M2: `<invoke name="f"><parameter name="p">value</parameter></invoke>`."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
-
 from verl.agents.formats.base import (
     CallTags,
-    ParsedReply,
+    TaggedFormat,
     ToolCall,
+    ToolSchemas,
     malformed,
-    parse_tagged,
     tool_formats,
 )
 from verl.agents.formats.typed import call_of_tags
@@ -26,17 +22,17 @@ _TAGS = CallTags(
 
 
 @tool_formats.register("minimax")
-class MinimaxFormat:
+class MinimaxFormat(TaggedFormat):
     """Parameters as text between tags, converted by the tool's schema."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-        """See `ToolFormat.parse`."""
-        return parse_tagged(text, _TAGS, partial(self._read, tools=tools))
+    tags = _TAGS
 
-    def _read(self, body: str, raw: str, *, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+    def read(self, body: str, raw: str, tools: ToolSchemas) -> ToolCall:
         name, opened, rest = body.partition(">")
         name = name.strip().strip('"')
         if not opened or not name or "<" in name:
-            return malformed("the name of the tool is missing", _TAGS.expected, raw=raw)
+            return malformed("the name of the tool is missing", self.tags.expected, raw=raw)
 
-        return call_of_tags(name, rest, "<parameter name=", tools, raw=raw, expected=_TAGS.expected)
+        return call_of_tags(
+            name, rest, "<parameter name=", tools, raw=raw, expected=self.tags.expected
+        )

@@ -1,15 +1,14 @@
 """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]f[ARGS]{...}`."""
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from verl.agents.formats.base import (
     THINK,
     MalformedCallError,
     ParsedReply,
     ToolCall,
+    ToolSchemas,
     call_from,
     joined,
     malformed,
@@ -32,7 +31,7 @@ _NAMED = "[TOOL_CALLS]TOOL[ARGS]{...}"
 class MistralFormat:
     """A JSON list behind one tag (until 2024), or one tag for each call (since then)."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+    def parse(self, text: str, tools: ToolSchemas) -> ParsedReply:
         """See `ToolFormat.parse`."""
         tags = _THINK if _THINK[1] in text or _THINK[0] in text else THINK
         return parse_after_reasoning(without_end(text, extra=("</s>",)), _parse, tags)

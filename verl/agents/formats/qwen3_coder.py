@@ -3,16 +3,12 @@
 Seed-OSS writes the same between tags of its own.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
-
 from verl.agents.formats.base import (
     CallTags,
-    ParsedReply,
+    TaggedFormat,
     ToolCall,
+    ToolSchemas,
     malformed,
-    parse_tagged,
     tool_formats,
 )
 from verl.agents.formats.typed import call_of_tags
@@ -32,16 +28,10 @@ _SEED_TAGS = CallTags(
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 
 
-class _FunctionTags:
+class _FunctionTags(TaggedFormat):
     """Parameters as text between tags, converted by the tool's schema."""
 
-    tags: CallTags
-
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-        """See `ToolFormat.parse`."""
-        return parse_tagged(text, self.tags, partial(self._read, tools=tools))
-
-    def _read(self, body: str, raw: str, *, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+    def read(self, body: str, raw: str, tools: ToolSchemas) -> ToolCall:
         body = body.strip()
         name, _, rest = body.removeprefix(_FUNCTION).partition(">")
         name = name.strip()

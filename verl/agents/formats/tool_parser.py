@@ -13,6 +13,7 @@ from verl.agents.formats.base import (
     ParsedReply,
     ToolCall,
     ToolFormat,
+    ToolSchemas,
     malformed,
     tool_formats,
 )
@@ -111,14 +112,12 @@ class ParserFormat:
         parameters = inspect.signature(parser.extract_tool_calls).parameters
         self._takes_tools = len(parameters) > 1
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+    def parse(self, text: str, tools: ToolSchemas) -> ParsedReply:
         """See `ToolFormat.parse`. Errors of the user's class are raised."""
         ids = self.parser.tokenizer.encode(text, add_special_tokens=False)
         return run_to_end(self.parse_ids(ids, tools))
 
-    async def parse_ids(
-        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
-    ) -> ParsedReply:
+    async def parse_ids(self, token_ids: Sequence[int], tools: ToolSchemas) -> ParsedReply:
         """Split a reply, given as the ids that were drawn."""
         if self._takes_tools:
             content, found = await self.parser.extract_tool_calls(list(token_ids), list(tools))
@@ -141,7 +140,7 @@ async def parse_reply(
     tool_format: ToolFormat,
     tokenizer: Any,
     token_ids: Sequence[int],
-    tools: Sequence[Mapping[str, Any]],
+    tools: ToolSchemas,
 ) -> ParsedReply:
     """Split a reply into text and calls, whichever kind of format it is."""
     if isinstance(tool_format, ParserFormat):

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.agents.formats.base import MalformedCallError, ToolCall, malformed, read_json
+from verl.agents.formats.base import MalformedCallError, ToolCall, ToolSchemas, malformed, read_json
 
 # In the order in which several allowed types are tried: a text is anything, so it comes last.
 _ORDER = ("null", "boolean", "integer", "number", "object", "array", "string")
 _PARAMETER_END = "</parameter>"
 
 
-def parameter_schemas(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+def parameter_schemas(tools: ToolSchemas, name: str) -> Mapping[str, Any]:
     """Return the schema of each parameter of a tool; empty for an unknown tool."""
     for tool in tools:
         function = tool.get("function", tool)
@@ -25,7 +25,7 @@ def parameter_schemas(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[
 def call_of_texts(
     name: str,
     texts: Mapping[str, str],
-    tools: Sequence[Mapping[str, Any]],
+    tools: ToolSchemas,
     *,
     raw: str,
     expected: str,
@@ -45,7 +45,7 @@ def call_of_tags(
     name: str,
     text: str,
     opening: str,
-    tools: Sequence[Mapping[str, Any]],
+    tools: ToolSchemas,
     *,
     raw: str,
     expected: str,
