@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from verl.agents.boundary import ChatBoundary
@@ -29,7 +30,7 @@ from verl.agents.loops.base import EpisodeDropped
 from verl.agents.loops.user_loop import UserLoop
 from verl.agents.policies import FrozenPolicy, PartnerPolicy
 from verl.agents.tools import ToolSet
-from verl.agents.tools.threads import run_to_end
+from verl.agents.tools.threads import gather_all, run_to_end
 from verl.agents.user_thread import described_error, file_of
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
@@ -249,18 +250,8 @@ class AgentRunner:
                 on_end(trajectories)
             return trajectories
 
-        tasks = [asyncio.ensure_future(play_one(episode)) for episode in episodes]
-        try:
-            answers = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        trajectories = []
-        for answer in answers:
-            trajectories += answer
-        return trajectories
+        answers = await gather_all(play_one(episode) for episode in episodes)
+        return list(chain.from_iterable(answers))
 
     async def play_one(self, episode: Episode) -> list[Trajectory]:
         """Play one episode. Where it fails, the configuration says what becomes of it."""

@@ -5,11 +5,12 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.agents.engine_client import Generated
+from verl.agents.formats.base import ToolSchemas
 from verl.agents.gateway.errors import TOO_LONG, ApiError
 from verl.agents.gateway.requests import canonical, template_message
 from verl.agents.gateway.wording import Reply, Wording
@@ -18,7 +19,6 @@ from verl.rollout.trajectory import MODEL, Segment, Trajectory
 from verl.utils.errors import VerlError
 
 Messages = Sequence[Message]
-Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class _Asked:
     """The parts of a request that its turn needs later."""
 
     messages: Messages
-    tools: Tools
+    tools: ToolSchemas
     choices: int
 
 
@@ -275,14 +275,14 @@ class SessionRecorder:
         """
         if session is None:
             for each in self._sessions.values():
-                if _same_key(each.key, key):
+                if same_key(each.key, key):
                     return each.name
             raise wrong_key()
 
         found = self._sessions.get(session)
         if found is None:
             raise self._ended(session) if session in self._over else wrong_key()
-        if not _same_key(found.key, key):
+        if not same_key(found.key, key):
             raise wrong_key()
         return session
 
@@ -292,7 +292,7 @@ class SessionRecorder:
             raise self._ended(session.name)
 
     def begin_chat(
-        self, session: str, messages: Messages, tools: Tools = (), choices: int = 1
+        self, session: str, messages: Messages, tools: ToolSchemas = (), choices: int = 1
     ) -> Turn:
         """Begin a turn of a conversation, with so many replies.
 
@@ -337,7 +337,9 @@ class SessionRecorder:
         self._counts["requests"] += 1
         return running
 
-    def _last_reply(self, session: _Session, messages: Messages, tools: Tools) -> _Recorded | None:
+    def _last_reply(
+        self, session: _Session, messages: Messages, tools: ToolSchemas
+    ) -> _Recorded | None:
         """Return the latest recorded reply that the messages continue, if possible a free one."""
         names = list(_names(messages, tools))
         for end in range(len(messages) - 1, 0, -1):
@@ -349,7 +351,7 @@ class SessionRecorder:
                 return free[0] if free else found[-1]
         return None
 
-    def _extension(self, found: _Recorded, new: Messages, tools: Tools) -> list[int] | None:
+    def _extension(self, found: _Recorded, new: Messages, tools: ToolSchemas) -> list[int] | None:
         """Return the ids of new messages after a reply; None where no ids extend it exactly."""
         drawn = found.path.segments[found.num_segments - 1].token_ids
         try:
@@ -423,7 +425,7 @@ def context_of(segments: Sequence[Segment]) -> list[Segment]:
     return context
 
 
-def conversation_name(messages: Messages, tools: Tools) -> str:
+def conversation_name(messages: Messages, tools: ToolSchemas) -> str:
     """Return a digest of a conversation: equal for messages that mean the same."""
     return list(_names(messages, tools))[-1]
 
@@ -438,7 +440,7 @@ def wrong_key() -> ApiError:
     )
 
 
-def _names(messages: Messages, tools: Tools) -> Iterator[str]:
+def _names(messages: Messages, tools: ToolSchemas) -> Iterator[str]:
     """Yield a digest of the first message, of the first two, and so on."""
     digest = hashlib.blake2b(_text(list(tools)), digest_size=16)
     for message in messages:
@@ -455,7 +457,8 @@ def _all(session: _Session) -> Iterator[_Recorded]:
         yield from recorded
 
 
-def _same_key(one: str, other: str) -> bool:
+def same_key(one: str, other: str) -> bool:
+    """Compare API keys, in a time that does not depend on them."""
     return secrets.compare_digest(one.encode(), other.encode("utf-8", "replace"))
 
 

@@ -5,12 +5,12 @@ A field that would change the answer is honored or refused. A lenient reader ign
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from verl.agents.gateway.errors import ApiError
-from verl.data.chat import as_messages
+from verl.data.chat import Message, Messages, as_messages
 from verl.utils.errors import DataError
 from verl.utils.json_text import parse_json, parse_object
 from verl.utils.logging import say_once
@@ -81,7 +81,7 @@ class ChatRequest:
     """POST /v1/chat/completions. Messages are in the shape that chat templates read."""
 
     model: str | None
-    messages: list[dict[str, Any]]
+    messages: Messages
     tools: list[dict[str, Any]]
     draw: DrawSettings
     output: OutputSettings
@@ -178,22 +178,22 @@ class Fields:
         self, name: str, *, at_least: float = -math.inf, at_most: float = math.inf
     ) -> float | None:
         """Return a number within its range, or None."""
-        value = self.get(name)
-        if value is None:
-            return None
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not at_least <= value <= at_most:
-            raise _wrong(name, f"a number from {at_least:g} to {at_most:g}", value)
-        return float(value)
+        expected = f"a number from {at_least:g} to {at_most:g}"
+        value = self._within(name, (int, float), at_least, at_most, expected)
+        return None if value is None else float(value)
 
     def whole(self, name: str, *, at_least: int, at_most: int = 2**63 - 1) -> int | None:
         """Return a whole number within its range, or None."""
+        expected = f"a whole number from {at_least} to {at_most}"
+        return self._within(name, int, at_least, at_most, expected)
+
+    def _within(self, name: str, kind: Any, at_least: float, at_most: float, expected: str) -> Any:
         value = self.get(name)
         if value is None:
             return None
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or not at_least <= value <= at_most:
-            raise _wrong(name, f"a whole number from {at_least} to {at_most}", value)
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if not is_number or not at_least <= value <= at_most:
+            raise _wrong(name, expected, value)
         return value
 
     def refuse_others(self) -> None:
@@ -298,7 +298,7 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
     return tools
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def _messages(value: Any) -> Messages:
     if not isinstance(value, list) or not value:
         raise _wrong("messages", "a list with at least one message", value)
     plain = [template_message(message) for message in value if isinstance(message, dict)]
@@ -311,7 +311,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         raise ApiError(f"messages: {error}", field="messages") from error
 
 
-def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_media(messages: Messages) -> None:
     """Raise ApiError for a part that is no text. The server has no reader of pictures."""
     for number, message in enumerate(messages):
         content = message.get("content")
@@ -326,7 +326,7 @@ def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def template_message(message: Mapping[str, Any]) -> Message:
     """Return a message of the API in the shape that chat templates read.
 
     Arguments of tool calls become objects, nulls are left out, and an assistant's missing content
@@ -365,7 +365,7 @@ def _arguments(value: Any) -> Any:
         return value
 
 
-def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
+def canonical(message: Mapping[str, Any]) -> Message:
     """Return the parts of a template message that decide whether two messages are the same.
 
     Clients drop ids, reasoning and empty fields, and strip the text of a reply, when they send it

@@ -9,15 +9,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from verl.agents.engine_client import Generated
+from verl.agents.formats.base import ToolSchemas
 from verl.agents.gateway.backend import Listen
 from verl.agents.gateway.errors import ApiError, unknown_model
-from verl.agents.gateway.recorder import wrong_key
+from verl.agents.gateway.recorder import same_key, wrong_key
 from verl.agents.gateway.requests import ChatRequest, CompletionRequest, DrawSettings
 from verl.agents.gateway.sessions import room_for_reply
 from verl.agents.gateway.wording import Reply, Wording
+from verl.agents.tools.threads import gather_all
 from verl.rollout.base import RolloutEngine
 from verl.rollout.types import Completion, Request, SamplingParams
 from verl.utils.errors import VerlError
@@ -270,7 +271,7 @@ class ServedBackend:
 
     def admit(self, key: str, session: str | None) -> str | None:
         """See `Backend.admit`."""
-        if not secrets.compare_digest(self.api_key.encode(), key.encode("utf-8", "replace")):
+        if not same_key(self.api_key, key):
             raise wrong_key()
         if session is not None:
             raise ApiError("This server keeps no sessions. Use the address /v1.", status=404)
@@ -294,33 +295,24 @@ class ServedBackend:
     ) -> list[Reply]:
         """See `Backend.complete`."""
         self._check_model(request.model)
-        tasks = []
+        answers = []
         for number, prompt in enumerate(request.prompts):
             heard = None
             if listen is not None:
                 heard = _from(number * request.draw.n, listen)
             ids = self.wording.text_prompt(prompt)
-            tasks.append(asyncio.ensure_future(self._answer(ids, request.draw, (), heard)))
-
-        try:
-            answers = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        return list(itertools.chain.from_iterable(answers))
+            answers.append(self._answer(ids, request.draw, (), heard))
+        return list(itertools.chain.from_iterable(await gather_all(answers)))
 
     async def _answer(
         self,
         prompt_ids: Sequence[int],
         draw: DrawSettings,
-        tools: Sequence[Mapping[str, Any]],
+        tools: ToolSchemas,
         listen: Listen | None,
     ) -> list[Reply]:
         params = self.params_of(draw)
-        limit = room_for_reply(prompt_ids, self.max_model_len)
-        if draw.max_tokens is not None:
-            limit = min(limit, draw.max_tokens)
-
+        limit = room_for_reply(prompt_ids, self.max_model_len, draw)
         try:
             drawn = await self.engine.draw(
                 prompt_ids, params, n=draw.n, limit=limit, seed=draw.seed, listen=listen

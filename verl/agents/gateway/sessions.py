@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from verl.agents.gateway.errors import TOO_LONG, ApiError
 from verl.agents.gateway.recorder import SessionRecorder, Turn
 from verl.agents.gateway.requests import ChatRequest, CompletionRequest, DrawSettings
 from verl.agents.gateway.wording import Reply
+from verl.agents.tools.threads import gather_all
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import RolloutError
@@ -110,23 +112,15 @@ class SessionBackend:
         return replies
 
     async def _draw(self, turn: Turn, draw: DrawSettings) -> list[Generated]:
-        limit = min(turn.room, room_for_reply(turn.prompt_ids, self.client.max_model_len))
-        if draw.max_tokens is not None:
-            limit = min(limit, draw.max_tokens)
-
-        tasks = []
-        for number in turn.numbers:
-            drawing = self.client.generate(
-                prompt_ids=turn.prompt_ids, row=turn.row, turn=number, limit=limit
-            )
-            tasks.append(asyncio.ensure_future(drawing))
+        room = room_for_reply(turn.prompt_ids, self.client.max_model_len, draw)
+        limit = min(turn.room, room)
+        draw_one = partial(
+            self.client.generate, prompt_ids=turn.prompt_ids, row=turn.row, limit=limit
+        )
         try:
-            return await asyncio.gather(*tasks)
+            return await gather_all(draw_one(turn=number) for number in turn.numbers)
         except RolloutError as error:
             raise ApiError(str(error)) from error
-        finally:
-            for task in tasks:
-                task.cancel()
 
     def _up_to_stop(self, drawn: Generated, stops: tuple[str, ...]) -> Generated:
         """Return a reply that ends with the token that completes one of the request's stop strings.
@@ -160,8 +154,11 @@ class SessionBackend:
             )
 
 
-def room_for_reply(prompt_ids: Sequence[int], max_model_len: int) -> int:
-    """Return the most tokens that fit after a prompt. Raises ApiError where none does."""
+def room_for_reply(prompt_ids: Sequence[int], max_model_len: int, draw: DrawSettings) -> int:
+    """Return the most tokens of a reply: those that fit after the prompt, or the request's limit.
+
+    Raises ApiError where none fits.
+    """
     room = max_model_len - len(prompt_ids)
     if room < 1:
         raise ApiError(
@@ -170,7 +167,7 @@ def room_for_reply(prompt_ids: Sequence[int], max_model_len: int) -> int:
             field="messages",
             code=TOO_LONG,
         )
-    return room
+    return room if draw.max_tokens is None else min(room, draw.max_tokens)
 
 
 def _differences(draw: DrawSettings, params: SamplingParams) -> list[tuple[str, object, object]]:

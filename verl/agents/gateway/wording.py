@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl.agents.boundary import ChatBoundary
 from verl.agents.engine_client import Generated
 from verl.agents.formats import ParsedReply
+from verl.agents.formats.base import ToolSchemas
 from verl.agents.gateway.errors import ApiError
 from verl.data.chat import Message
 from verl.utils.errors import VerlError
@@ -17,7 +18,7 @@ _BROKEN = "\ufffd"  # a character of which some bytes are missing
 _CALL_ID_CHARACTERS = 9  # as the templates of Mistral's models demand
 
 # Reads the tool calls in the text of a reply.
-Parse = Callable[[str, Sequence[Mapping[str, Any]]], ParsedReply]
+Parse = Callable[[str, ToolSchemas], ParsedReply]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class Wording:
         self.parse = parse
         self._special = frozenset(tokenizer.all_special_ids)
 
-    def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+    def check_tools(self, tools: ToolSchemas) -> None:
         """Raise ApiError for tools, if no format of tool calls is known."""
         if tools and self.parse is None:
             raise ApiError(
@@ -79,9 +80,7 @@ class Wording:
                 field="tools",
             )
 
-    def chat_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
         """Return the tokens of a conversation, ready for a reply."""
         try:
             return list(self.boundary.prompt(messages, list(tools) or None))
@@ -119,7 +118,7 @@ class Wording:
         prompt_ids: Sequence[int],
         drawn: Generated,
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: ToolSchemas = (),
         stop: Sequence[str] = (),
         name: str = "",
     ) -> Reply:
@@ -157,7 +156,7 @@ class Wording:
             reasoning=reasoning,
         )
 
-    def _parsed(self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+    def _parsed(self, token_ids: Sequence[int], tools: ToolSchemas) -> ParsedReply:
         """Read the tool calls of a reply."""
         assert self.parse is not None
         kept = list(token_ids)

@@ -12,7 +12,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from verl.rewards.watch import LateCall, interrupt
@@ -91,6 +91,20 @@ def _settle(outcome: "asyncio.Future[Any]", value: Any, raised: BaseException | 
         outcome.set_exception(RuntimeError(f"the call raised {type(raised).__name__}"))
     else:
         outcome.set_exception(raised)
+
+
+async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines side by side, and return their results in this order.
+
+    When one raises, or the waiting task is cancelled, the others are cancelled and waited for.
+    """
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
