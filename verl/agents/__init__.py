@@ -8,26 +8,20 @@ from typing import TYPE_CHECKING
 from verl.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from verl.agents.engine_client import EngineClient as EngineClient
-    from verl.agents.engine_client import EngineSteps as EngineSteps
-    from verl.agents.engine_client import Generated as Generated
-    from verl.agents.engine_client import Work as Work
-    from verl.agents.live import LiveEpisodes as LiveEpisodes
-    from verl.agents.loops import AgentContext as AgentContext
-    from verl.agents.loops import AgentLoop as AgentLoop
-    from verl.agents.loops import AgentLoopBase as AgentLoopBase
-    from verl.agents.loops import AgentLoopMetrics as AgentLoopMetrics
-    from verl.agents.loops import AgentLoopOutput as AgentLoopOutput
-    from verl.agents.loops import Episode as Episode
-    from verl.agents.loops import agent_loops as agent_loops
-    from verl.agents.loops import register as register
-    from verl.agents.policies import Copies as Copies
-    from verl.agents.policies import FrozenPolicy as FrozenPolicy
-    from verl.agents.policies import PartnerPolicy as PartnerPolicy
-    from verl.agents.policies import host_dtype as host_dtype
-    from verl.agents.policies import make_policies as make_policies
-    from verl.agents.runner import AgentRunner as AgentRunner
-    from verl.agents.runner import episodes_of as episodes_of
+    from verl.agents.engine_client import EngineClient, EngineSteps, Generated, Work
+    from verl.agents.live import LiveEpisodes
+    from verl.agents.loops import (
+        AgentContext,
+        AgentLoop,
+        AgentLoopBase,
+        AgentLoopMetrics,
+        AgentLoopOutput,
+        Episode,
+        agent_loops,
+        register,
+    )
+    from verl.agents.policies import Copies, FrozenPolicy, PartnerPolicy, host_dtype, make_policies
+    from verl.agents.runner import AgentRunner, episodes_of
 
 _CLIENT = "verl.agents.engine_client"
 _LIVE = "verl.agents.live"

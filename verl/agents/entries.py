@@ -1,4 +1,4 @@
-"""Read the YAML lists that name a user's classes: interactions and environments."""
+"""Import the classes that a user names, alone or in a YAML list, and check them."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -21,14 +21,13 @@ class Entry:
     """One entry of a file: a class, its settings, and the name that rows pick it by."""
 
     where: str  # "entry 2 of 'interactions.yaml'", for errors
-    class_name: str
     cls: type
     name: str | None
     config: dict[str, Any]
 
 
-def read_entries(path: str | Path, key: str) -> list[Entry]:
-    """Return the entries of the list `key` in a YAML file, each with its class imported.
+def read_entries(path: str | Path) -> list[Entry]:
+    """Return the entries of the list `interaction` in a YAML file, each with its class imported.
 
     Raises:
         ConfigError: the file is missing or is not YAML, or an entry has an unknown or missing key,
@@ -36,13 +35,13 @@ def read_entries(path: str | Path, key: str) -> list[Entry]:
     """
     file = Path(path).expanduser()
     content = read_yaml(path)
-    found = content.get(key) if isinstance(content, Mapping) else None
+    found = content.get("interaction") if isinstance(content, Mapping) else None
     if not isinstance(found, list) or not found:
         raise ConfigError(
-            f"'{path}' must have a list '{key}:' with at least one entry, such as "
+            f"'{path}' must have a list 'interaction:' with at least one entry, such as "
             f"'- class_name: package.module.Class', got {_shown(content)}."
         )
-    return [_entry(number, entry, file, key) for number, entry in enumerate(found, start=1)]
+    return [_entry(number, entry, file) for number, entry in enumerate(found, start=1)]
 
 
 def read_yaml(path: str | Path, setting: str | None = None) -> Any:
@@ -137,8 +136,8 @@ def _split(reference: str) -> tuple[str, str, str]:
     return (place, separator, name) if separator else reference.rpartition(".")
 
 
-def _entry(number: int, entry: Any, file: Path, key: str) -> Entry:
-    where = f"{key} entry {number} of '{file}'"
+def _entry(number: int, entry: Any, file: Path) -> Entry:
+    where = f"interaction entry {number} of '{file}'"
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} must be keys and values, got {_shown(entry)}.")
     refuse_unknown(where, entry, _KEYS)
@@ -160,9 +159,7 @@ def _entry(number: int, entry: Any, file: Path, key: str) -> Entry:
         cls = load_class(class_name, file.resolve().parent)
     except (ConfigError, MissingDependencyError) as error:
         raise type(error)(f"{where}: class_name: {error}") from error
-    return Entry(
-        where=where, class_name=class_name, cls=cls, name=given_name, config=dict(config or {})
-    )
+    return Entry(where=where, cls=cls, name=given_name, config=dict(config or {}))
 
 
 def _shown(value: Any) -> str:

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING
 from verl.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from verl.agents.environments.base import ActionError as ActionError
-    from verl.agents.environments.base import Environment as Environment
-    from verl.agents.environments.base import Observation as Observation
-    from verl.agents.environments.base import environments as environments
-    from verl.agents.environments.gym import GymEnvironment as GymEnvironment
-    from verl.agents.environments.make import check_environment as check_environment
-    from verl.agents.environments.make import make_environment as make_environment
-    from verl.agents.environments.make import open_environment as open_environment
-    from verl.agents.environments.make import plays_itself as plays_itself
-    from verl.agents.environments.make import roles_of as roles_of
-    from verl.agents.environments.session import EnvironmentSession as EnvironmentSession
-    from verl.agents.environments.skyrl import SkyRLEnvironment as SkyRLEnvironment
+    from verl.agents.environments.base import ActionError, Environment, Observation, environments
+    from verl.agents.environments.gym import GymEnvironment
+    from verl.agents.environments.make import (
+        check_environment,
+        make_environment,
+        open_environment,
+        plays_itself,
+        roles_of,
+    )
+    from verl.agents.environments.session import EnvironmentSession
+    from verl.agents.environments.skyrl import SkyRLEnvironment
 
 __all__ = [
     "ActionError",

@@ -75,6 +75,19 @@ class Environment(Protocol):
         ...
 
 
+class Adapter:
+    """Hold an environment of another library, whose `close` may be missing."""
+
+    def __init__(self, environment: Any) -> None:
+        self.unwrapped = environment
+
+    def close(self) -> None:
+        """Close the environment, if it can be closed."""
+        close = getattr(self.unwrapped, "close", None)
+        if close is not None:
+            close()
+
+
 # Makers by name: f(**config) -> an environment for one episode.
 environments: Registry[Callable[..., Any]] = Registry("environment")
 

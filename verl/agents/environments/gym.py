@@ -7,6 +7,7 @@ from typing import Any
 from verl.agents.entries import class_or_maker, names_a_class
 from verl.agents.environments.base import (
     ActionError,
+    Adapter,
     Observation,
     environments,
     refused_action,
@@ -19,7 +20,7 @@ from verl.utils.signatures import taken_by
 _INSTALL = "pip install gymnasium"
 
 
-class GymEnvironment:
+class GymEnvironment(Adapter):
     """Adapts `reset() -> (observation, info)` and `step(action) -> (observation, reward,
     terminated, truncated, info)`.
 
@@ -40,7 +41,7 @@ class GymEnvironment:
         as_text: Callable[[Any], str] | None = None,
         as_action: Callable[[str], Any] | None = None,
     ) -> None:
-        self.unwrapped = environment
+        super().__init__(environment)
         self._as_text = as_text
         self._as_action = as_action
 
@@ -82,12 +83,6 @@ class GymEnvironment:
         details = {**_info(info), "truncated": float(bool(truncated))}
         messages = self._messages(observation, may_be_empty=done)
         return Observation(messages, float(reward), done, details)
-
-    def close(self) -> None:
-        """Close the environment, if it can be closed."""
-        close = getattr(self.unwrapped, "close", None)
-        if close is not None:
-            close()
 
     def _messages(self, observation: Any, *, may_be_empty: bool = False) -> list[dict[str, Any]]:
         is_empty = observation is None or (isinstance(observation, str) and not observation)

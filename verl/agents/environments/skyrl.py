@@ -4,22 +4,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.agents.entries import class_or_maker
-from verl.agents.environments.base import Observation, environments
+from verl.agents.environments.base import Adapter, Observation, environments
 from verl.utils.errors import RolloutError
 
 _INSTALL = "pip install skyrl-gym"
 
 
-class SkyRLEnvironment:
+class SkyRLEnvironment(Adapter):
     """Adapts `init(prompt) -> (messages, info)` and `step(action) -> {"observations", "reward",
     "done", "metadata"}`. The result of `step` may be a mapping or an object with these attributes.
 
     Args:
         environment: an object with these methods; no import of SkyRL is needed.
     """
-
-    def __init__(self, environment: Any) -> None:
-        self.unwrapped = environment
 
     def reset(self, prompt: Any = None, **row: Any) -> Observation:
         """Begin an episode with the row's prompt, given as `raw_prompt` or `prompt`.
@@ -44,12 +41,6 @@ class SkyRLEnvironment:
         observations = list(_field(result, "observations") or [])
         metadata = _field(result, "metadata", required=False) or {}
         return Observation(observations, float(reward), done, dict(metadata))
-
-    def close(self) -> None:
-        """Close the environment, if it can be closed."""
-        close = getattr(self.unwrapped, "close", None)
-        if close is not None:
-            close()
 
 
 @environments.register("skyrl")

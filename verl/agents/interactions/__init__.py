@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING
 from verl.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from verl.agents.interactions.base import BaseInteraction as BaseInteraction
-    from verl.agents.interactions.gsm8k import Gsm8kInteraction as Gsm8kInteraction
+    from verl.agents.interactions.base import BaseInteraction
+    from verl.agents.interactions.gsm8k import Gsm8kInteraction
     from verl.agents.interactions.registry import (
-        initialize_interactions_from_config as initialize_interactions_from_config,
+        initialize_interactions_from_config,
     )
-    from verl.agents.interactions.session import InteractionSession as InteractionSession
-    from verl.agents.interactions.session import InteractionSet as InteractionSet
+    from verl.agents.interactions.session import InteractionSession, InteractionSet
 
 __all__ = [
     "BaseInteraction",

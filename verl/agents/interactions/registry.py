@@ -25,7 +25,7 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
         ConfigError: with the file, entry and key that are wrong, or a name that comes twice.
     """
     interactions: dict[str, BaseInteraction] = {}
-    for entry in read_entries(path, "interaction"):
+    for entry in read_entries(path):
         require_methods(entry.cls, _METHODS, f"{entry.where}: class_name")
         name = entry.name or default_name(entry.cls)
         if name in interactions:
