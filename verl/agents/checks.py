@@ -1,12 +1,13 @@
 """Checks of the data against the configured tools, interactions and loops, before models load."""
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from verl.agents.environments import check_environment, roles_of
 from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, agent_loops
+from verl.agents.loops.base import present
 from verl.agents.loops.gateway import GATEWAY_AGENT
 from verl.agents.loops.tool_agent import offered_tools
 from verl.agents.loops.user_loop import UserLoopMaker
@@ -172,7 +173,7 @@ def _check_tools(config: RolloutConfig, tools: ToolSet | None, column: Column) -
     """Check the names of tools in the rows; warn of tools and rows that never meet."""
     if tools is None:
         for place, kwargs in _options(column, "tools_kwargs"):
-            named = _named(kwargs)
+            named = list(present(kwargs))
             if named:
                 logger.warning(
                     "%s: tools_kwargs names the tool '%s', but no tools are configured, so the row "
@@ -190,7 +191,7 @@ def _check_tools(config: RolloutConfig, tools: ToolSet | None, column: Column) -
     for (place, kwargs), (_, loop), offered in zip(
         _options(column, "tools_kwargs"), loops, _offered(column)
     ):
-        unknown = sorted({*_named(kwargs), *(offered or ())} - set(known))
+        unknown = sorted({*present(kwargs), *(offered or ())} - set(known))
         if unknown:
             raise DataError(
                 f"{place}: tools_kwargs names the tool '{unknown[0]}', which no configured file "
@@ -289,11 +290,6 @@ def _loops_of_rows(config: RolloutConfig, column: Column) -> Iterator[tuple[str,
                 f"{_SECTION}.{' or '.join(settings)}. Set it, or change the column agent_name."
             )
         yield place, chosen
-
-
-def _named(kwargs: Mapping[str, Any] | None) -> list[str]:
-    """Name the tools of a row's tools_kwargs. Parquet gives every row the fields of all."""
-    return [name for name, value in (kwargs or {}).items() if value is not None]
 
 
 def _offered(column: Column) -> Iterator[list[str] | None]:

@@ -1,16 +1,15 @@
 """The tokens and messages of one episode while it runs."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from verl.agents.boundary import ChatBoundary
 from verl.agents.engine_client import Generated
+from verl.agents.formats.base import ToolSchemas
+from verl.data.chat import Message
 from verl.data.pictures import PictureReader
 from verl.models.pictures import Pictures
 from verl.rollout.trajectory import DROPPED_BECAUSE, MODEL, Segment, Trajectory
 from verl.utils.errors import RolloutError
-
-Message = dict[str, Any]
 
 
 class Conversation:
@@ -39,7 +38,7 @@ class Conversation:
         prompt_ids: Sequence[int],
         boundary: ChatBoundary,
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: ToolSchemas = (),
         max_response_tokens: int,
         follow_template: bool = False,
         pictures: Pictures = (),

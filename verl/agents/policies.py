@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from verl.agents.conversation import Message
 from verl.agents.engine_client import EngineClient, EngineSteps, turn_id
 from verl.agents.rendering import ChatTemplate
 from verl.agents.tools.threads import run_in_thread
 from verl.config.policies import SELF, PolicyConfig
 from verl.config.reward import RequestsConfig
 from verl.config.rollout import RolloutConfig, SpeculativeConfig
+from verl.data.chat import Message
 from verl.models.load import check_vocabulary, load_causal_lm, load_tokenizer
 from verl.models.lora import plain_parameters
 from verl.rewards.json_client import JsonClient, authorization

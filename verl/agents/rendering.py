@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from verl.agents.formats.base import ToolSchemas
 from verl.data.chat import Message, encode_rendered, render_conversation
 from verl.utils.errors import DataError
 
@@ -31,7 +32,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: ToolSchemas | None = None,
         generate: bool = True,
     ) -> str:
         """Return the text of a conversation, with the generation prompt if `generate`."""
@@ -106,8 +107,9 @@ class ChatTemplate:
 
     def _wants_text_arguments(self) -> bool:
         """Return whether the template writes arguments that are JSON texts, and no objects."""
-        call = {"name": "verl_probe", "arguments": {"key": _PROBE_VALUE}}
-        reply = {"role": "assistant", "content": "", "tool_calls": [_tool_call(call)]}
+        function = {"name": "verl_probe", "arguments": {"key": _PROBE_VALUE}}
+        call = {"id": "call00000", "type": "function", "function": function}
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
         conversation = [{"role": "user", "content": "Hi"}, reply]
         try:
             text = render_conversation(
@@ -157,10 +159,6 @@ def _as_object(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
-
-
-def _tool_call(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {"id": "call00000", "type": "function", "function": dict(function)}
 
 
 def _added_tokens(tokenizer: Any) -> dict[str, int]:

@@ -4,17 +4,17 @@ A probe word stands for the reply, in its content or in the last argument of its
 two shows the boundary, and where it lies, is a `TurnPlan`: found once for each shape of messages.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from verl.agents.formats.base import NEXT_ROLES, TURN_ENDS
+from verl.agents.formats.base import NEXT_ROLES, TURN_ENDS, ToolSchemas
 from verl.agents.rendering import ChatTemplate
 from verl.data.chat import Message
 from verl.utils.errors import BoundaryError, DataError
 
 Messages: TypeAlias = Sequence[Message]
-Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
+Tools: TypeAlias = ToolSchemas | None
 
 REPLY = "verlReplyOfTheModel"
 PROBE_TOOL = {

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verl.agents.boundary import ChatBoundary
-from verl.agents.conversation import Conversation, Message
+from verl.agents.conversation import Conversation
 from verl.agents.engine_client import EngineClient, Generated
 from verl.agents.formats import ParsedReply, ToolFormat, parse_reply
-from verl.agents.formats.base import without_end
+from verl.agents.formats.base import ToolSchemas, without_end
 from verl.agents.formats.tool_parser import decoded
 from verl.agents.interactions import InteractionSet
 from verl.agents.policies import FrozenPolicy, PartnerPolicy
@@ -18,6 +18,7 @@ from verl.agents.user_thread import UserCall
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.train import TrainConfig
+from verl.data.chat import Message
 from verl.data.pictures import PictureReader
 from verl.models.pictures import Pictures
 from verl.rollout.trajectory import Trajectory
@@ -130,7 +131,7 @@ class AgentContext:
         self,
         episode: Episode,
         messages: Sequence[Message] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: ToolSchemas = (),
     ) -> Conversation:
         """Begin the conversation of an episode, by default with its own prompt."""
         prompt_ids = episode.prompt_ids
@@ -213,13 +214,16 @@ class AgentContext:
         ends = [token for token in (self.tokenizer.eos_token, self.tokenizer.pad_token) if token]
         return without_end(decoded(self.tokenizer, token_ids), ends)
 
-    async def parse(
-        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
-    ) -> ParsedReply:
+    async def parse(self, token_ids: Sequence[int], tools: ToolSchemas) -> ParsedReply:
         """Read the tool calls of a drawn turn."""
         if self.format is None or not tools:
             return ParsedReply(content=self.text_of(token_ids), calls=())
         return await parse_reply(self.format, self.tokenizer, token_ids, tools)
+
+
+def present(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Leave out None: Parquet gives every row the fields of all rows."""
+    return {name: value for name, value in (kwargs or {}).items() if value is not None}
 
 
 def check_prompt(episode: Episode, prompt_ids: Sequence[int], limit: int) -> None:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from verl.agents.conversation import Conversation, Message
+from verl.agents.conversation import Conversation
 from verl.agents.environments import Observation
 from verl.agents.loops.base import AgentContext, Episode
+from verl.data.chat import Message
 from verl.rollout.trajectory import Trajectory
 from verl.utils.errors import RolloutError
 

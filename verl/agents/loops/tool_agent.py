@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.agents.conversation import Conversation, Message
+from verl.agents.conversation import Conversation
 from verl.agents.engine_client import Generated
 from verl.agents.formats import ParsedReply, ToolCall, new_call_id
 from verl.agents.interactions import InteractionSession
-from verl.agents.loops.base import AgentContext, Episode, agent_loops, require_sound
+from verl.agents.loops.base import AgentContext, Episode, agent_loops, present, require_sound
 from verl.agents.tools import ToolResult, ToolSession
 from verl.agents.tools.agent_data import AgentData
+from verl.data.chat import Message
 from verl.models.pictures import Pictures
 from verl.rollout.trajectory import DROPPED_BECAUSE, Trajectory, fields_of_user
 from verl.utils.errors import DataError, RolloutError
@@ -300,8 +301,7 @@ def offered_tools(
     """
     if selected is not None:
         return list(selected)
-    named = [name for name, value in (kwargs or {}).items() if value is not None]
-    return named or None
+    return list(present(kwargs)) or None
 
 
 def message_of(parsed: ParsedReply, turn: int) -> Message:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from verl.agents.formats.base import ToolSchemas
 from verl.agents.loops.server_manager import NO_MEDIA
 from verl.utils.errors import RolloutError
 
@@ -126,7 +127,7 @@ class AgentLoopBase(ABC):
     async def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: ToolSchemas | None = None,
         images: Any = None,
         videos: Any = None,
         remove_system_prompt: bool = False,

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl.agents.entries import checked_roles
-from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt
+from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt, present
 from verl.agents.loops.server_manager import NumberedTurns, ServerManager, sampling_dict
 from verl.agents.loops.user_base import TrainerConfig
 from verl.config import config_to_dict
@@ -163,8 +163,8 @@ class UserLoop:
                 **episode.fields,
                 "raw_prompt": list(episode.messages),
                 "agent_name": episode.option("agent_name") or self.name,
-                "tools_kwargs": _present(episode.option("tools_kwargs")),
-                "interaction_kwargs": _present(episode.option("interaction_kwargs")),
+                "tools_kwargs": present(episode.option("tools_kwargs")),
+                "interaction_kwargs": present(episode.option("interaction_kwargs")),
             }
             answer = loop.run(sampling, **fields)
 
@@ -280,11 +280,6 @@ def keywords_for(
         **taken_by(loop_class, offered),
         **options,
     }
-
-
-def _present(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Leave out None: Parquet gives every row the fields of all rows."""
-    return {name: value for name, value in (kwargs or {}).items() if value is not None}
 
 
 def with_plain_ids(tokenizer: Any) -> Any:

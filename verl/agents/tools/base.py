@@ -44,6 +44,7 @@ from verl.utils.logging import logger
 from verl.utils.signatures import declares, names_key, taken_by, takes_any_keyword
 
 AGENT_DATA = "agent_data"  # the keyword of `execute`
+Executed = tuple[ToolResponse, float, dict[str, Any]]  # answer, step reward, metrics
 
 
 class ToolArgumentError(ValueError):

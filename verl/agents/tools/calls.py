@@ -50,11 +50,10 @@ class ToolSet:
         settings: CallSettings,
         *,
         supervisor: LoopThread | None,
-        recorder: Recorder | None = None,
         recording: Recording | None = None,
     ) -> None:
         self.settings = settings
-        self.recorder = recorder
+        self.recorder: Recorder | None = None
         self.recording = recording
         self.tool_counts = ToolCounts()
         self._homes = dict(homes)

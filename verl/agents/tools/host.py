@@ -201,8 +201,9 @@ class LocalHost:
 
         waiting = asyncio.ensure_future(run_in_thread(_run_plain, method, work))
         done = await _wait(waiting, work, ends)
-        if inspect.isawaitable(done.value):  # a plain method that returned a coroutine
-            follow_up = _finish_awaitable(done.value, work)
+        returned = done.value
+        if inspect.isawaitable(returned):  # a plain method that returned a coroutine
+            follow_up = _run_coroutine(lambda *_, **__: returned, work)
             done = await self._run_in_loop(follow_up, work, ends)
         return done
 
@@ -268,10 +269,6 @@ async def _run_coroutine(method: Callable[..., Any], work: Work) -> Done:
         return _failure(error, work)
     finally:
         _end_a_fork(owner)
-
-
-async def _finish_awaitable(awaitable: Any, work: Work) -> Done:
-    return await _run_coroutine(lambda *_, **__: awaitable, work)
 
 
 def _run_plain(method: Callable[..., Any], work: Work) -> Done:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from verl.agents.tools.base import BaseTool, ToolArgumentError
+from verl.agents.tools.base import BaseTool, Executed, ToolArgumentError
 from verl.agents.tools.config_file import make_tool
 from verl.agents.tools.mcp_clients import ClientManager, MCPClientManager, McpToolError
 from verl.agents.tools.schemas import ToolResponse
@@ -37,7 +37,7 @@ class MCPBaseTool(BaseTool):
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    ) -> Executed:
         """Make the call on the server.
 
         Raises:

@@ -44,6 +44,8 @@ _TRANSPORTS = ("stdio", "http", "streamable-http", "streamable_http", "sse")
 # Keys for other programs that read such files; they have no meaning here.
 _IGNORED_KEYS = {"disabled", "autoApprove", "timeout", "description"}
 
+_Schemas = dict[str, dict[str, Any]]  # by tool
+
 
 class McpToolError(RuntimeError):
     """A server answered that a call failed."""
@@ -123,7 +125,7 @@ class MCPClientManager:
             ConfigError: as `initialize` and `fetch_tool_schemas`; or two servers have one tool.
         """
         servers = self._submit_connect(config_path, rate_limit).result()
-        schemas: dict[str, dict[str, Any]] = {}
+        schemas: _Schemas = {}
         for server in servers:
             schemas |= server.schemas
         return list(_select(schemas, selected).values())
@@ -186,7 +188,7 @@ class _Server:
 
     def __init__(self, place: str, config: dict[str, Any]) -> None:
         self.place = place
-        self.schemas: dict[str, dict[str, Any]] = {}
+        self.schemas: _Schemas = {}
         self.config = config
         self._client: Any = None
         self._closing: asyncio.Event | None = None
@@ -307,9 +309,9 @@ def _transport(config: dict[str, Any]) -> str | None:
     return config.get("type") or config.get("transport")
 
 
-async def _read_schemas(client: Any) -> dict[str, dict[str, Any]]:
+async def _read_schemas(client: Any) -> _Schemas:
     """Return {tool: schema} of a server, all pages of its list."""
-    schemas: dict[str, dict[str, Any]] = {}
+    schemas: _Schemas = {}
     cursor = None
     while True:
         page = await client.list_tools(cursor=cursor)
@@ -326,9 +328,7 @@ async def _read_schemas(client: Any) -> dict[str, dict[str, Any]]:
             return schemas
 
 
-def _select(
-    schemas: dict[str, dict[str, Any]], selected: Sequence[str] | None
-) -> dict[str, dict[str, Any]]:
+def _select(schemas: _Schemas, selected: Sequence[str] | None) -> _Schemas:
     if selected is None:
         return schemas
     for name in selected:

@@ -40,7 +40,7 @@ async def _serve(connection: socket.socket) -> None:
     first = pickle.loads((await read_frame(reader))[1])
     sys.path[:] = first["path"]
     try:
-        tools = await asyncio.to_thread(_make_tools, first)
+        tools = await asyncio.to_thread(ordered_tools, first["entries"], first["function_path"])
         host = LocalHost(tools, in_process=True)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's file; the parent raises it)
         writer.write(pack_frame(0, _sendable(error)))
@@ -73,11 +73,6 @@ async def _answer(host: Any, writer: asyncio.StreamWriter, number: int, work: An
         failure = Done("error", text=work.limit.cut(text))
         frame = pack_frame(number, (failure, host.is_worn))
     writer.write(frame)
-
-
-def _make_tools(first: dict[str, Any]) -> list[Any]:
-    """Return ((kind, position), tool) for all tools of this process."""
-    return ordered_tools(first["entries"], first["function_path"])
 
 
 def _sendable(error: BaseException) -> BaseException:

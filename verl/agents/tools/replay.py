@@ -12,11 +12,11 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.agents.formats.base import ToolCall
+from verl.agents.formats.base import ToolCall, ToolSchemas
 from verl.agents.tools.results import ToolResult
 from verl.utils.errors import DataError
 from verl.utils.logging import say_once
@@ -45,7 +45,7 @@ class Recorder:
         DataError: the file cannot be written.
     """
 
-    def __init__(self, path: str | Path, schemas: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, path: str | Path, schemas: ToolSchemas) -> None:
         self._path = Path(path).expanduser()
         self._lock = threading.Lock()
         try:
@@ -76,7 +76,7 @@ class Recorder:
         Raises:
             DataError: the result holds an image that no file format keeps bit for bit.
         """
-        values = _fields(result)
+        values = dict(vars(result))
         values["images"] = [_pack_media(value, key) for value in result.images]
         values["videos"] = [_pack_media(value, key) for value in result.videos]
         line = {"kind": "call", **key._asdict(), **_question(call), "result": values}
@@ -200,11 +200,6 @@ class Recording:
                 f"'{self._path}', line {number}, is no record of tool calls: "
                 f"{type(error).__name__}: {error}. Record the run again."
             ) from error
-
-
-def _fields(result: ToolResult) -> dict[str, Any]:
-    """Return the fields of a result, without copies of its images."""
-    return {name: getattr(result, name) for name in result.__dataclass_fields__}
 
 
 def _survives_json(value: Any) -> bool:

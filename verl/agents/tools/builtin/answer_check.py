@@ -6,7 +6,7 @@ than the one before, and `calc_reward` gives the score of the last one.
 
 from typing import Any
 
-from verl.agents.tools.base import BaseTool, ToolArgumentError
+from verl.agents.tools.base import BaseTool, Executed, ToolArgumentError
 from verl.agents.tools.schemas import (
     OpenAIFunctionToolSchema,
     ToolResponse,
@@ -58,7 +58,7 @@ class AnswerCheckTool(BaseTool):
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    ) -> Executed:
         """Score an answer; the text repeats it with its score."""
         if "answer" not in parameters:
             raise ToolArgumentError(f"'{self.name}' needs the argument 'answer', a string")

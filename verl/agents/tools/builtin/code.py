@@ -4,7 +4,7 @@ import re
 import threading
 from typing import Any
 
-from verl.agents.tools.base import BaseTool, ToolArgumentError
+from verl.agents.tools.base import BaseTool, Executed, ToolArgumentError
 from verl.agents.tools.builtin.search import max_concurrent
 from verl.agents.tools.rate_limit import RateLimit
 from verl.agents.tools.schemas import (
@@ -100,11 +100,11 @@ class CodeInterpreterTool(_CodeTool):
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    ) -> Executed:
         """Return the program's output, and its errors where it failed."""
         return await run_in_thread(self._run, self._code_of(parameters))
 
-    def _run(self, code: str) -> tuple[ToolResponse, float, dict[str, Any]]:
+    def _run(self, code: str) -> Executed:
         # Each caller of the runner has a process; they wait here for as many as there may be.
         if not self._slots.acquire(timeout=max(min(time_left(), _LONGEST_WAIT_S), 0.0)):
             raise TimeoutError("no sandbox was free in time")
@@ -160,7 +160,7 @@ class SandboxFusionTool(_CodeTool):
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    ) -> Executed:
         """Return the program's output and errors.
 
         Raises:
@@ -171,9 +171,7 @@ class SandboxFusionTool(_CodeTool):
         language = str(parameters.get("language", self._language))
         return await run_in_thread(self._run, code, min(timeout_s, self._timeout_s), language)
 
-    def _run(
-        self, code: str, timeout_s: float, language: str
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    def _run(self, code: str, timeout_s: float, language: str) -> Executed:
         request = {
             "code": code,
             "stdin": "",

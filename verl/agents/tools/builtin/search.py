@@ -9,7 +9,7 @@
 import json
 from typing import Any
 
-from verl.agents.tools.base import BaseTool, ToolArgumentError
+from verl.agents.tools.base import BaseTool, Executed, ToolArgumentError
 from verl.agents.tools.rate_limit import RateLimit
 from verl.agents.tools.schemas import (
     OpenAIFunctionToolSchema,
@@ -81,7 +81,7 @@ class SearchTool(BaseTool):
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    ) -> Executed:
         """Return the documents as JSON text, {"result": "Doc 1 (Title: ...) ..."}.
 
         Raises:
