@@ -97,13 +97,16 @@ def replay(
 class RecordedRows:
     """The rows of the training data that a capsule holds, under their numbers in the whole.
 
-    Until `is_training` is set, which checks at start precede, any of them stands in for another.
+    They have a `fingerprint` if the data set had one. Until `is_training` is set, which checks at
+    start precede, any of them stands in for another.
     """
 
     def __init__(self, run: Run) -> None:
         self._num_rows: int = run.facts["data"]["num_rows"]
         self._rows: dict[int, dict[str, Any]] = {}
         self.is_training = False
+        if run.facts["data"]["fingerprint"] is not None:
+            self.fingerprint: str = run.facts["data"]["fingerprint"]
         for number, row in parse_json((run.folder / ROWS_FILE).read_bytes()):
             if have_pictures([(number, row)]):
                 raise ConfigError(
@@ -123,14 +126,6 @@ class RecordedRows:
                 "order of rows is not that of the run."
             )
         return dict(self._rows[item])
-
-
-class FingerprintedRows(RecordedRows):
-    """Recorded rows of a data set with a fingerprint."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.fingerprint: str = run.facts["data"]["fingerprint"]
 
 
 def _unpack(path: Path, folder: Path) -> dict[str, Any]:
@@ -219,8 +214,7 @@ def _config(
 
 def _execute(then: Run, config: TrainConfig, step: int) -> str:
     """Train up to `step`, with a record. Return the error that ended it, or ""."""
-    kind = FingerprintedRows if then.facts["data"]["fingerprint"] is not None else RecordedRows
-    rows = kind(then)
+    rows = RecordedRows(then)
     own = trainer_class(config)
     if then.facts["trainer"] != f"{own.__module__}.{own.__qualname__}":
         logger.warning(

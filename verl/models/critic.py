@@ -58,7 +58,7 @@ class CriticModel(nn.Module):
         body = load_transformer(
             AutoModel, path, dtype, device, trust_remote_code, override_config, max_length, weights
         )
-        if check and body.device.type != "meta":
+        if check:
             check_packed(body)
         critic = cls(body)
         critic.value_head.to(body.device, body.dtype)

@@ -161,7 +161,7 @@ def load_causal_lm(
         weights,
     )
     head_of(model)
-    if check and model.device.type != "meta":
+    if check:
         check_packed(model)
     return model
 

@@ -37,6 +37,8 @@ def check_packed(model: PreTrainedModel) -> None:
     model with a head, our log-probs must match its logits. This takes three forward passes over
     some 16 tokens. The model keeps its mode, with packed attention.
     """
+    if model.device.type == "meta":
+        return  # it has no numbers
     slot = prepare(model)
     training = model.training
     model.eval()

@@ -65,7 +65,7 @@ class RewardModel(nn.Module):
             *(path, dtype, device, trust_remote_code, override_config, max_length, weights),
         )
         made = cls(model, attention_kernel=attention_kernel)  # checks the head first
-        if check and model.device.type != "meta":
+        if check:
             check_packed(model)
         made.trust_remote_code = trust_remote_code
         return made.eval()
