@@ -82,17 +82,17 @@ def create_rollout_engine(
     engine: Any = factory(model=model, tokenizer=tokenizer, config=config, device=device, **shared)
 
     missing = sorted(_VERBS - set(dir(engine)))
-    if not missing or callable(getattr(engine, "generate", None)):
-        _require_care(engine, config.name)
-    if not missing:
-        has_all = hasattr(engine, "reserve") and hasattr(engine, "forget_prefixes")
-        return engine if has_all else cast(RolloutEngine, OptionalVerbs(engine))
-    if callable(getattr(engine, "generate", None)):
+    if missing and not callable(getattr(engine, "generate", None)):
+        raise ConfigError(
+            f"The rollout engine '{config.name}' lacks {', '.join(missing)}. It needs submit, "
+            "step, abort and has_work, or generate alone (verl.rollout.RolloutEngine)."
+        )
+    _require_care(engine, config.name)
+
+    if missing:
         return cast(RolloutEngine, GenerateOnly(engine))
-    raise ConfigError(
-        f"The rollout engine '{config.name}' lacks {', '.join(missing)}. It needs submit, step, "
-        "abort and has_work, or generate alone (verl.rollout.RolloutEngine)."
-    )
+    has_all = hasattr(engine, "reserve") and hasattr(engine, "forget_prefixes")
+    return engine if has_all else cast(RolloutEngine, OptionalVerbs(engine))
 
 
 def _require_care(engine: Any, name: str) -> None:

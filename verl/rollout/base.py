@@ -9,13 +9,15 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
-from verl.rollout.checks import longest_sequence
+from verl.rollout.checks import check_params, check_pictures, check_requests, longest_sequence
 from verl.rollout.memory import EngineLoad, EngineMemory, paged_memory
-from verl.rollout.stopping import end_of_sequence_ids
+from verl.rollout.stopping import StopRule, end_of_sequence_ids
 from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.registry import Registry
 from verl.weight_sync import WeightTaker
+
+_SECTION = "actor_rollout_ref.rollout"
 
 
 class RolloutEngine(WeightTaker, Protocol):
@@ -122,6 +124,21 @@ class EngineClass:
         self.max_model_len = longest_sequence(config, model)
         embeddings: Any = model.get_input_embeddings()
         self.vocabulary: int = embeddings.num_embeddings
+        self._model_config = model.config
+
+    def check_call(self, requests: Sequence[Request], params: SamplingParams) -> StopRule:
+        """Check requests. Return the rule that ends their responses."""
+        check_params(params)
+        check_pictures(requests, self._model_config)
+        check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
+        if not self.capabilities.continues:
+            for request in requests:
+                if request.continuations is not None:
+                    raise RolloutError(
+                        f"The engine '{self.config.name}' cannot continue samples by the same "
+                        f"noise. Set {_SECTION}.name=embedded."
+                    )
+        return StopRule(params, self.eos_ids, self.tokenizer)
 
     @property
     def is_ready(self) -> bool:
@@ -193,7 +210,6 @@ class _Need(NamedTuple):
     note: str = ""  # a further way out
 
 
-_SECTION = "actor_rollout_ref.rollout"
 _NEEDS = (
     _Need("in_process", (False,), "in_process", "is for engines that are otherwise servers"),
     _Need(
@@ -327,15 +343,20 @@ def generate(
 
     Raises RolloutError at once for a request that cannot be served.
     """
-    if engine.has_work:
-        raise RolloutError(
-            "A generate() of this engine is not finished; exhaust or close its iterator first."
-        )
+    refuse_while_busy(engine)
     engine.submit(requests, params, seed=seed, step=step)
     sample_ids: list[int] = []
     for request in requests:
         sample_ids += request.sample_ids
     return Completions(engine, sample_ids)
+
+
+def refuse_while_busy(engine: RolloutEngine) -> None:
+    """Raise RolloutError if an engine has work."""
+    if engine.has_work:
+        raise RolloutError(
+            "A generate() of this engine is not finished; exhaust or close its iterator first."
+        )
 
 
 class OptionalVerbs:

@@ -10,11 +10,6 @@ from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
 from verl.rollout.base import Completions, EngineClass, RolloutEngine, generate
-from verl.rollout.checks import (
-    check_params,
-    check_pictures,
-    check_requests,
-)
 from verl.rollout.stopping import StopRule
 from verl.rollout.twin import ModelTwin, engine_dtype
 from verl.rollout.types import Request, Room, SamplingParams
@@ -123,12 +118,6 @@ class LocalEngine(EngineClass):
         """
         return {**self._statistics, **self._hand_over}
 
-    def _refuse_while_busy(self) -> None:
-        if self.has_work:
-            raise RolloutError(
-                "A generate() of this engine is not finished; exhaust or close its iterator first."
-            )
-
     def _require_ready(self) -> None:
         if self._asleep:
             raise EngineAsleepError("The rollout engine is asleep; call wake() before generate().")
@@ -138,19 +127,9 @@ class LocalEngine(EngineClass):
             )
 
     def check_call(self, requests: Sequence[Request], params: SamplingParams) -> StopRule:
-        """Check requests. Return the rule that ends their responses."""
+        """Check the engine and requests. Return the rule that ends their responses."""
         self._require_ready()
-        check_params(params)
-        check_pictures(requests, self.twin.module.config)
-        check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
-        if not self.capabilities.continues:
-            for request in requests:
-                if request.continuations is not None:
-                    raise RolloutError(
-                        f"The engine '{self.config.name}' cannot continue samples. Set "
-                        "actor_rollout_ref.rollout.name=embedded."
-                    )
-        return StopRule(params, self.eos_ids, self.tokenizer)
+        return super().check_call(requests, params)
 
 
 def not_finite(sample_id: int) -> RolloutError:

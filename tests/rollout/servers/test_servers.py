@@ -457,7 +457,7 @@ def test_samples_are_not_continued(settings, start):
     engine = rollout_on(settings, start()).engine
     begun = Continuation(step=0, number=0, token_ids=(5,), log_probs=(-1.0,))
     request = Request(prompt_ids=(5, 6), sample_ids=(0,), continuations=(begun,))
-    with pytest.raises(RolloutError, match="Servers cannot continue samples"):
+    with pytest.raises(RolloutError, match="cannot continue samples by the same noise"):
         engine.submit([request], PARAMS, seed=0, step=0)
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
 from verl.distributed.collectives import ALONE, Axis
-from verl.rollout.base import Capabilities, rollout_engines
+from verl.rollout.base import Capabilities, refuse_while_busy, rollout_engines
 from verl.rollout.embedded.attention import IMPLEMENTATION
 from verl.rollout.embedded.cache_room import CacheRoom
 from verl.rollout.embedded.drafts import NgramDrafts
@@ -213,7 +213,7 @@ class EmbeddedEngine(LocalEngine):
 
     def forget_kept(self) -> None:
         """Drop the keys and values of frozen samples, which compute them again."""
-        self._refuse_while_busy()
+        refuse_while_busy(self)
         self._begin_books()
 
     def progress(self, known: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
@@ -230,7 +230,7 @@ class EmbeddedEngine(LocalEngine):
 
         Raises RolloutError during a `generate`, because its keys are those of the old weights.
         """
-        self._refuse_while_busy()
+        refuse_while_busy(self)
         super().update_weights(named_tensors)
 
     def sleep(self) -> None:
@@ -238,7 +238,7 @@ class EmbeddedEngine(LocalEngine):
 
         The next `generate` after `wake` allocates the cache, because it knows the size.
         """
-        self._refuse_while_busy()
+        refuse_while_busy(self)
         self.runner.release()
         self._begin_books()
         super().sleep()
@@ -255,7 +255,7 @@ class EmbeddedEngine(LocalEngine):
 
     def forget_prefixes(self) -> None:
         """Implement `RolloutEngine.forget_prefixes`."""
-        self._refuse_while_busy()
+        refuse_while_busy(self)
         self._forget()
 
     def check_integrity(self) -> None:

@@ -17,12 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from verl.config.rollout import RolloutConfig
 from verl.models.vision import family_of, reads_pictures
 from verl.rollout.base import Capabilities, EngineClass, check_capabilities, rollout_engines
-from verl.rollout.checks import (
-    check_params,
-    check_pictures,
-    check_requests,
-    response_limits,
-)
+from verl.rollout.checks import response_limits
 from verl.rollout.memory import EngineLoad, EngineMemory
 from verl.rollout.sampling import sample_keys
 from verl.rollout.servers.fleet import Fleet, Member, Placement
@@ -34,7 +29,6 @@ from verl.rollout.servers.server import Draw, Drawn, Server, ServerLostError
 from verl.rollout.servers.sglang import SGLangServer
 from verl.rollout.servers.sources import WeightSources, adapter_rank
 from verl.rollout.servers.vllm import VLLMServer
-from verl.rollout.stopping import StopRule
 from verl.rollout.twin import engine_dtype
 from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
@@ -210,15 +204,7 @@ class ServerEngine(EngineClass):
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
     ) -> None:
         """Add requests; see `RolloutEngine.submit`."""
-        check_params(params)
-        check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
-        check_pictures(requests, self.model.config)
-        if any(request.continuations is not None for request in requests):
-            raise RolloutError(
-                f"Servers cannot continue samples by the same noise. Set {_SECTION}.name=embedded."
-            )
-
-        rule = StopRule(params, self.eos_ids, self.tokenizer)
+        rule = self.check_call(requests, params)
         stop_ids = tuple(rule.token_ids.tolist())
 
         if not self.has_work:
