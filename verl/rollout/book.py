@@ -143,9 +143,8 @@ class Group:
         """Return the samples that engines draw."""
         return [sample for sample in self.samples if sample.state is State.RUNNING]
 
-    @property
     def age_order(self) -> tuple[int, int]:
-        """Sort key: oldest first."""
+        """Return a sort key: oldest first."""
         assert self.born is not None
         return self.born, self.serial
 
@@ -225,12 +224,12 @@ class Book:
                     has_idle = True
             if has_idle:
                 started.append(group)
-        return sorted(started, key=_by_age)
+        return sorted(started, key=Group.age_order)
 
     def goal(self) -> Goal:
         """Return the groups that generation has to finish before the next batch can be taken."""
         pace = self.pace
-        started = sorted(self._started(), key=_by_age)
+        started = sorted(self._started(), key=Group.age_order)
         unfinished = [group for group in started if not group.is_whole]
         num_whole = len(started) - len(unfinished)
 
@@ -302,14 +301,13 @@ class Book:
 
     def can_take(self) -> bool:
         """Return whether the next batch is there."""
-        goal = self.goal()
-        return not goal.needs
+        return not self.goal().needs
 
     def take(self) -> list[Group]:
         """Return the groups of the next batch in the order of admission. They are consumed."""
         assert self.can_take(), "generation stops at its goal"
         whole = [group for group in self.groups if group.is_whole]
-        whole.sort(key=_by_age)
+        whole.sort(key=Group.age_order)
         batch = whole[: self.pace.groups_per_step]
         self._remove(batch)
         self.next_step += 1
@@ -413,8 +411,8 @@ class Book:
             self._by_id[sample.sample_id] = group, sample
 
     def _remove(self, groups: Iterable[Group]) -> None:
-        leaving = {group.serial for group in groups}
-        self.groups = [group for group in self.groups if group.serial not in leaving]
+        leaving = set(groups)
+        self.groups = [group for group in self.groups if group not in leaving]
         for group in groups:
             for sample in group.samples:
                 sample.state = State.CONSUMED
@@ -424,10 +422,6 @@ class Book:
         group, sample = self._by_id[sample_id]
         assert sample.state is State.RUNNING, f"sample {sample_id} is {sample.state.value}"
         return group, sample
-
-
-def _by_age(group: Group) -> tuple[int, int]:
-    return group.age_order
 
 
 def _packed(segments: Iterable[Segment]) -> list[tuple[int, np.ndarray, np.ndarray]]:

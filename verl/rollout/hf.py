@@ -88,17 +88,13 @@ class HFEngine(LocalEngine):
     ) -> None:
         """Add requests; see `RolloutEngine.submit`. Those of one call are padded together."""
         rule = self.check_call(requests, params)
-        ids: list[int] = []
-        for request in requests:
-            _refuse_long_videos(request.pictures)
-            ids += request.sample_ids
-        keys = iter(sample_keys(seed, step, np.array(ids, np.int64)))
         rows = []
         for request in requests:
+            _refuse_long_videos(request.pictures)
+            keys = sample_keys(seed, step, np.array(request.sample_ids, np.int64))
             limits = response_limits(request, params, self.max_model_len)
-            for sample_id, limit in zip(request.sample_ids, limits):
-                row = _Row(sample_id, request.prompt_ids, limit, next(keys), request.pictures)
-                rows.append(row)
+            for sample_id, key, limit in zip(request.sample_ids, keys, limits):
+                rows.append(_Row(sample_id, request.prompt_ids, limit, key, request.pictures))
 
         if not self.has_work:
             self._started = time.perf_counter()
@@ -167,14 +163,14 @@ class HFEngine(LocalEngine):
         All of them go on until the last has ended. None may come to positions that the model does
         not have, or at which it computes all rows differently (dynamic rotary embeddings).
         """
-        chunk: list[_Row] = []
-        for row in rows:
-            together = [*chunk, row]
-            longest = max(len(row.prompt) for row in together)
-            longest += max(row.limit for row in together)
-            if len(together) > self.config.max_num_seqs or longest > self.max_model_len:
-                break
-            chunk = together
+        chunk = rows[: self.config.max_num_seqs]
+        longest = 0
+        most = 0
+        for count, row in enumerate(chunk):
+            longest = max(longest, len(row.prompt))
+            most = max(most, row.limit)
+            if longest + most > self.max_model_len:
+                return chunk[:count]
         return chunk
 
     def _generate_chunk(

@@ -113,11 +113,19 @@ class ModelTwin:
         for name, parameter in self._parameters.items():
             if self._can_alias(name) and name not in self._merged:
                 self._alias(name)
+                continue
+
+            self._place(name, self._new_copy(name))
+            if name in self._linears:
+                scales = (self._shapes[name][0], 1)
+                self._linears[name].scales = self._empty(
+                    self._scale_offsets, name, scales, torch.float32
+                )
+            if isinstance(parameter, DTensor) or parameter.is_meta:
+                self.ready = False  # a shard is not the parameter: the first `update` brings it
             else:
-                self._place(name, self._new_copy(name))
-                if name in self._linears:
-                    self._linears[name].scales = self._new_scales(name)
-                self._fill_at_start(name, parameter)
+                with torch.no_grad():
+                    self._fill(name, parameter)
 
         _share_other_tensors(model, self.module, device)
         self.module.eval()
@@ -202,7 +210,7 @@ class ModelTwin:
         for name, parameter in self._parameters.items():
             if name in self._linears:
                 continue
-            placed = self._placed(name)
+            placed = self._held[name]
             taken = [(..., Part())]
             if name in self._cuts:
                 placed = placed.view(-1, *(1, *placed.shape)[-2:])
@@ -260,7 +268,7 @@ class ModelTwin:
         return weight, bias
 
     def _name_of(self, parameter: Tensor) -> str:
-        return next(name for name in self._parameters if self._placed(name) is parameter)
+        return next(name for name in self._parameters if self._held[name] is parameter)
 
     def _joined(self, parts: Sequence[Tensor], offset: int) -> Tensor:
         first = parts[0]
@@ -288,7 +296,7 @@ class ModelTwin:
         return end
 
     def _take(self, name: str, tensor: Tensor) -> None:
-        if tensor is self._placed(name):
+        if tensor is self._held[name]:
             return  # gathered at its place
         source = self._parameters[name]
         if self._can_alias(name) and tensor.data_ptr() == source.data_ptr():
@@ -304,7 +312,7 @@ class ModelTwin:
     def _fill(self, name: str, tensor: Tensor) -> None:
         """Copy a whole value to the twin's own memory."""
         if name not in self._linears:
-            self._placed(name).copy_(self._cut(name, tensor))
+            self._held[name].copy_(self._cut(name, tensor))
             return
         exact = tensor.detach().to(self.device, self.dtype)
         quantize(exact, self._linears[name].rows)
@@ -340,28 +348,15 @@ class ModelTwin:
         return self.dtype if parameter.is_floating_point() else parameter.dtype
 
     def _new_copy(self, name: str) -> Tensor:
-        shape = self._shapes[name]
-        dtype = self._dtype_of(name)
+        return self._empty(self._offsets, name, self._shapes[name], self._dtype_of(name))
+
+    def _empty(
+        self, offsets: Mapping[str, int], name: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """Return new memory; on CUDA, at the offset of `name`."""
         if self._memory is not None:
-            return self._memory.tensor(self._offsets[name], shape, dtype)
+            return self._memory.tensor(offsets[name], shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def _new_scales(self, name: str) -> Tensor:
-        """Allocate the scales of a weight in eight bits."""
-        shape = (self._shapes[name][0], 1)
-        if self._memory is not None:
-            return self._memory.tensor(self._scale_offsets[name], shape, torch.float32)
-        return torch.empty(shape, dtype=torch.float32, device=self.device)
-
-    def _fill_at_start(self, name: str, parameter: Tensor) -> None:
-        if isinstance(parameter, DTensor) or parameter.is_meta:
-            self.ready = False  # a shard is not the parameter: the first `update` brings it
-            return
-        with torch.no_grad():
-            self._fill(name, parameter)
-
-    def _placed(self, name: str) -> Tensor:
-        return self._held[name]  # asking the module takes as long as a small copy
 
     def _place(self, name: str, tensor: Tensor) -> None:
         parameter = tensor

@@ -331,12 +331,6 @@ class CudaRunner(ModelRunner):
         else:
             self._graph(rows, several=several).replay()
 
-    def _prefill_hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep) -> Tensor:
-        if not isinstance(self._body, TritonDecoder):
-            return self.hidden(ids, positions, step)
-        with self.paging.computing(step):
-            return self._body(ids, positions, step)
-
     def _prefill_step(self, layout: Layout, pages: Tensor, offsets: Tensor) -> PrefillStep:
         return DevicePrefillStep(layout, pages, offsets)
 

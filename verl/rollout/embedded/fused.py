@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -126,6 +126,8 @@ class FusedDecoder(ABC):
     `rotary` tables cover the positions 0..max_positions - 1.
     """
 
+    prefills: ClassVar[bool] = True  # whether it computes a `PrefillStep`, too
+
     def __init__(
         self,
         module: PreTrainedModel,
@@ -230,6 +232,8 @@ class TorchDecoder(FusedDecoder):
 
     In bf16 a log-prob is nearer to the trainer's by a seventh.
     """
+
+    prefills = False
 
     def add_norm(self, parts: Parts, norm: Any, inner: Any) -> tuple[Tensor, Parts]:
         """Implement `FusedDecoder.add_norm`."""

@@ -17,7 +17,6 @@ from verl.rollout.embedded.attention import (
     DecodeStep,
     LayerPages,
     Paging,
-    PrefillStep,
     Step,
     plan_chunks,
 )
@@ -235,12 +234,6 @@ class HostRunner(ModelRunner):
     @functools.cached_property
     def _weight_bytes(self) -> int:
         return sum(parameter.numel() * parameter.itemsize for parameter in self.module.parameters())
-
-    def _prefill_hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep) -> Tensor:
-        if not isinstance(self._body, StackedDecoder):
-            return self.hidden(ids, positions, step)
-        with self.paging.computing(step):
-            return self._body(ids, positions, step)
 
     def _pages_step(self, scheduler: Scheduler, slots: IntArray, positions: IntArray) -> DecodeStep:
         size = self.page_size

@@ -379,7 +379,10 @@ class ModelRunner:
         return head_logits(hidden, linear.weight, linear.bias, self.head, out=out)
 
     def _prefill_hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep) -> Tensor:
-        return self.hidden(ids, positions, step)
+        if not (isinstance(self._body, FusedDecoder) and self._body.prefills):
+            return self.hidden(ids, positions, step)
+        with self.paging.computing(step):
+            return self._body(ids, positions, step)
 
     def _prefill_step(self, layout: Layout, pages: Tensor, offsets: Tensor) -> PrefillStep:
         return PrefillStep(layout, pages, offsets)

@@ -71,12 +71,6 @@ class Sample:
     routes: NDArray[np.integer] | None = None  # of these tokens, if they are recorded
     has_old_keys: bool = False  # in its pages, which no other sample may find
 
-    def begin_with(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Go on after the tokens that an earlier request drew."""
-        self.token_ids = list(token_ids)
-        self.log_probs = list(log_probs)
-        self.begun = len(self.token_ids)
-
 
 @dataclass(slots=True)
 class Prefill:
@@ -140,7 +134,9 @@ def samples_of(
         for sample_id, limit, continued in zip(request.sample_ids, limits, begun):
             sample = Sample(sample_id=sample_id, group=group, limit=limit, key=next(keys))
             if continued is not None and continued.token_ids:
-                sample.begin_with(continued.token_ids, continued.log_probs)
+                sample.token_ids = list(continued.token_ids)
+                sample.log_probs = list(continued.log_probs)
+                sample.begun = len(sample.token_ids)
             else:
                 group.unstarted += 1
             samples.append(sample)

@@ -56,8 +56,8 @@ class Scheduler(RunningSamples):
         self.discarded = 0  # tokens that pre-empted samples draw again
 
         slots = min(max_num_seqs, max(len(self.waiting), least_slots))
-        longest = max(_most_drawn(self.waiting, default=1), least_tokens)
-        sequence = max(_longest_sequence(self.waiting, default=1), least_tokens)
+        longest = max(1, _most_drawn(self.waiting), least_tokens)
+        sequence = max(1, _longest_sequence(self.waiting), least_tokens)
         super().__init__(slots=slots, longest=longest, pages=ceil_div(sequence, page_size))
 
         self._held: list[list[int]] = [[] for _ in range(slots)]  # pages of running samples
@@ -90,8 +90,8 @@ class Scheduler(RunningSamples):
 
     def has_room_for(self, samples: Sequence[Sample]) -> bool:
         """Return whether `add` can take these samples: enough slots, and wide enough tables."""
-        longest = _most_drawn(samples, default=0)
-        tokens = _longest_sequence(samples, default=0)
+        longest = _most_drawn(samples)
+        tokens = _longest_sequence(samples)
         pages = ceil_div(tokens, self.page_size)
         wanted = len(self.waiting) + self.running.size + len(samples)
         return (
@@ -382,12 +382,12 @@ class Scheduler(RunningSamples):
         heapq.heappush(self._free_slots, slot)
 
 
-def _most_drawn(samples: Collection[Sample], *, default: int) -> int:
+def _most_drawn(samples: Collection[Sample]) -> int:
     """Return the most tokens that one of these samples draws."""
-    return max((sample.limit for sample in samples), default=default)
+    return max((sample.limit for sample in samples), default=0)
 
 
-def _longest_sequence(samples: Collection[Sample], *, default: int) -> int:
+def _longest_sequence(samples: Collection[Sample]) -> int:
     """Return the most tokens of a sample with its prompt."""
     lengths = [len(sample.group.prompt) + sample.limit for sample in samples]
-    return max(lengths, default=default)
+    return max(lengths, default=0)
