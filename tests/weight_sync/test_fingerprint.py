@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from tests.rollout.interpreter import interpreted
 from verl.weight_sync import ProofSchedule
-from verl.weight_sync.base import _signed
-from verl.weight_sync.fingerprint import Part, fingerprints, parts_of
+from verl.weight_sync.fingerprint import Part, fingerprints, parts_of, signed
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8)
 
@@ -33,7 +32,7 @@ def test_the_fingerprint_is_the_documented_sum(dtype: torch.dtype):
         mixed ^= mixed >> 15
         mixed |= 1
         total += (mixed - 2**32 if mixed >= 2**31 else mixed) * value
-    assert of(tensor) == _signed(total)
+    assert of(tensor) == signed(total, 64)
 
 
 @settings(max_examples=50)
@@ -89,7 +88,7 @@ def test_fingerprints_of_parts_add_up_to_the_whole(
         found = parts_of(cut, whole.shape)
         assert sum(taken[place].numel() for place, _ in found) == taken.numel()
         total += sum(of(taken[place], part) for place, part in found)
-    assert _signed(total) == of(whole)
+    assert signed(total, 64) == of(whole)
 
 
 @interpreted

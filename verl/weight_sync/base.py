@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl.distributed.collectives import ALONE, Axis, gather_objects
 from verl.utils.errors import RolloutError
-from verl.weight_sync.fingerprint import Fingerprint, FingerprintLog
+from verl.weight_sync.fingerprint import Fingerprint, FingerprintLog, signed
 
 # (name in `named_parameters` of the Hugging Face module, whole tensor). A tied weight comes once.
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -146,7 +146,7 @@ def check(
         total = own.value
         if own.is_part:
             total = sum(other[name].value for other in fingerprints)
-        sums[name] = _signed(total)
+        sums[name] = signed(total, 64)
 
     differing = [name for name in {**expected, **sums} if expected.get(name) != sums.get(name)]
     faults = gather_objects(differing, world)
@@ -174,8 +174,3 @@ def _describe(faults: list[list[str]], total: int) -> str:
         "be the policy's. Start again from the last checkpoint; if the error comes back on the "
         "same machine, have its memory and links checked."
     )
-
-
-def _signed(number: int) -> int:
-    """Reduce `number` mod 2^64 into the range of int64."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

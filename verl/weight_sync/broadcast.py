@@ -3,6 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from verl.weight_sync.buckets import (
 from verl.weight_sync.fingerprint import FingerprintLog
 
 
+@dataclass(frozen=True)
 class BroadcastSender:
     """A `WeightSender` to all other members of `peers`, which have a `BroadcastReceiver` each.
 
@@ -34,22 +36,14 @@ class BroadcastSender:
         dtype: the receivers' dtype; wider tensors are cast before they travel.
     """
 
-    def __init__(
-        self,
-        peers: PeerGroup,
-        *,
-        device: torch.device,
-        bucket_bytes: int,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._peers = peers
-        self._device = device
-        self._bucket_bytes = bucket_bytes
-        self._dtype = dtype
+    peers: PeerGroup
+    device: torch.device
+    bucket_bytes: int
+    dtype: torch.dtype | None = None
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
         """Send as `WeightSender.send` describes."""
-        slots = new_slots(self._bucket_bytes, self._device)
+        slots = new_slots(self.bucket_bytes, self.device)
         works: deque[Any] = deque()
 
         def free_slots() -> Iterator[Tensor]:
@@ -59,9 +53,9 @@ class BroadcastSender:
                 yield slot
 
         try:
-            for bucket, pieces in pack(named_tensors, free_slots(), self._dtype):
-                self._peers.say(to_message(pieces))
-                works.append(self._peers.broadcast(bucket[: _used(pieces)]))
+            for bucket, pieces in pack(named_tensors, free_slots(), self.dtype):
+                self.peers.say(to_message(pieces))
+                works.append(self.peers.broadcast(bucket[: _used(pieces)]))
             for work in works:
                 work.wait()
             end = End(None if log is None else log.read())
@@ -77,8 +71,8 @@ class BroadcastSender:
 
     def _finish(self, end: End) -> list[str | None]:
         """Send the end; return the fault of every receiver, or None."""
-        self._peers.say(to_message(end))
-        return self._peers.answers()
+        self.peers.say(to_message(end))
+        return self.peers.answers()
 
 
 class BroadcastReceiver:

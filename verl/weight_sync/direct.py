@@ -1,10 +1,13 @@
 """Hand over within one process: the engine reads the trainer's tensors themselves."""
 
+from dataclasses import dataclass
+
 from verl.distributed.collectives import ALONE, Axis
 from verl.weight_sync.base import NamedTensors, WeightTaker, check
 from verl.weight_sync.fingerprint import FingerprintLog
 
 
+@dataclass(frozen=True)
 class DirectSender:
     """A `WeightSender` to an engine of this process. Nothing is copied on the way.
 
@@ -15,13 +18,12 @@ class DirectSender:
         sharing: those with engines that hold parts of the same weights (tensor parallelism).
     """
 
-    def __init__(self, engine: WeightTaker, *, world: Axis = ALONE, sharing: Axis = ALONE) -> None:
-        self._engine = engine
-        self._world = world
-        self._sharing = sharing
+    engine: WeightTaker
+    world: Axis = ALONE
+    sharing: Axis = ALONE
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
         """Send as `WeightSender.send` describes."""
-        self._engine.update_weights(named_tensors)
+        self.engine.update_weights(named_tensors)
         expected = None if log is None else log.read()
-        check(expected, self._engine, world=self._world, sharing=self._sharing)
+        check(expected, self.engine, world=self.world, sharing=self.sharing)

@@ -137,7 +137,7 @@ def _sum_of_bits(bits: Tensor, part: Part) -> Tensor:
             total += torch.dot(_hashes()[part.start + first :][: len(values)], values)
             continue
         else:
-            mixed = _multiples()[: len(values)] + _signed((part.start + first) * _MULTIPLIER)
+            mixed = _multiples()[: len(values)] + signed((part.start + first) * _MULTIPLIER, 32)
         total += torch.dot(_mixed(mixed), values)
     return total
 
@@ -160,9 +160,10 @@ def _multiples() -> Tensor:
     return torch.arange(_CHUNK, dtype=torch.int32).mul_(_MULTIPLIER)
 
 
-def _signed(number: int) -> int:
-    """Return the signed 32-bit number with the last 32 bits of `number`."""
-    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+def signed(number: int, bits: int) -> int:
+    """Return the signed number with the last `bits` bits of `number`."""
+    half = 1 << (bits - 1)
+    return (number + half) % (2 * half) - half
 
 
 def _runs(numbers: Tensor) -> list[tuple[int, int, int]]:

@@ -247,7 +247,7 @@ class _Watch(TorchDispatchMode):
             if one.data_ptr() + one.nbytes > other.data_ptr():
                 return f"parts of '{self._parameters.find(one)}' are written twice"
 
-        written = dict.fromkeys(self._parameters.names, 0)
+        written = dict.fromkeys(self._parameters.starts, 0)
         for place in places:
             name = self._parameters.find(place)
             assert name is not None
@@ -291,7 +291,7 @@ class _Watch(TorchDispatchMode):
         if not destination.is_contiguous():
             return f"'{name}' goes to separate places of '{parameter}'"
 
-        offset = (source.data_ptr() - self._handed.start(name)) // source.itemsize
+        offset = (source.data_ptr() - self._handed.starts[name]) // source.itemsize
         copy = _Copy(name, offset, source.stride(), destination.detach())
         place = (destination.data_ptr(), destination.nbytes)
         self._copies.pop(place, None)
@@ -338,26 +338,17 @@ class _Ranges:
                 found.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
 
         self._found = sorted(found)
-        self._starts = [start for start, _, _ in self._found]
-        self._start_of = {name: start for start, _, name in self._found}
+        self._addresses = [start for start, _, _ in self._found]
+        self.starts = {name: start for start, _, name in self._found}
         for (_, end, _), (start, _, name) in itertools.pairwise(self._found):
             if end > start:
                 self.overlapping = name
-
-    @property
-    def names(self) -> Iterable[str]:
-        """The names of tensors that are not empty."""
-        return self._start_of
-
-    def start(self, name: str) -> int:
-        """Return the address of a tensor."""
-        return self._start_of[name]
 
     def find(self, tensor: Tensor) -> str | None:
         """Return the name of the tensor that has the first element of `tensor`."""
         if not tensor.numel():
             return None
-        position = bisect_right(self._starts, tensor.data_ptr()) - 1
+        position = bisect_right(self._addresses, tensor.data_ptr()) - 1
         if position < 0 or tensor.data_ptr() >= self._found[position][1]:
             return None
         return self._found[position][2]
