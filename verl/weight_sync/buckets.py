@@ -52,7 +52,7 @@ class End(NamedTuple):
 def to_message(content: list[Piece] | End) -> Any:
     """Turn a bucket's table of contents, or the end, into a JSON value."""
     if isinstance(content, End):
-        return {"fingerprints": content.fingerprints, "fault": content.fault}
+        return content._asdict()
     rows = []
     for piece in content:
         dtype = str(piece.dtype).removeprefix("torch.")
@@ -116,6 +116,13 @@ def travel_dtype(tensor: Tensor, receivers: torch.dtype | None) -> torch.dtype:
     if receivers is None or not tensor.is_floating_point():
         return tensor.dtype
     return receivers if receivers.itemsize < tensor.itemsize else tensor.dtype
+
+
+def host_copies(named_tensors: NamedTensors, dtype: torch.dtype | None) -> NamedTensors:
+    """Yield copies on the host, in the `travel_dtype`: the next tensor may reuse memory of this."""
+    for name, tensor in named_tensors:
+        cast = tensor.detach().to(travel_dtype(tensor, dtype))
+        yield name, cast.to("cpu", copy=True)
 
 
 def new_slots(num_bytes: int, device: torch.device) -> Sequence[Tensor]:

@@ -11,7 +11,7 @@ from verl.checkpoint.hf import save_weights
 from verl.checkpoint.manager import CheckpointManager, step_of
 from verl.utils.errors import CheckpointError
 from verl.weight_sync.base import NamedTensors
-from verl.weight_sync.buckets import travel_dtype
+from verl.weight_sync.buckets import host_copies
 from verl.weight_sync.fingerprint import FingerprintLog
 
 _WEIGHTS = "weights"
@@ -42,14 +42,9 @@ class DiskSender:
         """Send as `WeightSender.send` describes. Returns when the folder is complete."""
         self._number += 1
 
-        def owned() -> Iterator[tuple[str, torch.Tensor]]:
-            # Copies: the next tensor may reuse the memory of this one.
-            for name, tensor in named_tensors:
-                cast = tensor.detach().to(travel_dtype(tensor, self._dtype))
-                yield name, cast.to("cpu", copy=True)
-
         def write(folder: Path) -> None:
-            save_weights(folder, None, owned(), max_file_bytes=self._bucket_bytes)
+            tensors = host_copies(named_tensors, self._dtype)
+            save_weights(folder, None, tensors, max_file_bytes=self._bucket_bytes)
             if log is not None:
                 (folder / _PROOF).write_text(json.dumps(log.read()), encoding="utf-8")
 

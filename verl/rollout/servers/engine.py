@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
 from verl.models.vision import family_of, reads_pictures
-from verl.rollout.base import Capabilities, EngineClass, check_capabilities, rollout_engines
+from verl.rollout.base import Capabilities, EngineClass, rollout_engines
 from verl.rollout.checks import response_limits
 from verl.rollout.memory import EngineLoad, EngineMemory
 from verl.rollout.sampling import sample_keys
@@ -43,14 +43,14 @@ _MOST_ATTEMPTS = 10
 _NO_TOKENS = Drawn(token_ids=[], log_probs=[], finish_reason="abort")
 
 
+@dataclass(eq=False)
 class _Sample:
     """A sample on its way."""
 
-    def __init__(self, sample_id: int, draw: Draw) -> None:
-        self.sample_id = sample_id
-        self.draw = draw
-        self.member: Member | None = None
-        self.is_aborted = False
+    sample_id: int
+    draw: Draw
+    member: Member | None = None
+    is_aborted: bool = False
 
 
 class ServerEngine(EngineClass):
@@ -71,7 +71,7 @@ class ServerEngine(EngineClass):
     @classmethod
     def check(cls, config: RolloutConfig) -> None:
         """Implement `EngineClass.check`."""
-        check_capabilities(config, cls.capabilities)
+        super().check(config)
         check_settings(config)
 
     @classmethod
@@ -108,14 +108,19 @@ class ServerEngine(EngineClass):
         self.keep_model(model, tokenizer, config)
         self.model = model
         self._dtype = engine_dtype(config.dtype, model, device)
-        self.sources = WeightSources(config, model, device, self._dtype)
+        self.sources = WeightSources(config=config, model=model, device=device, dtype=self._dtype)
         self._lora_rank = adapter_rank(config, self.server_class, model)
         self.can_sleep = config.in_process and config.free_cache_engine and device.type == "cuda"
         self._device = device
         self._fleet: Fleet | None = None
         self._pushes = 0
         self._run_name = secrets.token_hex(4)
-        self._probe = Probe(config, tokenizer, self.vocabulary, self._run_name)
+        self._probe = Probe(
+            config=config,
+            tokenizer=tokenizer,
+            vocabulary=self.vocabulary,
+            run_name=self._run_name,
+        )
 
         self._waiting: SimpleQueue[_Sample] = SimpleQueue()
         self._num_threads = 0
@@ -148,7 +153,7 @@ class ServerEngine(EngineClass):
             self.join(urls, owned)
 
         for member in self.fleet.members:
-            check_server(member.server, self.config, self.model, self.tokenizer, self.max_model_len)
+            check_server(member.server, self.model, self.tokenizer, self.max_model_len)
             if self.takes_adapters:
                 member.server.check_adapters(self._lora_rank)
             check_log_probs(member.server, self.config, self._probe.prompt_ids)
@@ -264,13 +269,12 @@ class ServerEngine(EngineClass):
         stopping = [self._samples[sample_id] for sample_id in sorted(wanted)]
         for sample in stopping:
             sample.is_aborted = True
-        running: dict[int, tuple[Member, list[str]]] = {}
+        running: dict[Member, list[str]] = {}
         for sample in stopping:
             member = sample.member
             if member is not None:
-                _, request_ids = running.setdefault(id(member), (member, []))
-                request_ids.append(sample.draw.request_id)
-        for member, request_ids in running.values():
+                running.setdefault(member, []).append(sample.draw.request_id)
+        for member, request_ids in running.items():
             try:
                 member.server.abort(request_ids)
             except ServerLostError as error:

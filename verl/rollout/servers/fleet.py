@@ -30,7 +30,7 @@ class Restarter(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """A server and its work."""
 
@@ -84,7 +84,7 @@ class Fleet:
         self._patience_s = patience_s
         self._restarter = restarter
         self._probe = probe
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._recovery = threading.RLock()
         self._looked = 0.0
         self._source: WeightSource | None = None
@@ -111,7 +111,7 @@ class Fleet:
         while True:
             self._look_again()
             with self._lock:
-                living = [member for member in self.members if member.fault is None]
+                living = self.living()
                 if living:
                     best = min(living, key=placement.cost)
                     best.tokens_in_flight += placement.tokens

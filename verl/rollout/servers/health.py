@@ -59,7 +59,7 @@ def check_service(server_class: type[Server], config: RolloutConfig) -> None:
         import_vllm()
         return
     for url in config.server_urls:
-        check_server(server_class(url), config)
+        check_server(server_class(url))
     if config.server_urls:
         return
 
@@ -92,7 +92,6 @@ def how_to_start(server_class: type[Server], model: str = "MODEL") -> str:
 
 def check_server(
     server: Server,
-    config: RolloutConfig,
     model: Any = None,
     tokenizer: Any = None,
     longest: int | None = None,
@@ -101,7 +100,6 @@ def check_server(
 
     Args:
         server: asked for its model, and for a few tokens.
-        config: names the server.
         model: the trainer's; None: the server's model is not compared.
         tokenizer: the trainer's.
         longest: most tokens of a prompt and its response.
@@ -127,8 +125,6 @@ def check_server(
         )
     except ServerLostError as error:
         raise RolloutError(f"{error}. {way}") from error
-    except ConfigError:
-        raise
     except RolloutError as error:
         raise RolloutError(f"{error} {way}") from error
 

@@ -152,8 +152,7 @@ class OwnedServers:
             "takes_memory": takes_memory(config),
             "lora_rank": self._lora_rank,
         }
-        given = {"vllm": config.engine_kwargs.vllm, "sglang": config.engine_kwargs.sglang}
-        options |= given.get(config.name, {})
+        options |= getattr(config.engine_kwargs, config.name, {})
         python = config.server_python or sys.executable
         command = self._class.command(python, self._model, _port(url), **options)
         return [word for word in command if word not in self._unknown_flags]

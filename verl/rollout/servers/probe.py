@@ -1,6 +1,7 @@
 """The probe of a server: fixed tokens, whose log-probs show by which weights it draws."""
 
 import secrets
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +13,7 @@ _PROMPT = 48
 _TOKENS = 16
 
 
+@dataclass(frozen=True, kw_only=True)
 class Probe:
     """Draws the same few tokens on a server, with the settings of training.
 
@@ -22,20 +24,17 @@ class Probe:
         run_name: part of the names of requests.
     """
 
-    def __init__(
-        self, config: RolloutConfig, tokenizer: Any, vocabulary: int, run_name: str
-    ) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
-        self._run_name = run_name
+    config: RolloutConfig
+    tokenizer: Any
+    vocabulary: int
+    run_name: str
 
     def draw(self, server: Server) -> Drawn:
         """Draw on a server."""
-        config = self._config
+        config = self.config
         temperature = config.temperature if config.do_sample else 1.0
         draw = Draw(
-            request_id=f"{self._run_name}-probe-{secrets.token_hex(4)}",
+            request_id=f"{self.run_name}-probe-{secrets.token_hex(4)}",
             prompt_ids=self.prompt_ids,
             params=SamplingParams(max_new_tokens=_TOKENS, temperature=temperature),
             limit=min(_TOKENS, config.response_length),
@@ -47,11 +46,11 @@ class Probe:
     @cached_property
     def prompt_ids(self) -> tuple[int, ...]:
         """Fixed tokens that are spread over the vocabulary."""
-        special = set(getattr(self._tokenizer, "all_special_ids", ()))
+        special = set(getattr(self.tokenizer, "all_special_ids", ()))
         # Tokens of pictures are among those that were added.
-        special.update(getattr(self._tokenizer, "added_tokens_decoder", {}))
-        most = min(self._vocabulary, len(self._tokenizer))
-        length = min(_PROMPT, self._config.prompt_length)
+        special.update(getattr(self.tokenizer, "added_tokens_decoder", {}))
+        most = min(self.vocabulary, len(self.tokenizer))
+        length = min(_PROMPT, self.config.prompt_length)
         ids = []
         place = most // 3
         while len(ids) < length:

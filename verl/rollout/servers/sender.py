@@ -3,7 +3,7 @@
 Engines in process belong to their ranks: each rank pushes to its own, and all learn of a fault.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class ServerSender:
             probes = None if log is None else self._engine.probe()
             return self._engine.fleet.state(), probes
 
-        state, probes = self._act(push, then=lambda: self._exhaust(tensors))
+        state, probes = self._act(push, gathers=tensors)
         self._engine.fleet.adopt(state)
         if probes is None:
             return
@@ -94,8 +94,12 @@ class ServerSender:
         assert tensors is not None, "the tensors of a push were read twice"
         return tensors
 
-    def _act(self, act: Callable[[], Any], then: Callable[[], None] | None = None) -> Any:
+    def _act(self, act: Callable[[], Any], gathers: Iterable[Any] = ()) -> Any:
         """Act on the first rank, or in process on every rank; raise an error on every rank.
+
+        Args:
+            act: what to do.
+            gathers: read to the end, since ranks gather its tensors together.
 
         Returns the first rank's result, or in process this rank's own.
         """
@@ -106,8 +110,9 @@ class ServerSender:
                 result = act()
             except (RolloutError, ValueError) as error:
                 fault = error
-        if then is not None:
-            then()
+        if self._world.size > 1:
+            for _ in gathers:
+                pass
 
         if self._engine.config.in_process:
             faults = gather_objects(fault, self._world)
@@ -119,9 +124,3 @@ class ServerSender:
             if fault is not None:
                 raise fault
         return result
-
-    def _exhaust(self, tensors: Iterator[Any]) -> None:
-        """Read to the end where ranks gather tensors together."""
-        if self._world.size > 1:
-            for _ in tensors:
-                pass

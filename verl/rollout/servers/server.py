@@ -88,9 +88,13 @@ class Drawn:
 class WeightSource(Protocol):
     """Weights that servers can take, as often as needed until the next update."""
 
-    # Whether servers keep the weights that they started with, and draw by an adapter that has the
-    # name of the version.
-    is_adapter: ClassVar[bool]
+    @property
+    def is_adapter(self) -> bool:
+        """Return whether servers keep the weights that they started with.
+
+        They draw by an adapter that has the name of the version.
+        """
+        ...
 
     def fill(self, server: "Server", version: str) -> None:
         """Have a server that is paused take the weights."""
@@ -264,13 +268,6 @@ class Server(ABC):
         status, answer = self.ask("POST", path, content, timeout_s=timeout_s)
         if status != 200:
             raise self.refusal(path, status, answer)
-        return answer
-
-    def draw_call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the JSON object of a draw, which may take long."""
-        answer = self.call(path, body, timeout_s=DRAW_S)
-        if not isinstance(answer, dict):
-            raise self.unexpected(path, answer)
         return answer
 
     def refusal(self, path: str, status: int, answer: Any) -> RolloutError:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.rollout.servers.server import (
+    DRAW_S,
     LOAD_S,
     Draw,
     Drawn,
@@ -98,10 +99,7 @@ class SGLangServer(Server):
         if params.stop:
             sampling["stop"] = list(params.stop)
 
-        body = {"input_ids": list(draw.prompt_ids), "sampling_params": sampling}
-        answer = self.draw_call(
-            "/generate", {**body, "rid": draw.request_id, "return_logprob": True}
-        )
+        answer = self._generate(draw.prompt_ids, sampling, rid=draw.request_id)
         try:
             meta = answer["meta_info"]
             # The pairs are the tokens that were drawn; output_ids may be trimmed.
@@ -119,15 +117,17 @@ class SGLangServer(Server):
     def top_two(self, prompt_ids: Sequence[int], temperature: float) -> tuple[float, float]:
         """Implement `Server.top_two`."""
         sampling = {"max_new_tokens": 1, "temperature": temperature, "top_p": 1.0}
-        body = {"input_ids": list(prompt_ids), "sampling_params": sampling}
-        answer = self.draw_call(
-            "/generate", {**body, "return_logprob": True, "top_logprobs_num": 2}
-        )
+        answer = self._generate(prompt_ids, sampling, top_logprobs_num=2)
         try:
             likeliest = answer["meta_info"]["output_top_logprobs"][0]
             return float(likeliest[0][0]), float(likeliest[1][0])
         except (KeyError, IndexError, TypeError) as error:
             raise self.unexpected("/generate", answer) from error
+
+    def _generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], **more: Any) -> Any:
+        """Draw after a prompt, with log-probs."""
+        body = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
+        return self.call("/generate", {**body, **more}, timeout_s=DRAW_S)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Implement `Server.abort`."""

@@ -1,6 +1,8 @@
 """The way of new weights to servers: memory of this machine, a folder, or adapters alone."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,6 +54,7 @@ def _adapts_vision(model: PreTrainedModel) -> bool:
     return any(id(layer) in of_vision for layer in adapted_layers(model).values())
 
 
+@dataclass(kw_only=True)
 class WeightSources:
     """Makes the source of each push.
 
@@ -60,54 +63,37 @@ class WeightSources:
         model: describes the tensors; its weights are not read.
         device: of the trainer.
         dtype: of the servers.
+        tensors_again: gives the trainer's tensors anew, where this process has all of them.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model: PreTrainedModel,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._device = device
-        self._dtype = dtype
-        # Gives the trainer's tensors anew, where this process has all of them.
-        self.tensors_again: Callable[[], NamedTensors] | None = None
-        self._written: WeightFolder | None = None
-        self._memory: MemorySource | None = None
+    config: RolloutConfig
+    model: PreTrainedModel
+    device: torch.device
+    dtype: torch.dtype
+    tensors_again: Callable[[], NamedTensors] | None = None
 
     def of_tensors(self, named_tensors: NamedTensors, version: str) -> WeightSource:
         """Return the source of whole weights: memory of this machine, or a folder."""
-        asked = self._config.weight_transport
+        asked = self.config.weight_transport
         again = self.tensors_again
         if asked is not None and asked != "disk" and again is None:
             raise ConfigError(
                 f"{_SECTION}.weight_transport={asked} hands weights from one rank to servers, and "
                 "here several train. Leave it unset."
             )
-        if again is not None and (asked in ("ipc", "host") or takes_memory(self._config)):
-            return self._from_memory(again)
+        if again is not None and (asked in ("ipc", "host") or takes_memory(self.config)):
+            return MemorySource(
+                tensors=lambda: with_head(again(), self.model),
+                device=self.device,
+                bucket_bytes=self.config.update_weights_bucket_megabytes << 20,
+                dtype=self.dtype,
+            )
         return self._folder.write(named_tensors, version)
 
     def of_adapters(self, state: dict[str, Any], version: str) -> WeightSource:
         """Return the source of LoRA adapters (`adapter_state`)."""
         return self._folder.write_adapters(state, version)
 
-    def _from_memory(self, again: Callable[[], NamedTensors]) -> MemorySource:
-        if self._memory is None:
-            self._memory = MemorySource(
-                lambda: with_head(again(), self._model),
-                device=self._device,
-                bucket_bytes=self._config.update_weights_bucket_megabytes << 20,
-                dtype=self._dtype,
-            )
-        return self._memory
-
-    @property
+    @cached_property
     def _folder(self) -> WeightFolder:
-        if self._written is None:
-            root = self._config.server_weights_dir
-            self._written = WeightFolder(root, self._model, self._dtype)
-        return self._written
+        return WeightFolder(self.config.server_weights_dir, self.model, self.dtype)

@@ -3,14 +3,14 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +22,7 @@ from verl.rollout.servers.server import Server
 from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
 from verl.weight_sync.base import NamedTensors
-from verl.weight_sync.buckets import travel_dtype
+from verl.weight_sync.buckets import host_copies
 from verl.weight_sync.link import Offer, Route
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -39,25 +39,15 @@ class FolderSource:
     """A `WeightSource` that any rank, and a server on any machine that sees the folder, can use."""
 
     folder: Path
-    is_adapter: ClassVar[bool] = False
+    is_adapter: bool = False
 
     def fill(self, server: Server, version: str) -> None:
         """Implement `WeightSource.fill`."""
-        server.read_folder(self.folder, version)
+        read = server.read_adapter if self.is_adapter else server.read_folder
+        read(self.folder, version)
 
 
-@dataclass(frozen=True)
-class AdapterSource:
-    """A `WeightSource` of LoRA adapters in a folder, for servers that keep their own weights."""
-
-    folder: Path
-    is_adapter: ClassVar[bool] = True
-
-    def fill(self, server: Server, version: str) -> None:
-        """Implement `WeightSource.fill`."""
-        server.read_adapter(self.folder, version)
-
-
+@dataclass(frozen=True, kw_only=True)
 class MemorySource:
     """A `WeightSource` for servers on the trainer's GPU, or on its host for a trainer on a CPU.
 
@@ -68,53 +58,38 @@ class MemorySource:
         dtype: of the servers.
     """
 
-    is_adapter: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        tensors: Callable[[], NamedTensors],
-        *,
-        device: torch.device,
-        bucket_bytes: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self._tensors = tensors
-        self._device = device
-        self._bucket_bytes = bucket_bytes
-        self._dtype = dtype
+    tensors: Callable[[], NamedTensors]
+    device: torch.device
+    bucket_bytes: int
+    dtype: torch.dtype
+    is_adapter: bool = False
 
     def fill(self, server: Server, version: str) -> None:
         """Implement `WeightSource.fill`. Connects anew each time: the server may have restarted."""
-        offer = self._offer()
+        on_gpu = self.device.type == "cuda"
+        offer = Offer(
+            Route("ipc" if on_gpu else "host", 0, (0,), "127.0.0.1"),
+            device=self.device,
+            bucket_bytes=self.bucket_bytes,
+            dtype=self.dtype,
+            folder=Path(),
+        )
         meeting = offer.meeting
+
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(server.read_memory, meeting.address, meeting.key, version)
             # A refused call never connects: a connection of our own ends the wait.
             asked.add_done_callback(lambda _: _connect(meeting.address))
             try:
-                offer.accept().send(self._tensors())
+                offer.accept().send(self.tensors())
             except (EOFError, OSError, AuthenticationError) as error:
-                asked.result()  # the server's own reason comes first
                 raise RolloutError(
                     f"{server.name} did not fetch the weights from the trainer's memory; its log "
                     "has the reason. Run it on the trainer's machine, or leave "
                     "actor_rollout_ref.rollout.weight_transport unset."
                 ) from error
-            except RolloutError:
-                asked.result()
-                raise
-            asked.result()
-
-    def _offer(self) -> Offer:
-        on_gpu = self._device.type == "cuda"
-        route = Route("ipc" if on_gpu else "host", 0, (0,), "127.0.0.1")
-        return Offer(
-            route,
-            device=self._device,
-            bucket_bytes=self._bucket_bytes,
-            dtype=self._dtype,
-            folder=Path(),
-        )
+            finally:
+                asked.result()  # the server's own reason comes first
 
 
 def _connect(address: str) -> None:
@@ -158,29 +133,23 @@ class WeightFolder:
         """Write whole tensors."""
         folder = self._root / version
         folder.mkdir()
-        save_weights(folder, self._model, self._owned(named_tensors))
+        whole = with_head(named_tensors, self._model)
+        save_weights(folder, self._model, host_copies(whole, self._dtype))
         self._keep(folder)
         return FolderSource(folder)
 
-    def write_adapters(self, state: dict[str, torch.Tensor], version: str) -> AdapterSource:
+    def write_adapters(self, state: dict[str, torch.Tensor], version: str) -> FolderSource:
         """Write the factors of LoRA adapters (`adapter_state`)."""
         folder = self._root / version
         save_adapters(folder, self._model, state)
         self._keep(folder)
-        return AdapterSource(folder)
+        return FolderSource(folder, is_adapter=True)
 
     def _keep(self, folder: Path) -> None:
         """Keep the new folder instead of the last one."""
         if self._last is not None:
             shutil.rmtree(self._last)
         self._last = folder
-
-    def _owned(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield copies on the host, in the servers' dtype."""
-        for name, tensor in with_head(named_tensors, self._model):
-            # Copies: the next tensor may reuse the memory of this one.
-            cast = tensor.detach().to(travel_dtype(tensor, self._dtype))
-            yield name, cast.to("cpu", copy=True)
 
 
 def _remove_left_behind(parent: Path) -> None:
@@ -201,24 +170,11 @@ def with_head(named_tensors: NamedTensors, model: PreTrainedModel) -> NamedTenso
 
     vLLM on a CPU keeps a packed copy of the head, which would stay as it was.
     """
-    tied = tied_names(model)
     for name, tensor in named_tensors:
         yield name, tensor
-        if tied is not None and name in tied:
-            other = tied[1] if name == tied[0] else tied[0]
-            yield other, tensor
-
-
-def tied_names(model: PreTrainedModel) -> tuple[str, str] | None:
-    """Return the names of the input and the output embedding if they are one tensor."""
-    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
-        return None
-    names = {}
-    for name, module in model.named_modules():
-        names[id(module)] = name
-    embedding = names[id(model.get_input_embeddings())]
-    output = names[id(model.get_output_embeddings())]
-    return f"{embedding}.weight", f"{output}.weight"
+        for other, own in model.all_tied_weights_keys.items():
+            if own == name:
+                yield other, tensor
 
 
 def prove(drawn: Mapping[str, Completion], own: Sequence[Sequence[float]], dtype: Any) -> float:
