@@ -40,7 +40,7 @@ class Advice:
 
     def __str__(self) -> str:
         worst = self.plan.worst
-        peaks = f"peak {worst.device_bytes / GIB:.1f} GiB, {worst.role}, {worst.phase}"
+        peaks = f"peak {worst.device_bytes / GIB:.1f} GiB, {worst.name}"
         peaks += f"; host {self.plan.host_bytes / GIB:.0f} GiB"
         return f"{' '.join(self.changes)}  ({peaks})"
 

@@ -29,6 +29,11 @@ class PhasePlan:
     passes: Passes | None = None
 
     @property
+    def name(self) -> str:
+        """Return the name in texts, and in measurements."""
+        return f"{self.role}, {self.phase}"
+
+    @property
     def device_bytes(self) -> int:
         """Bytes on one device."""
         return sum(self.device.values())
@@ -64,8 +69,7 @@ class MemoryPlan:
         for phase in self.phases:
             if usable is not None and phase.device_bytes > usable:
                 found.append(
-                    f"{phase.role}, {phase.phase}: {phase.device_bytes / GIB:.1f} GiB of "
-                    f"{usable / GIB:.1f} usable"
+                    f"{phase.name}: {phase.device_bytes / GIB:.1f} GiB of {usable / GIB:.1f} usable"
                 )
         return found
 
@@ -167,10 +171,9 @@ class _Planner:
         for name, role in self.roles.items():
             footprint = role.footprint
             kept = footprint.setup.param_offload or footprint.setup.offload_policy
-            beside = [there[other] for other in self._engines_beside(name) if other in there]
             parts: dict[str, int] = {}
-            for each in beside:
-                parts.update(each)
+            for other in self._engines_beside(name):
+                parts.update(there.get(other, {}))
             parts[f"{name} parameters"] = footprint.load()
             there[name] = {f"{name} parameters": 0 if kept else footprint.parameters}
             if "rollout" in self.placement.beside(name) and name == "actor":

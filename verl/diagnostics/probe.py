@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     report("gpus", lambda: gpus(torch))
     report("cudnn_error", lambda: attempt(lambda: _convolve(torch)))
     report("nccl_error", lambda: attempt(lambda: _reduce(torch)))
-    report("nccl", lambda: nccl_version())
+    report("nccl", nccl_version)
     report("kernels", lambda: attention_kernels(torch))
 
 
@@ -57,8 +57,12 @@ def attempt(action: Callable[[], object]) -> str | None:
     try:
         action()
     except BaseException as error:  # noqa: BLE001 - broken libraries raise anything, SystemExit too
-        return f"{type(error).__name__}: {error}"[-_LONGEST:]
+        return _described(error)
     return None
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[-_LONGEST:]
 
 
 def driver_cuda() -> list[int] | None:
@@ -102,12 +106,10 @@ def _import_all(modules: Sequence[str]) -> str | None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name == module and module != modules[0]:
-                continue
-            return f"ModuleNotFoundError: {error}"
         except BaseException as error:  # noqa: BLE001 - broken libraries raise anything, SystemExit too
-            return f"{type(error).__name__}: {error}"[-_LONGEST:]
+            is_absent = isinstance(error, ModuleNotFoundError) and error.name == module
+            if not is_absent or module == modules[0]:
+                return _described(error)
     return None
 
 
@@ -133,11 +135,10 @@ def gpus(torch: ModuleType) -> list[dict[str, Any]]:
         peers = [
             i for i in range(count) if i != number and torch.cuda.can_device_access_peer(number, i)
         ]
-        capability = [properties.major, properties.minor]
         found.append(
             {
                 "name": properties.name,
-                "capability": capability,
+                "capability": [properties.major, properties.minor],
                 "free": free,
                 "total": total,
                 "peers": peers,

@@ -62,16 +62,18 @@ def as_json(
     placement = plan.placement
     phases = []
     for phase in plan.phases:
-        passes = phase.passes and {"tokens": phase.passes.tokens, "chosen": phase.passes.chosen}
-        entry = {
+        entry: dict[str, object] = {
             "role": phase.role,
             "phase": phase.phase,
             "device": phase.device_bytes,
             "parts": phase.device,
+            "host": phase.host,
+            "passes": phase.passes
+            and {"tokens": phase.passes.tokens, "chosen": phase.passes.chosen},
         }
-        phases.append({**entry, "host": phase.host, "passes": passes})
-        if (peak := (measured or {}).get(f"{phase.role}, {phase.phase}")) is not None:
-            phases[-1]["measured"] = peak._asdict()
+        if measured is not None and phase.name in measured:
+            entry["measured"] = measured[phase.name]._asdict()
+        phases.append(entry)
 
     proposals = [
         {
@@ -120,9 +122,7 @@ def _table(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
             _mostly(phase),
         ]
         if measured is not None:
-            row[3:3] = _measured(
-                phase, measured.get(f"{phase.role}, {phase.phase}"), plan.placement.on_cuda
-            )
+            row[3:3] = _measured(phase, measured.get(phase.name), plan.placement.on_cuda)
         rows.append(row)
 
     columns = []
@@ -174,38 +174,29 @@ def _drawing(plan: MemoryPlan) -> list[str]:
     for role in plan.roles.values():
         setup = role.footprint.setup
         cut = f"in {setup.shard_ranks} part(s)" if setup.shards else "whole"
-        copies = role.ranks // setup.shard_ranks if setup.shards else role.ranks
-        apart = len(placement.beside(role.name)) < len(placement.roles)
-        away = [
-            name
-            for name, is_away in (
-                ("parameters", setup.param_offload),
-                ("moments", setup.optimizer_offload),
-                ("parameters, gradients and moments", setup.offload_policy),
-            )
-            if is_away
-        ]
-        lines.append(
-            f"  {role.name:<12} weights {cut}, {copies} copy(ies)"
-            + (f", on the ranks {_spans(placement.roles[role.name])}" if apart else "")
-            + (
-                f", {role.sequence_ranks} ranks share a row's tokens"
-                if role.sequence_ranks > 1
-                else ""
-            )
-            + (f"; on the host between phases: {' and '.join(away)}" if away else "")
-        )
+        copies = role.ranks // setup.shard_ranks
+        away = []
+        if setup.param_offload:
+            away.append("parameters")
+        if setup.optimizer_offload:
+            away.append("moments")
+        if setup.offload_policy:
+            away.append("parameters, gradients and moments")
 
-    total = placement.device_bytes
+        line = f"  {role.name:<12} weights {cut}, {copies} copy(ies)"
+        if len(placement.beside(role.name)) < len(placement.roles):
+            line += f", on the ranks {_spans(placement.roles[role.name])}"
+        if role.sequence_ranks > 1:
+            line += f", {role.sequence_ranks} ranks share a row's tokens"
+        if away:
+            line += f"; on the host between phases: {' and '.join(away)}"
+        lines.append(line)
+
+    most = placement.device_bytes or plan.worst.device_bytes
     for phase in plan.phases:
-        most = total or plan.worst.device_bytes
         filled = round(_BAR * phase.device_bytes / max(1, most))
-        bar = (
-            "#" * min(filled, _BAR)
-            + "." * (_BAR - min(filled, _BAR))
-            + ("!" if filled > _BAR else "")
-        )
-        lines.append(f"  [{bar}] {phase.role}, {phase.phase}")
+        bar = ("#" * min(filled, _BAR)).ljust(_BAR, ".") + "!" * (filled > _BAR)
+        lines.append(f"  [{bar}] {phase.name}")
 
     return lines
 
@@ -214,20 +205,13 @@ def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
     worst = plan.worst
     placement = plan.placement
     host = max(plan.phases, key=lambda phase: phase.host)
-    lines = [
-        (
-            f"Host: at most {_gib(host.host)} GiB ({host.role}, {host.phase}) without the "
-            "processes themselves."
-        )
-    ]
+    lines = [f"Host: at most {_gib(host.host)} GiB ({host.name}) without the processes themselves."]
 
     if placement.device_bytes is None:
-        lines.append(
-            f"Device: at most {_gib(worst.device_bytes)} GiB ({worst.role}, {worst.phase})."
-        )
+        lines.append(f"Device: at most {_gib(worst.device_bytes)} GiB ({worst.name}).")
     elif plan.fits:
         lines.append(
-            f"It fits: at most {_gib(worst.device_bytes)} GiB ({worst.role}, {worst.phase}) of "
+            f"It fits: at most {_gib(worst.device_bytes)} GiB ({worst.name}) of "
             f"{_gib(placement.device_bytes)}."
         )
     else:

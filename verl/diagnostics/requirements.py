@@ -4,7 +4,7 @@ Written so that it also works where `packaging`, which reads requirements, is it
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ def read_requirement(text: str) -> Needed | None:
     return Needed(canonical(requirement.name), wanted, extra, requirement.specifier)
 
 
-def required(texts: Iterator[str] | tuple[str, ...]) -> list[Needed]:
+def required(texts: Iterable[str]) -> list[Needed]:
     """Return the requirements that hold here and belong to no extra."""
     read = [read_requirement(text) for text in texts]
     return [needed for needed in read if needed is not None and needed.extra is None]
@@ -70,7 +70,8 @@ def missing_packages(world: World) -> dict[str, Missing]:
     """Return all packages to install by canonical name, including requirements of packages."""
     missing: dict[str, Missing] = {}
     seen = set[str]()
-    queue = [(needed, None) for needed in required(tuple(world.requirements or ()))]
+    requirements = required(world.requirements or ())
+    queue = [(needed, None) for needed in requirements]
     while queue:
         needed, needed_by = queue.pop(0)
         if needed.name in seen:
@@ -78,11 +79,10 @@ def missing_packages(world: World) -> dict[str, Missing]:
         seen.add(needed.name)
         package = world.packages.get(needed.name)
         if package is not None:
-            queue += [(other, needed.name) for other in required(tuple(package.requires))]
+            queue += [(other, needed.name) for other in required(package.requires)]
         elif not _is_there_anyway(world, needed.name):
             missing[needed.name] = Missing(needed.wanted, needed_by)
 
-    requirements = required(tuple(world.requirements or ()))
     wanted = {needed.name: needed.wanted for needed in requirements}
     for module in world.absent_modules:
         distribution = distribution_of(module)

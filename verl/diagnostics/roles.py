@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from verl.config import (
+    ActorRolloutRefConfig,
     MicroBatch,
     TrainConfig,
     log_prob_micro_batch,
@@ -60,58 +61,40 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
     scorer = config.reward_model
     distillation = config.distillation
 
-    found: dict[str, tuple[EngineOptions, ModelShape]] = {}
-    found["actor"] = (
-        EngineOptions.of(policy.actor, device, policy=policy),
-        shapes.policy(policy.model, device, freezes_tower=policy.actor.freeze_vision_tower),
-    )
+    found: dict[str, Role] = {}
+
+    def add(name: str, options: EngineOptions, shape: ModelShape) -> None:
+        ranks = len(placement.roles[name])
+        setup = EngineSetup.of(options, shape, ranks, fused_mlp=fuses_mlp(options, shape))
+        setup = gathers_once(shape, setup, options.fsdp_config, placement.device_bytes)
+        found[name] = Role(
+            name=name,
+            footprint=shapes.footprint(shape, setup),
+            ranks=ranks,
+            sequence_ranks=options.ulysses_sequence_parallel_size,
+        )
+
+    def add_policy(name: str, trained: ActorRolloutRefConfig) -> None:
+        tower = trained.actor.freeze_vision_tower
+        shape = shapes.policy(trained.model, device, freezes_tower=tower)
+        add(name, EngineOptions.of(trained.actor, device, policy=trained), shape)
+
+    add_policy("actor", policy)
     if config.needs_critic:
-        found["critic"] = (EngineOptions.of(critic, device), shapes.critic(critic.model, device))
+        add("critic", EngineOptions.of(critic, device), shapes.critic(critic.model, device))
     if config.needs_reference and policy.model.lora_rank == 0:
-        found["reference"] = (
-            EngineOptions.of(policy.ref, device, policy=policy),
-            shapes.policy(policy.model, device, is_trained=False),
-        )
+        plain = shapes.policy(policy.model, device, is_trained=False)
+        add("reference", EngineOptions.of(policy.ref, device, policy=policy), plain)
     if scorer.enable:
-        found["reward_model"] = (
-            EngineOptions.of(scorer, device),
-            shapes.reward_model(scorer.model, device),
-        )
+        options = EngineOptions.of(scorer, device)
+        add("reward_model", options, shapes.reward_model(scorer.model, device))
     if distillation.enabled:
-        found["teacher"] = (
-            EngineOptions.of(distillation, device, policy=policy),
-            shapes.teacher(distillation.teacher_models.teacher_model, device),
-        )
-
+        options = EngineOptions.of(distillation, device, policy=policy)
+        teacher = distillation.teacher_models.teacher_model
+        add("teacher", options, shapes.teacher(teacher, device))
     for role, partner in policy.rollout.agent.partners.items():
-        section = partner_section(policy, partner)
-        found[partner_role(role)] = (
-            EngineOptions.of(section.actor, device, policy=section),
-            shapes.policy(section.model, device, freezes_tower=section.actor.freeze_vision_tower),
-        )
-
-    return {
-        name: _role(name, options, shape, placement, shapes)
-        for name, (options, shape) in found.items()
-    }
-
-
-def _role(
-    name: str,
-    options: EngineOptions,
-    shape: ModelShape,
-    placement: Placement,
-    shapes: ModelShapes,
-) -> Role:
-    ranks = len(placement.roles[name])
-    setup = EngineSetup.of(options, shape, ranks, fused_mlp=fuses_mlp(options, shape))
-    setup = gathers_once(shape, setup, options.fsdp_config, placement.device_bytes)
-    return Role(
-        name=name,
-        footprint=shapes.footprint(shape, setup),
-        ranks=ranks,
-        sequence_ranks=options.ulysses_sequence_parallel_size,
-    )
+        add_policy(partner_role(role), partner_section(policy, partner))
+    return found
 
 
 class Work(NamedTuple):

@@ -174,9 +174,7 @@ def _conda_packages(prefix: str) -> dict[str, str]:
 
 def _count_cards() -> int:
     """Count cards on the bus, or, where a container or WSL hides that, in /dev."""
-    devices = (
-        Path("/sys/bus/pci/devices").glob("*") if os.path.isdir("/sys/bus/pci/devices") else ()
-    )
+    devices = Path("/sys/bus/pci/devices").glob("*")
     on_bus = [_text(device / "class") for device in devices if _text(device / "vendor") == _NVIDIA]
     in_dev = glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg")
     return max(sum(kind.startswith(_DISPLAY) for kind in on_bus), len(in_dev))
@@ -248,12 +246,7 @@ def read_network() -> Network:
     default = next(
         (route[0] for route in routes if len(route) > 1 and route[1] == "00000000"), None
     )
-    rdma = (
-        sorted(os.listdir("/sys/class/infiniband"))
-        if os.path.isdir("/sys/class/infiniband")
-        else []
-    )
-
+    rdma = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     peermem = any(
         os.path.isdir(f"/sys/module/{name}") for name in ("nvidia_peermem", "nv_peer_mem")
     )

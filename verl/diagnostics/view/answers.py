@@ -229,17 +229,17 @@ def _plan(run: Run) -> dict[str, Any]:
         values = run.metric(name)
         if values and max(values.values()) > 0:  # a CPU has no device memory of its own
             measured[name] = max(values.values())
+
+    text = ""
+    problem = ""
     if run.facts.get("kind") != "TrainConfig":
-        return {
-            "text": "",
-            "problem": "verl plan describes runs of verl train.",
-            "measured": measured,
-        }
-    try:
-        profile = profile_memory(config_from_dict(run.config))
-    except VerlError as error:
-        return {"text": "", "problem": str(error), "measured": measured}
-    return {"text": str(profile), "problem": "", "measured": measured}
+        problem = "verl plan describes runs of verl train."
+    else:
+        try:
+            text = str(profile_memory(config_from_dict(run.config)))
+        except VerlError as error:
+            problem = str(error)
+    return {"text": text, "problem": problem, "measured": measured}
 
 
 def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
@@ -256,10 +256,7 @@ def _excerpts(column: pa.ChunkedArray) -> list[str]:
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-    rounded: list[float | None] = []
-    for value in np.asarray(values, dtype=float).tolist():
-        rounded.append(round(value, 6) if math.isfinite(value) else None)
-    return rounded
+    return _finite(np.round(np.asarray(values, dtype=float), 6))
 
 
 def _finite(values: np.ndarray) -> list[float | None]:
@@ -279,12 +276,9 @@ def _mean_advantages(table: pa.Table, mask: tuple[np.ndarray, np.ndarray]) -> np
     """Average the advantages of each row over its tokens with mask 1."""
     offsets, counted = mask
     _, values = _offsets_and_values(table, "advantages")
-    kept = np.where(counted > 0, values, 0.0)
-    sums = np.concatenate([[0.0], np.cumsum(kept)])
-    counts = np.concatenate([[0], np.cumsum(counted > 0)])
-    total = sums[offsets[1:]] - sums[offsets[:-1]]
-    count = counts[offsets[1:]] - counts[offsets[:-1]]
-    return np.divide(total, count, out=np.zeros_like(total), where=count > 0)
+    total = _of_rows(np.add, np.where(counted > 0, values, 0.0), offsets)
+    count = _of_rows(np.add, (counted > 0).astype(float), offsets)
+    return total / np.maximum(count, 1.0)
 
 
 def _largest_gap(table: pa.Table, mask: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
@@ -293,10 +287,15 @@ def _largest_gap(table: pa.Table, mask: tuple[np.ndarray, np.ndarray]) -> np.nda
     _, rollout = _offsets_and_values(table, "rollout_log_probs")
     _, trainer = _offsets_and_values(table, "old_log_probs")
     gap = np.where(counted > 0, np.abs(rollout - trainer), 0.0)
-    gap = np.concatenate([gap, [0.0]])
-    starts = np.minimum(offsets[:-1], len(gap) - 1)
-    largest = np.maximum.reduceat(gap, starts)
-    return np.where(offsets[1:] > offsets[:-1], largest, 0.0)
+    return _of_rows(np.maximum, gap, offsets)
+
+
+def _of_rows(reduce: np.ufunc, values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Reduce the values between two `offsets` each, which are at least 0 for a maximum; 0: none."""
+    ended = np.append(values, 0.0)
+    starts = np.minimum(offsets[:-1], len(values))
+    reduced = reduce.reduceat(ended, starts)
+    return np.where(offsets[1:] > offsets[:-1], reduced, 0.0)
 
 
 def covered(spans: Sequence[tuple[float, float]], end_s: float) -> float:
