@@ -28,11 +28,15 @@ _MULTIPLY_2 = 0xC2B2AE35 - (1 << 32)
 _MINUS_HALF_A_STEP = torch.tensor(-(2.0**-32))
 
 
-def sample_keys(seed: int, step: int, sample_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return one 64-bit key per sample, from (seed, step, sample id)."""
-    mask = (1 << 64) - 1
-    of_seed = _splitmix64(np.array([int(seed) & mask], np.uint64))
-    of_step = _splitmix64(of_seed ^ np.uint64(int(step) & mask))
+def sample_keys(
+    seed: int, step: int | NDArray[np.int64], sample_ids: NDArray[np.int64]
+) -> NDArray[np.uint64]:
+    """Return one 64-bit key per sample, from (seed, step, sample id).
+
+    The step is one for all, or each sample's.
+    """
+    of_seed = _splitmix64(np.array([int(seed) & ((1 << 64) - 1)], np.uint64))
+    of_step = _splitmix64(of_seed ^ np.asarray(step, np.int64).astype(np.uint64))
     ids = np.asarray(sample_ids, np.int64)
     return _splitmix64(of_step ^ ids.astype(np.uint64))
 

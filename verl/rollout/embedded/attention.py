@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from verl.models.alibi import KeyBias, has_key_bias, set_attention
+from verl.models.alibi import KeyBias, set_attention
 from verl.models.attention import (
     Facts,
     Layout,
@@ -96,22 +96,31 @@ class Step(Protocol):
         ...
 
 
+class Writes:
+    """The writes of a step: where the key and the value of each of its N tokens go."""
+
+    pages: Tensor  # (N,)
+    offsets: Tensor  # (N,), within these pages
+    _kept: dict[Any, Tensor]
+
+    def store(self, pages: LayerPages, k: Tensor, v: Tensor) -> None:
+        """Write k (Hk, N, D) and v (Hk, N, Dv) to their pages."""
+        heads = k.shape[0]
+        key = ("write", heads)
+        if key not in self._kept:
+            page_size = pages.keys.shape[2]
+            self._kept[key] = _token_index(self.pages, self.offsets, heads, page_size)
+        _store(pages, k, v, self._kept[key])
+
+
 @dataclass(frozen=True)
-class PrefillStep:
+class PrefillStep(Writes):
     """N packed tokens of whole sequences, none of which has a page filled yet."""
 
     layout: Layout
     pages: Tensor  # (N,) page and offset within it that each token's key and value go to
     offsets: Tensor  # (N,)
-    _write_index: dict[int, Tensor] = field(default_factory=dict)
-
-    def store(self, pages: LayerPages, k: Tensor, v: Tensor) -> None:
-        """Write k (Hk, N, D) and v (Hk, N, Dv) to their pages."""
-        heads = k.shape[0]
-        page_size = pages.keys.shape[2]
-        if heads not in self._write_index:
-            self._write_index[heads] = _token_index(self.pages, self.offsets, heads, page_size)
-        _store(pages, k, v, self._write_index[heads])
+    _kept: dict[Any, Tensor] = field(default_factory=dict)
 
 
 class RowChunk(NamedTuple):
@@ -122,7 +131,7 @@ class RowChunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DecodeStep:
+class DecodeStep(Writes):
     """One new token for each of b rows. Keeps tensors that several layers need."""
 
     pages: Tensor  # (b,) where the new token's key and value go
@@ -132,13 +141,6 @@ class DecodeStep:
     chunks: tuple[RowChunk, ...]
     page_size: int
     _kept: dict[Any, Tensor] = field(default_factory=dict)
-
-    def store(self, pages: LayerPages, k: Tensor, v: Tensor) -> None:
-        """Write k (Hk, b, D) and v (Hk, b, Dv) to their pages."""
-        key = ("write", k.shape[0])
-        if key not in self._kept:
-            self._kept[key] = _token_index(self.pages, self.offsets, k.shape[0], self.page_size)
-        _store(pages, k, v, self._kept[key])
 
     def attend(
         self, paging: "Paging", pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
@@ -220,7 +222,6 @@ class Paging:
     def __init__(self, model: PreTrainedModel, *, invariant: bool = False) -> None:
         self.packing = prepare(model)
         self.invariant = invariant  # whether a row's bits must not depend on other rows
-        self.has_key_bias = any(has_key_bias(module) for module in model.modules())
         self.latent_layers: dict[nn.Module, LatentLayer] = {}
 
         for module in model.modules():

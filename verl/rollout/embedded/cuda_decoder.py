@@ -106,7 +106,7 @@ class DevicePrefillStep(PrefillStep):
     """A prefill into pages in which layers interleave."""
 
     def store(self, pages: LayerPages, k: Tensor, v: Tensor) -> None:
-        """Implement `PrefillStep.store`."""
+        """Implement `Writes.store`."""
         _store(pages, k, v, self.pages, self.offsets)
 
 

@@ -6,6 +6,7 @@ MLP (Qwen3-MoE, Mixtral, gpt-oss) and layers that norm each part before it is ad
 """
 
 import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import PreTrainedModel
 
 from verl.models.attention import Facts
@@ -295,7 +297,8 @@ class StackedDecoder(FusedDecoder):
     @property
     def num_bytes(self) -> int:
         """Return the bytes of the copies."""
-        return _num_bytes(self.stacks)
+        tensors = filter(torch.is_tensor, tree_leaves(self.stacks))
+        return sum(tensor.nbytes for tensor in tensors)
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -305,7 +308,9 @@ class StackedDecoder(FusedDecoder):
         self._layer_stacks = {}
         self.stacks = _stacked([Stacks.of(layer) for layer in self.layers])
         for number, layer in enumerate(self.layers):
-            self._layer_stacks[id(layer)] = _part(self.stacks, number)
+            # views of the layer's own part
+            part = tree_map_only(Tensor, operator.itemgetter(number), self.stacks)
+            self._layer_stacks[id(layer)] = part
         self.last_factors = self.norm.weight * self.norm.weight.shape[0] ** 0.5
 
     def add_norm(self, parts: Parts, norm: Any, inner: Any) -> tuple[Tensor, Parts]:
@@ -423,29 +428,11 @@ def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
 
 def _stacked(parts: Sequence[Any]) -> Any:
     """Stack n equal tuples: each tensor becomes (n, ...)."""
-    first = parts[0]
-    if isinstance(first, tuple):
-        return type(first)(*map(_stacked, zip(*parts)))
-    if isinstance(first, Tensor):
-        return torch.stack(tuple(parts))
-    return first
+    return tree_map(_stack_tensors, *parts)
 
 
-def _part(stacked: Any, number: int) -> Any:
-    """Return one input of `_stacked`, without a copy."""
-    if isinstance(stacked, tuple):
-        return type(stacked)(*(_part(field, number) for field in stacked))
-    if isinstance(stacked, Tensor):
-        return stacked[number]
-    return stacked
-
-
-def _num_bytes(stacked: Any) -> int:
-    if isinstance(stacked, tuple):
-        return sum(map(_num_bytes, stacked))
-    if isinstance(stacked, Tensor):
-        return stacked.nbytes
-    return 0
+def _stack_tensors(first: Any, *others: Any) -> Any:
+    return torch.stack([first, *others]) if isinstance(first, Tensor) else first
 
 
 def _paired(heads: Tensor) -> Tensor:

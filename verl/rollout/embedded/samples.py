@@ -159,13 +159,7 @@ def _keys(requests: Sequence[Request], seed: int, step: int) -> np.ndarray:
             steps += [each.step for each in request.continuations]
             numbers += [each.number for each in request.continuations]
 
-    keys = np.empty(len(steps), np.uint64)
-    of_samples = np.array(steps, np.int64)
-    ids = np.array(numbers, np.int64)
-    for each in set(steps):
-        own = of_samples == each
-        keys[own] = sample_keys(seed, each, ids[own])
-    return keys
+    return sample_keys(seed, np.array(steps, np.int64), np.array(numbers, np.int64))
 
 
 def completion_of(sample: Sample, reason: str) -> Completion:
