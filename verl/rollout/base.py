@@ -140,6 +140,9 @@ class EngineClass:
                     )
         return StopRule(params, self.eos_ids, self.tokenizer)
 
+    def reserve(self, room: Room) -> None:
+        """Implement `RolloutEngine.reserve`. Without tables of a fixed size this does nothing."""
+
     @property
     def is_ready(self) -> bool:
         """Return whether `step` would not wait for a device; agents go on until then."""

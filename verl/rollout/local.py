@@ -12,7 +12,7 @@ from verl.config.rollout import RolloutConfig
 from verl.rollout.base import Completions, EngineClass, RolloutEngine, generate
 from verl.rollout.stopping import StopRule
 from verl.rollout.twin import ModelTwin, engine_dtype
-from verl.rollout.types import Request, Room, SamplingParams
+from verl.rollout.types import Request, SamplingParams
 from verl.utils.errors import EngineAsleepError, RolloutError
 from verl.weight_sync.fingerprint import Fingerprint
 
@@ -75,9 +75,6 @@ class LocalEngine(EngineClass):
     def has_work(self) -> bool:
         """Implement `RolloutEngine.has_work`."""
         raise NotImplementedError
-
-    def reserve(self, room: Room) -> None:
-        """Implement `RolloutEngine.reserve`. Without tables of a fixed size this does nothing."""
 
     @property
     def weight_dtype(self) -> torch.dtype:

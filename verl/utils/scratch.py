@@ -36,9 +36,12 @@ def make_scratch() -> Path:
     return path
 
 
-def scratch_path(name: str) -> Path:
-    """Return the path of a folder that several processes of this machine may hold."""
-    return Path(tempfile.gettempdir()) / f"{_PREFIX}{name}{_SUFFIX}"
+def scratch_path(name: str, parent: Path | None = None) -> Path:
+    """Return the path of a folder that several processes of this machine may hold.
+
+    It is in the system's folder for temporary files, or in `parent`.
+    """
+    return (parent or Path(tempfile.gettempdir())) / f"{_PREFIX}{name}{_SUFFIX}"
 
 
 def hold_scratch(path: Path) -> None:
@@ -70,9 +73,10 @@ def remove_scratch(path: Path) -> None:
         os.close(folder)
 
 
-def remove_left_behind() -> None:
+def remove_left_behind(parent: Path | None = None) -> None:
     """Remove the folders of this user that no process holds."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*{_SUFFIX}"):
+    pattern = scratch_path("*", parent)
+    for path in pattern.parent.glob(pattern.name):
         if path not in _held:
             with suppress(OSError):  # another user's, in use, or removed meanwhile
                 _remove_unheld(path)

@@ -30,7 +30,7 @@ from verl.rollout.servers.sglang import SGLangServer
 from verl.rollout.servers.sources import WeightSources, adapter_rank
 from verl.rollout.servers.vllm import VLLMServer
 from verl.rollout.twin import engine_dtype
-from verl.rollout.types import Completion, Request, Room, SamplingParams
+from verl.rollout.types import Completion, Request, SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.logging import logger
 from verl.weight_sync.base import NamedTensors
@@ -199,9 +199,6 @@ class ServerEngine(EngineClass):
     def has_work(self) -> bool:
         """Implement `RolloutEngine.has_work`."""
         return bool(self._samples)
-
-    def reserve(self, room: Room) -> None:
-        """Implement `RolloutEngine.reserve`: servers have their own tables."""
 
     # ---------------------------------------------------------------- samples
 

@@ -1,5 +1,6 @@
 """New weights for servers: the folder that they read, and the proof that they use it."""
 
+import secrets
 import shutil
 import tempfile
 import weakref
@@ -15,19 +16,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from verl.checkpoint.claim import Claim
 from verl.checkpoint.hf import save_weights
 from verl.models.lora import save_adapters
 from verl.rollout.servers.server import Server
 from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
+from verl.utils.scratch import hold_scratch, remove_left_behind, remove_scratch, scratch_path
 from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.buckets import host_copies
 from verl.weight_sync.link import Offer, Route
 
 _SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "verl-weights-"
-_own_folders: set[Path] = set()  # of this process
 # Mean difference of log-probs between two correct implementations. Measured: 1e-6 in float32;
 # 0.12 in bfloat16 with random weights, which are the flattest.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
@@ -108,22 +107,18 @@ class WeightFolder:
     """
 
     def __init__(self, root: str | None, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        parent: Path | None = Path(root).expanduser() if root is not None else _SHARED_MEMORY
         if root is not None:
+            parent = Path(root).expanduser()
             parent.mkdir(parents=True, exist_ok=True)
-        elif parent.is_dir():
-            _remove_left_behind(parent)
+            self._root = Path(tempfile.mkdtemp(prefix="verl-weights-", dir=parent))
         else:
-            parent = None
-
-        made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
-        self._claim = Claim(made)
-        self._claim.take()
-        # Other runs look for this name, and find it claimed.
-        self._root = made.rename(made.with_name(made.name.removeprefix(".")))
-        _own_folders.add(self._root)
+            parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+            # Those of killed runs take memory until the machine restarts.
+            remove_left_behind(parent)
+            self._root = scratch_path(f"weights-{secrets.token_urlsafe(6)}", parent)
+            hold_scratch(self._root)
         self._root.chmod(0o755)  # servers may run as another user
-        weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
+        weakref.finalize(self, remove_scratch, self._root)
 
         self._model = model
         self._dtype = dtype
@@ -150,19 +145,6 @@ class WeightFolder:
         if self._last is not None:
             shutil.rmtree(self._last)
         self._last = folder
-
-
-def _remove_left_behind(parent: Path) -> None:
-    """Remove the folders of runs that were killed. They take memory until the machine restarts."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        claim = Claim(folder)
-        # Folders of before have no file. To open that of a folder of ours would give up its lock.
-        if folder in _own_folders or not claim.file.exists():
-            continue
-        with suppress(OSError):  # another user's
-            if claim.take() is None:
-                shutil.rmtree(folder)
-                claim.give_back()
 
 
 def with_head(named_tensors: NamedTensors, model: PreTrainedModel) -> NamedTensors:
