@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from verl.rollout import sampling
 from verl.rollout.sampling import (
-    gumbel_noise,
     negative_exponential_noise,
     noise_integers,
     row_keys,
@@ -112,7 +111,8 @@ def test_the_draw_is_the_gumbel_max():
     logits = torch.randn(500, 300) * 3
     keys = keys_of(500)
     tokens, _ = sample(logits, SamplingParams(max_new_tokens=1, temperature=0.9), keys)
-    assert torch.equal(tokens, (logits / 0.9 + gumbel_noise(keys, 300)).argmax(-1))
+    gumbel = -negative_exponential_noise(keys, 300).neg().log()
+    assert torch.equal(tokens, (logits / 0.9 + gumbel).argmax(-1))
 
 
 def test_an_impossible_token_is_never_drawn():

@@ -14,7 +14,7 @@ from verl.diagnostics.model_shapes import ModelShapes
 from verl.diagnostics.roles import Passes, Role, roles_of, work_of
 from verl.diagnostics.rollout_memory import RolloutPlan, as_planned, plan_rollout
 from verl.engine.model_shape import ModelShape
-from verl.rollout.twin import ROLLOUT_DTYPES
+from verl.models.load import torch_dtype
 from verl.utils.units import GIB
 
 
@@ -362,7 +362,7 @@ class _Planner:
         """Return the bytes of a number in the engines of policies next to the actor."""
         config = self.config.actor_rollout_ref.rollout
         if config.dtype:
-            return ROLLOUT_DTYPES[config.dtype].itemsize
+            return torch_dtype(config.dtype).itemsize
         return 2 if self.placement.on_cuda else 4
 
     @property

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from verl.config import RolloutConfig
 from verl.diagnostics.batch import BatchPlan
 from verl.engine.model_shape import ModelShape
+from verl.models.load import torch_dtype
 from verl.rollout import check_engine, rollout_engines
 from verl.rollout.base import capabilities_of, plan_engine
 from verl.rollout.fp8 import CACHE_DTYPES, SCALE_BYTES, cached_bytes
 from verl.rollout.memory import EngineLoad
-from verl.rollout.twin import ROLLOUT_DTYPES
 from verl.utils.arithmetic import ceil_div
 
 
@@ -145,7 +145,7 @@ def plan_rollout(
 def _itemsize(config: RolloutConfig, shape: ModelShape, on_cuda: bool) -> int:
     """Return the bytes of a number in the engine's weights and cache."""
     if config.dtype:
-        return ROLLOUT_DTYPES[config.dtype].itemsize
+        return torch_dtype(config.dtype).itemsize
     return 2 if on_cuda else shape.weights[0].itemsize
 
 

@@ -17,6 +17,7 @@ away:
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -251,15 +252,10 @@ class Book:
         needs = []
         num_due = 0
         num_whole = 0
-        for place, group in enumerate(started):
-            assert group.born is not None
-            num_due += 1
-            num_whole += group.is_whole
-
-            due = pace.last_step(group.born)
-            following = started[place + 1 : place + 2]
-            if following and pace.last_step(following[0].born or 0) == due:
-                continue
+        for due, groups in groupby(started, key=lambda group: pace.last_step(group.born or 0)):
+            for group in groups:
+                num_due += 1
+                num_whole += group.is_whole
             later = max(0, due - self.next_step) * pace.groups_per_step
             needs.append((num_due - num_whole, num_due - later - num_whole))
         return needs

@@ -80,14 +80,6 @@ def negative_exponential_noise(keys: Tensor, vocabulary: int) -> Tensor:
     return uniform.log1p_().clamp_(min=-22.0)
 
 
-def gumbel_noise(keys: Tensor, vocabulary: int) -> Tensor:
-    """Return the same noise as Gumbel variables, (b, V) fp32.
-
-    The draw is `argmax(logits / temperature + gumbel_noise)`.
-    """
-    return negative_exponential_noise(keys, vocabulary).neg_().log_().neg_()
-
-
 def sample(logits: Tensor, params: SamplingParams, keys: Tensor | None) -> tuple[Tensor, Tensor]:
     """Draw one token a row from logits (b, V) and row keys (b, 2) int32.
 

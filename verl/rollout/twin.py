@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel
 
 from verl.models.alibi import set_attention
-from verl.models.load import DTYPES
+from verl.models.load import torch_dtype
 from verl.models.lora import adapted_layers, plain_modules, plain_parameters
 from verl.rollout.fp8 import FP8, SCALE_BYTES, Fp8Linear, Rows, quantize, replace_linears
 from verl.utils.arithmetic import round_up
-from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.errors import RolloutError
 from verl.utils.registry import nearest_names
 from verl.utils.reserved_memory import ReservedMemory
 from verl.weight_sync.fingerprint import Fingerprint, Part, fingerprints, parts_of
@@ -31,23 +31,15 @@ _ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # bytes; the widest loads of matrix kernels need 16, and memory moves in lines of 128
 _ALIGNMENT = 256
 
-ROLLOUT_DTYPES = {**DTYPES, "half": torch.float16}
-
 
 def engine_dtype(name: str | None, model: PreTrainedModel, device: torch.device) -> torch.dtype:
     """Return the dtype that `rollout.dtype` names.
 
     None is bfloat16 on CUDA, and the trainer's own dtype on CPU.
     """
-    if name is None and device.type == "cuda":
-        return torch.bfloat16
-    if name is None:
-        return next(model.parameters()).dtype
-    if name not in ROLLOUT_DTYPES:
-        raise ConfigError(
-            f"Unknown actor_rollout_ref.rollout.dtype '{name}'. Known: {', '.join(ROLLOUT_DTYPES)}."
-        )
-    return ROLLOUT_DTYPES[name]
+    if name is not None:
+        return torch_dtype(name)
+    return torch.bfloat16 if device.type == "cuda" else next(model.parameters()).dtype
 
 
 class ModelTwin:

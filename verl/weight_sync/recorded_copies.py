@@ -6,7 +6,7 @@ copies each tensor, or a part of it, to a fixed place of a parameter.
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -315,13 +315,13 @@ class _Watch(TorchDispatchMode):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             is_view = is_view or (argument.alias_info is not None and not is_written)
-            for tensor in _tensors(value) if is_written else ():
+            for tensor in filter(torch.is_tensor, tree_leaves(value)) if is_written else ():
                 for ranges in (self._parameters, self._buffers):
                     if (name := ranges.find(tensor)) is not None:
                         return f"{func} writes to '{name}'"
 
         if not is_view:
-            for tensor in _tensors((args, kwargs)):
+            for tensor in filter(torch.is_tensor, tree_leaves((args, kwargs))):
                 if (name := self._handed.find(tensor)) is not None:
                     return f"{func} reads '{name}'"
         return None
@@ -352,12 +352,6 @@ class _Ranges:
         if position < 0 or tensor.data_ptr() >= self._found[position][1]:
             return None
         return self._found[position][2]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
 
 
 def _form(tensor: Tensor) -> _Form:

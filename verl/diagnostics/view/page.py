@@ -37,12 +37,12 @@ def exported_page(answers: Answers, *, max_mib: float = 64.0) -> tuple[str, list
     room = max_mib * MIB
     left_out = 0
     for question in _step_questions(answers, overview):
-        text = json.dumps(_answer_or_error(answers, question))
-        room -= len(text)
+        answer = _answer_or_error(answers, question)
+        room -= len(json.dumps(answer))
         if room < 0:
             left_out += 1
         else:
-            given[question] = json.loads(text)
+            given[question] = answer
 
     notes = []
     if left_out:

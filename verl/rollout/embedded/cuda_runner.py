@@ -454,16 +454,9 @@ class CudaRunner(ModelRunner):
     def _fetch(self, scheduler: Scheduler, slots: IntArray, *, has_routes: bool = False) -> Draws:
         """Start the copy of the drawn tokens, and of the experts of those fed, to the host."""
         count = len(slots)
-        tokens = torch.empty(count, dtype=torch.int64, pin_memory=True)
-        log_probs = torch.empty(count, dtype=torch.float32, pin_memory=True)
-        tokens.copy_(self._draw.tokens[:count], non_blocking=True)
-        log_probs.copy_(self._draw.log_probs[:count], non_blocking=True)
-
-        routes = None
-        if has_routes:
-            routes = torch.empty(count, self.num_routes, dtype=self.route_dtype, pin_memory=True)
-            routes.copy_(self._routes[:count], non_blocking=True)
-
+        tokens = _arriving(self._draw.tokens[:count])
+        log_probs = _arriving(self._draw.log_probs[:count])
+        routes = _arriving(self._routes[:count]).numpy() if has_routes else None
         arrived = torch.cuda.Event()
         arrived.record()
 
@@ -471,5 +464,10 @@ class CudaRunner(ModelRunner):
             arrived.synchronize()
             return tokens.numpy(), log_probs.numpy()
 
-        chosen = None if routes is None else routes.numpy()
-        return Draws(slots, scheduler.epoch[slots], result, chosen, arrived.query)
+        return Draws(slots, scheduler.epoch[slots], result, routes, arrived.query)
+
+
+def _arriving(tensor: Tensor) -> Tensor:
+    """Start the copy of a tensor to the host, which may wait for an event that is recorded next."""
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return there.copy_(tensor, non_blocking=True)

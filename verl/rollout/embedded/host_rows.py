@@ -223,20 +223,15 @@ class KeyRows:
         if new.size:
             self._fill(rest, scheduler.table[new], lengths, scheduler.page_size)
 
-        order = np.empty(len(slots), np.int64)
-        order[stays] = self._slots[stays]
-        order[targets] = self._slots[moves]
-        order[rest] = new
+        before = np.stack([self._slots, self._starts])
+        seats = np.empty((2, len(slots)), np.int64)
+        seats[:, stays] = before[:, stays]
+        seats[:, targets] = before[:, moves]
+        seats[:, rest] = np.stack([new, self._end - lengths])
 
-        starts = np.empty(len(slots), np.int64)
-        starts[stays] = self._starts[stays]
-        starts[targets] = self._starts[moves]
-        starts[rest] = self._end - lengths
-
-        self._slots = order
-        self._starts = starts
-        self._epochs = scheduler.epoch[order]
-        self._first = int(starts.min())
+        self._slots, self._starts = seats
+        self._epochs = scheduler.epoch[self._slots]
+        self._first = int(self._starts.min())
         self._masks.clear()
 
     def _reserve(self, scheduler: Scheduler, rows: int, length: int, steps: int) -> None:

@@ -274,6 +274,14 @@ class Server(ABC):
         """Return the error for an error status."""
         return RolloutError(f"{self.name} answered {status} to {path}: {str(answer)[:_SHOWN]}")
 
+    @contextmanager
+    def reading(self, path: str, answer: Any) -> Iterator[None]:
+        """Raise RolloutError where the block finds an answer in another form than it reads."""
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise self.unexpected(path, answer) from error
+
     def unexpected(self, path: str, answer: Any) -> RolloutError:
         """Return the error for an answer of another form."""
         return RolloutError(

@@ -70,12 +70,10 @@ class SGLangServer(Server):
     def facts(self) -> ServerFacts:
         """Implement `Server.facts`."""
         status, server = self._info("server")
-        try:
+        with self.reading("/server_info", (status, server)):
             context = server.get("context_length")
             longest = context - _UNUSED if context else server.get("max_req_input_len")
             return ServerFacts(str(server["model_path"]), str(server["version"]), longest)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise self.unexpected("/server_info", (status, server)) from error
 
     def draw(self, draw: Draw) -> Drawn:
         """Implement `Server.draw`."""
@@ -100,7 +98,7 @@ class SGLangServer(Server):
             sampling["stop"] = list(params.stop)
 
         answer = self._generate(draw.prompt_ids, sampling, rid=draw.request_id)
-        try:
+        with self.reading("/generate", answer):
             meta = answer["meta_info"]
             # The pairs are the tokens that were drawn; output_ids may be trimmed.
             pairs = meta["output_token_logprobs"]
@@ -110,19 +108,15 @@ class SGLangServer(Server):
                 finish_reason=_REASONS[meta["finish_reason"]["type"]],
                 versions=_versions(meta),
             )
-        except (KeyError, IndexError, TypeError) as error:
-            raise self.unexpected("/generate", answer) from error
         return _cut(drawn, draw.stop_token_ids) if ignores_stops else drawn
 
     def top_two(self, prompt_ids: Sequence[int], temperature: float) -> tuple[float, float]:
         """Implement `Server.top_two`."""
         sampling = {"max_new_tokens": 1, "temperature": temperature, "top_p": 1.0}
         answer = self._generate(prompt_ids, sampling, top_logprobs_num=2)
-        try:
+        with self.reading("/generate", answer):
             likeliest = answer["meta_info"]["output_top_logprobs"][0]
             return float(likeliest[0][0]), float(likeliest[1][0])
-        except (KeyError, IndexError, TypeError) as error:
-            raise self.unexpected("/generate", answer) from error
 
     def _generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], **more: Any) -> Any:
         """Draw after a prompt, with log-probs."""

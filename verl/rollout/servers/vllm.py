@@ -67,13 +67,11 @@ class VLLMServer(Server):
         """Implement `Server.facts`."""
         status, models = self.ask("GET", "/v1/models")
         _, version = self.ask("GET", "/version")
-        try:
+        with self.reading("/v1/models and /version", (status, models, version)):
             first = models["data"][0]
             model = str(first.get("root") or first["id"])
             longest = first.get("max_model_len")
             return ServerFacts(model, str(version["version"]), longest)
-        except (KeyError, IndexError, TypeError) as error:
-            raise self.unexpected("/v1/models and /version", (status, models, version)) from error
 
     def draw(self, draw: Draw) -> Drawn:
         """Implement `Server.draw`."""
@@ -97,32 +95,27 @@ class VLLMServer(Server):
             sampling["skip_special_tokens"] = False
 
         answer = self._generate(draw.prompt_ids, sampling, draw.request_id, draw.pictures)
-        try:
+        with self.reading(self._route, answer):
             choice = answer["choices"][0]
-            drawn = Drawn(
+            return Drawn(
                 token_ids=list(choice["token_ids"] or []),
                 log_probs=_log_probs(choice["logprobs"]),
                 finish_reason=choice["finish_reason"],
                 versions=self._versions(choice),
             )
-        except (KeyError, IndexError, TypeError) as error:
-            raise self.unexpected(self._route, answer) from error
-        return drawn
 
     def top_two(self, prompt_ids: Sequence[int], temperature: float) -> tuple[float, float]:
         """Implement `Server.top_two`."""
         sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 2, "top_p": 1.0}
         answer = self._generate(prompt_ids, sampling)
-        try:
+        with self.reading(self._route, answer):
             found = answer["choices"][0]["logprobs"]
             if "content" in found:
                 likeliest = [each["logprob"] for each in found["content"][0]["top_logprobs"]]
             else:
                 likeliest = list(found["top_logprobs"][0].values())
             first, second = sorted(likeliest, reverse=True)[:2]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise self.unexpected(self._route, answer) from error
-        return first, second
+            return first, second
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Implement `Server.abort`."""
@@ -285,10 +278,8 @@ class VLLMServer(Server):
     def _adapters(self) -> list[str]:
         """Return the names of the models that draw, those of adapters among them."""
         status, models = self.ask("GET", "/v1/models")
-        try:
+        with self.reading("/v1/models", (status, models)):
             return [str(each["id"]) for each in models["data"]]
-        except (KeyError, TypeError) as error:
-            raise self.unexpected("/v1/models", (status, models)) from error
 
 
 def _part(picture: Picture) -> dict[str, str]:
