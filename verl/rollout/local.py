@@ -1,7 +1,7 @@
 """The common base of the engines that compute in the trainer's own process."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from verl.rollout.stopping import StopRule
 from verl.rollout.twin import ModelTwin, engine_dtype
 from verl.rollout.types import Request, SamplingParams
 from verl.utils.errors import EngineAsleepError, RolloutError
+from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.fingerprint import Fingerprint
 
 
@@ -53,7 +54,7 @@ class LocalEngine(EngineClass):
         """Sample every request; see `verl.rollout.base.generate`."""
         return generate(cast(RolloutEngine, self), requests, params, seed=seed, step=step)
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def update_weights(self, named_tensors: NamedTensors) -> None:
         """Take new weights; see `RolloutEngine.update_weights`.
 
         On CPU, tensors that are the trainer's own parameters become aliases again, without a copy.

@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from verl.models.pictures import Pictures
+from verl.rollout.types import RouteArray
 from verl.utils.logging import say_once
 
 MODEL = "model"  # drawn by the engine: the only tokens that are trained on
@@ -40,7 +38,7 @@ class Segment:
     versions: Sequence[int] | None = None
     turn: int = 0
     is_trained: bool = True
-    routed_experts: NDArray[np.integer] | None = None
+    routed_experts: RouteArray | None = None
 
     @property
     def is_model(self) -> bool:

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,7 @@ from verl.utils.arithmetic import round_up
 from verl.utils.errors import RolloutError
 from verl.utils.registry import nearest_names
 from verl.utils.reserved_memory import ReservedMemory
+from verl.weight_sync.base import NamedTensors, TensorStream
 from verl.weight_sync.fingerprint import Fingerprint, Part, fingerprints, parts_of
 
 # Linear layers that transformers' modules apply to one input.
@@ -136,7 +137,7 @@ class ModelTwin:
         return sum(self._num_bytes(name) for name in self._parameters if name not in self._aliased)
 
     @torch.no_grad()
-    def update(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def update(self, named_tensors: NamedTensors) -> None:
         """Take every parameter by name.
 
         Raises RolloutError where a name is unknown or missing, or a shape differs. The weights are
@@ -176,7 +177,7 @@ class ModelTwin:
             )
         self.ready = True
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> TensorStream:
         """Yield every parameter as it is here."""
         yield from self._held.items()
 

@@ -1,11 +1,14 @@
 """The input and output of a rollout engine."""
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verl.models.pictures import Pictures
+
+RouteArray: TypeAlias = NDArray[np.integer]  # numbers of experts, a row for each token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ class Completion:
     finish_reason: str  # "stop", "length" or "abort"
     # (R, C), where the engine records them: experts of the token before each token, layer by layer.
     # The dtype's largest number stands for a token that was not recorded, as the prompt's last.
-    routed_experts: NDArray[np.integer] | None = field(default=None, compare=False)
+    routed_experts: RouteArray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from verl.weight_sync.fingerprint import Fingerprint, FingerprintLog, signed
 
 # (name in `named_parameters` of the Hugging Face module, whole tensor). A tied weight comes once.
 NamedTensors = Iterable[tuple[str, Tensor]]
+TensorStream = Iterator[tuple[str, Tensor]]  # the same, to be read once
 Content = TypeVar("Content")  # of a hand-over: a tensor, or the tensors of a bucket
 
 
@@ -56,7 +57,7 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """The rollout's end of a transport, in another process; see `receive_into`."""
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> TensorStream:
         """Yield the tensors of one hand-over. Each is valid until the next one is asked for."""
         ...
 

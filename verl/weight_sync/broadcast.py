@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl.distributed.peers import PeerGroup
 from verl.utils.errors import RolloutError
-from verl.weight_sync.base import NamedTensors
+from verl.weight_sync.base import NamedTensors, TensorStream
 from verl.weight_sync.buckets import (
     SLOTS,
     End,
@@ -83,7 +83,7 @@ class BroadcastReceiver:
         self._device = device
         self._fingerprints: Mapping[str, int] | None = None
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> TensorStream:
         """Yield the tensors of each bucket while the next bucket arrives."""
         unpacker = Unpacker()
         self._fingerprints = None

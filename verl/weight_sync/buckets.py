@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl.utils.arithmetic import round_up
 from verl.utils.errors import RolloutError
-from verl.weight_sync.base import NamedTensors
+from verl.weight_sync.base import NamedTensors, TensorStream
 
 SLOTS = 2  # buckets, of which one is filled while the other is read
 _ALIGNMENT = 256  # bytes: where a tensor starts in a bucket
@@ -142,7 +142,7 @@ class Unpacker:
     def __init__(self) -> None:
         self._cut: Tensor | None = None  # flat, while some of it is missing
 
-    def unpack(self, bucket: Tensor, pieces: list[Piece]) -> Iterator[tuple[str, Tensor]]:
+    def unpack(self, bucket: Tensor, pieces: list[Piece]) -> TensorStream:
         """Yield (name, tensor) of every tensor that this bucket completes.
 
         A tensor lies within the bucket's memory, unless it was cut.

@@ -1,7 +1,7 @@
 """Hand over through a folder of safetensors in Hugging Face's layout, to engines run elsewhere."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from safetensors import safe_open
 from verl.checkpoint.hf import save_weights
 from verl.checkpoint.manager import CheckpointManager, step_of
 from verl.utils.errors import CheckpointError
-from verl.weight_sync.base import NamedTensors
+from verl.weight_sync.base import NamedTensors, TensorStream
 from verl.weight_sync.buckets import host_copies
 from verl.weight_sync.fingerprint import FingerprintLog
 
@@ -58,7 +58,7 @@ class DiskReceiver:
         self._root = root
         self._proof: Path | None = None
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> TensorStream:
         """Yield as `WeightReceiver.tensors` describes. The tensors are on the host.
 
         Raises CheckpointError if no folder is complete.

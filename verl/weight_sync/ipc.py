@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verl.utils.errors import RolloutError
-from verl.weight_sync.base import NamedTensors
+from verl.weight_sync.base import NamedTensors, TensorStream
 from verl.weight_sync.buckets import SLOTS, End, Piece, Unpacker, pack, slot_bytes
 from verl.weight_sync.choice import device_of, gpu_uuid
 from verl.weight_sync.fingerprint import FingerprintLog
@@ -176,12 +176,12 @@ class SharedMemoryReceiver:
         os.close(descriptor)
         return memory
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> TensorStream:
         """Yield as `WeightReceiver.tensors` describes."""
         for bucket in self.buckets():
             yield from bucket
 
-    def buckets(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    def buckets(self) -> Iterator[TensorStream]:
         """Yield the tensors that each bucket completes. They are valid until the next bucket."""
         unpacker = Unpacker()
         self._fingerprints = None

@@ -330,7 +330,7 @@ class _Watch(TorchDispatchMode):
 class _Ranges:
     """The memory of named tensors."""
 
-    def __init__(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, named_tensors: NamedTensors) -> None:
         self.overlapping: str | None = None
         found = []
         for name, tensor in named_tensors:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from verl.utils.arithmetic import ceil_div
-from verl.weight_sync.base import NamedTensors
+from verl.weight_sync.base import NamedTensors, TensorStream
 from verl.weight_sync.buckets import travel_dtype
 from verl.weight_sync.fingerprint import FingerprintLog, Part, fingerprints
 
@@ -30,7 +30,7 @@ def gathered(
     dtype: torch.dtype | None = None,
     log: FingerprintLog | None = None,
     place: Callable[[str], Tensor | None] = lambda name: None,
-) -> Iterator[tuple[str, Tensor]]:
+) -> TensorStream:
     """Yield (name, whole tensor) of tensors that may be sharded over several ranks.
 
     All of those ranks must iterate to the end. A tensor that this rank holds whole is an alias:
@@ -153,7 +153,7 @@ class _Bucket:
         parts = [Part(rank * chunk) for chunk in self._chunks]
         return fingerprints(cast, parts)
 
-    def finish(self, place: Callable[[str], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+    def finish(self, place: Callable[[str], Tensor | None]) -> TensorStream:
         """Yield the whole tensors, and keep no reference to them."""
         tensors = self.shards
         self.shards = []

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -39,7 +38,7 @@ from verl.rollout.embedded.kernels.sampling import DrawState, Workspace, draw
 from verl.rollout.embedded.kernels.slots import advance
 from verl.rollout.embedded.quantization import check_cache_runner, check_runner
 from verl.rollout.embedded.runner import Draws, ModelRunner
-from verl.rollout.embedded.samples import IntArray, Prefill
+from verl.rollout.embedded.samples import Answer, IdLists, IntArray, Prefill
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.several import Fed, right_draws
 from verl.rollout.fp8 import FP8
@@ -292,9 +291,7 @@ class CudaRunner(ModelRunner):
         return self._fetch(scheduler, slots)
 
     @torch.inference_mode()
-    def verify(
-        self, scheduler: Scheduler, slots: IntArray, drafts: Sequence[Sequence[int]]
-    ) -> list[Draws]:
+    def verify(self, scheduler: Scheduler, slots: IntArray, drafts: IdLists) -> list[Draws]:
         """Implement `ModelRunner.verify`. Waits for the device."""
         fed = Fed.drafts(scheduler, slots, drafts)
         first = fed.is_first
@@ -460,7 +457,7 @@ class CudaRunner(ModelRunner):
         arrived = torch.cuda.Event()
         arrived.record()
 
-        def result() -> tuple[IntArray, NDArray[np.float32]]:
+        def result() -> Answer:
             arrived.synchronize()
             return tokens.numpy(), log_probs.numpy()
 

@@ -37,6 +37,7 @@ from verl.utils.devices import GIB
 from verl.utils.errors import RolloutError
 from verl.utils.imports import require
 from verl.utils.logging import logger
+from verl.weight_sync.base import NamedTensors
 
 _COUNTS = ("prefill_tokens", "cached_tokens", "decode_steps", "generated_tokens", "copied_pages")
 _DRAFT_COUNTS = ("drafted_tokens", "accepted_tokens")
@@ -225,7 +226,7 @@ class EmbeddedEngine(LocalEngine):
             return {}
         return self._run.scheduler.drawn_since(known)
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update_weights(self, named_tensors: NamedTensors) -> None:
         """Take new weights; see `RolloutEngine.update_weights`.
 
         Raises RolloutError during a `generate`, because its keys are those of the old weights.

@@ -19,7 +19,7 @@ from verl.models.attention import Facts, masked_attention, seen_keys, varlen_can
 from verl.models.kernels.attention import torch_attention
 from verl.models.layout import group_by_length
 from verl.rollout.embedded.attention import GATHER_TOKENS, LayerPages, Paging, PrefillStep
-from verl.rollout.embedded.samples import IntArray
+from verl.rollout.embedded.samples import IdLists, IntArray
 from verl.utils.devices import send
 
 
@@ -217,7 +217,7 @@ class ExtendStep:
 
 
 def extend_step(
-    new: PrefillStep, cached: Sequence[int], pages: Sequence[Sequence[int]], page_size: int
+    new: PrefillStep, cached: Sequence[int], pages: IdLists, page_size: int
 ) -> ExtendStep:
     """Return the step for sequences that have their first `cached` tokens in `pages`."""
     table = np.zeros((len(pages), max(map(len, pages))), np.int64)

@@ -20,7 +20,7 @@ from verl.rollout.embedded.fused import Matrix, StackedDecoder
 from verl.rollout.embedded.host_rows import RowArrays
 from verl.rollout.embedded.kernels.blas import sgemm_address
 from verl.rollout.embedded.kernels.host_arrays import Memory, Weights
-from verl.rollout.embedded.samples import IntArray
+from verl.rollout.embedded.samples import Answer, IntArray
 from verl.rollout.sampling import column_hashes
 from verl.utils.imports import is_installed
 from verl.utils.logging import logger
@@ -38,8 +38,6 @@ TOKENS_THAT_PAY = 4096
 LANE_LOGITS = 1 << 24
 # A window that no sequence leaves.
 NO_WINDOW = 1 << 62
-
-Answer = tuple[IntArray, NDArray[np.float32]]  # tokens (b,) and their log-probs (b,)
 
 
 def pay(decoder: Any, most_tokens: int) -> TypeGuard[StackedDecoder]:

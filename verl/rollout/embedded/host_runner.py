@@ -21,10 +21,10 @@ from verl.rollout.embedded.attention import (
     plan_chunks,
 )
 from verl.rollout.embedded.fused import StackedDecoder, TorchDecoder
-from verl.rollout.embedded.host_lanes import Answer, Lane, Lanes
+from verl.rollout.embedded.host_lanes import Lane, Lanes
 from verl.rollout.embedded.host_rows import STEPS_AT_ONCE, KeyRows, most_bytes, words
 from verl.rollout.embedded.runner import Draws, ModelRunner
-from verl.rollout.embedded.samples import IntArray
+from verl.rollout.embedded.samples import Answer, IdLists, IntArray
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.several import Fed, right_draws
 from verl.rollout.sampling import row_keys, sample
@@ -145,9 +145,7 @@ class HostRunner(ModelRunner):
         return [draws]
 
     @torch.inference_mode()
-    def verify(
-        self, scheduler: Scheduler, slots: IntArray, drafts: Sequence[Sequence[int]]
-    ) -> list[Draws]:
+    def verify(self, scheduler: Scheduler, slots: IntArray, drafts: IdLists) -> list[Draws]:
         """Implement `ModelRunner.verify`: each token is a row of one step."""
         fed = Fed.drafts(scheduler, slots, drafts)
         return right_draws(fed, self._feed(scheduler, fed))

@@ -24,11 +24,11 @@ from verl.rollout.embedded.extension import extend_step
 from verl.rollout.embedded.fused import FusedDecoder, can_fuse
 from verl.rollout.embedded.invariant import head_logits as invariant_head_logits
 from verl.rollout.embedded.invariant import make_invariant
-from verl.rollout.embedded.samples import IntArray, Prefill
+from verl.rollout.embedded.samples import Answer, IdLists, IntArray, Prefill
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.fp8 import cached_bytes
-from verl.rollout.types import SamplingParams
+from verl.rollout.types import RouteArray, SamplingParams
 from verl.utils.devices import send
 from verl.utils.logging import logger
 
@@ -43,8 +43,8 @@ class Draws(NamedTuple):
 
     slots: IntArray
     epochs: IntArray
-    result: Callable[[], tuple[IntArray, NDArray[np.float32]]]
-    routes: NDArray[np.integer] | None = None
+    result: Callable[[], Answer]
+    routes: RouteArray | None = None
     is_there: Callable[[], bool] = lambda: True
 
     @classmethod
@@ -52,8 +52,8 @@ class Draws(NamedTuple):
         cls,
         slots: IntArray,
         epochs: IntArray,
-        answer: tuple[IntArray, NDArray[np.float32]],
-        routes: NDArray[np.integer] | None = None,
+        answer: Answer,
+        routes: RouteArray | None = None,
     ) -> "Draws":
         """Return draws whose tokens and log-probs are known."""
         return cls(slots, epochs, lambda: answer, routes)
@@ -185,8 +185,8 @@ class ModelRunner:
     @torch.inference_mode()
     def prefill(
         self,
-        sequences: Sequence[Sequence[int]],
-        pages: Sequence[Sequence[int]],
+        sequences: IdLists,
+        pages: IdLists,
         pictured: Sequence[tuple[int, Pictures]] = (),
     ) -> Tensor:
         """Compute S whole sequences and fill their pages.
@@ -208,7 +208,7 @@ class ModelRunner:
 
     def _hidden_with_pictures(
         self,
-        sequences: Sequence[Sequence[int]],
+        sequences: IdLists,
         pictured: Sequence[tuple[int, Pictures]],
         step: PrefillStep,
     ) -> Tensor:
@@ -231,8 +231,8 @@ class ModelRunner:
     @torch.inference_mode()
     def extend(
         self,
-        sequences: Sequence[Sequence[int]],
-        pages: Sequence[Sequence[int]],
+        sequences: IdLists,
+        pages: IdLists,
         cached: Sequence[int],
         shifts: Sequence[int],
     ) -> Tensor:
@@ -249,8 +249,8 @@ class ModelRunner:
 
     def _pack(
         self,
-        sequences: Sequence[Sequence[int]],
-        pages: Sequence[Sequence[int]],
+        sequences: IdLists,
+        pages: IdLists,
         cached: Sequence[int],
     ) -> tuple[Tensor, Tensor, PrefillStep, Tensor]:
         """Pack the tokens of sequences after their first `cached` ones.
@@ -342,9 +342,7 @@ class ModelRunner:
         """
         raise NotImplementedError
 
-    def verify(
-        self, scheduler: Scheduler, slots: IntArray, drafts: Sequence[Sequence[int]]
-    ) -> list[Draws]:
+    def verify(self, scheduler: Scheduler, slots: IntArray, drafts: IdLists) -> list[Draws]:
         """Feed the last token of each of `slots` (b,) and its draft, and draw after each of them.
 
         Returns the right draws: for every slot the next one, then those after right drafts. The

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl.rollout.embedded.samples import Group, IntArray, Sample
+from verl.rollout.types import RouteArray
 
 
 class RunningSamples:
@@ -39,7 +40,7 @@ class RunningSamples:
         self.token_ids = np.zeros((slots, longest), np.int64)
         self.log_probs = np.zeros((slots, longest), np.float32)
         # (slots, longest, C) experts, if draws have them; see `Completion.routed_experts`
-        self.routes: NDArray[np.integer] | None = None
+        self.routes: RouteArray | None = None
 
         # slots with a row of `table` that changed since the last `take_changed`
         self._changed: set[int] = set()
@@ -85,7 +86,7 @@ class RunningSamples:
         slots: IntArray,
         token_ids: IntArray,
         log_probs: NDArray[np.float32],
-        routes: NDArray[np.integer] | None = None,
+        routes: RouteArray | None = None,
     ) -> IntArray:
         """Record the tokens drawn by slots (b,). Return the number of tokens of each, (b,).
 

@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 from verl.models.pictures import Pictures, picture_tokens, three_part_positions
 from verl.rollout.checks import response_limits
 from verl.rollout.sampling import sample_keys
-from verl.rollout.types import Completion, Request, SamplingParams
+from verl.rollout.types import Completion, Request, RouteArray, SamplingParams
 
 # of slots, rows, positions, pages or token ids
 IntArray: TypeAlias = NDArray[np.int64]
+# of each of several sequences: its token ids, or its pages
+IdLists: TypeAlias = Sequence[Sequence[int]]
+Answer: TypeAlias = tuple[IntArray, NDArray[np.float32]]  # tokens (b,) and their log-probs (b,)
 
 
 @dataclass(eq=False, slots=True)
@@ -68,7 +71,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)  # drawn before it was pre-empted
     log_probs: list[float] = field(default_factory=list)
     begun: int = 0  # first tokens, which an earlier request drew; they are never drawn again
-    routes: NDArray[np.integer] | None = None  # of these tokens, if they are recorded
+    routes: RouteArray | None = None  # of these tokens, if they are recorded
     has_old_keys: bool = False  # in its pages, which no other sample may find
 
 

@@ -1,13 +1,13 @@
 """Several tokens of a sample in one step: drafts, and tokens that come between two turns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verl.rollout.embedded.runner import Draws
-from verl.rollout.embedded.samples import IntArray, Prefill
+from verl.rollout.embedded.samples import IdLists, IntArray, Prefill
 from verl.rollout.embedded.scheduler import Scheduler
 
 
@@ -27,9 +27,7 @@ class Fed:
         return cls(slots, scheduler.token_ids[slots, drawn - 1], scheduler.cached[slots], drawn)
 
     @classmethod
-    def drafts(
-        cls, scheduler: Scheduler, slots: IntArray, drafts: Sequence[Sequence[int]]
-    ) -> "Fed":
+    def drafts(cls, scheduler: Scheduler, slots: IntArray, drafts: IdLists) -> "Fed":
         """Return the last token of each of `slots` (b,), followed by its draft."""
         last = cls.last(scheduler, slots)
         counts = [1 + len(draft) for draft in drafts]
