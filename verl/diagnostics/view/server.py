@@ -103,6 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
             "Cross-Origin-Resource-Policy": "same-origin",
             "Cache-Control": "no-store",
         }
+
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)

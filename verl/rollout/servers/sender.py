@@ -98,7 +98,7 @@ class ServerSender:
         """Act on the first rank, or in process on every rank; raise an error on every rank.
 
         Args:
-            act: what to do.
+            act: called on these ranks.
             gathers: read to the end, since ranks gather its tensors together.
 
         Returns the first rank's result, or in process this rank's own.
