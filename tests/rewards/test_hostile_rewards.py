@@ -1,6 +1,7 @@
 """Reward functions that end their process, block the interpreter, fork, change their arguments, or
 return objects that raise."""
 
+import sys
 import threading
 import time
 
@@ -10,6 +11,7 @@ from tests.launches import run_code
 from tests.rewards.batches import CharTokenizer, make_batch
 from verl.rewards.calls import Caller
 from verl.rewards.custom import load_custom_reward
+from verl.rewards.helper import Helper, HelperTimeout
 from verl.rewards.managers import BatchRewardManager, NaiveRewardManager, PrimeRewardManager
 from verl.rewards.processes import ProcessFunction, pack_call
 from verl.rewards.texts import cut, on_one_line
@@ -77,6 +79,15 @@ def test_a_file_that_hangs_or_exits_at_load_is_an_error(tmp_path, monkeypatch, l
     path.write_text(f"import os\n{line}\ndef compute_score(**sample): return 1.0\n")
     with pytest.raises(RewardError, match=rf"'compute_score' of '.*reward\.py'.*{message}"):
         load_custom_reward(str(path))
+
+
+def test_a_process_that_stops_reading_is_late(monkeypatch):
+    code = "import os, time; os.write(0, b'1\\n'); time.sleep(1000)"
+    helper = Helper([sys.executable, "-I", "-S", "-c", code], {}, name="the test")
+    monkeypatch.setattr("verl.rewards.helper.START_TIMEOUT_S", 0.1)
+    with pytest.raises(HelperTimeout, match=r"no answer within 0\.1 s"):
+        helper.ask("x" * 2**20, timeout_s=0.1)  # more than a socket or pipe holds
+    assert not helper.is_ours
 
 
 COUNTING = """

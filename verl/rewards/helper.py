@@ -6,23 +6,19 @@ process, never a fork of the trainer, because threads and CUDA contexts do not s
 """
 
 import json
-import math
 import os
-import select
-import signal
-import subprocess
 import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from verl.utils.children import search_path
+from verl.rewards.deadline import seconds_until
+from verl.utils.children import START_TIMEOUT_S, kill_session, our_environment, start
 from verl.utils.errors import RewardError
 
-START_TIMEOUT_S = 120.0  # imports on a busy machine
 # Pause before the next of several answers is read, so that each one does not wake this process.
 GATHER_S = 0.0005
 
@@ -43,7 +39,7 @@ class Helper:
     """One child process.
 
     Args:
-        command: the command to start. Its first line of output becomes `greeting`.
+        command: started by `verl.utils.children.start`. Its first line becomes `greeting`.
         first: a message to send before the greeting; None sends nothing.
 
     Raises:
@@ -59,16 +55,7 @@ class Helper:
         first: Any = None,
     ) -> None:
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=dict(environment),
-                encoding="utf-8",
-                errors="backslashreplace",
-                # Ctrl-C is for the trainer; the child ends when its pipe closes
-                start_new_session=True,
-            )
+            self._process, self._connection = start(command, environment)
         except OSError as error:
             raise RewardError(
                 f"No process could be started for {name}: {error}. Raise the limit on processes "
@@ -78,11 +65,11 @@ class Helper:
         self._owner = os.getpid()
         self._unread = bytearray()
         try:
-            if first is not None:
-                self._write(first)
-            self.greeting = self._read(START_TIMEOUT_S)
+            with self._closing(START_TIMEOUT_S):
+                if first is not None:
+                    self._write(first)
+                self.greeting = self._read(time.monotonic() + START_TIMEOUT_S)
         except (HelperTimeout, HelperDied) as error:
-            self.close()
             raise RewardError(
                 f"The helper process of {name} did not start ({error}). Its own messages are on "
                 "stderr."
@@ -90,7 +77,7 @@ class Helper:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether it runs and belongs to this process; a fork does not own the pipes."""
+        """Return whether it runs and belongs to this process; a fork does not own it."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, message: Any, timeout_s: float) -> Any:
@@ -98,7 +85,7 @@ class Helper:
         ends = time.monotonic() + timeout_s
         with self._closing(timeout_s):
             self._write(message)
-            return self._read(ends - time.monotonic())
+            return self._read(ends)
 
     def ask_each(self, message: Any, timeout_s: float, numbers: Sequence[int]) -> Iterator[Any]:
         """Yield the answers to one message with several requests, in the order of the requests.
@@ -115,26 +102,7 @@ class Helper:
             for position, number in enumerate(numbers):
                 if position > 0 and b"\n" not in self._unread:
                     time.sleep(GATHER_S)
-                yield self._read_numbered(timeout_s, number)
-
-    @contextmanager
-    def _closing(self, timeout_s: float) -> Iterator[None]:
-        """Close the helper if it is late or dies."""
-        try:
-            yield
-        except HelperTimeout:
-            self.close()
-            raise HelperTimeout(f"no answer within {timeout_s:g} s") from None
-        except HelperDied:
-            self.close()
-            raise
-
-    def _read_numbered(self, timeout_s: float, number: int) -> list[Any]:
-        ends = time.monotonic() + timeout_s
-        while True:
-            answer = self._read(ends - time.monotonic(), skips_junk=True)
-            if isinstance(answer, list) and answer[:1] == [number]:
-                return answer
+                yield self._read_numbered(number, time.monotonic() + timeout_s)
 
     def close(self) -> None:
         """Kill the child and all processes of its session. Does nothing in a fork of the owner."""
@@ -142,58 +110,49 @@ class Helper:
             return
         self.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue  # unsent data, which has no reader any more
+        self._connection.close()
 
     def kill(self) -> None:
         """Kill as `close` does, from any thread; a caller that waits gets HelperDied."""
-        if self._owner != os.getpid():
-            return
+        if self._owner == os.getpid():
+            kill_session(self._process.pid)
+
+    @contextmanager
+    def _closing(self, timeout_s: float) -> Iterator[None]:
+        """Close the helper if it is late or dies, and raise HelperTimeout or HelperDied."""
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            self._process.kill()
+            yield
+        except TimeoutError:
+            self.close()
+            raise HelperTimeout(f"no answer within {timeout_s:g} s") from None
+        except ConnectionError:
+            exit_code = self._process.wait()
+            self.close()
+            raise HelperDied(exit_code) from None
 
     def _write(self, message: Any) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise HelperDied(self._process.wait()) from None
+        self._connection.settimeout(START_TIMEOUT_S)  # a large message, on a busy machine
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def _read(self, timeout_s: float, skips_junk: bool = False) -> Any:
-        """Return one line as JSON; with `skips_junk`, None for a line that is not JSON."""
-        line = self._read_line(timeout_s)
-        try:
-            return json.loads(line)
-        except ValueError:
-            if skips_junk:
-                return None
-            raise
+    def _read(self, ends: float) -> Any:
+        """Return one line as JSON. Raises TimeoutError or ConnectionError if none comes."""
+        return json.loads(self._read_line(ends))
 
-    def _read_line(self, timeout_s: float) -> bytes:
-        assert self._process.stdout is not None
-        ends = time.monotonic() + timeout_s
-        start = 0  # there is no end of a line before this position
-        while (end := self._unread.find(b"\n", start)) < 0:
-            start = len(self._unread)
-            left_ms = (ends - time.monotonic()) * 1000
-            poll = select.poll()
-            poll.register(self._process.stdout, select.POLLIN)
-            timeout_ms = None if math.isinf(left_ms) else max(math.ceil(left_ms), 0)
-            ready = poll.poll(timeout_ms)
-            if not ready:
-                # Kill the whole session, or a process that it forked would continue.
-                self.kill()
-                raise HelperTimeout(f"no answer within {timeout_s:g} s")
-            chunk = os.read(self._process.stdout.fileno(), 1 << 20)
+    def _read_numbered(self, number: int, ends: float) -> list[Any]:
+        while True:
+            with suppress(ValueError):  # a line that is not JSON
+                answer = self._read(ends)
+                if isinstance(answer, list) and answer[:1] == [number]:
+                    return answer
+
+    def _read_line(self, ends: float) -> bytes:
+        seen = 0  # there is no end of a line before this position
+        while (end := self._unread.find(b"\n", seen)) < 0:
+            seen = len(self._unread)
+            self._connection.settimeout(seconds_until(ends))
+            chunk = self._connection.recv(1 << 20)
             if not chunk:
-                raise HelperDied(self._process.wait())
+                raise ConnectionResetError
             self._unread += chunk
 
         line = bytes(self._unread[:end])
@@ -203,8 +162,8 @@ class Helper:
 
 def start_module(module: str, *, name: str, first: Any = None, **environment: str) -> Helper:
     """Start a helper that runs a module of ours, in our environment plus the given variables."""
-    variables = {**os.environ, "PYTHONPATH": search_path(), **environment}
-    return Helper([sys.executable, "-m", module], variables, name=name, first=first)
+    command = [sys.executable, "-m", module]
+    return Helper(command, our_environment(**environment), name=name, first=first)
 
 
 class HelperPool:
@@ -221,27 +180,13 @@ class HelperPool:
 
         After HelperTimeout or HelperDied the next call gets another helper.
         """
-        helper = self._borrow()
-        self._at_work.add(helper)
-        try:
-            answer = helper.ask(message, timeout_s)
-        finally:
-            self._at_work.discard(helper)
-        self._idle.append(helper)
-        return answer
+        with self._lent() as helper:
+            return helper.ask(message, timeout_s)
 
     def ask_each(self, message: Any, timeout_s: float, numbers: Sequence[int]) -> Iterator[Any]:
         """Yield the answers of one helper; see `Helper.ask_each` and `ask`."""
-        helper = self._borrow()
-        self._at_work.add(helper)
-        try:
+        with self._lent() as helper:
             yield from helper.ask_each(message, timeout_s, numbers)
-            self._idle.append(helper)
-        except GeneratorExit:  # the caller stopped early, and unread answers are still to come
-            helper.close()
-            raise
-        finally:
-            self._at_work.discard(helper)
 
     def start(self) -> Any:
         """Ensure that one helper waits for work, and return its greeting."""
@@ -252,6 +197,20 @@ class HelperPool:
     def close(self) -> None:
         """End the idle helpers. A working one ends with this process."""
         _close_all(self._idle)
+
+    @contextmanager
+    def _lent(self) -> Iterator[Helper]:
+        """Lend a helper. It is idle again after the block, unless that raised."""
+        helper = self._borrow()
+        self._at_work.add(helper)
+        try:
+            yield helper
+            self._idle.append(helper)
+        except GeneratorExit:  # the caller stopped early, and unread answers are still to come
+            helper.close()
+            raise
+        finally:
+            self._at_work.discard(helper)
 
     def _borrow(self) -> Helper:
         for helper in _taken(self._idle):

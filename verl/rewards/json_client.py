@@ -24,7 +24,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.util import parse_url
 
 from verl.config.reward import RequestsConfig
-from verl.rewards.deadline import call_ends
+from verl.rewards.deadline import call_ends, seconds_until
 from verl.utils.errors import ConfigError, RewardError
 
 MAX_ANSWER_BYTES = 16 * 1024**2
@@ -175,9 +175,7 @@ class _Exchange:
 
     def time_left(self) -> float | None:
         """Return the seconds until the reward call is late; None without a deadline."""
-        if math.isinf(self.ends):
-            return None
-        return max(self.ends - time.monotonic(), 0.001)
+        return seconds_until(self.ends)
 
     def check_deadline(self) -> None:
         """Raise RewardError if the reward call is late."""

@@ -12,19 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.rewards.texts import MAX_TRACEBACK_CHARACTERS, cut, describe_error
-from verl.utils.children import end_with_parent
+from verl.utils.children import end_with_parent, take_connection
 from verl.utils.errors import RewardError, sendable
 
 
 def main() -> None:
-    """Answer until the parent closes the pipe or is killed."""
-    # The user's function must not print between our answers, and must not read our requests from
-    # standard input.
-    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    os.dup2(2, 1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    end_with_parent(requests.fileno())
+    """Answer until the parent closes the connection or is killed."""
+    connection = take_connection()
+    answers = os.fdopen(connection, "w", buffering=1, encoding="utf-8")
+    requests = os.fdopen(connection, encoding="utf-8", closefd=False)
+    end_with_parent(connection)
 
     first = json.loads(requests.readline())
     sys.path[:] = first["path"]

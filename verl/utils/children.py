@@ -1,10 +1,16 @@
-"""Processes that run a module of this package: their search path, and their end with the parent."""
+"""Processes that run code of this package: their start, and their end with the parent."""
 
 import os
 import select
 import signal
+import socket
+import subprocess
 import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+START_TIMEOUT_S = 120.0  # imports on a busy machine
 
 # The folder that a child needs in its search path to import this `verl`.
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
@@ -16,6 +22,52 @@ def search_path() -> str:
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
     return os.pathsep.join(paths)
+
+
+def our_environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a child that imports this `verl`: ours, plus the variables."""
+    return {**os.environ, "PYTHONPATH": search_path(), **variables}
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+    """Start a process in a session of its own. Returns it with our end of a connection to it.
+
+    The connection is its standard input, where it reads and answers. Its prints go to our stderr.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(True)  # also where a user's code has set a default timeout
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=theirs.fileno(),
+            stdout=2,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the trainer
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, ours
+
+
+def take_connection() -> int:
+    """Return the descriptor of the connection to the parent; standard input is empty after it.
+
+    Called in the process that `start` has started.
+    """
+    connection = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    return connection
+
+
+def kill_session(pid: int) -> None:
+    """Kill the processes of a session; those that it has started are among them."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def end_with_parent(connection: int) -> None:

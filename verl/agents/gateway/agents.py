@@ -1,19 +1,18 @@
 """A user's agent: a function of a file, or an external program, that talks to the gateway."""
 
 import asyncio
-import contextlib
 import inspect
 import json
 import math
 import os
 import shlex
-import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from verl.agents.user_thread import UserThread
+from verl.utils.children import kill_session
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.imports import load_extern_type
 from verl.utils.json_text import parse_json
@@ -160,8 +159,7 @@ class ProgramAgent:
             ) from error
         finally:
             # A program that has ended may have left children.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_session(process.pid)
             await process.wait()
 
         if process.returncode != 0:

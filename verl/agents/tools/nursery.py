@@ -16,13 +16,11 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from verl.rewards.helper import START_TIMEOUT_S
-from verl.utils.children import search_path
+from verl.utils.children import START_TIMEOUT_S, kill_session, our_environment, start
 
 _REQUEST = struct.Struct(">cq")
 _ANSWER = struct.Struct(">q")
@@ -47,7 +45,7 @@ class Child:
     def kill(self) -> None:
         """Kill the process with all that it has started in its session, and wait for its end."""
         if self.exit_code is None:
-            kill_session(self.pid)
+            kill_helper(self.pid)
             self.exit_code = self._nursery.release(self.pid)
 
 
@@ -55,10 +53,9 @@ class Nursery:
     """The trainer's end of the process. Used from one thread."""
 
     def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "verl.agents.tools.process_main"]
+        self.process, self._control = start(command, our_environment())
         self._control.settimeout(START_TIMEOUT_S)
-        with theirs:
-            self.process = _start(theirs)
 
     def fork(self, connection: socket.socket) -> Child:
         """Start a helper that serves a connection.
@@ -97,10 +94,9 @@ class Nursery:
         return _ANSWER.unpack(answer)[0]
 
 
-def kill_session(pid: int) -> None:
+def kill_helper(pid: int) -> None:
     """Kill a process and all that it has started in its session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+    kill_session(pid)
     with contextlib.suppress(ProcessLookupError):  # it may not have its own session yet
         os.kill(pid, signal.SIGKILL)
 
@@ -143,14 +139,3 @@ def _fork(control: socket.socket, file: int, child_main: Callable[[socket.socket
         status = 0
     finally:
         os._exit(status)
-
-
-def _start(theirs: socket.socket) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "verl.agents.tools.process_main", str(theirs.fileno())],
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # prints of tools go to stderr
-        env={**os.environ, "PYTHONPATH": search_path()},
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,  # Ctrl-C is for the trainer
-    )

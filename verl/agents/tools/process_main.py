@@ -14,14 +14,13 @@ from verl.agents.tools import nursery
 from verl.agents.tools.homes import ordered_tools
 from verl.agents.tools.host import Done, LocalHost
 from verl.agents.tools.processes import pack_frame, read_frame
-from verl.utils.children import end_with_parent
+from verl.utils.children import end_with_parent, take_connection
 from verl.utils.errors import ConfigError, sendable
 
 
 def main() -> None:
     """Fork helpers until the trainer is gone."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    control.set_inheritable(False)
+    control = socket.socket(fileno=take_connection())
     nursery.serve(control, _help)
 
 

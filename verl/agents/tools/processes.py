@@ -6,6 +6,7 @@ calls end as "crashed", and its trajectories make their instances anew in anothe
 """
 
 import asyncio
+import itertools
 import pickle
 import socket
 import struct
@@ -16,9 +17,9 @@ from typing import Any
 
 from verl.agents.tools.config_file import ToolEntry
 from verl.agents.tools.host import Done, ToolFacts, Work, late_text
-from verl.agents.tools.nursery import Child, Nursery, NurseryLostError, kill_session
-from verl.rewards.helper import START_TIMEOUT_S
+from verl.agents.tools.nursery import Child, Nursery, NurseryLostError, kill_helper
 from verl.rewards.texts import describe_error
+from verl.utils.children import START_TIMEOUT_S
 from verl.utils.errors import VerlError
 from verl.utils.logging import logger
 
@@ -160,7 +161,7 @@ class ToolProcess:
         self._on_end = on_end
         self._fork = fork
         self._pending: dict[int, asyncio.Future[Done]] = {}
-        self._number = 0
+        self._numbers = itertools.count(1)  # 0 is the start
         self._writer: asyncio.StreamWriter | None = None
         self._serving = asyncio.ensure_future(self._serve(first))
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -179,13 +180,13 @@ class ToolProcess:
         """Make a call and wait for its answer. A process that does not answer is ended."""
         if self.is_over or self._writer is None or self._writer.is_closing():
             return self._lost(work)
+        number = next(self._numbers)
         try:
-            frame = pack_frame(self._next_number(), work)
+            frame = pack_frame(number, work)
         except Exception as error:  # noqa: BLE001  (whatever the row or the agent's data hold)
             text = f"Error: the arguments cannot be sent to a process: {describe_error(error)}"
             return Done("error", text=text)
 
-        number = self._number
         answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         self._writer.write(frame)
@@ -292,10 +293,6 @@ class ToolProcess:
             self._started.set_exception(error)
             self._started.exception()  # seen, also where no trajectory waits for it
 
-    def _next_number(self) -> int:
-        self._number += 1
-        return self._number
-
     def _lost(self, work: Work) -> Done:
         return Done("crashed", text=f"Error: the tool '{work.tool}' stopped unexpectedly")
 
@@ -326,7 +323,7 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 def _kill_all(alive: set[int], nurseries: list[Nursery]) -> None:
     for pid in list(alive):
-        kill_session(pid)
+        kill_helper(pid)
     for nursery in nurseries:
         nursery.close()
     nurseries.clear()

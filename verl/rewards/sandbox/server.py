@@ -38,14 +38,13 @@ class _Confinement(NamedTuple):
 
 
 def main() -> None:
-    """Serve until standard input closes.
+    """Serve until the parent closes the connection, which standard input is.
 
-    The first line of output is "ready" with the remaining gaps, or the error that prevents service.
+    The first line sent is "ready" with the remaining gaps, or the error that prevents service.
     """
     settings = json.loads(sys.argv[1])
     sys.path = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
-    requests = os.dup(0)
-    answers = os.dup(1)
+    connection = os.dup(0)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -53,16 +52,16 @@ def main() -> None:
     try:
         confinement = _prepare(settings["isolation"])
     except OSError as error:
-        _send(answers, {"error": str(error)})
+        _send(connection, {"error": str(error)})
         return
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # the collector writes to pages, which a fork would then have to copy
-    _send(answers, {"ready": True, "gaps": _gaps(confinement)})
+    _send(connection, {"ready": True, "gaps": _gaps(confinement)})
 
-    with os.fdopen(requests, encoding="utf-8") as lines:
+    with os.fdopen(connection, encoding="utf-8") as lines:
         for line in lines:
-            _send(answers, _serve(json.loads(line), settings, confinement, requests))
+            _send(connection, _serve(json.loads(line), settings, confinement, connection))
 
 
 def _prepare(isolation_name: str) -> _Confinement:
