@@ -155,6 +155,7 @@ def test_own_prompt_pattern_and_scale(serve):
         ({"score_pattern": r"\d+"}, "one group"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "no such environment variable"),
         ({"url": "localhost:80"}, "must be an address"),
+        ({"url": "http://host:99999"}, "must be an address"),
     ],
 )
 def test_a_judge_that_cannot_work_is_reported_at_start(changes, message):

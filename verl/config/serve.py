@@ -10,8 +10,7 @@ from verl.config.rollout import EngineConfig
 from verl.config.setting import as_in, setting
 from verl.config.shared_keys import SharedKeys
 from verl.config.trainer import DeviceConfig
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+from verl.utils.addresses import is_loopback
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,7 +79,7 @@ RULES = (model_is_named,)
 def doubtful(config: ServeConfig) -> Iterator[str]:
     """Yield settings that work, but are rarely intended."""
     host = config.server.host
-    if host not in LOOPBACK:
+    if not is_loopback(host):
         yield (
             f"server.host={host}: other machines can reach this server, and keys and texts travel "
             "without encryption. Put it behind a proxy with TLS, or use an SSH tunnel to "

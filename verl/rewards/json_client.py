@@ -21,10 +21,10 @@ from typing import Any
 
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.util import parse_url
 
 from verl.config.reward import RequestsConfig
 from verl.rewards.deadline import call_ends, seconds_until
+from verl.utils.addresses import is_http
 from verl.utils.errors import ConfigError, RewardError
 
 MAX_ANSWER_BYTES = 16 * 1024**2
@@ -75,8 +75,7 @@ class JsonClient:
         headers: Mapping[str, str] | None = None,
         wait_for_turn: Callable[[], None] = lambda: None,
     ) -> None:
-        parsed = parse_url(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host:
+        if not is_http(url):
             raise ConfigError(f"{key} must be an address such as http://host:8080, got {url!r}.")
 
         self.url = url.rstrip("/")

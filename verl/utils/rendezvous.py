@@ -1,6 +1,5 @@
 """The key-value store in which the ranks of a world find each other."""
 
-import ipaddress
 import os
 import socket
 from datetime import timedelta
@@ -8,6 +7,7 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from verl.utils.addresses import is_loopback
 from verl.utils.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -28,7 +28,7 @@ def env_store(timeout_s: float) -> Store:
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     serves = os.environ["RANK"] == "0" and not by_agent
     try:
-        if serves and _is_loopback(os.environ["MASTER_ADDR"]):
+        if serves and is_loopback(os.environ["MASTER_ADDR"]):
             store: Store = _serve(int(os.environ["MASTER_PORT"]), timeout)
         else:
             store, _, _ = next(rendezvous("env://", timeout=timeout))
@@ -60,13 +60,6 @@ def free_port(host: str) -> int:
     with socket.socket() as free:
         free.bind((host, 0))
         return free.getsockname()[1]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _serve(port: int, timeout: timedelta) -> TCPStore:

@@ -497,6 +497,7 @@ def test_servers_need_no_ranks_of_their_own(settings, start):
     [
         ({}, "needs vLLM, which is not installed.*server_urls=.*server_python.*name=embedded"),
         ({"server_urls": ["host:8000"]}, "addresses such as http://host:8000, got 'host:8000'"),
+        ({"server_urls": ["http://[::1"]}, "addresses such as http://host:8000, got"),
         ({"server_urls": ["http://h"], "server_python": "python"}, "Set one of them"),
         ({"server_python": "/nowhere/python"}, "must be a Python interpreter"),
         ({"deterministic": True, "server_urls": ["http://h"]}, "name=vllm. Set name=embedded"),

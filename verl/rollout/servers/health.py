@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from packaging.version import InvalidVersion, Version
 
@@ -16,6 +15,7 @@ from verl.config.rollout import RolloutConfig
 from verl.rollout.servers.in_process import check_in_process, import_vllm
 from verl.rollout.servers.server import Draw, Server, ServerFacts, ServerLostError
 from verl.rollout.types import SamplingParams
+from verl.utils.addresses import is_http
 from verl.utils.errors import ConfigError, RolloutError
 
 _SECTION = "actor_rollout_ref.rollout"
@@ -38,8 +38,7 @@ def check_settings(config: RolloutConfig) -> None:
         )
 
     for url in config.server_urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not is_http(url):
             raise ConfigError(
                 f"{_SECTION}.server_urls must be addresses such as http://host:8000, got {url!r}."
             )

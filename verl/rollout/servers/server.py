@@ -14,6 +14,7 @@ import urllib3
 
 from verl.models.pictures import Pictures
 from verl.rollout.types import Completion, SamplingParams
+from verl.utils.addresses import is_loopback
 from verl.utils.errors import ConfigError, RolloutError
 
 _CONNECT_S = 5.0
@@ -297,7 +298,7 @@ class Server(ABC):
     def _where(self) -> str:
         """Say which machine a loopback address means."""
         host = urlsplit(self.url).hostname or ""
-        if host in ("localhost", "::1") or host.startswith("127."):
+        if is_loopback(host):
             return f" (this loopback address means {socket.gethostname()}, where this worker runs)"
         return ""
 
