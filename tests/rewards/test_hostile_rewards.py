@@ -81,6 +81,13 @@ def test_a_file_that_hangs_or_exits_at_load_is_an_error(tmp_path, monkeypatch, l
         load_custom_reward(str(path))
 
 
+def test_another_verl_in_the_current_folder_does_not_run(reward_file, tmp_path, monkeypatch):
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text("raise RuntimeError('not ours')")
+    monkeypatch.chdir(tmp_path)
+    load_custom_reward(reward_file)
+
+
 def test_a_process_that_stops_reading_is_late(monkeypatch):
     code = "import os, time; os.write(0, b'1\\n'); time.sleep(1000)"
     helper = Helper([sys.executable, "-I", "-S", "-c", code], {}, name="the test")

@@ -16,7 +16,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from verl.rewards.deadline import seconds_until
-from verl.utils.children import START_TIMEOUT_S, kill_session, our_environment, start
+from verl.utils.children import (
+    START_TIMEOUT_S,
+    code_to_run,
+    kill_session,
+    our_environment,
+    start,
+)
 from verl.utils.errors import RewardError
 
 # Pause before the next of several answers is read, so that each one does not wake this process.
@@ -162,7 +168,7 @@ class Helper:
 
 def start_module(module: str, *, name: str, first: Any = None, **environment: str) -> Helper:
     """Start a helper that runs a module of ours, in our environment plus the given variables."""
-    command = [sys.executable, "-m", module]
+    command = [sys.executable, "-c", code_to_run(module)]
     return Helper(command, our_environment(**environment), name=name, first=first)
 
 

@@ -104,7 +104,3 @@ def _with_traceback(error: BaseException) -> tuple[BaseException, str]:
     if sent is None or len(pickle.dumps(sent)) > MAX_TRACEBACK_CHARACTERS:
         sent = RuntimeError(describe_error(error))
     return sent, text
-
-
-if __name__ == "__main__":
-    main()

@@ -24,6 +24,14 @@ def search_path() -> str:
     return os.pathsep.join(paths)
 
 
+def code_to_run(module: str) -> str:
+    """Return a program for `python -c` that calls `main` of a module of this `verl`.
+
+    It comes before another `verl` of the current folder, which `python -m` would find first.
+    """
+    return f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from {module} import main; main()"
+
+
 def our_environment(**variables: str) -> dict[str, str]:
     """Return the environment of a child that imports this `verl`: ours, plus the variables."""
     return {**os.environ, "PYTHONPATH": search_path(), **variables}

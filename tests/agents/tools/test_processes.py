@@ -214,7 +214,7 @@ def test_processes_are_replaced_after_the_fork_server_died(tools):
     nurseries = [
         child
         for child in psutil.Process().children()
-        if "verl.agents.tools.process_main" in child.cmdline()
+        if "verl.agents.tools.process_main" in " ".join(child.cmdline())
     ]
     assert nurseries
     for nursery in nurseries:  # also those of other tool sets of these tests

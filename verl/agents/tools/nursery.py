@@ -20,7 +20,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from verl.utils.children import START_TIMEOUT_S, kill_session, our_environment, start
+from verl.utils.children import (
+    START_TIMEOUT_S,
+    code_to_run,
+    kill_session,
+    our_environment,
+    start,
+)
 
 _REQUEST = struct.Struct(">cq")
 _ANSWER = struct.Struct(">q")
@@ -53,7 +59,7 @@ class Nursery:
     """The trainer's end of the process. Used from one thread."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "verl.agents.tools.process_main"]
+        command = [sys.executable, "-c", code_to_run("verl.agents.tools.process_main")]
         self.process, self._control = start(command, our_environment())
         self._control.settimeout(START_TIMEOUT_S)
 

@@ -80,7 +80,3 @@ def _sendable(error: BaseException) -> BaseException:
     if isinstance(sent, Exception):
         return sent
     return ConfigError(f"Making the tools raised {type(error).__name__}: {error}")
-
-
-if __name__ == "__main__":
-    main()

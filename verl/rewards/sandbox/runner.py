@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from verl.config.reward import SandboxConfig
 from verl.rewards.helper import Helper, HelperDied, HelperPool, HelperTimeout
 from verl.rewards.sandbox import seccomp
-from verl.utils.children import PACKAGE_ROOT
+from verl.utils.children import code_to_run
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
 
@@ -125,15 +125,12 @@ def default_runner() -> LocalRunner:
 
 def start_server(settings: SandboxConfig, isolation: str) -> Helper:
     """Start a server process, without our environment, which may hold keys, and our search path."""
-    start = (
-        f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from verl.rewards.sandbox.server "
-        "import main; main()"
-    )
+    code = code_to_run("verl.rewards.sandbox.server")
     limits = json.dumps({**asdict(settings), "isolation": isolation})
     # More threads of a numeric library would only use up the limit on address space.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": "/tmp", **threads}
-    return Helper([sys.executable, "-I", "-c", start, limits], environment, name="the sandbox")
+    return Helper([sys.executable, "-I", "-c", code, limits], environment, name="the sandbox")
 
 
 def choose_isolation(settings: SandboxConfig) -> str:
