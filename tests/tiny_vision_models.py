@@ -156,3 +156,45 @@ def save_tiny_vision(folder: Path, family: str, **arguments: Any) -> Path:
     """Save the weights and the configuration of a tiny model."""
     tiny_vision_model(family, **arguments).save_pretrained(folder)
     return folder
+
+
+def wide_vision_model(
+    family: str, dtype: torch.dtype, *, intermediate: int = 256
+) -> PreTrainedModel:
+    """Return a model of `family` whose tower is wide enough to measure its memory.
+
+    It has four layers with states of 64 and an MLP of 192; the language model has states of 96 and
+    an MLP of `intermediate`.
+    """
+    values = _CONFIGS[family]
+    text = {**values["text_config"], "hidden_size": 96, "intermediate_size": intermediate}
+    if "head_dim" in text:
+        text["head_dim"] = 24
+    if "rope_parameters" in text:
+        text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [4, 4, 4]}
+
+    vision = {**values["vision_config"], "hidden_size": 64, "intermediate_size": 192}
+    changed: dict[str, Any] = {}
+    if family == "qwen2_vl":
+        del vision["intermediate_size"]
+        vision |= {"depth": 4, "embed_dim": 64, "mlp_ratio": 3, "hidden_size": 96}
+    elif family.startswith("qwen"):
+        vision |= {"depth": 4, "out_hidden_size": 96}
+    else:
+        side: Any = [32, 32] if family == "internvl" else 32
+        vision |= {"num_hidden_layers": 4, "image_size": side}
+        changed = {
+            "image_seq_length": 16,
+            "mm_tokens_per_image": 16,
+            "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32]],
+        }
+
+    for name in changed.keys() & values.keys():
+        values = {**values, name: changed[name]}
+    values = {**values, "text_config": text, "vision_config": vision}
+    config = AutoConfig.for_model(family, **values)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForImageTextToText.from_config(
+            config, dtype=dtype, attn_implementation="eager"
+        )

@@ -556,4 +556,5 @@ def test_plan_trains_no_tower_that_is_frozen(tmp_path: Path, adapted: bool):
     assert plan.roles["actor"].footprint.shape == worker.engine.footprint.shape
     (tower,) = vision_towers(worker.engine.hf_model)
     assert not any(weight.requires_grad for weight in tower.parameters())
-    assert "not the activations of the tower" in render(plan, [])
+    state = "frozen: " if adapted else "frozen, with a trained connector: "
+    assert state in render(plan, [])

@@ -24,6 +24,11 @@ class BatchPlan:
     data_ranks: int
     rows_a_rank: int
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return round(self.longest * self.prompt_share)
+
     @classmethod
     def of(cls, config: TrainConfig, ranks: int) -> "BatchPlan":
         """Size the batches of a run. Raises ConfigError where ranks do not divide the rows."""

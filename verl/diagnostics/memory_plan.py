@@ -11,6 +11,7 @@ from verl.config.policies import SELF, partner_role
 from verl.diagnostics.batch import BatchPlan
 from verl.diagnostics.hosts import Placement
 from verl.diagnostics.model_shapes import ModelShapes
+from verl.diagnostics.picture_memory import PictureMemory
 from verl.diagnostics.roles import Passes, Role, roles_of, work_of
 from verl.diagnostics.rollout_memory import RolloutPlan, as_planned, plan_rollout
 from verl.engine.model_shape import ModelShape
@@ -47,6 +48,7 @@ class MemoryPlan:
     batch: BatchPlan
     roles: dict[str, Role]
     rollout: RolloutPlan
+    pictures: PictureMemory
     phases: tuple[PhasePlan, ...]
 
     @property
@@ -104,6 +106,7 @@ class _Planner:
         self.placement = placement
         self.batch = BatchPlan.of(config, len(placement.roles["actor"]))
         self.roles = roles_of(config, placement, shapes)
+        self.pictures = PictureMemory.of(self.batch, self.roles["actor"])
 
         model = config.actor_rollout_ref.model
         self._rollout_config = as_planned(config.actor_rollout_ref.rollout)
@@ -122,6 +125,7 @@ class _Planner:
             batch=self.batch,
             roles=self.roles,
             rollout=self.rollout,
+            pictures=self.pictures,
             phases=tuple(self._phases()),
         )
 
@@ -214,7 +218,7 @@ class _Planner:
         usable = self.placement.usable_bytes
         room = None if usable is None else usable - sum(beside.values()) - awake
         passes = Passes.of(work_of(self.config, self.batch, phase), role, predict, room)
-        parts = {**predict(passes.tokens, passes.predictions), "rollout, awake": awake}
+        parts = {**passes.taken(predict), "rollout, awake": awake}
         return self._phase(
             name, phase, parts, brings_parameters=True, brings_moments=trains, passes=passes
         )
@@ -314,6 +318,10 @@ class _Planner:
             held[name] = each.footprint.on_host + (on_host or {}).get(name, 0)
             others[name] = {"": each.footprint.resident}
         held["rollout"] = self._itemsize * self._frozen_numbers
+        held["actor"] += self.pictures.kept
+        if role in held and (passes is not None or phase == "rollout"):
+            held[role] += self.pictures.prepared_a_rank
+            once_on_host += self.pictures.prepared
         others["rollout"] = {"rollout": self._awake()}
         host = self._host(role, device, held, others) + once_on_host
         return PhasePlan(role=role, phase=phase, device=device, host=host, passes=passes)

@@ -45,12 +45,7 @@ def render(
             f"The family '{shape.family}' is not of those that the formulae were measured with: "
             "take its activations for a bound by analogy with Llama's layer."
         )
-    if shape.tower_numel:
-        lines.append(
-            f"Pictures: {_count(shape.tower_numel)} parameters are of the vision tower and its "
-            "connector. The plan counts these weights, but not the activations of the tower, nor "
-            "the pictures that wait on the host: leave room for them."
-        )
+    lines += _pictures(plan)
 
     return "\n".join(lines)
 
@@ -62,6 +57,11 @@ def as_json(
     placement = plan.placement
     phases = []
     for phase in plan.phases:
+        passes = phase.passes and {
+            "tokens": phase.passes.tokens,
+            "picture_tokens": phase.passes.picture_tokens,
+            "chosen": phase.passes.chosen,
+        }
         entry: dict[str, object] = {
             "role": phase.role,
             "phase": phase.phase,
@@ -96,11 +96,41 @@ def as_json(
             "ranks": placement.roles,
             "batch": asdict(plan.batch),
             "rollout": asdict(plan.rollout) | {"at_once": plan.rollout.at_once},
+            "pictures": asdict(plan.pictures),
             "phases": phases,
             "advice": proposals,
         },
         indent=2,
     )
+
+
+def _pictures(plan: MemoryPlan) -> list[str]:
+    """Describe the vision tower, the patches of the largest pass, and pictures on the host."""
+    shape = plan.roles["actor"].footprint.shape
+    tower = shape.tower
+    if tower is None:
+        return []
+
+    if tower.trained:
+        trains = "trained"
+    elif tower.connector_trained:
+        trains = "frozen, with a trained connector"
+    else:
+        trains = "frozen"
+    most = max(phase.passes.picture_tokens for phase in plan.phases if phase.passes is not None)
+    lines = [
+        f"Pictures: a vision tower with its connector, {_count(shape.tower_numel)} parameters, "
+        f"{trains}: {tower.layers} layers, width {tower.width}, MLP {tower.intermediate}; "
+        f"{tower.tile_patches / tower.tile_tokens:.3g} patches a token. The plan takes every token "
+        f"of a prompt for one of a picture: at most {tower.patches(most)} patches a pass, and "
+        f"{_gib(plan.pictures.prepared)} GiB of prepared pictures a step on the first host."
+    ]
+    if plan.pictures.kept:
+        lines.append(
+            f"Features of the frozen tower stay on the host: at most {_gib(plan.pictures.kept)} GiB "
+            "of each actor process."
+        )
+    return lines
 
 
 def _table(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:

@@ -26,7 +26,7 @@ from verl.engine.model_shape import ModelShape
 from verl.engine.options import EngineOptions
 from verl.utils.arithmetic import ceil_div
 
-Predict = Callable[[int, int], dict[str, int]]
+Predict = Callable[[int, int, int], dict[str, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +107,8 @@ class Work(NamedTuple):
     rows: int  # of all ranks together
     longest: int  # tokens of a row
     predictions: int  # of them
+    prompts: int  # that these rows answer
+    longest_prompt: int  # tokens of one, all of which may be of pictures
 
 
 # Of each phase: its section, the first word of its keys there, the reader of its size of passes.
@@ -125,8 +127,17 @@ def work_of(config: TrainConfig, batch: BatchPlan, phase: str) -> Work:
     if phase == "scores":
         # Its own tokenizer and chat template may make a little more or less of a row.
         longest = min(batch.longest, config.reward_model.max_length or batch.longest)
-        keys = ("reward_model", "forward_max_token_len_per_gpu", "micro_batch_size_per_gpu")
-        return Work(*keys, reward_micro_batch(config.reward_model), batch.rows, longest, 1)
+        return Work(
+            section="reward_model",
+            tokens_key="forward_max_token_len_per_gpu",
+            rows_key="micro_batch_size_per_gpu",
+            micro_batch=reward_micro_batch(config.reward_model),
+            rows=batch.rows,
+            longest=longest,
+            predictions=1,
+            prompts=batch.prompts,
+            longest_prompt=min(longest, batch.longest_prompt),
+        )
 
     section, use, micro_batch_of = _SIZED_BY[phase]
     settings = attrgetter(section)(config)
@@ -141,8 +152,20 @@ def work_of(config: TrainConfig, batch: BatchPlan, phase: str) -> Work:
         micro_batch=micro_batch_of(settings),
         rows=prompts * batch.samples,
         longest=batch.longest,
-        predictions=round(batch.longest * (1 - batch.prompt_share)),
+        predictions=batch.longest - batch.longest_prompt,
+        prompts=prompts,
+        longest_prompt=batch.longest_prompt,
     )
+
+
+def prompts_of_rank(prompts: int, rows: int, data_ranks: int) -> int:
+    """Return of how many prompts a rank has rows, and so pictures.
+
+    Rows of a prompt stay together where each rank gets two prompts (`dealing.balanced`).
+    """
+    if prompts >= 2 * data_ranks:
+        return ceil_div(prompts, data_ranks)
+    return min(prompts, ceil_div(rows, data_ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +175,7 @@ class Passes:
     work: Work
     tokens: int
     predictions: int
+    picture_tokens: int  # at most, of different pictures
     chosen: bool  # by the engine, since the configuration sets no size
     least: int  # tokens of the longest row, or of this rank's part of it
 
@@ -164,12 +188,24 @@ class Passes:
             most = min(most, max(CPU_PASS_TOKENS, longest))
         max_tokens, rows = work.micro_batch
 
+        prompts = prompts_of_rank(work.prompts, work.rows, role.data_ranks)
+
         def sized(tokens: int) -> "Passes":
             tokens = min(most, max(longest, tokens))
             predictions = round(tokens * work.predictions / work.longest)
+            # Ranks that share a row's tokens compute all of its pictures each.
+            of_prompts = ceil_div(tokens * role.sequence_ranks * work.longest_prompt, work.longest)
+            pictures = 0
+            if role.footprint.tower is not None:
+                pictures = min(of_prompts, prompts * work.longest_prompt)
             chosen = max_tokens is None and rows is None
             return cls(
-                work=work, tokens=tokens, predictions=predictions, chosen=chosen, least=longest
+                work=work,
+                tokens=tokens,
+                predictions=predictions,
+                picture_tokens=pictures,
+                chosen=chosen,
+                least=longest,
             )
 
         if rows is not None:
@@ -179,6 +215,10 @@ class Passes:
 
         def taken(tokens: int) -> int:
             passes = sized(tokens)
-            return sum(predict(passes.tokens, passes.predictions).values())
+            return sum(passes.taken(predict).values())
 
         return sized(MOST_TOKENS if room is None else largest_that_fits(taken, room))
+
+    def taken(self, predict: Predict) -> dict[str, int]:
+        """Return the bytes of such a pass, by purpose."""
+        return predict(self.tokens, self.predictions, self.picture_tokens)

@@ -5,12 +5,16 @@ from dataclasses import dataclass, replace
 from verl.config import RolloutConfig
 from verl.diagnostics.batch import BatchPlan
 from verl.engine.model_shape import ModelShape
+from verl.engine.tower_footprint import TowerFootprint
 from verl.models.load import torch_dtype
 from verl.rollout import check_engine, rollout_engines
 from verl.rollout.base import capabilities_of, plan_engine
 from verl.rollout.fp8 import CACHE_DTYPES, SCALE_BYTES, cached_bytes
 from verl.rollout.memory import EngineLoad
 from verl.utils.arithmetic import ceil_div
+
+# Tokens of pictures over which the bytes of one are averaged.
+_MANY_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +120,7 @@ def plan_rollout(
         samples=samples,
         longest=longest,
         longest_prompt=round(longest * batch.prompt_share),
+        picture_bytes=_picture_bytes(shape, itemsize, on_cuda),
         ranks=parts,
         heads=shape.heads,
         hidden=shape.hidden,
@@ -140,6 +145,15 @@ def plan_rollout(
         most_at_once=config.max_num_seqs,
         working=memory.working,
     )
+
+
+def _picture_bytes(shape: ModelShape, itemsize: int, on_cuda: bool) -> int:
+    """Return the bytes that the vision tower works with for each token of a picture."""
+    if shape.tower is None:
+        return 0
+    # The embedded engine compiles the layers of its towers on CUDA, see `compile_towers`.
+    tower = TowerFootprint(shape=shape.tower, itemsize=itemsize, compiled=on_cuda, on_cuda=on_cuda)
+    return ceil_div(tower.forward(_MANY_TOKENS), _MANY_TOKENS)
 
 
 def _itemsize(config: RolloutConfig, shape: ModelShape, on_cuda: bool) -> int:

@@ -411,7 +411,7 @@ class TrainEngine:
         mini_batch: MiniBatch,
         budget: TokenBudget,
         passes: Callable[[Plan], Result],
-        predict: Callable[[], Callable[[int, int], dict[str, int]]],
+        predict: Callable[[], Callable[[int, int, int], dict[str, int]]],
         on_restart: Callable[[], None] = lambda: None,
     ) -> Result:
         """Run `passes` within the budget, again with a smaller one where memory runs out."""
@@ -424,10 +424,14 @@ class TrainEngine:
 
         # Each rank along the sequence axis has its part of a row.
         lengths = [ceil_div(length, self.mesh.sequence.size) for length in mini_batch.lengths]
+
+        def bytes_of(size: int) -> int:
+            # Each of these ranks computes all pictures of the row.
+            pictures = min(size * self.mesh.sequence.size, mini_batch.picture_tokens)
+            return sum(predict()(size, size, pictures).values())
+
         with phase_peaks.phase(budget.phase, self.device):
-            asked = self.budgets.begin(
-                budget, lengths, lambda size: sum(predict()(size, size).values())
-            )
+            asked = self.budgets.begin(budget, lengths, bytes_of)
             result = self.guard.run(
                 asked,
                 lengths,

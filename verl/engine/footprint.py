@@ -18,6 +18,7 @@ from verl.distributed.fsdp import GATHERED_SHARE
 from verl.distributed.offload import CHUNK_BYTES
 from verl.engine.model_shape import ModelShape, Weight
 from verl.engine.options import EngineOptions
+from verl.engine.tower_footprint import TowerFootprint
 from verl.models.divergence import CHUNK_TENSORS
 from verl.models.families import LLAMA_FAMILIES
 from verl.models.kernels import swiglu
@@ -29,6 +30,8 @@ _COLUMN_BYTES = 64
 # Gathered copies of a layer on several ranks: it, the next one on its way, and the buffer that it
 # arrives in.
 _LAYER_COPIES = 3
+# Inputs of layers that recompute, on their way to the host or back, that the device holds at once.
+_MOVING_INPUTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,11 +197,12 @@ class EngineFootprint:
 
     # ---------------------------------------------------------------- phases
 
-    def forward(self, tokens: int, predictions: int) -> dict[str, int]:
+    def forward(self, tokens: int, predictions: int, picture_tokens: int = 0) -> dict[str, int]:
         """Predict a pass without gradients over `tokens` packed tokens.
 
         Args:
             predictions: tokens among them that predict a response token.
+            picture_tokens: tokens of its different pictures; a model of text ignores them.
         """
         shape = self.shape
         width = self.setup.compute_itemsize
@@ -220,18 +224,35 @@ class EngineFootprint:
         # The last states, those that predict, and the last norm's fp32 values (it is not compiled).
         head = width * shape.hidden * (2 * tokens + predictions) + self._logits(predictions)
         columns = {"columns": _COLUMN_BYTES * tokens}
-        return _largest(
+        moments = [
             {"gathered weights": self.gathered, "one layer": layer, **columns},
             {"gathered weights": self._gathered_at_head, "logits and last states": head, **columns},
-        )
+        ]
+        if self.tower is not None:
+            deep = {"features of pictures": self.tower.deep_features(picture_tokens)}
+            moments = [{**moment, **deep} for moment in moments]
+            tower = self.tower.forward(picture_tokens)
+            moments.append(
+                {"gathered weights": self._gathered_at_head, "vision tower": tower, **columns}
+            )
+        return _largest(*moments)
 
-    def update(self, tokens: int, predictions: int) -> dict[str, int]:
-        """Predict forward and backward of a micro-batch, with the gradients of earlier ones."""
+    def update(self, tokens: int, predictions: int, picture_tokens: int = 0) -> dict[str, int]:
+        """Predict forward and backward of a micro-batch, with the gradients of earlier ones.
+
+        Args:
+            tokens, predictions, picture_tokens: as of `forward`.
+        """
         kept = self._kept(tokens)
         parts = {
             "gradients": 0 if self.setup.offload_policy else self.gradients,
             "columns": _COLUMN_BYTES * tokens,
         }
+        tower_moments: list[dict[str, int]] = []
+        if self.tower is not None:
+            tower_moments = self._with_tower(self.tower, tokens, picture_tokens, parts)
+            kept["vision tower"] = self.tower.kept(picture_tokens)
+            kept["features of pictures"] = self.tower.deep_features(picture_tokens)
 
         return _largest(
             {
@@ -247,17 +268,22 @@ class EngineFootprint:
                 **parts,
                 "reduced gradients of embedding and head": self._reduction(rest=True),
             },
+            *tower_moments,
         )
 
     def update_with_divergences(
-        self, frozen: Mapping[str, ModelShape], tokens: int, predictions: int
+        self,
+        frozen: Mapping[str, ModelShape],
+        tokens: int,
+        predictions: int,
+        picture_tokens: int = 0,
     ) -> dict[str, int]:
         """Predict `update` where the loss compares whole distributions with frozen models'.
 
         The update then also holds their states, and one chunk of logits
         (`verl.models.divergence`).
         """
-        parts = self.update(tokens, predictions)
+        parts = self.update(tokens, predictions, picture_tokens)
         rows = max(1, self._chunk_rows(predictions) // CHUNK_TENSORS)
         for name, shape in frozen.items():
             states = self.setup.compute_itemsize * shape.hidden * predictions
@@ -308,6 +334,21 @@ class EngineFootprint:
         """The largest parameter, in its own dtype: the bytes to gather one after the other."""
         return max(_whole_bytes([weight]) for weight in self.shape.weights)
 
+    @cached_property
+    def tower(self) -> TowerFootprint | None:
+        """The footprint of the vision tower; None for a model of text."""
+        if self.shape.tower is None:
+            return None
+        recomputing, _ = self._recomputing
+        return TowerFootprint(
+            shape=self.shape.tower,
+            itemsize=self.setup.compute_itemsize,
+            compiled=self.setup.compiled,
+            on_cuda=self.setup.on_cuda,
+            recomputing=recomputing,
+            most_inputs=_MOVING_INPUTS if self.setup.activation_offload else None,
+        )
+
     # ---------------------------------------------------------------- terms
 
     @property
@@ -356,6 +397,50 @@ class EngineFootprint:
         )
         return self.setup.compute_itemsize * numel
 
+    @property
+    def _recomputing(self) -> tuple[int, int]:
+        """Count the layers of the tower and of the language model that recompute.
+
+        `apply_checkpointing` counts the layers of both together, and those of the tower come first.
+        """
+        in_tower = 0 if self.shape.tower is None else self.shape.tower.layers
+        total = math.ceil(self.setup.checkpointing_share * (in_tower + self.shape.layers))
+        of_tower = min(in_tower, total)
+        return of_tower, total - of_tower
+
+    def _with_tower(
+        self, tower: TowerFootprint, tokens: int, picture_tokens: int, parts: dict[str, int]
+    ) -> list[dict[str, int]]:
+        """Return the moments of an update at which the vision tower computes.
+
+        Before the language model it holds what a pass without gradients does, or what it keeps. In
+        its backward pass no activation of the language model is left, but the gradients of its
+        embeddings. The gradients of weights outside the language model's layers wait for one
+        another: those of the head from the beginning, those of the tower grow as it frees layers.
+        """
+        kept = tower.kept(picture_tokens)
+        whole = {"gathered weights": self._gathered_at_head, **parts}
+        moments = [{**whole, "vision tower": max(kept, tower.forward(picture_tokens))}]
+        if not tower.shape.trained:
+            return moments
+
+        width = self.setup.compute_itemsize
+        embeddings = 2 * width * self.shape.hidden * tokens
+        rest = self._trained_rest if self.setup.shards else 0
+        for in_tower, waiting in (
+            (kept + tower.backward(picture_tokens), self.shape.head_numel),
+            (tower.first_layer(picture_tokens), rest),
+        ):
+            moments.append(
+                {
+                    **whole,
+                    "vision tower": in_tower,
+                    "gradients of embeddings": embeddings,
+                    "gradients of the tower and the head": width * waiting,
+                }
+            )
+        return moments
+
     def _kept(self, tokens: int) -> dict[str, int]:
         """Return the bytes kept from forward to backward pass.
 
@@ -363,11 +448,11 @@ class EngineFootprint:
         """
         shape = self.shape
         setup = self.setup
-        recomputing = math.ceil(setup.checkpointing_share * shape.layers)
+        _, recomputing = self._recomputing
         inputs = setup.compute_itemsize * shape.hidden * recomputing
         if setup.activation_offload:
             # on their way out, or in
-            inputs = min(inputs, 3 * setup.compute_itemsize * shape.hidden)
+            inputs = min(inputs, _MOVING_INPUTS * setup.compute_itemsize * shape.hidden)
         return {
             "activations": self.layer_activations() * (shape.layers - recomputing) * tokens,
             "inputs of layers that recompute": inputs * tokens,

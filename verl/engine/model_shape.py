@@ -9,6 +9,7 @@ from torch import nn
 
 from verl.engine.compile import FAMILIES
 from verl.engine.flops import head_sizes, num_experts
+from verl.engine.tower_shape import TowerShape
 from verl.models.vision import language_layers, picture_parameters
 from verl.utils.arithmetic import ceil_div
 
@@ -46,6 +47,7 @@ class ModelShape:
     head_numel: int  # of the head's weight, where it gets a gradient
     norms_heads: bool  # Qwen3 normalises queries and keys
     tower_numel: int = 0  # of the weights that only pictures use
+    tower: TowerShape | None = None  # None: a model of text
 
     @property
     def is_llama_like(self) -> bool:
@@ -118,6 +120,7 @@ class ModelShape:
             head_numel=head_numel,
             norms_heads=norms_heads,
             tower_numel=sum(each.numel() for each in picture_parameters(model)),
+            tower=TowerShape.of(model),
         )
 
 

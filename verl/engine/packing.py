@@ -87,6 +87,15 @@ class MiniBatch:
         end = self.attention_mask.shape[1] - self.response_length
         return self.attention_mask[:, :end].sum(dim=1).tolist()
 
+    @cached_property
+    def picture_tokens(self) -> int:
+        """Number of tokens of all different pictures."""
+        different = {}
+        for own in self.pictures or ():
+            for picture in own:
+                different[picture.key] = picture.num_tokens
+        return sum(different.values())
+
     def pack(self, rows: Sequence[int]) -> MicroBatch:
         """Pack some rows: tokens, columns (M,), row numbers (M,); no rows give one token, M = 0."""
         chosen = torch.tensor(rows, dtype=torch.int64, device=self.input_ids.device)

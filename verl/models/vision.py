@@ -31,10 +31,12 @@ VISION_ATTENTION = "sdpa"
 class Family:
     """How a family's pictures become features.
 
-    `example` makes the inputs and the grid of a small random picture, for the check at load.
+    `example` makes the inputs and the grid of a small random picture, for the check at load. `tile`
+    counts the most patches that its tower reads, and the features that it gives for them.
     """
 
     example: Callable[[Any, torch.Generator], tuple[dict[str, Tensor], tuple[int, int] | None]]
+    tile: Callable[[Any], tuple[int, int]]
     three_parts: bool = False  # positions
     # Fewest and most pixels of videos where a model's folder does not say; None: it reads none.
     # They count a frame, or the whole video for families with `splits_videos`.
@@ -65,6 +67,40 @@ def _square(config: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
+def _merged_patches(config: Any) -> tuple[int, int]:
+    return config.vision_config.spatial_merge_size**2, 1
+
+
+def _patches_of_square(config: Any) -> int:
+    size = config.vision_config.patch_size
+    height, width = (size, size) if isinstance(size, int) else size
+    rows, columns = _square(config)
+    return (rows // height) * (columns // width)
+
+
+def _gemma_tile(config: Any) -> tuple[int, int]:
+    return _patches_of_square(config), config.mm_tokens_per_image
+
+
+def _internvl_tile(config: Any) -> tuple[int, int]:
+    # One token of the tower stands for the whole tile.
+    return 1 + _patches_of_square(config), config.image_seq_length
+
+
+def _smolvlm_tile(config: Any) -> tuple[int, int]:
+    return config.scale_factor**2, 1
+
+
+def _llava_tile(config: Any) -> tuple[int, int]:
+    """Count tiles of a whole picture: more than "anyres_max_9" names give no more features."""
+    height, width = _square(config)
+    tiles = max(
+        (rows // height) * (columns // width) for rows, columns in config.image_grid_pinpoints
+    )
+    most = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
+    return 1 + tiles, 1 + min(tiles, most)
+
+
 def _tile_example(config: Any, generator: torch.Generator) -> tuple[dict[str, Tensor], None]:
     height, width = _square(config)
     return {"pixel_values": torch.randn(1, 3, height, width, generator=generator)}, None
@@ -89,15 +125,21 @@ _QWEN3_VIDEO = (128 * 32 * 32, 768 * 32 * 32)
 
 FIRST_WITH_VIDEOS = "5.19"  # of transformers
 FAMILIES: Mapping[str, Family] = {
-    "qwen2_vl": Family(_qwen_example, three_parts=True, video_pixels=_QWEN2_VIDEO),
-    "qwen2_5_vl": Family(_qwen_example, three_parts=True, video_pixels=_QWEN2_VIDEO),
-    "qwen3_vl": Family(
-        _qwen_example, three_parts=True, video_pixels=_QWEN3_VIDEO, splits_videos=True
+    "qwen2_vl": Family(_qwen_example, _merged_patches, three_parts=True, video_pixels=_QWEN2_VIDEO),
+    "qwen2_5_vl": Family(
+        _qwen_example, _merged_patches, three_parts=True, video_pixels=_QWEN2_VIDEO
     ),
-    "internvl": Family(_tile_example),
-    "smolvlm": Family(_smolvlm_example),
-    "llava_onevision": Family(_llava_example, one_picture=True),
-    "gemma3": Family(_tile_example, sees_itself=True),
+    "qwen3_vl": Family(
+        _qwen_example,
+        _merged_patches,
+        three_parts=True,
+        video_pixels=_QWEN3_VIDEO,
+        splits_videos=True,
+    ),
+    "internvl": Family(_tile_example, _internvl_tile),
+    "smolvlm": Family(_smolvlm_example, _smolvlm_tile),
+    "llava_onevision": Family(_llava_example, _llava_tile, one_picture=True),
+    "gemma3": Family(_tile_example, _gemma_tile, sees_itself=True),
 }
 
 

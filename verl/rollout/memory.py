@@ -29,6 +29,7 @@ class EngineLoad:
     vocabulary: int
     itemsize: int  # bytes of a number in weights and cache
     token_bytes: int  # keys and values of one token in all layers, on one rank
+    picture_bytes: int = 0  # that a vision tower works with for each token of a picture
 
     on_cuda: bool
     room: float | None  # bytes that the trainer and the engine's weights leave; None: not known
@@ -67,7 +68,13 @@ def paged_memory(config: RolloutConfig, load: EngineLoad) -> EngineMemory:
     pages_a_sample = ceil_div(cached, config.page_size)
     useful = pages_a_sample * min(load.samples, config.max_num_seqs) + load.prompts
     numbers_a_token = 3 * load.intermediate // load.ranks + 5 * load.hidden
-    prefill = load.itemsize * config.max_num_batched_tokens * numbers_a_token
+    tokens = config.max_num_batched_tokens
+    # The tower ends before the language model begins. A single prompt may have more tokens.
+    of_pictures = min(load.prompts * load.longest_prompt, max(tokens, load.longest_prompt))
+    prefill = max(
+        load.itemsize * tokens * numbers_a_token,
+        load.picture_bytes * of_pictures,
+    )
     logits = logits_bytes(config, load)
 
     pages = useful
@@ -92,7 +99,10 @@ def padded_memory(config: RolloutConfig, load: EngineLoad) -> EngineMemory:
     Eager attention keeps the scores of all prompts, also in fp32 and as a mask.
     """
     rows = min(load.samples, config.max_num_seqs)
-    prefill = rows * load.heads * load.longest_prompt**2 * (2 * load.itemsize + 4)
+    prefill = max(
+        rows * load.heads * load.longest_prompt**2 * (2 * load.itemsize + 4),
+        load.picture_bytes * rows * load.longest_prompt,
+    )
     return EngineMemory(
         page_tokens=load.longest,
         pages_a_sample=1,
