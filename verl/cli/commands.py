@@ -71,7 +71,7 @@ _ALL = (
     Command(
         words="sft",
         module="verl.jobs.main_sft",
-        summary="fine-tune on the assistant's tokens",
+        summary="fine-tune on the assistant's tokens; --dry-run predicts memory alone",
         example="verl sft data.train_files=train.parquet model.path=Qwen/Qwen2.5-0.5B",
     ),
     Command(

@@ -96,7 +96,10 @@ ROOTS = {
         sft.SFTConfig,
         "sft",
         "verl.jobs.main_sft",
-        "The shortest run: data.train_files=rows.parquet model.path=toy",
+        (
+            "The shortest run: data.train_files=rows.parquet model.path=toy. With --dry-run: its "
+            "memory alone, nothing is trained."
+        ),
         sft.RULES,
         sft.RULES_OF_FILES,
         sft.doubtful,

@@ -1,13 +1,14 @@
 """The nearest configurations that fit: keys to change, each set of them planned again as proof."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, starmap
 from typing import Any
 
 from verl.config import TrainConfig
 from verl.config.keys import keys_of, value_at
+from verl.config.rules import RULES, Rule
 from verl.config.validate import contradictions
 from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
 from verl.diagnostics.model_shapes import ModelShapes
@@ -50,6 +51,27 @@ def advise(config: TrainConfig, plan: MemoryPlan, shapes: ModelShapes) -> list[A
 
     Returns an empty list if none is needed, and if none helps.
     """
+    return find_advice(config, plan, shapes, _moves(config, plan), plan_memory, RULES)
+
+
+def find_advice(
+    config: Any,
+    plan: MemoryPlan,
+    shapes: ModelShapes,
+    single: Iterable[Change],
+    replan: Callable[[Any, float, ModelShapes], MemoryPlan],
+    rules: Sequence[Rule],
+) -> list[Advice]:
+    """Find the advice of `advise` for a configuration of any root.
+
+    Args:
+        config: of the run.
+        plan: of `config`.
+        shapes: shared by all plans.
+        single: changes that save memory, the cheapest first.
+        replan: plans a changed configuration on a device of so many GiB.
+        rules: those that a changed configuration must keep.
+    """
     if plan.placement.usable_bytes is None or plan.fits:
         return []
     assert plan.placement.device_bytes is not None
@@ -60,15 +82,15 @@ def advise(config: TrainConfig, plan: MemoryPlan, shapes: ModelShapes) -> list[A
         again = config
         for key, value in pairs:
             again = _changed(again, key, value)
-        if contradictions(again, only_to_plan=True):
+        if contradictions(again, rules, only_to_plan=True):
             return None
         try:
-            planned = plan_memory(again, device_gib, shapes)
+            planned = replan(again, device_gib, shapes)
         except ConfigError:  # ranks that do not divide rows or heads
             return None
         return Advice(changes=tuple(starmap(_written, pairs)), plan=planned)
 
-    moves = [move for move in _moves(config, plan) if changed(move) is not None]
+    moves = [move for move in single if changed(move) is not None]
     for count in range(1, MOST_CHANGES + 1):
         found: list[Advice] = []
         for chosen in combinations(moves, count):
@@ -89,7 +111,7 @@ def _written(key: str, value: object) -> str:
     return f"{key}={'null' if value is None else value}"
 
 
-def _changed(config: TrainConfig, key: str, value: object) -> TrainConfig:
+def _changed(config: Any, key: str, value: object) -> Any:
     """Change a key, and those that follow it, as if the configuration were loaded with it.
 
     Returns a copy that shares all sections without a change.
@@ -104,7 +126,7 @@ def _changed(config: TrainConfig, key: str, value: object) -> TrainConfig:
         section = inner
     setattr(section, last, value)
 
-    for other in keys_of(TrainConfig).values():
+    for other in keys_of(type(config)).values():
         if other.followed == key and value_at(changed, other.path) == before:
             changed = _changed(changed, other.path, value)
     return changed
@@ -130,7 +152,7 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
         if not value_at(config, key):
             yield ((key, True),)
 
-    yield from _smaller_passes(config, plan)
+    yield from smaller_passes(config, plan)
     if roles.rollout.gpu_memory_utilization > 0.3:
         yield ((f"{rollout}.gpu_memory_utilization", 0.3),)
     if roles.rollout.num_pages is not None:
@@ -173,7 +195,7 @@ def _of_planned(sections: Mapping[str, str], plan: MemoryPlan) -> list[str]:
     return [section for role, section in sections.items() if role in plan.roles]
 
 
-def _smaller_passes(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
+def smaller_passes(config: Any, plan: MemoryPlan) -> Iterator[Change]:
     """Yield a half, a quarter and an eighth of the user's tokens, down to a single row."""
     for phase in plan.phases:
         if phase.passes is None or phase.passes.chosen:

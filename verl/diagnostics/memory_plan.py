@@ -12,7 +12,7 @@ from verl.diagnostics.batch import BatchPlan
 from verl.diagnostics.hosts import Placement
 from verl.diagnostics.model_shapes import ModelShapes
 from verl.diagnostics.picture_memory import PictureMemory
-from verl.diagnostics.roles import Passes, Role, roles_of, work_of
+from verl.diagnostics.roles import Passes, Role, Work, roles_of, work_of
 from verl.diagnostics.rollout_memory import RolloutPlan, as_planned, plan_rollout
 from verl.engine.model_shape import ModelShape
 from verl.models.load import torch_dtype
@@ -47,7 +47,7 @@ class MemoryPlan:
     placement: Placement
     batch: BatchPlan
     roles: dict[str, Role]
-    rollout: RolloutPlan
+    rollout: RolloutPlan | None  # None: fine-tuning
     pictures: PictureMemory
     phases: tuple[PhasePlan, ...]
 
@@ -66,7 +66,7 @@ class MemoryPlan:
         """Describe everything that does not fit on a device."""
         usable = self.placement.usable_bytes
         found = []
-        if self.rollout.at_once < 1:
+        if self.rollout is not None and self.rollout.at_once < 1:
             found.append("the key-value cache has no room for a single sample of full length")
         for phase in self.phases:
             if usable is not None and phase.device_bytes > usable:
@@ -97,10 +97,14 @@ def plan_memory(
         ModelError: a model is missing.
         ConfigError: ranks do not divide rows or a model's heads.
     """
-    return _Planner(config, Placement.of(config, device_gib), shapes or ModelShapes()).plan()
+    return Planner(config, Placement.of(config, device_gib), shapes or ModelShapes()).plan()
 
 
-class _Planner:
+class Planner:
+    """Plan training with a rollout; see `FineTuningPlanner` for a run without one."""
+
+    rollout: RolloutPlan | None
+
     def __init__(self, config: TrainConfig, placement: Placement, shapes: ModelShapes) -> None:
         self.config = config
         self.placement = placement
@@ -135,7 +139,7 @@ class _Planner:
         yield from self._loading()
         generates = "rollout" if self._is_apart else "actor"
         others = self._other_engines if self.placement.on_cuda else 0
-        yield self._phase(generates, "rollout", {**self.rollout.parts, "other policies": others})
+        yield self._phase(generates, "rollout", {**self._engine.parts, "other policies": others})
 
         if "reward_model" in self.roles:
             yield self._passes("reward_model", "scores")
@@ -181,8 +185,8 @@ class _Planner:
             parts[f"{name} parameters"] = footprint.load()
             there[name] = {f"{name} parameters": 0 if kept else footprint.parameters}
             if "rollout" in self.placement.beside(name) and name == "actor":
-                there[name]["rollout weights"] = self.rollout.weights
-                parts["rollout weights"] = 0 if kept else self.rollout.weights
+                there[name]["rollout weights"] = self._engine.weights
+                parts["rollout weights"] = 0 if kept else self._engine.weights
 
             held = dict(on_host)
             reads_whole = self.placement.on_cuda or footprint.setup.shards
@@ -195,7 +199,7 @@ class _Planner:
             on_host[name] = footprint.parameters if kept else 0
 
         if self._is_apart:
-            yield self._phase("rollout", "load", {"rollout weights": self.rollout.weights})
+            yield self._phase("rollout", "load", {"rollout weights": self._engine.weights})
 
     def _passes(
         self, name: str, phase: str, compared: dict[str, ModelShape] | None = None
@@ -213,15 +217,21 @@ class _Planner:
         if compared:
             predict = partial(role.footprint.update_with_divergences, compared)
 
-        awake = self._awake() if name in self.placement.beside("rollout") else 0
+        awake = 0
+        if self.rollout is not None and name in self.placement.beside("rollout"):
+            awake = self._awake()
         beside = self._beside(name, brings_parameters=True, brings_moments=trains)
         usable = self.placement.usable_bytes
         room = None if usable is None else usable - sum(beside.values()) - awake
-        passes = Passes.of(work_of(self.config, self.batch, phase), role, predict, room)
+        passes = Passes.of(self._work(phase), role, predict, room)
         parts = {**passes.taken(predict), "rollout, awake": awake}
         return self._phase(
             name, phase, parts, brings_parameters=True, brings_moments=trains, passes=passes
         )
+
+    def _work(self, phase: str) -> Work:
+        """Return the rows of a phase with passes."""
+        return work_of(self.config, self.batch, phase)
 
     def _checkpoints(self) -> Iterator[PhasePlan]:
         """Plan the saving of checkpoints.
@@ -260,9 +270,15 @@ class _Planner:
     # ---------------------------------------------------------------- terms
 
     @property
+    def _engine(self) -> RolloutPlan:
+        assert self.rollout is not None, "fine-tuning has no phase with a rollout"
+        return self.rollout
+
+    @property
     def _is_apart(self) -> bool:
         """Whether the rollout has ranks of its own."""
-        return self.placement.roles["rollout"] != self.placement.roles["actor"]
+        actor = self.placement.roles["actor"]
+        return self.placement.roles.get("rollout", actor) != actor
 
     @property
     def _sleeps(self) -> bool:
@@ -317,12 +333,13 @@ class _Planner:
         for name, each in self.roles.items():
             held[name] = each.footprint.on_host + (on_host or {}).get(name, 0)
             others[name] = {"": each.footprint.resident}
-        held["rollout"] = self._itemsize * self._frozen_numbers
+        if self.rollout is not None:
+            held["rollout"] = self._itemsize * self._frozen_numbers
+            others["rollout"] = {"rollout": self._awake()}
         held["actor"] += self.pictures.kept
         if role in held and (passes is not None or phase == "rollout"):
             held[role] += self.pictures.prepared_a_rank
             once_on_host += self.pictures.prepared
-        others["rollout"] = {"rollout": self._awake()}
         host = self._host(role, device, held, others) + once_on_host
         return PhasePlan(role=role, phase=phase, device=device, host=host, passes=passes)
 
@@ -394,7 +411,7 @@ class _Planner:
     def _buckets(self) -> int:
         """Return the bytes of two buckets of whole tensors in the engine's dtype."""
         footprint = self.roles["actor"].footprint
-        width = self.rollout.itemsize
+        width = self._engine.itemsize
         largest = width * footprint.shape.largest_numel
         bucket = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
         return 2 * min(max(bucket, largest), width * footprint.shape.numel)
@@ -404,16 +421,18 @@ class _Planner:
 
         An engine that sleeps keeps its weights on a CPU only.
         """
+        if self.rollout is None:
+            return 0
         if self._sleeps:
-            return 0 if self.placement.on_cuda else self.rollout.weights
+            return 0 if self.placement.on_cuda else self._engine.weights
         return sum(self.rollout.kept.values())
 
     def _handed_over(self, role: str) -> dict[str, int]:
         """Return the rollout engine's bytes in a phase between hand-over and generation."""
-        if role not in self.placement.beside("rollout"):
+        if self.rollout is None or role not in self.placement.beside("rollout"):
             return {}
         if self._sleeps:
-            return {"rollout weights": self.rollout.weights}
+            return {"rollout weights": self._engine.weights}
         return self.rollout.kept
 
     def _rollout(self, plain: ModelShape) -> RolloutPlan:

@@ -5,6 +5,7 @@ import sys
 
 from verl.config.async_training import AsyncTrainingConfig
 from verl.utils.entry import exit_code
+from verl.utils.errors import ConfigError
 from verl.utils.garbage import loading_packages
 
 
@@ -16,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="verl plan",
         usage=(
-            "verl plan [--device-gib GIB|CARD] [--json] [--run FOLDER] [config.yaml] "
+            "verl plan [--sft] [--device-gib GIB|CARD] [--json] [--run FOLDER] [config.yaml] "
             "[key=value ...]"
         ),
         description=__doc__,
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="FOLDER",
         help="of a synchronous run: propose a schedule and a split of the ranks from its times",
     )
+    parser.add_argument("--sft", action="store_true", help="the keys are those of `verl sft`")
     parser.add_argument("--json", action="store_true", help="for programs; sizes are bytes")
     arguments, rest = parser.parse_known_args(argv)
     return exit_code(lambda: _plan(arguments, rest))
@@ -40,9 +42,15 @@ def _plan(arguments: argparse.Namespace, keys: list[str]) -> int:
     # Here, so that a typing error in a key is reported before torch loads.
     from verl.config.load import load_config
 
+    if arguments.run is not None and arguments.sft:
+        raise ConfigError(
+            "--run proposes a schedule of training with a rollout, and --sft plans fine-tuning. "
+            "Leave one of them out."
+        )
     if arguments.run is not None and not keys:
         return _propose(arguments, AsyncTrainingConfig())
-    config = load_config(keys, only_to_plan=True)
+    root = "sft_trainer" if arguments.sft else "ppo_trainer"
+    config = load_config(keys, root=root, only_to_plan=True)
     with loading_packages():
         from verl.diagnostics.profile import profile_memory
     profile = profile_memory(config, device_gib=arguments.device_gib)

@@ -7,10 +7,12 @@ import psutil
 
 from verl.config import TrainConfig
 from verl.config.keywords import config_from_keywords
+from verl.config.sft import SFTConfig
 from verl.diagnostics.advice import Advice, advise
 from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
 from verl.diagnostics.model_shapes import ModelShapes
 from verl.diagnostics.report import as_json, render
+from verl.diagnostics.sft_plan import advise_fine_tuning, plan_fine_tuning
 from verl.utils.errors import ConfigError
 from verl.utils.peaks import Peak, phase_peaks
 
@@ -76,7 +78,7 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
     result.
 
     Args:
-        config: a TrainConfig, a mapping of keys to values, or the path of a YAML file. None is the
+        config: a TrainConfig or SFTConfig, a mapping of keys to values, or the path of a YAML file. None is the
             configuration of the trainer in this process, with its measured peaks.
         device_gib: of one device, or the name of a card ("H100", "A100-40", "L40S"); None: of the
             visible one.
@@ -95,12 +97,20 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
             )
         config = _running[0].config
         measured = measured_phases(_running[0].host_before)
+    elif isinstance(config, SFTConfig):
+        return _profile_fine_tuning(config, device_gib)
     elif not isinstance(config, TrainConfig):
         config = config_from_keywords(config, {})
 
     shapes = ModelShapes()
     plan = plan_memory(config, device_gib, shapes)
     return MemoryProfile(plan=plan, advice=advise(config, plan, shapes), measured=measured)
+
+
+def _profile_fine_tuning(config: SFTConfig, device_gib: float | str | None) -> MemoryProfile:
+    shapes = ModelShapes()
+    plan = plan_fine_tuning(config, device_gib, shapes)
+    return MemoryProfile(plan=plan, advice=advise_fine_tuning(config, plan, shapes))
 
 
 def measured_phases(host_before: int) -> dict[str, Peak]:

@@ -30,7 +30,7 @@ def render(
         f"Model: {shape.family}, {_count(shape.numel)} parameters, {shape.layers} layers, hidden "
         f"{shape.hidden}, vocabulary {shape.vocabulary}; {_count(shape.trained_numel)} trained",
         f"Batch: {plan.batch}",
-        f"Cache: {plan.rollout}",
+        *([] if plan.rollout is None else [f"Cache: {plan.rollout}"]),
         "",
         *_table(plan, measured),
         *_note(plan, measured),
@@ -84,6 +84,9 @@ def as_json(
         for each in advice
     ]
 
+    rollout = None
+    if plan.rollout is not None:
+        rollout = asdict(plan.rollout) | {"at_once": plan.rollout.at_once}
     return json.dumps(
         {
             "fits": plan.fits,
@@ -95,7 +98,7 @@ def as_json(
             "ranks_a_host": placement.ranks_a_host,
             "ranks": placement.roles,
             "batch": asdict(plan.batch),
-            "rollout": asdict(plan.rollout) | {"at_once": plan.rollout.at_once},
+            "rollout": rollout,
             "pictures": asdict(plan.pictures),
             "phases": phases,
             "advice": proposals,

@@ -1,7 +1,9 @@
-"""`python -m verl.trainer.main_sft key=value ...`: fine-tune on answers or dialogues."""
+"""`python -m verl.trainer.main_sft [--dry-run] key=value ...`: fine-tune on answers or dialogues,
+or plan it."""
 
 import sys
 
+from verl.trainer.main_ppo import DRY_RUN
 from verl.trainer.main_ppo import main as run_job
 from verl.utils.errors import restated
 from verl.utils.garbage import loading_packages
@@ -9,7 +11,13 @@ from verl.utils.garbage import loading_packages
 
 def main(argv: list[str] | None = None) -> int:
     """Train and return the exit code; user errors print one line, without a traceback."""
-    return run_job(argv, job)
+    given = sys.argv[1:] if argv is None else argv
+    if DRY_RUN in given:
+        from verl.diagnostics import plan
+
+        keys = [argument for argument in given if argument != DRY_RUN]
+        return plan.main(["--sft", *keys])
+    return run_job(given, job)
 
 
 def job(argv: list[str]) -> None:
