@@ -68,8 +68,7 @@ def as_json(
             "device": phase.device_bytes,
             "parts": phase.device,
             "host": phase.host,
-            "passes": phase.passes
-            and {"tokens": phase.passes.tokens, "chosen": phase.passes.chosen},
+            "passes": passes,
         }
         if measured is not None and phase.name in measured:
             entry["measured"] = measured[phase.name]._asdict()
