@@ -246,6 +246,24 @@ def test_step_saved_twice_is_replaced(tmp_path):
     assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
 
 
+def test_file_with_the_name_of_a_checkpoint_is_refused_before_anything_is_written(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    first = save(manager, 1)
+    (tmp_path / "global_step_2").write_text("notes")
+    before = names(tmp_path)
+    refused = "global_step_2 must be a folder.*Move it away"
+    with pytest.raises(CheckpointError, match=refused):
+        manager.require_writable()  # the check at the start of a run
+    with pytest.raises(CheckpointError, match=refused):
+        save(manager, 2)
+    assert names(tmp_path) == before
+    assert (tmp_path / "global_step_2").read_text() == "notes"
+
+    save(manager, 3)
+    assert manager.latest() == tmp_path / "global_step_3"
+    assert first.is_dir()
+
+
 def test_failing_writer_leaves_no_files_and_deletes_nothing(tmp_path):
     manager = CheckpointManager(tmp_path, max_to_keep=1)
     good = save(manager, 2)

@@ -99,11 +99,13 @@ class CheckpointManager:
             is_written: reports whether writers in the background are done.
 
         Raises:
-            CheckpointError: the disk is full or not writable, now or for the previous checkpoint.
+            CheckpointError: the disk is full or not writable, now or for the previous checkpoint,
+                or the name of the folder is that of a file.
         """
         self.finish()
         self._return_to_removed_folder()
         final = self.root / f"global_step_{step}"
+        _refuse_file(final)
         with interrupts_wait(f"checkpoint {final}"):
             self._save(step, final, writers, is_written)
         return final
@@ -132,7 +134,10 @@ class CheckpointManager:
             self._pending = _Pending(step, temporary, final, is_written)
 
     def require_writable(self) -> None:
-        """Create the folder. Raises CheckpointError if it is not writable."""
+        """Create the folder.
+
+        Raises CheckpointError if it is not writable, or holds a file with a checkpoint's name.
+        """
         try:
             make_writable(self.root)
         except OSError as error:
@@ -141,6 +146,8 @@ class CheckpointManager:
                 "trainer.default_local_dir to a writable folder, or trainer.save_freq=-1 for no "
                 "checkpoints."
             ) from error
+        for path in self._named():
+            _refuse_file(path)
 
     @property
     def is_claimed(self) -> bool:
@@ -394,10 +401,13 @@ class CheckpointManager:
             shutil.rmtree(doomed)
 
     def _folders(self) -> list[Path]:
+        return [path for path in self._named() if path.is_dir()]
+
+    def _named(self) -> list[Path]:
+        """Return everything in the folder that has the name of a checkpoint."""
         if not self.root.is_dir():
             return []
-        named = [path for path in self.root.iterdir() if _NAME.fullmatch(path.name)]
-        return [path for path in named if path.is_dir()]
+        return [path for path in self.root.iterdir() if _NAME.fullmatch(path.name)]
 
     def _newest_first(self) -> tuple[list[Path], list[Path]]:
         """Return folders by the order in which they were written, newest first.
@@ -457,6 +467,15 @@ def step_of(folder: Path | str) -> int:
     if found is None:
         raise CheckpointError(f"Expected a folder named global_step_N, got {folder}.")
     return int(found.group(1))
+
+
+def _refuse_file(final: Path) -> None:
+    """Raise CheckpointError if something other than a folder has the name of a checkpoint."""
+    if os.path.lexists(final) and not final.is_dir():
+        raise CheckpointError(
+            f"{final} must be a folder, because checkpoints have this name, and is none. Move it "
+            "away, or set trainer.default_local_dir to another folder."
+        )
 
 
 def _refuse_folder_of_several(folder: Path) -> None:
