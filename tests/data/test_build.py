@@ -12,6 +12,7 @@ from verl.config import DataConfig, TrainConfig
 from verl.data import RLDataLoader, RLDataset, build_dataset, build_sampler
 from verl.data.build import data_files
 from verl.data.toy import toy_files
+from verl.trainer.setup import build_loaders
 from verl.utils.errors import ConfigError, DataError
 
 USER_FILE = """
@@ -27,6 +28,17 @@ class Padded(torch.utils.data.Dataset):
 
     def __getitem__(self, item):
         return {"input_ids": torch.tensor([0, item + 1]), "attention_mask": torch.tensor([0, 1]), "data_source": "own"}
+
+
+class Raw:
+    def __init__(self, data_files, tokenizer, config):
+        self.key = config.prompt_key
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, item):
+        return {self.key: [{"role": "user", "content": f"What is {item} + 1?"}], "row": item}
 
 
 class Plain:
@@ -152,6 +164,19 @@ def test_user_dataset_with_padded_items(tokenizer, own):
         [[3], [4]],
     ]
     assert loader.state_dict()["fingerprint"] is None
+
+
+def test_items_of_a_user_dataset_may_have_messages_under_the_prompt_key(tokenizer, own):
+    config = make_config(train_files=["x"], val_files=["x"], prompt_key="question")
+    config.data.train_batch_size = 2
+    config.data.custom_cls.path = own
+    config.data.custom_cls.name = "Raw"
+    config.actor_rollout_ref.model.path = "toy"
+    for loader in build_loaders(config, tokenizer):
+        assert loader is not None
+        columns = next(iter(loader)).non_tensor_batch
+        assert set(columns) == {"raw_prompt_ids", "raw_prompt", "row"}
+        assert "What is" in tokenizer.decode(columns["raw_prompt_ids"][0])
 
 
 def test_user_dataset_may_subclass_rl_dataset(tokenizer, parquet, tmp_path):

@@ -53,6 +53,23 @@ def test_the_prompt_of_a_row_is_encoded():
         collate([{"prompt": 3}], encode)
 
 
+def test_the_prompt_of_a_row_is_found_under_the_key_of_the_configuration():
+    def encode(messages):
+        return [len(message["content"]) for message in messages]
+
+    items = [{"question": "ab", "prompt": "of another column"}]
+    batch = collate(items, encode, "question")
+    assert batch.non_tensor_batch["raw_prompt_ids"].tolist() == [[2]]
+    assert batch.non_tensor_batch["prompt"].tolist() == ["of another column"]
+    assert collate([{"prompt": "abc"}], encode, "question").non_tensor_batch["raw_prompt_ids"][
+        0
+    ] == [3]
+    with pytest.raises(DataError, match="The question of an item must be a list"):
+        collate([{"question": 3}], encode, "question")
+    with pytest.raises(DataError, match=r"raw_prompt or question \(messages\), got keys \['text'"):
+        collate([{"text": "ab"}], encode, "question")
+
+
 def test_tensors_of_equal_shape_are_stacked():
     rows = [
         {"raw_prompt_ids": [1], "same": torch.zeros(2), "other": torch.zeros(size)}

@@ -181,6 +181,7 @@ class RayPPOTrainer(PPOTrainer):
             seed=data.seed,
             sampler=sampler,
             encode=self.train_loader.encode,
+            prompt_key=data.prompt_key,
         )
         self.total_steps = setup.count_steps(self.config, len(self.train_loader))
 

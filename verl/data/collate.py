@@ -16,18 +16,20 @@ _PADDED = ("input_ids", "attention_mask", "position_ids")
 
 
 def collate(
-    items: Sequence[dict[str, Any]], encode: Callable[[Any], list[int]] | None = None
+    items: Sequence[dict[str, Any]],
+    encode: Callable[[Any], list[int]] | None = None,
+    prompt_key: str = "prompt",
 ) -> DataProto:
     """Join B items to a batch with the object column `raw_prompt_ids`.
 
     Tensors of equal shape are stacked to tensor columns; all other values become object columns. An
     item of a user's dataset may have `input_ids` (P,) and `attention_mask` (P,) instead of
     `raw_prompt_ids`, or as in verl 0.7 the messages `raw_prompt` alone, which `encode` turns into
-    token ids. A `prompt` as in a row of data becomes `raw_prompt`.
+    token ids. A prompt as in a row of data, under `prompt_key` or as `prompt`, becomes `raw_prompt`.
 
     Raises DataError if an item lacks prompt ids, or keys differ.
     """
-    rows = [_with_prompt_ids(item, encode) for item in items]
+    rows = [_with_prompt_ids(item, encode, prompt_key) for item in items]
     return DataProto.from_single_dict(columns_of(rows))
 
 
@@ -54,11 +56,11 @@ def columns_of(data_list: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | 
 
 
 def _with_prompt_ids(
-    item: dict[str, Any], encode: Callable[[Any], list[int]] | None
+    item: dict[str, Any], encode: Callable[[Any], list[int]] | None, prompt_key: str
 ) -> dict[str, Any]:
     ids = item.get("raw_prompt_ids")
     if ids is None and "input_ids" not in item and encode is not None:
-        item = _with_messages(item)
+        item = _with_messages(item, prompt_key)
         if item.get("raw_prompt"):
             ids = encode(item["raw_prompt"])
 
@@ -66,7 +68,7 @@ def _with_prompt_ids(
         if "input_ids" not in item:
             raise DataError(
                 "An item needs raw_prompt_ids (a list of token ids), input_ids, raw_prompt or "
-                f"prompt (messages), got keys {list(item)}."
+                f"{prompt_key} (messages), got keys {list(item)}."
             )
         padded = torch.as_tensor(item["input_ids"])
         mask = torch.as_tensor(item.get("attention_mask", torch.ones_like(padded)))
@@ -91,13 +93,16 @@ def _with_prompt_ids(
     return columns
 
 
-def _with_messages(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item with `raw_prompt`, made of its `prompt` if there is no other."""
-    if item.get("raw_prompt") or item.get("prompt") is None:
+def _with_messages(item: dict[str, Any], prompt_key: str) -> dict[str, Any]:
+    """Return an item with `raw_prompt`, made of its prompt if there is no other."""
+    found = [key for key in (prompt_key, "prompt") if item.get(key) is not None]
+    if item.get("raw_prompt") or not found:
         return item
-    columns = {key: value for key, value in item.items() if key not in ("prompt", "raw_prompt")}
+
+    key = found[0]
+    columns = {name: value for name, value in item.items() if name not in (key, "raw_prompt")}
     try:
-        messages = as_messages(item["prompt"])
+        messages = as_messages(item[key])
     except DataError as error:
-        raise DataError(f"The prompt of an item {error}.") from error
+        raise DataError(f"The {key} of an item {error}.") from error
     return {**columns, "raw_prompt": messages}

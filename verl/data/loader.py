@@ -53,15 +53,18 @@ class RLDataLoader:
         drop_last: bool = True,
         sampler: Sampler | None = None,
         encode: Callable[[Any], list[int]] | None = None,
+        prompt_key: str = "prompt",
     ) -> None:
         """Set the order of the rows: that of `sampler`, or else of `shuffle` and `seed`.
 
-        `encode` gives the token ids of items that have messages alone, see `collate`.
+        `encode` gives the token ids of items that have messages alone, which may be under
+        `prompt_key`; see `collate`.
         """
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.encode = encode
+        self.prompt_key = prompt_key
         # called with the numbers and items of every batch, for the record of the run
         self.on_drawn: Callable[[list[int], list[dict[str, Any]]], None] | None = None
         self.sampler: Sampler = sampler or SeededSampler(len(dataset), shuffle=shuffle, seed=seed)
@@ -99,7 +102,7 @@ class RLDataLoader:
             items = [self.dataset[row] for row in rows]
             if self.on_drawn is not None:
                 self.on_drawn(rows, items)
-            yield collate(items, self.encode)
+            yield collate(items, self.encode, self.prompt_key)
 
     def tell_sampler(self, batch: DataProto) -> None:
         """Pass a trained batch to a curriculum sampler."""

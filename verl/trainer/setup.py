@@ -246,6 +246,7 @@ def build_loaders(
         drop_last=True,
         sampler=build_sampler(data, train_dataset),
         encode=encode,
+        prompt_key=data.prompt_key,
     )
 
     if val_dataset is None:
@@ -266,6 +267,7 @@ def build_loaders(
         seed=data.seed,
         drop_last=False,
         encode=encode,
+        prompt_key=data.prompt_key,
     )
     return train_loader, val_loader
 
