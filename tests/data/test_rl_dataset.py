@@ -4,6 +4,7 @@ import copy
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from tests.data.rows import make_row, make_rows
 from verl.config import DataConfig
 from verl.data import RLDataset
-from verl.data.rl_dataset import truncate
+from verl.data.files import ArrowRows
+from verl.data.rl_dataset import check_rows, truncate
 from verl.utils.errors import DataError
 
 
@@ -259,3 +261,19 @@ def test_fingerprint_depends_on_rows_and_order(parquet, tokenizer):
 
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
+
+
+def test_only_prompts_are_read_row_by_row_where_the_columns_are_sound(monkeypatch):
+    """Sources and dicts of a million rows would take seconds."""
+    rows = ArrowRows(pa.Table.from_pylist([*make_rows(3), {**make_row(3), "data_source": None}]))
+    read = []
+    column = ArrowRows.column
+    monkeypatch.setattr(
+        ArrowRows, "column", lambda self, name: read.append(name) or column(self, name)
+    )
+    check_rows("x.parquet", rows, make_config())
+    assert read == ["prompt"]
+
+    wrong = ArrowRows(pa.table({"prompt": ["Hi", "Ho"], "data_source": [None, 3]}))
+    with pytest.raises(DataError, match="row 1, column 'data_source': must be a text .* got int"):
+        check_rows("x.parquet", wrong, make_config())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verl.utils.errors import DataError
@@ -46,6 +47,14 @@ class Rows(Protocol):
 
     def column(self, name: str) -> Iterable[Any]: ...
 
+    def kinds(self, name: str) -> set[type]:
+        """Return the classes of the values of a column."""
+        ...
+
+    def distinct(self, name: str) -> Iterable[Any]:
+        """Return each value of a column of texts once, in any order."""
+        ...
+
 
 class ArrowRows:
     """Rows of an Arrow table, in memory or mapped from disk."""
@@ -64,6 +73,14 @@ class ArrowRows:
         for chunk in self.table.column(name).chunks:
             yield from chunk.to_pylist()
 
+    def kinds(self, name: str) -> set[type]:
+        column = self.table.column(name)
+        first = pc.index(column.is_valid(), True).as_py()  # -1: all are null
+        return {type(column[row].as_py()) for row in (0, first)}
+
+    def distinct(self, name: str) -> Iterable[Any]:
+        return self.table.column(name).unique().to_pylist()
+
 
 class ListRows:
     """Rows of JSON objects. A missing value is None."""
@@ -80,6 +97,12 @@ class ListRows:
 
     def column(self, name: str) -> Iterator[Any]:
         return (row.get(name) for row in self._rows)
+
+    def kinds(self, name: str) -> set[type]:
+        return set(map(type, self.column(name)))
+
+    def distinct(self, name: str) -> Iterable[Any]:
+        return set(self.column(name))
 
 
 def as_file_list(files: Any) -> list[str]:

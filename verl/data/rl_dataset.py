@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
 from pathlib import Path
@@ -362,23 +362,28 @@ def check_rows(
         refuse_media(file, rows, config.video_key)
 
     for number, value in enumerate(rows.column(key)):
-        with errors_at(f"{file}, row {number}, column '{key}'"):
-            last = (without_picture_parts(value) if reads_pictures else as_messages(value))[-1]
-            if last["role"] != "tool" and not _has_content(last):
-                raise DataError(
-                    f"ends with an empty message, so there is nothing to answer: {str(last)[:80]}"
-                )
+        try:
+            _check_prompt(value, reads_pictures=reads_pictures)
+        except DataError as error:  # `errors_at` in every round would take as long as the check
+            raise DataError(f"{file}, row {number}, column '{key}': {error}.") from error
 
     key = config.reward_fn_key
     if key in rows.columns:
-        _check_type(file, key, rows.column(key), str, "a text such as 'openai/gsm8k'")
-        for number, value in enumerate(rows.column(key)):
-            with errors_at(f"{file}, row {number}, column '{key}'"):
-                check_text(value or "")
+        _check_type(file, key, rows, str, "a text such as 'openai/gsm8k'")
+        _check_texts(file, key, rows)
 
     for name in _DICT_COLUMNS:
         if name in rows.columns:
-            _check_type(file, name, rows.column(name), dict, "a dict")
+            _check_type(file, name, rows, dict, "a dict")
+
+
+def _check_prompt(prompt: Any, *, reads_pictures: bool) -> None:
+    messages = without_picture_parts(prompt) if reads_pictures else as_messages(prompt)
+    last = messages[-1]
+    if last["role"] != "tool" and not _has_content(last):
+        raise DataError(
+            f"ends with an empty message, so there is nothing to answer: {str(last)[:80]}"
+        )
 
 
 def _has_content(message: Message) -> bool:
@@ -386,13 +391,26 @@ def _has_content(message: Message) -> bool:
     return bool(content.strip() if isinstance(content, str) else content)
 
 
-def _check_type(file: str, column: str, values: Iterable[Any], kind: type, expected: str) -> None:
-    for number, value in enumerate(values):
+def _check_type(file: str, column: str, rows: Rows, kind: type, expected: str) -> None:
+    """Raise DataError for the first value of another class."""
+    if rows.kinds(column) <= {kind, type(None)}:
+        return
+    for number, value in enumerate(rows.column(column)):
         if value is not None and not isinstance(value, kind):
             raise DataError(
                 f"{file}, row {number}, column '{column}': must be {expected}, "
                 f"got {type(value).__name__}: {str(value)[:80]!r}."
             )
+
+
+def _check_texts(file: str, column: str, rows: Rows) -> None:
+    """Raise DataError for the first text that cannot be written as UTF-8; there are few texts."""
+    for text in rows.distinct(column):
+        try:
+            check_text(text or "")
+        except DataError as error:
+            number = list(rows.column(column)).index(text)
+            raise DataError(f"{file}, row {number}, column '{column}': {error}.") from error
 
 
 def _kept_columns(sources: list[Rows], prompt_key: str) -> list[str]:
