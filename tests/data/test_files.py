@@ -122,6 +122,15 @@ def test_unreadable_file_is_named(tmp_path: Path, name: str, content: bytes | No
         open_rows(tmp_path / name)
 
 
+def test_parquet_file_with_text_in_another_encoding_is_an_error(tmp_path: Path):
+    """Other programs write Parquet files without checking texts."""
+    ends = pa.array([0, 1, 2], pa.int32()).buffers()[1]
+    latin = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(b"a\xe9")])
+    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": latin}), tmp_path / "latin.parquet")
+    with pytest.raises(DataError, match=r"latin\.parquet' is not readable .*UTF8 .* index 1"):
+        open_rows(tmp_path / "latin.parquet")
+
+
 def test_empty_parquet_file_is_an_error(tmp_path: Path):
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
     with pytest.raises(DataError, match="has no rows"):

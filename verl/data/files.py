@@ -267,7 +267,9 @@ def _missing(file: str | Path, path: Path) -> str:
 
 def _open_parquet(path: Path) -> Rows:
     try:
-        return ArrowRows(pq.read_table(path))
+        table = pq.read_table(path)
+        table.validate(full=True)  # texts in UTF-8: a tenth of a second a GB
+        return ArrowRows(table)
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split()).rstrip(".")  # Arrow's may have several lines
         raise DataError(
