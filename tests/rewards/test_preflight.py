@@ -126,6 +126,18 @@ def test_an_error_shows_where_it_was_raised():
         preflight(config, ROWS, naive(failing_on(lambda text: True, KeyError("gone"))))
 
 
+def test_an_error_of_a_process_that_was_killed_is_written_once(tmp_path):
+    """The machine kills such a process when memory runs out."""
+    path = tmp_path / "killed.py"
+    path.write_text(
+        "import os, signal\n\n\ndef compute_score(**_):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    config = config_from_dict({"data": {"dataset_name": "toy"}})
+    with pytest.raises(RewardError) as caught:
+        preflight(config, ROWS[:1], naive(load_custom_reward(str(path))))
+    assert str(caught.value).count("was killed (SIGKILL); the machine may have run out of mem") == 1
+
+
 def test_a_reward_that_raises_only_on_an_odd_answer_is_suspicious():
     report = inspect(naive(failing_on(lambda text: "know" in text, KeyError("gone"))))
     assert report.faults == []

@@ -18,7 +18,7 @@ from verl.rewards.registry import answer_extractors, reward_managers
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, scores_by_rule
 from verl.rewards.sample import Sample
-from verl.rewards.texts import format_traceback, on_one_line, text_of
+from verl.rewards.texts import on_one_line, text_of, traceback_below
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
 from verl.utils.phases import phase
@@ -407,17 +407,14 @@ class RewardManager:
         if outcome.timed_out:
             way_out += ", or set the time limit of a call with reward_model.timeout_s"
 
-        text = (
+        return (
             f"The reward function failed on row {sample.row} (data_source {sample.data_source!r}): "
             f"{failure}\n"
             f"  prompt ends:     {self._prompt(data, sample.row)[-200:]!r}\n"
             f"  response starts: {sample.solution_str[:200]!r}\n"
             f"  ground_truth:    {text_of(sample.ground_truth)[:200]!r}\n"
-            f"{way_out}."
+            f"{way_out}.{traceback_below(outcome.error)}"
         )
-        if outcome.error is not None:
-            text += "\n" + format_traceback(outcome.error)
-        return text
 
 
 @reward_managers.register("naive")

@@ -17,7 +17,7 @@ from verl.rewards.processes import ProcessFunction, pack_function
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import check_options, find_rule
 from verl.rewards.sample import Sample
-from verl.rewards.texts import format_traceback, text_of
+from verl.rewards.texts import text_of, traceback_below
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state
@@ -259,8 +259,7 @@ def _failures(report: Report, manager: RewardManager) -> None:
         return
 
     assert first.outcome is not None, "it was tried"
-    if first.outcome.error is not None:
-        text += "\n" + format_traceback(first.outcome.error)
+    text += traceback_below(first.outcome.error)
     if first.outcome.timed_out:
         text += " reward_model.timeout_s sets the time limit of a call."
     report.faults.append(text)

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import pickle
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -131,13 +132,20 @@ class ProcessFunction:
         except HelperTimeout:
             outcomes.append(Outcome(timed_out=True))
         except HelperDied as error:
-            reason = RewardError(
-                f"the process that called {self.name} ended with exit code {error.exit_code} "
-                "(negative: a signal; -9 may mean that the machine ran out of memory)"
-            )
+            end = _describe_end(error.exit_code)
+            reason = RewardError(f"the process that called {self.name} {end}")
             outcomes.append(Outcome(error=reason))
 
         return outcomes
+
+
+def _describe_end(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    if -exit_code == signal.SIGKILL:
+        return "was killed (SIGKILL); the machine may have run out of memory"
+    known = {int(number): number.name for number in signal.Signals}
+    return f"was ended by the signal {known.get(-exit_code, -exit_code)}"
 
 
 _pools: weakref.WeakValueDictionary[str, HelperPool] = weakref.WeakValueDictionary()

@@ -40,3 +40,13 @@ def format_traceback(error: BaseException) -> str:
     """Return the traceback of an error."""
     text = "".join(traceback.format_exception(error)).rstrip()
     return cut(text, MAX_TRACEBACK_CHARACTERS)
+
+
+def traceback_below(error: BaseException | None) -> str:
+    """Return the traceback of an error as lines below a message that has its text.
+
+    "" if nothing was raised: an error that describes the end of a process has no traceback.
+    """
+    if error is None or (error.__traceback__ is None and error.__cause__ is None):
+        return ""
+    return "\n" + format_traceback(error)
