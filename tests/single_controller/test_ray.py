@@ -479,6 +479,7 @@ def test_a_ray_that_is_late_on_a_busy_machine_is_started_again(
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr("verl.single_controller.ray.remove_session_at_exit", lambda: None)
     if is_late_again:
         with pytest.raises(ConfigError, match="started twice.*30 s.*load of.*ray start --head"):
             connect()
@@ -501,6 +502,24 @@ if __name__ == "__main__":
     print(*found, flush=True)
     time.sleep(600)
 """
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_folder_of_the_runs_own_ray_stays_only_after_a_loss(tmp_path, monkeypatch, is_kept):
+    session = tmp_path / "session_1"
+    (session / "logs").mkdir(parents=True)
+    (tmp_path / "session_latest").symlink_to(session)
+    monkeypatch.setattr(ray_control, "_session", session)
+    monkeypatch.setattr(ray_control, "_kept", set())
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+
+    if is_kept:
+        ray_control.keep_session()
+    ray_control._remove_session(session, os.getpid() + 1)
+    assert session.is_dir(), "a fork removes nothing"
+    ray_control._remove_session(session, os.getpid())
+    assert session.is_dir() == is_kept
+    assert (tmp_path / "session_latest").is_symlink() == is_kept
 
 
 def test_nothing_outlives_a_killed_driver(tmp_path):

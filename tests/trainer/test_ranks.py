@@ -162,8 +162,11 @@ def test_two_ray_actors_train_like_one_process(alone, tmp_path, monkeypatch):
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     # a path short enough for the sockets of Ray
-    monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())
-    on_ray = train(1, tmp_path / "run", "trainer.max_steps=2", "trainer.n_gpus_per_node=2", *RAY)
+    with tempfile.TemporaryDirectory() as short:
+        monkeypatch.setenv("RAY_TMPDIR", short)
+        two = "trainer.n_gpus_per_node=2"
+        on_ray = train(1, tmp_path / "run", "trainer.max_steps=2", two, *RAY)
+        assert not [*Path(short).glob("ray/session_*")], "the run has started this Ray"
     assert_same(on_ray, alone[1][:2])
     assert not [*temporary.glob("verl-*")]
 

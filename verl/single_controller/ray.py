@@ -27,6 +27,7 @@ from verl.single_controller.ray_control import (
     is_own,
     note_own,
     on_loopback,
+    remove_session_at_exit,
     starts_its_own,
 )
 from verl.single_controller.ray_ranks import RayRanks, forwarded
@@ -137,6 +138,7 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
         note_own(own)
         if own:
             end_agents_with_driver()
+            remove_session_at_exit()
     except Exception as error:
         ray.shutdown()  # or the next attempt would find it initialized
         explained = _explain_failure(error, ray_init, runtime_env)

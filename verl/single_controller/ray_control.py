@@ -1,7 +1,9 @@
-"""Ray's own processes: start a Ray for a run, and watch Ray's control service (GCS)."""
+"""Ray's own processes: start a Ray for a run, end it, and watch Ray's control service (GCS)."""
 
+import atexit
 import importlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -43,6 +46,8 @@ for pid in agents:
 """
 
 _own = False
+_session: Path | None = None  # the folder of the run's own Ray
+_kept: set[Path] = set()  # folders that stay
 _keepers: list[subprocess.Popen[bytes]] = []  # one for each Ray that this process has started
 
 
@@ -144,6 +149,36 @@ def end_agents_with_driver() -> None:
     _keepers.append(keeper)
 
 
+def remove_session_at_exit() -> None:
+    """Remove the folder of this run's own Ray, with its logs and sockets, when this process ends.
+
+    Ray itself never does. The folder stays after `keep_session`, and after a kill of this process.
+    """
+    global _session
+    context = ray.get_runtime_context()
+    _session = Path(context.get_temp_dir()) / context.get_session_name()
+    atexit.register(_remove_session, _session, os.getpid())
+
+
+def keep_session() -> None:
+    """Keep the folder of this run's own Ray: its logs may have the reason for a lost process."""
+    if _session is not None and _session not in _kept:
+        _kept.add(_session)
+        logger.warning("The logs of Ray's processes stay in %s.", _session / "logs")
+
+
+def _remove_session(session: Path, owner: int) -> None:
+    if os.getpid() != owner:  # a fork
+        return
+    ray.shutdown()  # Ray's own handler runs after this one
+    if session in _kept:
+        return
+    shutil.rmtree(session, ignore_errors=True)
+    latest = session.parent / "session_latest"
+    if latest.is_symlink() and latest.readlink() == session:
+        latest.unlink(missing_ok=True)
+
+
 def _parent_name(process: psutil.Process) -> str | None:
     try:
         parent = process.parent()
@@ -185,6 +220,7 @@ class ControlWatch:
                     "then run the same command again."
                 )
                 logger.error("%s", self.reason)
+                keep_session()
                 return
 
 

@@ -31,7 +31,7 @@ from verl.single_controller.ray_calls import (
     on_node,
     shared_call,
 )
-from verl.single_controller.ray_control import ControlWatch
+from verl.single_controller.ray_control import ControlWatch, keep_session
 from verl.single_controller.ray_process import (
     HandedOn,
     Place,
@@ -332,6 +332,7 @@ class RayRanks:
 
     def abort(self, reason: str) -> None:
         self._ended = reason
+        keep_session()
         self._stop_watching()
         self._kill(set(self._silent))
         for actor in self.actors:
