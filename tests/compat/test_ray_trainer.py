@@ -51,6 +51,17 @@ def one_score(data, return_dict=False):
     return {"reward_tensor": scores, "reward_extra_info": {}} if return_dict else scores
 
 
+def test_a_role_without_a_pool_is_named():
+    mapping = {Role.ActorRollout: "global_pool", Role.Critic: "critics"}
+    manager = ResourcePoolManager({"global_pool": [1]}, mapping)
+    with pytest.raises(ConfigError, match=r"Role\.RefPolicy has no pool; .* Role\.ActorRollout, "):
+        manager.get_resource_pool(Role.RefPolicy)
+    with pytest.raises(ConfigError, match="names the pool 'critics' .* has global_pool"):
+        manager.get_resource_pool(Role.Critic)
+    with pytest.raises(ConfigError, match=r"not made yet\. Call create_resource_pool"):
+        manager.get_resource_pool(Role.ActorRollout)
+
+
 def test_recipe_trains(tmp_path):
     config = load_config(command_line(tmp_path, "trainer.max_steps=1"))
     manager = ResourcePoolManager(

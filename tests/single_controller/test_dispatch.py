@@ -21,6 +21,7 @@ from verl.single_controller import (
     Worker,
     WorkerGroup,
     get_predefined_dispatch_fn,
+    make_nd_compute_dataproto_dispatch_fn,
     register,
     register_dispatch_mode,
     update_dispatch_mode,
@@ -418,3 +419,45 @@ def test_rows_may_be_chosen_by_a_reversed_array():
     batch = DataProto.from_dict({"a": torch.arange(4)})
     batch.reorder(np.arange(4)[::-1])  # pyright: ignore
     assert batch.batch["a"].tolist() == [3, 2, 1, 0]
+
+
+class OnMeshes(Worker):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        places = {0: (0, True), 1: (0, False), 2: (1, True)}
+        self._register_dispatch_collect_info("actor", *places[number])
+        self._register_dispatch_collect_info("silent", number, is_collect=number > 0)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def train(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({**data.batch, "by": torch.full((len(data),), self.number)})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="silent"))
+    def never(self, data: DataProto) -> DataProto:
+        return data
+
+
+class OnNoMesh(Worker):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    train = OnMeshes.train
+
+
+def test_batches_are_dealt_to_the_shares_of_a_mesh():
+    batch = DataProto.from_dict({"row": torch.arange(4)})
+    answer = several(3, OnMeshes).train(batch)
+    assert answer.batch["row"].tolist() == [0, 1, 2, 3]
+    assert answer.batch["by"].tolist() == [0, 0, 2, 2], "rank 1 works on the rows of rank 0"
+
+    by_data_rank = several(3, OnNoMesh, data_ranks=[0, 1, 1]).train(batch)
+    assert by_data_rank.batch["by"].tolist() == [0, 0, 1, 1]
+
+    with pytest.raises(ConfigError, match=r"mesh 'silent' every dp_rank .* needs a rank with is_c"):
+        several(3, OnMeshes).never(batch)
+    with pytest.raises(ConfigError, match="mesh 'actor' is registered already"):
+        OnMeshes(0)._register_dispatch_collect_info("actor", 0, True)
+    with pytest.raises(ConfigError, match="OnMeshes has no mesh 'other', only actor, silent"):
+        OnMeshes(0).mesh_place("other")

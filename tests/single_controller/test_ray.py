@@ -391,8 +391,8 @@ def test_a_request_that_the_runs_own_ray_cannot_serve_fails_at_once(pools):
 
 
 def test_a_cluster_without_room_reports_its_resources(pools, monkeypatch, caplog):
-    monkeypatch.setattr("verl.single_controller.ray.is_own", lambda: False)
-    monkeypatch.setattr("verl.single_controller.ray._SILENT_S", 0.1)
+    monkeypatch.setattr("verl.single_controller.ray_pools.is_own", lambda: False)
+    monkeypatch.setattr("verl.single_controller.ray_pools._SILENT_S", 0.1)
     with pytest.raises(
         ConfigError, match=r"no room for \[64\] processes with \{'CPU': 1.0, 'GPU': 1.0\} each"
     ):

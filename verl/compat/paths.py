@@ -267,8 +267,8 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.single_controller.base.decorator": {
         **_same(
             _GROUPS,
-            "Dispatch Execute get_predefined_dispatch_fn register register_dispatch_mode "
-            "update_dispatch_mode",
+            "Dispatch Execute get_predefined_dispatch_fn make_nd_compute_dataproto_dispatch_fn "
+            "register register_dispatch_mode update_dispatch_mode",
         ),
         **_same(
             _DECORATOR,
@@ -279,7 +279,9 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     },
     "verl.single_controller.ray.base": {
         **_same(
-            _RAY, "RayClassWithInitArgs RayResourcePool RayWorkerGroup create_colocated_worker_cls"
+            _RAY,
+            "RayClassWithInitArgs RayResourcePool RayWorkerGroup SubRayResourcePool "
+            "create_colocated_worker_cls merge_resource_pool split_resource_pool",
         ),
         **_same(
             "verl.compat.workers",

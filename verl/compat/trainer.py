@@ -42,8 +42,22 @@ class ResourcePoolManager:
             )
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
-        """Return the pool of a role."""
-        return self.resource_pool_dict[self.mapping[role]]
+        """Return the pool of a role. Raises ConfigError if it has none, or there are no pools yet."""
+        if role not in self.mapping:
+            known = ", ".join(map(str, self.mapping)) or "no role"
+            raise ConfigError(
+                f"{role} has no pool; the mapping has {known}. Add it to the mapping."
+            )
+
+        name = self.mapping[role]
+        if name not in self.resource_pool_spec:
+            raise ConfigError(
+                f"The mapping names the pool '{name}' for {role}, but resource_pool_spec has "
+                f"{', '.join(self.resource_pool_spec)}. Add the pool, or correct its name."
+            )
+        if name not in self.resource_pool_dict:
+            raise ConfigError(f"The pool '{name}' is not made yet. Call create_resource_pool().")
+        return self.resource_pool_dict[name]
 
     def get_n_gpus(self) -> int:
         """Return the number of GPUs of all pools."""

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from verl.single_controller import Worker, register
+from verl.single_controller import Dispatch, Worker, register
 from verl.single_controller.dispatch import CallPlan, registered_methods
-from verl.single_controller.ray import RayClassWithInitArgs, fused_name
+from verl.single_controller.ray_groups import RayClassWithInitArgs, fused_name
 
 
 class FusedWorker(Worker):
@@ -20,6 +20,14 @@ class FusedWorker(Worker):
             worker = entry.cls(*entry.args, **entry.kwargs)
             self.fused_worker_dict[role] = worker
             setattr(self, role, worker)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mesh_place(self, mesh_name: str) -> tuple[int, bool] | None:
+        """Return the place of the worker of a role that has registered the mesh."""
+        for worker in self.fused_worker_dict.values():
+            if mesh_name in vars(worker).get("_mesh_places", {}):
+                return worker.mesh_place(mesh_name)
+        return super().mesh_place(mesh_name)
 
 
 def create_colocated_worker_raw_cls(

@@ -101,7 +101,8 @@ Answer = TypeVar("Answer")
 class GroupFuture(Generic[Answer]):
     """Future answer of a group. `result()` waits for it, at most until the call's deadline.
 
-    `get()` is another name of it. `ray.get` takes references of Ray alone, and refuses this.
+    `get()` is another name of it. `ray.get` takes references of Ray alone, and refuses this; it
+    takes a `ReferenceFuture`.
     """
 
     def __init__(

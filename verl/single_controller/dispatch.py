@@ -30,9 +30,6 @@ from verl.utils.errors import ConfigError
 
 # The attribute of a method that holds the arguments of `register`, as a dictionary.
 CALL_PLAN = "_verl_call_plan"
-# Purposes that shares of a batch are numbered for; see `Worker.shares`.
-DATA = "data"
-ROLLOUT = "rollout"
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -90,13 +87,20 @@ class DispatchMode:
             answers for all. Otherwise every rank has a share of its own.
         takes_any_deal: whether batches may be dealt in any way, such as that of the answers of an
             earlier call.
+        mesh: the mesh that numbers the shares; None: that of `Worker.data_rank`.
     """
 
     split: Split
     collect: Collect
     by_data_rank: bool = False
     takes_any_deal: bool = False
+    mesh: str | None = None
     functions: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # of verl's form
+
+    @property
+    def lists_answers(self) -> bool:
+        """Return whether a call returns the list of all answers, as they are."""
+        return self.collect is _all
 
 
 def each_argument(change: Callable[[Any], Any], args: Args, kwargs: Kwargs) -> Arguments:
@@ -390,6 +394,27 @@ def get_predefined_dispatch_fn(dispatch_mode: str) -> dict[str, Callable[..., An
     return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 
 
+class MeshFunctions(dict[str, Callable[..., Any]]):
+    """Functions in verl's form, for the shares of a mesh."""
+
+    def __init__(self, mesh_name: str) -> None:
+        super().__init__(get_predefined_dispatch_fn(Dispatch.DP_COMPUTE_PROTO))
+        self.mesh_name = mesh_name
+
+    def __reduce__(self) -> Any:
+        return MeshFunctions, (self.mesh_name,)
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> MeshFunctions:
+    """Return the dispatch mode for batches that are dealt to the shares of a mesh.
+
+    `Dispatch.DP_COMPUTE_PROTO` deals to those of `Worker.data_rank`. Here each rank registers its
+    share with `self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect)`, so that
+    methods of one worker may have different ones, such as training and generation.
+    """
+    return MeshFunctions(mesh_name)
+
+
 @functools.cache
 def functions_of(mode: DispatchMode) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return a mode in verl's form: the registered pair, or an equivalent one."""
@@ -428,6 +453,8 @@ def mode_of_functions(
 
 def find_dispatch_mode(mode: str | DispatchFunctions) -> DispatchMode:
     """Return the pair registered under a name, or the pair made of verl's two functions."""
+    if isinstance(mode, MeshFunctions):
+        return replace(_PROTOS, mesh=mode.mesh_name)
     if isinstance(mode, Mapping):
         missing = [key for key in ("dispatch_fn", "collect_fn") if key not in mode]
         if missing:

@@ -13,7 +13,7 @@ from verl.protocol import DataProto
 from verl.single_controller.calls import Lost
 from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.host import OnTold, Raised
-from verl.single_controller.ray_process import Call, HandedOn
+from verl.single_controller.ray_process import Call, HandedOn, RankError
 
 Key = TypeVar("Key", int, str)
 ROWS = (DataProto,)
@@ -83,6 +83,8 @@ def answer_of(reference: Any) -> Any:
     """Return the value of a reference that has arrived, or the reason if it has none."""
     try:
         return ray.get(reference)
+    except RankError as error:
+        return error.raised
     except RayTaskError as error:  # an argument or the answer could not be pickled
         return Raised(str(error.cause), str(error), None)
     except RayError as error:

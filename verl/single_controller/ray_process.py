@@ -55,6 +55,21 @@ class HandedOn(NamedTuple):
     answer: Any  # its reference
 
 
+class RankError(WorkerError, RayError):
+    """The answer of a call that raised.
+
+    `ray.get` raises every RayError that it gets as a value. If `run` raised this itself, Ray would
+    log the second value, which nothing reads, as an unhandled error.
+    """
+
+    def __init__(self, raised: Raised) -> None:
+        super().__init__(f"{raised.summary}\n{raised.traceback}")
+        self.raised = raised
+
+    def __reduce__(self) -> Any:
+        return RankError, (self.raised,)
+
+
 class ByValue(Pickler, cloudpickle.CloudPickler):
     """Pickle functions and classes of the driver's program, or made in a function, as code.
 
@@ -134,7 +149,7 @@ class RankProcess:
 
     @ray.method(num_returns=2)
     def run(self, call: Call | bytes) -> tuple[Any, None]:
-        """Run a method; return its answer or a Raised, and None.
+        """Run a method; return its answer or a RankError, and None.
 
         The second value shows that the call has ended, without the memory of the answer.
         """
@@ -146,9 +161,9 @@ class RankProcess:
             on_told = self.told.append if is_heard else None
             job = functools.partial(self.host.run, role, method, args, kwargs, on_told)
             end = self.calls.submit(job).result()
-            return end() if callable(end) else end, None
+            return RankError(end) if isinstance(end, Raised) else end(), None
         except BaseException as error:  # noqa: BLE001 - a process border: the driver raises it
-            return Raised.from_error(error), None
+            return RankError(Raised.from_error(error)), None
 
     def finish(self) -> None:
         """Wait until all calls have ended, by Ray and by the connection. Ray then ends the process."""
@@ -189,12 +204,10 @@ def _opened(value: Any) -> Any:
     """Return the value of an argument. Raises WorkerError if the call that it comes from raised."""
     if not isinstance(value, HandedOn):
         return value
-    given = ray.get(value.answer)
-    if isinstance(given, Raised):
-        raise WorkerError(
-            f"An argument was to come from a call that raised: {given.summary}\n{given.traceback}"
-        )
-    return given
+    try:
+        return ray.get(value.answer)
+    except RankError as error:
+        raise WorkerError(f"An argument was to come from a call that raised: {error}") from None
 
 
 _TITLE = RankProcess.__name__.encode()  # Ray puts it into the command line of the process

@@ -53,19 +53,26 @@ _START_S = 300.0  # for Ray to start all processes, and for them to import this 
 _READ_S = 10.0  # for a task on a node without an answering rank: Ray starts a process for it
 
 
+Bundle = tuple[PlacementGroup, int]  # room for a process: a placement group, and a number in it
+
+
 def forwarded() -> dict[str, str]:
     """Return the driver's environment variables that its workers get on every node."""
     return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
 
 
 class RayRanks:
-    """The actors of one set of processes, by rank; implements `Ranks`."""
+    """The actors of one set of processes, by rank; implements `Ranks`.
+
+    Args:
+        bundles: the reserved room of each.
+    """
 
     hands_on_unfinished = True
 
     def __init__(
         self,
-        groups: Sequence[PlacementGroup],
+        bundles: Sequence[Bundle],
         *,
         gpus: float,
         cpus: float,
@@ -79,9 +86,6 @@ class RayRanks:
             hold_scratch(self.folder)
             # Also for a run that ends without `end`.
             weakref.finalize(self, remove_scratch, self.folder)
-        bundles: list[tuple[PlacementGroup, int]] = []
-        for group in groups:
-            bundles += [(group, number) for number in range(group.bundle_count)]
         self.size = len(bundles)
         self.run_ranks = range(self.size) if run_ranks is None else run_ranks
         self._ended: str | None = None
@@ -164,6 +168,14 @@ class RayRanks:
             replies[rank] = reply
             self._unfinished[rank] = reply.ended
         return replies
+
+    def start_on(
+        self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Start a method on one rank; return the reference of its answer, for `ray.get`."""
+        reply = Reply(self.actors[rank], (role, method, args, kwargs, False), None)
+        self._unfinished[rank] = reply.ended
+        return reply.reference
 
     def _links_for(self, arguments: Mapping[int, Arguments]) -> Links | None:
         """Return the ranks' own connections, or None if the call must go through Ray.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.single_controller.dispatch import Dispatch, register
+from verl.utils.errors import ConfigError
 from verl.utils.rendezvous import LOOPBACK, free_port
 
 
@@ -36,6 +37,32 @@ class Worker:
     def data_size(self) -> int:
         """Return the number of shares."""
         return self.world_size
+
+    def _register_dispatch_collect_info(
+        self, mesh_name: str, dp_rank: int, is_collect: bool
+    ) -> None:
+        """Register the place of this rank on a mesh; see `make_nd_compute_dataproto_dispatch_fn`.
+
+        Args:
+            dp_rank: the share of a batch that this rank works on.
+            is_collect: whether this rank may answer for its share.
+        """
+        places = vars(self).setdefault("_mesh_places", {})
+        if mesh_name in places:
+            raise ConfigError(f"The mesh '{mesh_name}' is registered already; give another name.")
+        places[mesh_name] = (dp_rank, is_collect)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mesh_place(self, mesh_name: str) -> tuple[int, bool] | None:
+        """Return (dp_rank, is_collect) of this rank; None if it registered no mesh at all."""
+        places = vars(self).get("_mesh_places", {})
+        if places and mesh_name not in places:
+            raise ConfigError(
+                f"{type(self).__name__} has no mesh '{mesh_name}', only {', '.join(places)}. Call "
+                "self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect) when the "
+                "worker or its model is made."
+            )
+        return places.get(mesh_name)
 
     def get_master_addr_port(self) -> tuple[str, str]:
         """Return MASTER_ADDR and MASTER_PORT. Raises KeyError in a process without a launcher."""

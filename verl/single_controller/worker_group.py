@@ -196,6 +196,7 @@ class WorkerGroup:
         self._ranks = ranks
         self._members = members
         self._data_ranks = data_ranks
+        self._places: dict[str, list[tuple[int, bool]]] = {}
         self.deadline_s = DEADLINE_S
         for name, plan in registered_methods(worker_class).items():
             call = functools.partial(self._call, name, plan)
@@ -224,8 +225,10 @@ class WorkerGroup:
             share_of = {0: 0}
             answering = [0]
         elif mode.by_data_rank:
-            share_of = dict(enumerate(self._data_ranks))
-            answering = [self._data_ranks.index(share) for share in range(self.num_shares)]
+            places = self._places_on(mode.mesh)
+            share_of = {place: share for place, (share, _) in enumerate(places)}
+            num_shares = max(share_of.values()) + 1
+            answering = [places.index((share, True)) for share in range(num_shares)]
         else:
             share_of = {rank: rank for rank in range(self.world_size)}
             answering = list(share_of)
@@ -242,8 +245,27 @@ class WorkerGroup:
 
         label = f"{self.role}.{name}"
         dealt = (undo,) if mode.takes_any_deal else None
-        future = GroupFuture(self._ranks, label, replies, answering, collect, deadline_s, dealt)
+        kind = GroupFuture if blocking else self._future_class(mode)
+        future = kind(self._ranks, label, replies, answering, collect, deadline_s, dealt)
         return future.result() if blocking else future
+
+    def _future_class(self, mode: DispatchMode) -> type[GroupFuture]:
+        """Return the class of futures of a mode."""
+        return GroupFuture
+
+    def _places_on(self, mesh: str | None) -> list[tuple[int, bool]]:
+        """Return (share, whether it may answer) of each worker on a mesh.
+
+        None, and any mesh where the workers register none, is that of `Worker.data_rank`.
+        """
+        of_data = [(share, True) for share in self._data_ranks]
+        if mesh is None:
+            return of_data
+        if mesh not in self._places:
+            to_all = CallPlan(Dispatch.ONE_TO_ALL)
+            found = self._call("mesh_place", to_all, (mesh,), {}, None, True, None)
+            self._places[mesh] = of_data if None in found else _checked_places(mesh, found)
+        return self._places[mesh]
 
     def _split(
         self,
@@ -323,6 +345,18 @@ class WorkerGroup:
         )
 
 
+def _checked_places(mesh: str, places: list[tuple[int, bool]]) -> list[tuple[int, bool]]:
+    """Return the places. Raises ConfigError unless each share has a worker that answers for it."""
+    shares = {share for share, _ in places}
+    answered = {share for share, answers in places if answers}
+    if answered != set(range(len(shares))):
+        raise ConfigError(
+            f"On the mesh '{mesh}' every dp_rank from 0 on needs a rank with is_collect=True; the "
+            f"ranks registered (dp_rank, is_collect) {places}."
+        )
+    return places
+
+
 def bound(call: Callable[..., Any], plan: CallPlan, method: Any) -> Callable[..., Any]:
     """Return `call` with the docstring and signature of `method`, plus the group's parameters."""
     find_dispatch_mode(plan.dispatch_mode)  # raises for an unknown mode when the group is made
@@ -368,12 +402,14 @@ def start_role(
     kwargs: dict[str, Any],
     deadline_s: float,
     members: Sequence[int] | None = None,
+    group_class: type[WorkerGroup] = WorkerGroup,
 ) -> WorkerGroup:
     """Build a worker with the same arguments on every rank at once, and return their group.
 
     Args:
         deadline_s: for building, and the default of the group's calls.
         members: the ranks; None stands for all.
+        group_class: class of the group.
 
     Raises:
         ConfigError: the class is no subclass of `Worker`.
@@ -393,6 +429,6 @@ def start_role(
     shares = len(set(data_ranks))
     assert sizes == {shares}, f"{worker_class.__name__}: data ranks {data_ranks} of {sizes}"
 
-    group = WorkerGroup.over(ranks, role, worker_class, data_ranks, members)
+    group = group_class.over(ranks, role, worker_class, data_ranks, members)
     group.deadline_s = deadline_s
     return group
