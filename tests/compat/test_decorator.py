@@ -219,3 +219,19 @@ def test_any_function_runs_on_a_group():
     result = group.execute_with_func_generator(add_rank, batch_of(3), step=10)
     assert result.batch["a"].tolist() == [10, 11, 12]
     assert group.execute_func_rank_zero(functools.partial(np.add, 2), 3) == 5
+
+
+def test_verls_own_functions_make_a_mode():
+    mode = {
+        "dispatch_fn": decorator.dispatch_one_to_all,
+        "collect_fn": decorator.collect_all_to_all,
+    }
+
+    class Adder(Worker):
+        @register(dispatch_mode=mode)
+        def add(self, x, y=0):
+            return x + y
+
+    assert WorkerGroup(Adder()).add(1, y=2) == [3]
+    lists = decorator.dispatch_all_to_all(None, [1], y=[2])
+    assert lists == (([1],), {"y": [2]})

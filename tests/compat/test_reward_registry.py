@@ -44,3 +44,23 @@ def test_class_is_registered_once():
     assert register("own")(Own) is Own
     with pytest.raises(ValueError, match="has already been registered"):
         register("own")(dict)
+
+
+def test_users_managers_may_derive_from_the_base_of_later_versions():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from verl.workers.reward_manager import (  # pyright: ignore[reportMissingImports]
+            AbstractRewardManager,
+        )
+
+    @register("derived")
+    class Derived(AbstractRewardManager):
+        def __init__(self, tokenizer, num_examine, compute_score=None, **options):
+            self.tokenizer = tokenizer
+
+        def __call__(self, data, return_dict=False):
+            return data
+
+    assert get_reward_manager_cls("derived")(tokenizer="t", num_examine=0)(3) == 3
+    with pytest.raises(TypeError, match="abstract"):
+        AbstractRewardManager()

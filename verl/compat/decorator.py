@@ -152,3 +152,21 @@ def _materialize_futures(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], di
 
 def _batch_of(value: Any) -> Any:
     return value.get() if isinstance(value, DataProtoFuture) else value
+
+
+def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give every rank all arguments, in the form of `register_dispatch_mode`."""
+    size = worker_group.world_size
+    return tuple([value] * size for value in args), {
+        name: [value] * size for name, value in kwargs.items()
+    }
+
+
+def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return arguments that are lists of one entry for each rank."""
+    return args, kwargs
+
+
+def collect_all_to_all(worker_group: Any, output: list[Any]) -> list[Any]:
+    """Return the answers of all ranks as a list."""
+    return output

@@ -102,9 +102,10 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.trainer.ppo.ray_trainer": {
         "RayPPOTrainer": "verl.compat.ray_trainer",
         **_same(_ALGORITHMS, "apply_kl_penalty compute_advantage compute_response_mask"),
-        **_same(_TRAINER, "ResourcePoolManager Role"),
+        **_same(_TRAINER, "ResourcePoolManager Role WorkerType"),
         "AdvantageEstimator": _REGISTRIES,
     },
+    "verl.trainer.ppo.utils": _same(_TRAINER, "Role WorkerType"),
     "verl.trainer.ppo.reward": _same(
         _REWARDS, "compute_reward get_custom_reward_fn load_reward_manager"
     ),
@@ -245,6 +246,7 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     },
     "verl.workers.rollout.replica": _same(_AGENTS, "TokenOutput"),
     "verl.workers.reward_manager": {
+        "AbstractRewardManager": _REWARDS,
         **_same(_MANAGERS, "BatchRewardManager DAPORewardManager NaiveRewardManager"),
         **_same(_MANAGERS, "PrimeRewardManager REWARD_MANAGER_REGISTRY"),
         "get_reward_manager_cls": _REGISTRIES,
@@ -255,6 +257,7 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "get_reward_manager_cls": _REGISTRIES,
         "register": (_MANAGERS, "register_reward_manager"),
     },
+    "verl.workers.reward_manager.abstract": _same(_REWARDS, "AbstractRewardManager"),
     "verl.workers.reward_manager.batch": _same(_MANAGERS, "BatchRewardManager"),
     "verl.workers.reward_manager.dapo": _same(_MANAGERS, "DAPORewardManager"),
     "verl.workers.reward_manager.naive": _same(_MANAGERS, "NaiveRewardManager"),
@@ -274,7 +277,8 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
             _DECORATOR,
             "DISPATCH_MODE_FN_REGISTRY MAGIC_ATTR _check_dispatch_mode _check_execute_mode "
             "_materialize_futures _padding_size_key _split_args_kwargs_data_proto "
-            "_split_args_kwargs_data_proto_with_auto_padding get_predefined_execute_fn",
+            "_split_args_kwargs_data_proto_with_auto_padding collect_all_to_all "
+            "dispatch_all_to_all dispatch_one_to_all get_predefined_execute_fn",
         ),
     },
     "verl.single_controller.ray.base": {

@@ -1,5 +1,6 @@
 """Rules and reward managers by verl 0.5's names."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,17 @@ from verl.protocol import DataProto
 from verl.rewards.build import build_reward
 from verl.rewards.builtin import gsm8k, math
 from verl.rewards.custom import load_custom_reward
+
+
+class AbstractRewardManager(ABC):
+    """Base of users' reward managers, which the trainer calls for a whole batch.
+
+    It is made as `Manager(tokenizer=..., num_examine=..., compute_score=..., reward_fn_key=...)`.
+    """
+
+    @abstractmethod
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
+        """Return the scores (B, R), or with `return_dict` a dict with them as `reward_tensor`."""
 
 
 def gsm8k_answer(solution_str: str, method: str = "strict") -> str | None:

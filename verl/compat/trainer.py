@@ -6,7 +6,10 @@ from enum import Enum
 import ray
 
 from verl.single_controller.ray import RayResourcePool
+from verl.single_controller.worker import Worker
 from verl.utils.errors import ConfigError
+
+WorkerType = type[Worker]
 
 
 class Role(Enum):
