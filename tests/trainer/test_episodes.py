@@ -270,6 +270,14 @@ def test_the_number_of_mini_batches_is_the_configured_one():
     assert mini_batch_rows(batch, 6, None, 2, SimpleNamespace(num_shares=1)) is None
     single = with_episodes(prompts(2), played([(0, 0), (1, 0), (2, 0), (3, 0)]), n=2)
     assert mini_batch_rows(single, 4, 1, 2, SimpleNamespace(num_shares=1)) is None
+    assert mini_batch_rows(single, 4, 1, 2, SimpleNamespace(num_shares=2)) is None
+
+
+def test_mini_batches_are_even_where_each_episode_happens_to_have_one_row():
+    """A loop that may give several rows passes the check at start, whatever the ranks divide."""
+    batch = with_episodes(prompts(3), played([(episode, 0) for episode in range(9)]), n=3)
+    assert mini_batch_rows(batch, 9, 1, 3, SimpleNamespace(num_shares=2)) == 4
+    assert mini_batch_rows(batch, 9, 1, 3, SimpleNamespace(num_shares=3)) is None
 
 
 @pytest.mark.parametrize("step", range(4))

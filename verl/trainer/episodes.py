@@ -263,10 +263,11 @@ def without_failed(batch: DataProto) -> tuple[DataProto, list[str]]:
 def mini_batch_rows(
     batch: DataProto, num_rows: int, mini_prompts: int | None, n: int, group: Any
 ) -> int | None:
-    """Return the rows of a mini-batch where some episodes have several rows; else None.
+    """Return the rows of a mini-batch where episodes may have several rows.
 
-    The number of mini-batches stays that of the configuration: `mini_prompts` prompts of n samples.
-    The rows are a multiple of the shares that the worker group deals a batch to.
+    None where the configured `mini_prompts` prompts of n samples can stay: each episode of this
+    batch has one row, and the shares of the worker group divide a mini-batch. Otherwise the rows
+    are a multiple of the shares, and there are at most as many mini-batches as configured.
 
     Args:
         batch: all trajectories of the step.
@@ -275,8 +276,12 @@ def mini_batch_rows(
         n: samples of a prompt.
         group: the workers that learn.
     """
-    if mini_prompts is None or episode_rows(batch) is None:
+    if mini_prompts is None or "episode" not in batch.non_tensor_batch:
         return None
+    is_even = mini_prompts * n % group.num_shares == 0
+    if is_even and episode_rows(batch) is None:
+        return None
+
     num_episodes = len(set(batch.non_tensor_batch["episode"]))
     num_mini_batches = ceil_div(num_episodes, mini_prompts * n)
     rows = ceil_div(num_rows, num_mini_batches)
