@@ -123,6 +123,12 @@ def test_one_rank_raises_and_the_group_survives():
     assert run.exit_codes == [0, 0]
 
 
+def test_an_interrupt_does_not_keep_a_call_from_some_of_the_ranks():
+    """They would wait in a collective for the others, until they are killed after 20 s."""
+    run = launch(workers.interrupted_call)
+    assert run.value == [[1], [1]], run.error
+
+
 def test_a_killed_rank_is_named_at_once(troubles):
     kind, text = error_of(troubles["killed"])
     assert kind == "WorkerLostError"

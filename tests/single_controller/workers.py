@@ -383,6 +383,28 @@ def one_raises_and_all_go_on(pool: Any) -> Any:
     return errors, [rank for rank, _ in group.fine()]
 
 
+def interrupted_call(pool: Any) -> list[list[int]]:
+    """Interrupt a call that has reached rank 1 only. Return the batches that each rank has seen."""
+    group = pool.start("counter", Counter)
+    local = pool.ranks.local
+    submit = local.submit
+
+    def interrupted(job: Any) -> Any:
+        local.submit = submit
+        os.kill(os.getpid(), signal.SIGINT)
+        return submit(job)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    local.submit = interrupted
+    try:
+        group.update(rows(2))
+    except KeyboardInterrupt:
+        return group.seen_so_far()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    raise AssertionError("the call was not interrupted")
+
+
 def many_calls(pool: Any) -> dict[str, list[int]]:
     """Return the growth of each rank and, last, of the driver between 100 and 500 calls of 1 MB.
 

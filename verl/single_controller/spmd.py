@@ -40,7 +40,7 @@ from verl.utils.errors import WorkerLostError
 from verl.utils.launcher import end_with_launcher, launched_rank
 from verl.utils.logging import logger
 from verl.utils.scratch import remove_scratch
-from verl.utils.sigterm import TERMINATED, handle_sigterm
+from verl.utils.sigterm import TERMINATED, handle_sigterm, interrupts_wait
 
 _LEAVE_S = 20.0  # for a rank to finish its current call, once the driver is done
 _NEWS_S = 2.0  # after torchrun's SIGTERM, until this process knows of the death that caused it
@@ -230,12 +230,14 @@ class SpmdRanks:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
         others = {rank: share for rank, share in arguments.items() if rank > 0}
-        replies = self.links.call(role, method, others, on_told)
-        if 0 in arguments:
-            args, kwargs = each_argument(_opened, *arguments[0])
-            replies[0] = self.local.submit(
-                functools.partial(self.host.run, role, method, args, kwargs, on_told)
-            )
+        # Ranks of a call that the others do not get would wait for them in a collective.
+        with interrupts_wait():
+            replies = self.links.call(role, method, others, on_told)
+            if 0 in arguments:
+                args, kwargs = each_argument(_opened, *arguments[0])
+                replies[0] = self.local.submit(
+                    functools.partial(self.host.run, role, method, args, kwargs, on_told)
+                )
         return dict(sorted(replies.items()))
 
     def wait(

@@ -17,7 +17,7 @@ from verl.single_controller.host import Host
 from verl.single_controller.links import Door, Entrance, Peer, answer, connect, read_token
 from verl.single_controller.wire import Kind, Link
 from verl.utils.errors import WorkerLostError
-from verl.utils.rendezvous import env_store, loopback_settings
+from verl.utils.rendezvous import env_store, loopback_settings, wait_for_key
 from verl.utils.scratch import hold_scratch, remove_scratch
 from verl.utils.sigterm import handle_sigterm
 
@@ -100,7 +100,7 @@ def serve(rank: int, world_size: int, connect_timeout_s: float, silence_s: float
 
 def _find_entrance(world_size: int, timeout_s: float) -> Entrance:
     store = _store(world_size, timeout_s)
-    folder = store.get("folder").decode()
+    folder = wait_for_key(store, "folder", timeout_s).decode()  # set after all others
     if _on_one_machine(world_size):
         return Entrance(folder, "", 0, read_token(Path(folder)))
     port = int(store.get("port"))

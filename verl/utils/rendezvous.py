@@ -2,15 +2,17 @@
 
 import os
 import socket
+import time
 from datetime import timedelta
 
 from torch.distributed import DistNetworkError, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from verl.utils.addresses import is_loopback
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, WorkerLostError
 
 LOOPBACK = "127.0.0.1"
+_POLL_S = 0.05
 
 # Stores that this process serves, by port: two worlds may follow each other at one address.
 _served: dict[int, TCPStore] = {}
@@ -22,11 +24,14 @@ def env_store(timeout_s: float) -> Store:
     A store that rank 0 serves at a loopback address listens only there. PyTorch's own store listens
     on every interface, and any host that reaches it may read and write.
 
-    Raises ConfigError if rank 0 cannot listen at that address.
+    Raises ConfigError if rank 0 cannot listen at that address, and WorkerLostError on other ranks
+    if it does not listen in time.
     """
     timeout = timedelta(seconds=timeout_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     serves = os.environ["RANK"] == "0" and not by_agent
+    if not serves and not by_agent:
+        _wait_for_server(timeout_s)
     try:
         if serves and is_loopback(os.environ["MASTER_ADDR"]):
             store: Store = _serve(int(os.environ["MASTER_PORT"]), timeout)
@@ -43,6 +48,42 @@ def env_store(timeout_s: float) -> Store:
         ) from error
     store.set_timeout(timeout)
     return store
+
+
+def wait_for_key(store: Store, key: str, timeout_s: float) -> bytes:
+    """Return the value of a key, once another rank has set it.
+
+    Unlike `Store.get`, which waits in C++, this can be interrupted by Ctrl-C and SIGTERM. Raises
+    WorkerLostError if it is not set in time.
+    """
+    ends_at = time.monotonic() + timeout_s
+    while not store.check([key]):
+        if time.monotonic() > ends_at:
+            raise WorkerLostError(
+                f"Rank 0 did not start within {timeout_s:g} s after this rank. Its own output says "
+                "why it ended or what it waits for."
+            )
+        time.sleep(_POLL_S)
+    return store.get(key)
+
+
+def _wait_for_server(timeout_s: float) -> None:
+    """Wait until rank 0 listens. PyTorch waits for it in C++, which no signal interrupts."""
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    ends_at = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=timeout_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() > ends_at:
+                raise WorkerLostError(
+                    f"Rank 0 does not listen at MASTER_ADDR={host}, MASTER_PORT={port} after "
+                    f"{timeout_s:g} s ({error}). See its own output, and set both variables alike "
+                    "on all ranks."
+                ) from error
+        time.sleep(_POLL_S)
 
 
 def loopback_settings() -> dict[str, str]:

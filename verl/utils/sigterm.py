@@ -87,13 +87,13 @@ def sigterm_kept() -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_wait(work: str) -> Iterator[None]:
+def interrupts_wait(work: str | None = None) -> Iterator[None]:
     """Let the code within end before Ctrl-C or SIGTERM interrupts the run.
 
     A second signal interrupts at once.
 
     Args:
-        work: what is finished first, for the message.
+        work: name of the code within for the message; None: no message, for work of a moment.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -117,7 +117,7 @@ def interrupts_wait(work: str) -> Iterator[None]:
 class _HeldInterrupt:
     """A handler that remembers the first signal, and hands a second one on."""
 
-    def __init__(self, work: str, handlers: Mapping[int, Any]) -> None:
+    def __init__(self, work: str | None, handlers: Mapping[int, Any]) -> None:
         self.work = work
         self.handlers = handlers
         self.number: int | None = None
@@ -127,6 +127,8 @@ class _HeldInterrupt:
         now = time.monotonic()
         if self.number is None:
             self.number, self.came_at = number, now
+            if self.work is None:
+                return
             name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
             # Not by the logger: the signal may have interrupted one of its lines.
             line = f"W {name}: {self.work} is finished first. A second {name} ends the run at once."
