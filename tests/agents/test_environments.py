@@ -22,6 +22,7 @@ from verl.agents.environments import (
     make_environment,
     open_environment,
 )
+from verl.agents.environments.base import UNREADABLE_ACTION, logged_info
 from verl.agents.environments.gym_spaces import action_reader, observation_text
 from verl.agents.environments.openenv import OpenEnvEnvironment
 from verl.utils.errors import ConfigError, MissingDependencyError, RolloutError
@@ -228,6 +229,7 @@ def test_a_cancelled_episode_still_closes():
         (Observation(["hello"]), "must return messages such as"),  # pyright: ignore
         (Observation([], None), "must return a finite reward, got None"),  # pyright: ignore
         (Observation([], math.nan), "must return a finite reward, got nan"),
+        (Observation([], 10**400), "must return a finite reward, got 1000"),
     ],
 )
 def test_invalid_result_is_shown_in_the_error(value, fact):
@@ -237,6 +239,25 @@ def test_invalid_result_is_shown_in_the_error(value, fact):
 
     with pytest.raises(RolloutError, match=f"Odd.step {fact}"):
         play(Odd(), ["go"], question="Where?")
+
+
+def test_numbers_truth_values_and_texts_of_info_are_logged():
+    info = {
+        "solved": True,
+        "score": np.float32(0.5),
+        "steps": np.int64(3),
+        "won": np.bool_(False),
+        "place": "b7",
+        7: 1,
+        "board": np.zeros(4),
+        "moves": [1, 2],
+        "inf": math.inf,
+        "huge": 10**400,
+        "nothing": None,
+        UNREADABLE_ACTION: 1.0,
+    }
+    numbers = {"solved": 1.0, "score": 0.5, "steps": 3.0, "won": 0.0, "7": 1.0}
+    assert logged_info(info) == {**numbers, "place": "b7"}
 
 
 def test_no_step_after_the_end():
@@ -548,7 +569,8 @@ class ToolClient(EchoClient):
         self.log.append(action)
         said = action["arguments"]["message"]
         if not said:
-            return self.Result({"result": None, "error": {"message": "Say something."}})
+            error = {"message": "Say something."}
+            return self.Result({"result": None, "error": error, "metadata": {"words": 0}})
         return self.Result({"result": {"data": said}, "error": None})
 
 
@@ -563,6 +585,7 @@ def test_openenv_fields_within_others_and_fields_of_the_row():
     )
     _, seen = play(world, ["hello", ""], seed=3, task="t7", other=1)
     assert texts(seen) == ["hello", "Say something."]
+    assert seen[2].info == {"words": 0}
     assert client.log[1] == {"seed": 3, "task": "t7"}
     assert client.log[2] == {"type": "call_tool", "arguments": {"loud": True, "message": "hello"}}
 

@@ -69,8 +69,10 @@ def test_an_environment_of_several_turns_trains_on_exact_tokens(tmp_path: Path):
         assert line["agent_loop/ended_by/turns"] + line.get("agent_loop/ended_by/length", 0) > 0
         for turn in range(3):
             assert abs(line[f"training/turn_{turn}/rollout_diff_max"]) < 1e-4
+        assert line["environment/turns/mean"] == pytest.approx(line["num_turns/mean"] / 2)
     assert "val/test_score/number_guessing" not in step_lines(tmp_path)[0]
     assert step_lines(tmp_path)[-1]["val-aux/num_turns/max"] == 6
+    assert step_lines(tmp_path)[-1]["val-aux/environment/solved/mean"] == 0
 
 
 @pytest.mark.slow

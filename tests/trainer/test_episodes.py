@@ -14,12 +14,13 @@ from verl.algorithms.group_advantages import group_ids
 from verl.config import AgentConfig, RolloutConfig, TrainConfig
 from verl.config.gateway import GatewayConfig
 from verl.protocol import DataProto
-from verl.rollout.trajectory import DROPPED_BECAUSE, Trajectory
+from verl.rollout.trajectory import DROPPED_BECAUSE, ENVIRONMENT_INFO, Trajectory
 from verl.trainer.algorithm import chosen_samples, estimated_by_episode
 from verl.trainer.dapo import first_prompts, num_prompts, rows_that_differ
 from verl.trainer.episodes import (
     add_turn_rewards,
     agent_metrics,
+    environment_metrics,
     episode_rows,
     mini_batch_rows,
     require_episodes,
@@ -302,6 +303,22 @@ def test_failed_episodes_have_no_score():
     assert causes == ["the sandbox is gone"]
     assert left.non_tensor_batch["episode"].tolist() == [0]
     assert len(without_failed(left)[0]) == 1
+
+
+def test_numbers_of_an_environments_last_observation_become_metrics():
+    infos = [
+        {ENVIRONMENT_INFO: {"solved": 1.0, "place": "b7"}},
+        {ENVIRONMENT_INFO: {"solved": 0.0, "steps": 5.0}},
+        {ENVIRONMENT_INFO: {"solved": 9.0}, DROPPED_BECAUSE: "late"},
+        {},
+    ]
+    found = environment_metrics(infos)
+    assert found == {"environment/solved/mean": 0.5, "environment/steps/mean": 5.0}
+
+    many: dict[str, Any] = {f"visits_of_{place:02}": 1.0 for place in range(40)}
+    found = environment_metrics([{ENVIRONMENT_INFO: many}, *infos])
+    assert len(found) == 32
+    assert "environment/solved/mean" in found
 
 
 def test_log_probs_are_compared_turn_by_turn():

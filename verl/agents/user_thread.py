@@ -162,8 +162,12 @@ class UserSession:
 
 def is_finite_number(value: Any) -> bool:
     """Return whether a user's code gave a finite number. A text of digits is none."""
-    is_number = hasattr(value, "__float__") and not isinstance(value, str)
-    return is_number and math.isfinite(float(value))
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -13,7 +13,13 @@ MODEL = "model"  # drawn by the engine: the only tokens that are trained on
 SOURCES = (MODEL, "tool", "user", "template")
 # Key of `Trajectory.extra`, next to a user's own keys: why validation leaves the episode out.
 DROPPED_BECAUSE = "dropped_because"
-_OWN_FIELDS = ("num_turns", DROPPED_BECAUSE)  # entries of `extra_info` that the trainer sets
+# Likewise: facts of the environment's last observation, numbers and texts by name.
+ENVIRONMENT_INFO = "environment_info"
+_OWN_FIELDS = (
+    "num_turns",
+    DROPPED_BECAUSE,
+    ENVIRONMENT_INFO,
+)  # entries of `extra_info` that the trainer sets
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,6 @@
 """The rows that agent loops give: parts of episodes, their scores, and their numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,14 @@ import torch
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.rollout.assemble import NO_TURN
-from verl.rollout.trajectory import DROPPED_BECAUSE
+from verl.rollout.trajectory import DROPPED_BECAUSE, ENVIRONMENT_INFO
 from verl.utils.arithmetic import ceil_div, round_up
 from verl.utils.errors import RewardError, RolloutError
+from verl.utils.logging import say_once
 
 _MOST_BATCHES = 1_000_000  # of a validation
 _MOST_STEPS = 1_000_000_000
+_MOST_NAMES = 32  # of metrics from `Observation.info`
 
 
 def number_prompts(prompts: DataProto, step: int, first_row: int = 0) -> None:
@@ -300,11 +302,42 @@ def turn_metrics(num_turns: Sequence[int] | np.ndarray) -> dict[str, float]:
     }
 
 
+def environment_metrics(infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean of each number in the last `Observation.info` of episodes.
+
+    Of more than 32 names, those that most episodes have stay: an environment may write names of its
+    own making, such as one for each place that it visits.
+
+    Args:
+        infos: the column `agent_info`, a row for each episode. Failed ones do not count.
+    """
+    numbers: dict[str, list[float]] = {}
+    for info in infos:
+        if DROPPED_BECAUSE in info:
+            continue
+        for name, value in info.get(ENVIRONMENT_INFO, {}).items():
+            if not isinstance(value, str):
+                numbers.setdefault(name, []).append(value)
+
+    names = sorted(numbers, key=lambda name: (-len(numbers[name]), name))
+    if len(names) > _MOST_NAMES:
+        say_once(
+            f"Observation.info of the environment has more than {_MOST_NAMES} numbers. Those that "
+            "most episodes have become metrics; the sample log has all."
+        )
+    metrics = {}
+    for name in names[:_MOST_NAMES]:
+        metrics[f"environment/{name}/mean"] = sum(numbers[name]) / len(numbers[name])
+    return metrics
+
+
 def agent_metrics(batch: DataProto) -> dict[str, float]:
     """Summarize the turns of a batch that agent loops played."""
     if "num_turns" not in batch.non_tensor_batch:
         return {}
-    metrics = turn_metrics(whole_episodes(batch).non_tensor_batch["num_turns"])
+    episodes = whole_episodes(batch).non_tensor_batch
+    metrics = turn_metrics(episodes["num_turns"])
+    metrics |= environment_metrics(episodes.get("agent_info", ()))
     columns: Any = batch.batch
     old = columns.get("old_log_probs", None)
     if old is not None:

@@ -1,6 +1,6 @@
 """One pass over the validation set: batches of prompts, their scores, and the metrics of all."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ from verl.rewards.results import check_result
 from verl.tracking.samples import write_samples
 from verl.trainer import scored, setup
 from verl.trainer.episodes import (
+    environment_metrics,
     turn_metrics,
     validation_record_step,
     whole_episodes,
@@ -34,6 +35,7 @@ class ValidationPass:
         self._rows: list[dict[str, Any]] = []
         self._failures: list[str] = []
         self._turns: list[int] = []  # of episodes that agents played
+        self._infos: list[Mapping[str, Any]] = []  # likewise
 
     def batches(self) -> Iterator[tuple[int, DataProto]]:
         """Read the validation set from its beginning, in numbered batches."""
@@ -68,6 +70,7 @@ class ValidationPass:
         if not len(batch):
             return
         self._turns += list(batch.non_tensor_batch.get("num_turns", ()))
+        self._infos += list(batch.non_tensor_batch.get("agent_info", ()))
         if not setup.has_rule(batch):
             batch = trainer.add_rm_scores(batch)
         result = trainer.val_reward_fn(batch, return_dict=True)
@@ -94,8 +97,9 @@ class ValidationPass:
             [scored.vote(row.get("pred")) for row in rows],
             scored.fields_of(rows),
         )
-        for name, turns in turn_metrics(self._turns).items():
-            metrics[f"val-aux/{name}"] = turns
+        of_agents = turn_metrics(self._turns) | environment_metrics(self._infos)
+        for name, value in of_agents.items():
+            metrics[f"val-aux/{name}"] = value
         if self._failures:
             metrics["val-aux/dropped_episodes"] = float(len(self._failures))
         return metrics

@@ -1,15 +1,20 @@
 """The protocol of an environment, and the registry of those that have a name."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from verl.utils.json_text import whole_number
+import numpy as np
+
+from verl.agents.user_thread import is_finite_number
+from verl.utils.json_text import whole_characters, whole_number
 from verl.utils.registry import Registry
 
 # Marks an observation, in its `info`, that answers a turn without an action.
 UNREADABLE_ACTION = "unreadable_action"
+_NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
+_MOST_CHARACTERS = 1000  # of a text in `info`
 # No part of a fraction.
 _WHOLE_NUMBER = re.compile(r"(?<![\d.])[-+]?\d+(?!\d|\.\d)")
 
@@ -26,7 +31,8 @@ class Observation:
         messages: {"role", "content"} to append to the conversation; at the end none is needed.
         reward: for the last action, of the role that acted.
         done: whether the episode has ended.
-        info: numbers and texts for metrics and the sample log.
+        info: further facts, as in gym. The finite numbers, truth values and texts of an episode's
+            last observation go to the sample log, and the numbers into `environment/<name>/mean`.
         replaces_prompt: whether the opening messages are the whole conversation, in place of the
             row's prompt, which they otherwise follow. Read where a conversation begins.
         role: the role that acts next, and reads `messages`. "" in environments of one role.
@@ -100,6 +106,18 @@ def user_message(text: str) -> dict[str, Any]:
 def refused_action(text: str) -> Observation:
     """Return the answer to a turn that holds no action: the episode goes on, and it is counted."""
     return Observation([user_message(text)], info={UNREADABLE_ACTION: 1.0})
+
+
+def logged_info(info: Mapping[Any, Any]) -> dict[str, float | str]:
+    """Return the finite numbers, truth values as 0 and 1, and the texts of an `info`."""
+    logged: dict[str, float | str] = {}
+    for name, value in info.items():
+        if isinstance(value, str):
+            logged[str(name)] = whole_characters(value[:_MOST_CHARACTERS])
+        elif isinstance(value, _NUMBERS) and is_finite_number(value):
+            logged[str(name)] = float(value)
+    logged.pop(UNREADABLE_ACTION, None)  # counted for all turns
+    return logged
 
 
 def last_whole_number(text: str) -> int | None:

@@ -120,7 +120,9 @@ class OpenEnvEnvironment:
                 f"observation, got {type(found).__name__}. Fields: {_shown(within)}."
             )
         messages = [user_message(found)] if found else []
-        return Observation(messages, float(result.reward or 0.0), done)
+        metadata = _value_at(result.observation, ["metadata"])
+        info = dict(metadata) if isinstance(metadata, Mapping) else {}
+        return Observation(messages, float(result.reward or 0.0), done, info)
 
 
 @environments.register("openenv")

@@ -11,7 +11,7 @@ from verl.agents.environments import (
     plays_itself,
     roles_of,
 )
-from verl.agents.environments.base import UNREADABLE_ACTION
+from verl.agents.environments.base import UNREADABLE_ACTION, logged_info
 from verl.agents.gateway.agents import FunctionAgent
 from verl.agents.loops.base import (
     AgentContext,
@@ -24,7 +24,7 @@ from verl.agents.loops.base import (
 from verl.agents.loops.gateway import GatewayAgentLoop
 from verl.agents.loops.seats import Seat, Seats
 from verl.agents.policies import check_roles
-from verl.rollout.trajectory import DROPPED_BECAUSE, Trajectory
+from verl.rollout.trajectory import DROPPED_BECAUSE, ENVIRONMENT_INFO, Trajectory
 from verl.utils.errors import ConfigError
 
 
@@ -85,6 +85,7 @@ class EnvironmentLoop:
         for trajectory in trajectories:
             trajectory.is_dropped = session.failure is not None
             trajectory.extra["ended_by"] = ended_by
+            trajectory.extra[ENVIRONMENT_INFO] = logged_info(seen.info)
             if session.failure is not None:
                 trajectory.extra[DROPPED_BECAUSE] = session.failure.error
         return trajectories
