@@ -10,7 +10,7 @@ import pytest
 
 import verl.utils.sigterm
 from verl.utils.entry import INTERRUPTED
-from verl.utils.sigterm import TERMINATED, interrupts_wait, sigterm_as_exit
+from verl.utils.sigterm import TERMINATED, interrupts_wait, raise_swallowed, sigterm_as_exit
 
 
 def test_a_signal_while_a_class_is_created_ends_the_program():
@@ -64,6 +64,19 @@ def test_a_signal_waits_for_the_end_of_work_and_is_reported_at_once(capfd, name)
         seen.append("end")
     assert ": the work is finished first." in seen[0]
     assert seen[1:] == ["end"]
+
+
+@pytest.mark.usefixtures("signals_raise")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_that_an_import_has_swallowed_is_raised_again(name):
+    raise_swallowed()
+    try:
+        os.kill(os.getpid(), getattr(signal, name))
+        time.sleep(5)
+    except:  # noqa: E722 - as packages have it
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        raise_swallowed()
 
 
 @pytest.mark.usefixtures("signals_raise")

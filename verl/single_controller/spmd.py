@@ -40,7 +40,7 @@ from verl.utils.errors import WorkerLostError
 from verl.utils.launcher import end_with_launcher, launched_rank
 from verl.utils.logging import logger
 from verl.utils.scratch import remove_scratch
-from verl.utils.sigterm import TERMINATED, handle_sigterm, interrupts_wait
+from verl.utils.sigterm import TERMINATED, handle_sigterm, interrupts_wait, raise_swallowed
 
 _LEAVE_S = 20.0  # for a rank to finish its current call, once the driver is done
 _NEWS_S = 2.0  # after torchrun's SIGTERM, until this process knows of the death that caused it
@@ -112,6 +112,7 @@ def join(connect_timeout_s: float = 300.0, silence_s: float = 300.0) -> "LocalPo
     if world_size == 1:
         return LocalPool()
     end_with_launcher()
+    raise_swallowed()
     if rank > 0:
         serve(rank, world_size, connect_timeout_s, silence_s)
         raise SystemExit(0)

@@ -86,6 +86,17 @@ def sigterm_kept() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
+def raise_swallowed() -> None:
+    """Raise again if `sigterm_as_exit` has raised an interrupt that ended nothing.
+
+    Packages have bare `except:` around their optional imports, which swallow it. Call this at the
+    top of the program, before a long wait.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(handler, _Interrupt) and handler.has_raised:
+        raise _Terminated if handler.was_called else KeyboardInterrupt
+
+
 @contextmanager
 def interrupts_wait(work: str | None = None) -> Iterator[None]:
     """Let the code within end before Ctrl-C or SIGTERM interrupts the run.
@@ -166,6 +177,10 @@ class _Interrupt:
 
     def __init__(self) -> None:
         self._raised_at = -math.inf
+
+    @property
+    def has_raised(self) -> bool:
+        return self._raised_at > -math.inf
 
     def __call__(self, number: int = signal.SIGTERM, *_: Any) -> None:
         now = time.monotonic()
