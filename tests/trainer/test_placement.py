@@ -17,6 +17,7 @@ from verl.distributed.mesh import init_mesh
 from verl.single_controller import Dispatch, Worker, register
 from verl.trainer import pools
 from verl.utils.errors import ConfigError, WorkerError
+from verl.utils.launcher import rank_title, run_rank
 
 KL = ["algorithm.use_kl_in_reward=True", "trainer.max_steps=2"]
 APART = [
@@ -77,6 +78,10 @@ class Meeting(Worker):
             torch.distributed.all_reduce(pids)
         return self.rank, self.world_size, os.getpid(), int(pids)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def title(self) -> str:
+        return rank_title(self.rank, self.world_size)
+
 
 def meet(pool, parts):
     pools = pool.split(parts)
@@ -87,19 +92,29 @@ def meet(pool, parts):
         workers.trouble_within(pools[1], 20.0, "only_rank_raises", 1)
     except WorkerError as error:
         message = str(error)
-    return [future.result() for future in futures], message
+    titles = [group.title() for group in groups]
+    return [future.result() for future in futures], message, titles
 
 
 def test_every_part_of_a_launch_is_a_separate_world():
     run = launch(meet, [[0, 3], [1, 2]], size=4)
     assert run.error is None
-    (first, second, again), message = run.value
+    (first, second, again), message, titles = run.value
     for part in (first, second, again):
         assert [(rank, size) for rank, size, _, _ in part] == [(0, 2), (1, 2)]
         assert {total for *_, total in part} == {sum(pid for _, _, pid, _ in part)}
     assert again == second
     assert not {pid for _, _, pid, _ in first} & {pid for _, _, pid, _ in second}
     assert "raised on rank 2" in message, "errors count as torchrun does"
+    assert titles[0][1] == "rank 3 of the run (rank 1 of 2 in its group)"
+    assert titles[1][0] == "rank 1 of the run (rank 0 of 2 in its group)"
+
+
+def test_a_rank_is_named_by_its_number_in_the_run(monkeypatch):
+    monkeypatch.delenv("VERL_RANKS_OF_GROUP", raising=False)
+    assert (rank_title(0, 1), rank_title(1, 2), run_rank(1)) == ("", "rank 1 of 2", 1)
+    monkeypatch.setenv("VERL_RANKS_OF_GROUP", "3")
+    assert (rank_title(0, 1), run_rank(0)) == ("rank 3 of the run", 3)
 
 
 def placed(*overrides: str) -> dict[str, list[int]]:

@@ -26,6 +26,7 @@ from verl.checkpoint.manifest import SHARD_METADATA, SHARED_FILES
 from verl.checkpoint.unpickling import UNREADABLE_PICKLE, read_metadata
 from verl.distributed.collectives import Axis
 from verl.utils.errors import CheckpointError
+from verl.utils.launcher import run_rank
 
 SHARDED_FOLDER = "sharded"  # within the folder of a role
 # Prefixes of the names of weights and of moments.
@@ -188,7 +189,7 @@ def _reported(action: str, way_out: str = "") -> Iterator[None]:
         if isinstance(cause, KeyboardInterrupt):
             raise cause from None
 
-        where = f" on rank {rank}" if len(error.failures) > 1 or rank else ""
+        where = f" on rank {run_rank(rank)}" if len(error.failures) > 1 or rank else ""
         first_line = next(iter(str(cause).splitlines()), "")  # PyTorch adds advice in more lines
         reason = f"{type(cause).__name__}: {first_line}".rstrip(": .")  # an EOFError has no text
         raise CheckpointError(f"While {action}{where}: {reason}.{way_out}") from cause

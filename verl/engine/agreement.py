@@ -10,6 +10,7 @@ from verl.distributed.mesh import Mesh
 from verl.engine.microbatch import Plan, TokenBudget, plan_micro_batches
 from verl.engine.packing import MiniBatch
 from verl.utils.errors import DataError
+from verl.utils.launcher import run_rank
 
 # Activations of a pass stay nearer to the caches: on two cores, the update of a small model on
 # 10,000 tokens took 0.6 s in passes of 4,096 tokens and 0.74 s in one.
@@ -90,8 +91,9 @@ def agreed_passes(
         if planned != expected:
             first = everyone.index(expected)
             raise DataError(
-                f"Ranks {first} and {rank} must make the same passes, but have planned different "
-                f"ones. Rank {first}, {expected}. Rank {rank}, {planned}. Give all ranks the same "
-                "configuration, code and batches, and call the same methods on all."
+                f"Ranks {run_rank(first)} and {run_rank(rank)} must make the same passes, but have "
+                f"planned different ones. Rank {run_rank(first)}, {expected}. Rank "
+                f"{run_rank(rank)}, {planned}. Give all ranks the same configuration, code and "
+                "batches, and call the same methods on all."
             )
     return max(planned.passes for planned in everyone)

@@ -21,6 +21,7 @@ from verl.distributed.collectives import Axis
 from verl.engine.microbatch import Plan, TokenBudget, most_tokens
 from verl.engine.options import EngineOptions
 from verl.utils.errors import OutOfMemoryError, VerlError
+from verl.utils.launcher import rank_title
 from verl.utils.logging import logger
 from verl.utils.peaks import phase_peaks
 
@@ -94,7 +95,7 @@ class PassGuard:
     def __init__(self, device: torch.device, world: Axis, hints: Sequence[str]) -> None:
         self.device = device
         self.can_restart = world.size == 1
-        self.rank = "" if world.size == 1 else f"rank {world.rank} of {world.size}"
+        self.rank = rank_title(world.rank, world.size)
         self.hints = hints
         self.lowered: dict[str, int] = {}  # key of a budget -> tokens or rows
 

@@ -9,7 +9,7 @@ from verl.single_controller.calls import Ranks
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import DEADLINE_S, start_role
-from verl.utils.launcher import LAUNCHED_RANKS
+from verl.utils.launcher import LAUNCHED_RANKS, RANKS_OF_GROUP
 from verl.utils.rendezvous import LOOPBACK, free_port
 
 
@@ -61,6 +61,7 @@ def split_launch(launch: Ranks, parts: Sequence[Sequence[int]]) -> None:
                 "RANK": str(number),
                 "WORLD_SIZE": str(len(part)),
                 LAUNCHED_RANKS: str(launch.size),
+                RANKS_OF_GROUP: ",".join(map(str, part)),
                 "MASTER_ADDR": host,
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_USE_AGENT_STORE": "False",  # the agent's store is for all ranks

@@ -40,6 +40,7 @@ from verl.single_controller.ray_process import (
     open_links,
 )
 from verl.utils.errors import WorkerLostError
+from verl.utils.launcher import RANKS_OF_GROUP
 from verl.utils.logging import logger
 from verl.utils.rendezvous import LOOPBACK, loopback_settings
 from verl.utils.scratch import hold_scratch, remove_scratch, scratch_path
@@ -121,6 +122,9 @@ class RayRanks:
         # This also covers a Ray that was initialized elsewhere. Variables that a node or a
         # runtime_env sets are kept.
         environments = _environments(self.places)
+        if list(self.run_ranks) != list(range(self.size)):
+            for environment in environments:
+                environment[RANKS_OF_GROUP] = ",".join(map(str, self.run_ranks))
         self._all_started(
             "set_environment", [(environment, defaults) for environment in environments]
         )

@@ -15,6 +15,8 @@ from verl.utils.sigterm import TERMINATED
 
 # In the environment of a launch that was divided: its ranks; WORLD_SIZE is then that of a part.
 LAUNCHED_RANKS = "VERL_LAUNCHED_RANKS"
+# In the environment of a rank whose group is a part of the run: the ranks of the run in its group.
+RANKS_OF_GROUP = "VERL_RANKS_OF_GROUP"
 _POLL_S = 1.0
 _GRACE_S = 10.0  # after SIGTERM, which has no effect while the main thread waits in C++
 _THREAD = "verl-watch-launcher"
@@ -60,6 +62,25 @@ def launched_rank() -> tuple[int, int]:
             "sets them, or unset WORLD_SIZE for one process."
         )
     return int(os.environ["RANK"]), world_size
+
+
+def run_rank(rank: int) -> int:
+    """Return the number that a rank of this process's group has among all ranks of the run."""
+    members = os.environ.get(RANKS_OF_GROUP)
+    return int(members.split(",")[rank]) if members else rank
+
+
+def rank_title(rank: int, size: int) -> str:
+    """Return the name of a rank for errors: its number in the run, and that in its group.
+
+    Args:
+        rank: number within the group.
+        size: ranks of the group. One rank that is the whole run has the name "".
+    """
+    if RANKS_OF_GROUP not in os.environ:
+        return "" if size == 1 else f"rank {rank} of {size}"
+    number = f"rank {run_rank(rank)} of the run"
+    return number if size == 1 else f"{number} (rank {rank} of {size} in its group)"
 
 
 def _watched_by_this_process() -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl.distributed.collectives import ALONE, Axis, gather_objects
 from verl.utils.errors import RolloutError
+from verl.utils.launcher import run_rank
 from verl.weight_sync.fingerprint import Fingerprint, FingerprintLog, signed
 
 # (name in `named_parameters` of the Hugging Face module, whole tensor). A tied weight comes once.
@@ -160,7 +161,7 @@ def _describe(faults: list[list[str]], total: int) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, names in enumerate(faults):
         for name in names:
-            ranks_of.setdefault(name, []).append(rank)
+            ranks_of.setdefault(name, []).append(run_rank(rank))
 
     listed = []
     for name, ranks in ranks_of.items():

@@ -24,6 +24,7 @@ from verl.rollout.stopping import end_of_sequence_ids
 from verl.single_controller import Dispatch, Worker, register
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.imports import import_user_code
+from verl.utils.launcher import rank_title
 from verl.utils.user_parts import NamedPart
 from verl.weight_sync import (
     DirectSender,
@@ -220,7 +221,7 @@ class RolloutEngineWorker(Worker):
     def _names_errors(self, phase: str) -> Iterator[None]:
         """Name the phase in which memory runs out, and the engine in whose file an error arises."""
         way_out = _WAY_OUT if self.actor is None else _WAY_OUT_NEXT_TO_THE_ACTOR
-        rank = "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}"
+        rank = rank_title(self.rank, self.world_size)
 
         name = self.config.rollout.name
         part = NamedPart("rollout engine", name, rollout_engines.get(name), RolloutError)
