@@ -1,7 +1,6 @@
 """The loop around the step of any training run: resume, validate, log, save, and stop when updates
 are not finite."""
 
-import json
 import logging
 import os
 import time
@@ -25,6 +24,7 @@ from verl.single_controller import GroupOf, WorkerGroup
 from verl.single_controller.breadcrumbs import Progress
 from verl.single_controller.handles import AnyWorker
 from verl.tracking import Tracker, TrackerSettings
+from verl.trainer.lowered_budgets import LoweredBudgets
 from verl.trainer.phase_reports import PhaseReports
 from verl.trainer.recorder import StepRecorder
 from verl.trainer.resume import (
@@ -41,19 +41,15 @@ from verl.utils.errors import (
     CheckpointError,
     ConfigError,
     NonFiniteError,
-    OutOfMemoryError,
     VerlError,
 )
-from verl.utils.json_text import parse_object
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
 from verl.utils.sigterm import sigterm_as_exit
 from verl.utils.streams import show
 from verl.utils.timing import PhaseTimer
-from verl.workers.trained import EngineWorker, TrainedWorker
+from verl.workers.trained import TrainedWorker
 
-# In the folder of checkpoints: sizes of passes that another start begins with.
-LOWERED_BUDGETS = "lowered_budgets.json"
 STATE_FILE = "state.pt"  # the driver's own part of a checkpoint
 
 
@@ -92,6 +88,7 @@ class TrainingRun(ABC, Generic[Config]):
         self.checkpoints = CheckpointManager(
             Path(trainer.default_local_dir), max_to_keep=max_to_keep
         )
+        self.lowered_budgets = LoweredBudgets(self.checkpoints.root)
         self.checkpoints.require_named(trainer.resume_mode, trainer.resume_from_path)
         self.global_step = 0
         self.skipped_in_a_row = 0
@@ -221,34 +218,7 @@ class TrainingRun(ABC, Generic[Config]):
         claims = False
         try:
             claims = self.claim_folder()
-            self.warn_where_nothing_is_kept()
-            with self.reports.phase("load_checkpoint"):
-                self.load_checkpoint()
-            self.tracker.rewind(self.global_step)
-            self.lower_budgets()
-            self.recorder.start(self)
-
-            if self.global_step >= self.total_steps:
-                logger.warning(
-                    "Nothing is left to train: step %d is done, and the run ends with step %d. "
-                    "Raise trainer.max_steps (total_training_steps) or total_epochs to go on; or "
-                    "start from the beginning with trainer.resume_mode=disable or another "
-                    "trainer.default_local_dir than %s.",
-                    self.global_step,
-                    self.total_steps,
-                    self.checkpoints.root,
-                )
-
-            if (
-                self.global_step == 0
-                and self.config.trainer.val_before_train
-                and self.val_loader is not None
-            ):
-                with self.reports.phase("testing"):
-                    metrics = self.validate()
-                self.tracker.log(metrics, 0)
-                self.recorder.add_metrics(0, metrics)
-                self.summary.add(0, metrics)
+            self._begin()
 
             while self.global_step < self.total_steps:
                 for batch in self.prompt_batches():
@@ -259,7 +229,7 @@ class TrainingRun(ABC, Generic[Config]):
             self.checkpoints.finish()
             self.log_results()
         except (Exception, KeyboardInterrupt, SystemExit) as error:
-            self.note_shortage(error)
+            self.lowered_budgets.note(error)
             self.recorder.note_failure(self, error)
             self.checkpoints.rescue()
             self.log_end(error)
@@ -271,6 +241,25 @@ class TrainingRun(ABC, Generic[Config]):
             self.recorder.finish()
             if claims:
                 self.checkpoints.release()
+
+    def _begin(self) -> None:
+        """Resume, and validate before the first step, where the configuration says so."""
+        trainer = self.config.trainer
+        self.warn_where_nothing_is_kept()
+        with self.reports.phase("load_checkpoint"):
+            self.load_checkpoint()
+        self.tracker.rewind(self.global_step)
+        if trainer.resume_mode != "disable":
+            self.lowered_budgets.apply(self.worker_groups())
+        self.recorder.start(self)
+        self.warn_where_nothing_is_left()
+
+        if self.global_step == 0 and trainer.val_before_train and self.val_loader is not None:
+            with self.reports.phase("testing"):
+                metrics = self.validate()
+            self.tracker.log(metrics, 0)
+            self.recorder.add_metrics(0, metrics)
+            self.summary.add(0, metrics)
 
     def claim_folder(self) -> bool:
         """Refuse other runs in the folder of checkpoints, if this one writes there.
@@ -298,6 +287,19 @@ class TrainingRun(ABC, Generic[Config]):
                 self.total_steps,
             )
 
+    def warn_where_nothing_is_left(self) -> None:
+        """Log that the checkpoint is already at the last step."""
+        if self.global_step >= self.total_steps:
+            logger.warning(
+                "Nothing is left to train: step %d is done, and the run ends with step %d. Raise "
+                "trainer.max_steps (total_training_steps) or total_epochs to go on; or start from "
+                "the beginning with trainer.resume_mode=disable or another "
+                "trainer.default_local_dir than %s.",
+                self.global_step,
+                self.total_steps,
+                self.checkpoints.root,
+            )
+
     def log_end(self, error: BaseException) -> None:
         """Log in which step an error or an interrupt ended the run, and what can be resumed."""
         is_interrupt = isinstance(error, (KeyboardInterrupt, SystemExit))
@@ -323,6 +325,7 @@ class TrainingRun(ABC, Generic[Config]):
             folder = self.checkpoints.root / name
             logger.info("Checkpoint: %s", folder)
             saved = folder / next(iter(self.checkpointed_groups()))
+
             weights: Path | str = saved / WEIGHTS_FOLDER
             if not any(saved.glob(f"{WEIGHTS_FOLDER}/*.safetensors")):  # hf_model was not saved
                 target = self.checkpoints.root / f"{name}_hf"
@@ -381,65 +384,6 @@ class TrainingRun(ABC, Generic[Config]):
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.global_step >= self.total_steps or self.global_step % every == 0)
-
-    # ---------------------------------------------------------------- out of memory
-
-    def note_shortage(self, error: BaseException) -> None:
-        """Leave a smaller size for a restart where a rank ran out of memory.
-
-        Several ranks cannot begin such a pass again.
-        """
-        shortage = error
-        if not isinstance(error, OutOfMemoryError):
-            shortage = error.__cause__
-        if isinstance(shortage, OutOfMemoryError) and shortage.lowered:
-            file = self._lowered_budgets_file
-            file.parent.mkdir(parents=True, exist_ok=True)
-            sizes = {**self._noted_budgets(), **shortage.lowered}
-            file.write_text(json.dumps(sizes), encoding="utf-8")
-            logger.error(
-                "The same command again begins with %s, which %s says.",
-                dict(shortage.lowered),
-                file,
-            )
-
-    def lower_budgets(self) -> None:
-        """Begin with the sizes of passes that `note_shortage` left, unless
-        `trainer.resume_mode=disable`."""
-        sizes = {} if self.config.trainer.resume_mode == "disable" else self._noted_budgets()
-        if sizes:
-            file = self._lowered_budgets_file
-            logger.warning(
-                (
-                    "Passes are made with at most %s, where memory ran out before. Remove %s to "
-                    "forget it."
-                ),
-                sizes,
-                file,
-            )
-            for group in self.worker_groups():
-                if issubclass(group.worker_class, EngineWorker):
-                    group.lower_budgets(sizes)  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
-    def _lowered_budgets_file(self) -> Path:
-        return self.checkpoints.root / LOWERED_BUDGETS
-
-    def _noted_budgets(self) -> dict[str, int]:
-        file = self._lowered_budgets_file
-        if not file.is_file():
-            return {}
-        try:
-            sizes = parse_object(file.read_text(encoding="utf-8"))
-            if any(type(size) is not int for size in sizes.values()):
-                raise ValueError("expected an object of whole numbers")
-        except ValueError as error:
-            raise CheckpointError(
-                f"Expected the sizes of passes in {file}, as a run that was out of memory leaves "
-                f"them, and it is no JSON ({error}). Remove it: the run begins with the configured "
-                "sizes and lowers them again if need be."
-            ) from error
-        return sizes
 
     # ---------------------------------------------------------------- checkpoints
 
