@@ -271,7 +271,8 @@ def test_an_output_may_end_within_a_turn(loops: str):
 
 
 def test_loop_of_later_versions_returns_score_and_fields(loops: str):
-    _, (trajectory,), _ = run(loops, "new")
+    _, (trajectory,), metrics = run(loops, "new")
+    assert metrics["agent_loop/generate_sequences/min"] > 0, "it measures nothing itself"
     assert trajectory.reward == 0.0
     assert trajectory.extra == {"turn_scores": [1.0]}
 

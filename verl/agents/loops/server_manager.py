@@ -1,7 +1,9 @@
 """The engine as loops in verl's form ask for it."""
 
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +77,9 @@ class ServerManager:
         self.drawn: list[DrawnTurn] = []
         self._turns: Counter[str] = Counter()  # by policy
         self._frozen_turn = 0
+        self.seconds = 0.0  # in which the episode waited for turns, of several branches once
+        self._asking = 0
+        self._asked_at = 0.0
 
     async def reply(self, role: str, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the next turn of a frozen role (`rollout.agent.policies`) as text.
@@ -115,10 +120,12 @@ class ServerManager:
                 f"The role '{role}' is frozen, so none of its tokens is learned from. Ask it by "
                 "server_manager.reply(role, messages)."
             )
+
         limit = self._limit(sampling_params)
         policy = self._context.policy_of(role)
         turn = self._turns[policy]
         self._turns[policy] += 1
+
         ids = [int(token) for token in prompt_ids]
         longest = self._context.client.max_model_len
         most = longest - len(ids)
@@ -129,18 +136,33 @@ class ServerManager:
                 "actor_rollout_ref.rollout.max_model_len, or drop such episodes: "
                 "actor_rollout_ref.rollout.agent.on_error=drop."
             )
-        drawn = await self._context.client_of(policy).generate(
-            prompt_ids=ids,
-            row=self._episode.row,
-            turn=turn,
-            limit=most if limit is None else min(limit, most),
-        )
+
+        with self._timed():
+            drawn = await self._context.client_of(policy).generate(
+                prompt_ids=ids,
+                row=self._episode.row,
+                turn=turn,
+                limit=most if limit is None else min(limit, most),
+            )
         self.drawn.append(DrawnTurn(ids, policy, drawn))
         return TokenOutput(
             token_ids=drawn.token_ids,
             log_probs=drawn.log_probs,
             stop_reason=drawn.finish_reason,
         )
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Add the seconds of a turn, without those in which another one is already drawn."""
+        if not self._asking:
+            self._asked_at = time.perf_counter()
+        self._asking += 1
+        try:
+            yield
+        finally:
+            self._asking -= 1
+            if not self._asking:
+                self.seconds += time.perf_counter() - self._asked_at
 
     def _limit(self, asked: Mapping[str, Any]) -> int | None:
         for name, own in self._params.items():
@@ -150,6 +172,7 @@ class ServerManager:
                     f"sampling_params['{name}'] is {value!r} in an agent loop, the rollout's is "
                     f"{own!r}. Leave it as given: log-probs are recorded at the rollout's settings."
                 )
+
         for name, value in asked.items():
             is_known = name in self._params or name in _LIMITS or name in _WITHOUT_EFFECT
             if not is_known and value and (name, value) != ("n", 1):
@@ -158,6 +181,7 @@ class ServerManager:
                     "loop. Leave it out; actor_rollout_ref.rollout.stop and stop_token_ids hold "
                     "for all turns."
                 )
+
         limits = [asked[name] for name in _LIMITS if asked.get(name)]
         return min(limits) if limits else None
 

@@ -58,6 +58,7 @@ class UserLoopMaker:
                 f"The agent loop '{self.name}' needs an async method run, but "
                 f"{self.loop_class.__name__} has none. Derive it from verl.agents.AgentLoopBase."
             )
+
         given = keywords_for(
             self.loop_class, dict.fromkeys((*_GIVEN, *_OFFERED, "config")), self.options
         )
@@ -103,6 +104,7 @@ class UserLoop:
         prepare = getattr(self.loop_class, "init_class", None)
         if prepare is None:
             return
+
         given = taken_by(prepare, {"processor": self.processor})
         try:
             prepare(
@@ -149,8 +151,10 @@ class UserLoop:
             trajectories.append(self._trajectory(episode, output, server, number))
         metrics = outputs[-1].metrics
         seconds = metrics if isinstance(metrics, Mapping) else dict(metrics)
-        for name in ("generate_sequences", "tool_calls"):
-            self.context.tally.note(name, float(seconds.get(name, 0.0)))
+        # verl's loops measure both themselves; a loop that does not has its turns measured.
+        generating = float(seconds.get("generate_sequences") or server.seconds)
+        self.context.tally.note("generate_sequences", generating)
+        self.context.tally.note("tool_calls", float(seconds.get("tool_calls") or 0.0))
         return trajectories
 
     async def _run(self, loop: Any, episode: Episode) -> Any:
@@ -312,6 +316,7 @@ def _full_config(context: AgentContext) -> Any:
             "tool_config_path": rollout.multi_turn.tool_config_path,
         },
     }
+
     whole = {} if context.run is None else config_to_dict(context.run)
     tree = OmegaConf.merge(whole, own)
     tree.data.apply_chat_template_kwargs = {}  # those of the run are part of the template
