@@ -215,6 +215,7 @@ def _check_interactions(interactions: InteractionSet | None, column: Column) -> 
         if not kwargs:
             continue
         reached = True
+
         if interactions is None:
             logger.warning(
                 "%s: the row has interaction_kwargs, but no interactions are configured, so no "
@@ -227,6 +228,7 @@ def _check_interactions(interactions: InteractionSet | None, column: Column) -> 
             interactions.session(kwargs)
         except VerlError as error:
             raise DataError(f"{place}: {error}") from error
+
     if interactions is not None and not reached:
         raise ConfigError(
             f"{_SECTION}.multi_turn.interaction_config_path is set, but no row has "
@@ -275,6 +277,7 @@ def _loops_of_rows(config: RolloutConfig, column: Column) -> Iterator[tuple[str,
     for _, value, loop in _answering(config):
         if value is not None:
             missing.discard(loop)
+
     for place, name in column("agent_name"):
         chosen = str(name or config.agent_loop)
         if chosen not in agent_loops:

@@ -84,12 +84,14 @@ class LiveClient(EngineClient):
         Turns that are kept are submitted again with the next work.
         """
         self._deliver(ended, {})
+
         for completion in aborted:
             sample_id = completion.sample_id
             begun = self._begun[sample_id]
             if sample_id not in self._waiting:
                 del self._begun[sample_id]  # its agent has given it up
                 continue
+
             self._add_versions(begun, completion)
             assert begun.request.continuations is not None
             continued = replace(
@@ -98,6 +100,7 @@ class LiveClient(EngineClient):
                 log_probs=tuple(completion.log_probs),
             )
             self._new[sample_id] = replace(begun.request, continuations=(continued,))
+
         for sample_id in self._abandoned:
             self._begun.pop(sample_id, None)
         self._abandoned = set()  # nothing is left in the engine
@@ -234,6 +237,7 @@ class LiveEpisodes:
             self.client.count()
         self._meet(self.client.freeze(taken.frozen, taken.finished))
         self.is_frozen = True
+
         if self._error is not None:
             raise self._error
         ended = self._ended

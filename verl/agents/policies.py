@@ -249,10 +249,12 @@ def make_policies(
         if asked.path is None:
             policies[role] = ServedPolicy(role, asked, config.seed)
             continue
+
         if asked.path == SELF:
             model, tokenizer = own_model(), own_tokenizer
         else:
             model, tokenizer = _loaded(asked, config, device)
+
         policies[role] = EnginePolicy(
             role,
             model,

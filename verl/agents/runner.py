@@ -136,6 +136,7 @@ class AgentRunner:
             self._open_again()
         self.context.tally = Tally()
         self.prepare(episodes, client)
+
         work = self._play_all(episodes, on_end)
         for policy in self.context.policies.values():
             work = policy.serve(work, steps=client.steps, num_episodes=len(episodes))
@@ -276,12 +277,14 @@ class AgentRunner:
         """Drop an episode that raised, or raise, as the configuration says."""
         if isinstance(error, RolloutError):
             raise error
+
         is_ours = isinstance(error, VerlError)
         name = self.loop_name(episode)
         if is_ours:
             described = f"{type(error).__name__}: {error}"
         else:
             described = described_error(error, _file_of(self._loop(name)))
+
         if self.config.agent.on_error == "drop":
             return self._drop(episode, described)
         if is_ours:
@@ -327,6 +330,7 @@ def build_tools(config: RolloutConfig) -> ToolSet | None:
     sources = (turns.tool_config_path, turns.function_tool_path, agent.replay_path)
     if not any(sources):
         return None
+
     return ToolSet.from_config(
         tool_config_path=turns.tool_config_path,
         function_tool_path=turns.function_tool_path,
@@ -357,6 +361,7 @@ def _format_of(config: RolloutConfig, tokenizer: Any, boundary: ChatBoundary) ->
             "of them. Set actor_rollout_ref.model.custom_chat_template to one that writes `tools`, "
             f"or leave out {_SECTION}.multi_turn.tool_config_path and function_tool_path."
         )
+
     shown = recognise_format(tokenizer.chat_template)
     name = asked or shown
     if name is None:
@@ -364,6 +369,7 @@ def _format_of(config: RolloutConfig, tokenizer: Any, boundary: ChatBoundary) ->
             "The chat template does not show how the model writes tool calls. Set "
             f"{_SECTION}.multi_turn.format to one of: {', '.join(sorted(tool_formats))}."
         )
+
     chosen = tool_format(name, tokenizer)
     if shown is not None and type(chosen) not in (ParserFormat, tool_formats.get(shown)):
         say_once(
@@ -388,6 +394,7 @@ def episodes_of(
                 for name, values in columns.items()
                 if name != _PICTURES
             }
+
             pictures = columns[_PICTURES][place] if _PICTURES in columns else None
             episode = Episode(
                 row=int(prompt_row) * n + sample,

@@ -99,6 +99,7 @@ class VerifiersEnvironment:
             messages = [{"role": "user", "content": prompt or ""}]
             if isinstance(prompt, list):
                 messages = [message.model_dump(exclude_none=True) for message in prompt]
+
             rows.append(
                 {
                     "prompt": messages,

@@ -141,6 +141,7 @@ class AgentContext:
             if self.pictures is not None:
                 prompt_ids = self.pictures.expand(prompt_ids, episode.pictures)
             check_prompt(episode, prompt_ids, self.config.prompt_length)
+
         return Conversation(
             episode.row,
             episode.messages if messages is None else messages,

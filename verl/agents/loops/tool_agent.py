@@ -108,6 +108,7 @@ class ToolAgentLoop:
             kwargs = episode.option("tools_kwargs")
             offered = offered_tools(episode.option("tool_selection"), kwargs)
             schemas = context.tools.schemas(offered)
+
         return _Play(
             episode=episode,
             conversation=context.conversation(episode, tools=schemas),
@@ -175,6 +176,7 @@ class ToolAgentLoop:
         most_turns = limits.max_assistant_turns
         most_answers = limits.max_user_turns
         reader = self.context.pictures
+
         if drawn.finish_reason == "length" or play.conversation.room <= 0:
             return "length"
         if reader is not None and reader.processor.token_id in drawn.token_ids:
@@ -183,6 +185,7 @@ class ToolAgentLoop:
             return "turns"
         if most_answers is not None and play.user_turns >= most_answers:
             return "turns"
+
         can_call = bool(parsed.calls) and play.tools is not None
         if not can_call and play.user is None:
             return "answer"
@@ -222,11 +225,13 @@ class ToolAgentLoop:
             raise RolloutError(f"The tool '{tool}' returned videos. Return images of their frames.")
         if not result.images:
             return ()
+
         if reader is None:
             raise RolloutError(
                 f"The tool '{tool}' returned images, but the model reads text alone. Give a model "
                 "with a vision tower, or return text."
             )
+
         try:
             return await asyncio.to_thread(reader.prepare_all, result.images, Path())
         except DataError as error:
@@ -269,8 +274,10 @@ class ToolAgentLoop:
             "num_tool_calls": play.calls,
             "ended_by": play.ended_by,
         }
+
         if play.failure is not None:
             extra[DROPPED_BECAUSE] = play.failure
+
         for trajectory in trajectories:
             trajectory.extra = extra
             # The prompt counts as one message, as in verl.
@@ -318,6 +325,7 @@ def message_of(parsed: ParsedReply, turn: int) -> Message:
                 "function": {"name": call.name, "arguments": call.arguments},
             }
         )
+
     if calls:
         message["tool_calls"] = calls
     return message

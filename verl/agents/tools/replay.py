@@ -80,6 +80,7 @@ class Recorder:
         values["images"] = [_pack_media(value, key) for value in result.images]
         values["videos"] = [_pack_media(value, key) for value in result.videos]
         line = {"kind": "call", **key._asdict(), **_question(call), "result": values}
+
         kept = {}
         for name, value in (extra_fields or {}).items():
             if _survives_json(value):
@@ -90,6 +91,7 @@ class Recorder:
                     f"{type(value).__name__}, which JSON lacks: its replay does without it.",
                     logging.WARNING,
                 )
+
         if kept:
             line["extra_fields"] = kept
         self._write(line)
