@@ -12,7 +12,8 @@ from tests.tiny_models import tiny_model
 from verl.config import FSDPConfig, OptimConfig
 from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
-from verl.engine.footprint import EngineFootprint, gathers_once
+from verl.engine.engine_setup import gathers_once
+from verl.engine.footprint import EngineFootprint
 from verl.engine.microbatch import TokenBudget
 from verl.engine.model_shape import ModelShape
 from verl.engine.options import EngineOptions

@@ -19,7 +19,8 @@ from verl.config import (
     TeacherModelConfig,
 )
 from verl.config.policies import PolicyConfig
-from verl.engine.footprint import EngineFootprint, EngineSetup
+from verl.engine.engine_setup import EngineSetup
+from verl.engine.footprint import EngineFootprint
 from verl.engine.model_shape import ModelShape
 from verl.models.critic import CriticModel
 from verl.models.load import causal_lm_class, load_model_config, torch_dtype

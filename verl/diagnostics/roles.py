@@ -21,7 +21,8 @@ from verl.diagnostics.hosts import Placement
 from verl.diagnostics.model_shapes import ModelShapes
 from verl.engine.agreement import CPU_PASS_TOKENS
 from verl.engine.budget import MOST_TOKENS, largest_that_fits
-from verl.engine.footprint import EngineFootprint, EngineSetup, fuses_mlp, gathers_once
+from verl.engine.engine_setup import EngineSetup, fuses_mlp, gathers_once
+from verl.engine.footprint import EngineFootprint
 from verl.engine.model_shape import ModelShape
 from verl.engine.options import EngineOptions
 from verl.utils.arithmetic import ceil_div

@@ -20,7 +20,8 @@ from verl.distributed.offload import Offload
 from verl.engine.agreement import plan_of_all_ranks
 from verl.engine.apply import apply_to_module
 from verl.engine.budget import AutomaticBudgets, CudaMeter
-from verl.engine.footprint import EngineFootprint, EngineSetup
+from verl.engine.engine_setup import EngineSetup
+from verl.engine.footprint import EngineFootprint
 from verl.engine.guard import find_offenders_in_turns, names_on_all_ranks
 from verl.engine.memory import PassGuard, Result, memory_hints
 from verl.engine.microbatch import Plan, TokenBudget
