@@ -6,6 +6,7 @@ from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, to
 from tests.rollout.test_embedded import worst_log_prob_error
 from tests.tiny_models import ALIBI_FAMILIES, LATENT_FAMILIES
 from verl.config.rollout import RolloutConfig
+from verl.models.alibi import has_key_bias
 from verl.rollout import check_engine_model
 from verl.rollout.embedded import attention as paged
 from verl.rollout.embedded import host_rows, host_runner
@@ -85,7 +86,8 @@ def test_the_engine_on_cuda_rejects_by_name(family, feature):
 def test_a_configuration_describes_the_attention_like_the_module(family):
     model = talkative_model(family)
     paging = make_engine(model).runner.paging
-    is_special = bool(paging.latent_layers) or paging.has_key_bias
+    has_bias = any(has_key_bias(module) for module in model.modules())
+    is_special = bool(paging.latent_layers) or has_bias
     deterministic = RolloutConfig(deterministic=True)
     if is_special:
         with pytest.raises(ConfigError, match="does not support"):

@@ -37,7 +37,7 @@ class OneStepOffTrainer(AheadTrainer):
         """
         if self.ahead is None and self.coming is None:
             self.weights.provide()
-            self._begin(self.global_step, DataProto())
+            self._begin_rollout(self.global_step, DataProto())
         self._wait_for_generation()
         batch = self.ahead
         assert batch is not None
@@ -45,7 +45,7 @@ class OneStepOffTrainer(AheadTrainer):
 
         self.timed("sync_weights", self.weights.sync)
         if self.global_step < self.total_steps:
-            self._begin(self.global_step + 1, prompts)
+            self._begin_rollout(self.global_step + 1, prompts)
         if self.validation_due:
             self.begin_validation()
         self.metrics.update(batch.meta_info.pop("metrics", {}))
@@ -63,7 +63,7 @@ class OneStepOffTrainer(AheadTrainer):
         self.weights.sync()
         return super().validate()
 
-    def _begin(self, step: int, prompts: DataProto) -> None:
+    def _begin_rollout(self, step: int, prompts: DataProto) -> None:
         """Begin to generate the batch of a step."""
         if not len(prompts):
             prompts = next(iter(self.train_loader))
