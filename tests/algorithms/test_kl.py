@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.tensors import random_columns, random_mask, seeds
-from verl.algorithms.importance import mismatch_metrics
 from verl.algorithms.kl import (
     KL_KINDS,
     AdaptiveKLController,
@@ -19,6 +18,7 @@ from verl.algorithms.kl import (
     get_kl_controller,
     kl_penalty,
 )
+from verl.algorithms.mismatch import mismatch_metrics
 from verl.utils.errors import ConfigError
 
 settings.register_profile("algorithms", max_examples=50)

@@ -18,6 +18,8 @@ from verl.utils.registry import Registry
 
 
 class PolicyLossInputs(NamedTuple):
+    """The packed response tokens of one micro-batch. Prompts have no place here."""
+
     log_probs: Float[Tensor, " N"]  # of the current policy, with gradient
     old_log_probs: Float[Tensor, " N"]  # of the policy that the ratio is taken against
     advantages: Float[Tensor, " N"]
@@ -67,8 +69,10 @@ class PolicyLossInputs(NamedTuple):
 
 
 class PolicyLossOutput(NamedTuple):
+    """The answer of a policy loss. Each entry of `means` becomes a metric `actor/<name>`."""
+
     loss: Float[Tensor, ""]
-    # to be averaged over the response tokens of the mini-batch
+    # averaged over the response tokens of the mini-batch
     means: dict[str, Float[Tensor, " N"]]
 
 
@@ -82,8 +86,9 @@ class SelectionInputs(NamedTuple):
     noise: Float[Tensor, " M"]
 
 
-# name -> loss(PolicyLossInputs, **settings) -> PolicyLossOutput. The settings are all numbers of
-# the actor's section; a loss names those that it reads and takes the others as `**_`.
+# name -> loss(PolicyLossInputs, **settings) -> PolicyLossOutput. The settings are clip_ratio_low,
+# clip_ratio_high, clip_ratio_c, loss_agg_mode and every key of actor.policy_loss; a loss names
+# those that it reads and takes the others as `**_`.
 policy_losses: Registry[Callable[..., PolicyLossOutput]] = Registry(
     "policy loss (actor.policy_loss.loss_mode)"
 )

@@ -1,4 +1,7 @@
-"""Declare the columns that a part reads and writes, which decide on the parts that may overlap."""
+"""Declare the columns that a part reads and writes.
+
+The trainer runs two parts at the same time only if their declarations allow it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

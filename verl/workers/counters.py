@@ -1,4 +1,4 @@
-"""Numbers of all engines as one: counters of generation, and metrics of agents."""
+"""Combine the metrics of all engines: counters of generation, and counts of agents."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""Losses of actor, critic and fine-tuning: packed outputs and batch columns in, one loss out."""
+"""Compute the losses of actor, critic and fine-tuning from packed outputs and batch columns.
+
+The actor's is a policy loss of `verl.algorithms` plus its further terms (`PolicyObjective`).
+"""
 
 import logging
 import zlib
@@ -10,8 +13,8 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.divergences import DIVERGENCES
-from verl.algorithms.importance import mismatch_metrics
 from verl.algorithms.kl import MAX_LOG_RATIO, kl_penalty
+from verl.algorithms.mismatch import mismatch_metrics
 from verl.algorithms.padded import loss_settings
 from verl.algorithms.policy_losses import (
     PolicyLossInputs,

@@ -1,4 +1,4 @@
-"""The trainer's part in feeding an engine of servers: its weights, and its log-probs as proof."""
+"""Feed an engine of servers: send the actor's weights, and prove them by its log-probs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

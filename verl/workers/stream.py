@@ -1,4 +1,4 @@
-"""Generation that goes on over several calls: the samples of asynchronous training."""
+"""Generate over several calls, as asynchronous training does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

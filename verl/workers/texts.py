@@ -1,4 +1,4 @@
-"""Texts of a generation without training, as columns of a batch."""
+"""Collect the texts that a job without training generates, as columns of a batch."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

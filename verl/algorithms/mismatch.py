@@ -1,4 +1,7 @@
-"""Measure how far the rollout engine's policy is from the one that is trained."""
+"""Measure how far the rollout engine's log-probs are from the trainer's.
+
+`rollout_correction` corrects the update for the difference.
+"""
 
 import torch
 from jaxtyping import Float, Shaped
