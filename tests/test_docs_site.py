@@ -29,6 +29,15 @@ def test_the_navigation_names_every_page_once():
     assert sorted(nav_files(site["nav"])) == sorted(pages)
 
 
+def test_options_of_the_api_page_are_yaml():
+    """The site is not built in tests, and a line that is wrapped as prose breaks the build."""
+    page = (DOCS / "reference/api.md").read_text()
+    blocks = re.findall(r"^::: \S+\n((?: +.*\n)+)", page, re.MULTILINE)
+    assert len(blocks) >= 6
+    for block in blocks:
+        assert isinstance(yaml.safe_load(block)["options"]["members"], list)
+
+
 def test_the_pictures_show_the_figures():
     """Run `python bench/plot.py` after a failure."""
     for scheme in plot.COLORS:
