@@ -1,8 +1,10 @@
-"""The pages are correct: quoted messages, findings, keys, defaults, rejected settings, import
-paths, links, lengths of lines."""
+"""The pages are correct: quoted messages, findings, keys, metrics, defaults, rejected settings,
+import paths, links, lengths of lines."""
 
 import ast
+import itertools
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -216,6 +218,75 @@ def _same_number(one: str, other: str) -> bool:
         return float(one) == float(other)
     except ValueError:
         return False
+
+
+# ---- the index of metrics ------------------------------------------------------------------------
+
+
+def names_in(cell: str) -> Iterator[str]:
+    """Yield the metrics of a table's cell, with HOLE for `<x>` and each of `{a,b}` in turn."""
+    for name in quoted(cell):
+        parts = re.split(r"\{(.*?)\}", with_holes(name))
+        yield from map("".join, itertools.product(*(part.split(",") for part in parts)))
+
+
+@cache
+def documented_metrics() -> set[str]:
+    schedules = section((ROOT / "docs/how_to/asynchronous.md").read_text(), "Metrics")
+    names = set()
+    for cells in rows((ROOT / "docs/reference/metrics.md").read_text()) + rows(schedules):
+        of_cell = list(names_in(cells[0]))
+        for name in of_cell:
+            if "/" in name:
+                names.add(name)
+            elif "/" in of_cell[0]:  # leaves out the section of the first one
+                names.add(f"{of_cell[0].rpartition('/')[0]}/{name}")
+            else:  # a phase
+                names |= {f"timing_s/{name}", f"timing_per_token_ms/{name}"}
+    return names
+
+
+def may_be(name: str, template: str) -> bool:
+    """Check whether a name, which may have holes, is one that a template with holes can give."""
+    pattern = "[^/]+".join(map(re.escape, template.split(HOLE)))
+    return re.fullmatch(pattern, name) is not None
+
+
+def templates_of_metrics() -> set[str]:
+    sections = {name.split("/")[0] for name in documented_metrics()} - {f"policy_{HOLE}"}
+    shaped = re.compile(rf"({'|'.join(sections)})(/[\w@{HOLE}-]+)+")
+    found = {text for text in texts_of_the_code() if shaped.fullmatch(text)}
+    calls = [node for node in nodes() if isinstance(node, ast.Call) and len(node.args) > 1]
+    for call in calls:
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "timed":
+            phase = template(call.args[0])
+            found |= {f"timing_s/{phase}"} if phase else set()
+    return found
+
+
+def test_every_metric_of_the_code_is_in_the_index():
+    documented = documented_metrics() - {f"actor/{HOLE}"}  # of a user's loss
+    missing = set()
+    for text in templates_of_metrics():
+        is_known = any(may_be(text, name) or may_be(name, text) for name in documented)
+        is_piece = any(name.startswith(text) for name in documented)  # of a name, as in `_spread`
+        if not is_known and not is_piece:
+            missing.add(text)
+    assert missing == {"val/generations"}, "a table of samples for some trackers"
+
+
+def test_every_metric_of_the_index_is_in_the_code():
+    """Find each name whole, or its last part where the code composes the name."""
+    templates = templates_of_metrics()
+    parts = {part for text in texts_of_the_code() for part in re.split(r"[/,\s]", text)}
+    unknown = set()
+    for name in documented_metrics():
+        last = name.rpartition("/")[2]
+        # counters of an engine that are times have this prefix
+        is_composed = bool({last, last.removeprefix("rollout_")} & parts)
+        if name not in templates and HOLE not in last and not is_composed:
+            unknown.add(name)
+    assert unknown == set()
 
 
 # ---- where things are ----------------------------------------------------------------------------

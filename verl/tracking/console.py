@@ -7,7 +7,7 @@ Entry = tuple[str, str, tuple[str, ...]]
 
 # Entries of a step's line: form, digits, and metrics, the first present of which is shown.
 _ALWAYS: tuple[Entry, ...] = (
-    ("Actor loss: {}", ".4f", ("actor/loss", "actor/pg_loss")),
+    ("Actor loss: {}", ".4f", ("actor/pg_loss",)),
     ("Reward: {}", ".4f", ("critic/score/mean", "critic/rewards/mean")),
 )
 _WHERE_MEASURED: tuple[Entry, ...] = (
