@@ -11,11 +11,14 @@ import pytest
 import yaml
 
 from tests.launches import launch, run_module
+from verl.agents.loops.base import agent_loops
 from verl.algorithms.advantages import advantage_estimators
+from verl.algorithms.policy_losses import extra_losses, policy_losses
 from verl.cli.commands import COMMANDS
 from verl.config import load_config
 from verl.config.load import ROOTS
-from verl.rollout.base import rollout_engines
+from verl.rewards.managers import reward_managers
+from verl.rollout import rollout_engines
 from verl.utils.errors import MissingDependencyError
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +72,11 @@ ROOT_OF = {about.module: name for name, about in ROOTS.items()} | {
 # that users derive from
 OPTIONAL_PACKAGES = {"gymnasium"}
 COLUMNS_OF_ROWS = ("prompt", "data_source", "reward_model", "extra_info", "images", "videos")
+# that examples add to
+REGISTRIES = (
+    *(advantage_estimators, policy_losses, extra_losses, reward_managers),
+    *(rollout_engines, agent_loops),
+)
 PIECES_OF_CODE = [code for text in HOW_TO for code in blocks(text, "python")]
 
 
@@ -178,7 +186,7 @@ def test_the_tutorial_has_the_first_steps_of_the_readme():
 )
 def test_a_code_example_runs(code: str, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for registry in (advantage_estimators, rollout_engines):
+    for registry in REGISTRIES:
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     try:
         exec(compile(code, "page", "exec"), {"__name__": "page"})
