@@ -111,6 +111,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             pass
     if solution_str == "raises":
         raise KeyError("odd")
+    if solution_str == "interrupts":
+        raise KeyboardInterrupt
     return float(solution_str)
 """
 
@@ -126,6 +128,17 @@ def counting(tmp_path):
 
 def pack_texts(texts):
     return [pack_call(data_source="s", solution_str=text, ground_truth=None) for text in texts]
+
+
+def test_an_interrupt_of_a_function_is_an_error_of_one_call(counting, capfd):
+    function, _ = counting
+    first, second = function.call_each(pack_texts(["interrupts", "1"]))
+    assert second.value == 1.0, "the process goes on"
+    assert str(first.error) == "the function raised KeyboardInterrupt"
+    assert "raise KeyboardInterrupt" in str(first.error.__cause__)
+    with pytest.raises(RewardError):
+        function(data_source="s", solution_str="interrupts", ground_truth=None)
+    assert capfd.readouterr().err == ""
 
 
 def test_each_call_of_a_message_fails_alone_and_runs_once(counting):

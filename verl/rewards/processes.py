@@ -177,6 +177,8 @@ def _outcome_of(kind: str, answer: str) -> Outcome:
         error, text = unpack(answer)
         if isinstance(error, HelperTimeout):  # of a process that the function itself uses
             return Outcome(timed_out=True)
+        if isinstance(error, KeyboardInterrupt):  # raised here, it would look like Ctrl-C
+            error = RewardError("the function raised KeyboardInterrupt")
         error.__cause__ = RemoteTraceback(text)
         return Outcome(error=error)
     try:
