@@ -14,8 +14,9 @@ from transformers import AutoTokenizer
 from tests.shared_files import SHARED, needs_shared
 from tests.tiny_models import tiny_tokenizer
 from verl.config.sft import SFTDataConfig, SFTMultiTurnConfig
-from verl.data.collate import collate
-from verl.data.sft_dataset import Conversation, Example, SFTDataset, encode, pad_examples
+from verl.data.collate import collate, pad_examples
+from verl.data.conversations import Conversation, Example, encode
+from verl.data.sft_dataset import SFTDataset
 from verl.data.toy import toy_files
 from verl.utils.errors import DataError
 

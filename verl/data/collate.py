@@ -1,4 +1,4 @@
-"""Join items of a dataset to a batch of prompts."""
+"""Join items of a dataset to a batch: of prompts, or of padded examples to learn from."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,6 +53,34 @@ def columns_of(data_list: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | 
             columns[key] = object_column(values)
 
     return columns
+
+
+def pad_examples(batch: DataProto) -> DataProto:
+    """Pad B items to the columns that an engine reads.
+
+    These are `input_ids` and `attention_mask` (B, T), with prompts padded left and responses right,
+    and `response_mask` (B, R), which is 1 where a token is learnt.
+    """
+    columns = batch.non_tensor_batch
+    prompts = columns["raw_prompt_ids"]
+    responses = columns["response_ids"]
+    width = max(map(len, prompts))
+    shape = (len(prompts), width + max(map(len, responses)))
+
+    ids = torch.zeros(shape, dtype=torch.int64)
+    attention = torch.zeros_like(ids)
+    learnt = torch.zeros_like(ids)
+    for row, (prompt, response, mask) in enumerate(zip(prompts, responses, columns["learnt"])):
+        own = slice(width - len(prompt), width + len(response))
+        ids[row, own] = torch.tensor([*prompt, *response])
+        attention[row, own] = 1
+        learnt[row, width : own.stop] = torch.tensor(mask, dtype=torch.int64)
+
+    tensors = {"input_ids": ids, "attention_mask": attention, "response_mask": learnt[:, width:]}
+    kept = {"uid": columns["uid"]}
+    if "prepared_pictures" in columns:
+        kept["prepared_pictures"] = columns["prepared_pictures"]
+    return DataProto.from_dict(tensors=tensors, non_tensors=kept)
 
 
 def _with_prompt_ids(

@@ -5,8 +5,9 @@ from typing import Any
 from verl.config.sft import RULES_OF_FILES, SFTConfig, as_train_config, in_steps
 from verl.data import RLDataLoader
 from verl.data.build import build_picture_reader, limit_rows
+from verl.data.collate import pad_examples
 from verl.data.loader import MapDataset
-from verl.data.sft_dataset import SFTDataset, pad_examples
+from verl.data.sft_dataset import SFTDataset
 from verl.protocol import DataProto
 from verl.single_controller import GroupOf
 from verl.trainer import setup
