@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from verl.data.files import load_from_hub, open_rows, require_columns
 from verl.utils.entry import exit_code
-from verl.utils.errors import DataError
+from verl.utils.errors import DataError, describe_error
 
 DATA_SOURCE = "hiyouga/geometry3k"
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
@@ -82,7 +82,7 @@ def make_row(
         images = [image_of(image, folder) for image in given]
     except (OSError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{place}: a picture cannot be read ({type(error).__name__}: {error}). Correct its "
+            f"{place}: a picture cannot be read ({describe_error(error)}). Correct its "
             "path, or take the row out."
         ) from error
 

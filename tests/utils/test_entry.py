@@ -9,7 +9,7 @@ import pytest
 
 from tests.readers import run_without_reader
 from verl.utils.entry import exit_code
-from verl.utils.errors import DataError
+from verl.utils.errors import DataError, describe_error
 
 FAILS = """
 import sys
@@ -19,6 +19,11 @@ def job():
     raise DataError("no rows")
 sys.exit(exit_code(job))
 """
+
+
+def test_an_error_is_described_by_its_class_and_any_text():
+    assert describe_error(DataError("no rows")) == "DataError: no rows"
+    assert describe_error(EOFError()) == "EOFError"
 
 
 @pytest.mark.parametrize(("traceback", "tracebacks"), [("", 0), ("1", 1)])

@@ -37,7 +37,7 @@ from verl.config.rollout import RolloutConfig
 from verl.config.train import TrainConfig
 from verl.data.pictures import PictureReader
 from verl.rollout.trajectory import DROPPED_BECAUSE, Trajectory
-from verl.utils.errors import ConfigError, RolloutError, VerlError
+from verl.utils.errors import ConfigError, RolloutError, VerlError, describe_error
 from verl.utils.logging import logger, say_once
 
 _SECTION = "actor_rollout_ref.rollout"
@@ -281,7 +281,7 @@ class AgentRunner:
         is_ours = isinstance(error, VerlError)
         name = self.loop_name(episode)
         if is_ours:
-            described = f"{type(error).__name__}: {error}"
+            described = describe_error(error)
         else:
             described = described_error(error, _file_of(self._loop(name)))
 

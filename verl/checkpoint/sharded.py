@@ -25,7 +25,7 @@ from verl.checkpoint.background import Background
 from verl.checkpoint.manifest import SHARD_METADATA, SHARED_FILES
 from verl.checkpoint.unpickling import UNREADABLE_PICKLE, read_metadata
 from verl.distributed.collectives import Axis
-from verl.utils.errors import CheckpointError
+from verl.utils.errors import CheckpointError, describe_error
 from verl.utils.launcher import run_rank
 
 SHARDED_FOLDER = "sharded"  # within the folder of a role
@@ -117,7 +117,7 @@ class SavedTensors:
                 if isinstance(info, TensorStorageMetadata):
                     self.tensors[name] = (info.size, info.properties.dtype)
         except UNREADABLE_PICKLE as error:
-            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            reason = describe_error(error)
             raise CheckpointError(
                 f"{folder / SHARD_METADATA} cannot be read ({reason}). {_IF_DAMAGED}"
             ) from error

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl.utils.errors import sendable
+from verl.utils.errors import describe_error, sendable
 
 # Time between asking a child to end and killing it.
 _END_S = 1.0
@@ -99,7 +99,7 @@ def _answer(
     try:
         writer.send((True, function(*args, **kwargs)))
     except Exception as error:  # noqa: BLE001 - a process border: the parent raises it
-        writer.send((False, sendable(error) or RuntimeError(f"{type(error).__name__}: {error}")))
+        writer.send((False, sendable(error) or RuntimeError(describe_error(error))))
 
 
 def _end(process: Any) -> None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from verl.utils.errors import DataError
+from verl.utils.errors import DataError, describe_error
 from verl.utils.json_text import parse_json
 
 FORMATS = (
@@ -393,7 +393,7 @@ def _damage_errors(folder: Path) -> Iterator[None]:
     except (*_DAMAGED_FOLDER, OSError, pa.ArrowException) as error:
         raise DataError(
             f"Folder '{folder}' must be complete, as datasets' save_to_disk writes it, but cannot "
-            f"be read ({type(error).__name__}: {error}). Save it again."
+            f"be read ({describe_error(error)}). Save it again."
         ) from error
 
 

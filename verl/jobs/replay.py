@@ -14,7 +14,7 @@ from verl.tracking.records import Run, have_pictures, load_run
 from verl.trainer.capsule import CAPSULE_FILE, CHECKPOINT_FOLDER, FORMAT, ROWS_FILE, digest_of
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.variants import trainer_class
-from verl.utils.errors import ConfigError, DataError, VerlError
+from verl.utils.errors import ConfigError, DataError, VerlError, describe_error
 from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
 from verl.utils.registry import nearest_names
@@ -230,7 +230,7 @@ def _execute(then: Run, config: TrainConfig, step: int) -> str:
         _run_to(trainer, step)
     except VerlError as error:
         trainer.recorder.note_failure(trainer, error)
-        return f"{type(error).__name__}: {error}"
+        return describe_error(error)
     finally:
         trainer.recorder.finish()
         trainer.tracker.rescue()  # the comparison is the result, also where a tracker fails

@@ -29,7 +29,7 @@ from verl.models.lora_targets import (
     outside_of_tower,
 )
 from verl.models.vision import reads_pictures
-from verl.utils.errors import CheckpointError
+from verl.utils.errors import CheckpointError, describe_error
 from verl.utils.imports import require
 from verl.utils.json_text import parse_json
 
@@ -284,7 +284,7 @@ def _explained(folder: Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(
             f"Expected the adapters of a LoRA run in {folder} ({_CONFIG_FILE} and "
-            f"{_WEIGHTS_FILE}), but they cannot be read ({type(error).__name__}: {error}). If they "
+            f"{_WEIGHTS_FILE}), but they cannot be read ({describe_error(error)}). If they "
             "are damaged or incomplete, copy them again, or use another checkpoint."
         ) from error
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.rewards.texts import describe_error
+from verl.rewards.texts import describe_briefly
 
 _PLAIN = (float, str, bool, bytes, type(None))
 _WAY_OUT = "Return numbers, texts, or lists and dicts of them; of another object its str(), say."
@@ -38,14 +38,14 @@ def fault_of(value: Any) -> str | None:
         _Elsewhere(io.BytesIO(pickle.dumps(value))).load()
     except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         fact = f"is of type {type(value).__name__} and cannot be sent to another process"
-        return f"{fact} ({describe_error(error)}). {_WAY_OUT}"
+        return f"{fact} ({describe_briefly(error)}). {_WAY_OUT}"
 
     try:
         str(value)
     # An integer of more than 4,300 digits, or a user's __str__.
     except Exception as error:  # noqa: BLE001
         fact = f"is of type {type(value).__name__} and cannot be written as text"
-        return f"{fact} ({describe_error(error)}). {_WAY_OUT}"
+        return f"{fact} ({describe_briefly(error)}). {_WAY_OUT}"
 
     return None
 

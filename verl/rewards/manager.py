@@ -18,8 +18,8 @@ from verl.rewards.registry import answer_extractors, reward_managers
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, scores_by_rule
 from verl.rewards.sample import Sample
-from verl.rewards.texts import on_one_line, text_of, traceback_below
-from verl.utils.errors import ConfigError, RewardError
+from verl.rewards.texts import on_one_line, traceback_below
+from verl.utils.errors import ConfigError, RewardError, text_of
 from verl.utils.logging import logger
 from verl.utils.phases import phase
 

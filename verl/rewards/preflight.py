@@ -17,8 +17,8 @@ from verl.rewards.processes import ProcessFunction, pack_function
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import check_options, find_rule
 from verl.rewards.sample import Sample
-from verl.rewards.texts import text_of, traceback_below
-from verl.utils.errors import ConfigError, RewardError
+from verl.rewards.texts import traceback_below
+from verl.utils.errors import ConfigError, RewardError, text_of
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state
 

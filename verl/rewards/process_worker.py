@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from verl.rewards.texts import MAX_TRACEBACK_CHARACTERS, cut, describe_error
+from verl.rewards.texts import MAX_TRACEBACK_CHARACTERS, cut, describe_briefly
 from verl.utils.children import end_with_parent, take_connection
 from verl.utils.errors import RewardError, sendable
 
@@ -103,5 +103,5 @@ def _with_traceback(error: BaseException) -> tuple[BaseException, str]:
     text = cut("".join(traceback.format_exception(error)), MAX_TRACEBACK_CHARACTERS)
     sent = sendable(error)
     if sent is None or len(pickle.dumps(sent)) > MAX_TRACEBACK_CHARACTERS:
-        sent = RuntimeError(describe_error(error))
+        sent = RuntimeError(describe_briefly(error))
     return sent, text

@@ -15,7 +15,7 @@ from typing import Any
 from verl.rewards.helper import Helper, HelperDied, HelperPool, HelperTimeout, start_module
 from verl.rewards.origin import calls_rules, module_name, rules_of_users
 from verl.rewards.outcome import Outcome
-from verl.rewards.texts import describe_error
+from verl.rewards.texts import describe_briefly
 from verl.utils.errors import ConfigError, RewardError
 
 
@@ -207,7 +207,7 @@ def unpack(text: str) -> Any:
 def cannot_be_sent(error: Exception) -> str:
     """Return the message for a value that cannot be sent from its process."""
     return (
-        f"it returned a value that cannot be sent from its process ({describe_error(error)}). "
+        f"it returned a value that cannot be sent from its process ({describe_briefly(error)}). "
         "Return numbers, texts, or lists and dicts of them."
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl.rewards.fields import fault_of, shown
 from verl.rewards.outcome import Outcome
-from verl.rewards.texts import describe_error, on_one_line
+from verl.rewards.texts import describe_briefly, on_one_line
 from verl.utils.errors import RewardError
 
 # Advantages and their means are computed in float32: the squares of a million scores of this size
@@ -67,14 +67,14 @@ def check_outcome(outcome: Outcome, timeout_s: float) -> tuple[float, dict[str, 
     if outcome.timed_out:
         return 0.0, {}, f"no answer within {timeout_s:g} s."
     if outcome.error is not None:
-        return 0.0, {}, describe_error(outcome.error)
+        return 0.0, {}, describe_briefly(outcome.error)
     try:
         score, extra, fault = _read_value(outcome.value)
     except Exception as error:  # noqa: BLE001  (a user's class: __float__, __le__, keys, ...)
         kind = type(outcome.value).__name__
         score = 0.0
         extra = {}
-        fault = f"{kind}, which raised {describe_error(error)}"
+        fault = f"{kind}, which raised {describe_briefly(error)}"
 
     if fault is not None:
         return 0.0, {}, f"it returned {fault}"

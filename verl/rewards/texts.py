@@ -3,6 +3,8 @@
 import traceback
 from typing import Any
 
+from verl.utils.errors import describe_error, text_of
+
 MAX_ERROR_CHARACTERS = 500
 MAX_TRACEBACK_CHARACTERS = 10_000
 MAX_SAMPLE_CHARACTERS = 1_000
@@ -23,17 +25,9 @@ def on_one_line(value: Any, limit: int = MAX_SAMPLE_CHARACTERS) -> str:
     return "".join(escaped)
 
 
-def text_of(value: Any) -> str:
-    """Return `str(value)`, or a note if the class of the value raises."""
-    try:
-        return str(value)
-    except Exception as error:  # noqa: BLE001  (a user's __str__, in a message about another fault)
-        return f"<{type(value).__name__}, which __str__ cannot write: {type(error).__name__}>"
-
-
-def describe_error(error: BaseException) -> str:
-    """Return the class and the text of an error."""
-    return f"{type(error).__name__}: {cut(text_of(error), MAX_ERROR_CHARACTERS)}"
+def describe_briefly(error: BaseException) -> str:
+    """Return the class of an error and its text, at most about MAX_ERROR_CHARACTERS."""
+    return cut(describe_error(error), MAX_ERROR_CHARACTERS)
 
 
 def format_traceback(error: BaseException) -> str:

@@ -37,7 +37,7 @@ from verl.trainer.capsule import write_capsule
 from verl.trainer.metrics import spans_of_processes
 from verl.utils.commands import verl_command
 from verl.utils.devices import describe_device
-from verl.utils.errors import DataError
+from verl.utils.errors import DataError, describe_error
 from verl.utils.json_text import whole_characters
 from verl.utils.logging import logger
 from verl.utils.timeline import Recorded, clock_shift_ns
@@ -178,7 +178,7 @@ class StepRecorder:
         drawn = self._take_drawn()
 
         def write() -> None:
-            self._writer.add_line(_event(step, "failed", f"{type(error).__name__}: {error}"))
+            self._writer.add_line(_event(step, "failed", describe_error(error)))
             # An interrupt is no fault of the step.
             if has_begun and drawn and isinstance(error, Exception):
                 self._writer.add_samples(step, samples_table({}, prompts=drawn))

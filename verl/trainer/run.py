@@ -42,6 +42,7 @@ from verl.utils.errors import (
     ConfigError,
     NonFiniteError,
     VerlError,
+    describe_error,
 )
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
@@ -424,7 +425,7 @@ class TrainingRun(ABC, Generic[Config]):
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder / 'trainer' / STATE_FILE} does not fit this run "
-                f"({type(error).__name__}: {error}). Use another checkpoint, or start from the "
+                f"({describe_error(error)}). Use another checkpoint, or start from the "
                 "beginning with trainer.resume_mode=disable. VERL_TRACEBACK=1 shows where it "
                 "failed."
             ) from error

@@ -6,7 +6,7 @@ import select
 import sys
 from collections.abc import Callable
 
-from verl.utils.errors import MissingDependencyError, VerlError, WorkerError
+from verl.utils.errors import MissingDependencyError, VerlError, WorkerError, describe_error
 from verl.utils.imports import missing_package
 from verl.utils.secrets import masked
 from verl.utils.sigterm import TERMINATED, exit_at_next_interrupt, sigterm_as_exit
@@ -38,13 +38,13 @@ def exit_code(job: Callable[[], int | None]) -> int:
             return code
 
     except VerlError as error:
-        return _report(_named(_of_user(error)), error)
+        return _report(describe_error(_of_user(error)), error)
 
     except ModuleNotFoundError as error:
         missing = missing_package(error)
         if missing is None:
             raise
-        return _report(_named(MissingDependencyError(missing)), error)
+        return _report(describe_error(MissingDependencyError(missing)), error)
 
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
@@ -52,7 +52,7 @@ def exit_code(job: Callable[[], int | None]) -> int:
         if not is_about_files(error):
             raise
         where = "VERL_TRACEBACK=1 shows where the file was needed."
-        return _report(f"{_named(error)}. {_way_out(error)}. {where}", error)
+        return _report(f"{describe_error(error)}. {_way_out(error)}. {where}", error)
 
     except KeyboardInterrupt as error:
         exit_at_next_interrupt()
@@ -128,10 +128,6 @@ def _reader_is_gone() -> bool:
         # Python flushes once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return is_gone
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _report(text: str, error: BaseException, code: int = 1) -> int:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
 from types import MappingProxyType
+from typing import Any
 
 from verl.utils.secrets import masked
 
@@ -150,6 +151,19 @@ def text_or_source(error: BaseException, frame: FrameSummary | None) -> str:
     if text or frame is None:
         return text
     return frame.line or ""
+
+
+def text_of(value: Any) -> str:
+    """Return `str(value)`, or a note if the class of the value raises."""
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001  (a user's __str__, in a message about another fault)
+        return f"<{type(value).__name__}, which __str__ cannot write: {type(error).__name__}>"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the class of an error, and its text if it has any."""
+    return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from verl.utils.errors import (
     ConfigError,
     MissingDependencyError,
     VerlError,
+    describe_error,
     frame_of,
     line_in,
     text_or_source,
@@ -114,7 +115,7 @@ def _import_by_name(name: str) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"Cannot import '{name}', which raised {type(error).__name__}: {error}. Fix the "
+            f"Cannot import '{name}', which raised {describe_error(error)}. Fix the "
             "module; VERL_TRACEBACK=1 shows the traceback."
         ) from error
 

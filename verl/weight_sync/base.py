@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.distributed.collectives import ALONE, Axis, gather_objects
-from verl.utils.errors import RolloutError
+from verl.utils.errors import RolloutError, describe_error
 from verl.utils.launcher import run_rank
 from verl.weight_sync.fingerprint import Fingerprint, FingerprintLog, signed
 
@@ -111,7 +111,7 @@ def reported(receiver: WeightReceiver, contents: Iterator[Content]) -> Iterator[
         # Read to the end: the sender, and with it the other receivers, would wait forever.
         for _ in contents:
             pass
-        receiver.report(f"{type(error).__name__}: {error}")
+        receiver.report(describe_error(error))
         raise
     receiver.report(None)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.utils.arithmetic import round_up
-from verl.utils.errors import RolloutError
+from verl.utils.errors import RolloutError, describe_error
 from verl.weight_sync.base import NamedTensors, TensorStream
 
 SLOTS = 2  # buckets, of which one is filled while the other is read
@@ -40,7 +40,7 @@ class End(NamedTuple):
 
         Without an end, the receivers would wait forever.
         """
-        return cls(fault=f"{type(error).__name__}: {error}")
+        return cls(fault=describe_error(error))
 
     def proof(self) -> dict[str, int] | None:
         """Return the sender's fingerprints. Raises RolloutError if it did not send everything."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from verl.utils.errors import RolloutError
+from verl.utils.errors import RolloutError, describe_error
 from verl.weight_sync.base import NamedTensors, TensorStream
 from verl.weight_sync.buckets import SLOTS, End, Piece, Unpacker, pack, slot_bytes
 from verl.weight_sync.choice import device_of, gpu_uuid
@@ -160,7 +160,7 @@ class SharedMemoryReceiver:
         try:
             self._memory = self._open(shared, device)
         except Exception as error:
-            self.report(f"{type(error).__name__}: {error}")
+            self.report(describe_error(error))
             raise
         self.report(None)
         self._slots = self._memory.split(shared.bucket_bytes)

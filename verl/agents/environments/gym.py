@@ -14,7 +14,7 @@ from verl.agents.environments.base import (
     user_message,
 )
 from verl.agents.environments.gym_spaces import action_reader, observation_text
-from verl.utils.errors import ConfigError, RolloutError, VerlError
+from verl.utils.errors import ConfigError, RolloutError, VerlError, describe_error
 from verl.utils.signatures import taken_by
 
 _INSTALL = "pip install gymnasium"
@@ -138,7 +138,7 @@ def check_gym(env: str, **kwargs: Any) -> None:
         raise ConfigError(f"The environment '{env}': {error}") from error
     except Exception as error:
         raise ConfigError(
-            f"gymnasium cannot make '{env}': {type(error).__name__}: {error}. Correct "
+            f"gymnasium cannot make '{env}': {describe_error(error)}. Correct "
             "actor_rollout_ref.rollout.agent.environment.kwargs, or name a class of yours."
         ) from error
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.agents.entries import load_class, read_entries, require_methods
 from verl.agents.interactions.base import BaseInteraction
-from verl.utils.errors import ConfigError, DataError
+from verl.utils.errors import ConfigError, DataError, describe_error
 from verl.utils.signatures import call_by_name
 
 DEFAULT_NAME = "gsm8k"  # picked by rows without a name, as in verl 0.5
@@ -41,7 +41,7 @@ def _make(cls: type, config: dict[str, Any], where: str) -> BaseInteraction:
         return call_by_name(cls, config=config)
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise ConfigError(
-            f"{where}: {cls.__name__}(config) raised {type(error).__name__}: {error}"
+            f"{where}: {cls.__name__}(config) raised {describe_error(error)}"
         ) from error
 
 

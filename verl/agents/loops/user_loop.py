@@ -15,7 +15,7 @@ from verl.agents.loops.user_base import TrainerConfig
 from verl.config import config_to_dict
 from verl.data.rl_dataset import RLDataset
 from verl.rollout.trajectory import MODEL, Segment, Trajectory, fields_of_user
-from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.errors import ConfigError, RolloutError, describe_error
 from verl.utils.signatures import keywords_of, taken_by
 
 # What the class of a loop gets in any case, and what it gets if it declares it.
@@ -116,7 +116,7 @@ class UserLoop:
         except Exception as error:  # a user's code may raise anything
             raise ConfigError(
                 f"The agent loop '{self.name}' cannot be used: its init_class raised "
-                f"{type(error).__name__}: {error}. It gets config, tokenizer, processor, and the "
+                f"{describe_error(error)}. It gets config, tokenizer, processor, and the "
                 f"options of its entry: {', '.join(self.options) or 'none'}."
             ) from error
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from verl.agents.tools.schemas import ToolResponse
-from verl.rewards.texts import text_of
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, text_of
 from verl.utils.json_text import whole_characters
 
 SIDES = ("left", "middle", "right")

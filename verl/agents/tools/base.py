@@ -38,7 +38,7 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.rewards.texts import describe_error
+from verl.rewards.texts import describe_briefly
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 from verl.utils.signatures import declares, names_key, taken_by, takes_any_keyword
@@ -136,7 +136,7 @@ def shut_down(tool: Any) -> None:
     try:
         tool.shut_down()
     except Exception as error:  # noqa: BLE001  (a user's code, at the end of the run)
-        logger.warning("The tool '%s' failed in shut_down: %s", tool.name, describe_error(error))
+        logger.warning("The tool '%s' failed in shut_down: %s", tool.name, describe_briefly(error))
 
 
 def as_schema(schema: Any) -> OpenAIFunctionToolSchema:

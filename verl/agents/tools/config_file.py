@@ -19,7 +19,7 @@ import yaml
 
 from verl.agents.entries import load_class
 from verl.agents.tools.base import BaseTool, as_schema, shut_down
-from verl.utils.errors import ConfigError, VerlError
+from verl.utils.errors import ConfigError, VerlError, describe_error
 from verl.utils.registry import refuse_unknown
 from verl.utils.signatures import call_by_name
 from verl.utils.yaml_text import explain_yaml
@@ -154,8 +154,7 @@ def make_tool(
         raise ConfigError(f"{place}: {error}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{place}: {tool_class.__name__}(config, tool_schema) raised "
-            f"{type(error).__name__}: {error}"
+            f"{place}: {tool_class.__name__}(config, tool_schema) raised {describe_error(error)}"
         ) from error
 
 

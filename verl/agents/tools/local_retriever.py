@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.entry import exit_code
-from verl.utils.errors import ConfigError, DataError
+from verl.utils.errors import ConfigError, DataError, describe_error
 
 _WORD = re.compile(r"\w+")
 MAX_REQUEST_BYTES = 1024**2
@@ -157,7 +157,7 @@ def read_corpus(path: str | Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"'{path}', line {number}: expected a JSON object with 'contents', or with 'title' "
-                f"and 'text' ({type(error).__name__}: {error})."
+                f"and 'text' ({describe_error(error)})."
             ) from error
         documents.append(document)
     return documents

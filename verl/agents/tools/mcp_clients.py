@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from verl.agents.tools.base import ToolArgumentError, ToolTimeoutError
 from verl.agents.tools.rate_limit import RateLimit
 from verl.agents.tools.threads import LoopThread
-from verl.utils.errors import ConfigError, DataError, MissingDependencyError
+from verl.utils.errors import ConfigError, DataError, MissingDependencyError, describe_error
 from verl.utils.imports import require
 from verl.utils.registry import nearest_names, refuse_unknown
 
@@ -395,8 +395,7 @@ def _first(error: BaseException) -> BaseException:
 
 def _cause(error: BaseException) -> str:
     """Return class and text of an error, or of the first one in a group of errors."""
-    error = _first(error)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return describe_error(_first(error))
 
 
 # Connections that a program of the user's makes itself; an entry of a configuration has its own.

@@ -15,7 +15,7 @@ from verl.agents.tools.homes import ordered_tools
 from verl.agents.tools.host import Done, LocalHost
 from verl.agents.tools.processes import pack_frame, read_frame
 from verl.utils.children import end_with_parent, take_connection
-from verl.utils.errors import ConfigError, sendable
+from verl.utils.errors import ConfigError, describe_error, sendable
 
 
 def main() -> None:
@@ -79,4 +79,4 @@ def _sendable(error: BaseException) -> BaseException:
     sent = sendable(error)
     if isinstance(sent, Exception):
         return sent
-    return ConfigError(f"Making the tools raised {type(error).__name__}: {error}")
+    return ConfigError(f"Making the tools raised {describe_error(error)}")

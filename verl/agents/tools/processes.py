@@ -18,7 +18,7 @@ from typing import Any
 from verl.agents.tools.config_file import ToolEntry
 from verl.agents.tools.host import Done, ToolFacts, Work, late_text
 from verl.agents.tools.nursery import Child, Nursery, NurseryLostError, kill_helper
-from verl.rewards.texts import describe_error
+from verl.rewards.texts import describe_briefly
 from verl.utils.children import START_TIMEOUT_S
 from verl.utils.errors import VerlError
 from verl.utils.logging import logger
@@ -184,7 +184,7 @@ class ToolProcess:
         try:
             frame = pack_frame(number, work)
         except Exception as error:  # noqa: BLE001  (whatever the row or the agent's data hold)
-            text = f"Error: the arguments cannot be sent to a process: {describe_error(error)}"
+            text = f"Error: the arguments cannot be sent to a process: {describe_briefly(error)}"
             return Done("error", text=text)
 
         answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
@@ -266,7 +266,7 @@ class ToolProcess:
         try:
             done, is_worn = pickle.loads(body)
         except Exception as error:  # noqa: BLE001  (images of a user's class)
-            text = f"Error: the answer cannot be read here: {describe_error(error)}"
+            text = f"Error: the answer cannot be read here: {describe_briefly(error)}"
             answer.set_result(Done("error", text=text))
             return
         self.is_worn = self.is_worn or is_worn
@@ -284,7 +284,7 @@ class ToolProcess:
 
     def _cause_of_death(self, error: Exception) -> str:
         if self.child is None or not isinstance(error, (EOFError, ConnectionError)):
-            return describe_error(error)
+            return describe_briefly(error)
         self.child.kill()
         return f"it ended with exit code {self.child.exit_code} (negative: a signal)"
 

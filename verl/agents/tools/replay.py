@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from verl.agents.formats.base import ToolCall, ToolSchemas
 from verl.agents.tools.results import ToolResult
-from verl.utils.errors import DataError
+from verl.utils.errors import DataError, describe_error
 from verl.utils.logging import say_once
 
 _VERSION = 1
@@ -200,7 +200,7 @@ class Recording:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"'{self._path}', line {number}, is no record of tool calls: "
-                f"{type(error).__name__}: {error}. Record the run again."
+                f"{describe_error(error)}. Record the run again."
             ) from error
 
 

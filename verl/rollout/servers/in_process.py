@@ -27,7 +27,7 @@ from verl.rollout.servers.owned import engine_options, engine_variables
 from verl.rollout.servers.server import LOAD_S, QUICK_S, WeightSource
 from verl.rollout.servers.vllm import VLLMServer, allowed_rank
 from verl.utils.devices import ALLOCATOR_SETTINGS
-from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.errors import ConfigError, RolloutError, describe_error
 from verl.utils.signatures import keywords_of
 from verl.weight_sync.vllm_worker import END_WITH, EXTENSION
 
@@ -251,7 +251,7 @@ class InProcessVLLM(VLLMServer):
                     f"above. Lower {_SECTION}.gpu_memory_utilization or max_num_seqs if memory was "
                     "missing, and start again from the last checkpoint."
                 ) from error
-            return 500, f"{type(error).__name__}: {error}"
+            return 500, describe_error(error)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
