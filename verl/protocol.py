@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.utils.data import DataLoader
 
 from verl.utils.column_dicts import (
@@ -166,6 +166,48 @@ class DataProto:
         if auto_padding:
             meta[DataProtoConfig.auto_padding_key] = True
         return cls(batch=batch, non_tensor_batch=objects, meta_info=meta)
+
+    @classmethod
+    def from_tensordict(cls, tensor_dict: TensorDict) -> "DataProto":
+        """Make a batch of a TensorDict with tensors, stacks of objects, and single objects.
+
+        Each becomes a tensor column, an object column (B,), or an entry of meta_info.
+        """
+        tensors: Any = {}
+        objects: dict[str, np.ndarray] = {}
+        meta: dict[str, Any] = {}
+        keys: Any = tensor_dict.keys()
+        for key in keys:
+            value: Any = tensor_dict.get(key)
+            if isinstance(value, NonTensorStack):
+                objects[key] = object_column(value.tolist())
+            elif isinstance(value, NonTensorData):
+                meta[key] = value.data
+            else:
+                tensors[key] = value
+
+        batch: Any = None
+        if tensors:
+            batch = TensorDict(tensors, tensor_dict.batch_size, device=tensor_dict.device)
+        return cls(batch, objects, meta)
+
+    def to_tensordict(self) -> TensorDict:
+        """Return all columns and meta entries as one TensorDict; see `from_tensordict`."""
+        entries: Any = self._tensors()
+        shared = self.meta_info.keys() & {*entries, *self.non_tensor_batch}
+        if shared:
+            raise BatchError(
+                f"A TensorDict has one entry of each name, but {sorted(shared)} are columns and "
+                "meta_info. Rename the columns."
+            )
+        for key, column in self.non_tensor_batch.items():
+            entries[key] = NonTensorStack(*column)
+        for key, value in self.meta_info.items():
+            entries[key] = NonTensorData(value)
+
+        if self.batch is None:
+            return TensorDict(entries, [len(self)])
+        return TensorDict(entries, self.batch.batch_size, device=self.batch.device)
 
     def to(self, device: Any) -> "DataProto":
         """Move the tensors to `device`, in place, and return self."""
@@ -446,6 +488,15 @@ class DataProto:
         object_mib = object_bytes(self.non_tensor_batch) / MIB
         sizes = f"{tensor_mib:.3f} MiB of tensors, {object_mib:.3f} MiB of objects"
         print(f"{prefix}{len(self)} rows, {sizes}", flush=True)
+
+    def get_data_info(self) -> str:
+        """Return lines with sizes and types of columns, and types of meta entries."""
+        lines = [f"{len(self)} rows"]
+        for key, column in {**self._tensors(), **self.non_tensor_batch}.items():
+            lines.append(f"{key}: {tuple(column.shape)} {column.dtype}")
+        for key, value in self.meta_info.items():
+            lines.append(f"meta_info['{key}']: {type(value).__name__}")
+        return "\n".join(lines)
 
     def _tensors(self) -> dict[str, Any]:
         if self.batch is None:

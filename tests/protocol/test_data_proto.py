@@ -23,6 +23,7 @@ from verl.protocol import (
     union_tensor_dict,
     unpad_dataproto,
 )
+from verl.utils.errors import BatchError
 
 settings.register_profile("room", max_examples=40)
 settings.load_profile("room")
@@ -495,6 +496,29 @@ def test_inconsistent_batches_are_rejected_with_names():
     data.non_tensor_batch["late"] = np.zeros(5)
     with pytest.raises(ValueError, match="late"):
         data.check_consistency()
+
+
+@pytest.mark.parametrize("rows", [3, 0])
+@pytest.mark.parametrize("kind", ["both", "tensors", "objects"])
+def test_a_tensordict_holds_the_whole_batch(rows, kind):
+    data = make_batch(rows, kind)
+    packed = data.to_tensordict()
+    assert packed.batch_size == (rows,)
+    back = DataProto.from_tensordict(packed)
+    assert as_rows(back) == as_rows(data)
+    assert back.meta_info == data.meta_info
+
+    data.meta_info["ids"] = data.meta_info["text"] = 1
+    with pytest.raises(BatchError, match="one entry of each name"):
+        data.to_tensordict()
+
+
+def test_data_info_names_columns_and_meta_entries():
+    lines = make_batch(3).get_data_info().splitlines()
+    assert lines[0] == "3 rows"
+    assert "ids: (3, 4) torch.int64" in lines
+    assert "text: (3,) object" in lines
+    assert "meta_info['step']: int" in lines
 
 
 def test_from_dict_forms():
