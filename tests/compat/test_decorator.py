@@ -3,6 +3,7 @@
 import functools
 import socket
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,19 @@ def test_pair_of_functions_splits_for_every_rank():
     per_rank, group = mode_of_functions(**mode).split(2, (8,), {"y": 4})
     assert per_rank == [((4.0,), {"y": 2.0})] * 2
     assert mode["collect_fn"](group, [1, 2]) == 203
+
+
+def test_own_functions_may_use_those_of_verl():
+    group = SimpleNamespace(world_size=2)
+    columns, _ = decorator.dispatch_dp_compute_data_proto(group, batch_of(4))
+    answers = list(reversed(columns[0]))
+    rows = decorator.collect_dp_compute_data_proto(group, columns[0]).batch["a"]
+    assert rows.tolist() == [0, 1, 2, 3]
+    other = SimpleNamespace(world_size=2)  # whose arguments another function has split
+    rows = decorator.collect_dp_compute_data_proto(other, answers).batch["a"]
+    assert rows.tolist() == [2, 3, 0, 1]
+    assert decorator.dispatch_dp_compute(group, [1, 2], x=[3, 4]) == (([1, 2],), {"x": [3, 4]})
+    assert decorator.collect_dp_compute(group, [5, 6]) == [5, 6]
 
 
 def test_incomplete_pair_is_rejected():

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from verl.compat.paths import OLD_PROGRAMS
 from verl.tracking import TrackerBackend, tracker_backends
+from verl.trainer.main_ppo import run_ppo
 from verl.utils.errors import ConfigError, TrackerError
 
 with warnings.catch_warnings():
@@ -171,11 +172,35 @@ def test_marks_of_traces_change_nothing():
             "from verl.experimental.agent_loop.tool_parser import HermesToolParser",
             "get_tool_parser\\('hermes'",
         ),
+        ("from verl.protocol import all_gather_data_proto", "all_gather_object"),
+        ("from verl.single_controller.base import ResourcePool", "a .*RayResourcePool"),
+        ("from verl.trainer.main_ppo import TaskRunner", "run_ppo"),
+        ("from verl.utils import ray_utils", "ray.put"),
+        ("from verl.utils.ray_utils import parallel_put", "ray.put"),
     ],
 )
 def test_absent_names_point_to_another_way(line: str, message: str):
     with pytest.raises(ImportError, match=message):
         exec(line)
+
+
+def test_run_ppo_takes_the_configuration_of_a_hydra_program(monkeypatch):
+    calls = []
+
+    class Trainer:
+        def __init__(self, config):
+            calls.append(config.data.train_batch_size)
+
+        def init_workers(self):
+            calls.append("init_workers")
+
+        def fit(self):
+            calls.append("fit")
+
+    monkeypatch.setattr("verl.trainer.variants.trainer_class", lambda config: Trainer)
+    given = {"data": {"dataset_name": "toy", "train_batch_size": 4}}
+    run_ppo(OmegaConf.create(given))
+    assert calls == [4, "init_workers", "fit"]
 
 
 def test_an_old_program_has_a_file():

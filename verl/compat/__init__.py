@@ -3,6 +3,6 @@
 No other room imports this one. `paths` is the table; every other file adapts names of one area.
 """
 
-from verl.compat.paths import OLD_PATHS, find_old_module, find_old_name, page
+from verl.compat.paths import OLD_PATHS, find_old_module, find_old_name, is_old_name, page
 
-__all__ = ["OLD_PATHS", "find_old_module", "find_old_name", "page"]
+__all__ = ["OLD_PATHS", "find_old_module", "find_old_name", "is_old_name", "page"]

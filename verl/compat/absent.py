@@ -20,8 +20,93 @@ _OWN_LOOPS = (
     "from verl.agents.AgentLoopBase"
 )
 
+_OWN_DEALING = (
+    "batches are dealt to the shares of a mesh by its name. Register the method with "
+    "make_nd_compute_dataproto_dispatch_fn(mesh_name)"
+)
+
+_OWN_PICKLES = (
+    "batches pickle the bytes of their own rows. Call pickle.dumps(data, protocol=5) and "
+    "pickle.loads"
+)
+
+_OWN_RANKS = (
+    "a worker has one rank, and its model knows the others. Read worker.rank and "
+    "worker.world_size, or worker.data_rank and worker.data_size for its share of a batch"
+)
+
+_OWN_POOLS = "pools are those of Ray. Make a verl.single_controller.ray.RayResourcePool"
+
+_OWN_ROLES = (
+    "a trainer starts the roles that its configuration needs. Give RayPPOTrainer all of them; its "
+    "use_critic, use_reference_policy and use_rm say which are used"
+)
+
+_MEGATRON = (
+    "the Megatron backend is not in this version. Set strategy=fsdp; for large models, "
+    "actor_rollout_ref.rollout.tensor_model_parallel_size"
+)
+
 # Names of old modules that this version does not have, with an alternative for each.
 ABSENT_NAMES = {
+    "verl.protocol": {
+        "all_gather_data_proto": (
+            "a call on a group joins the answers of its ranks. Within a worker, call "
+            "torch.distributed.all_gather_object(pieces, data), and DataProto.concat(pieces)"
+        ),
+        **dict.fromkeys(
+            (
+                *("serialize_single_tensor", "deserialize_single_tensor"),
+                *("serialize_tensordict", "deserialize_tensordict"),
+            ),
+            _OWN_PICKLES,
+        ),
+    },
+    "verl.single_controller.base": {
+        "ResourcePool": _OWN_POOLS,
+        "DistRankInfo": _OWN_RANKS,
+        "DistGlobalInfo": _OWN_RANKS,
+    },
+    "verl.single_controller.base.worker": dict.fromkeys(
+        ("DistRankInfo", "DistGlobalInfo"), _OWN_RANKS
+    ),
+    "verl.single_controller.base.worker_group": {"ResourcePool": _OWN_POOLS},
+    "verl.single_controller.base.decorator": dict.fromkeys(
+        (
+            *("dispatch_nd_compute", "dispatch_nd_compute_dataproto"),
+            *("collect_nd_compute", "collect_nd_compute_dataproto"),
+            "make_nd_compute_dispatch_fn",
+        ),
+        _OWN_DEALING,
+    ),
+    "verl.single_controller.ray.base": {
+        "func_generator": (
+            "a group has the registered methods of its worker. Call group.method(...), or "
+            "group.execute_all('method', ...) for any other"
+        ),
+        "get_random_string": "Python has one. Call secrets.token_hex()",
+        "sort_placement_group_by_node_ip": (
+            "a pool reserves its room itself. Make a RayResourcePool([processes of each node])"
+        ),
+    },
+    "verl.trainer.main_ppo": {
+        "TaskRunner": (
+            "the trainer runs in the process that is started. Call run_ppo(config), or for parts "
+            "of your own RayPPOTrainer(config, ...).init_workers() and fit()"
+        ),
+        "create_rl_dataset": (
+            "the trainer builds the datasets of data.train_files and data.val_files. Leave them "
+            "out, or make verl.utils.dataset.RLHFDataset(data_files, tokenizer, config.data)"
+        ),
+        "create_rl_sampler": (
+            "the trainer draws rows as data.sampler, data.shuffle and data.seed say. Leave "
+            "train_sampler out, or make a verl.data.sampler.SeededSampler(len(dataset), "
+            "shuffle=..., seed=...)"
+        ),
+    },
+    "verl.trainer.ppo.utils": dict.fromkeys(
+        ("need_critic", "need_reference_policy", "need_reward_model"), _OWN_ROLES
+    ),
     "verl.utils.checkpoint.checkpoint_manager": {"BaseCheckpointManager": _OWN_CHECKPOINTS},
     "verl.experimental.agent_loop": dict.fromkeys(
         ("AgentLoopManager", "AgentLoopWorker"), _NO_WORKERS
@@ -64,9 +149,12 @@ _RULE_MODULES = (
 # Modules that this version does not have, with an alternative for each.
 ABSENT = {
     **{f"verl.utils.reward_score.{name}": _RULES for name in _RULE_MODULES},
-    "verl.workers.megatron_workers": (
-        "the Megatron backend is not in this version. Set strategy=fsdp; for large models, "
-        "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    "verl.workers.megatron_workers": _MEGATRON,
+    "verl.single_controller.base.megatron": _MEGATRON,
+    "verl.single_controller.ray.megatron": _MEGATRON,
+    "verl.utils.ray_utils": (
+        "the pool gives each process its GPU and its variables. Leave the helpers out, and call "
+        "ray.put for objects of your own"
     ),
     "verl.utils.checkpoint.fsdp_checkpoint_manager": _OWN_CHECKPOINTS,
     "verl.utils.checkpoint.megatron_checkpoint_manager": _OWN_CHECKPOINTS,

@@ -8,6 +8,7 @@ from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.dispatch import (
     CALL_PLAN,
     MODES,
+    Dispatch,
     DispatchMode,
     Execute,
     functions_of,
@@ -165,6 +166,14 @@ def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
     """Return arguments that are lists of one entry for each rank."""
     return args, kwargs
+
+
+# Pairs for a group of one share a rank. Joining puts the rows back into the caller's order.
+dispatch_dp_compute, collect_dp_compute = functions_of(MODES[Dispatch.DP_COMPUTE])
+dispatch_dp_compute_data_proto, collect_dp_compute_data_proto = functions_of(
+    MODES[Dispatch.DP_COMPUTE_PROTO]
+)
+dispatch_dp_compute_data_proto_with_func = dispatch_dp_compute_data_proto
 
 
 def collect_all_to_all(worker_group: Any, output: list[Any]) -> list[Any]:

@@ -35,6 +35,7 @@ _TIMERS = "verl.compat.timers"
 _TOKENIZERS = "verl.compat.tokenizers"
 _TOOLS = "verl.agents.tools"
 _TRAINER = "verl.compat.trainer"
+_WORKERS = "verl.compat.workers"
 _RAY = "verl.single_controller.ray"
 _GROUPS = "verl.single_controller"
 
@@ -73,6 +74,10 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.trainer.config.algorithm": _same(
         _CONFIGS, "AlgoConfig FilterGroupsConfig KLControlConfig PFPPOConfig"
     ),
+    "verl.trainer.constants_ppo": {
+        "PPO_RAY_RUNTIME_ENV": (_RAY, "RUNTIME_ENV"),
+        "get_ppo_ray_runtime_env": (_RAY, "merged_runtime_env"),
+    },
     "verl.trainer.ppo": {},
     "verl.trainer.ppo.core_algos": {
         "agg_loss": "verl.algorithms.masked",
@@ -278,9 +283,13 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
             "DISPATCH_MODE_FN_REGISTRY MAGIC_ATTR _check_dispatch_mode _check_execute_mode "
             "_materialize_futures _padding_size_key _split_args_kwargs_data_proto "
             "_split_args_kwargs_data_proto_with_auto_padding collect_all_to_all "
-            "dispatch_all_to_all dispatch_one_to_all get_predefined_execute_fn",
+            "collect_dp_compute collect_dp_compute_data_proto dispatch_all_to_all "
+            "dispatch_dp_compute dispatch_dp_compute_data_proto "
+            "dispatch_dp_compute_data_proto_with_func dispatch_one_to_all "
+            "get_predefined_execute_fn",
         ),
     },
+    "verl.single_controller.ray": _same(_WORKERS, "create_colocated_worker_cls_fused"),
     "verl.single_controller.ray.base": {
         **_same(
             _RAY,
@@ -288,18 +297,34 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
             "create_colocated_worker_cls merge_resource_pool split_resource_pool",
         ),
         **_same(
-            "verl.compat.workers",
+            _WORKERS,
             "FusedWorker create_colocated_worker_cls_fused create_colocated_worker_raw_cls",
         ),
     },
 }
 
 
+def is_old_name(path: str, name: str) -> bool:
+    """Return whether verl 0.5 has the name at `path`, as far as the tables say."""
+    return name in OLD_PATHS.get(path, {}) or _way_out(path, name) is not None
+
+
 def find_old_name(path: str, name: str) -> Any:
-    """Return the object of `name` at the old `path`, for the `__getattr__` of a module."""
+    """Return the object of `name` at the old `path`, for the `__getattr__` of a module.
+
+    Raises ImportError, with an alternative, for a name that this version does not have.
+    """
+    way = _way_out(path, name)
+    if way is not None:  # "from module import name" hides the message of an AttributeError
+        raise ImportError(f"No '{name}' in '{path}': {way}.", name=path)
     module, new_name = home_of(path, name)
     warnings.warn(f"{path}.{name} is now {module}.{new_name}", DeprecationWarning, stacklevel=3)
     return getattr(importlib.import_module(module), new_name)
+
+
+def _way_out(path: str, name: str) -> str | None:
+    """Return the alternative to a name or a submodule that this version does not have."""
+    return ABSENT_NAMES.get(path, {}).get(name) or ABSENT.get(f"{path}.{name}")
 
 
 def home_of(path: str, name: str) -> tuple[str, str]:
@@ -320,13 +345,9 @@ class _OldModule(ModuleType):
         self.__dict__["_replaced"] = {}
 
     def __getattr__(self, name: str) -> Any:
-        names = OLD_PATHS[self.__name__]
-        if name in names:
+        if is_old_name(self.__name__, name):
             return find_old_name(self.__name__, name)
-        way = ABSENT_NAMES.get(self.__name__, {}).get(name)
-        if way is not None:  # "from module import name" hides the message of an AttributeError
-            raise ImportError(f"No '{name}' in '{self.__name__}': {way}.", name=self.__name__)
-        known = ", ".join(sorted(names)) or "only submodules"
+        known = ", ".join(sorted(OLD_PATHS[self.__name__])) or "only submodules"
         raise AttributeError(
             f"'{self.__name__}' is an old path of verl 0.5; of its names this version has: {known}."
         )

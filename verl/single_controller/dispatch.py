@@ -430,7 +430,8 @@ def functions_of(mode: DispatchMode) -> tuple[Callable[..., Any], Callable[..., 
         return tuple(columns), named
 
     def collect_fn(worker_group: Any, output: list[Any]) -> Any:
-        return mode.collect(output, worker_group.undo_of_dispatch)
+        # None: another function has split the arguments, so answers are in the order of the ranks.
+        return mode.collect(output, getattr(worker_group, "undo_of_dispatch", None))
 
     return dispatch_fn, collect_fn
 

@@ -38,6 +38,7 @@ from verl.single_controller.ray_pools import (
 from verl.single_controller.ray_ranks import forwarded
 from verl.single_controller.ray_upload import EXCLUDES, refused_upload
 from verl.utils.errors import ConfigError
+from verl.utils.lazy import lazy_names
 from verl.utils.logging import logger
 from verl.utils.sigterm import sigterm_kept
 from verl.utils.yaml_text import explain_yaml
@@ -49,7 +50,7 @@ RUNTIME_ENV: dict[str, Any] = {
 }
 
 
-def merged_runtime_env(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+def merged_runtime_env(given: Mapping[str, Any] | str | None = None) -> dict[str, Any]:
     """Extend `RUNTIME_ENV` and the `forwarded` variables by those of a user.
 
     `given` is a mapping or the path of a YAML file. Excludes are joined and variables merged; all
@@ -202,6 +203,8 @@ def _explain_missing_file(file: Path) -> ConfigError:
 
 # `verl.single_controller.ray.base`, verl 0.5's path, is then looked up in the table of old paths.
 __path__: list[str] = []
+
+__getattr__ = lazy_names(__name__, {}, old_names=True)
 
 __all__ = [
     "RayClassWithInitArgs",

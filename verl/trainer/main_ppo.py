@@ -5,12 +5,17 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from verl.utils.entry import exit_code
 from verl.utils.garbage import loading_packages
 from verl.utils.launcher import end_with_launcher
+from verl.utils.lazy import lazy_names
 from verl.utils.logging import configure_logging
 from verl.utils.openmp import limit_spinning
+
+if TYPE_CHECKING:
+    from verl.config import TrainConfig
 
 DRY_RUN = "--dry-run"
 
@@ -40,7 +45,17 @@ def train(argv: list[str]) -> None:
     """
     from verl.config.load import load_config
 
-    config = load_config(argv)
+    _fit(load_config(argv))
+
+
+def run_ppo(config: Any) -> None:
+    """Run the whole job of a configuration: one that a user's own Hydra program composed, say."""
+    from verl.config.keywords import config_from_keywords
+
+    _fit(config_from_keywords(config, {}))
+
+
+def _fit(config: "TrainConfig") -> None:
     with loading_packages():
         from verl.trainer.variants import trainer_class
 
@@ -48,6 +63,8 @@ def train(argv: list[str]) -> None:
     trainer.init_workers()
     trainer.fit()
 
+
+__getattr__ = lazy_names("verl.trainer.main_ppo", {}, old_names=True)
 
 if __name__ == "__main__":
     sys.exit(main())

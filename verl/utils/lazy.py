@@ -21,7 +21,7 @@ def lazy_names(
             return getattr(importlib.import_module(homes[name]), name)
         if old_names:
             compat = importlib.import_module("verl.compat")
-            if name in compat.OLD_PATHS[package]:
+            if compat.is_old_name(package, name):
                 return compat.find_old_name(package, name)
         raise AttributeError(f"module '{package}' has no attribute '{name}'")
 
