@@ -45,7 +45,10 @@ class ResourcePoolManager:
             )
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
-        """Return the pool of a role. Raises ConfigError if it has none, or there are no pools yet."""
+        """Return the pool of a role.
+
+        Raises ConfigError if it has none, or there are no pools yet.
+        """
         if role not in self.mapping:
             known = ", ".join(map(str, self.mapping)) or "no role"
             raise ConfigError(

@@ -25,7 +25,8 @@ def collate(
     Tensors of equal shape are stacked to tensor columns; all other values become object columns. An
     item of a user's dataset may have `input_ids` (P,) and `attention_mask` (P,) instead of
     `raw_prompt_ids`, or as in verl 0.7 the messages `raw_prompt` alone, which `encode` turns into
-    token ids. A prompt as in a row of data, under `prompt_key` or as `prompt`, becomes `raw_prompt`.
+    token ids. A prompt as in a row of data, under `prompt_key` or as `prompt`, becomes
+    `raw_prompt`.
 
     Raises DataError if an item lacks prompt ids, or keys differ.
     """

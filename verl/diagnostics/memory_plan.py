@@ -421,18 +421,16 @@ class Planner:
 
         An engine that sleeps keeps its weights on a CPU only.
         """
-        if self.rollout is None:
-            return 0
         if self._sleeps:
             return 0 if self.placement.on_cuda else self._engine.weights
-        return sum(self.rollout.kept.values())
+        return sum(self._engine.kept.values())
 
     def _handed_over(self, role: str) -> dict[str, int]:
         """Return the rollout engine's bytes in a phase between hand-over and generation."""
         if self.rollout is None or role not in self.placement.beside("rollout"):
             return {}
         if self._sleeps:
-            return {"rollout weights": self._engine.weights}
+            return {"rollout weights": self.rollout.weights}
         return self.rollout.kept
 
     def _rollout(self, plain: ModelShape) -> RolloutPlan:

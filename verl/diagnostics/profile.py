@@ -78,8 +78,8 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
     result.
 
     Args:
-        config: a TrainConfig or SFTConfig, a mapping of keys to values, or the path of a YAML file. None is the
-            configuration of the trainer in this process, with its measured peaks.
+        config: a TrainConfig or SFTConfig, a mapping of keys to values, or the path of a YAML file.
+            None is the configuration of the trainer in this process, with its measured peaks.
         device_gib: of one device, or the name of a card ("H100", "A100-40", "L40S"); None: of the
             visible one.
 

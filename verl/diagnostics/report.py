@@ -129,8 +129,8 @@ def _pictures(plan: MemoryPlan) -> list[str]:
     ]
     if plan.pictures.kept:
         lines.append(
-            f"Features of the frozen tower stay on the host: at most {_gib(plan.pictures.kept)} GiB "
-            "of each actor process."
+            "Features of the frozen tower stay on the host: at most "
+            f"{_gib(plan.pictures.kept)} GiB of each actor process."
         )
     return lines
 

@@ -71,7 +71,7 @@ def _call(
             return "value", pack(value)
         except Exception as error:  # (a user's class may raise anything)
             raise RewardError(cannot_be_sent(error)) from error
-    # Ctrl-C does not reach this session: an interrupt is the function's own.
+    # Ctrl-C does not reach this process: an interrupt is the function's own.
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  (a user's code)
         return "error", pack(_with_traceback(error))
 
