@@ -3,10 +3,12 @@
     python bench/vision.py                # 3B shape, drawn weights; needs a GPU of 80 GB or more
     python bench/vision.py --tiny         # a tiny shape, to try the script on a CPU
     python bench/vision.py --freeze       # the vision tower is not trained
+    python bench/vision.py --response-tokens 1024
     python bench/vision.py --vllm         # the rollout of vLLM, too; it needs torchvision
 
 Both models get 32 prompts of 1,024 + 64 tokens, 8 samples of 128 tokens each. In the prompts of the
 vision model the 1,024 tokens are one picture (64 x 64 patches). The text model gets plain tokens.
+Pictures cost as much however long the responses are, so their share falls with `--response-tokens`.
 Prints seconds of each phase of the last of `--steps` steps, the ratio of the step times, and how
 many patches the trainer's and the rollout's vision towers computed, against the patches of one pass
 over the pictures. Exit code 1 if the step takes more than 1.25 times that of text.
@@ -260,17 +262,19 @@ def show(name: str, seconds: dict[str, float]) -> None:
 
 
 def main() -> int:
+    global PROMPTS, RESPONSE, TOKEN_ROWS
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--response-tokens", type=int, default=RESPONSE, help=f"[{RESPONSE}]")
     parser.add_argument("--only", choices=("text", "vision"), help="measure one model")
     parser.add_argument("--freeze", action="store_true", help="do not train the vision tower")
     parser.add_argument("--vllm", action="store_true", help="measure vLLM's rollout, too")
     given = parser.parse_args()
+    RESPONSE = given.response_tokens
     if given.tiny:
-        global PROMPTS, RESPONSE, TOKEN_ROWS
         PROMPTS, RESPONSE, TOKEN_ROWS = 4, 8, 4
 
     place = Path(tempfile.mkdtemp())
@@ -294,7 +298,7 @@ def main() -> int:
     if not results.keys() >= {"text", "vision"}:
         return 0
     ratio = results["vision"]["step"] / results["text"]["step"]
-    print(f"step time with pictures: {ratio:.2f} of text")
+    print(f"{RESPONSE} response tokens, step time with pictures: {ratio:.2f} of text")
     return 0 if ratio <= GOAL else 1
 
 
