@@ -2,6 +2,8 @@
 that differs."""
 
 import json
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
@@ -172,3 +174,46 @@ def test_memory_of_a_gpu_is_opened_where_torchs_function_is_replaced(
     SharedMemoryReceiver(theirs, torch.device("cpu"))
     assert opened == [("tensor", 3, "memory")]
     assert ours.recv() is None
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "breaks off"])
+def test_buckets_are_filled_before_the_receivers_come(is_whole: bool):
+    device = torch.device("cpu")
+    ours, theirs = Pipe()
+    given = {f"w{number}": torch.full((64,), float(number)) for number in range(5)}
+    packed: list[str] = []
+    received: dict[str, torch.Tensor] = {}
+    errors: list[str] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in given.items():
+            packed.append(name)
+            yield name, tensor
+            if not is_whole:
+                raise ValueError("no more")
+
+    def receive() -> None:
+        receiver = SharedMemoryReceiver(theirs, device)
+        try:
+            received.update((name, each.clone()) for name, each in receiver.tensors())
+        except RolloutError as error:
+            errors.append(str(error))
+        receiver.report(None)
+
+    thread = threading.Thread(target=receive)
+
+    def connect() -> list[Any]:
+        assert packed == (["w0", "w1", "w2"] if is_whole else ["w0"]), "the third has no room"
+        thread.start()
+        return [ours]
+
+    sender = SharedMemorySender(connect, device=device, bucket_bytes=256)
+    if is_whole:
+        sender.send(tensors())
+    else:
+        with pytest.raises(ValueError, match="no more"):
+            sender.send(tensors())
+    thread.join()
+    assert len(errors) == (not is_whole), "the receivers would wait forever"
+    if is_whole:
+        assert all(torch.equal(received[name], tensor) for name, tensor in given.items())

@@ -56,7 +56,8 @@ class SharedMemorySender:
     Each of them makes a `SharedMemoryReceiver`.
 
     Args:
-        connections: one to each receiver.
+        connections: one to each receiver; or a function that waits for them. It is called by the
+            first `send` when all buckets are full.
         device: of the memory. A GPU must be the receivers' own; its number there may differ. CPU
             means host memory, which a sender or receiver on a GPU pins.
         bucket_bytes: size of each bucket.
@@ -66,44 +67,64 @@ class SharedMemorySender:
 
     def __init__(
         self,
-        connections: Sequence[Connection],
+        connections: Sequence[Connection] | Callable[[], Sequence[Connection]],
         *,
         device: torch.device,
         bucket_bytes: int,
         dtype: torch.dtype | None = None,
         pin: bool = False,
     ) -> None:
-        self._connections = connections
         self._dtype = dtype
         self._wait = _wait_of(device, current=pin)
         bucket_bytes = slot_bytes(bucket_bytes)
 
+        self._file: int | None = None  # descriptor, until the receivers have it
         if device.type == "cuda":
             memory = torch.empty(SLOTS * bucket_bytes, dtype=torch.uint8, device=device)
             rebuild, handle = reduce_tensor(memory)
             device_at = list(inspect.signature(rebuild).parameters).index("storage_device")
-            for connection in connections:
-                connection.send(_Memory(bucket_bytes, gpu_uuid(device), handle, device_at))
+            self._shared = _Memory(bucket_bytes, gpu_uuid(device), handle, device_at)
         else:
-            descriptor = _new_file(SLOTS * bucket_bytes)
-            memory = _map(descriptor, SLOTS * bucket_bytes, pin=pin)
-            for connection in connections:
-                connection.send(_Memory(bucket_bytes))
-                peer = connection.recv()
-                send_handle(connection, descriptor, peer)
-            os.close(descriptor)
-        _raise_faults([connection.recv() for connection in connections])
-
+            self._file = _new_file(SLOTS * bucket_bytes)
+            memory = _map(self._file, SLOTS * bucket_bytes, pin=pin)
+            self._shared = _Memory(bucket_bytes)
         self._memory = memory  # kept as long as a receiver may read it
         self._slots = memory.split(bucket_bytes)
 
+        self._connections: Sequence[Connection] | None = None
+        self._connect: Callable[[], Sequence[Connection]]
+        if callable(connections):
+            self._connect = connections
+        else:
+            self._connections = self._share(connections)
+
+    def _share(self, connections: Sequence[Connection]) -> Sequence[Connection]:
+        """Give the receivers the memory, and return their connections."""
+        for connection in connections:
+            connection.send(self._shared)
+            if self._file is not None:
+                peer = connection.recv()
+                send_handle(connection, self._file, peer)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        _raise_faults([connection.recv() for connection in connections])
+        return connections
+
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
         """Send as `WeightSender.send` describes."""
-        unread: deque[int] = deque()  # slots that some receiver may still read
+        unread: deque[int] = deque()  # slots that some receiver may still read, or has yet to
+        unsent: deque[_Filled] = deque()  # the last of them, until the receivers have come
+
+        def send_filled() -> None:
+            while unsent:
+                self._send(unsent[0])
+                unsent.popleft()
 
         def free_slots() -> Iterator[Tensor]:
             for slot in itertools.cycle(range(SLOTS)):
                 if slot in unread:
+                    send_filled()
                     self._receive()
                     unread.popleft()
                 yield self._slots[slot]
@@ -112,11 +133,14 @@ class SharedMemorySender:
             filled = pack(named_tensors, free_slots(), self._dtype)
             for slot, (_, pieces) in zip(itertools.cycle(range(SLOTS)), filled):
                 self._wait()
-                self._send(_Filled(slot, pieces))
                 unread.append(slot)
+                unsent.append(_Filled(slot, pieces))
+                if self._connections is not None:
+                    send_filled()
+            send_filled()
             end = End(None if log is None else log.read())
         except Exception as error:
-            self._finish(End.after(error), len(unread))
+            self._finish(End.after(error), len(unread) - len(unsent))
             raise
 
         _raise_faults(self._finish(end, len(unread)))
@@ -129,16 +153,24 @@ class SharedMemorySender:
         return self._receive()
 
     def _send(self, message: Any) -> None:
+        connections = self._met()
         try:
-            for connection in self._connections:
+            for connection in connections:
                 connection.send(message)
         except OSError as error:
             raise RolloutError(_GONE) from error
 
+    def _met(self) -> Sequence[Connection]:
+        """Return the connections. The first call waits for receivers that are still on their way."""
+        if self._connections is None:
+            self._connections = ()  # the end after an error here goes to nobody
+            self._connections = self._share(self._connect())
+        return self._connections
+
     def _receive(self) -> list[Any]:
         """Wait for the next message of every receiver."""
         try:
-            return [connection.recv() for connection in self._connections]
+            return [connection.recv() for connection in self._met()]
         except (EOFError, OSError) as error:
             raise RolloutError(_GONE) from error
 

@@ -5,7 +5,7 @@ import secrets
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 import torch
@@ -139,8 +139,12 @@ class Offer:
         else:
             raise RolloutError(f"A rollout in another process cannot be served {route.transport}.")
 
-    def accept(self) -> WeightSender:
-        """Wait for the receivers; return the sender that serves them."""
+    def accept(self, *, late: bool = False) -> WeightSender:
+        """Wait for the receivers; return the sender that serves them.
+
+        Args:
+            late: do not wait here: the sender of a local socket fills its buckets before it does.
+        """
         route = self.meeting.route
         if route.transport == "disk":
             return DiskSender(
@@ -152,10 +156,12 @@ class Offer:
                 peers, device=self._device, bucket_bytes=self._bucket_bytes, dtype=self._dtype
             )
 
-        with self._listener as listener:
-            connections = [listener.accept() for _ in route.receivers]
+        def connect() -> list[Connection]:
+            with self._listener as listener:
+                return [listener.accept() for _ in route.receivers]
+
         return SharedMemorySender(
-            connections,
+            connect if late else connect(),
             device=self._device if route.transport == "ipc" else torch.device("cpu"),
             bucket_bytes=self._bucket_bytes,
             dtype=self._dtype,

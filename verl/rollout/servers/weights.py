@@ -80,7 +80,7 @@ class MemorySource:
             # A refused call never connects: a connection of our own ends the wait.
             asked.add_done_callback(lambda _: _connect(meeting.address))
             try:
-                offer.accept().send(self.tensors())
+                offer.accept(late=True).send(self.tensors())
             except (EOFError, OSError, AuthenticationError) as error:
                 raise RolloutError(
                     f"{server.name} did not fetch the weights from the trainer's memory; its log "
