@@ -21,6 +21,7 @@ from verl.weight_sync.recorded_copies import RecordedLoad
 
 EXTENSION = "verl.weight_sync.vllm_worker.TakesWeights"
 METHOD = "verl_take_weights"
+VERSION = "verl_weight_version"
 END_WITH = "verl_end_with"
 _LOOK_S = 0.5
 
@@ -31,17 +32,25 @@ class TakesWeights:
     device: torch.device
     model_runner: Any
     verl_loads: RecordedLoad | None = None
+    verl_version: str | None = None  # of the weights; None: not the trainer's, or not all of them
 
-    def verl_take_weights(self, address: str, key: str) -> None:
+    def verl_take_weights(self, address: str, key: str, version: str) -> None:
         """Take the weights of one hand-over from the trainer that listens at `address`.
 
         Args:
             address: a socket of this machine.
             key: hexadecimal; proves to the trainer that the caller may read its weights.
+            version: name of the weights, recorded when all of them are here.
         """
+        self.verl_version = None
         receiver = receiver_at(address, bytes.fromhex(key), self.device)
         with reported(receiver, receiver.buckets()) as buckets:
             self._verl_load(buckets)
+        self.verl_version = version
+
+    def verl_weight_version(self) -> str | None:
+        """Return the version of the last hand-over; None: there was none, or it ended half-way."""
+        return self.verl_version
 
     def verl_end_with(self, process: int) -> None:
         """End this worker as soon as a process of this machine has ended, also by kill -9."""

@@ -22,7 +22,7 @@ from tests.tiny_models import tiny_tokenizer
 from verl.models.load import load_causal_lm
 from verl.models.lora import merged_weight, read_adapters
 from verl.weight_sync.sglang_loader import LOADER, take_weights
-from verl.weight_sync.vllm_worker import METHOD, TakesWeights
+from verl.weight_sync.vllm_worker import METHOD, VERSION, TakesWeights
 
 
 def toy_model():
@@ -90,6 +90,8 @@ class FakeServer:
         """Start, or start again with the first weights."""
         self.model = self.make_model().eval()
         self.weight_version = "default"
+        self.worker = Worker()
+        self.running = 0  # draws
         self.cached = {}  # prompt -> weights that computed its keys
         self.is_paused = False
         self.adapters = {}  # name -> the model with that adapter in it
@@ -295,8 +297,15 @@ class FakeServer:
         return 200, {"text": "", "output_ids": ids, "meta_info": meta}
 
     def _draw(self, prompt, limit, asked, stops, request_id, adapter=None):
-        """Draw with a generator of the seed; a cached prompt keeps the weights of its keys."""
         self.draws += 1
+        self.running += 1
+        try:
+            return self._draw_all(prompt, limit, asked, stops, request_id, adapter)
+        finally:
+            self.running -= 1
+
+    def _draw_all(self, prompt, limit, asked, stops, request_id, adapter):
+        """Draw with a generator of the seed; a cached prompt keeps the weights of its keys."""
         limit -= 2 * ("short context" in self.faults)
         own = self.adapters.get(adapter, self.model)
         model = self.cached.setdefault((adapter, tuple(prompt)), own)
@@ -399,9 +408,10 @@ class FakeServer:
     def _rpc(self, body):
         kwargs = body["kwargs"]
         if body["method"] == METHOD:
-            worker = Worker()
-            worker.verl_take_weights(**kwargs)
-            return self._take(worker.weights, {"results": [None]})
+            self.worker.verl_take_weights(**kwargs)
+            return self._take(self.worker.weights, {"results": [None]})
+        if body["method"] == VERSION:
+            return 200, {"results": [self.worker.verl_weight_version()]}
         return self._load(kwargs["weights_path"], {"results": [None]})
 
     def _load(self, folder, answer):
@@ -411,7 +421,7 @@ class FakeServer:
         return self._take(weights, answer)
 
     def _take(self, weights, answer):
-        assert self.is_paused
+        assert self.is_paused or not self.running, "requests go on by other weights"
         if "dropped" in self.faults:
             weights = {}
         if "half" in self.faults:

@@ -267,8 +267,8 @@ def test_a_server_that_restarts_before_the_proof_gets_the_weights(
     move(actor)
     push = rollout.engine.fleet.push
 
-    def push_and_restart(*arguments):
-        push(*arguments)
+    def push_and_restart(*arguments, **keywords):
+        push(*arguments, **keywords)
         server.end()
         server.start()
 

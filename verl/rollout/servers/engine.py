@@ -111,6 +111,7 @@ class ServerEngine(EngineClass):
         self.sources = WeightSources(config=config, model=model, device=device, dtype=self._dtype)
         self._lora_rank = adapter_rank(config, self.server_class, model)
         self.can_sleep = config.in_process and config.free_cache_engine and device.type == "cuda"
+        self.draws_alone = False  # whether no other rank draws on the servers of this one
         self._device = device
         self._fleet: Fleet | None = None
         self._pushes = 0
@@ -172,6 +173,8 @@ class ServerEngine(EngineClass):
         self._use([self.server_class(url, has_vision=has_vision) for url in urls], owned)
 
     def _use(self, servers: Sequence[Server], owned: OwnedServers | None = None) -> None:
+        for server in servers:
+            server.is_owned = owned is not None or self.config.in_process
         members = [Member(server) for server in servers]
         self._fleet = Fleet(members, self.config.server_timeout_s, owned, self._probe.draw)
 
@@ -387,13 +390,21 @@ class ServerEngine(EngineClass):
         """Push weights to all servers; see `RolloutEngine.update_weights`."""
         num_bytes = self.model.num_parameters() * self._dtype.itemsize
         with self._pushing(num_bytes) as version:
-            self.fleet.push(self.sources.of_tensors(named_tensors, version), version)
+            source = self.sources.of_tensors(named_tensors, version)
+            self.fleet.push(source, version, is_idle=self._is_idle)
 
     def update_adapters(self, state: dict[str, torch.Tensor]) -> None:
         """Push LoRA adapters (`adapter_state`) to all servers. All else stays as they loaded it."""
         num_bytes = sum(tensor.nbytes for tensor in state.values())
         with self._pushing(num_bytes) as version:
-            self.fleet.push(self.sources.of_adapters(state, version), version)
+            source = self.sources.of_adapters(state, version)
+            self.fleet.push(source, version, is_idle=self._is_idle)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Return whether nobody draws on the servers: the run started them, and has no sample."""
+        is_own = self.draws_alone and not self.config.server_urls
+        return is_own and not self.has_work and self.fleet.is_idle
 
     @contextmanager
     def _pushing(self, num_bytes: int) -> Iterator[str]:

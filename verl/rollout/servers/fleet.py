@@ -210,10 +210,20 @@ class Fleet:
 
     # ---------------------------------------------------------------- weights
 
-    def push(self, source: WeightSource, version: str) -> None:
-        """Give all servers new weights, and check that they record the version."""
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no sample of this process is on its way to a server or on one."""
+        with self._lock:
+            return all(member.tokens_in_flight == 0 for member in self.members)
+
+    def push(self, source: WeightSource, version: str, *, is_idle: bool = False) -> None:
+        """Give all servers new weights, and check that they record the version.
+
+        Args:
+            is_idle: nobody draws on the servers.
+        """
         self.adopt((source, version, None))
-        self._have_each(self._load)
+        self._have_each(lambda member: self._load(member, is_idle=is_idle))
 
     def state(self) -> Any:
         """Return what another rank's `adopt` needs to know of the last push."""
@@ -269,10 +279,10 @@ class Fleet:
         probe = self._probe(member.server)
         return member.signature is None or probe.log_probs != member.signature.log_probs
 
-    def _load(self, member: Member) -> None:
+    def _load(self, member: Member, *, is_idle: bool = False) -> None:
         assert self._source is not None
         assert self._version is not None
-        member.server.load(self._source, self._version)
+        member.server.load(self._source, self._version, is_idle=is_idle)
         recorded = member.server.weight_version()
         if recorded is None:
             member.signature = self._probe(member.server)

@@ -192,10 +192,10 @@ class InProcessVLLM(VLLMServer):
         if self._is_asleep:
             self.call("/wake_up", {"tags": ["weights"]}, timeout_s=LOAD_S)
 
-    def load(self, source: WeightSource, version: str) -> None:
+    def load(self, source: WeightSource, version: str, *, is_idle: bool = False) -> None:
         """Implement `Server.load`."""
         self.map_cache_s = 0.0
-        super().load(source, version)
+        super().load(source, version, is_idle=is_idle)
         if self._is_asleep:
             started = time.perf_counter()
             self.call("/wake_up", {"tags": ["kv_cache"]}, timeout_s=LOAD_S)

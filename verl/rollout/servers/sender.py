@@ -48,6 +48,7 @@ class ServerSender:
         self._world = world
         self._acts = world.rank == 0 or engine.config.in_process
         self._pushed: Iterator[Any] | None = None
+        engine.draws_alone = world.size == 1 or engine.config.in_process
         if engine.config.in_process:
             engine.sources.tensors_again = self._tensors_once
         elif world.size == 1:

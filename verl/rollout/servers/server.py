@@ -127,6 +127,7 @@ class Server(ABC):
     def __init__(self, url: str, *, has_vision: bool = False) -> None:
         self.url = url.rstrip("/")
         self.has_vision = has_vision
+        self.is_owned = False  # whether the run started it, so that nobody else knows it
         self.adapter: str | None = None  # that draws name; None: the model alone draws
         self.map_cache_s = 0.0  # of the last `load`, to take memory for its cache after a sleep
 
@@ -159,10 +160,13 @@ class Server(ABC):
         """End running draws, which then return their tokens so far."""
 
     @abstractmethod
-    def load(self, source: "WeightSource", version: str) -> None:
+    def load(self, source: "WeightSource", version: str, *, is_idle: bool = False) -> None:
         """Take weights, forget all cached keys, and record the version.
 
         Returns when the server has confirmed each of these.
+
+        Args:
+            is_idle: nobody draws on the server, so that no request has to wait meanwhile.
         """
 
     @abstractmethod

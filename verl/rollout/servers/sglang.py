@@ -128,8 +128,8 @@ class SGLangServer(Server):
         for each in request_ids:
             self.call("/abort_request", {"rid": each})
 
-    def load(self, source: WeightSource, version: str) -> None:
-        """Implement `Server.load`."""
+    def load(self, source: WeightSource, version: str, *, is_idle: bool = False) -> None:
+        """Implement `Server.load`. An idle server is paused, too."""
         # Other modes keep requests, and with any of them there SGLang refuses to flush.
         self.call("/pause_generation", {"mode": "abort"})
         with self.resumed("/continue_generation"):

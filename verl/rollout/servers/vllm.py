@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from verl.rollout.servers.server import (
     flags_of,
 )
 from verl.utils.errors import ConfigError, RolloutError
-from verl.weight_sync.vllm_worker import EXTENSION, METHOD
+from verl.weight_sync.vllm_worker import EXTENSION, METHOD, VERSION
 
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"
@@ -42,6 +42,9 @@ class VLLMServer(Server):
     def __init__(self, url: str, *, has_vision: bool = False) -> None:
         super().__init__(url, has_vision=has_vision)
         self._route = _GENERATE
+        self._has_worker = False  # our extension, which took the last weights
+        # Whether the version of the weights is asked of it: the server itself records none.
+        self._asks_worker = False
 
     @classmethod
     def command(cls, python: str, model: str, port: int | str, **options: Any) -> list[str]:
@@ -125,9 +128,10 @@ class VLLMServer(Server):
             names += [f"generate-tokens-{each}", f"cmpl-{each}", f"cmpl-{each}-0"]
         self.call("/abort_requests", {"request_ids": names})
 
-    def load(self, source: WeightSource, version: str) -> None:
+    def load(self, source: WeightSource, version: str, *, is_idle: bool = False) -> None:
         """Implement `Server.load`."""
-        with self.paused():
+        # A pause takes 25 ms, also of a server without requests.
+        with nullcontext() if is_idle else self.paused():
             source.fill(self, version)
             # Requests that wait meanwhile are computed again: no key of the old weights stays.
             self.require_flushed(self.flush(running=True))
@@ -135,9 +139,16 @@ class VLLMServer(Server):
                 self.call("/reset_encoder_cache")  # features by the old vision tower
             if source.is_adapter:
                 return  # its name is the version
-            status, answer = self.ask("POST", "/update_weight_version", {"new_version": version})
-            if status not in (200, 404):  # older versions record none
-                raise self.refusal("/update_weight_version", status, answer)
+            if not self._asks_worker:
+                self._record(version)
+
+    def _record(self, version: str) -> None:
+        """Have the server record a version, which its draws then name."""
+        status, answer = self.ask("POST", "/update_weight_version", {"new_version": version})
+        if status == 404:  # before 0.29
+            self._asks_worker = self.is_owned and self._has_worker
+        elif status != 200:
+            raise self.refusal("/update_weight_version", status, answer)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -148,13 +159,17 @@ class VLLMServer(Server):
 
     def read_folder(self, folder: Path, version: str) -> None:
         """Implement `Server.read_folder`."""
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self.call("/collective_rpc", reload, timeout_s=LOAD_S)
+        self._has_worker = self._asks_worker = False
+        self._ask_workers("reload_weights", weights_path=str(folder))
 
     def read_memory(self, address: str, key: bytes, version: str) -> None:
         """Implement `Server.read_memory`: by our extension of vLLM's worker."""
-        ask = {"method": METHOD, "kwargs": {"address": address, "key": key.hex()}}
-        self.call("/collective_rpc", ask, timeout_s=LOAD_S)
+        self._has_worker = True
+        self._ask_workers(METHOD, address=address, key=key.hex(), version=version)
+
+    def _ask_workers(self, method: str, **words: str) -> Any:
+        """Call a method of the workers."""
+        return self.call("/collective_rpc", {"method": method, "kwargs": words}, timeout_s=LOAD_S)
 
     def check_adapters(self, lora_rank: int) -> None:
         """Implement `Server.check_adapters`."""
@@ -187,6 +202,12 @@ class VLLMServer(Server):
         """Implement `Server.weight_version`."""
         if self.adapter is not None:
             return self.adapter if self.adapter in self._adapters() else ""
+        if self._asks_worker:
+            answer = self._ask_workers(VERSION)
+            with self.reading("/collective_rpc", answer):
+                [version] = answer["results"]
+                return version or ""  # none after a restart
+
         status, answer = self.ask("GET", "/weight_info")
         if status == 404:
             return None
