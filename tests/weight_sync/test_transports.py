@@ -19,7 +19,8 @@ from tests.tiny_models import tiny_model
 from tests.weight_sync.jobs import BUCKET_BYTES, Engine, Store, Trip, odd_tensors, travel
 from verl.rollout.twin import ModelTwin
 from verl.utils.errors import CheckpointError, RolloutError
-from verl.weight_sync import DirectSender, FingerprintLog, ipc, receive_into
+from verl.utils.scratch import remove_scratch
+from verl.weight_sync import DirectSender, FingerprintLog, Offer, Route, ipc, receive_into
 from verl.weight_sync.disk import DiskReceiver, DiskSender
 from verl.weight_sync.ipc import SharedMemoryReceiver, SharedMemorySender
 from verl.weight_sync.shards import gathered
@@ -217,3 +218,20 @@ def test_buckets_are_filled_before_the_receivers_come(is_whole: bool):
     assert len(errors) == (not is_whole), "the receivers would wait forever"
     if is_whole:
         assert all(torch.equal(received[name], tensor) for name, tensor in given.items())
+
+
+def test_offers_share_a_folder_of_sockets_and_make_another_one_if_it_is_gone():
+    def address() -> Path:
+        route = Route("host", 0, (0,), "127.0.0.1")
+        device = torch.device("cpu")
+        offer = Offer(
+            route, device=device, bucket_bytes=256, dtype=torch.float32, folder=Path("unused")
+        )
+        return Path(offer.meeting.address)
+
+    first, second = address(), address()
+    assert first.parent == second.parent
+    assert first != second
+    assert first.parent.stat().st_mode & 0o077 == 0, "private to this user"
+    remove_scratch(first.parent)
+    assert address().parent not in (first.parent, second.parent)

@@ -1,8 +1,9 @@
 """Link ranks that train to ranks that generate: plan who sends to whom, and connect both ends."""
 
+import atexit
 import itertools
+import os
 import secrets
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
@@ -99,6 +100,22 @@ def _host_of(sender: Endpoint, receivers: Sequence[Endpoint], served: Sequence[i
     return "127.0.0.1" if is_one_machine else sender.host
 
 
+_folders: dict[int, Path] = {}  # of sockets, by process: a fork gets its own
+_socket_numbers = itertools.count()
+
+
+def _socket_folder() -> Path:
+    """Return this process's folder of sockets. It is private to this user, and its path is short.
+
+    To make and to remove one takes 5 ms, so all offers of a process share it.
+    """
+    folder = _folders.get(os.getpid())
+    if folder is None or not folder.is_dir():
+        folder = _folders[os.getpid()] = make_scratch()
+        atexit.register(remove_scratch, folder)
+    return folder
+
+
 class Offer:
     """A sender's end of a route until its receivers have connected.
 
@@ -124,10 +141,7 @@ class Offer:
         self._dtype = dtype
 
         if route.transport in ("host", "ipc"):
-            # The path of a socket must be short, and the folder is private to this user.
-            sockets = make_scratch()
-            weakref.finalize(self, remove_scratch, sockets)
-            address = f"{sockets}/sender"
+            address = f"{_socket_folder()}/{next(_socket_numbers)}"
             key = secrets.token_bytes(32)
             self._listener = Listener(address, family="AF_UNIX", authkey=key)
             self.meeting = Meeting(route, address, key=key)
