@@ -34,8 +34,10 @@ class TakesWeights:
     verl_loads: RecordedLoad | None = None
     verl_version: str | None = None  # of the weights; None: not the trainer's, or not all of them
 
-    def verl_take_weights(self, address: str, key: str, version: str) -> None:
+    def verl_take_weights(self, address: str, key: str, version: str) -> str | None:
         """Take the weights of one hand-over from the trainer that listens at `address`.
+
+        Returns the version that the worker has now.
 
         Args:
             address: a socket of this machine.
@@ -47,6 +49,7 @@ class TakesWeights:
         with reported(receiver, receiver.buckets()) as buckets:
             self._verl_load(buckets)
         self.verl_version = version
+        return self.verl_weight_version()
 
     def verl_weight_version(self) -> str | None:
         """Return the version of the last hand-over; None: there was none, or it ended half-way."""

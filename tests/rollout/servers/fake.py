@@ -408,8 +408,8 @@ class FakeServer:
     def _rpc(self, body):
         kwargs = body["kwargs"]
         if body["method"] == METHOD:
-            self.worker.verl_take_weights(**kwargs)
-            return self._take(self.worker.weights, {"results": [None]})
+            recorded = self.worker.verl_take_weights(**kwargs)
+            return self._take(self.worker.weights, {"results": [recorded]})
         if body["method"] == VERSION:
             return 200, {"results": [self.worker.verl_weight_version()]}
         return self._load(kwargs["weights_path"], {"results": [None]})

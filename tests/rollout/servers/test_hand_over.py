@@ -64,7 +64,7 @@ def own(settings, start, monkeypatch):
     ("version", "calls"),
     [
         ("0.32.0", [COPY, FLUSH, "/update_weight_version", "/weight_info"]),
-        ("0.24.0", [COPY, FLUSH, COPY]),
+        ("0.24.0", [COPY, FLUSH]),
     ],
 )
 def test_an_idle_server_of_the_run_is_neither_paused_nor_asked_to_draw(own, version, calls):

@@ -282,8 +282,7 @@ class Fleet:
     def _load(self, member: Member, *, is_idle: bool = False) -> None:
         assert self._source is not None
         assert self._version is not None
-        member.server.load(self._source, self._version, is_idle=is_idle)
-        recorded = member.server.weight_version()
+        recorded = member.server.load(self._source, self._version, is_idle=is_idle)
         if recorded is None:
             member.signature = self._probe(member.server)
         elif recorded != self._version:

@@ -192,15 +192,16 @@ class InProcessVLLM(VLLMServer):
         if self._is_asleep:
             self.call("/wake_up", {"tags": ["weights"]}, timeout_s=LOAD_S)
 
-    def load(self, source: WeightSource, version: str, *, is_idle: bool = False) -> None:
+    def load(self, source: WeightSource, version: str, *, is_idle: bool = False) -> str | None:
         """Implement `Server.load`."""
         self.map_cache_s = 0.0
-        super().load(source, version, is_idle=is_idle)
+        recorded = super().load(source, version, is_idle=is_idle)
         if self._is_asleep:
             started = time.perf_counter()
             self.call("/wake_up", {"tags": ["kv_cache"]}, timeout_s=LOAD_S)
             self.map_cache_s = time.perf_counter() - started
             self._is_asleep = False
+        return recorded
 
     def flush(self, running: bool = False) -> bool:
         """Implement `Server.flush`. vLLM drops all cached prefixes when it falls asleep."""
@@ -266,9 +267,7 @@ class InProcessVLLM(VLLMServer):
             "/abort_requests": lambda body: engine.abort(body["request_ids"]),
             "/pause": lambda body: engine.pause_generation(mode=body["mode"]),
             "/resume": lambda _: engine.resume_generation(),
-            "/collective_rpc": lambda body: engine.collective_rpc(
-                body["method"], kwargs=body["kwargs"]
-            ),
+            "/collective_rpc": self._call_workers,
             "/reset_prefix_cache": self._reset_cache,
             "/sleep": lambda body: engine.sleep(body["level"]),
             "/wake_up": lambda body: engine.wake_up(body["tags"]),
@@ -315,6 +314,10 @@ class InProcessVLLM(VLLMServer):
             "weight_versions": [{"version": before}, {"version": self._version}],
         }
         return {"choices": [choice], "prompt_token_ids": output.prompt_token_ids}
+
+    async def _call_workers(self, body: dict[str, Any]) -> Any:
+        results = await self._engine.collective_rpc(body["method"], kwargs=body["kwargs"])
+        return {"results": results}
 
     async def _reset_cache(self, body: dict[str, Any]) -> Any:
         running = "reset_running_requests" in body

@@ -160,10 +160,10 @@ class Server(ABC):
         """End running draws, which then return their tokens so far."""
 
     @abstractmethod
-    def load(self, source: "WeightSource", version: str, *, is_idle: bool = False) -> None:
+    def load(self, source: "WeightSource", version: str, *, is_idle: bool = False) -> str | None:
         """Take weights, forget all cached keys, and record the version.
 
-        Returns when the server has confirmed each of these.
+        Returns `weight_version` when the server has confirmed each of these.
 
         Args:
             is_idle: nobody draws on the server, so that no request has to wait meanwhile.

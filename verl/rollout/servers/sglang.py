@@ -128,13 +128,14 @@ class SGLangServer(Server):
         for each in request_ids:
             self.call("/abort_request", {"rid": each})
 
-    def load(self, source: WeightSource, version: str, *, is_idle: bool = False) -> None:
+    def load(self, source: WeightSource, version: str, *, is_idle: bool = False) -> str | None:
         """Implement `Server.load`. An idle server is paused, too."""
         # Other modes keep requests, and with any of them there SGLang refuses to flush.
         self.call("/pause_generation", {"mode": "abort"})
         with self.resumed("/continue_generation"):
             source.fill(self, version)
             self.require_flushed(self.flush())
+        return self.weight_version()
 
     def read_folder(self, folder: Path, version: str) -> None:
         """Implement `Server.read_folder`."""

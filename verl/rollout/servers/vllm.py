@@ -42,8 +42,8 @@ class VLLMServer(Server):
     def __init__(self, url: str, *, has_vision: bool = False) -> None:
         super().__init__(url, has_vision=has_vision)
         self._route = _GENERATE
-        self._has_worker = False  # our extension, which took the last weights
-        # Whether the version of the weights is asked of it: the server itself records none.
+        self._taken: str | None = None  # version of the weights that our extension took last
+        # Whether the version is asked of the extension: the server itself records none.
         self._asks_worker = False
 
     @classmethod
@@ -128,7 +128,7 @@ class VLLMServer(Server):
             names += [f"generate-tokens-{each}", f"cmpl-{each}", f"cmpl-{each}-0"]
         self.call("/abort_requests", {"request_ids": names})
 
-    def load(self, source: WeightSource, version: str, *, is_idle: bool = False) -> None:
+    def load(self, source: WeightSource, version: str, *, is_idle: bool = False) -> str | None:
         """Implement `Server.load`."""
         # A pause takes 25 ms, also of a server without requests.
         with nullcontext() if is_idle else self.paused():
@@ -137,16 +137,16 @@ class VLLMServer(Server):
             self.require_flushed(self.flush(running=True))
             if self.has_vision:
                 self.call("/reset_encoder_cache")  # features by the old vision tower
-            if source.is_adapter:
-                return  # its name is the version
-            if not self._asks_worker:
+            # The version of an adapter is its name.
+            if not source.is_adapter and not self._asks_worker:
                 self._record(version)
+        return self._taken if self._asks_worker else self.weight_version()
 
     def _record(self, version: str) -> None:
         """Have the server record a version, which its draws then name."""
         status, answer = self.ask("POST", "/update_weight_version", {"new_version": version})
         if status == 404:  # before 0.29
-            self._asks_worker = self.is_owned and self._has_worker
+            self._asks_worker = self.is_owned and self._taken is not None
         elif status != 200:
             raise self.refusal("/update_weight_version", status, answer)
 
@@ -159,17 +159,25 @@ class VLLMServer(Server):
 
     def read_folder(self, folder: Path, version: str) -> None:
         """Implement `Server.read_folder`."""
-        self._has_worker = self._asks_worker = False
+        self._taken = None
+        self._asks_worker = False
         self._ask_workers("reload_weights", weights_path=str(folder))
 
     def read_memory(self, address: str, key: bytes, version: str) -> None:
         """Implement `Server.read_memory`: by our extension of vLLM's worker."""
-        self._has_worker = True
-        self._ask_workers(METHOD, address=address, key=key.hex(), version=version)
+        self._taken = None
+        answer = self._ask_workers(METHOD, address=address, key=key.hex(), version=version)
+        self._taken = self._version_of_worker(answer)
 
     def _ask_workers(self, method: str, **words: str) -> Any:
         """Call a method of the workers."""
         return self.call("/collective_rpc", {"method": method, "kwargs": words}, timeout_s=LOAD_S)
+
+    def _version_of_worker(self, answer: Any) -> str:
+        """Read the version that our extension has returned; "": it has none, as after a restart."""
+        with self.reading("/collective_rpc", answer):
+            [version] = answer["results"]
+            return version or ""
 
     def check_adapters(self, lora_rank: int) -> None:
         """Implement `Server.check_adapters`."""
@@ -203,10 +211,7 @@ class VLLMServer(Server):
         if self.adapter is not None:
             return self.adapter if self.adapter in self._adapters() else ""
         if self._asks_worker:
-            answer = self._ask_workers(VERSION)
-            with self.reading("/collective_rpc", answer):
-                [version] = answer["results"]
-                return version or ""  # none after a restart
+            return self._version_of_worker(self._ask_workers(VERSION))
 
         status, answer = self.ask("GET", "/weight_info")
         if status == 404:
