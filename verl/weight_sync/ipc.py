@@ -161,7 +161,7 @@ class SharedMemorySender:
             raise RolloutError(_GONE) from error
 
     def _met(self) -> Sequence[Connection]:
-        """Return the connections. The first call waits for receivers that are still on their way."""
+        """Return the connections. The first call waits for receivers that are on their way."""
         if self._connections is None:
             self._connections = ()  # the end after an error here goes to nobody
             self._connections = self._share(self._connect())

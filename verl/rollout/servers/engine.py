@@ -402,7 +402,7 @@ class ServerEngine(EngineClass):
 
     @property
     def _is_idle(self) -> bool:
-        """Return whether nobody draws on the servers: the run started them, and has no sample."""
+        """Return whether no request is on the servers: the run started them, and has no sample."""
         is_own = self.draws_alone and not self.config.server_urls
         return is_own and not self.has_work and self.fleet.is_idle
 

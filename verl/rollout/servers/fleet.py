@@ -220,7 +220,7 @@ class Fleet:
         """Give all servers new weights, and check that they record the version.
 
         Args:
-            is_idle: nobody draws on the servers.
+            is_idle: no request is on the servers.
         """
         self.adopt((source, version, None))
         self._have_each(lambda member: self._load(member, is_idle=is_idle))

@@ -127,7 +127,7 @@ class Server(ABC):
     def __init__(self, url: str, *, has_vision: bool = False) -> None:
         self.url = url.rstrip("/")
         self.has_vision = has_vision
-        self.is_owned = False  # whether the run started it, so that nobody else knows it
+        self.is_owned = False  # whether the run started it, so that no one else uses it
         self.adapter: str | None = None  # that draws name; None: the model alone draws
         self.map_cache_s = 0.0  # of the last `load`, to take memory for its cache after a sleep
 
@@ -166,7 +166,7 @@ class Server(ABC):
         Returns `weight_version` when the server has confirmed each of these.
 
         Args:
-            is_idle: nobody draws on the server, so that no request has to wait meanwhile.
+            is_idle: no request is on the server, so that none has to wait meanwhile.
         """
 
     @abstractmethod
