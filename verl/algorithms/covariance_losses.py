@@ -16,15 +16,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from verl.algorithms.advantages import formula
-from verl.algorithms.kl import MAX_LOG_RATIO
+from verl.algorithms.kl import cut_log_ratio
 from verl.algorithms.policy_losses import (
     PolicyLossInputs,
     PolicyLossOutput,
     SelectionInputs,
-    means_of,
+    output_of,
     policy_losses,
     selections,
-    weighted,
 )
 
 KINK_WIDTH = 1e-4  # of log r: rounding of two passes in fp32 stays below it
@@ -51,7 +50,7 @@ def select_within_band(
     **_: Any,
 ) -> Bool[Tensor, " M"]:
     """Draw max(1, clip_cov_ratio * M) tokens with lb < Cov < ub and a gradient under PPO's clip."""
-    ratio = (inputs.log_probs - inputs.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = cut_log_ratio(inputs.log_probs - inputs.old_log_probs).exp()
     is_clipped = torch.where(
         inputs.advantages > 0, ratio > 1 + clip_ratio_high, ratio < 1 - clip_ratio_low
     )
@@ -94,9 +93,7 @@ def clip_cov(
     unclipped = -inputs.advantages * ratio
     clipped = -inputs.advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     losses = torch.where(selected, 0.0, torch.maximum(unclipped, clipped))
-    return PolicyLossOutput(
-        loss=weighted(losses, inputs), means=means_of(inputs, (clipped > unclipped) | selected)
-    )
+    return output_of(inputs, losses, (clipped > unclipped) | selected)
 
 
 @policy_losses.register("kl_cov")
@@ -117,7 +114,7 @@ def kl_cov(inputs: PolicyLossInputs, *, ppo_kl_coef: float, **_: Any) -> PolicyL
     distance = torch.where(distance < KINK_WIDTH, distance.detach(), distance)
     penalty = torch.where(selected, ppo_kl_coef * distance, 0.0)
     losses = -inputs.advantages * log_ratio.exp() + penalty
-    return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs, selected))
+    return output_of(inputs, losses, selected)
 
 
 def _selected(inputs: PolicyLossInputs) -> Bool[Tensor, " N"]:

@@ -17,6 +17,11 @@ KL_KINDS = (
 )
 
 
+def cut_log_ratio(log_ratio: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
+    """Cut logarithms of ratios at MAX_LOG_RATIO, so that the ratios are finite."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def kl_penalty(
     log_probs: Float[Tensor, "*tokens"],
     ref_log_probs: Float[Tensor, "*tokens"],
@@ -60,7 +65,7 @@ def kl_penalty(
     if kind in ("mse", "k2"):
         return 0.5 * difference.square()
     if kind in ("low_var_kl", "k3"):
-        difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        difference = cut_log_ratio(difference)
         # expm1: near 0 the value is d^2 / 2, all of which exp(-d) - 1 would lose to rounding.
         return (torch.expm1(-difference) + difference).clamp(max=MAX_K3)
     raise ConfigError(f"KL estimator must be one of {', '.join(KL_KINDS)}, got '{kind}'.")

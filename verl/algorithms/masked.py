@@ -21,17 +21,14 @@ def masked_sum(
     values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
     """Sum the values under the mask, over all of them or along `dim`."""
-    kept = torch.where(mask.bool(), values, 0.0)
-    return kept.sum() if dim is None else kept.sum(dim)
+    return torch.where(mask.bool(), values, 0.0).sum(dim)
 
 
 def masked_mean(
     values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
     """Average the values under the mask; 0 where the mask is empty."""
-    counted = mask.bool()
-    count = counted.sum() if dim is None else counted.sum(dim)
-    return masked_sum(values, mask, dim) / count.clamp(min=1)
+    return masked_sum(values, mask, dim) / mask.bool().sum(dim).clamp(min=1)
 
 
 def masked_var(

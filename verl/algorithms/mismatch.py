@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from verl.algorithms.kl import MAX_LOG_RATIO, kl_penalty
+from verl.algorithms.kl import cut_log_ratio, kl_penalty
 
 
 def mismatch_metrics(
@@ -33,7 +33,7 @@ def mismatch_metrics(
         )
 
     difference = (drawn.exp() - trained.exp()).abs()
-    weights = (trained - drawn).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weights = cut_log_ratio(trained - drawn).exp()
     metrics = {
         "training/rollout_probs_diff_max": difference.max(),
         "training/rollout_probs_diff_mean": difference.mean(),

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from verl.algorithms.advantages import formula
-from verl.algorithms.kl import MAX_LOG_RATIO
+from verl.algorithms.kl import cut_log_ratio
 from verl.utils.errors import ConfigError
 from verl.utils.registry import Registry
 
@@ -37,8 +37,7 @@ class PolicyLossInputs(NamedTuple):
 
     def log_ratio(self) -> Float[Tensor, " N"]:
         """Compute log(pi / pi_old), cut at MAX_LOG_RATIO, and 0 on tokens not made by the model."""
-        difference = torch.where(self.own, self.log_probs - self.old_log_probs, 0.0)
-        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return cut_log_ratio(torch.where(self.own, self.log_probs - self.old_log_probs, 0.0))
 
     def sequence_mean(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
         """Average `values` over the model's tokens of each token's sequence, in float64.
@@ -124,6 +123,16 @@ def weighted(losses: Float[Tensor, " N"], inputs: PolicyLossInputs) -> Float[Ten
     return weighted.sum().to(inputs.log_probs.dtype)
 
 
+def output_of(
+    inputs: PolicyLossInputs,
+    losses: Float[Tensor, " N"],
+    clipped: Tensor | None = None,
+    clipped_lower: Tensor | None = None,
+) -> PolicyLossOutput:
+    """Return the `weighted` losses of tokens, and the metrics `means_of` every loss."""
+    return PolicyLossOutput(weighted(losses, inputs), means_of(inputs, clipped, clipped_lower))
+
+
 @policy_losses.register("vanilla")
 @formula(
     "max(-r A, -A clip(r, 1 - {clip_ratio_low}, 1 + {clip_ratio_high})), at most -{clip_ratio_c} A "
@@ -161,10 +170,7 @@ def vanilla(
     ceiling = -advantages * clip_ratio_c
     negative = advantages < 0
     losses = torch.where(negative, torch.minimum(bounded, ceiling), bounded)
-    return PolicyLossOutput(
-        loss=weighted(losses, inputs),
-        means=means_of(inputs, clipped > unclipped, negative & (bounded > ceiling)),
-    )
+    return output_of(inputs, losses, clipped > unclipped, negative & (bounded > ceiling))
 
 
 @policy_losses.register("gpg")
@@ -174,9 +180,7 @@ def gpg(inputs: PolicyLossInputs, **_: Any) -> PolicyLossOutput:
 
     Chu et al. 2025 (arXiv:2504.02546).
     """
-    return PolicyLossOutput(
-        loss=weighted(-inputs.advantages * inputs.log_probs, inputs), means=means_of(inputs)
-    )
+    return output_of(inputs, -inputs.advantages * inputs.log_probs)
 
 
 @policy_losses.register("cispo")
@@ -195,7 +199,7 @@ def cispo(
     ratio = inputs.log_ratio().exp().detach()
     clipped = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     losses = -clipped * inputs.advantages * inputs.log_probs
-    return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs, clipped != ratio))
+    return output_of(inputs, losses, clipped != ratio)
 
 
 @policy_losses.register("sapo")
@@ -211,7 +215,7 @@ def sapo(inputs: PolicyLossInputs, *, tau_pos: float, tau_neg: float, **_: Any) 
     ratio = inputs.log_ratio().exp()
     tau = torch.where(inputs.advantages > 0, tau_pos, tau_neg)
     losses = -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * inputs.advantages
-    return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs))
+    return output_of(inputs, losses)
 
 
 @policy_losses.register("dppo")
@@ -250,7 +254,7 @@ def dppo(
     leads_away = torch.where(inputs.advantages > 0, ratio > 1, ratio < 1)
     cut = leads_away & (divergence > dppo_threshold) & (inputs.advantages != 0)
     losses = torch.where(cut, 0.0, -ratio * inputs.advantages)
-    return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs, cut))
+    return output_of(inputs, losses, cut)
 
 
 @policy_losses.register("dppo_tv")
@@ -279,4 +283,4 @@ def dro(inputs: PolicyLossInputs, *, dro_beta: float, **_: Any) -> PolicyLossOut
     """
     penalty = 0.5 * dro_beta * inputs.log_ratio().square()
     losses = -inputs.advantages * inputs.log_probs + penalty
-    return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs))
+    return output_of(inputs, losses)

@@ -15,13 +15,12 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from verl.algorithms.kl import MAX_LOG_RATIO
+from verl.algorithms.kl import cut_log_ratio
 from verl.algorithms.masked import masked_mean, masked_sum
 from verl.algorithms.policy_losses import (
     PolicyLossInputs,
     PolicyLossOutput,
-    means_of,
-    weighted,
+    output_of,
 )
 from verl.utils.errors import ConfigError
 
@@ -43,20 +42,19 @@ def importance_ratios(
     mask = response_mask.bool()
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, 0.0).double()
     if level == "sequence":
-        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+        log_ratio = log_ratio.sum(-1, keepdim=True)
     elif level == "geometric":
-        log_ratio = masked_mean(log_ratio, mask, -1)[:, None].expand_as(log_ratio)
+        log_ratio = masked_mean(log_ratio, mask, -1)[:, None]
     elif level == "k3":
-        bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        bounded = cut_log_ratio(log_ratio)
         divergence = masked_mean(bounded.exp() - 1 - bounded, mask, -1)[:, None]
-        return torch.where(mask, divergence.expand_as(log_ratio), 0.0)
+        return torch.where(mask, divergence, 0.0)
     elif level != "token":
         raise ConfigError(
             f"Importance ratios are taken by token, sequence, geometric or k3, got '{level}'."
         )
 
-    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.where(mask, bounded.exp(), 0.0)
+    return torch.where(mask, cut_log_ratio(log_ratio).exp(), 0.0)
 
 
 def correct_rollout(
@@ -163,19 +161,19 @@ def reinforce_of_rollout(
     """
     plain = -inputs.advantages * inputs.log_probs
     if weigh_by is None:
-        return PolicyLossOutput(loss=weighted(plain, inputs), means=means_of(inputs))
+        return output_of(inputs, plain)
 
     log_ratio = inputs.log_probs.detach() - inputs.old_log_probs
     log_ratio = torch.where(inputs.own, log_ratio, 0.0).double()
     if weigh_by == "sequence":
         log_ratio = inputs.sequence_sum(log_ratio)
-    ratios = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratios = cut_log_ratio(log_ratio).exp()
     bounded, inside = bounded_weights(ratios, weight_band, outside)
     weights = bounded.to(plain.dtype)
 
-    means = means_of(inputs, clipped=~inside)
-    means["rollout_is_weight"] = weights
-    return PolicyLossOutput(loss=weighted(weights * plain, inputs), means=means)
+    output = output_of(inputs, weights * plain, clipped=~inside)
+    output.means["rollout_is_weight"] = weights
+    return output
 
 
 def bounded_weights(
@@ -195,7 +193,7 @@ def _metrics(
     tokens: Float[Tensor, "B R"],
 ) -> dict[str, float]:
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, 0.0).double()
-    sequences = log_ratio.sum(-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    sequences = cut_log_ratio(log_ratio.sum(-1)).exp()
     count = mask.any(-1)
 
     numbers = {

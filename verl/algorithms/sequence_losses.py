@@ -6,13 +6,12 @@ from typing import Any
 import torch
 
 from verl.algorithms.advantages import formula
-from verl.algorithms.kl import MAX_LOG_RATIO
+from verl.algorithms.kl import cut_log_ratio
 from verl.algorithms.policy_losses import (
     PolicyLossInputs,
     PolicyLossOutput,
-    means_of,
+    output_of,
     policy_losses,
-    weighted,
 )
 
 
@@ -34,18 +33,14 @@ def gspo(
     Where a response's tokens have one advantage and one weight, this is the gradient of max(-A s_i,
     -A clip(s_i)). The paper takes low = 3e-4 and high = 4e-4.
     """
-    mean = inputs.sequence_mean(inputs.log_probs.detach() - inputs.old_log_probs).to(
-        inputs.log_probs.dtype
-    )
-    mean = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    mean = inputs.sequence_mean(inputs.log_probs.detach() - inputs.old_log_probs)
+    mean = cut_log_ratio(mean.to(inputs.log_probs.dtype))
     own_log_probs = torch.where(inputs.own, inputs.log_probs, 0.0)
     ratio = (mean + own_log_probs - own_log_probs.detach()).exp()
     unclipped = -inputs.advantages * ratio
     clipped = -inputs.advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     losses = torch.maximum(unclipped, clipped)
-    return PolicyLossOutput(
-        loss=weighted(losses, inputs), means=means_of(inputs, clipped > unclipped)
-    )
+    return output_of(inputs, losses, clipped > unclipped)
 
 
 @policy_losses.register("geo_mean")
@@ -71,4 +66,4 @@ def geo_mean(
     bounded = torch.minimum(plain, sign * log_ratio.clamp(-clip_ratio_low, clip_ratio_high))
     ratio = inputs.sequence_mean(sign * bounded).exp()
     losses = -inputs.sequence_mean(inputs.advantages) * ratio
-    return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs, bounded < plain))
+    return output_of(inputs, losses, bounded < plain)

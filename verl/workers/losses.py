@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.divergences import DIVERGENCES
-from verl.algorithms.kl import MAX_LOG_RATIO, kl_penalty
+from verl.algorithms.kl import cut_log_ratio, kl_penalty
 from verl.algorithms.mismatch import mismatch_metrics
 from verl.algorithms.padded import loss_settings
 from verl.algorithms.policy_losses import (
@@ -141,7 +141,7 @@ class LoglinearProximal:
         if not self.weighs:
             return {"old_log_probs": old}
 
-        ratios = (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        ratios = cut_log_ratio(old - rollout).exp()
         weights, _ = bounded_weights(ratios, self.weight_band, self.outside)
         if "rollout_is_weights" in columns:  # those of tokens beyond the bound on staleness
             weights = weights * columns["rollout_is_weights"]
