@@ -58,6 +58,7 @@ def test_values_and_gradients_equal_dense_softmaxes_for_any_chunk(
     states = draw(4, tokens, 6)
     frozen_weight = 2 * draw(5, other, 6)
     frozen_bias = draw(6, other)
+    frozen = FrozenHead(frozen_weight, frozen_bias, frozen_head)
     weights = torch.arange(tokens) - 2.5
 
     results = []
@@ -69,9 +70,7 @@ def test_values_and_gradients_equal_dense_softmaxes_for_any_chunk(
                 hidden,
                 weight,
                 states,
-                FrozenHead(frozen_weight, frozen_bias, frozen_head),
-                kind=kind,
-                beta=0.3,
+                Divergence("name", "states", frozen, kind, beta=0.3),
                 bias=used_bias,
                 head=head,
                 temperature=temperature,
@@ -106,9 +105,9 @@ def test_no_tensor_of_tokens_times_vocabulary_is_created(
         monkeypatch.setattr(module, name, spied)
     hidden = draw(1, 40, 5).requires_grad_()
     weight = draw(2, 11, 5)
-    frozen = FrozenHead(draw(3, 11, 5), None, Head())
+    asked = Divergence("name", "states", FrozenHead(draw(3, 11, 5), None, Head()), kind)
     values = token_divergence(
-        hidden, weight, draw(4, 40, 5), frozen, kind=kind, chunk_elements=11 * 4 * CHUNK_TENSORS
+        hidden, weight, draw(4, 40, 5), asked, chunk_elements=11 * 4 * CHUNK_TENSORS
     )
     values.sum().backward()
     assert seen == [4] * 20
@@ -118,7 +117,8 @@ def test_bf16_states_are_compared_in_fp32() -> None:
     hidden = draw(1, 50, 16).bfloat16()
     weight = draw(2, 64, 16).bfloat16()
     frozen = FrozenHead(draw(3, 64, 16).bfloat16(), None, Head())
-    values = token_divergence(hidden, weight, draw(4, 50, 16).bfloat16(), frozen, kind="reverse_kl")
+    asked = Divergence("name", "states", frozen, "reverse_kl")
+    values = token_divergence(hidden, weight, draw(4, 50, 16).bfloat16(), asked)
     assert values.dtype == torch.float32
     y = (hidden @ weight.t()).float()
     z = (draw(4, 50, 16).bfloat16() @ frozen.weight.t()).float()

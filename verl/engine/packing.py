@@ -13,7 +13,7 @@ from verl.columns import COLUMNS
 from verl.distributed.collectives import ALONE, Axis
 from verl.engine.microbatch import SharedPrompts, tokens_of
 from verl.models.packed import PackedBatch
-from verl.models.pictures import Pictures, num_in_prompt, row_picture_tokens
+from verl.models.pictures import num_in_prompt, pictures_of, row_picture_tokens
 from verl.protocol import DataProto
 from verl.utils.devices import send
 from verl.utils.errors import DataError
@@ -63,11 +63,11 @@ class MiniBatch:
         self.input_ids: Tensor = batch.batch["input_ids"]
         self.attention_mask: Tensor = batch.batch["attention_mask"]
         self.columns: dict[str, Tensor] = {name: batch.batch[name] for name in columns}
-        self.pictures = self._find_pictures(batch)
+        self.pictures = pictures_of(batch)
         self.uids: np.ndarray | None = batch.non_tensor_batch.get("uid")
         self.response_length: int = batch.batch["response_mask"].shape[1]
-        start = self.attention_mask.shape[1] - self.response_length
-        self.present = self.attention_mask[:, start:].bool()
+        self.prompt_width = self.attention_mask.shape[1] - self.response_length
+        self.present = self.attention_mask[:, self.prompt_width :].bool()
         self.device = device
         self.sequence = sequence
         self._check_pictures()
@@ -84,16 +84,14 @@ class MiniBatch:
     @cached_property
     def prompt_lengths(self) -> list[int]:
         """Number of real prompt tokens of each row."""
-        end = self.attention_mask.shape[1] - self.response_length
-        return self.attention_mask[:, :end].sum(dim=1).tolist()
+        return self.attention_mask[:, : self.prompt_width].sum(dim=1).tolist()
 
     @cached_property
     def picture_tokens(self) -> int:
         """Number of tokens of all different pictures."""
         different = {}
-        for own in self.pictures or ():
-            for picture in own:
-                different[picture.key] = picture.num_tokens
+        for picture in chain.from_iterable(self.pictures):
+            different[picture.key] = picture.num_tokens
         return sum(different.values())
 
     def pack(self, rows: Sequence[int]) -> MicroBatch:
@@ -139,8 +137,8 @@ class MiniBatch:
             self.input_ids[chosen], self.attention_mask[chosen], self.response_length
         )
         packed_rows = [row for row in rows if self.lengths[row]]
-        if self.pictures is not None:
-            pictures = [self.pictures[row] for row in packed_rows]
+        pictures = [self.pictures[row] for row in packed_rows]
+        if any(pictures):
             prompt_lengths = [self.prompt_lengths[row] for row in packed_rows]
             packed = packed.with_pictures(pictures, prompt_lengths)
         if self.prompts is not None:
@@ -149,34 +147,24 @@ class MiniBatch:
             packed = packed.with_shared_prompts(numbers, prompt_lengths)
         return packed
 
-    def _find_pictures(self, batch: DataProto) -> list[Pictures] | None:
-        """Return the pictures of each row; None if no row has any."""
-        column = batch.non_tensor_batch.get("prepared_pictures")
-        if column is None or not any(column):
-            return None
-        return [tuple(own or ()) for own in column]
-
     def _check_pictures(self) -> None:
         """Raise DataError for the first row whose picture tokens and features differ in number."""
-        for row, own in enumerate(self.pictures or ()):
+        for row, own in enumerate(self.pictures):
             if own and self.lengths[row]:
                 ids = self.input_ids[row][self.attention_mask[row].bool()]
                 row_picture_tokens(ids, self.prompt_lengths[row], own, self.describe(row))
 
     def _find_shared_prompts(self) -> SharedPrompts | None:
         """Find rows with equal prompts, token for token, where sharing saves enough; else None."""
-        end = self.attention_mask.shape[1] - self.response_length
-        ids = self.input_ids[:, :end].cpu().numpy()
-        real = self.attention_mask[:, :end].bool()
-        mask = real.cpu().numpy()
+        ids = self.input_ids[:, : self.prompt_width].cpu()
+        real = self.attention_mask[:, : self.prompt_width].bool().cpu()
 
         rows_of: dict[tuple[bytes, tuple[str, ...]], list[int]] = {}
-        for row in range(len(self)):
-            seen: Pictures = () if self.pictures is None else self.pictures[row]
-            number_seen = num_in_prompt(self.input_ids[row, :end][real[row]], seen)
-            keys = tuple(picture.key for picture in seen[:number_seen])
-            prompt = ids[row][mask[row]].tobytes()
-            rows_of.setdefault((prompt, keys), []).append(row)
+        for row, pictures in enumerate(self.pictures):
+            prompt = ids[row][real[row]]
+            seen = pictures[: num_in_prompt(prompt, pictures)]
+            keys = tuple(picture.key for picture in seen)
+            rows_of.setdefault((prompt.numpy().tobytes(), keys), []).append(row)
 
         unshared = list(range(len(self)))
         number = list(unshared)

@@ -50,16 +50,14 @@ def token_divergence(
     hidden: Tensor,
     weight: Tensor,
     states: Tensor,
-    frozen: FrozenHead,
+    asked: Divergence,
     *,
-    kind: str,
-    beta: float = 0.5,
     bias: Tensor | None = None,
     head: Head = _PLAIN,
     temperature: float = 1.0,
     chunk_elements: int | None = None,
 ) -> Tensor:
-    """Compute the `divergence` of the policy's softmax(logits / temperature) from the frozen one.
+    """Compute the divergence of the policy's softmax(logits / temperature) from the frozen one.
 
     hidden (M, H), weight (V, H), bias (V,) of the policy; states (M, H') of the frozen model ->
     (M,) fp32 (float64 for float64 weights). If one vocabulary is padded further than the other,
@@ -68,17 +66,15 @@ def token_divergence(
     """
     rows = chunk_rows(weight.shape[0], on_cuda=hidden.is_cuda, elements=chunk_elements)
     rows = max(1, rows // CHUNK_TENSORS)
-    settings = _Settings(frozen, head, temperature, kind, beta, rows)
+    settings = _Settings(asked, head, temperature, rows)
     return _TokenDivergence.apply(hidden, weight, bias, states, settings)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True, eq=False)
 class _Settings:
-    frozen: FrozenHead
+    asked: Divergence
     head: Head
     temperature: float
-    kind: str
-    beta: float
     rows: int  # tokens of a chunk
 
 
@@ -86,7 +82,7 @@ def _chunk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, settings: _Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute logits of the policy and log-probs of both, (m, V) each, over the words of both."""
-    frozen = settings.frozen
+    frozen = settings.asked.head
     temperature = settings.temperature
     words = min(weight.shape[0], frozen.weight.shape[0])
     own_bias = None if bias is None else bias[:words]
@@ -119,7 +115,7 @@ class _TokenDivergence(torch.autograd.Function):
         for start in range(0, tokens, settings.rows):
             rows = slice(start, start + settings.rows)
             _, log_p, log_q = _chunk(hidden[rows], weight, bias, states[rows], settings)
-            values[rows] = divergence(log_p, log_q, settings.kind, settings.beta)
+            values[rows] = divergence(log_p, log_q, settings.asked.kind, settings.asked.beta)
             del log_p, log_q
         ctx.save_for_backward(hidden, weight, bias, states)
         ctx.settings = settings
@@ -138,7 +134,7 @@ class _TokenDivergence(torch.autograd.Function):
         for start in range(0, hidden.shape[0], settings.rows):
             rows = slice(start, start + settings.rows)
             y, log_p, log_q = _chunk(hidden[rows], weight, bias, states[rows], settings)
-            grad = divergence_gradient(log_p, log_q, settings.kind, settings.beta)
+            grad = divergence_gradient(log_p, log_q, settings.asked.kind, settings.asked.beta)
             del log_p, log_q
             grad.mul_(grad_values[rows, None])
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from verl.models.attention import Layout, PackingSlot, prepare
@@ -29,6 +30,17 @@ from verl.utils.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from verl.models.critic import CriticModel
+
+
+def padded_rows(sequences: Sequence[Sequence[int]], side: str = "right") -> tuple[Tensor, Tensor]:
+    """Return lists of token ids as rows (b, T) on CPU, and a mask (b, T) with 1 at their tokens.
+
+    `side` is the one that is padded, "left" or "right".
+    """
+    rows = [torch.tensor(sequence, dtype=torch.int64) for sequence in sequences]
+    real = [torch.ones_like(row) for row in rows]
+    ids = pad_sequence(rows, batch_first=True, padding_side=side)
+    return ids, pad_sequence(real, batch_first=True, padding_side=side)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +117,8 @@ class PackedBatch:
     @classmethod
     def from_sequences(cls, sequences: Sequence[Sequence[int]]) -> "PackedBatch":
         """Pack lists of token ids, on CPU; every token but the first of each is predicted."""
-        longest = max(len(sequence) for sequence in sequences)
-        ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, sequence in enumerate(sequences):
-            ids[row, : len(sequence)] = torch.tensor(sequence)
-            mask[row, : len(sequence)] = 1
-        return cls.from_rows(ids, mask, longest - 1)
+        ids, mask = padded_rows(sequences)
+        return cls.from_rows(ids, mask, ids.shape[1] - 1)
 
     def with_pictures(
         self, pictures: Sequence[Sequence[Picture]], prompt_lengths: Sequence[int]
@@ -396,9 +403,7 @@ class PackedCausalLM(_PackedModel):
             hidden,
             linear.weight,
             others,
-            asked.head,
-            kind=asked.kind,
-            beta=asked.beta,
+            asked,
             bias=linear.bias,
             head=self.head,
             temperature=temperature,

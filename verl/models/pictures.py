@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from verl.protocol import DataProto
 from verl.utils.errors import DataError
 
 
@@ -42,6 +43,14 @@ class Picture:
 
 
 Pictures = tuple[Picture, ...]
+
+
+def pictures_of(batch: DataProto) -> list[Pictures]:
+    """Return the pictures of each of B rows."""
+    column = batch.non_tensor_batch.get("prepared_pictures")
+    if column is None:
+        return [()] * len(batch)
+    return [tuple(own or ()) for own in column]
 
 
 class Frames(NamedTuple):

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import PackingSlot, attention_switched, prepare
 from verl.models.logprobs import head_of, token_log_probs
-from verl.models.packed import PackedBatch, packed_hidden_states
+from verl.models.packed import PackedBatch, packed_hidden_states, padded_rows
 from verl.models.vision import (
     example_picture,
     example_video,
@@ -140,19 +140,10 @@ def _sequences(model: PreTrainedModel) -> list[list[int]]:
 
 
 def _padded(sequences: list[list[int]], device: torch.device) -> dict[str, Tensor]:
-    lengths = list(map(len, sequences))
-    longest = max(lengths)
-    ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.tensor(sequence)
-
-    position = torch.arange(longest)[None, :]
-    mask = position < torch.tensor(lengths)[:, None]
-    return {
-        "input_ids": ids.to(device),
-        "attention_mask": mask.long().to(device),
-        "position_ids": (position * mask).to(device),
-    }
+    ids, mask = padded_rows(sequences)
+    positions = torch.arange(ids.shape[1]) * mask
+    padded = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return {name: column.to(device) for name, column in padded.items()}
 
 
 def _check_layers(model: PreTrainedModel, windows: list[int | None]) -> None:

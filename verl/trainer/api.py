@@ -19,6 +19,7 @@ from verl.data.collate import collate
 from verl.data.pictures import PictureReader
 from verl.data.rl_dataset import cut_prompt
 from verl.diagnostics.view.notebook import Page, load_run
+from verl.models.pictures import pictures_of
 from verl.protocol import DataProto
 from verl.tracking.console import step_line
 from verl.trainer import setup
@@ -28,7 +29,6 @@ from verl.trainer.variants import trainer_class
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import ConfigError, DataError, WorkerError
 from verl.utils.logging import show_log
-from verl.workers.playing import pictures_of
 from verl.workers.reward_inputs import compute_reward
 
 

@@ -12,7 +12,7 @@ from verl.config import ActorRolloutRefConfig, TrainConfig
 from verl.data.build import build_picture_reader
 from verl.distributed.collectives import Axis, gather_objects
 from verl.models.load import load_causal_lm
-from verl.models.pictures import Pictures
+from verl.models.pictures import pictures_of
 from verl.protocol import DataProto
 from verl.rollout import RolloutEngine
 from verl.rollout.trajectory import Trajectory
@@ -121,14 +121,6 @@ def follow_to_the_end(steps: "agents.EngineSteps", sharing: Axis) -> Played:
     if message is None:
         raise RolloutError("The rank that plays the episodes of this engine has failed.")
     return message
-
-
-def pictures_of(prompts: DataProto) -> list[Pictures]:
-    """Return the pictures of each of B prompts."""
-    column = prompts.non_tensor_batch.get("prepared_pictures")
-    if column is None:
-        return [()] * len(prompts)
-    return [tuple(own or ()) for own in column]
 
 
 def refuse_pictures(prompts: DataProto) -> None:

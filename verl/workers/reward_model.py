@@ -11,6 +11,7 @@ from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
 from verl.engine.options import EngineOptions
 from verl.models.load import load_tokenizer
+from verl.models.packed import padded_rows
 from verl.models.reward_model import RewardModel, check_scores
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
@@ -116,13 +117,7 @@ class RewardModelWorker(EngineWorker):
         """Compute the scores (B,) of rows of token ids."""
         # Padded on the left, so that the last column is a response of one token: the last one of
         # every row.
-        width = max(map(len, sequences))
-        rows = torch.zeros(len(sequences), width, dtype=torch.int64)
-        mask = torch.zeros_like(rows)
-        for row, ids in enumerate(sequences):
-            rows[row, width - len(ids) :] = torch.tensor(ids)
-            mask[row, width - len(ids) :] = 1
-
+        rows, mask = padded_rows(sequences, side="left")
         columns = {"input_ids": rows, "attention_mask": mask, "response_mask": mask[:, -1:]}
         budget = TokenBudget(
             *reward_micro_batch(self.config),

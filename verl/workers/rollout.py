@@ -11,7 +11,7 @@ from verl import agents
 from verl.config import ActorRolloutRefConfig, TrainConfig
 from verl.config.policies import partner_role
 from verl.distributed.collectives import gather_objects
-from verl.models.pictures import Pictures
+from verl.models.pictures import Pictures, pictures_of
 from verl.protocol import DataProto
 from verl.rollout import assemble, generate, trajectories_of
 from verl.rollout.goal import Goal
@@ -26,7 +26,6 @@ from verl.workers.playing import (
     follow_to_the_end,
     lead,
     make_agents,
-    pictures_of,
     refuse_pictures,
 )
 from verl.workers.rollout_engine import RolloutEngineWorker

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verl.models.pictures import pictures_of
 from verl.rollout import Completion, Continuation, Request, SamplingParams
 from verl.rollout.book import Book, Group, State
 from verl.rollout.goal import Goal
 from verl.single_controller import GroupOf, num_shares, of_each_share
 from verl.workers import RolloutWorker
-from verl.workers.playing import pictures_of
 from verl.workers.stream import EpisodeOrders, GroupOrder, Orders, Progressed
 
 # Steps of the engines between two looks at whether the trainer wants the rollout to pause.
