@@ -57,7 +57,7 @@ class Alternating(PPOTrainer):
         now = time.perf_counter(), time.process_time()
         self.wall_s.append((now[0] - self.started[0]) / self.steps_a_block)
         self.cpu_s.append((now[1] - self.started[1]) / self.steps_a_block)
-        recorder._is_on = not recorder._is_on
+        recorder.is_on = not recorder.is_on
         self.started = time.perf_counter(), time.process_time()
 
 

@@ -3,6 +3,8 @@
 import io
 import logging
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,16 +24,13 @@ def open_picture(encoded: bytes) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        image = Image.open(io.BytesIO(encoded))
-    except Image.DecompressionBombError as error:
-        raise DataError(_too_large(str(error), Image.MAX_IMAGE_PIXELS)) from error
+        with _decoding():
+            image = Image.open(io.BytesIO(encoded))
     except UnidentifiedImageError as error:
         raise DataError(
             f"{len(encoded)} bytes are no image that pillow knows, they begin with "
             f"{encoded[:16]!r}. Write it as PNG or JPEG"
         ) from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
-        raise DataError(_damaged(error)) from error
 
     pixels = image.width * image.height
     limit = Image.MAX_IMAGE_PIXELS
@@ -46,10 +45,8 @@ def _report_frames(image: Any) -> None:
 
     Cameras and phones write photographs as MPO, whose further frames are previews.
     """
-    try:
+    with _decoding():
         has_several = image.format != "MPO" and getattr(image, "is_animated", False)
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
-        raise DataError(_damaged(error)) from error
     if has_several:
         say_once(
             f"An image of the data has several frames or pages ({image.format}); models read the "
@@ -60,19 +57,26 @@ def _report_frames(image: Any) -> None:
 
 def loaded(image: Any) -> Any:
     """Return an image with its pixels, which PIL reads late. Raises DataError if it cannot."""
-    from PIL import Image
-
-    try:
+    with _decoding():
         image.load()
-    except Image.DecompressionBombError as error:  # of a frame within the file
-        raise DataError(_too_large(str(error), Image.MAX_IMAGE_PIXELS)) from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
-        raise DataError(_damaged(error)) from error
     return image
 
 
-def _damaged(error: Exception) -> str:
-    return f"the image is damaged or not complete ({error}). Copy it again, or leave the row out"
+@contextmanager
+def _decoding() -> Iterator[None]:
+    """Raise DataError where PIL cannot decode an image; a format that it does not know stays."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        yield
+    except UnidentifiedImageError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise DataError(_too_large(str(error), Image.MAX_IMAGE_PIXELS)) from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        raise DataError(
+            f"the image is damaged or not complete ({error}). Copy it again, or leave the row out"
+        ) from error
 
 
 def _too_large(found: str, limit: int | None) -> str:

@@ -7,7 +7,7 @@ phase is its bytes at the worst moment, without the resident ones.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 
 from verl.distributed.offload import CHUNK_BYTES
@@ -42,12 +42,12 @@ class EngineFootprint:
 
     @cached_property
     def parameters(self) -> int:
-        return sum(weight.numel(self._ranks) * weight.itemsize for weight in self.shape.weights)
+        return sum(weight.num_bytes(self._ranks) for weight in self.shape.weights)
 
     @cached_property
     def gradients(self) -> int:
         """Gradients in the parameters' dtype: from a mini-batch's first pass to its step."""
-        return sum(weight.numel(self._ranks) * weight.itemsize for weight in self._trained)
+        return sum(weight.num_bytes(self._ranks) for weight in self._trained)
 
     @cached_property
     def moments(self) -> int:
@@ -216,16 +216,16 @@ class EngineFootprint:
         """
         if not self.setup.shards:
             return self.parameters
-        rest = [weight for weight in self.shape.weights if not weight.in_layer]
-        layer = [weight for weight in self.shape.weights if weight.in_first_layer]
-        whole = max(_whole_bytes(rest), _whole_bytes(layer))
+        weights = self.shape.weights
+        rest = sum(weight.num_bytes() for weight in weights if not weight.in_layer)
+        layer = sum(weight.num_bytes() for weight in weights if weight.in_first_layer)
         shards = 0 if self.setup.offload_policy else self.parameters
-        return shards + whole
+        return shards + max(rest, layer)
 
     @property
     def largest_whole(self) -> int:
         """The largest parameter, in its own dtype: the bytes to gather one after the other."""
-        return max(_whole_bytes([weight]) for weight in self.shape.weights)
+        return max(weight.num_bytes() for weight in self.shape.weights)
 
     @cached_property
     def tower(self) -> TowerFootprint | None:
@@ -250,11 +250,9 @@ class EngineFootprint:
 
     @cached_property
     def _trained(self) -> list[Weight]:
-        return [
-            weight
-            for weight in self.shape.weights
-            if weight.trained and self.setup.optimizer is not None
-        ]
+        if self.setup.optimizer is None:
+            return []
+        return [weight for weight in self.shape.weights if weight.trained]
 
     @cached_property
     def _layer_numel(self) -> int:
@@ -425,10 +423,6 @@ class EngineFootprint:
         gradients = self.setup.compute_itemsize * numel
         part = 4 * ceil_div(numel, self._ranks) if self._ranks > 1 else 0
         return 4 * numel + max(gradients, part)
-
-
-def _whole_bytes(weights: Sequence[Weight]) -> int:
-    return sum(weight.numel() * weight.itemsize for weight in weights)
 
 
 def _largest(*moments: dict[str, int]) -> dict[str, int]:

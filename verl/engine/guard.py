@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from verl.distributed.collectives import gather_objects, sum_of
 from verl.distributed.mesh import Mesh
 
+MOST_OFFENDERS = 8  # that are looked for on a rank
+
 
 def find_offenders(
-    groups: Sequence[Sequence[int]], is_finite: Callable[[Sequence[int]], bool], *, limit: int = 8
+    groups: Sequence[Sequence[int]], is_finite: Callable[[Sequence[int]], bool]
 ) -> list[int]:
-    """Find rows without finite loss or gradient, about `limit` at most, by halving groups.
+    """Find rows without finite loss or gradient, about MOST_OFFENDERS, by halving groups.
 
     A group that fails although both its halves pass (their sum overflows) is returned whole. Costs
     about 2 log2(group size) passes per offender.
@@ -17,7 +19,7 @@ def find_offenders(
     found: list[int] = []
 
     def search(failing: Sequence[int]) -> None:
-        if len(found) >= limit:
+        if len(found) >= MOST_OFFENDERS:
             return
         if len(failing) == 1:
             found.append(failing[0])
@@ -30,7 +32,7 @@ def find_offenders(
             found.extend(failing)
 
     for group in groups:
-        if len(found) < limit and not is_finite(group):
+        if len(found) < MOST_OFFENDERS and not is_finite(group):
             search(group)
     return found
 

@@ -29,6 +29,10 @@ class Weight(NamedTuple):
             return 1
         return ceil_div(self.shape[0], ranks) * math.prod(self.shape[1:])
 
+    def num_bytes(self, ranks: int = 1) -> int:
+        """Count the bytes of the largest shard."""
+        return self.numel(ranks) * self.itemsize
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -64,7 +68,7 @@ class ModelShape:
 
     @cached_property
     def num_bytes(self) -> int:
-        return sum(weight.numel() * weight.itemsize for weight in self.weights)
+        return sum(weight.num_bytes() for weight in self.weights)
 
     @cached_property
     def largest_numel(self) -> int:

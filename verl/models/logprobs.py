@@ -125,21 +125,6 @@ def fused_head(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _linear(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
-) -> Tensor:
-    """Compute the linear output (m, V) in fp32 or float64.
-
-    On CUDA the products of bf16 stay in fp32, because rounding logits costs 3 digits.
-    """
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        logits = torch.mm(hidden, weight.t(), out=out)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if bias is None else logits.add_(bias)
-
-
 def head_logits(
     hidden: Tensor,
     weight: Tensor,
@@ -152,9 +137,17 @@ def head_logits(
     """Compute logits / temperature (m, V) of hidden states (m, H), in fp32 or float64.
 
     The logits have the head's scale and cap. If they have the dtype of the states, they can be
-    written to `out`.
+    written to `out`. On CUDA the products of bf16 stay in fp32, because rounding logits costs 3
+    digits.
     """
-    logits = _linear(hidden, weight, bias, out)
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = torch.mm(hidden, weight.t(), out=out)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if bias is not None:
+        logits.add_(bias)
+
     if head.cap is None:
         factor = head.scale / temperature
         return logits if factor == 1.0 else logits.mul_(factor)

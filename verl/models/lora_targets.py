@@ -107,10 +107,6 @@ def _selected(names: Iterable[str], entry: str) -> list[str]:
     return [name for name in names if name == entry or name.endswith(f".{entry}")]
 
 
-def _last_parts(names: Iterable[str]) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name in names})
-
-
 def _shortest_ends(names: Iterable[str], others: Iterable[str]) -> list[str]:
     """Return the shortest ends of `names` that select none of `others`.
 
@@ -137,7 +133,7 @@ def _matching(
     names: list[str], wanted: str | list[str], key: str, linear: list[str], fix: str
 ) -> list[str]:
     """Return the names that a list of (ends of) names or a regular expression selects in peft."""
-    leaves = _last_parts(linear)
+    leaves = sorted({name.rpartition(".")[2] for name in linear})
     if isinstance(wanted, str):
         try:
             found = [name for name in names if re.fullmatch(wanted, name)]

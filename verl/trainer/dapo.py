@@ -115,11 +115,11 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
                 "field, or set algorithm.filter_groups.metric=score."
             ) from error
 
+    uids = batch.non_tensor_batch["uid"]
     uids_that_differ = set()
-    for uid, group in zip(batch.non_tensor_batch["uid"], groups):
+    for uid, group in zip(uids, groups):
         if len(values_of.get(group, ())) > 1:
             uids_that_differ.add(uid)
-    uids = batch.non_tensor_batch["uid"]
     return np.array([uid in uids_that_differ for uid in uids], dtype=bool)
 
 

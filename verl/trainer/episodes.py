@@ -15,8 +15,6 @@ from verl.utils.arithmetic import ceil_div, round_up
 from verl.utils.errors import RewardError, RolloutError
 from verl.utils.logging import say_once
 
-_MOST_BATCHES = 1_000_000  # of a validation
-_MOST_STEPS = 1_000_000_000
 _MOST_NAMES = 32  # of metrics from `Observation.info`
 
 
@@ -26,16 +24,6 @@ def number_prompts(prompts: DataProto, step: int, first_row: int = 0) -> None:
     uids = [f"{step}-{row}" for row in numbers]
     prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
     prompts.non_tensor_batch["prompt_row"] = np.array(numbers, dtype=object)
-
-
-def validation_record_step(global_step: int, batch_number: int) -> int:
-    """Return the `record_step` of a batch of validation: below 0, and each once in a run."""
-    return -(global_step * _MOST_BATCHES + batch_number + 1)
-
-
-def greedy_record_step(step: int) -> int:
-    """Return the `record_step` of greedy episodes, whose rows have the numbers of sampled ones."""
-    return _MOST_STEPS + step
 
 
 def with_episodes(

@@ -2,6 +2,7 @@
 
 import torch
 
+from verl.algorithms.group_advantages import group_max
 from verl.config import TrainConfig
 from verl.protocol import DataProto
 from verl.trainer.scored import group_numbers
@@ -63,11 +64,7 @@ def is_flat(scores: torch.Tensor, group: torch.Tensor) -> bool:
     with each other."""
     if len(scores) == 0:
         return False
-    _, member_of, sizes = group.unique(return_inverse=True, return_counts=True)
-    if int(sizes.max()) == 1:
+    if len(group.unique()) == len(group):
         return bool((scores == scores[0]).all())
-    lowest = torch.full((len(sizes),), float("inf"), dtype=scores.dtype)
-    lowest.scatter_reduce_(0, member_of, scores, "amin")
-    highest = torch.full((len(sizes),), float("-inf"), dtype=scores.dtype)
-    highest.scatter_reduce_(0, member_of, scores, "amax")
-    return bool((lowest == highest).all())
+    lowest = -group_max(-scores, group)
+    return bool((lowest == group_max(scores, group)).all())

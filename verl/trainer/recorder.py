@@ -88,17 +88,12 @@ class StepRecorder:
         self._writer = RecordWriter(folder, config.keep_steps, config.max_mib * MIB)
         self._claim = Claim(folder / FOLDER)
         self._background = Background()
-        self._is_on = False
+        self.is_on = False  # whether this run is recorded
         self._has_failed = False
         self._step = 0
         self._tokenizer: Any = None
         self._pieces: dict[int, str] = {}
         self._drawn: list[tuple[int, dict[str, Any]]] = []
-
-    @property
-    def is_on(self) -> bool:
-        """Return whether this run is recorded."""
-        return self._is_on
 
     def start(self, run: RecordedRun) -> None:
         """Begin the record, or continue it after the step from which the run resumes."""
@@ -121,7 +116,7 @@ class StepRecorder:
 
         # A copy: a fast tokenizer that two threads use at the same time may raise.
         self._tokenizer = copy.deepcopy(run.tokenizer)
-        self._is_on = True
+        self.is_on = True
         self._step = run.global_step
         names, digests = self._weight_digests(run)
         try:
@@ -139,7 +134,7 @@ class StepRecorder:
 
     def add_step(self, run: RecordedRun, batch: DataProto) -> None:
         """Record the step that has just ended. The files are written while the next one runs."""
-        if not self._is_on:
+        if not self.is_on:
             return
         step = self._step = run.global_step
         metrics = dict(run.metrics)
@@ -170,7 +165,7 @@ class StepRecorder:
 
         Between two steps there is no step to execute again, and the samples of the last one stay.
         """
-        if not self._is_on:
+        if not self.is_on:
             return
         self._has_failed = True
         step = run.global_step
@@ -189,10 +184,10 @@ class StepRecorder:
     def finish(self) -> None:
         """Wait for everything to be written, and give the folder back."""
         self.wait()
-        if self._is_on and not self._has_failed:
+        if self.is_on and not self._has_failed:
             self._write(lambda: self._writer.add_line(_event(self._step, "end", "")))
             self.wait()
-        self._is_on = False
+        self.is_on = False
         self._claim.give_back()
 
     def wait(self) -> None:
@@ -225,7 +220,7 @@ class StepRecorder:
     def _write(self, work: Any) -> None:
         """Do this work after the work before; at most one is under way."""
         self.wait()
-        if self._is_on:
+        if self.is_on:
             self._background.start(work)
 
     def _keep_capsule(self, step: int) -> None:
@@ -238,7 +233,7 @@ class StepRecorder:
             logger.warning("Execute step %d again: %s", step, verl_command("replay", path))
 
     def _stop(self, error: BaseException) -> None:
-        self._is_on = False
+        self.is_on = False
         logger.warning(
             "The record of this run ends here, because it cannot be written into %s (%s: %s). "
             "trainer.record.enable=false leaves it out.",

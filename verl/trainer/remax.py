@@ -10,10 +10,13 @@ import torch
 from verl.protocol import DataProto
 from verl.rewards.results import check_result
 from verl.trainer import setup
-from verl.trainer.episodes import add_turn_rewards, greedy_record_step, whole_episodes
+from verl.trainer.episodes import add_turn_rewards, whole_episodes
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
 from verl.utils.errors import RewardError
 from verl.utils.phases import phase
+
+# Greedy episodes are recorded under steps above it: their rows have the numbers of sampled ones.
+_MOST_STEPS = 1_000_000_000
 
 
 class ReMaxTrainer(PPOTrainer):
@@ -60,7 +63,7 @@ class ReMaxTrainer(PPOTrainer):
             rollout.seed,
             step,
             first_row,
-            record_step=greedy_record_step(step),
+            record_step=_MOST_STEPS + step,
         )
         return whole_episodes(greedy)
 

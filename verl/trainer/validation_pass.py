@@ -11,7 +11,6 @@ from verl.trainer import scored, setup
 from verl.trainer.episodes import (
     environment_metrics,
     turn_metrics,
-    validation_record_step,
     whole_episodes,
     without_failed,
 )
@@ -19,6 +18,8 @@ from verl.trainer.validation import validation_metrics
 
 if TYPE_CHECKING:
     from verl.trainer.ppo_trainer import PPOTrainer
+
+_MOST_BATCHES = 1_000_000  # of a validation
 
 
 class ValidationPass:
@@ -59,8 +60,8 @@ class ValidationPass:
         }
 
     def record_step(self, number: int) -> int:
-        """Return the number of a batch within the run, for agents."""
-        return validation_record_step(self.step, number)
+        """Return the number of a batch within the run, for agents: below 0, and each once."""
+        return -(self.step * _MOST_BATCHES + number + 1)
 
     def score(self, batch: DataProto) -> None:
         """Score the trajectories of a batch. Episodes that failed get no score."""

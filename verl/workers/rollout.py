@@ -97,8 +97,7 @@ class RolloutWorker(RolloutEngineWorker):
         """
         prompt_ids = [tuple(map(int, ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
         rows = list(map(int, prompts.non_tensor_batch["prompt_row"]))
-        if not self.has_weights:
-            self.take_weights()
+        self.provide_weights()
 
         completions = []
         total = len(rows) * n
@@ -166,13 +165,11 @@ class RolloutWorker(RolloutEngineWorker):
             record_step: number of the batch within the run, below 0 for validation.
         """
         assert self.agents is not None, "the configuration names no agent loop"
-        if not self.has_weights:
-            self.take_weights()
+        self.provide_weights()
         columns = prompts.non_tensor_batch
         episodes = agents.episodes_of(columns, n, step=step, record_step=record_step)
         for partner in self.partners.values():
-            if not partner.has_weights:
-                partner.take_weights()
+            partner.provide_weights()
         self._copies.renew(self.engine, step if record_step >= 0 else None)
         self.engine.forget_prefixes()
         longest = self.config.rollout.longest_sequence
@@ -204,8 +201,7 @@ class RolloutWorker(RolloutEngineWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def start_samples(self, orders: Orders) -> None:
         """Submit samples to the engine, also while others run. `advance_samples` draws tokens."""
-        if not self.has_weights:
-            self.take_weights()
+        self.provide_weights()
         if not self.engine.has_work:
             self.engine.forget_prefixes()
         with self._names_errors("generation"):
@@ -236,8 +232,7 @@ class RolloutWorker(RolloutEngineWorker):
         assert self.agents is not None, "the configuration names no agent loop"
         for group in orders.groups:
             refuse_pictures(group.prompt)
-        if not self.has_weights:
-            self.take_weights()
+        self.provide_weights()
         if self.episodes is None:
             longest = self.config.rollout.longest_sequence
             self.episodes = EpisodeStream(

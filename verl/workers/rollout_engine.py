@@ -146,6 +146,11 @@ class RolloutEngineWorker(Worker):
             self._weights_version += 1
             self.has_weights = True
 
+    def provide_weights(self) -> None:
+        """Take the weights of the actor if the engine has none."""
+        if not self.has_weights:
+            self.take_weights()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_endpoint(self) -> Endpoint:
         """Return the place of the engine's weights."""
