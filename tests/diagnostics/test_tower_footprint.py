@@ -211,7 +211,7 @@ def test_first_passes_leave_room_for_pictures():
             predicted.append([predict(size) for size in (64, 1024)])
             return super().begin(budget, lengths, predict)
 
-    engine.budgets = Budgets(meter, engine.mesh.world)
+    engine.sizes.budgets = Budgets(meter, engine.mesh.world)
     engine.infer(batch, TokenBudget(key="key"))
     del batch.non_tensor_batch["prepared_pictures"]
     engine.infer(batch, TokenBudget(key="other"))

@@ -146,7 +146,7 @@ def test_engine_fills_the_measured_memory(monkeypatch: pytest.MonkeyPatch, tmp_p
     )
 
     with LiveBytes(engine.module.parameters(), room=900_000) as meter:
-        engine.budgets = AutomaticBudgets(meter, ALONE)
+        engine.sizes.budgets = AutomaticBudgets(meter, ALONE)
         for _ in range(MEASURED_CALLS + 1):
             sizes.clear()
             engine.forward_backward(batch, AUTOMATIC, smooth_loss, COLUMNS)
@@ -159,4 +159,4 @@ def test_engine_fills_the_measured_memory(monkeypatch: pytest.MonkeyPatch, tmp_p
     engine.save(tmp_path)
     resumed = make_engine()
     resumed.load(tmp_path)
-    assert resumed.budgets.tokens == engine.budgets.tokens != {}
+    assert resumed.sizes.budgets.tokens == engine.sizes.budgets.tokens != {}

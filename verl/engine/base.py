@@ -17,25 +17,23 @@ from verl.distributed.collectives import max_of
 from verl.distributed.fsdp import full_tensor, recover, reshard, sync_gradients
 from verl.distributed.mesh import Mesh, init_mesh
 from verl.distributed.offload import Offload
-from verl.engine.agreement import plan_of_all_ranks
 from verl.engine.apply import apply_to_module
-from verl.engine.budget import AutomaticBudgets, CudaMeter
 from verl.engine.engine_setup import EngineSetup
 from verl.engine.footprint import EngineFootprint
 from verl.engine.guard import find_offenders_in_turns, names_on_all_ranks
-from verl.engine.memory import PassGuard, Result, memory_hints
+from verl.engine.memory import Result, memory_hints
 from verl.engine.microbatch import Plan, TokenBudget
 from verl.engine.model_shape import ModelShape
 from verl.engine.optim import build_optimizer, moment_tensors
 from verl.engine.options import EngineOptions
 from verl.engine.packing import MicroBatch, MiniBatch
+from verl.engine.pass_sizes import PassSizes
 from verl.engine.schedule import LearningRate
 from verl.engine.state import load_state, save_state
 from verl.engine.totals import LossFunction, LossOutput, Totals
 from verl.models.lora import adapted_layers, adapter_state, merged_parameters, plain_parameters
 from verl.protocol import DataProto
 from verl.single_controller import note_progress
-from verl.utils.arithmetic import ceil_div
 from verl.utils.logging import logger
 from verl.utils.peaks import phase_peaks
 from verl.weight_sync.fingerprint import FingerprintLog
@@ -114,10 +112,8 @@ class TrainEngine:
         self._is_adapted = bool(adapted_layers(self.hf_model))
         # Listing them takes a third of a hand-over.
         self._named_parameters = list(plain_parameters(self.hf_model))
-        self.guard = PassGuard(device, self.mesh.world, memory_hints(options))
+        self.sizes = PassSizes(self.mesh, memory_hints(options), self._bytes_to_come)
         _engines.add(self)
-        meter = CudaMeter(device, self._bytes_to_come) if device.type == "cuda" else None
-        self.budgets = AutomaticBudgets(meter, self.mesh.world)
 
         # A plain module lies on the host anyway, and rollout engines may alias its weights.
         moves = self.is_sharded and not fsdp.offload_policy
@@ -200,14 +196,16 @@ class TrainEngine:
             with self._passes():
                 for number, rows in enumerate(plan):
                     note_progress(number, len(plan), "micro-batches")
-                    packed = self.budgets.saw(mini_batch.pack(rows)).packed
+                    packed = self.sizes.budgets.saw(mini_batch.pack(rows)).packed
                     for name, values in self.module(packed, **forward_arguments).items():
                         # Vectors of all passes would be as large as activations.
                         kept = values if values.ndim == 1 else values.cpu()
                         pieces.setdefault(name, []).append(kept)
             return {name: mini_batch.unpack(plan, parts) for name, parts in pieces.items()}
 
-        return self._with_room(mini_batch, budget, passes, lambda: self.footprint.forward)
+        return self._with_room(
+            mini_batch, budget, passes, lambda *tokens: self.footprint.forward(*tokens)
+        )
 
     # ---------------------------------------------------------------- training
 
@@ -242,7 +240,7 @@ class TrainEngine:
                 for number, rows in enumerate(plan):
                     if self._applied.keeps_gathered:
                         sync_gradients(self.module, number == len(plan) - 1)
-                    micro_batch = self.budgets.saw(mini_batch.pack(rows))
+                    micro_batch = self.sizes.budgets.saw(mini_batch.pack(rows))
                     output = self._backward(
                         micro_batch, loss_fn if rows else None, forward_arguments
                     )
@@ -253,7 +251,7 @@ class TrainEngine:
             return metrics
 
         return self._with_room(
-            mini_batch, budget, passes, lambda: self.footprint.update, on_restart
+            mini_batch, budget, passes, lambda *tokens: self.footprint.update(*tokens), on_restart
         )
 
     def step(self) -> StepResult:
@@ -277,7 +275,7 @@ class TrainEngine:
             if self.options.grad_clip:
                 parameters = self.module.parameters()
                 nn.utils.clip_grads_with_norm_(parameters, self.options.grad_clip, norm)
-            with self.guard.reports("the optimizer's step"), self.on_device(optimizer=True):
+            with self.sizes.guard.reports("the optimizer's step"), self.on_device(optimizer=True):
                 self.optimizer.step()
             self._learning_rate.note_step()
 
@@ -359,8 +357,7 @@ class TrainEngine:
         """
         progress = {
             "schedule_position": 0 if self.optimizer is None else self._learning_rate.position,
-            "lowered_budgets": self.guard.lowered,
-            "token_budgets": self.budgets.state_dict(),
+            **self.sizes.state_dict(),
         }
         with phase_peaks.phase("a checkpoint", self.device), self.on_device(optimizer=True):
             save_state(
@@ -402,8 +399,7 @@ class TrainEngine:
         self._pending = None
         if self.optimizer is not None:
             self._learning_rate.go_to(progress.get("schedule_position", 0))
-        self.guard.lowered = dict(progress.get("lowered_budgets", {}))
-        self.budgets.load_state_dict(progress.get("token_budgets", {}))
+        self.sizes.load_state_dict(progress)
 
     # ---------------------------------------------------------------- inner parts
 
@@ -412,10 +408,10 @@ class TrainEngine:
         mini_batch: MiniBatch,
         budget: TokenBudget,
         passes: Callable[[Plan], Result],
-        predict: Callable[[], Callable[[int, int, int], dict[str, int]]],
+        predict: Callable[[int, int, int], dict[str, int]],
         on_restart: Callable[[], None] = lambda: None,
     ) -> Result:
-        """Run `passes` within the budget, again with a smaller one where memory runs out."""
+        """Run `passes` in sizes that fit, see `PassSizes.run`."""
 
         def start_again() -> None:
             with self.on_device():
@@ -423,25 +419,7 @@ class TrainEngine:
             self.module.zero_grad(set_to_none=True)
             on_restart()
 
-        # Each rank along the sequence axis has its part of a row.
-        lengths = [ceil_div(length, self.mesh.sequence.size) for length in mini_batch.lengths]
-
-        def bytes_of(size: int) -> int:
-            # Each of these ranks computes all pictures of the row.
-            pictures = min(size * self.mesh.sequence.size, mini_batch.picture_tokens)
-            return sum(predict()(size, size, pictures).values())
-
-        with phase_peaks.phase(budget.phase, self.device):
-            asked = self.budgets.begin(budget, lengths, bytes_of)
-            result = self.guard.run(
-                asked,
-                lengths,
-                lambda size: plan_of_all_ranks(mini_batch, asked, size, self.mesh),
-                passes,
-                start_again,
-            )
-            self.budgets.end(budget)
-        return result
+        return self.sizes.run(mini_batch, budget, passes, predict=predict, recover=start_again)
 
     def _mini_batch(self, batch: DataProto, columns: Iterable[str]) -> MiniBatch:
         return MiniBatch(

@@ -52,7 +52,7 @@ class EngineWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def lower_budgets(self, sizes: dict[str, int]) -> None:
         """Begin with passes of at most these sizes, see `OutOfMemoryError.lowered`."""
-        self.engine.guard.lower(sizes)
+        self.engine.sizes.guard.lower(sizes)
 
 
 class TrainedWorker(EngineWorker):
