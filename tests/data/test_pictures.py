@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
+from tests.data.pictured import dataset, open_reader
+from tests.data.pictured import row as row_of
 from tests.data.scripts import load_script
 from tests.tiny_vision_models import IMAGE
 from tests.vision_folders import FAMILIES, save_vision_folder, some_image
@@ -39,10 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reader(folder: Path) -> PictureReader:
-    tokenizer = load_tokenizer(folder)
-    processor = load_picture_processor(folder, tokenizer)
-    assert processor is not None
-    return PictureReader(processor, tokenizer)
+    return open_reader(folder)
 
 
 def png(seed: int = 0, size: tuple[int, int] = (40, 24)) -> bytes:
@@ -62,15 +61,8 @@ def bomb(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"0" * 999))
 
 
-def dataset(folder: Path, reader: PictureReader, *rows: dict[str, Any], **config: Any) -> RLDataset:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"max_prompt_length": 512, **config}
-    return RLDataset(str(file), reader.tokenizer, DataConfig(**settings), pictures=reader)
-
-
 def row(text: str = "<image>Hi", **columns: Any) -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": text}], "data_source": "x", **columns}
+    return row_of(text, **columns)
 
 
 @pytest.mark.parametrize("text", ["A <image> and <image>?", "<image>\n<image>", "<image><image>\n"])
@@ -80,10 +72,9 @@ def test_prompts_and_inputs_are_those_of_the_models_own_processor(
 ) -> None:
     if family == "smolvlm":
         pytest.importorskip("num2words")
-    tokenizer = load_tokenizer(save_vision_folder(tmp_path, family))
-    processor = load_picture_processor(tmp_path, tokenizer)
-    assert processor is not None
-    reader = PictureReader(processor, tokenizer)
+    reader = open_reader(save_vision_folder(tmp_path, family))
+    tokenizer = reader.tokenizer
+    processor = reader.processor
     images = [some_image(0), some_image(1, (16, 30))]
     if processor.family.one_picture:
         images.pop()
@@ -367,10 +358,8 @@ def test_a_processor_of_another_model_is_refused(setting: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_answers_are_learnt_behind_the_tokens_of_pictures(family: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(save_vision_folder(tmp_path, family))
-    processor = load_picture_processor(tmp_path, tokenizer)
-    assert processor is not None
-    reader = PictureReader(processor, tokenizer)
+    reader = open_reader(save_vision_folder(tmp_path, family))
+    tokenizer = reader.tokenizer
     (tmp_path / "a.png").write_bytes(png())
     rows = [{"question": "<image>\nWhat?", "answer": "this", "images": ["a.png"]}]
     rows.append({"question": "Hi", "answer": "Ho", "images": []})
@@ -478,11 +467,9 @@ LLAVA = (
 
 
 def test_a_template_that_reads_parts_alone_writes_texts(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(save_vision_folder(tmp_path, "llava_onevision"))
+    reader = open_reader(save_vision_folder(tmp_path, "llava_onevision"))
+    tokenizer = reader.tokenizer
     tokenizer.chat_template = LLAVA
-    processor = load_picture_processor(tmp_path, tokenizer)
-    assert processor is not None
-    reader = PictureReader(processor, tokenizer)
     system = {"role": "system", "content": "Be brief."}
     ids, messages, _ = reader.encode([system, {"role": "user", "content": "Why?"}], None, Path())
     assert messages[1]["content"] == "Why?"

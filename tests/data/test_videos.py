@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.pictured import dataset, open_reader
+from tests.data.pictured import row as row_of
 from tests.tiny_vision_models import IMAGE, VIDEO
 from tests.vision_folders import save_vision_folder, some_image
-from verl.config import DataConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.pictures import PictureReader
-from verl.data.rl_dataset import RLDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.videos import Asked
 from verl.models import processor as processor_module
 from verl.models import videos
-from verl.models.load import load_causal_lm, load_tokenizer
-from verl.models.processor import copy_processor, load_picture_processor
+from verl.models.load import load_causal_lm
+from verl.models.processor import copy_processor
 from verl.utils.errors import DataError, MissingDependencyError
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -37,13 +37,11 @@ SETTINGS = {
 
 
 def reader_of(folder: Path, family: str = "qwen2_5_vl", **settings: Any) -> PictureReader:
-    tokenizer = load_tokenizer(save_vision_folder(folder, family))
+    save_vision_folder(folder, family)
     name = "Qwen3VLVideoProcessor" if family == "qwen3_vl" else "Qwen2VLVideoProcessor"
     content = json.dumps({**SETTINGS, "video_processor_type": name})
     (folder / "video_preprocessor_config.json").write_text(content)
-    processor = load_picture_processor(folder, tokenizer)
-    assert processor is not None
-    return PictureReader(processor, tokenizer, **settings)
+    return open_reader(folder, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +64,8 @@ def pixels(images: Any) -> np.ndarray:
     return np.stack([np.asarray(image) for image in images])
 
 
-def dataset(folder: Path, reader: PictureReader, *rows: dict[str, Any], **config: Any) -> RLDataset:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"max_prompt_length": 512, **config}
-    return RLDataset(str(file), reader.tokenizer, DataConfig(**settings), pictures=reader)
-
-
 def row(text: str = "<video>Hi", **columns: Any) -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": text}], "data_source": "x", **columns}
+    return row_of(text, **columns)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,7 +3,7 @@ feature were dropped."""
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.models.rows import (
 )
 from tests.tiny_models import ALIBI_FAMILIES, FAMILIES, LATENT_FAMILIES, MORE_FAMILIES, tiny_model
 from verl.models import alibi, attention
-from verl.models.attention import Layout, attention_switched
+from verl.models.attention import Facts, Layout, attention_switched
 from verl.models.logprobs import Head
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.utils.errors import ModelError
@@ -75,13 +75,20 @@ def test_float64_parity_is_exact_to_rounding(family: str, batch: PackedBatch) ->
     torch.testing.assert_close(ours, expected, atol=1e-10, rtol=0)
 
 
-def without(**dropped: object) -> Callable:
-    """Patch `layer_facts` to forget some facts of the layer."""
-    read = attention.layer_facts
-    return lambda *arguments: read(*arguments)._replace(**dropped)
+# name -> the families that have the feature, and a change of the facts of their layers
+MUTATIONS: dict[str, tuple[Sequence[str], Callable[[Facts], Facts]]] = {
+    "no window": (WINDOWED, lambda facts: facts._replace(window=None)),
+    "a window one key too wide": (
+        WINDOWED,
+        lambda facts: facts._replace(window=facts.window + 1 if facts.window else None),
+    ),
+    "no cap": (["gemma2"], lambda facts: facts._replace(cap=None)),
+    "no biases": (ALIBI_FAMILIES, lambda facts: facts._replace(bias=None)),
+    "no sinks": (["gpt_oss"], lambda facts: facts._replace(sinks=None)),
+}
 
 
-def without_scaling(*arguments: object) -> attention.Facts:
+def without_scaling(*arguments: object) -> Facts:
     facts = attention_facts(*arguments)
     usual = arguments[1] ** -0.5  # pyright: ignore
     return facts._replace(scale=1.0 if math.isclose(facts.scale, usual) else usual)
@@ -90,38 +97,15 @@ def without_scaling(*arguments: object) -> attention.Facts:
 attention_facts = attention.layer_facts
 
 
-@pytest.mark.parametrize("family", WINDOWED)
-def test_dropping_the_window_is_noticed(
-    family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "mutation"),
+    [(family, name) for name, (families, _) in MUTATIONS.items() for family in families],
+)
+def test_a_change_of_a_layers_facts_is_noticed(
+    family: str, mutation: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "layer_facts", without(window=None))
-    assert distance(family, batch) > 1e-2
-
-
-@pytest.mark.parametrize("family", WINDOWED)
-def test_a_window_one_key_too_wide_is_noticed(
-    family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wider(*arguments: object) -> attention.Facts:
-        facts = attention_facts(*arguments)
-        return facts._replace(window=facts.window + 1 if facts.window else None)
-
-    monkeypatch.setattr(attention, "layer_facts", wider)
-    assert distance(family, batch) > 1e-2
-
-
-def test_dropping_the_attention_cap_is_noticed(
-    batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "layer_facts", without(cap=None))
-    assert distance("gemma2", batch) > 1e-2
-
-
-@pytest.mark.parametrize("family", ALIBI_FAMILIES)
-def test_dropping_the_biases_is_noticed(
-    family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "layer_facts", without(bias=None))
+    _, change = MUTATIONS[mutation]
+    monkeypatch.setattr(attention, "layer_facts", lambda *given: change(attention_facts(*given)))
     assert distance(family, batch) > 1e-2
 
 
@@ -132,11 +116,6 @@ def test_biases_of_another_head_are_noticed(
     slopes = alibi.alibi_slopes
     monkeypatch.setattr(alibi, "alibi_slopes", lambda *given: slopes(*given).flip(0))
     assert distance(family, batch) > 1e-2
-
-
-def test_dropping_the_sinks_is_noticed(batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "layer_facts", without(sinks=None))
-    assert distance("gpt_oss", batch) > 1e-2
 
 
 @pytest.mark.parametrize("family", ALL)

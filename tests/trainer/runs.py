@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 
 from verl.checkpoint.sharded import MODEL, OPTIMIZER, SHARDED_FOLDER, SavedTensors
+from verl.protocol import DataProto
 from verl.trainer.main_ppo import main
+from verl.trainer.ppo_trainer import PPOTrainer
 from verl.utils.logging import logger
 
 # The packaged model on its ten prompts, smaller than its defaults: a step takes a tenth of a
@@ -61,6 +64,23 @@ def run_in_child(action: Callable[[], int]) -> int:
         finally:
             os._exit(status)
     return os.waitpid(child, 0)[1]
+
+
+def run_until_killed(step: int, train: Callable[[], int]) -> None:
+    """Call `train` in a forked process, which a kill -9 ends after the update of a step."""
+
+    def until_killed() -> int:
+        update = PPOTrainer.update
+
+        def die(self: PPOTrainer, batch: DataProto) -> None:
+            update(self, batch)
+            if self.global_step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        PPOTrainer.update = die
+        return train()
+
+    assert os.WTERMSIG(run_in_child(until_killed)) == signal.SIGKILL
 
 
 def metric_lines(folder: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """Agents in fully asynchronous runs: an episode goes on across updates."""
 
-import os
-import signal
 from collections import Counter
 from pathlib import Path
 
@@ -12,16 +10,14 @@ from tests.trainer.runs import (
     PPO,
     command_line,
     run,
-    run_in_child,
+    run_until_killed,
     same_bits,
     step_lines,
     weights,
     without_times,
 )
-from verl.protocol import DataProto
 from verl.tracking.records import load_run
 from verl.trainer.main_ppo import main
-from verl.trainer.ppo_trainer import PPOTrainer
 
 STEPS = 6
 PROMPTS = 3
@@ -84,19 +80,7 @@ def test_an_episode_goes_on_across_updates(tmp_path):
 
 def killed_and_resumed(folder: Path, command: list[str], step: int) -> None:
     """Run until a kill -9 in the update of a step, and once more to the end."""
-
-    def until_killed() -> int:
-        update = PPOTrainer.update
-
-        def die(self: PPOTrainer, batch: DataProto) -> None:
-            update(self, batch)
-            if self.global_step == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        PPOTrainer.update = die
-        return run(folder, *command)
-
-    assert os.WTERMSIG(run_in_child(until_killed)) == signal.SIGKILL
+    run_until_killed(step, lambda: run(folder, *command))
     assert run(folder, *command) == 0
 
 

@@ -1,16 +1,13 @@
 """Prompts with pictures in the asynchronous schedules, on one device."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.trainer.runs import run, run_in_child, same_bits, step_lines, weights, without_times
+from tests.trainer.runs import run, run_until_killed, same_bits, step_lines, weights, without_times
 from verl.models.pictures import Picture
 from verl.protocol import DataProto
-from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.schedules.packing import packed, unpacked
 from verl.utils.column_dicts import object_column
 
@@ -60,18 +57,7 @@ def test_a_killed_run_resumes_with_the_same_bits(tmp_path, mode):
     command = [*UNEVEN, f"trainer.mode={mode}", "trainer.save_freq=1"]
     assert train(tmp_path / "whole", *command) == 0
 
-    def until_killed() -> int:
-        update = PPOTrainer.update
-
-        def die(self: PPOTrainer, batch: DataProto) -> None:
-            update(self, batch)
-            if self.global_step == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        PPOTrainer.update = die
-        return train(tmp_path / "killed", *command)
-
-    assert os.WTERMSIG(run_in_child(until_killed)) == signal.SIGKILL
+    run_until_killed(2, lambda: train(tmp_path / "killed", *command))
     assert train(tmp_path / "killed", *command) == 0
     whole = step_lines(tmp_path / "whole")
     assert without_times(step_lines(tmp_path / "killed")) == without_times(whole)

@@ -13,6 +13,7 @@ from tests.trainer.runs import (
     PPO,
     run,
     run_in_child,
+    run_until_killed,
     same_bits,
     step_lines,
     weights,
@@ -98,18 +99,7 @@ def test_a_killed_run_resumes_with_the_same_bits(tmp_path, mode, keys):
     command = [*BASE[:1], "trainer.save_freq=2", f"trainer.mode={mode}", *BASE[2:], *keys]
     assert run(tmp_path / "whole", *command) == 0
 
-    def until_killed() -> int:
-        update = PPOTrainer.update
-
-        def die(self: PPOTrainer, batch: DataProto) -> None:
-            update(self, batch)
-            if self.global_step == 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        PPOTrainer.update = die
-        return run(tmp_path / "killed", *command)
-
-    assert os.WTERMSIG(run_in_child(until_killed)) == signal.SIGKILL
+    run_until_killed(4, lambda: run(tmp_path / "killed", *command))
     assert not (tmp_path / "killed" / "global_step_4").exists()
     assert run(tmp_path / "killed", *command) == 0
     assert without_times(step_lines(tmp_path / "killed")) == without_times(
