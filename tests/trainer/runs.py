@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from verl.checkpoint.sharded import MODEL, OPTIMIZER, SHARDED_FOLDER, SavedTensors
+from verl.config import load_config
 from verl.protocol import DataProto
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.variants import trainer_class
 from verl.utils.logging import logger
 
 # The packaged model on its ten prompts, smaller than its defaults: a step takes a tenth of a
@@ -48,6 +50,16 @@ def command_line(folder: Path, *overrides: str, base: list[str] | None = None) -
 def run(folder: Path, *overrides: str, base: list[str] | None = None) -> int:
     """Run `python -m verl.trainer.main_ppo` in this process. Returns the exit code."""
     return main(command_line(folder, *overrides, base=base))
+
+
+def start_trainer(
+    folder: Path, *overrides: str, kind: type[PPOTrainer] | None = None, **parts: Any
+) -> Any:
+    """Make a trainer with `parts` and load its models. None: the class that the keys ask for."""
+    config = load_config(command_line(folder, *overrides))
+    trainer = (kind or trainer_class(config))(config, **parts)
+    trainer.init_workers()
+    return trainer
 
 
 def run_in_child(action: Callable[[], int]) -> int:

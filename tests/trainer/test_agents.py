@@ -15,6 +15,7 @@ from tests.trainer.runs import (
     command_line,
     run,
     same_bits,
+    start_trainer,
     step_lines,
     weights,
     without_times,
@@ -22,7 +23,6 @@ from tests.trainer.runs import (
 from verl.config import load_config
 from verl.trainer.api import RLTrainer
 from verl.trainer.main_ppo import main
-from verl.trainer.remax import ReMaxTrainer
 from verl.trainer.setup import build_loaders
 from verl.utils.errors import ConfigError, DataError
 
@@ -239,8 +239,7 @@ def loop_of(tmp_path: Path, name: str) -> list[str]:
 
 def test_remax_compares_with_the_end_of_the_greedy_episode(tmp_path: Path):
     own = [*loop_of(tmp_path, "Halves"), "algorithm.adv_estimator=remax"]
-    trainer = ReMaxTrainer(load_config(command_line(tmp_path / "run", *own)))
-    trainer.init_workers()
+    trainer = start_trainer(tmp_path / "run", *own)
     trainer.load_checkpoint()
     given = next(iter(trainer.train_loader))
     ends = trainer.generate_greedy(given).batch["rm_scores"].sum(-1)

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.runs import command_line, run, same_bits, step_lines, weights, without_times
+from tests.trainer.runs import (
+    command_line,
+    run,
+    same_bits,
+    start_trainer,
+    step_lines,
+    weights,
+    without_times,
+)
 from verl.algorithms.advantages import advantage_estimators
 from verl.algorithms.policy_losses import policy_losses
 from verl.config import load_config
@@ -20,7 +28,6 @@ from verl.protocol import DataProto
 from verl.trainer.dapo import DAPOTrainer, joined, rows_that_differ
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.remax import ReMaxTrainer
-from verl.trainer.variants import trainer_class
 from verl.utils.errors import ConfigError, DataError, RewardError
 from verl.workers.losses import PolicyObjective
 
@@ -44,13 +51,6 @@ def varied_reward(data: DataProto, return_dict: bool = False) -> Any:
     return {"reward_tensor": scores, "reward_extra_info": extra} if return_dict else scores
 
 
-def trainer_of(folder, *overrides: str, **parts: Any) -> PPOTrainer:
-    config = load_config(command_line(folder, *overrides))
-    trainer = trainer_class(config)(config, **parts)
-    trainer.init_workers()
-    return trainer
-
-
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPOTrainer]:
     """Build a trainer with critic, reference and greedy scores, as some estimators read them.
@@ -72,7 +72,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPOTrainer]:
         "algorithm.gdpo_reward_keys=[score,length]",
     ]
 
-    trainer = trainer_of(folder, *given, reward_fn=varied_reward, val_reward_fn=varied_reward)
+    trainer = start_trainer(folder, *given, reward_fn=varied_reward, val_reward_fn=varied_reward)
     trainer.sync_weights()
     yield trainer
     trainer.tracker.finish()
@@ -218,8 +218,7 @@ class Watched(DAPOTrainer):
 
 
 def test_a_dapo_batch_is_full_of_prompts_with_unequal_rewards(tmp_path):
-    trainer = Watched(load_config(command_line(tmp_path, *DAPO)))
-    trainer.init_workers()
+    trainer = start_trainer(tmp_path, *DAPO, kind=Watched)
     trainer.fit()
     lines = step_lines(tmp_path)
 
@@ -265,13 +264,13 @@ def alike(data: DataProto, return_dict: bool = False) -> Any:
 
 def test_the_limit_of_dynamic_sampling(tmp_path):
     bound = [*DAPO, f"{FILTER}.max_num_gen_batches=2", "trainer.max_steps=1"]
-    stopped = trainer_of(tmp_path / "error", *bound, reward_fn=alike, val_reward_fn=alike)
+    stopped = start_trainer(tmp_path / "error", *bound, reward_fn=alike, val_reward_fn=alike)
     with pytest.raises(
         DataError, match=r"2 batches of prompts gave 0 .*4 are wanted.*on_exhausted=fill"
     ):
         stopped.fit()
 
-    filled = trainer_of(
+    filled = start_trainer(
         tmp_path / "fill",
         *bound,
         f"{FILTER}.on_exhausted=fill",
@@ -289,7 +288,9 @@ def test_the_limit_of_dynamic_sampling(tmp_path):
 
 
 def test_remax_compares_with_the_greedy_response(tmp_path):
-    trainer = trainer_of(tmp_path, "algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=3")
+    trainer = start_trainer(
+        tmp_path, "algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=3"
+    )
     assert isinstance(trainer, ReMaxTrainer)
     trainer.load_checkpoint()
     prompts = next(iter(trainer.train_loader))
@@ -314,7 +315,7 @@ def test_remax_drops_a_prompt_if_its_greedy_response_has_no_score(tmp_path):
         return result if return_dict else result["reward_tensor"]
 
     own = ["algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=3", "trainer.logger=[]"]
-    trainer = trainer_of(tmp_path, *own, reward_fn=reward, val_reward_fn=reward)
+    trainer = start_trainer(tmp_path, *own, reward_fn=reward, val_reward_fn=reward)
     trainer.load_checkpoint()
     prompts = next(iter(trainer.train_loader))
     batch = trainer.estimate_advantages(trainer.collect(prompts))
@@ -338,7 +339,7 @@ def test_the_plain_step_rejects_settings_that_it_would_ignore(tmp_path, override
 
 
 def test_pf_ppo_learns_from_samples_with_a_reward(tmp_path, monkeypatch):
-    trainer = trainer_of(
+    trainer = start_trainer(
         tmp_path, "algorithm.use_pf_ppo=True", "algorithm.adv_estimator=gae", "trainer.max_steps=1"
     )
     seen = []
@@ -375,7 +376,7 @@ def test_the_actor_gets_weights_and_rejections_and_the_batch_is_unchanged(tmp_pa
     # the trainer finds row 3 far less likely, and row 5 slightly more likely, a token
     shift[3], shift[5] = 2.0, -0.3
     given = [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_rs=geometric"]
-    trainer = trainer_of(tmp_path, *given, "trainer.logger=[]")
+    trainer = start_trainer(tmp_path, *given, "trainer.logger=[]")
     batch = off_policy(trainer, shift)
     mask = batch.batch["response_mask"].clone()
     corrected = trainer.correct_rollout(batch)
@@ -396,7 +397,7 @@ def test_the_actor_gets_weights_and_rejections_and_the_batch_is_unchanged(tmp_pa
 
 
 def test_weights_reach_the_policy_loss_and_nothing_else(tmp_path):
-    trainer = trainer_of(
+    trainer = start_trainer(
         tmp_path,
         "trainer.logger=[]",
         f"{CORRECTION}.rollout_is=sequence",
@@ -431,7 +432,7 @@ def test_weights_reach_the_policy_loss_and_nothing_else(tmp_path):
 
 
 def test_bypass_uses_the_log_probs_of_the_rollout(tmp_path, monkeypatch):
-    trainer = trainer_of(
+    trainer = start_trainer(
         tmp_path, "trainer.logger=[]", f"{CORRECTION}.bypass_mode=True", f"{ACTOR}.ppo_epochs=2"
     )
     monkeypatch.delattr(type(trainer.actor_wg.worker), "compute_log_prob")
@@ -449,7 +450,7 @@ REINFORCE = [
 
 
 def test_reinforce_weights_by_the_policy_against_the_rollout(tmp_path, monkeypatch):
-    trainer = trainer_of(tmp_path, "trainer.logger=[]", *REINFORCE)
+    trainer = start_trainer(tmp_path, "trainer.logger=[]", *REINFORCE)
     monkeypatch.delattr(type(trainer.actor_wg.worker), "compute_log_prob")
     batch = off_policy(trainer, torch.full((16, 1), -0.1))
     trainer.update(batch)
@@ -559,7 +560,7 @@ def test_a_padded_loss_and_an_estimator_by_path(tmp_path, capfd):
 
 def test_a_skipped_update_counts_its_rows_once(tmp_path, monkeypatch):
     """Run the loss again to find the bad rows: the mismatch metric counts only the update."""
-    trainer = trainer_of(tmp_path, "trainer.logger=[]", "trainer.max_steps=1")
+    trainer = start_trainer(tmp_path, "trainer.logger=[]", "trainer.max_steps=1")
     objective = trainer.actor_wg.worker.objective
     tokens = []
     take = objective.take_mismatch

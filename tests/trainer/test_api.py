@@ -18,8 +18,13 @@ from transformers import AutoModelForCausalLM
 import verl
 from tests.launches import launch
 from tests.tiny_reward_models import other_tokenizer, save_reward_model
-from tests.trainer.runs import command_line, same_bits, step_lines, weights, without_times
-from verl.config import load_config
+from tests.trainer.runs import (
+    same_bits,
+    start_trainer,
+    step_lines,
+    weights,
+    without_times,
+)
 from verl.data.chat import apply_chat_template
 from verl.data.toy import TOY_MODEL
 from verl.models.critic import CriticModel
@@ -49,8 +54,7 @@ def facade(folder: Path, **keywords: Any) -> RLTrainer:
 
 
 def entry_point(folder: Path, *overrides: str) -> Any:
-    trainer = PPOTrainer(load_config(command_line(folder, "trainer.save_freq=2", *overrides)))
-    trainer.init_workers()
+    trainer = start_trainer(folder, "trainer.save_freq=2", *overrides)
     trainer.fit()
     return trainer
 

@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.runs import command_line, run, same_bits, step_lines, weights
-from verl.config import load_config
+from tests.trainer.runs import run, same_bits, start_trainer, step_lines, weights
 from verl.trainer import PPOTrainer, RayPPOTrainer
 from verl.utils.phases import phase
 from verl.workers import ActorWorker
 
 
 def train(kind: type[PPOTrainer], folder, *overrides: str, **parts) -> Any:
-    trainer = kind(load_config(command_line(folder, *overrides)), **parts)
-    trainer.init_workers()
+    trainer = start_trainer(folder, *overrides, kind=kind, **parts)
     trainer.fit()
     return trainer
 

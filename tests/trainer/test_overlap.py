@@ -12,6 +12,7 @@ from tests.trainer.runs import (
     metric_lines,
     run,
     same_bits,
+    start_trainer,
     step_lines,
     weights,
     without_times,
@@ -119,10 +120,8 @@ class Filtered(PPOTrainer):
 
 
 def test_results_begun_for_another_batch_are_discarded(tmp_path):
-    trainer = Filtered(
-        load_config(command_line(tmp_path, *PPO, "trainer.max_steps=1", "trainer.test_freq=-1"))
-    )
-    trainer.init_workers()
+    own = [*PPO, "trainer.max_steps=1", "trainer.test_freq=-1"]
+    trainer = start_trainer(tmp_path, *own, kind=Filtered)
     trainer.fit()
 
 
@@ -150,10 +149,8 @@ def test_a_replaced_phase_gets_the_plain_sequence(tmp_path, monkeypatch, kind):
 
     patient.__dict__.update(original_call.__dict__)
     monkeypatch.setattr(NaiveRewardManager, "__call__", patient)
-    trainer = kind(
-        load_config(command_line(tmp_path, *PPO, "trainer.max_steps=1", "trainer.test_freq=-1"))
-    )
-    trainer.init_workers()
+    own = [*PPO, "trainer.max_steps=1", "trainer.test_freq=-1"]
+    trainer = start_trainer(tmp_path, *own, kind=kind)
     trainer.fit()
     plain = ["reward is done", "values"]
     assert began == (plain if kind is not PPOTrainer else plain[::-1])

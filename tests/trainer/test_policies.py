@@ -8,11 +8,17 @@ import torch
 
 from tests.agents.chat_server import serving
 from tests.launches import launch
-from tests.trainer.runs import command_line, run, same_bits, step_lines, weights, without_times
-from verl.config import load_config
+from tests.trainer.runs import (
+    command_line,
+    run,
+    same_bits,
+    start_trainer,
+    step_lines,
+    weights,
+    without_times,
+)
 from verl.models.load import load_causal_lm
 from verl.trainer.main_ppo import main
-from verl.trainer.ppo_trainer import PPOTrainer
 
 ROLLOUT = "actor_rollout_ref.rollout"
 DEBATE = [
@@ -34,9 +40,7 @@ COPY = against("path: self, update_freq: 2, max_new_tokens: 8")
 
 
 def test_the_player_learns_and_the_judge_stays_the_same_to_the_bit(tmp_path: Path):
-    config = load_config(command_line(tmp_path, *DEBATE, FROZEN, "trainer.max_steps=10"))
-    trainer = PPOTrainer(config)
-    trainer.init_workers()
+    trainer = start_trainer(tmp_path, *DEBATE, FROZEN, "trainer.max_steps=10")
     worker = trainer.rollout_wg.worker
     judge = worker.agents.context.policies["judge"]
     begin = {name: value.clone() for name, value in judge.engine.twin.named_weights()}
@@ -72,8 +76,7 @@ def test_a_resumed_run_meets_the_same_opponent(tmp_path: Path, policies: str):
 
 def test_a_copy_of_the_actor_is_renewed_every_so_many_steps(tmp_path: Path):
     own = [*DEBATE, COPY, "trainer.save_freq=2", "trainer.max_steps=4"]
-    trainer = PPOTrainer(load_config(command_line(tmp_path, *own)))
-    trainer.init_workers()
+    trainer = start_trainer(tmp_path, *own)
     trainer.fit()
     judge = trainer.rollout_wg.worker.agents.context.policies["judge"]
 

@@ -8,7 +8,7 @@ import pytest
 from tests.single_controller import workers
 from tests.single_controller.launch import launch
 from tests.trainer.runs import PPO, run
-from verl.trainer.metrics import write_timeline
+from verl.trainer.metrics import spans_of_processes
 from verl.utils import timeline
 from verl.utils.timeline import Recorded, Span, write_trace
 
@@ -85,7 +85,7 @@ def two_ranks(pool, path) -> None:
     for group in groups:
         group.tell("hello")
     groups[1].double(workers.rows(4))
-    write_timeline(path, groups, since)
+    write_trace(path, spans_of_processes(groups, since))
 
 
 def test_every_rank_has_rows_of_its_own(tmp_path):

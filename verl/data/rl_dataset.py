@@ -212,40 +212,35 @@ class RLDataset(Dataset):
         numbers = np.arange(len(rows))
 
         has_pictures = self._has_pictures(source)
-        if has_pictures or self.config.filter_overlong_prompts or self.config.truncation == "error":
+        drops = self.config.filter_overlong_prompts
+        cuts = self.config.truncation != "error"
+        self._pictured.append(None)
+        if has_pictures or drops or not cuts:
             measure = self._lengths_with_pictures if has_pictures else self._lengths
             lengths, pictured = measure(source)
-            self._pictured.append(pictured if has_pictures else None)
+            if has_pictures:
+                self._pictured[-1] = pictured
             long = lengths > limit
-            if self.config.filter_overlong_prompts:
-                numbers = numbers[~long]
-                if long.any():
-                    logger.info(
-                        "Kept %d of %d rows of %s; %d are longer than data.max_prompt_length=%d.",
-                        len(numbers),
-                        len(rows),
-                        file,
-                        int(long.sum()),
-                        limit,
-                    )
-                return np.stack([np.full_like(numbers, source), numbers], axis=1)
-
-            if self.config.truncation != "error":
+            if cuts and not drops:
                 long &= pictured  # a cut could go through a picture
-            if long.any():
+
+            count = int(long.sum())
+            if count and not drops:
                 first = int(np.argmax(long))
+                length = int(lengths[first])
                 raise DataError(
-                    _too_long(
-                        file,
-                        first,
-                        int(lengths[first]),
-                        limit,
-                        int(long.sum()),
-                        cuts=not pictured[first],
-                    )
+                    _too_long(file, first, length, limit, count, cuts=not pictured[first])
                 )
-        else:
-            self._pictured.append(None)
+            numbers = numbers[~long]
+            if count:
+                logger.info(
+                    "Kept %d of %d rows of %s; %d are longer than data.max_prompt_length=%d.",
+                    len(numbers),
+                    len(rows),
+                    file,
+                    count,
+                    limit,
+                )
 
         return np.stack([np.full_like(numbers, source), numbers], axis=1)
 

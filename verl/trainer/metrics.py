@@ -1,14 +1,13 @@
 """The numbers of a step, under the names that verl's users plot."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from verl.protocol import DataProto
 from verl.trainer.episodes import episode_rows
-from verl.utils.timeline import Recorded, recorded_since, write_trace
+from verl.utils.timeline import Recorded, recorded_since
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
@@ -120,8 +119,3 @@ def spans_of_processes(groups: Iterable[Any], since_wall_ns: int) -> list[tuple[
         roles = ", ".join(names[key])
         processes.append((f"{roles} (pid {recorded.pid})", recorded))
     return processes
-
-
-def write_timeline(path: Path, groups: Iterable[Any], since_wall_ns: int) -> None:
-    """Write a Chrome trace with rows of its own for each process."""
-    write_trace(path, spans_of_processes(groups, since_wall_ns))

@@ -35,13 +35,14 @@ from verl.trainer.episodes import (
     with_scores_of_episodes,
 )
 from verl.trainer.flat_rewards import FlatRewards
-from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
+from verl.trainer.metrics import data_metrics, spans_of_processes, timing_metrics
 from verl.trainer.pools import join_pool
 from verl.trainer.proposer import ScheduleProposer
 from verl.trainer.roles import RunOfRoles
 from verl.trainer.validation_pass import ValidationPass
 from verl.utils.logging import show_log
 from verl.utils.phases import declared_phase, declared_phases, may_overlap, phase
+from verl.utils.timeline import write_trace
 
 # The columns that `generate` writes.
 GENERATED = (
@@ -474,7 +475,7 @@ class PPOTrainer(RunOfRoles):
         """Write the step as a Chrome trace into the folder of checkpoints."""
         folder = Path(self.config.trainer.default_local_dir) / "timeline"
         path = folder / f"global_step_{self.global_step}.json"
-        write_timeline(path, self.worker_groups(), self.timer.started_at_ns)
+        write_trace(path, spans_of_processes(self.worker_groups(), self.timer.started_at_ns))
 
     def load_checkpoint(self) -> None:
         """Go back to a checkpoint, see `TrainingRun.load_checkpoint`, and hand its weights over."""

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from verl.single_controller import GroupFuture, GroupOf, of_all_ranks, start
 from verl.utils.errors import VerlError, WorkerLostError
-from verl.weight_sync import Route, plan_routes
+from verl.weight_sync import plan_routes
 from verl.workers import ActorWorker, RolloutWorker
 
 
@@ -62,7 +62,14 @@ class RemoteLink:
         receivers = of_all_ranks(rollout.weight_endpoint)
         routes = plan_routes(of_all_ranks(actor.weight_endpoint), receivers, transport)
         self._through_files = all(route.transport == "disk" for route in routes)
-        self._connect(routes, receivers[0].dtype, folder)
+
+        dtype = receivers[0].dtype
+        assert dtype is not None, "an engine names the dtype of its weights"
+        offers = of_all_ranks(actor.offer_weights, routes, dtype, folder)
+        accepted = start(actor.accept_receivers)
+        joined = start(rollout.join_meetings, list(chain.from_iterable(offers)))
+        accepted.result()
+        joined.result()
 
     def sync(self) -> None:
         """Implement `WeightLink.sync`."""
@@ -82,14 +89,6 @@ class RemoteLink:
         """Implement `WeightLink.provide`."""
         if not self._has_weights:
             self.sync()
-
-    def _connect(self, routes: list[Route], dtype: Any, folder: Path) -> None:
-        offers = of_all_ranks(self._actor.offer_weights, routes, dtype, folder)
-        meetings = list(chain.from_iterable(offers))
-        accepted = start(self._actor.accept_receivers)
-        joined = start(self._rollout.join_meetings, meetings)
-        accepted.result()
-        joined.result()
 
 
 def _report_death(other_end: GroupFuture[Any]) -> None:

@@ -124,6 +124,7 @@ class RewardModelWorker(EngineWorker):
             key="reward_model.forward_max_token_len_per_gpu",
             phase="the reward model",
         )
+
         scores = self.engine.infer(DataProto.from_dict(tensors=columns), budget)["rewards"][:, 0]
         decode = self.reader.tokenizer.decode
         check_scores(
