@@ -1,13 +1,17 @@
 """Contradictions fail before weights are loaded; keys without effect give one log line."""
 
+import ast
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import verl.config
 from tests.config.conftest import BASE, Load
 from verl.config import ActorConfig, TrainConfig, config_from_dict, load_config, validate
 from verl.config.keys import keys_of
+from verl.config.load import ROOTS
+from verl.config.rule_table import KEY_IN_MESSAGE
 from verl.config.validate import contradictions
 from verl.utils.errors import ConfigError
 
@@ -411,7 +415,10 @@ def test_a_batch_of_zero_is_the_one_that_fully_asynchronous_training_requires(bu
         ([f"{ACTOR}.optim.num_cycles=2"], f"with {ACTOR}.optim.warmup_style=cosine only."),
         (["critic.optim.min_lr_ratio=0.1"], "critic.optim.min_lr_ratio=0.1 has no effect"),
         ([f"{ACTOR}.checkpoint.save_contents=[model]"], "leaves out optimizer and extra"),
-        (["reward_model.model.path=rm"], "no effect without reward_model.enable=True"),
+        (
+            ["reward_model.model.path=rm"],
+            "has no effect: it is read with reward_model.enable=True only",
+        ),
         (["custom_reward_function.name=mine"], "no effect without custom_reward_function.path"),
         (
             [
@@ -641,3 +648,20 @@ def test_program_may_set_a_mapping_to_none():
     before = contradictions(config)
     config.reward_model.rule_kwargs = None
     assert contradictions(config) == before
+
+
+def test_messages_of_tables_name_keys_that_exist():
+    known = {path for root in ROOTS.values() for path in keys_of(root.schema)}
+    named = set[str]()
+    for file in Path(verl.config.__file__).parent.glob("*.py"):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef) and is_table(function):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                        named |= {path for path, _ in KEY_IN_MESSAGE.findall(node.value)}
+    assert len(named) > 20
+    assert named <= known
+
+
+def is_table(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator) == "table" for decorator in function.decorator_list)

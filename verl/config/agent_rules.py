@@ -3,82 +3,90 @@
 from collections.abc import Iterator
 
 from verl.config.keys import value_at
-from verl.config.multi_turn import MultiTurnConfig
 from verl.config.policies import SELF, PolicyConfig
+from verl.config.rule_table import Rows, table
 from verl.config.train import TrainConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def turns_have_an_answer(config: TrainConfig) -> Iterator[str]:
+@table
+def turns_have_an_answer(config: TrainConfig) -> Rows:
     rollout = config.actor_rollout_ref.rollout
-    turns = rollout.multi_turn
     agent = rollout.agent
-    answers = turns.answers
-    gateway = agent.gateway
-    if gateway.path is not None and gateway.command is not None:
-        yield (
-            f"{_ROLLOUT}.agent.gateway.path and gateway.command both name an agent. Leave one out."
-        )
-    if turns.enable and not any((*answers, *agent.loops)):
-        yield (
-            f"{_ROLLOUT}.multi_turn.enable=True needs something that answers the model, got "
-            "nothing: no turn would follow the first. Set multi_turn.tool_config_path, "
+    answers = rollout.multi_turn.answers
+    has_answers = any(answers)
+    has_tools = any(answers[:2])
+    two_agents = agent.gateway.path is not None and agent.gateway.command is not None
+    is_recorded = agent.record_path is not None
+
+    return (
+        (
+            two_agents,
+            "actor_rollout_ref.rollout.agent.gateway.path and gateway.command both name an agent. "
+            "Leave one out.",
+        ),
+        (
+            rollout.multi_turn.enable and not any((*answers, *agent.loops)),
+            "actor_rollout_ref.rollout.multi_turn.enable=True needs something that answers the "
+            "model, got nothing: no turn would follow the first. Set multi_turn.tool_config_path, "
             "multi_turn.function_tool_path, multi_turn.interaction_config_path, "
-            "agent.environment.name, agent.gateway.path or agent.agent_loop_config_path."
-        )
-
-    if agent.environment.name is not None and any(answers):
-        yield (
-            f"{_ROLLOUT}.agent.environment.name={agent.environment.name} answers the model itself, "
-            "so tools and interactions would never be reached. Leave either out."
-        )
-    if any(answers) and agent.default_agent_loop == "single_turn_agent":
-        yield (
-            f"{_ROLLOUT}.agent.default_agent_loop=single_turn_agent ends after one turn, so tools "
-            "and interactions would never be reached. Set it to tool_agent, or leave it out."
-        )
-    if agent.record_path is not None and not any(answers[:2]):
-        yield (
-            f"{_ROLLOUT}.agent.record_path={agent.record_path} needs tools, got none. Set "
-            "multi_turn.tool_config_path or multi_turn.function_tool_path, or leave it out."
-        )
-    if agent.replay_path is not None and agent.record_path is not None:
-        yield (
-            f"{_ROLLOUT}.agent.replay_path and record_path are both set. Replay the recording, or "
-            "record anew."
-        )
-
-
-def episodes_have_one_score(config: TrainConfig) -> Iterator[str]:
-    if config.reward_model.enable and config.actor_rollout_ref.rollout.scores_itself:
-        yield (
-            "reward_model.enable=True would replace the scores that agent loops or environments "
-            f"give. Leave the reward model out, or {_ROLLOUT}.agent.gives_reward and "
-            "agent.environment.name."
-        )
+            "agent.environment.name, agent.gateway.path or agent.agent_loop_config_path.",
+        ),
+        (
+            agent.environment.name is not None and has_answers,
+            "{actor_rollout_ref.rollout.agent.environment.name=} answers the model itself, so "
+            "tools and interactions would never be reached. Leave either out.",
+        ),
+        (
+            has_answers and agent.default_agent_loop == "single_turn_agent",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent ends after one "
+            "turn, so tools and interactions would never be reached. Set it to tool_agent, or "
+            "leave it out.",
+        ),
+        (
+            is_recorded and not has_tools,
+            "{actor_rollout_ref.rollout.agent.record_path=} needs tools, got none. Set "
+            "multi_turn.tool_config_path or multi_turn.function_tool_path, or leave it out.",
+        ),
+        (
+            is_recorded and agent.replay_path is not None,
+            "actor_rollout_ref.rollout.agent.replay_path and record_path are both set. Replay the "
+            "recording, or record anew.",
+        ),
+    )
 
 
-def turn_rewards_have_turns(config: TrainConfig) -> Iterator[str]:
+@table
+def scores_and_turns_fit(config: TrainConfig) -> Rows:
     rollout = config.actor_rollout_ref.rollout
     algorithm = config.algorithm
+    one_turn = not rollout.uses_agents
 
-    if algorithm.adv_estimator == "turn_rloo" and not rollout.uses_agents:
-        yield (
+    return (
+        (
+            config.reward_model.enable and rollout.scores_itself,
+            "reward_model.enable=True would replace the scores that agent loops or environments "
+            "give. Leave the reward model out, or actor_rollout_ref.rollout.agent.gives_reward and "
+            "agent.environment.name.",
+        ),
+        (
+            algorithm.adv_estimator == "turn_rloo" and one_turn,
             "algorithm.adv_estimator=turn_rloo needs agent loops, got a rollout of one turn. "
-            "Configure tools, interactions or an environment, or use adv_estimator=rloo."
-        )
-    if algorithm.turn_rewards and not rollout.uses_agents:
-        yield (
+            "Configure tools, interactions or an environment, or use adv_estimator=rloo.",
+        ),
+        (
+            algorithm.turn_rewards and one_turn,
             "algorithm.turn_rewards=True needs agent loops, got a rollout of one turn. Configure "
-            "tools, interactions or an environment, or leave it out."
-        )
-    if algorithm.turn_rewards and rollout.multi_turn.use_inference_chat_template:
-        yield (
+            "tools, interactions or an environment, or leave it out.",
+        ),
+        (
+            algorithm.turn_rewards and rollout.multi_turn.use_inference_chat_template,
             "algorithm.turn_rewards=True needs all turns of an episode in one row, which "
-            f"{_ROLLOUT}.multi_turn.use_inference_chat_template=True does not keep. Leave either "
-            "out."
-        )
+            "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=True does not keep. "
+            "Leave either out.",
+        ),
+    )
 
 
 def policies_can_play(config: TrainConfig) -> Iterator[str]:
@@ -165,9 +173,8 @@ def _copies_can_be_made(config: TrainConfig, key: str, freq: int | None) -> Iter
 
 
 def agent_doubts(config: TrainConfig) -> Iterator[str]:
-    """Yield settings of policies and turns that nothing reads."""
-    rollout = config.actor_rollout_ref.rollout
-    for role, policy in rollout.agent.policies.items():
+    """Yield settings of policies that nothing reads."""
+    for role, policy in config.actor_rollout_ref.rollout.agent.policies.items():
         unread = _unread_by(policy)
         if unread:
             yield (
@@ -175,26 +182,6 @@ def agent_doubts(config: TrainConfig) -> Iterator[str]:
                 "policy draws as the actor does (rollout.temperature and so on); timeout_s and "
                 "max_concurrent belong to url."
             )
-
-    turns = rollout.multi_turn
-    if turns.tool_config_path is None and turns.function_tool_path is None:
-        for setting in _changed(turns, "max_parallel_calls", "max_tool_response_length"):
-            yield f"{setting} has no effect: no tools are configured."
-
-    if rollout.uses_agents:
-        return
-    limits = ("max_assistant_turns", "max_user_turns", "max_tokens_per_turn")
-    for setting in _changed(turns, *limits):
-        yield f"{setting} has no effect: no tools, interactions or environment are configured."
-
-
-def _changed(turns: MultiTurnConfig, *names: str) -> Iterator[str]:
-    """Yield key=value of the settings that do not have their defaults."""
-    plain = MultiTurnConfig()
-    for name in names:
-        value = getattr(turns, name)
-        if value != getattr(plain, name):
-            yield f"{_ROLLOUT}.multi_turn.{name}={value}"
 
 
 def _unread_by(policy: PolicyConfig) -> list[str]:
@@ -208,9 +195,4 @@ def _unread_by(policy: PolicyConfig) -> list[str]:
     return [name for name in names if getattr(policy, name) != getattr(plain, name)]
 
 
-RULES = (
-    turns_have_an_answer,
-    turn_rewards_have_turns,
-    episodes_have_one_score,
-    policies_can_play,
-)
+RULES = (turns_have_an_answer, scores_and_turns_fit, policies_can_play)

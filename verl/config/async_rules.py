@@ -6,14 +6,11 @@ from typing import Any
 from verl.config.algorithm import CORRECTION_PRESETS
 from verl.config.async_training import AsyncTrainingConfig
 from verl.config.placement import rollout_is_apart
+from verl.config.rule_table import Rows, table
 from verl.config.train import TrainConfig
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
-_READ_BY_FULLY_ASYNC = (
-    *("staleness_threshold", "max_staleness", "on_stale", "trigger_parameter_sync_step"),
-    *("require_batches", "partial_rollout", "keep_kv_cache"),
-)
 _CORRECTION = "algorithm.rollout_correction."
 _WEIGHTS = _CORRECTION + "rollout_is"
 
@@ -82,14 +79,13 @@ def with_async_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     the tokens that have become likelier, but only where their response did well.
     """
     mode = given.get("trainer.mode", "sync")
-    is_stale = mode == "one_step_off"
-    if mode == "fully_async":
-        asked = AsyncTrainingConfig()
-        is_stale = _may_be_stale(
-            given.get("async_training.staleness_threshold", asked.staleness_threshold),
-            given.get("async_training.max_staleness"),
-            given.get("async_training.on_stale", asked.on_stale),
-        )
+    plain = AsyncTrainingConfig()
+    is_stale = _may_be_stale(
+        mode,
+        given.get("async_training.staleness_threshold", plain.staleness_threshold),
+        given.get("async_training.max_staleness"),
+        given.get("async_training.on_stale", plain.on_stale),
+    )
     chosen = [key for key in given if key.startswith(_CORRECTION)]
     if not is_stale or chosen:
         return dict(given)
@@ -102,83 +98,96 @@ def with_async_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, _WEIGHTS: "token"}
 
 
-def _may_be_stale(threshold: float, most: int | None, on_stale: str) -> bool:
+def _may_be_stale(mode: str, threshold: float, most: int | None, on_stale: str) -> bool:
     """Return whether tokens may be learned from that older weights drew."""
+    if mode != "fully_async":
+        return mode == "one_step_off"
     return threshold != 0 and (most != 0 or on_stale != "wait")
 
 
 def schedule_is_possible(config: TrainConfig) -> Iterator[str]:
     mode = config.trainer.mode
-    algorithm = config.algorithm
-    if mode == "sync":
-        return
-
-    if algorithm.filter_groups.enable or algorithm.adv_estimator == "remax":
+    which = ""
+    if config.algorithm.adv_estimator == "remax":
+        which = "algorithm.adv_estimator=remax"
+    elif config.algorithm.filter_groups.enable:
         which = "algorithm.filter_groups.enable=True"
-        if algorithm.adv_estimator == "remax":
-            which = "algorithm.adv_estimator=remax"
+
+    if which and mode != "sync":
         yield (
-            f"trainer.mode={mode} generates before it is known which prompts a step needs, "
-            f"but {which} draws more within the step. Set trainer.mode=sync, or leave it out."
+            f"trainer.mode={mode} generates before it is known which prompts a step needs, but "
+            f"{which} draws more within the step. Set trainer.mode=sync, or leave it out."
         )
-    if mode == "fully_async":
-        yield from _fully_async_is_possible(config)
 
 
-def _fully_async_is_possible(config: TrainConfig) -> Iterator[str]:
+@table
+def fully_async_is_possible(config: TrainConfig) -> Rows:
+    if config.trainer.mode != "fully_async":
+        return ()
     options = config.async_training
-    if options.trigger_parameter_sync_step > 1 and not rollout_is_apart(config):
-        yield (
-            "async_training.trigger_parameter_sync_step="
-            f"{options.trigger_parameter_sync_step} keeps older weights in the rollout, which "
-            "needs ranks of its own: set trainer.placement.rollout, or "
-            "trigger_parameter_sync_step=1."
-        )
-    if options.keep_kv_cache:
-        yield from _cache_can_be_kept(config)
-    yield from _batch_is_required(config, options)
+    rollout = config.actor_rollout_ref.rollout
+    is_shared = not rollout_is_apart(config)
+    batch = config.data.train_batch_size
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size or batch
+    required = options.require_batches
+    required_batch = required * mini if required else batch
+
+    return (
+        (
+            options.trigger_parameter_sync_step > 1 and is_shared,
+            "{async_training.trigger_parameter_sync_step=} keeps older weights in the rollout, "
+            "which needs ranks of its own: set trainer.placement.rollout, or "
+            "trigger_parameter_sync_step=1.",
+        ),
+        (
+            options.keep_kv_cache and rollout.free_cache_engine and is_shared,
+            "async_training.keep_kv_cache=True needs memory for the cache during the update, but "
+            "actor_rollout_ref.rollout.free_cache_engine=True gives it to the trainer. Set "
+            "free_cache_engine=False, or keep_kv_cache=False.",
+        ),
+        (
+            options.keep_kv_cache and rollout.deterministic,
+            "async_training.keep_kv_cache=True draws from keys that depend on the time of the "
+            "update, but actor_rollout_ref.rollout.deterministic=True promises draws that do not. "
+            "Set one of them to False.",
+        ),
+        (
+            required_batch != batch,
+            "async_training.require_batches times actor_rollout_ref.actor.ppo_mini_batch_size is "
+            f"the batch of a step, got {required} x {mini} and data.train_batch_size={batch}. Set "
+            f"data.train_batch_size={required_batch}, or leave require_batches out.",
+        ),
+    )
 
 
-def validation_can_run_ahead(config: TrainConfig) -> Iterator[str]:
+@table
+def validation_can_run_ahead(config: TrainConfig) -> Rows:
     trainer = config.trainer
     if not trainer.dynamic_validation:
-        return
-
-    key = "trainer.dynamic_validation=True"
-    if trainer.mode == "sync":
-        yield (
-            f"{key} validates while the next step trains, which trainer.mode=sync does not do with "
-            "generation. Set trainer.mode=one_step_off or fully_async, or dynamic_validation=False."
-        )
-    if not rollout_is_apart(config):
-        yield (
-            f"{key} needs a rollout with ranks of its own. Set trainer.placement.rollout, or "
-            "dynamic_validation=False."
-        )
+        return ()
     between = config.async_training.trigger_parameter_sync_step
-    if trainer.mode == "fully_async" and trainer.test_freq > 0 and trainer.test_freq % between:
-        yield (
-            f"{key} validates weights that were just handed over, so trainer.test_freq must be a "
-            f"multiple of async_training.trigger_parameter_sync_step, got {trainer.test_freq} and "
-            f"{between}. Set test_freq={(trainer.test_freq // between + 1) * between}."
-        )
+    is_between = trainer.test_freq > 0 and trainer.test_freq % between != 0
+    next_freq = (trainer.test_freq // between + 1) * between
 
-
-def _cache_can_be_kept(config: TrainConfig) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    keys = "async_training.keep_kv_cache=True"
-    if rollout.free_cache_engine and not rollout_is_apart(config):
-        yield (
-            f"{keys} needs memory for the cache during the update, but "
-            "actor_rollout_ref.rollout.free_cache_engine=True gives it to the trainer. Set "
-            "free_cache_engine=False, or keep_kv_cache=False."
-        )
-    if rollout.deterministic:
-        yield (
-            f"{keys} draws from keys that depend on the time of the update, but "
-            "actor_rollout_ref.rollout.deterministic=True promises draws that do not. Set one of "
-            "them to False."
-        )
+    return (
+        (
+            trainer.mode == "sync",
+            "trainer.dynamic_validation=True validates while the next step trains, which "
+            "trainer.mode=sync does not do with generation. Set trainer.mode=one_step_off or "
+            "fully_async, or dynamic_validation=False.",
+        ),
+        (
+            not rollout_is_apart(config),
+            "trainer.dynamic_validation=True needs a rollout with ranks of its own. Set "
+            "trainer.placement.rollout, or dynamic_validation=False.",
+        ),
+        (
+            trainer.mode == "fully_async" and is_between,
+            "trainer.dynamic_validation=True validates weights that were just handed over, so "
+            "trainer.test_freq must be a multiple of async_training.trigger_parameter_sync_step, "
+            f"got {trainer.test_freq} and {between}. Set test_freq={next_freq}.",
+        ),
+    )
 
 
 def proximal_is_known(config: TrainConfig) -> Iterator[str]:
@@ -214,51 +223,35 @@ def proximal_is_known(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _batch_is_required(config: TrainConfig, options: AsyncTrainingConfig) -> Iterator[str]:
-    batch = config.data.train_batch_size
-    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size or batch
-    required = options.require_batches
-    if required is not None and required * mini != batch:
-        yield (
-            "async_training.require_batches times actor_rollout_ref.actor.ppo_mini_batch_size is "
-            f"the batch of a step, got {required} x {mini} and data.train_batch_size={batch}. Set "
-            f"data.train_batch_size={required * mini}, or leave require_batches out."
-        )
-
-
-def async_doubts(config: TrainConfig) -> Iterator[str]:
-    """Yield settings of asynchronous training that run, but are rarely intended."""
-    correction = config.algorithm.rollout_correction
+@table
+def async_doubts(config: TrainConfig) -> Rows:
+    """Return settings of asynchronous training that run, but are rarely intended."""
+    trainer = config.trainer
     options = config.async_training
-    is_stale = config.trainer.mode == "one_step_off"
-    if config.trainer.mode == "fully_async":
-        is_stale = _may_be_stale(
-            options.staleness_threshold, options.max_staleness, options.on_stale
-        )
-
+    correction = config.algorithm.rollout_correction
     is_corrected = correction.needs_no_pass or correction.changes_update
-    if is_stale and not is_corrected:
-        yield (
-            f"trainer.mode={config.trainer.mode} learns from tokens that older weights drew, and "
-            f"nothing corrects for that. Set {_WEIGHTS}=token, or leave the section out."
-        )
+    is_stale = _may_be_stale(
+        trainer.mode, options.staleness_threshold, options.max_staleness, options.on_stale
+    )
 
-    if config.trainer.mode != "fully_async":
-        plain = AsyncTrainingConfig()
-        for name in _READ_BY_FULLY_ASYNC:
-            value = getattr(options, name)
-            if value != getattr(plain, name):
-                yield (
-                    f"async_training.{name}={value} has no effect: it is read with "
-                    f"trainer.mode=fully_async only, got trainer.mode={config.trainer.mode}."
-                )
-
-    if config.trainer.dynamic_validation and config.trainer.test_freq <= 0:
-        yield (
-            "trainer.dynamic_validation=True has no effect with trainer.test_freq="
-            f"{config.trainer.test_freq}: no step is followed by a validation. Set test_freq to "
-            "the steps between two validations, or dynamic_validation=False."
-        )
+    return (
+        (
+            is_stale and not is_corrected,
+            "{trainer.mode=} learns from tokens that older weights drew, and nothing corrects for "
+            "that. Set algorithm.rollout_correction.rollout_is=token, or leave the section out.",
+        ),
+        (
+            trainer.dynamic_validation and trainer.test_freq <= 0,
+            "trainer.dynamic_validation=True has no effect with {trainer.test_freq=}: no step is "
+            "followed by a validation. Set test_freq to the steps between two validations, or "
+            "dynamic_validation=False.",
+        ),
+    )
 
 
-RULES = (schedule_is_possible, validation_can_run_ahead, proximal_is_known)
+RULES = (
+    schedule_is_possible,
+    fully_async_is_possible,
+    validation_can_run_ahead,
+    proximal_is_known,
+)

@@ -1,6 +1,5 @@
 """The configuration tree of `verl.trainer.main_eval`."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +9,7 @@ from verl.config.reward import (
     RewardFunctionConfig,
 )
 from verl.config.reward_rules import reward_has_what_it_needs
+from verl.config.rule_table import Rows, table
 from verl.config.setting import setting
 from verl.config.shared_keys import SharedKeys
 
@@ -83,11 +83,18 @@ class EvaluationConfig:
     ray_init: EvaluationRayConfig = field(default_factory=EvaluationRayConfig)
 
 
-def responses_are_named(config: EvaluationConfig) -> Iterator[str]:
-    if not config.data.path:
-        yield "data.path is not set. Give a file with responses, such as main_generation writes."
-    if min(config.metrics.k, default=1) < 1:
-        yield f"metrics.k must be numbers of at least 1, got {config.metrics.k}."
+@table
+def responses_are_named(config: EvaluationConfig) -> Rows:
+    return (
+        (
+            not config.data.path,
+            "data.path is not set. Give a file with responses, such as main_generation writes.",
+        ),
+        (
+            min(config.metrics.k, default=1) < 1,
+            "metrics.k must be numbers of at least 1, got {metrics.k}.",
+        ),
+    )
 
 
 SHARED = SharedKeys()

@@ -9,6 +9,7 @@ from verl.config.data import DataConfig, PromptsConfig
 from verl.config.file_rules import output_is_no_input
 from verl.config.model import LoadedModelConfig, ModelConfig
 from verl.config.rollout import DrawConfig
+from verl.config.rule_table import Rows, table
 from verl.config.rules import is_greedy
 from verl.config.setting import as_in, setting
 from verl.config.shared_keys import SharedKeys
@@ -152,18 +153,25 @@ SHARED = SharedKeys(
 )
 
 
-def files_and_model_are_named(config: GenerationConfig) -> Iterator[str]:
-    if config.model.path is None:
-        yield (
-            "model.path is not set. Give a folder or hub name of a Hugging Face causal LM, or "
-            "'toy'."
-        )
-
-    if not config.data.path:
-        yield "data.path is not set. Give a file with prompts (Parquet, JSON lines), or 'toy'."
+@table
+def files_and_model_are_named(config: GenerationConfig) -> Rows:
     output = config.data.output_path
-    if output is None or not output.endswith(".parquet"):
-        yield f"data.output_path must name the .parquet file to write, got {output}."
+
+    return (
+        (
+            config.model.path is None,
+            "model.path is not set. Give a folder or hub name of a Hugging Face causal LM, or "
+            "'toy'.",
+        ),
+        (
+            not config.data.path,
+            "data.path is not set. Give a file with prompts (Parquet, JSON lines), or 'toy'.",
+        ),
+        (
+            output is None or not output.endswith(".parquet"),
+            "data.output_path must name the .parquet file to write, got {data.output_path}.",
+        ),
+    )
 
 
 RULES = (

@@ -1,14 +1,14 @@
 """Contradictions between keys. Each rule yields one message per contradiction: expectation, fact,
 way out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from verl.config.agent_rules import RULES as AGENT_RULES
 from verl.config.agent_rules import agent_doubts
 from verl.config.algorithm_rules import RULES as ALGORITHM_RULES
-from verl.config.algorithm_rules import doubts
+from verl.config.algorithm_rules import algorithm_doubts
 from verl.config.async_rules import RULES as ASYNC_RULES
 from verl.config.async_rules import async_doubts
 from verl.config.batch_rules import (
@@ -29,12 +29,10 @@ from verl.config.placement import (
 )
 from verl.config.reward_rules import reward_doubts, reward_has_what_it_needs
 from verl.config.rollout import RolloutConfig, SamplingValConfig
+from verl.config.rule_table import Rows, Rule, table
 from verl.config.train import TrainConfig
 from verl.config.unread import unread_keys
 from verl.utils.registry import nearest_names
-
-# Takes the configuration of its root and yields contradictions.
-Rule = Callable[[Any], Iterator[str]]
 
 
 def training_data_is_named(config: TrainConfig) -> Iterator[str]:
@@ -46,19 +44,18 @@ def training_data_is_named(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
-    data = config.data
-    if not config.actor_rollout_ref.model.path:  # also an empty text: $MODEL that is not set
-        yield (
-            "actor_rollout_ref.model.path is not set. Give a folder or hub name of a Hugging Face "
-            "causal LM, or 'toy' for the packaged one."
-        )
-
-    if data.train_files and data.dataset_name is not None:
-        yield (
-            "data.train_files and data.dataset_name both name the training data, got "
-            f"{data.train_files} and '{data.dataset_name}'. Set one of them."
-        )
+@table
+def model_and_data_are_named(config: TrainConfig) -> Rows:
+    yield (
+        not config.actor_rollout_ref.model.path,  # also an empty text: $MODEL that is not set
+        "actor_rollout_ref.model.path is not set. Give a folder or hub name of a Hugging Face "
+        "causal LM, or 'toy' for the packaged one.",
+    )
+    yield (
+        bool(config.data.train_files) and config.data.dataset_name is not None,
+        "data.train_files and data.dataset_name both name the training data, got "
+        "{data.train_files} and '{data.dataset_name}'. Set one of them.",
+    )
 
     for path_key, name_key in (
         ("data.custom_cls.path", "data.custom_cls.name"),
@@ -67,8 +64,10 @@ def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
     ):
         path = value_at(config, path_key)
         name = value_at(config, name_key)
-        if (path is None) != (name is None):
-            yield f"{path_key} and {name_key} go together, got {path!r} and {name!r}. Set both."
+        yield (
+            (path is None) != (name is None),
+            f"{path_key} and {name_key} go together, got {path!r} and {name!r}. Set both.",
+        )
 
 
 def activations_are_checkpointed(config: TrainConfig) -> Iterator[str]:
@@ -84,29 +83,52 @@ def activations_are_checkpointed(config: TrainConfig) -> Iterator[str]:
             )
 
 
-def algorithm_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
-    estimator = config.algorithm.adv_estimator
-    n = config.actor_rollout_ref.rollout.n
-    learns_from_rewards = not config.distillation.is_whole_loss
+@table
+def algorithm_has_what_it_needs(config: TrainConfig) -> Rows:
+    algorithm = config.algorithm
+    roles = config.actor_rollout_ref
+    trains_critic = config.needs_critic or config.trainer.val_only
+    has_no_critic = config.critic.enable is False and not config.distillation.is_whole_loss
+    replays = roles.actor.router_replay.mode == "R3"
+    rollout = roles.rollout
+    fact = "temperature=0" if rollout.temperature == 0 else "do_sample=False"
 
-    if estimator == "gae" and config.critic.enable is False and learns_from_rewards:
-        yield (
-            "algorithm.adv_estimator=gae needs a critic, got critic.enable=False. "
-            "Leave critic.enable unset, or set algorithm.adv_estimator=grpo."
-        )
-
-    if config.needs_critic and config.critic.rollout_n != n:
-        yield (
-            "critic.rollout_n must equal actor_rollout_ref.rollout.n, got "
-            f"{config.critic.rollout_n} and {n}. Leave critic.rollout_n unset."
-        )
-
-    trainer = config.trainer
-    if trainer.critic_warmup > 0 and not config.needs_critic and not trainer.val_only:
-        yield (
-            f"trainer.critic_warmup={trainer.critic_warmup} trains the critic alone at "
-            "first, but this run has none. Set trainer.critic_warmup=0."
-        )
+    return (
+        (
+            algorithm.adv_estimator == "gae" and has_no_critic,
+            "algorithm.adv_estimator=gae needs a critic, got critic.enable=False. Leave "
+            "critic.enable unset, or set algorithm.adv_estimator=grpo.",
+        ),
+        (
+            config.needs_critic and config.critic.rollout_n != rollout.n,
+            "critic.rollout_n must equal actor_rollout_ref.rollout.n, got {critic.rollout_n} and "
+            "{actor_rollout_ref.rollout.n}. Leave critic.rollout_n unset.",
+        ),
+        (
+            config.trainer.critic_warmup > 0 and not trains_critic,
+            "{trainer.critic_warmup=} trains the critic alone at first, but this run has none. Set "
+            "trainer.critic_warmup=0.",
+        ),
+        (
+            replays != rollout.enable_rollout_routing_replay,
+            "actor_rollout_ref.actor.router_replay.mode=R3 replays the experts that "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=true records, got mode="
+            "{actor_rollout_ref.actor.router_replay.mode} and "
+            "{actor_rollout_ref.rollout.enable_rollout_routing_replay}. Set both, or neither.",
+        ),
+        (
+            algorithm.use_kl_in_reward and algorithm.kl_penalty == "full",
+            "algorithm.kl_penalty=full needs both policies' whole distribution before the update. "
+            "Set algorithm.kl_penalty=low_var_kl, which is unbiased as well, or add the exact KL "
+            "to the loss: actor_rollout_ref.actor.use_kl_loss=True and kl_loss_type=full.",
+        ),
+        (
+            is_greedy(rollout) and not config.trainer.val_only,
+            f"Training needs samples that vary, got actor_rollout_ref.rollout.{fact} (greedy). Set "
+            "actor_rollout_ref.rollout.temperature=1.0 and do_sample=True; for greedy validation "
+            "use actor_rollout_ref.rollout.val_kwargs.",
+        ),
+    )
 
 
 def losses_make_sense(config: TrainConfig) -> Iterator[str]:
@@ -131,39 +153,6 @@ def losses_make_sense(config: TrainConfig) -> Iterator[str]:
         betas = value_at(config, key)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             yield f"{key} must be two numbers in [0, 1), got {betas}. [0.9,0.999] is usual."
-
-
-def routes_are_recorded(config: TrainConfig) -> Iterator[str]:
-    mode = config.actor_rollout_ref.actor.router_replay.mode
-    recorded = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
-    if (mode == "R3") != recorded:
-        yield (
-            "actor_rollout_ref.actor.router_replay.mode=R3 replays the experts that "
-            "actor_rollout_ref.rollout.enable_rollout_routing_replay=true records, got mode="
-            f"{mode} and {str(recorded).lower()}. Set both, or neither."
-        )
-
-
-def kl_in_reward_is_estimated(config: TrainConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
-        yield (
-            "algorithm.kl_penalty=full needs both policies' whole distribution before the update. "
-            "Set algorithm.kl_penalty=low_var_kl, which is unbiased as well, or add the exact KL "
-            "to the loss: actor_rollout_ref.actor.use_kl_loss=True and kl_loss_type=full."
-        )
-
-
-def training_samples_vary(config: TrainConfig) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    if config.trainer.val_only or not is_greedy(rollout):
-        return
-    fact = "temperature=0" if rollout.temperature == 0 else "do_sample=False"
-    yield (
-        f"Training needs samples that vary, got actor_rollout_ref.rollout.{fact} (greedy). "
-        "Set actor_rollout_ref.rollout.temperature=1.0 and do_sample=True; "
-        "for greedy validation use actor_rollout_ref.rollout.val_kwargs."
-    )
 
 
 def is_greedy(sampling: RolloutConfig | SamplingValConfig) -> bool:
@@ -198,56 +187,62 @@ def adapters_can_be_trained(config: TrainConfig) -> Iterator[str]:
             )
 
 
-def run_has_an_end_and_a_start(config: TrainConfig) -> Iterator[str]:
+@table
+def run_has_an_end_and_a_start(config: TrainConfig) -> Rows:
     trainer = config.trainer
-    if trainer.total_training_steps is None and trainer.total_epochs is None:
-        yield (
+    folder = trainer.resume_from_path
+    by_path = trainer.resume_mode == "resume_path"
+
+    return (
+        (
+            trainer.total_training_steps is None and trainer.total_epochs is None,
             "The run has no end. Set trainer.total_training_steps (max_steps) or "
-            "trainer.total_epochs."
-        )
-
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
-        yield (
-            "trainer.resume_mode=resume_path needs trainer.resume_from_path, which is not set. "
-            "Set it to a global_step_N folder, or trainer.resume_mode=auto."
-        )
-
-    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
-        yield (
-            f"trainer.resume_from_path='{trainer.resume_from_path}' is read with "
-            f"trainer.resume_mode=resume_path only, got '{trainer.resume_mode}'. Set "
-            "trainer.resume_mode=resume_path."
-        )
-    elif trainer.resume_from_path is not None and not Path(trainer.resume_from_path).is_dir():
-        yield (
+            "trainer.total_epochs.",
+        ),
+        (
+            by_path and folder is None,
+            "trainer.resume_mode=resume_path needs trainer.resume_from_path, which is not set. Set "
+            "it to a global_step_N folder, or trainer.resume_mode=auto.",
+        ),
+        (
+            folder is not None and not by_path,
+            "trainer.resume_from_path='{trainer.resume_from_path}' is read with "
+            "trainer.resume_mode=resume_path only, got '{trainer.resume_mode}'. Set "
+            "trainer.resume_mode=resume_path.",
+        ),
+        (
+            folder is not None and by_path and not Path(folder).is_dir(),
             "trainer.resume_from_path must be a global_step_N folder, found none at "
-            f"'{trainer.resume_from_path}'."
-        )
-
-    if "://" in trainer.default_local_dir:
-        yield (
+            "'{trainer.resume_from_path}'.",
+        ),
+        (
+            "://" in trainer.default_local_dir,
             "trainer.default_local_dir must be a local or a mounted folder, got "
-            f"'{trainer.default_local_dir}'."
-        )
+            "'{trainer.default_local_dir}'.",
+        ),
+        (trainer.save_freq == 0, "trainer.save_freq must be positive, or -1 for never, got 0."),
+        (trainer.test_freq == 0, "trainer.test_freq must be positive, or -1 for never, got 0."),
+    )
 
-    for key in ("save_freq", "test_freq"):
-        if getattr(trainer, key) == 0:
-            yield f"trainer.{key} must be positive, or -1 for never, got 0."
 
-
-def validation_has_data(config: TrainConfig) -> Iterator[str]:
+@table
+def validation_has_data(config: TrainConfig) -> Rows:
     # a data set may bring its validation split
-    if config.data.val_files or config.data.dataset_name is not None:
-        return
-    for key, asked in (
-        ("val_only", config.trainer.val_only),
-        ("test_freq", config.trainer.test_freq not in (-1, 0)),
-    ):
-        if asked:
-            yield (
-                f"trainer.{key}={getattr(config.trainer, key)} asks for validation, but "
-                "data.val_files is not set. Set data.val_files."
-            )
+    has_data = bool(config.data.val_files) or config.data.dataset_name is not None
+    is_periodic = config.trainer.test_freq not in (-1, 0)
+
+    return (
+        (
+            config.trainer.val_only and not has_data,
+            "{trainer.val_only=} asks for validation, but data.val_files is not set. Set "
+            "data.val_files.",
+        ),
+        (
+            is_periodic and not has_data,
+            "{trainer.test_freq=} asks for validation, but data.val_files is not set. Set "
+            "data.val_files.",
+        ),
+    )
 
 
 def checkpoint_parts_are_known(config: TrainConfig) -> Iterator[str]:
@@ -297,9 +292,6 @@ RULES: tuple[Rule, ...] = (
     activations_are_checkpointed,
     algorithm_has_what_it_needs,
     losses_make_sense,
-    routes_are_recorded,
-    kl_in_reward_is_estimated,
-    training_samples_vary,
     adapters_can_be_trained,
     run_has_an_end_and_a_start,
     checkpoint_parts_are_known,
@@ -316,54 +308,56 @@ RULES_OF_FILES: tuple[Rule, ...] = (training_data_is_named, validation_has_data)
 
 def doubtful(config: TrainConfig) -> Iterator[str]:
     """Yield combinations that run, but are rarely intended."""
-    yield from doubts(config)
-    yield from placement_doubts(config)
-    yield from reward_doubts(config)
-    yield from agent_doubts(config)
-    yield from async_doubts(config)
+    for doubts in (
+        algorithm_doubts,
+        placement_doubts,
+        reward_doubts,
+        agent_doubts,
+        async_doubts,
+        _rarely_intended,
+        unread_keys,
+        incomplete_checkpoints,
+    ):
+        yield from doubts(config)
+
+
+@table
+def _rarely_intended(config: TrainConfig) -> Rows:
     actor = config.actor_rollout_ref.actor
+    algorithm = config.algorithm
     validation = config.actor_rollout_ref.rollout.val_kwargs
-
-    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
-        yield (
-            "KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward "
-            "are both on."
-        )
-
-    if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield (
-            "actor_rollout_ref.actor.kl_loss_coef=0: the reference is computed, but KL does not "
-            "enter the loss."
-        )
-
-    if config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
-        yield (
-            "algorithm.kl_ctrl.kl_coef=0: the reference is computed, but KL does not enter the "
-            "reward."
-        )
-
-    yield from unread_keys(config)
-    yield from incomplete_checkpoints(config)
-
-    if not validation.do_sample and validation.temperature > 0:
-        yield (
-            f"actor_rollout_ref.rollout.val_kwargs.temperature={validation.temperature} has no "
-            "effect without val_kwargs.do_sample=True: validation is greedy."
-        )
-
-    if validation.n > 1 and is_greedy(validation):
-        yield (
-            f"Greedy validation gives {validation.n} equal responses a prompt; set "
-            "val_kwargs.do_sample=True to vary."
-        )
+    yield (
+        actor.use_kl_loss and algorithm.use_kl_in_reward,
+        "KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward are "
+        "both on.",
+    )
+    yield (
+        actor.use_kl_loss and actor.kl_loss_coef == 0,
+        "actor_rollout_ref.actor.kl_loss_coef=0: the reference is computed, but KL does not enter "
+        "the loss.",
+    )
+    yield (
+        algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0,
+        "algorithm.kl_ctrl.kl_coef=0: the reference is computed, but KL does not enter the reward.",
+    )
+    yield (
+        validation.temperature > 0 and not validation.do_sample,
+        "{actor_rollout_ref.rollout.val_kwargs.temperature=} has no effect without "
+        "val_kwargs.do_sample=True: validation is greedy.",
+    )
+    yield (
+        validation.n > 1 and is_greedy(validation),
+        "Greedy validation gives {actor_rollout_ref.rollout.val_kwargs.n} equal responses a "
+        "prompt; set val_kwargs.do_sample=True to vary.",
+    )
 
     for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model"):
         fsdp = value_at(config, f"{section}.fsdp_config")
-        if fsdp.offload_policy and (fsdp.param_offload or fsdp.optimizer_offload):
-            yield (
-                f"{section}.fsdp_config: offload_policy=True keeps parameters and moments on the "
-                "host always, so param_offload and optimizer_offload have no effect."
-            )
+        yield (
+            fsdp.offload_policy and (fsdp.param_offload or fsdp.optimizer_offload),
+            f"{section}.fsdp_config: offload_policy=True keeps parameters and moments on the host "
+            "always, so param_offload and optimizer_offload have no effect.",
+        )
 
 
 def incomplete_checkpoints(config: TrainConfig) -> Iterator[str]:

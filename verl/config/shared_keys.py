@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.keys import keys_of, owner_of, value_at
-from verl.config.rules import Rule
+from verl.config.rule_table import Rule
 from verl.config.train import TrainConfig
 
 

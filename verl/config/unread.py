@@ -33,6 +33,15 @@ READ_BY_LOSSES = {
     "policy_loss.dppo_kl_threshold": ("dppo_kl",),
     "policy_loss.dro_beta": ("dro",),
 }
+_ASYNC = (
+    "staleness_threshold",
+    "max_staleness",
+    "on_stale",
+    "trigger_parameter_sync_step",
+    "require_batches",
+    "partial_rollout",
+    "keep_kv_cache",
+)
 _LORA = ("lora_alpha", "target_modules", "exclude_modules")
 _WITH_TASK_REWARDS = "distillation.distillation_loss.use_task_rewards=True"
 
@@ -43,21 +52,28 @@ class Part(NamedTuple):
     section: str
     names: tuple[str, ...]
     is_read: bool
-    reader: str
+    reader: str = ""
+    reason: str = ""  # in place of the reader
 
 
 def unread_keys(config: TrainConfig) -> Iterator[str]:
     """Yield changed keys that nothing reads, because another key turns their part off."""
     keys = keys_of(type(config))
-    for part in (*_switched(config), *_chosen_by_name(config), *_of_schedules(config)):
+    for part in (
+        *_switched(config),
+        *_of_agents(config),
+        *_chosen_by_name(config),
+        *_of_schedules(config),
+    ):
         if part.is_read:
             continue
 
+        reason = part.reason or f"it is read with {part.reader} only"
         for name in part.names:
             key = keys[f"{part.section}.{name}"]
             value = value_at(config, key.path)
             if is_changed(config, key, value):
-                yield f"{key.path}={value} has no effect: it is read with {part.reader} only."
+                yield f"{key.path}={value} has no effect: {reason}."
 
 
 def _switched(config: TrainConfig) -> Iterator[Part]:
@@ -76,18 +92,35 @@ def _switched(config: TrainConfig) -> Iterator[Part]:
         ("algorithm.pf_ppo", ("reweight_method", "weight_pow"), "algorithm.use_pf_ppo"),
         ("algorithm.filter_groups", ("metric",), "algorithm.filter_groups.enable"),
         ("reward_model.overlong_buffer", ("len",), "reward_model.overlong_buffer.enable"),
-        ("reward_model", ("max_length",), "reward_model.enable"),
+        ("reward_model", ("max_length", "model.path"), "reward_model.enable"),
     ):
         yield Part(section, names, value_at(config, switch), f"{switch}=True")
 
-    entropy = "algorithm.entropy_ctrl"
-    is_adaptive = config.algorithm.entropy_ctrl.type == "adaptive"
-    yield Part(entropy, ("target_entropy", "delta"), is_adaptive, f"{entropy}.type=adaptive")
+    pf_ppo = config.algorithm.pf_ppo
+    is_pow = pf_ppo.reweight_method == "pow" or not config.algorithm.use_pf_ppo  # reported above
+    reader = "algorithm.pf_ppo.reweight_method=pow"
+    yield Part("algorithm.pf_ppo", ("weight_pow",), is_pow, reader)
 
-    drawn = "algorithm.pf_ppo"
-    by_power = config.algorithm.pf_ppo.reweight_method == "pow"
-    is_read = by_power or not config.algorithm.use_pf_ppo  # the switch is reported above
-    yield Part(drawn, ("weight_pow",), is_read, f"{drawn}.reweight_method=pow")
+    entropy = config.algorithm.entropy_ctrl
+    reader = "algorithm.entropy_ctrl.type=adaptive"
+    names = ("target_entropy", "delta")
+    yield Part("algorithm.entropy_ctrl", names, entropy.type == "adaptive", reader)
+
+    by_parts = config.algorithm.adv_estimator == "gdpo"
+    yield Part("algorithm", ("gdpo_reward_keys",), by_parts, "algorithm.adv_estimator=gdpo")
+
+
+def _of_agents(config: TrainConfig) -> Iterator[Part]:
+    """Yield limits of turns and tools."""
+    rollout = config.actor_rollout_ref.rollout
+    section = "actor_rollout_ref.rollout.multi_turn"
+    has_tools = any(rollout.multi_turn.answers[:2])
+    of_tools = ("max_parallel_calls", "max_tool_response_length")
+    yield Part(section, of_tools, has_tools, reason="no tools are configured")
+
+    of_turns = ("max_assistant_turns", "max_user_turns", "max_tokens_per_turn")
+    nothing = "no tools, interactions or environment are configured"
+    yield Part(section, of_turns, rollout.uses_agents, reason=nothing)
 
 
 def _chosen_by_name(config: TrainConfig) -> Iterator[Part]:
@@ -126,7 +159,11 @@ def _without_policy_loss(config: TrainConfig) -> str | None:
 
 
 def _of_schedules(config: TrainConfig) -> Iterator[Part]:
-    """Yield keys of the cosine schedule, for every optimizer of the run."""
+    """Yield keys of asynchronous training, and of the cosine schedule of every optimizer."""
+    mode = config.trainer.mode
+    reason = f"it is read with trainer.mode=fully_async only, got trainer.mode={mode}"
+    yield Part("async_training", _ASYNC, mode == "fully_async", reason=reason)
+
     for section in trained_sections(config):
         optim = f"{section}.optim"
         is_cosine = value_at(config, optim).warmup_style == "cosine"
