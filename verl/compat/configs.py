@@ -96,8 +96,9 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: Any = None) -> Any:
     if is_dataclass(config):
         return config
 
-    values = OmegaConf.to_container(config, resolve=True) if _is_tree(config) else dict(config)
-    assert isinstance(values, dict)
+    if isinstance(config, DictConfig):
+        config = OmegaConf.to_container(config, resolve=True)
+    values = dict(config)
     target = values.pop("_target_", "")
     if dataclass_type is None:
         if not target:
@@ -118,7 +119,3 @@ def _nested(value: Any) -> Any:
     if isinstance(value, dict) and "_target_" in value:
         return omega_conf_to_dataclass(value)
     return value
-
-
-def _is_tree(config: Any) -> bool:
-    return isinstance(config, DictConfig)

@@ -26,16 +26,21 @@ from verl.algorithms.masked import agg_loss, aggregation_weights
 from verl.algorithms.padded import Scalar, mean_of, padded_loss, padded_signature
 from verl.algorithms.reinforce import reinforce_plus_plus, remax
 from verl.algorithms.value_losses import clipped_value_loss
+from verl.compat.tensors import entropy_from_logits
 from verl.utils.errors import ConfigError
 
-Advantages = tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]
+Padded = Float[Tensor, "B R"]
+Mask = Shaped[Tensor, "B R"]
+PerRow = Float[Tensor, " B"]
+Tokens = Float[Tensor, "*tokens"]
+Advantages = tuple[Padded, Padded]
 Index = np.ndarray | Tensor | Sequence[Any]  # the prompt of each row: identifiers of any kind
 
 
 def compute_gae_advantage_return(
-    token_level_rewards: Float[Tensor, "B R"],
-    values: Float[Tensor, "B R"],
-    response_mask: Shaped[Tensor, "B R"],
+    token_level_rewards: Padded,
+    values: Padded,
+    response_mask: Mask,
     gamma: Any,
     lam: Any,
 ) -> Advantages:
@@ -47,8 +52,8 @@ def compute_gae_advantage_return(
 
 
 def compute_grpo_outcome_advantage(
-    token_level_rewards: Float[Tensor, "B R"],
-    response_mask: Shaped[Tensor, "B R"],
+    token_level_rewards: Padded,
+    response_mask: Mask,
     index: Index,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
@@ -66,8 +71,8 @@ def compute_grpo_outcome_advantage(
 
 
 def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Float[Tensor, "B R"],
-    response_mask: Shaped[Tensor, "B R"],
+    token_level_rewards: Padded,
+    response_mask: Mask,
     index: Index,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
@@ -80,10 +85,7 @@ def compute_grpo_passk_outcome_advantage(
     """
     scores, group = _scores_and_group(token_level_rewards, index)
     key = "norm_adv_by_std_in_grpo"
-    if isinstance(config, Mapping):
-        configured = config.get(key)
-    else:
-        configured = getattr(config, key, None)
+    configured = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
     norm_by_std = norm_adv_by_std_in_grpo if configured is None else bool(configured)
     advantages = passk_advantages(scores, group, norm_by_std=norm_by_std, epsilon=epsilon)
     return _on_tokens(advantages, response_mask)
@@ -91,8 +93,8 @@ def compute_grpo_passk_outcome_advantage(
 
 def _by_index(estimator: Callable[[AdvantageInputs], Advantages]) -> Callable[..., Advantages]:
     def compute(
-        token_level_rewards: Float[Tensor, "B R"],
-        response_mask: Shaped[Tensor, "B R"],
+        token_level_rewards: Padded,
+        response_mask: Mask,
         index: Index,
         epsilon: float = 1e-6,
         config: Any = None,
@@ -115,8 +117,8 @@ compute_reinforce_plus_plus_baseline_outcome_advantage = _by_index(reinforce_plu
 
 
 def compute_gpg_outcome_advantage(
-    token_level_rewards: Float[Tensor, "B R"],
-    response_mask: Shaped[Tensor, "B R"],
+    token_level_rewards: Padded,
+    response_mask: Mask,
     index: Index,
     epsilon: float = 1e-6,
     f_norm: float = 1.0,
@@ -131,8 +133,8 @@ def compute_gpg_outcome_advantage(
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Float[Tensor, "B R"],
-    response_mask: Shaped[Tensor, "B R"],
+    token_level_rewards: Padded,
+    response_mask: Mask,
     config: Any = None,
     **kwargs: Any,
 ) -> Advantages:
@@ -150,9 +152,9 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
 
 def compute_remax_outcome_advantage(
-    token_level_rewards: Float[Tensor, "B R"],
-    reward_baselines: Float[Tensor, " B"],
-    response_mask: Shaped[Tensor, "B R"],
+    token_level_rewards: Padded,
+    reward_baselines: PerRow,
+    response_mask: Mask,
     config: Any = None,
     **kwargs: Any,
 ) -> Advantages:
@@ -162,10 +164,10 @@ def compute_remax_outcome_advantage(
 
 
 def compute_policy_loss(
-    old_log_prob: Float[Tensor, "B R"],
-    log_prob: Float[Tensor, "B R"],
-    advantages: Float[Tensor, "B R"],
-    response_mask: Shaped[Tensor, "B R"],
+    old_log_prob: Padded,
+    log_prob: Padded,
+    advantages: Padded,
+    response_mask: Mask,
     cliprange: float | None = None,
     cliprange_low: float | None = None,
     cliprange_high: float | None = None,
@@ -192,10 +194,10 @@ compute_policy_loss_gspo = padded_signature("gspo")
 
 
 def compute_value_loss(
-    vpreds: Float[Tensor, "B R"],
-    returns: Float[Tensor, "B R"],
-    values: Float[Tensor, "B R"],
-    response_mask: Shaped[Tensor, "B R"],
+    vpreds: Padded,
+    returns: Padded,
+    values: Padded,
+    response_mask: Mask,
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Scalar, Scalar]:
@@ -210,37 +212,34 @@ def compute_value_loss(
 
 def compute_entropy_loss(
     logits: Float[Tensor, "B R V"],
-    response_mask: Shaped[Tensor, "B R"],
+    response_mask: Mask,
     loss_agg_mode: str = "token-mean",
 ) -> Scalar:
-    """Aggregate the entropy of softmax(logits): H = logsumexp(z) - sum over v of p_v z_v."""
-    entropy = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
-    return agg_loss(entropy, response_mask, loss_agg_mode)
+    """Aggregate the entropy of softmax(logits), see `tensors.entropy_from_logits`."""
+    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)
 
 
-def kl_penalty(
-    logprob: Float[Tensor, "*tokens"], ref_logprob: Float[Tensor, "*tokens"], kl_penalty: str
-) -> Float[Tensor, "*tokens"]:
+def kl_penalty(logprob: Tokens, ref_logprob: Tokens, kl_penalty: str) -> Tokens:
     """Return the KL of each token by the estimator that `kl_penalty` names; see `kl.kl_penalty`."""
     return estimated_kl(logprob, ref_logprob, kl_penalty)
 
 
 def compute_rewards(
-    token_level_scores: Float[Tensor, "B R"],
-    old_log_prob: Float[Tensor, "B R"],
-    ref_log_prob: Float[Tensor, "B R"],
+    token_level_scores: Padded,
+    old_log_prob: Padded,
+    ref_log_prob: Padded,
     kl_ratio: float,
-) -> Float[Tensor, "B R"]:
+) -> Padded:
     """Subtract `kl_ratio` times the KL of each token (k1: old minus reference log-prob)."""
     return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 
 def _scores_and_group(
-    token_level_rewards: Float[Tensor, "B R"], index: Index
-) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
+    token_level_rewards: Padded, index: Index
+) -> tuple[PerRow, Int[Tensor, " B"]]:
     return token_level_rewards.sum(-1), group_ids(index).to(token_level_rewards.device)
 
 
-def _on_tokens(advantages: Float[Tensor, " B"], response_mask: Shaped[Tensor, "B R"]) -> Advantages:
+def _on_tokens(advantages: PerRow, response_mask: Mask) -> Advantages:
     tokens = torch.where(response_mask.bool(), advantages[:, None], 0.0)
     return tokens, tokens.clone()

@@ -13,6 +13,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.algorithms import masked
 from verl.utils.errors import BatchError
 
+Logits = Float[Tensor, "*tokens V"]
+PerToken = Float[Tensor, "*tokens"]
+Ids = Int[Tensor, "B T"]
+Mask = Shaped[Tensor, "B T"]
+IdsAndMask = tuple[Int[Tensor, "B W"], Shaped[Tensor, "B W"]]  # of another width
 TRUNCATIONS = ("left", "right", "middle", "error")
 
 
@@ -20,10 +25,10 @@ TRUNCATIONS = ("left", "right", "middle", "error")
 
 
 def logprobs_from_logits(
-    logits: Float[Tensor, "*tokens V"],
+    logits: Logits,
     labels: Int[Tensor, "*tokens"],
     inplace_backward: bool = True,
-) -> Float[Tensor, "*tokens"]:
+) -> PerToken:
     """Return the log-prob of each label, z_label - logsumexp(z), in the dtype of the logits.
 
     `inplace_backward` is a setting of another kernel and is ignored.
@@ -36,7 +41,7 @@ logprobs_from_logits_naive = logprobs_from_logits
 
 
 def log_probs_from_logits_response(
-    input_ids: Int[Tensor, "B T"], logits: Float[Tensor, "B T V"], response_length: int
+    input_ids: Ids, logits: Float[Tensor, "B T V"], response_length: int
 ) -> Float[Tensor, "B R"]:
     """Return log-probs of the last `response_length` tokens, from logits one position earlier."""
     return logprobs_from_logits(
@@ -44,7 +49,7 @@ def log_probs_from_logits_response(
     )
 
 
-def entropy_from_logits(logits: Float[Tensor, "*tokens V"]) -> Float[Tensor, "*tokens"]:
+def entropy_from_logits(logits: Logits) -> PerToken:
     """Return the entropy of softmax(logits): logsumexp(z) - sum over v of p_v z_v."""
     return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
 
@@ -112,7 +117,7 @@ def compute_position_id_with_mask(mask: Shaped[Tensor, "*B T"]) -> Shaped[Tensor
 
 def pad_2d_list_to_length(
     response: Sequence[Sequence[int]], pad_token_id: int, max_length: int | None = None
-) -> Int[Tensor, "B T"]:
+) -> Ids:
     """Pad rows on the right to the longest of them, or to `max_length` if that is longer."""
     longest = max((len(row) for row in response), default=0)
     width = max(longest, max_length or 0)
@@ -135,13 +140,13 @@ def pad_sequence_to_length(
 
 
 def postprocess_data(
-    input_ids: Int[Tensor, "B T"],
-    attention_mask: Shaped[Tensor, "B T"],
+    input_ids: Ids,
+    attention_mask: Mask,
     max_length: int,
     pad_token_id: int,
     left_pad: bool = True,
     truncation: str = "error",
-) -> tuple[Int[Tensor, "B W"], Shaped[Tensor, "B W"]]:
+) -> IdsAndMask:
     """Pad to `max_length` columns, or cut to it if `truncation` allows it.
 
     `left` drops the beginning, `right` the end, `middle` the middle; `error` raises BatchError.
@@ -173,7 +178,7 @@ def tokenize_and_postprocess_data(
     pad_token_id: int,
     left_pad: bool = True,
     truncation: str = "error",
-) -> tuple[Int[Tensor, "1 W"], Shaped[Tensor, "1 W"]]:
+) -> IdsAndMask:
     """Tokenize one text without special tokens, and apply `postprocess_data`."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     return postprocess_data(
@@ -186,9 +191,7 @@ def tokenize_and_postprocess_data(
     )
 
 
-def remove_pad_token(
-    input_ids: Int[Tensor, "B T"], attention_mask: Shaped[Tensor, "B T"]
-) -> list[list[int]]:
+def remove_pad_token(input_ids: Ids, attention_mask: Mask) -> list[list[int]]:
     """Return the token ids of each row without the padding on its left."""
     starts = input_ids.shape[-1] - attention_mask.sum(-1)
     return [row[start:].tolist() for row, start in zip(input_ids, starts.tolist())]
