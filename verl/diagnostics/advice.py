@@ -51,7 +51,7 @@ def advise(config: TrainConfig, plan: MemoryPlan, shapes: ModelShapes) -> list[A
 
     Returns an empty list if none is needed, and if none helps.
     """
-    return find_advice(config, plan, shapes, _moves(config, plan), plan_memory, RULES)
+    return find_advice(config, plan, shapes, moves(config, plan), plan_memory, RULES)
 
 
 def find_advice(
@@ -90,10 +90,10 @@ def find_advice(
             return None
         return Advice(changes=tuple(starmap(_written, pairs)), plan=planned)
 
-    moves = [move for move in single if changed(move) is not None]
+    possible = [move for move in single if changed(move) is not None]
     for count in range(1, MOST_CHANGES + 1):
         found: list[Advice] = []
-        for chosen in combinations(moves, count):
+        for chosen in combinations(possible, count):
             pairs = tuple(chain.from_iterable(chosen))
             if len(dict(pairs)) < len(pairs):
                 continue
@@ -132,7 +132,7 @@ def _changed(config: Any, key: str, value: object) -> Any:
     return changed
 
 
-def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
+def moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     """Yield single changes that save memory, the cheapest first."""
     roles = config.actor_rollout_ref
     rollout = "actor_rollout_ref.rollout"
@@ -152,7 +152,7 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
         if not value_at(config, key):
             yield ((key, True),)
 
-    yield from smaller_passes(config, plan)
+    yield from _smaller_passes(config, plan)
     if roles.rollout.gpu_memory_utilization > 0.3:
         yield ((f"{rollout}.gpu_memory_utilization", 0.3),)
     if roles.rollout.num_pages is not None:
@@ -195,14 +195,14 @@ def _of_planned(sections: Mapping[str, str], plan: MemoryPlan) -> list[str]:
     return [section for role, section in sections.items() if role in plan.roles]
 
 
-def smaller_passes(config: Any, plan: MemoryPlan) -> Iterator[Change]:
+def _smaller_passes(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     """Yield a half, a quarter and an eighth of the user's tokens, down to a single row."""
     for phase in plan.phases:
         if phase.passes is None or phase.passes.chosen:
             continue
         passes = phase.passes
-        tokens_key = f"{passes.work.section}.{passes.work.tokens_key}"
-        rows_key = f"{passes.work.section}.{passes.work.rows_key}"
+        tokens_key = passes.work.tokens_key
+        rows_key = passes.work.rows_key
         is_by_rows = value_at(config, rows_key) is not None
 
         sizes = {max(passes.least, passes.tokens // divisor) for divisor in (2, 4, 8)}

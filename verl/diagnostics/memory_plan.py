@@ -1,7 +1,7 @@
 """Predict the peak memory of every phase of a run, on devices and hosts, from shapes alone."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,8 @@ from verl.diagnostics.rollout_memory import RolloutPlan, as_planned, plan_rollou
 from verl.engine.model_shape import ModelShape
 from verl.models.load import torch_dtype
 from verl.utils.units import GIB
+
+_ENGINE = ("parameters", "moments")  # those that an update brings back from the host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ class Planner:
             yield self._passes(partner_role(role), "actor update")
 
         parts = {**self._handed_over("actor"), "gathered": self._gathered()}
-        yield self._phase("actor", "weights to the rollout", parts, brings_parameters=True)
+        yield self._phase("actor", "weights to the rollout", parts, brings=("parameters",))
         if self._is_apart:
             parts = {**self._handed_over("rollout"), "buckets": self._buckets()}
             yield self._phase("rollout", "weights from the actor", parts)
@@ -220,14 +222,13 @@ class Planner:
         awake = 0
         if self.rollout is not None and name in self.placement.beside("rollout"):
             awake = self._awake()
-        beside = self._beside(name, brings_parameters=True, brings_moments=trains)
+        brings = _ENGINE if trains else ("parameters",)
+        beside = self._beside(name, brings)
         usable = self.placement.usable_bytes
         room = None if usable is None else usable - sum(beside.values()) - awake
         passes = Passes.of(self._work(phase), role, predict, room)
         parts = {**passes.taken(predict), "rollout, awake": awake}
-        return self._phase(
-            name, phase, parts, brings_parameters=True, brings_moments=trains, passes=passes
-        )
+        return self._phase(name, phase, parts, brings=brings, passes=passes)
 
     def _work(self, phase: str) -> Work:
         """Return the rows of a phase with passes."""
@@ -261,9 +262,7 @@ class Planner:
             if "hf_model" in contents:
                 parts["one parameter"] = footprint.largest_whole
                 once = 2 * min(MAX_FILE_BYTES, 4 * footprint.shape.numel)
-            yield self._phase(
-                name, "checkpoint", parts, held, once, brings_parameters=True, brings_moments=True
-            )
+            yield self._phase(name, "checkpoint", parts, held, once, brings=_ENGINE)
             if not self.config.trainer.async_save:
                 held[name] = 0
 
@@ -307,8 +306,7 @@ class Planner:
         on_host: Mapping[str, int] | None = None,
         once_on_host: int = 0,
         *,
-        brings_parameters: bool = False,
-        brings_moments: bool = False,
+        brings: Collection[str] = (),
         passes: Passes | None = None,
     ) -> PhasePlan:
         """Plan one phase of `role`.
@@ -319,14 +317,10 @@ class Planner:
             parts: bytes of the phase itself on each device.
             on_host: bytes of each process of a role, without those that are off-loaded.
             once_on_host: bytes of one process alone.
-            brings_parameters: whether the role's parameters are on the device.
-            brings_moments: whether its moments are.
+            brings: those of "parameters" and "moments" that the role brings to its devices.
             passes: the size of the passes.
         """
-        beside = self._beside(
-            role, brings_parameters=brings_parameters, brings_moments=brings_moments
-        )
-        device = _present({**beside, **parts})
+        device = _present({**self._beside(role, brings), **parts})
 
         held = {}
         others = {}
@@ -361,20 +355,19 @@ class Planner:
                 total[name] += sum(there[name].values())
         return self.placement.fullest_host(total)
 
-    def _beside(
-        self, role: str, *, brings_parameters: bool, brings_moments: bool
-    ) -> dict[str, int]:
+    def _beside(self, role: str, brings: Collection[str] = ()) -> dict[str, int]:
         """Return the parameters and moments on the devices of `role` in one of its phases."""
         parts: dict[str, int] = {}
         for name in self._engines_beside(role):
             footprint = self.roles[name].footprint
-            own = name == role
             setup = footprint.setup
-            if not setup.offload_policy:
-                if not setup.param_offload or (own and brings_parameters):
-                    parts[f"{name} parameters"] = footprint.parameters
-                if not setup.optimizer_offload or (own and brings_moments):
-                    parts[f"{name} moments"] = footprint.moments
+            if setup.offload_policy:
+                continue
+            brought = brings if name == role else ()
+            if not setup.param_offload or "parameters" in brought:
+                parts[f"{name} parameters"] = footprint.parameters
+            if not setup.optimizer_offload or "moments" in brought:
+                parts[f"{name} moments"] = footprint.moments
 
         if role in self.placement.beside("actor"):
             for name, shape in self._divergences().items():
@@ -438,7 +431,7 @@ class Planner:
         roles = self.config.actor_rollout_ref
         on_cuda = self.placement.on_cuda
         is_whole = not self.roles["actor"].footprint.setup.shards
-        beside = self._beside("rollout", brings_parameters=False, brings_moments=False)
+        beside = self._beside("rollout")
         usable = self.placement.usable_bytes
 
         return plan_rollout(

@@ -101,8 +101,7 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
 class Work(NamedTuple):
     """The rows of a phase, and the keys that set the size of its passes."""
 
-    section: str  # of the configuration
-    tokens_key: str  # in it
+    tokens_key: str
     rows_key: str
     micro_batch: MicroBatch
     rows: int  # of all ranks together
@@ -129,9 +128,8 @@ def work_of(config: TrainConfig, batch: BatchPlan, phase: str) -> Work:
         # Its own tokenizer and chat template may make a little more or less of a row.
         longest = min(batch.longest, config.reward_model.max_length or batch.longest)
         return Work(
-            section="reward_model",
-            tokens_key="forward_max_token_len_per_gpu",
-            rows_key="micro_batch_size_per_gpu",
+            tokens_key="reward_model.forward_max_token_len_per_gpu",
+            rows_key="reward_model.micro_batch_size_per_gpu",
             micro_batch=reward_micro_batch(config.reward_model),
             rows=batch.rows,
             longest=longest,
@@ -147,9 +145,8 @@ def work_of(config: TrainConfig, batch: BatchPlan, phase: str) -> Work:
         prompts = settings.ppo_mini_batch_size or batch.prompts
 
     return Work(
-        section=section,
-        tokens_key=f"{use}_max_token_len_per_gpu",
-        rows_key=f"{use}_micro_batch_size_per_gpu",
+        tokens_key=f"{section}.{use}_max_token_len_per_gpu",
+        rows_key=f"{section}.{use}_micro_batch_size_per_gpu",
         micro_batch=micro_batch_of(settings),
         rows=prompts * batch.samples,
         longest=batch.longest,
