@@ -1,6 +1,7 @@
 """The policy update."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.choices import (
@@ -11,7 +12,7 @@ from verl.config.choices import (
 )
 from verl.config.fsdp import FSDPConfig
 from verl.config.optim import OptimConfig
-from verl.config.setting import setting
+from verl.config.setting import alias, setting
 
 ALWAYS_CHUNKED = "entropy is always computed in recomputed chunks"
 
@@ -82,9 +83,7 @@ class ActorConfig:
     ppo_mini_batch_size: int | None = setting(
         None, "prompts an optimizer step; null: the whole batch", above=0
     )
-    ppo_micro_batch_size: int | None = setting(
-        None, "old name", alias_of="actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
-    )
+    ppo_micro_batch_size: Any = alias("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
     ppo_micro_batch_size_per_gpu: int | None = setting(
         None,
         "responses a forward-backward pass; null: as many as fit ppo_max_token_len_per_gpu",

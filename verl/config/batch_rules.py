@@ -13,16 +13,6 @@ from verl.config.placement import SHARDED, inactive_sections, ranks_of_roles, tr
 from verl.config.train import TrainConfig
 from verl.utils.arithmetic import ceil_div
 
-# Keys that say how many tokens one pass may take; `_micro_batches` goes through them in this order.
-TOKEN_BUDGETS = (
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-    "critic.ppo_max_token_len_per_gpu",
-    "critic.forward_max_token_len_per_gpu",
-    "distillation.log_prob_max_token_len_per_gpu",
-)
-
 
 def batch_divides_into_mini_batches(config: TrainConfig) -> Iterator[str]:
     batch = config.data.train_batch_size
@@ -129,21 +119,23 @@ def sequences_fit(config: TrainConfig) -> Iterator[str]:
 
 
 def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch, int]]:
-    """Yield (key, size, ranks that share a micro-batch) in the order of TOKEN_BUDGETS."""
+    """Yield (key that limits the tokens of a pass, its size, ranks that share a micro-batch)."""
     roles = config.actor_rollout_ref
-    chosen = (
-        update_micro_batch(roles.actor),
-        log_prob_micro_batch(roles.ref),
-        log_prob_micro_batch(roles.rollout),
-        update_micro_batch(config.critic),
-        value_micro_batch(config.critic),
-        log_prob_micro_batch(config.distillation),
-    )
-    actor = roles.actor.ulysses_sequence_parallel_size
-    ref = roles.ref.ulysses_sequence_parallel_size
-    critic = config.critic.ulysses_sequence_parallel_size
-    teacher = config.distillation.ulysses_sequence_parallel_size
-    yield from zip(TOKEN_BUDGETS, chosen, (actor, ref, actor, critic, critic, teacher))
+    for section, use, micro_batch, sharing in (
+        ("actor_rollout_ref.actor", "ppo", update_micro_batch(roles.actor), roles.actor),
+        ("actor_rollout_ref.ref", "log_prob", log_prob_micro_batch(roles.ref), roles.ref),
+        ("actor_rollout_ref.rollout", "log_prob", log_prob_micro_batch(roles.rollout), roles.actor),
+        ("critic", "ppo", update_micro_batch(config.critic), config.critic),
+        ("critic", "forward", value_micro_batch(config.critic), config.critic),
+        (
+            "distillation",
+            "log_prob",
+            log_prob_micro_batch(config.distillation),
+            config.distillation,
+        ),
+    ):
+        key = f"{section}.{use}_max_token_len_per_gpu"
+        yield key, micro_batch, sharing.ulysses_sequence_parallel_size
 
 
 def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:

@@ -9,7 +9,7 @@ from verl.config.fsdp import FSDPConfig
 from verl.config.model import TrainedModelConfig
 from verl.config.optim import OptimConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.setting import setting
+from verl.config.setting import alias, setting
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,17 +86,13 @@ class CriticConfig:
         above=0,
         follows="actor_rollout_ref.actor.ppo_mini_batch_size",
     )
-    ppo_micro_batch_size: int | None = setting(
-        None, "old name", alias_of="critic.ppo_micro_batch_size_per_gpu"
-    )
+    ppo_micro_batch_size: Any = alias("critic.ppo_micro_batch_size_per_gpu")
     ppo_micro_batch_size_per_gpu: int | None = setting(
         None,
         "responses a forward-backward pass; null: as many as fit ppo_max_token_len_per_gpu",
         above=0,
     )
-    forward_micro_batch_size: int | None = setting(
-        None, "old name", alias_of="critic.forward_micro_batch_size_per_gpu"
-    )
+    forward_micro_batch_size: Any = alias("critic.forward_micro_batch_size_per_gpu")
     forward_micro_batch_size_per_gpu: int | None = setting(
         None, "responses a forward pass", above=0, follows=".ppo_micro_batch_size_per_gpu"
     )

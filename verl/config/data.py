@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.setting import setting
+from verl.config.setting import alias, setting
 
 _IN_MEMORY = "the latest prepared images always stay in memory"
 
@@ -138,8 +138,8 @@ class DataConfig(TrainingDataConfig):
     filter_overlong_prompts_workers: int = setting(
         1, "processes that measure prompts", no_effect="lengths are measured once and cached"
     )
-    custom_chat_template: str | None = setting(
-        None, "Jinja chat template", alias_of="actor_rollout_ref.model.custom_chat_template"
+    custom_chat_template: Any = alias(
+        "actor_rollout_ref.model.custom_chat_template", "Jinja chat template"
     )
     tool_config_path: str | None = setting(
         None,

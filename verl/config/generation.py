@@ -11,7 +11,7 @@ from verl.config.model import LoadedModelConfig, ModelConfig
 from verl.config.rollout import DrawConfig
 from verl.config.rule_table import Rows, table
 from verl.config.rules import is_greedy
-from verl.config.setting import as_in, setting
+from verl.config.setting import alias, as_in, setting
 from verl.config.shared_keys import SharedKeys
 from verl.config.trainer import MachinesConfig, RayInitConfig
 
@@ -42,9 +42,7 @@ class GenerationDataConfig(PromptsConfig):
     max_prompt_length: int = as_in(DataConfig, "max_prompt_length")
     max_response_length: int = as_in(DataConfig, "max_response_length")
     filter_overlong_prompts: bool = as_in(DataConfig, "filter_overlong_prompts")
-    custom_chat_template: str | None = setting(
-        None, "Jinja chat template", alias_of="model.custom_chat_template"
-    )
+    custom_chat_template: Any = alias("model.custom_chat_template", "Jinja chat template")
 
 
 @dataclass(kw_only=True, slots=True)

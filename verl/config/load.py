@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -132,28 +133,32 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
         sys.exit(0)
 
     on_line = {override.partition("=")[0].lstrip("+") for override in command.overrides}
+    with silenced() if command.show else nullcontext():  # that output is a YAML file to be kept
+        config = _build(compose_files(command, root), root, on_line)
     if command.show:
-        with silenced():  # the output is a YAML file to be kept
-            config = _build(compose_files(command, root), root, on_line)
-        values = flatten(config_to_show(config), about.schema)
-        keys = keys_of(about.schema)
-        # Without second names, which a change of the first would contradict.
-        shown = nest(
-            {path: value for path, value in values.items() if keys[path].setting.alias_of is None}
-        )
-        text = OmegaConf.to_yaml(OmegaConf.create(shown))
-        print(text, end="")
-        if MASK in text:
-            print(
-                f"Secrets are shown as {MASK}. Before you use this as a configuration, put them "
-                "in, best as ${oc.env:NAME}.",
-                file=sys.stderr,
-            )
+        _show(config)
         sys.exit(0)
 
-    config = _build(compose_files(command, root), root, on_line)
     validate(config, (*about.rules, *about.rules_of_files), about.doubts, only_to_plan=only_to_plan)
     return config
+
+
+def _show(config: Any) -> None:
+    """Print the configuration as YAML, without second names, which a change would contradict."""
+    schema = type(config)
+    shown = flatten(config_to_show(config), schema)
+    for path, key in keys_of(schema).items():
+        if key.main is not None:
+            shown.pop(path, None)
+
+    text = OmegaConf.to_yaml(OmegaConf.create(nest(shown)))
+    print(text, end="")
+    if MASK in text:
+        print(
+            f"Secrets are shown as {MASK}. Before you use this as a configuration, put them in, "
+            "best as ${oc.env:NAME}.",
+            file=sys.stderr,
+        )
 
 
 def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer") -> Any:
@@ -202,18 +207,11 @@ def given_values(
     # keywords, or mistakes
     others = {name: plain.pop(name) for name in [*plain] if name not in sections}
     defaults = flatten(sections, schema)
-    changed = flatten(plain, schema).items()
-
-    return (
-        nest(
-            {
-                path: value
-                for path, value in changed
-                if path not in defaults or value != defaults[path]
-            }
-        )
-        | others
-    )
+    changed = {}
+    for path, value in flatten(plain, schema).items():
+        if path not in defaults or value != defaults[path]:
+            changed[path] = value
+    return nest(changed) | others
 
 
 def config_to_show(config: Any) -> dict[str, Any]:
@@ -362,6 +360,8 @@ def _resolution_message(tree: DictConfig, schema: type) -> str:
     """Name the key that cannot be resolved, and the reason."""
     written = flatten(plain_values(tree), schema)
     for key in keys_of(schema).values():
+        if key.main is not None:
+            continue
         try:
             value = OmegaConf.select(tree, key.path)
             if OmegaConf.is_config(value):

@@ -1,9 +1,10 @@
 """Optimizer and learning-rate schedule, shared by actor and critic."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.choices import OPTIMIZERS
-from verl.config.setting import setting
+from verl.config.setting import alias, setting
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,6 +50,6 @@ class OptimConfig:
     warmup_style: str = setting(
         "constant", "schedule after the warm-up", choices=("constant", "cosine")
     )
-    lr_scheduler_type: str | None = setting(None, "later name in verl", alias_of=".warmup_style")
+    lr_scheduler_type: Any = alias(".warmup_style", "later name in verl")
     betas: list[float] = setting([0.9, 0.999], "AdamW's decay rates of the first and second moment")
     eps: float = setting(1e-8, "AdamW's epsilon", above=0, finite=True)

@@ -153,13 +153,10 @@ def trained_sections(config: TrainConfig) -> list[str]:
 
 def inactive_sections(config: TrainConfig) -> tuple[str, ...]:
     """Return sections that nothing reads in this run; their values contradict nothing."""
-    sections = []
-    if not config.needs_critic:
-        sections.append("critic.")
-    if not config.needs_reference:
-        sections.append("actor_rollout_ref.ref.")
-    if not config.reward_model.enable:
-        sections.append("reward_model.model.")
-    if not config.distillation.enabled:
-        sections.append("distillation.")
-    return tuple(sections)
+    is_read = {
+        "critic.": config.needs_critic,
+        "actor_rollout_ref.ref.": config.needs_reference,
+        "reward_model.model.": config.reward_model.enable,
+        "distillation.": config.distillation.enabled,
+    }
+    return tuple(section for section in is_read if not is_read[section])

@@ -1,11 +1,12 @@
 """The frozen reference policy."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl.config.actor import ALWAYS_CHUNKED
 from verl.config.choices import STRATEGIES
 from verl.config.fsdp import FSDPConfig
-from verl.config.setting import setting
+from verl.config.setting import alias, setting
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,8 +51,8 @@ class RefConfig(FrozenPassConfig):
         choices=STRATEGIES,
         follows="actor_rollout_ref.actor.strategy",
     )
-    log_prob_micro_batch_size: int | None = setting(
-        None, "old name", alias_of="actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
+    log_prob_micro_batch_size: Any = alias(
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
     )
     entropy_from_logits_with_chunking: bool = setting(
         False, "entropy in chunks", no_effect=ALWAYS_CHUNKED, also=(True,)

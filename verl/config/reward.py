@@ -6,7 +6,7 @@ from typing import Any
 from verl.config.choices import STRATEGIES
 from verl.config.fsdp import FSDPConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.setting import setting
+from verl.config.setting import alias, setting
 
 
 @dataclass(kw_only=True, slots=True)
@@ -169,9 +169,7 @@ class RewardModelConfig(RewardFunctionConfig):
     )
     strategy: str = setting("fsdp", "how weights are sharded", choices=STRATEGIES)
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
-    micro_batch_size: int | None = setting(
-        None, "old name", alias_of="reward_model.micro_batch_size_per_gpu"
-    )
+    micro_batch_size: Any = alias("reward_model.micro_batch_size_per_gpu")
     micro_batch_size_per_gpu: int | None = setting(
         None,
         "responses a forward pass; null: as many as fit forward_max_token_len_per_gpu",

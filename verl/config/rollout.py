@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.multi_turn import AgentConfig, MultiTurnConfig
-from verl.config.setting import setting
+from verl.config.setting import alias, setting
 
 _OWN_MEMORY = "vllm and sglang are servers here, which manage their own memory"
 _ONE_COPY = "the engine takes its weights straight from the trainer's module"
@@ -159,7 +159,7 @@ class DrawConfig(EngineConfig):
     ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
     prompt_length: int = setting(512, "P", alias_of="data.max_prompt_length")
     response_length: int = setting(512, "R", alias_of="data.max_response_length")
-    max_new_tokens: int | None = setting(None, "R", alias_of="data.max_response_length")
+    max_new_tokens: Any = alias("data.max_response_length", "R")
     max_model_len: int | None = setting(None, "longest sequence; null: prompt + response", above=0)
     max_num_seqs: int = setting(1024, "sequences generated at once", above=0)
     enable_chunked_prefill: bool = setting(
@@ -170,9 +170,7 @@ class DrawConfig(EngineConfig):
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig(DrawConfig):
-    sglang_endpoint: Any = setting(
-        None, "old name", alias_of="actor_rollout_ref.rollout.server_urls"
-    )
+    sglang_endpoint: Any = alias("actor_rollout_ref.rollout.server_urls")
     in_process: bool = setting(
         False,
         "vllm: one engine for each rank, on its device and in the run's own environment, in place "
@@ -235,8 +233,8 @@ class RolloutConfig(DrawConfig):
         "that the run starts",
         choices=("adapter", "merged"),
     )
-    log_prob_micro_batch_size: int | None = setting(
-        None, "old name", alias_of="actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+    log_prob_micro_batch_size: Any = alias(
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
     )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None,

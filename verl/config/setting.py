@@ -52,6 +52,11 @@ def setting(default: Any, help: str, **details: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def alias(of: str, help: str = "old name") -> Any:
+    """Declare another name of the key `of` (".x": in the same section)."""
+    return setting(None, help, alias_of=of)
+
+
 def as_in(section: type, name: str) -> Any:
     """Declare a field as the key `name` of another section is declared."""
     original = next(each for each in fields(section) if each.name == name)

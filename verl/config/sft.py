@@ -13,7 +13,7 @@ from verl.config.data import TrainingDataConfig
 from verl.config.fsdp import FSDPConfig
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
-from verl.config.setting import as_in, setting
+from verl.config.setting import alias, as_in, setting
 from verl.config.sft_engine import SFTCheckpointConfig, SFTEngineConfig
 from verl.config.shared_keys import SharedKeys
 from verl.config.trainer import RayInitConfig, RunConfig, TrainerConfig
@@ -56,9 +56,7 @@ class SFTDataConfig(TrainingDataConfig):
     val_batch_size: int | None = setting(
         None, "rows a validation batch; null: train_batch_size", above=0
     )
-    micro_batch_size: int | None = setting(
-        None, "old name", alias_of="data.micro_batch_size_per_gpu"
-    )
+    micro_batch_size: Any = alias("data.micro_batch_size_per_gpu")
     micro_batch_size_per_gpu: int | None = setting(
         None, "rows a forward-backward pass; null: as many as fit max_token_len_per_gpu", above=0
     )
@@ -71,15 +69,12 @@ class SFTDataConfig(TrainingDataConfig):
     )
     response_dict_keys: list[str] | None = setting(None, "the same for the response column")
     multiturn: SFTMultiTurnConfig = field(default_factory=SFTMultiTurnConfig)
-    messages_key: str | None = setting(
-        None,
+    messages_key: Any = alias(
+        "data.multiturn.messages_key",
         "later name in verl; without prompt_key and response_key it turns multiturn.enable on",
-        alias_of="data.multiturn.messages_key",
     )
-    tools_key: str | None = setting(None, "later name in verl", alias_of="data.multiturn.tools_key")
-    enable_thinking_key: str | None = setting(
-        None, "later name in verl", alias_of="data.multiturn.enable_thinking_key"
-    )
+    tools_key: Any = alias("data.multiturn.tools_key", "later name in verl")
+    enable_thinking_key: Any = alias("data.multiturn.enable_thinking_key", "later name in verl")
     max_length: int = setting(
         1024, "longest row, in tokens: prompt and answer, or the whole conversation", above=0
     )
@@ -88,9 +83,7 @@ class SFTDataConfig(TrainingDataConfig):
         "treatment of a longer row; left and right name the side cut off",
         choices=("error", "left", "right"),
     )
-    chat_template: str | None = setting(
-        None, "Jinja chat template", alias_of="model.custom_chat_template"
-    )
+    chat_template: Any = alias("model.custom_chat_template", "Jinja chat template")
     val_max_samples: int = setting(
         -1, "validate on so many rows, the first ones; -1: all", at_least=-1
     )
@@ -115,9 +108,7 @@ class SFTDataConfig(TrainingDataConfig):
 @dataclass(kw_only=True, slots=True)
 class SFTFSDPConfig(FSDPConfig):
     model_dtype: str = setting("fp32", "dtype of the parameters", no_effect="model.dtype says it")
-    cpu_offload: bool | None = setting(
-        None, "FSDP1's name", alias_of="model.fsdp_config.offload_policy"
-    )
+    cpu_offload: Any = alias("model.fsdp_config.offload_policy", "FSDP1's name")
     offload_params: bool = setting(
         False, "part of cpu_offload", no_effect="cpu_offload moves parameters too", also=(True,)
     )
@@ -139,10 +130,8 @@ class SFTModelConfig(ModelConfig):
 
 @dataclass(kw_only=True, slots=True)
 class SFTOptimConfig(OptimConfig):
-    warmup_steps_ratio: float | None = setting(
-        None, "verl's name", alias_of="optim.lr_warmup_steps_ratio"
-    )
-    lr_scheduler: str | None = setting(None, "verl's name", alias_of="optim.warmup_style")
+    warmup_steps_ratio: Any = alias("optim.lr_warmup_steps_ratio", "verl's name")
+    lr_scheduler: Any = alias("optim.warmup_style", "verl's name")
     optimizer_impl: str = setting(
         "torch.optim",
         "package of the optimizer",

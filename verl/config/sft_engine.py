@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.fsdp import WrapPolicyConfig
-from verl.config.setting import setting
+from verl.config.setting import alias, setting
 
 _LATER = "later name in verl"
 _NO_ENTROPY = "fine-tuning computes no entropy"
@@ -14,26 +14,18 @@ _NO_ENTROPY = "fine-tuning computes no entropy"
 
 @dataclass(kw_only=True, slots=True)
 class SFTEngineConfig:
-    strategy: str | None = setting(None, _LATER, alias_of="model.strategy")
-    param_offload: bool | None = setting(None, _LATER, alias_of="model.fsdp_config.param_offload")
-    optimizer_offload: bool | None = setting(
-        None, _LATER, alias_of="model.fsdp_config.optimizer_offload"
-    )
-    offload_policy: bool | None = setting(None, _LATER, alias_of="model.fsdp_config.offload_policy")
-    reshard_after_forward: bool | None = setting(
-        None, _LATER, alias_of="model.fsdp_config.reshard_after_forward"
-    )
-    fsdp_size: int | None = setting(None, _LATER, alias_of="model.fsdp_config.fsdp_size")
-    forward_prefetch: bool | None = setting(
-        None, _LATER, alias_of="model.fsdp_config.forward_prefetch"
-    )
+    strategy: Any = alias("model.strategy", _LATER)
+    param_offload: Any = alias("model.fsdp_config.param_offload", _LATER)
+    optimizer_offload: Any = alias("model.fsdp_config.optimizer_offload", _LATER)
+    offload_policy: Any = alias("model.fsdp_config.offload_policy", _LATER)
+    reshard_after_forward: Any = alias("model.fsdp_config.reshard_after_forward", _LATER)
+    fsdp_size: Any = alias("model.fsdp_config.fsdp_size", _LATER)
+    forward_prefetch: Any = alias("model.fsdp_config.forward_prefetch", _LATER)
     wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
-    dtype: str | None = setting(None, _LATER, alias_of="model.fsdp_config.compute_dtype")
-    model_dtype: str | None = setting(None, _LATER, alias_of="model.fsdp_config.model_dtype")
-    ulysses_sequence_parallel_size: int | None = setting(
-        None, _LATER, alias_of="ulysses_sequence_parallel_size"
-    )
-    use_torch_compile: bool | None = setting(None, _LATER, alias_of="model.use_torch_compile")
+    dtype: Any = alias("model.fsdp_config.compute_dtype", _LATER)
+    model_dtype: Any = alias("model.fsdp_config.model_dtype", _LATER)
+    ulysses_sequence_parallel_size: Any = alias("ulysses_sequence_parallel_size", _LATER)
+    use_torch_compile: Any = alias("model.use_torch_compile", _LATER)
     use_orig_params: bool = setting(
         False, "option of FSDP1", no_effect="FSDP2 always keeps them", also=(True,)
     )
@@ -50,12 +42,8 @@ class SFTEngineConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SFTCheckpointConfig:
-    save_contents: list[str] | None = setting(
-        None, _LATER, alias_of="trainer.checkpoint.save_contents"
-    )
-    load_contents: list[str] | None = setting(
-        None, _LATER, alias_of="trainer.checkpoint.load_contents"
-    )
+    save_contents: Any = alias("trainer.checkpoint.save_contents", _LATER)
+    load_contents: Any = alias("trainer.checkpoint.load_contents", _LATER)
 
 
 def with_conversations(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.setting import setting
+from verl.config.setting import alias, setting
 
 _NO_PROFILER = "no profiler is started; trainer.profile_steps writes timelines"
 
@@ -82,11 +82,11 @@ class RunConfig(MachinesConfig):
     total_epochs: int | None = setting(
         30, "epochs; not read where total_training_steps is given", above=0
     )
-    num_train_epochs: int | None = setting(None, "epochs", alias_of="trainer.total_epochs")
+    num_train_epochs: Any = alias("trainer.total_epochs", "epochs")
     total_training_steps: int | None = setting(
         None, "steps; null: total_epochs over the data", above=0
     )
-    max_steps: int | None = setting(None, "steps", alias_of="trainer.total_training_steps")
+    max_steps: Any = alias("trainer.total_training_steps", "steps")
     seed: int = setting(
         0,
         "seed of everything that is drawn: order of rows and sampling noise follow it",
