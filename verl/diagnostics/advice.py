@@ -1,13 +1,14 @@
 """The nearest configurations that fit: keys to change, each set of them planned again as proof."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, starmap
 from typing import Any
 
 from verl.config import TrainConfig
 from verl.config.keys import keys_of, value_at
+from verl.config.placement import SHARDED
 from verl.config.rules import RULES, Rule
 from verl.config.validate import contradictions
 from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
@@ -20,14 +21,8 @@ MOST_CHANGES = 3
 MOST_ADVICE = 3
 # Factors by which ranks are added, in whole hosts.
 MORE_RANKS = (2, 4, 8)
-# Sections of the roles that may need less memory.
+# Sections of the roles that are trained, and may need less memory.
 _MODELS = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
-_TRAINED = {"actor": "actor_rollout_ref.actor.fsdp_config", "critic": "critic.model.fsdp_config"}
-_FROZEN = {
-    "reference": "actor_rollout_ref.ref.fsdp_config",
-    "reward_model": "reward_model.model.fsdp_config",
-    "teacher": "distillation.fsdp_config",
-}
 
 Change = tuple[tuple[str, object], ...]  # keys with values that go together
 
@@ -136,9 +131,13 @@ def moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     """Yield single changes that save memory, the cheapest first."""
     roles = config.actor_rollout_ref
     rollout = "actor_rollout_ref.rollout"
-    models = _of_planned(_MODELS, plan)
-    trained = _of_planned(_TRAINED, plan)
-    frozen = _of_planned(_FROZEN, plan)
+    models = [model for role, model in _MODELS.items() if role in plan.roles]
+    trained = []
+    frozen = []
+    for role, section in SHARDED.items():
+        if role in plan.roles:
+            sections = trained if role in _MODELS else frozen
+            sections.append(f"{section}.fsdp_config")
 
     switches = [f"{rollout}.free_cache_engine"]
     for model in models:
@@ -188,11 +187,6 @@ def moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     for section in trained:
         if not value_at(config, f"{section}.offload_policy"):
             yield ((f"{section}.offload_policy", True),)
-
-
-def _of_planned(sections: Mapping[str, str], plan: MemoryPlan) -> list[str]:
-    """Return the sections of the roles that the plan has."""
-    return [section for role, section in sections.items() if role in plan.roles]
 
 
 def _smaller_passes(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:

@@ -33,15 +33,8 @@ _REPORTED_AS = {
 }
 
 
-@dataclass(frozen=True)
-class _Running:
-    """The run in this process, and the bytes of the process before it loaded a model."""
-
-    config: TrainConfig
-    host_before: int
-
-
-_running: list[_Running] = []
+# The run in this process, if any, and the bytes of the process before it loaded a model.
+_running: list[tuple[TrainConfig, int]] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +63,7 @@ def watch(config: TrainConfig) -> None:
     Call it before the models load: a plan counts no libraries, so measured memory of the host
     counts from here.
     """
-    _running[:] = [_Running(config, psutil.Process().memory_info().rss)]
+    _running[:] = [(config, psutil.Process().memory_info().rss)]
 
 
 def profile_memory(config: Any = None, *, device_gib: float | str | None = None) -> MemoryProfile:
@@ -95,8 +88,8 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
                 "and none is running. "
                 'Give it a configuration: profile_memory({"data.dataset_name": "toy"}).'
             )
-        config = _running[0].config
-        measured = measured_phases(_running[0].host_before)
+        config, host_before = _running[0]
+        measured = measured_phases(host_before)
     elif isinstance(config, SFTConfig):
         return _profile_fine_tuning(config, device_gib)
     elif not isinstance(config, TrainConfig):

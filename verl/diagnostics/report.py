@@ -7,6 +7,7 @@ from dataclasses import asdict
 from verl.diagnostics.advice import Advice
 from verl.diagnostics.memory_plan import MemoryPlan, PhasePlan
 from verl.utils.peaks import Peak
+from verl.utils.text_table import aligned
 from verl.utils.units import GIB
 
 _BAR = 40  # characters of a full device
@@ -157,14 +158,7 @@ def _table(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
             row[3:3] = _measured(phase, measured.get(phase.name), plan.placement.on_cuda)
         rows.append(row)
 
-    columns = []
-    for cells in zip(*rows):
-        name = cells[0]
-        is_numeric = "GiB" in name or name in ("error", "tokens a pass")
-        align = str.rjust if is_numeric else str.ljust
-        width = max(map(len, cells))
-        columns.append([align(cell, width) for cell in cells])
-    return ["  ".join(cells).rstrip() for cells in zip(*columns)]
+    return aligned(rows, right=("device GiB", "host GiB", "measured GiB", "error", "tokens a pass"))
 
 
 def _note(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:

@@ -23,6 +23,7 @@ from verl.rewards.text_tokenizer import TextTokenizer
 from verl.trainer.scored import vote
 from verl.utils.errors import ConfigError, DataError, RewardError
 from verl.utils.logging import logger
+from verl.utils.text_table import aligned
 from verl.utils.whole_file import whole_file
 
 RESPONSES_A_CALL = 2048
@@ -323,14 +324,8 @@ def table(report: dict[str, Any]) -> str:
                 bounds = f"[{entry['low']:.4f}, {entry['high']:.4f}]"
                 lines.append((source, name, value, bounds, str(entry["prompts"])))
 
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    rows: list[str] = []
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths)]
-        rows.append("  ".join(cells).rstrip())
-
     note = f"Intervals: {report['intervals']['method']}."
     failures = [f"{count} {name}" for name, count in report["failures"].items() if count]
     if failures:
         note += f" Rewards: {', '.join(failures)}."
-    return "\n".join([*rows, note])
+    return "\n".join([*aligned(lines), note])
