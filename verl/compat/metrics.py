@@ -162,21 +162,19 @@ def process_validation_metrics(
     /std for k = 2, 4, ..., n. With a `pred` to vote by, there is also maj@k. Text variables have no
     metrics.
     """
-    grouped: dict[str, dict[str, dict[str, list[Any]]]] = {}
-    for row, (source, prompt) in enumerate(zip(data_sources, sample_inputs)):
-        infos = grouped.setdefault(source, {}).setdefault(prompt, defaultdict(list))
-        for name, values in infos_dict.items():
-            infos[name].append(values[row])
+    rows_of_prompt: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for row, prompt in enumerate(zip(data_sources, sample_inputs)):
+        rows_of_prompt[prompt].append(row)
 
     collected: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for source, prompts in grouped.items():
-        for infos in prompts.values():
-            for name, values in infos.items():
-                if isinstance(values[0], str):
-                    continue
-                found = _metrics_of_prompt(values, infos.get("pred"), seed)
-                for metric, value in found.items():
-                    collected[source, name, metric].append(value)
+    for (source, _), rows in rows_of_prompt.items():
+        infos = {name: [values[row] for row in rows] for name, values in infos_dict.items()}
+        for name, values in infos.items():
+            if isinstance(values[0], str):
+                continue
+            found = _metrics_of_prompt(values, infos.get("pred"), seed)
+            for metric, value in found.items():
+                collected[source, name, metric].append(value)
 
     metrics: dict[str, dict[str, dict[str, float]]] = {}
     for (source, name, metric), values in collected.items():
@@ -206,9 +204,5 @@ def _metrics_of_prompt(values: list[Any], answers: list[Any] | None, seed: int) 
 
 def _subset_sizes(n: int) -> list[int]:
     """Return 2, 4, 8, ... below n, and n."""
-    sizes = []
-    size = 2
-    while size < n:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, n]
+    powers = [1 << exponent for exponent in range(1, (n - 1).bit_length())]
+    return [*powers, n]

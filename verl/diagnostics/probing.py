@@ -9,32 +9,23 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE_S = 240.0
-# Packages with compiled parts that must match torch, Python or NumPy, with the modules to import.
-# Parts after the first are skipped if a version does not have them.
+# Packages with compiled parts that must match torch, Python or NumPy, whose module has their name.
+_NAMED_ALIKE = """
+numpy pyarrow safetensors tensordict transformers triton ray sglang sgl-kernel torchvision
+torchaudio torchao numba bitsandbytes causal-conv1d
+"""
+# All such packages, with the modules to import. Parts after the first are skipped if a version does
+# not have them.
 SUSPECTS: dict[str, tuple[str, ...]] = {
-    "numpy": ("numpy",),
-    "pyarrow": ("pyarrow",),
-    "safetensors": ("safetensors",),
-    "tensordict": ("tensordict",),
-    "transformers": ("transformers",),
-    "triton": ("triton",),
-    "ray": ("ray",),
+    **{name: (name.replace("-", "_"),) for name in _NAMED_ALIKE.split()},
     "vllm": ("vllm", "vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C"),
-    "sglang": ("sglang",),
-    "sgl-kernel": ("sgl_kernel",),
     "sglang-kernel": ("sgl_kernel",),
     "flash-attn": ("flash_attn", "flash_attn_2_cuda"),
     "flash-attn-4": ("flash_attn.cute",),
     "flashinfer-python": ("flashinfer",),
-    "torchvision": ("torchvision",),
-    "torchaudio": ("torchaudio",),
-    "torchao": ("torchao",),
-    "numba": ("numba",),
     "xformers": ("xformers.ops",),
-    "bitsandbytes": ("bitsandbytes",),
     "apex": ("apex", "amp_C"),
     "transformer-engine": ("transformer_engine.pytorch",),
-    "causal-conv1d": ("causal_conv1d",),
     "mamba-ssm": ("selective_scan_cuda",),
 }
 

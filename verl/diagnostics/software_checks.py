@@ -39,7 +39,7 @@ _ABI = re.compile(
     r"compiled using NumPy 1|module compiled against|killed by SIG|symbol not found",
     re.IGNORECASE,
 )
-_TORCH = "'torch>=2.11'"
+_REINSTALL = "pip install --force-reinstall 'torch>=2.11'"
 
 
 def python_version(world: World) -> Iterator[Finding]:
@@ -109,7 +109,7 @@ def torch_import(world: World) -> Iterator[Finding]:
             yield Finding("torch import", "ok", f"torch {probed.torch.version}")
         return
 
-    fix = f"pip install --force-reinstall {_TORCH}"
+    fix = _REINSTALL
     libraries = world.environment.get("LD_LIBRARY_PATH", "")
     if re.search(r"cuda|nvidia|cudnn|nccl", libraries):
         fix = "unset LD_LIBRARY_PATH  # its libraries come before those that torch brings"
@@ -123,7 +123,7 @@ def probe_ended(world: World) -> Iterator[Finding]:
 
     step, how = world.probed.died_at
     fixes = {
-        "torch_error": f"pip install --force-reinstall {_TORCH}",
+        "torch_error": _REINSTALL,
         "nccl_error": "NCCL_DEBUG=INFO NCCL_P2P_DISABLE=1 verl doctor  # does peer access hang?",
     }
     fix = fixes.get(step, "nvidia-smi  # if it hangs too: restart the driver or the machine")
@@ -178,7 +178,7 @@ def _install_for(driver_major: int) -> str:
 
 def _install_from(index: str) -> str:
     wheels = f"https://download.pytorch.org/whl/{index}"
-    return f"pip install --force-reinstall {_TORCH} --index-url {wheels}"
+    return f"{_REINSTALL} --index-url {wheels}"
 
 
 def gpus(world: World) -> Iterator[Finding]:
@@ -248,7 +248,7 @@ def cuda_libraries(world: World) -> Iterator[Finding]:
         return
 
     if probed.cudnn_error is not None:
-        fix = f"pip install --force-reinstall {_TORCH}"
+        fix = _REINSTALL
         if re.search("cudnn|cuda", world.environment.get("LD_LIBRARY_PATH", "")):
             fix = "unset LD_LIBRARY_PATH  # another cuDNN comes before the one that torch brings"
         yield Finding("cuDNN", "broken", probed.cudnn_error, fix)
@@ -286,8 +286,7 @@ def attention(world: World) -> Iterator[Finding]:
         evidence += "; flash-attn-4 is there"
 
     if kernels.get("varlen") is not None:
-        fix = f"pip install --force-reinstall {_TORCH}"
-        fix += "  # training needs varlen; the card must be Ampere or newer"
+        fix = f"{_REINSTALL}  # training needs varlen; the card must be Ampere or newer"
         yield Finding("attention", "broken", evidence, fix)
     else:
         yield Finding("attention", "ok", evidence)
@@ -381,7 +380,7 @@ def conda_and_pip(world: World) -> Iterator[Finding]:
         evidence = f"torch {version} from conda, and wheels from pip that bring or expect another: "
         evidence += ", ".join(wheels)
         remove = f"conda remove -y --force {of_conda or 'pytorch'}"
-        fix = f"{remove} && pip install --force-reinstall {_TORCH}"
+        fix = f"{remove} && {_REINSTALL}"
         yield Finding("conda and pip", "broken", evidence, fix)
 
 
