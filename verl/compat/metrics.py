@@ -10,12 +10,14 @@ import torch
 
 from verl.protocol import DataProto
 
+Metrics = dict[str, Any]
+
 # Phases whose seconds are divided by response tokens; others are divided by all tokens.
 _RESPONSE_PHASES = ("gen",)
 _ALL_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor")
 
 
-def reduce_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+def reduce_metrics(metrics: Metrics) -> Metrics:
     """Reduce the list under each key to one number, in place.
 
     A key with "max" or "min" in its name gets the largest or smallest entry, any other the mean.
@@ -42,7 +44,7 @@ def _compute_response_info(batch: DataProto) -> dict[str, torch.Tensor]:
     }
 
 
-def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, Any]:
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> Metrics:
     """Return mean, max and min of scores, rewards, advantages, returns, values and lengths."""
     columns = batch.batch
     info = _compute_response_info(batch)
@@ -85,7 +87,7 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     }
 
 
-def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, Any]:
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> Metrics:
     """Return the seconds of each phase, and milliseconds per token of phases that use tokens."""
     info = _compute_response_info(batch)
     num_response_tokens = torch.sum(info["response_length"]).item()
@@ -103,7 +105,7 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 
 def compute_throughout_metrics(
     batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
-) -> dict[str, Any]:
+) -> Metrics:
     """Return the tokens of the batch, the seconds of the step, and tokens per second and device.
 
     The tokens are those of `meta_info["global_token_num"]`.
@@ -168,7 +170,10 @@ def process_validation_metrics(
 
     collected: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for (source, _), rows in rows_of_prompt.items():
-        infos = {name: [values[row] for row in rows] for name, values in infos_dict.items()}
+        infos = {}
+        for name, values in infos_dict.items():
+            infos[name] = [values[row] for row in rows]
+
         for name, values in infos.items():
             if isinstance(values[0], str):
                 continue
@@ -185,7 +190,7 @@ def process_validation_metrics(
 
 def _metrics_of_prompt(values: list[Any], answers: list[Any] | None, seed: int) -> dict[str, float]:
     n = len(values)
-    metrics: dict[str, Any] = {f"mean@{n}": np.mean(values)}
+    metrics: Metrics = {f"mean@{n}": np.mean(values)}
     if n == 1:
         return metrics
 

@@ -1,6 +1,7 @@
 """`RayPPOTrainer` with the parameters of verl 0.5, as recipes call it."""
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from verl.compat.driver import (
@@ -45,7 +46,6 @@ OLD_NAMES = {
     "_validate": "validate",
     "kl_ctrl_in_reward": "kl_controller",
 }
-_NEW_FORM = "verl.trainer.PPOTrainer(config, tokenizer=..., reward_fn=..., train_dataset=...)"
 
 
 class RayPPOTrainer(PPOTrainer):
@@ -70,6 +70,10 @@ class RayPPOTrainer(PPOTrainer):
 
     async_rollout_mode = False
     hybrid_engine = True
+    # the roles that the run has
+    use_critic = property(attrgetter("config.needs_critic"))
+    use_reference_policy = property(attrgetter("config.needs_reference"))
+    use_rm = property(attrgetter("config.reward_model.enable"))
 
     def __init__(
         self,
@@ -87,11 +91,12 @@ class RayPPOTrainer(PPOTrainer):
         train_sampler: Any = None,
         device_name: str | None = None,
     ) -> None:
-        _refuse(
-            "collate_fn",
-            collate_fn not in (None, columns_of),
-            "Return the same values from the dataset's __getitem__, which are collated for you",
-        )
+        if collate_fn not in (None, columns_of):
+            raise ConfigError(
+                "RayPPOTrainer(collate_fn=...) has no meaning here. Return the same values from "
+                "the dataset's __getitem__, which are collated for you: "
+                "verl.trainer.PPOTrainer(config, tokenizer=..., reward_fn=..., train_dataset=...)."
+            )
 
         self.worker_classes = _worker_classes(role_worker_mapping or {})
         super().__init__(
@@ -143,21 +148,6 @@ class RayPPOTrainer(PPOTrainer):
         """Whether the reference is the actor without its adapters."""
         return self.config.actor_rollout_ref.model.lora_rank > 0
 
-    @property
-    def use_critic(self) -> bool:
-        """Whether the run has a critic."""
-        return self.config.needs_critic
-
-    @property
-    def use_reference_policy(self) -> bool:
-        """Whether the run has a reference."""
-        return self.config.needs_reference
-
-    @property
-    def use_rm(self) -> bool:
-        """Whether the run has a reward model."""
-        return self.config.reward_model.enable
-
     def start_role(self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any) -> Any:
         """Start a role as TrainingRun does, with the class of `role_worker_mapping` if given."""
         chosen = self.worker_classes.get(role, worker_class)
@@ -200,11 +190,6 @@ def _alias(name: str) -> property:
 
 for _old, _new in OLD_NAMES.items():
     setattr(RayPPOTrainer, _old, _alias(_new))
-
-
-def _refuse(name: str, is_wrong: bool, way: str) -> None:
-    if is_wrong:
-        raise ConfigError(f"RayPPOTrainer({name}=...) has no meaning here. {way}: {_NEW_FORM}.")
 
 
 def _on_device(config: Any, device_name: str | None) -> Any:
