@@ -33,11 +33,7 @@ def _answer(argv: list[str]) -> int:
 
     if {"--help", "-h"} & set(rest):
         print(f"verl {command.words}: {command.summary}\n\n  {command.example}\n")
-    return _run(command, rest)
-
-
-def _run(command: Command, argv: list[str]) -> int:
-    return importlib.import_module(command.module).main([*command.first, *argv])
+    return importlib.import_module(command.module).main([*command.first, *rest])
 
 
 def _find(argv: list[str]) -> tuple[Command | None, list[str]]:

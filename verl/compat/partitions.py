@@ -6,11 +6,12 @@ from verl.single_controller.dealing import Parts, largest_differencing, merge_pa
 from verl.utils.arithmetic import ceil_div, round_up
 from verl.utils.errors import BatchError
 
+Lengths = Sequence[int]
 Partitions = list[list[int]]  # indices of the sequences in each part
 
 
 def get_seqlen_balanced_partitions(
-    seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
+    seqlen_list: Lengths, k_partitions: int, equal_size: bool
 ) -> Partitions:
     """Divide the indices into `k_partitions` ascending parts with nearly equal sums of lengths.
 
@@ -24,7 +25,7 @@ def get_seqlen_balanced_partitions(
     return karmarkar_karp(seqlen_list, k_partitions, equal_size)
 
 
-def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partitions:
+def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) -> Partitions:
     """Divide the indices by the largest differencing method (Karmarkar and Karp 1982)."""
     if not equal_size:
         positive = [max(length, 1) for length in seqlen_list]
@@ -42,7 +43,7 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
     return sorted(sorted(indices) for _, indices in merge_partitions(partitions, tie_step=-1))
 
 
-def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partitions:
+def greedy_partition(seqlen_list: Lengths, k_partitions: int, equal_size: bool) -> Partitions:
     """Assign each sequence, in order, to the part with the smallest sum."""
     if equal_size:
         _require_equal_size(seqlen_list, k_partitions)
@@ -57,7 +58,7 @@ def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: 
     return parts
 
 
-def _require_equal_size(seqlen_list: Sequence[int], k_partitions: int) -> None:
+def _require_equal_size(seqlen_list: Lengths, k_partitions: int) -> None:
     if len(seqlen_list) % k_partitions:
         raise BatchError(
             f"Parts of equal size need a number of sequences divisible by {k_partitions}, got "
@@ -66,7 +67,7 @@ def _require_equal_size(seqlen_list: Sequence[int], k_partitions: int) -> None:
 
 
 def log_seqlen_unbalance(
-    seqlen_list: Sequence[int], partitions: Partitions, prefix: str
+    seqlen_list: Lengths, partitions: Partitions, prefix: str
 ) -> dict[str, float]:
     """Return the smallest, largest and mean sum of lengths of a part.
 

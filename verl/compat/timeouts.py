@@ -10,11 +10,13 @@ from typing import Any
 
 from verl.utils.errors import describe_error, sendable
 
+Function = Callable[..., Any]
+
 # Time between asking a child to end and killing it.
 _END_S = 1.0
 
 
-def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[..., Any]:
+def timeout_limit(seconds: float, use_signals: bool = False) -> Function:
     """Decorate a function to raise TimeoutError if a call takes longer than `seconds`.
 
     Args:
@@ -23,7 +25,7 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[..., An
             must be picklable, and its changes of variables are lost.
     """
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Function) -> Function:
         run = _with_alarm if use_signals else _in_process
 
         @functools.wraps(function)
@@ -35,13 +37,13 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[..., An
     return decorate
 
 
-def _too_long(function: Callable[..., Any], seconds: float) -> TimeoutError:
+def _too_long(function: Function, seconds: float) -> TimeoutError:
     name = getattr(function, "__name__", repr(function))
     return TimeoutError(f"Function {name} timed out after {seconds} seconds.")
 
 
 def _with_alarm(
-    function: Callable[..., Any], seconds: float, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Function, seconds: float, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(
@@ -62,7 +64,7 @@ def _with_alarm(
 
 
 def _in_process(
-    function: Callable[..., Any], seconds: float, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Function, seconds: float, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     # Fork, so that the function need not be picklable: its name refers to the decorated one.
     context = multiprocessing.get_context("fork")
@@ -92,7 +94,7 @@ def _in_process(
 
 def _answer(
     writer: Connection,
-    function: Callable[..., Any],
+    function: Function,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:

@@ -1,10 +1,8 @@
 """Contradictions and doubts about agent loops, tools and environments."""
 
-from collections.abc import Iterator
-
 from verl.config.keys import value_at
 from verl.config.policies import SELF, PolicyConfig
-from verl.config.rule_table import Rows, table
+from verl.config.rule_table import Messages, Rows, table
 from verl.config.train import TrainConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -89,7 +87,7 @@ def scores_and_turns_fit(config: TrainConfig) -> Rows:
     )
 
 
-def policies_can_play(config: TrainConfig) -> Iterator[str]:
+def policies_can_play(config: TrainConfig) -> Messages:
     rollout = config.actor_rollout_ref.rollout
     policies = rollout.agent.policies
     if policies and not rollout.uses_agents:
@@ -118,7 +116,7 @@ def policies_can_play(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _policy_is_one_model(key: str, policy: PolicyConfig) -> Iterator[str]:
+def _policy_is_one_model(key: str, policy: PolicyConfig) -> Messages:
     places = [name for name in ("path", "url") if getattr(policy, name) is not None]
     if policy.trained and policy.url is not None:
         yield (
@@ -149,7 +147,7 @@ def _policy_is_one_model(key: str, policy: PolicyConfig) -> Iterator[str]:
         )
 
 
-def _copies_can_be_made(config: TrainConfig, key: str, freq: int | None) -> Iterator[str]:
+def _copies_can_be_made(config: TrainConfig, key: str, freq: int | None) -> Messages:
     needed = {
         "trainer.mode": "sync",
         f"{_ROLLOUT}.name": "embedded",
@@ -172,7 +170,7 @@ def _copies_can_be_made(config: TrainConfig, key: str, freq: int | None) -> Iter
         )
 
 
-def agent_doubts(config: TrainConfig) -> Iterator[str]:
+def agent_doubts(config: TrainConfig) -> Messages:
     """Yield settings of policies that nothing reads."""
     for role, policy in config.actor_rollout_ref.rollout.agent.policies.items():
         unread = _unread_by(policy)

@@ -1,11 +1,9 @@
 """Contradictions between the keys of the algorithm. See `rules`."""
 
-from collections.abc import Iterator
-
 from verl.config.choices import EXACT_DIVERGENCES, SEQUENCE_LOSSES
 from verl.config.keys import value_at
 from verl.config.placement import trained_sections
-from verl.config.rule_table import Rows, table
+from verl.config.rule_table import Messages, Rows, table
 from verl.config.train import TrainConfig
 
 COMPARES_RESPONSES = (
@@ -188,7 +186,7 @@ RULES = (
 )
 
 
-def algorithm_doubts(config: TrainConfig) -> Iterator[str]:
+def algorithm_doubts(config: TrainConfig) -> Messages:
     """Yield combinations of the algorithm's keys that run, but are rarely intended."""
     yield from _doubtful_losses(config)
     yield from _thresholds_that_leave_nothing(config)
@@ -262,7 +260,7 @@ def _thresholds_that_leave_nothing(config: TrainConfig) -> Rows:
     )
 
 
-def _steps_beyond_the_run(config: TrainConfig) -> Iterator[str]:
+def _steps_beyond_the_run(config: TrainConfig) -> Messages:
     """Yield keys that count on steps after the end of the run."""
     trainer = config.trainer
     last = config.trainer.total_training_steps

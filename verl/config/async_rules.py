@@ -1,12 +1,10 @@
 """Contradictions between the keys of asynchronous training, and its defaults. See `rules`."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from verl.config.algorithm import CORRECTION_PRESETS
 from verl.config.async_training import AsyncTrainingConfig
+from verl.config.keys import Values
 from verl.config.placement import rollout_is_apart
-from verl.config.rule_table import Rows, table
+from verl.config.rule_table import Messages, Rows, table
 from verl.config.train import TrainConfig
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
@@ -15,7 +13,7 @@ _CORRECTION = "algorithm.rollout_correction."
 _WEIGHTS = _CORRECTION + "rollout_is"
 
 
-def with_correction_forms(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_correction_forms(given: Values) -> Values:
     """Return `given` with a preset of the correction, and with bounds "low_high", in single keys.
 
     A weight threshold of two numbers is IcePop's: weights outside are 0.
@@ -43,7 +41,7 @@ def with_correction_forms(given: Mapping[str, Any]) -> dict[str, Any]:
     return written
 
 
-def with_batch_of_a_step(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_batch_of_a_step(given: Values) -> Values:
     """Return `given` with the batch for which scripts of verl's fully asynchronous program write 0.
 
     It is `require_batches` mini-batches, of which that program takes one by default.
@@ -71,7 +69,7 @@ def with_batch_of_a_step(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, batch: required * mini}
 
 
-def with_async_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_async_defaults(given: Values) -> Values:
     """Return `given` (flat, aliases renamed), with a correction where tokens may be stale.
 
     Without one the ratio would be against the current policy, 1 for every token, and hide that
@@ -86,6 +84,7 @@ def with_async_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         given.get("async_training.max_staleness"),
         given.get("async_training.on_stale", plain.on_stale),
     )
+
     chosen = [key for key in given if key.startswith(_CORRECTION)]
     if not is_stale or chosen:
         return dict(given)
@@ -105,7 +104,7 @@ def _may_be_stale(mode: str, threshold: float, most: int | None, on_stale: str) 
     return threshold != 0 and (most != 0 or on_stale != "wait")
 
 
-def schedule_is_possible(config: TrainConfig) -> Iterator[str]:
+def schedule_is_possible(config: TrainConfig) -> Messages:
     mode = config.trainer.mode
     which = ""
     if config.algorithm.adv_estimator == "remax":
@@ -190,7 +189,7 @@ def validation_can_run_ahead(config: TrainConfig) -> Rows:
     )
 
 
-def proximal_is_known(config: TrainConfig) -> Iterator[str]:
+def proximal_is_known(config: TrainConfig) -> Messages:
     correction = config.algorithm.rollout_correction
     if correction.proximal != "loglinear":
         return

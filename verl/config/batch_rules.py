@@ -10,11 +10,12 @@ from verl.config.micro_batch import (
     value_micro_batch,
 )
 from verl.config.placement import SHARDED, inactive_sections, ranks_of_roles, trained_sections
+from verl.config.rule_table import Messages
 from verl.config.train import TrainConfig
 from verl.utils.arithmetic import ceil_div
 
 
-def batch_divides_into_mini_batches(config: TrainConfig) -> Iterator[str]:
+def batch_divides_into_mini_batches(config: TrainConfig) -> Messages:
     batch = config.data.train_batch_size
     reported = set()  # one message for the actor and a critic that follows it
     for section in trained_sections(config):
@@ -50,7 +51,7 @@ def _nearest(numbers: Iterable[int], to: int) -> int:
     return min(numbers, key=lambda number: abs(number - to))
 
 
-def mini_batches_divide_over_ranks(config: TrainConfig) -> Iterator[str]:
+def mini_batches_divide_over_ranks(config: TrainConfig) -> Messages:
     """Check that every rank has as many rows of a mini-batch as the others.
 
     Under agents this depends on the loops that the data names, see `trainer.setup.check_agents`.
@@ -59,7 +60,7 @@ def mini_batches_divide_over_ranks(config: TrainConfig) -> Iterator[str]:
         yield from uneven_mini_batches(config)
 
 
-def uneven_mini_batches(config: TrainConfig) -> Iterator[str]:
+def uneven_mini_batches(config: TrainConfig) -> Messages:
     """Yield sizes of mini-batches that the ranks do not divide, where each sample is one row.
 
     The whole batch is padded, and so needs no check.
@@ -87,7 +88,7 @@ def uneven_mini_batches(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def sequences_fit(config: TrainConfig) -> Iterator[str]:
+def sequences_fit(config: TrainConfig) -> Messages:
     prompt = config.data.max_prompt_length
     response = config.data.max_response_length
     longest = prompt + response
@@ -121,6 +122,7 @@ def sequences_fit(config: TrainConfig) -> Iterator[str]:
 def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch, int]]:
     """Yield (key that limits the tokens of a pass, its size, ranks that share a micro-batch)."""
     roles = config.actor_rollout_ref
+
     for section, use, micro_batch, sharing in (
         ("actor_rollout_ref.actor", "ppo", update_micro_batch(roles.actor), roles.actor),
         ("actor_rollout_ref.ref", "log_prob", log_prob_micro_batch(roles.ref), roles.ref),
@@ -138,7 +140,7 @@ def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch, int]]
         yield key, micro_batch, sharing.ulysses_sequence_parallel_size
 
 
-def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
+def ranks_can_be_divided(config: TrainConfig) -> Messages:
     """Check that the size of each group of ranks divides the number of ranks of its role."""
     roles = config.actor_rollout_ref
     counts = {role: len(ranks) for role, ranks in ranks_of_roles(config).items()}

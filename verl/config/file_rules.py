@@ -1,11 +1,12 @@
 """Contradictions between the files that a job reads and writes."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from verl.config.rule_table import Messages
 
-def output_is_no_input(config: Any) -> Iterator[str]:
+
+def output_is_no_input(config: Any) -> Messages:
     """Compare `data.output_path` with the files of `data.path`, however they are written."""
     output = config.data.output_path
     if output is None:

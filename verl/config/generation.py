@@ -1,6 +1,5 @@
 """The configuration tree of `verl.trainer.main_generation`."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +8,7 @@ from verl.config.data import DataConfig, PromptsConfig
 from verl.config.file_rules import output_is_no_input
 from verl.config.model import LoadedModelConfig, ModelConfig
 from verl.config.rollout import DrawConfig
-from verl.config.rule_table import Rows, table
+from verl.config.rule_table import Messages, Rows, table
 from verl.config.rules import is_greedy
 from verl.config.setting import alias, as_in, setting
 from verl.config.shared_keys import SharedKeys
@@ -179,7 +178,7 @@ RULES = (
 )
 
 
-def doubtful(config: GenerationConfig) -> Iterator[str]:
+def doubtful(config: GenerationConfig) -> Messages:
     """Yield combinations that run, but are rarely intended."""
     rollout: Any = config.rollout
     if config.data.n_samples > 1 and is_greedy(rollout):

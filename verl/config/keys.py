@@ -15,6 +15,7 @@ from verl.utils.errors import ConfigError
 IGNORED_NAME = "_target_"
 # OmegaConf's mark of a value still to be given.
 _MISSING = "???"
+Values = Mapping[str, Any]  # of keys, by path or nested
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def is_changed(config: Any, key: Key, value: Any) -> bool:
     return not is_default and not is_inherited(config, key, value)
 
 
-def flatten(values: Mapping[str, Any], root: type) -> dict[str, Any]:
+def flatten(values: Values, root: type) -> dict[str, Any]:
     """Flatten nested values to {path: value}.
 
     Raises ConfigError with the names of all unknown keys.
@@ -119,7 +120,7 @@ def flatten(values: Mapping[str, Any], root: type) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     unknown: list[str] = []
 
-    def visit(node: Mapping[str, Any], prefix: str) -> None:
+    def visit(node: Values, prefix: str) -> None:
         for name, value in node.items():
             path = f"{prefix}{name}"
             if name == IGNORED_NAME or value == _MISSING:
@@ -153,7 +154,7 @@ def _leaves(value: Any, path: str) -> list[str]:
     return leaves
 
 
-def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+def nest(flat: Values) -> dict[str, Any]:
     """Undo `flatten`."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
@@ -166,7 +167,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rename_aliases(
-    given: Mapping[str, Any], keys: Mapping[str, Key], on_line: Container[str] = ()
+    given: Values, keys: Mapping[str, Key], on_line: Container[str] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Move the value of a key's other name to the key itself; the alias then follows it.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.absent_keys import absent_key
-from verl.config.keys import flatten, keys_of, nearest_keys, nest, owner_of, value_at
+from verl.config.keys import Values, flatten, keys_of, nearest_keys, nest, owner_of, value_at
 from verl.config.load import config_from_dict, given_values, merge_values, read_yaml
 from verl.config.placement import ranks_of_roles, trained_sections
 from verl.config.train import TrainConfig
@@ -51,7 +51,7 @@ _BATCHES = ("micro_batch_size", "gradient_accumulation_steps")
 OPTIONS = ("enable_hybrid_engine", "amp", *_BATCHES)
 
 
-def config_from_keywords(config: Any, keywords: Mapping[str, Any]) -> TrainConfig:
+def config_from_keywords(config: Any, keywords: Values) -> TrainConfig:
     """Return a new, checked configuration from keywords.
 
     It need not name data, which a program may give as objects.
@@ -66,7 +66,7 @@ def config_from_keywords(config: Any, keywords: Mapping[str, Any]) -> TrainConfi
     return with_options(config_from_dict(values), options)
 
 
-def with_options(config: TrainConfig, options: Mapping[str, Any]) -> TrainConfig:
+def with_options(config: TrainConfig, options: Values) -> TrainConfig:
     """Return a configuration with the `OPTIONS` that are not None.
 
     Returns `config` itself if all are None.
@@ -126,7 +126,7 @@ def _given(config: Any) -> dict[str, Any]:
     )
 
 
-def _as_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+def _as_keys(values: Values) -> dict[str, Any]:
     """Return {key of the tree: value}.
 
     Raises ConfigError for unknown keys and for two values of one key.
@@ -143,7 +143,7 @@ def _as_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+def _paths(values: Values) -> Iterator[tuple[str, str, Any]]:
     """Yield (keyword, path of a key or a section, value)."""
     known = keys_of(TrainConfig)
     tops = [section.name for section in fields(TrainConfig)]

@@ -25,7 +25,16 @@ from verl.config.async_rules import (
 )
 from verl.config.command_line import USAGE, CommandLine, parse_command_line
 from verl.config.compose import compose_files, plain_values
-from verl.config.keys import Key, flatten, keys_of, keys_of_entries, nest, owner_of, rename_aliases
+from verl.config.keys import (
+    Key,
+    Values,
+    flatten,
+    keys_of,
+    keys_of_entries,
+    nest,
+    owner_of,
+    rename_aliases,
+)
 from verl.config.policies import PolicyConfig
 from verl.config.rules import RULES, RULES_OF_FILES, Rule, doubtful
 from verl.config.sft_engine import with_conversations
@@ -48,10 +57,10 @@ class Root:
     rules: tuple[Rule, ...] = RULES
     rules_of_files: tuple[Rule, ...] = ()  # more of them, for those who cannot give data as objects
     doubts: Callable[[Any], Iterable[str]] = doubtful
-    with_defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    with_defaults: Callable[[Values], Values] = dict
 
 
-def _with_training_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def _with_training_defaults(given: Values) -> Values:
     """Return `given` with the defaults that depend on other keys."""
     given = with_correction_forms(with_toy_defaults(given))
     return with_async_defaults(with_batch_of_a_step(given))
@@ -161,7 +170,7 @@ def _show(config: Any) -> None:
         )
 
 
-def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer") -> Any:
+def config_from_dict(values: Values | DictConfig, *, root: str = "ppo_trainer") -> Any:
     """Return a checked configuration from nested values or a composed DictConfig.
 
     Any value may be left out. Data need not be named; a program may give it as objects.
@@ -171,7 +180,7 @@ def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo
     return config
 
 
-def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[str, Any]:
+def merge_values(*layers: Values, root: str = "ppo_trainer") -> dict[str, Any]:
     """Merge layers {key: value} into nested values; later layers win, by any name of a key."""
     schema = ROOTS[root].schema
     merged = dict[str, Any]()
@@ -191,9 +200,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return compose_files(command, "ppo_trainer")
 
 
-def given_values(
-    values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer"
-) -> dict[str, Any]:
+def given_values(values: Values | DictConfig, *, root: str = "ppo_trainer") -> dict[str, Any]:
     """Return plain values.
 
     From a DictConfig that a user's own Hydra program composed, keep only values that differ from
@@ -230,7 +237,7 @@ def config_to_dict(config: Any) -> dict[str, Any]:
 # ---- building ------------------------------------------------------------------------------------
 
 
-def _build(values: Mapping[str, Any], root: str, on_line: Container[str] = ()) -> Any:
+def _build(values: Values, root: str, on_line: Container[str] = ()) -> Any:
     """Resolve schema defaults, then those of the toy set, then `values`.
 
     Contradictions are not checked yet. A name of a key that is `on_line` overrules other names of
@@ -241,11 +248,15 @@ def _build(values: Mapping[str, Any], root: str, on_line: Container[str] = ()) -
     given, written_as = rename_aliases(flatten(values, root_class), keys, on_line)
     given = {path: value for path, value in given.items() if not _leaves_unset(keys[path], value)}
     given = ROOTS[root].with_defaults(given)
+
     tree = _schema(root).copy()
     for path, value in given.items():
         remember_environment(value)
         _assign(tree, keys[path], value, written_as.get(path, path))
-    config = _resolve(tree, root_class)
+    try:
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_resolution_message(tree, root_class)) from error
     assert isinstance(config, root_class)
     _tidy(config, keys)
     return config
@@ -349,19 +360,13 @@ def _plain_type(key: Key) -> Any:
     return parts[0] if key.type is not Any and _allows_null(key) and parts else key.type
 
 
-def _resolve(tree: DictConfig, schema: type) -> Any:
-    try:
-        return OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_resolution_message(tree, schema)) from error
-
-
 def _resolution_message(tree: DictConfig, schema: type) -> str:
     """Name the key that cannot be resolved, and the reason."""
     written = flatten(plain_values(tree), schema)
     for key in keys_of(schema).values():
         if key.main is not None:
             continue
+
         try:
             value = OmegaConf.select(tree, key.path)
             if OmegaConf.is_config(value):

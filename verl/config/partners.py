@@ -1,7 +1,6 @@
 """Policies that are trained next to the actor: their settings, and features that they lack."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 from verl.config.actor_rollout_ref import ActorRolloutRefConfig
@@ -9,6 +8,7 @@ from verl.config.keys import value_at
 from verl.config.multi_turn import AgentConfig, MultiTurnConfig
 from verl.config.placement import rollout_is_apart
 from verl.config.policies import PolicyConfig
+from verl.config.rule_table import Messages
 from verl.config.train import TrainConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -42,7 +42,7 @@ def partner_section(roles: ActorRolloutRefConfig, policy: PolicyConfig) -> Actor
     return replace(roles, model=model, actor=replace(roles.actor, optim=optim), rollout=rollout)
 
 
-def partners_can_learn(config: TrainConfig) -> Iterator[str]:
+def partners_can_learn(config: TrainConfig) -> Messages:
     """Yield settings that a run with several trained policies does not support."""
     roles = config.actor_rollout_ref
     partners = roles.rollout.agent.partners

@@ -1,11 +1,11 @@
 """The ranks of each role, as `trainer.placement` says, and contradictions among them."""
 
 import os
-from collections.abc import Iterator
 from itertools import chain
 
 from verl.config.keys import value_at
 from verl.config.policies import partner_role
+from verl.config.rule_table import Messages
 from verl.config.train import TrainConfig
 from verl.utils.launcher import LAUNCHED_RANKS
 
@@ -73,7 +73,7 @@ def _given(config: TrainConfig) -> dict[str, list[int]]:
     return {role: ranks for role, ranks in placed.items() if ranks is not None}
 
 
-def roles_are_placed(config: TrainConfig) -> Iterator[str]:
+def roles_are_placed(config: TrainConfig) -> Messages:
     """Check that each role's ranks exist, and that roles share all of their ranks or none."""
     ranks = number_of_ranks(config)
     is_sound = True
@@ -114,7 +114,7 @@ def roles_are_placed(config: TrainConfig) -> Iterator[str]:
                 )
 
 
-def placement_doubts(config: TrainConfig) -> Iterator[str]:
+def placement_doubts(config: TrainConfig) -> Messages:
     """Yield ranks without work, places without a role, and shares larger than a role."""
     idle = set(range(number_of_ranks(config))).difference(*ranks_of_roles(config).values())
     if idle:

@@ -8,7 +8,8 @@ from typing import Any
 from verl.config.keys import value_at
 
 # Takes the configuration of its root and yields contradictions: expectation, fact, way out.
-Rule = Callable[[Any], Iterator[str]]
+Messages = Iterator[str]
+Rule = Callable[[Any], Messages]
 Rows = Iterable[tuple[bool, str]]
 KEY_IN_MESSAGE = re.compile(r"\{([a-z_.]+)(=?)\}")
 
@@ -20,7 +21,7 @@ def table(rows: Callable[[Any], Rows]) -> Rule:
     """
 
     @functools.wraps(rows)
-    def rule(config: Any) -> Iterator[str]:
+    def rule(config: Any) -> Messages:
         def written(key: re.Match[str]) -> str:
             path, equals = key.groups()
             value = value_at(config, path)

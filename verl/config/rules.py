@@ -1,7 +1,6 @@
 """Contradictions between keys. Each rule yields one message per contradiction: expectation, fact,
 way out."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,13 @@ from verl.config.placement import (
 )
 from verl.config.reward_rules import reward_doubts, reward_has_what_it_needs
 from verl.config.rollout import RolloutConfig, SamplingValConfig
-from verl.config.rule_table import Rows, Rule, table
+from verl.config.rule_table import Messages, Rows, Rule, table
 from verl.config.train import TrainConfig
 from verl.config.unread import unread_keys
 from verl.utils.registry import nearest_names
 
 
-def training_data_is_named(config: TrainConfig) -> Iterator[str]:
+def training_data_is_named(config: TrainConfig) -> Messages:
     data = config.data
     only_validates = config.trainer.val_only and data.val_files
     if not data.train_files and data.dataset_name is None and not only_validates:
@@ -70,7 +69,7 @@ def model_and_data_are_named(config: TrainConfig) -> Rows:
         )
 
 
-def activations_are_checkpointed(config: TrainConfig) -> Iterator[str]:
+def activations_are_checkpointed(config: TrainConfig) -> Messages:
     for section in ("actor_rollout_ref.model", "critic.model"):
         if section.startswith(inactive_sections(config)):
             continue
@@ -131,7 +130,7 @@ def algorithm_has_what_it_needs(config: TrainConfig) -> Rows:
     )
 
 
-def losses_make_sense(config: TrainConfig) -> Iterator[str]:
+def losses_make_sense(config: TrainConfig) -> Messages:
     actor = config.actor_rollout_ref.actor
     prefix = "actor_rollout_ref.actor"
     for key in (f"{prefix}.clip_ratio_low", f"{prefix}.clip_ratio"):
@@ -160,7 +159,7 @@ def is_greedy(sampling: RolloutConfig | SamplingValConfig) -> bool:
     return sampling.temperature == 0 or not sampling.do_sample
 
 
-def adapters_can_be_trained(config: TrainConfig) -> Iterator[str]:
+def adapters_can_be_trained(config: TrainConfig) -> Messages:
     for section, key in (
         ("actor_rollout_ref.model", "actor_rollout_ref.actor.optim.optimizer"),
         ("critic.model", "critic.optim.optimizer"),
@@ -245,7 +244,7 @@ def validation_has_data(config: TrainConfig) -> Rows:
     )
 
 
-def checkpoint_parts_are_known(config: TrainConfig) -> Iterator[str]:
+def checkpoint_parts_are_known(config: TrainConfig) -> Messages:
     for key in (
         "actor_rollout_ref.actor.checkpoint.save_contents",
         "actor_rollout_ref.actor.checkpoint.load_contents",
@@ -257,7 +256,7 @@ def checkpoint_parts_are_known(config: TrainConfig) -> Iterator[str]:
                 yield f"{key}: unknown part '{part}'. Known: {', '.join(CHECKPOINT_PARTS)}."
 
 
-def loggers_are_known(config: TrainConfig) -> Iterator[str]:
+def loggers_are_known(config: TrainConfig) -> Messages:
     if config.actor_rollout_ref.model.external_lib is not None:
         return  # the user's module may register more
     for name in config.trainer.logger:
@@ -269,7 +268,7 @@ def loggers_are_known(config: TrainConfig) -> Iterator[str]:
             )
 
 
-def data_files_are_not_empty(config: Any) -> Iterator[str]:
+def data_files_are_not_empty(config: Any) -> Messages:
     """Report files without a byte here: rows are read after torch and the tokenizer have loaded."""
     for key in ("train_files", "val_files"):
         for file in getattr(config.data, key) or ():
@@ -306,7 +305,7 @@ RULES: tuple[Rule, ...] = (
 RULES_OF_FILES: tuple[Rule, ...] = (training_data_is_named, validation_has_data)
 
 
-def doubtful(config: TrainConfig) -> Iterator[str]:
+def doubtful(config: TrainConfig) -> Messages:
     """Yield combinations that run, but are rarely intended."""
     for doubts in (
         algorithm_doubts,
@@ -360,7 +359,7 @@ def _rarely_intended(config: TrainConfig) -> Rows:
         )
 
 
-def incomplete_checkpoints(config: TrainConfig) -> Iterator[str]:
+def incomplete_checkpoints(config: TrainConfig) -> Messages:
     """Yield checkpoints that a run cannot resume from to the same bits."""
     for section in trained_sections(config):
         key = f"{section}.checkpoint.load_contents"

@@ -1,12 +1,12 @@
 """The configuration tree of `verl serve`."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.gateway import GatewayConfig
 from verl.config.generation import ServedModelConfig
 from verl.config.rollout import EngineConfig
+from verl.config.rule_table import Messages
 from verl.config.setting import as_in, setting
 from verl.config.shared_keys import SharedKeys
 from verl.config.trainer import DeviceConfig
@@ -65,7 +65,7 @@ SHARED = SharedKeys(
 )
 
 
-def model_is_named(config: ServeConfig) -> Iterator[str]:
+def model_is_named(config: ServeConfig) -> Messages:
     if config.model.path is None:
         yield (
             "model.path is not set. Name a folder, a hub name of a Hugging Face causal LM, or "
@@ -76,7 +76,7 @@ def model_is_named(config: ServeConfig) -> Iterator[str]:
 RULES = (model_is_named,)
 
 
-def doubtful(config: ServeConfig) -> Iterator[str]:
+def doubtful(config: ServeConfig) -> Messages:
     """Yield settings that work, but are rarely intended."""
     host = config.server.host
     if not is_loopback(host):

@@ -2,7 +2,6 @@
 parts of training."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from verl.config.data import TrainingDataConfig
 from verl.config.fsdp import FSDPConfig
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
+from verl.config.rule_table import Messages
 from verl.config.setting import alias, as_in, setting
 from verl.config.sft_engine import SFTCheckpointConfig, SFTEngineConfig
 from verl.config.shared_keys import SharedKeys
@@ -216,7 +216,7 @@ SHARED = SharedKeys(
 as_train_config = SHARED.as_train_config
 
 
-def model_is_named(config: SFTConfig) -> Iterator[str]:
+def model_is_named(config: SFTConfig) -> Messages:
     if config.model.path is None:
         yield (
             "model.path (partial_pretrain) is not set. Give a folder or hub name of a causal LM, "
@@ -224,7 +224,7 @@ def model_is_named(config: SFTConfig) -> Iterator[str]:
         )
 
 
-def training_data_is_named(config: SFTConfig) -> Iterator[str]:
+def training_data_is_named(config: SFTConfig) -> Messages:
     if not config.data.train_files:
         yield (
             "data.train_files is not set. Give Parquet or JSON lines with prompts and responses, "
@@ -232,7 +232,7 @@ def training_data_is_named(config: SFTConfig) -> Iterator[str]:
         )
 
 
-def frequencies_are_known(config: SFTConfig) -> Iterator[str]:
+def frequencies_are_known(config: SFTConfig) -> Messages:
     for key in ("test_freq", "save_freq"):
         value = getattr(config.trainer, key)
         if value == AFTER_EACH_EPOCH:
@@ -255,7 +255,7 @@ def in_steps(config: SFTConfig, steps_an_epoch: int) -> SFTConfig:
     return replace(config, trainer=replace(trainer, **counted))
 
 
-def a_row_fits(config: SFTConfig) -> Iterator[str]:
+def a_row_fits(config: SFTConfig) -> Messages:
     data = config.data
     ranks = config.ulysses_sequence_parallel_size
     if (
@@ -292,6 +292,6 @@ RULES = (
 RULES_OF_FILES = (training_data_is_named, SHARED.rule_here(rules.validation_has_data))
 
 
-def doubtful(config: SFTConfig) -> Iterator[str]:
+def doubtful(config: SFTConfig) -> Messages:
     """Yield combinations that run, but are rarely intended."""
     yield from SHARED.rule_here(rules.doubtful)(config)

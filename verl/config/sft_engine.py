@@ -1,11 +1,11 @@
 """Names of verl's later fine-tuning (its `sft_trainer_engine`): sections `engine` and `checkpoint`,
 whose keys are other names of keys that this configuration has."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.fsdp import WrapPolicyConfig
+from verl.config.keys import Values
 from verl.config.setting import alias, setting
 
 _LATER = "later name in verl"
@@ -46,7 +46,7 @@ class SFTCheckpointConfig:
     load_contents: Any = alias("trainer.checkpoint.load_contents", _LATER)
 
 
-def with_conversations(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_conversations(given: Values) -> Values:
     """Return `given` with conversations turned on where their column alone is named.
 
     Later versions of verl have no other rows, and no key that turns them on.

@@ -3,12 +3,11 @@
 They are declared once, read by the parts of training, and reported under the names of the root.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from verl.config.keys import keys_of, owner_of, value_at
-from verl.config.rule_table import Rule
+from verl.config.rule_table import Messages, Rule
 from verl.config.train import TrainConfig
 
 
@@ -41,7 +40,7 @@ class SharedKeys:
     def rule_here(self, rule: Rule) -> Any:
         """Adapt a rule of training to this root."""
 
-        def asked(config: Any) -> Iterator[str]:
+        def asked(config: Any) -> Messages:
             return map(self.names_here, rule(self.as_train_config(config)))
 
         return asked

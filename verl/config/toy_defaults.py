@@ -1,10 +1,9 @@
 """Defaults of the packaged tasks, `data.dataset_name=toy` and `calculator`: a tiny model, two CPU
 cores."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from verl.config.keys import Values
 from verl.utils.logging import logger
 
 TOY = "toy"
@@ -13,7 +12,7 @@ SHAPES = "shapes"
 _TOOL = Path(__file__).parents[1] / "agents" / "tools" / "calculator.py"
 
 # For the ten prompts, whatever model answers them.
-TOY_DATA_DEFAULTS: dict[str, Any] = {
+TOY_DATA_DEFAULTS: Values = {
     "algorithm.adv_estimator": "grpo",
     "actor_rollout_ref.actor.use_kl_loss": True,  # so that the step line has a KL to show
     "actor_rollout_ref.model.path": TOY,
@@ -31,7 +30,7 @@ TOY_DATA_DEFAULTS: dict[str, Any] = {
     "trainer.total_training_steps": 10,
 }
 # For a packaged model alone: a learning rate that would wreck a large one.
-TOY_MODEL_DEFAULTS: dict[str, Any] = {
+TOY_MODEL_DEFAULTS: Values = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": False,
     "actor_rollout_ref.actor.optim.lr": 5e-4,
     # as fast as two when they have the machine to themselves, and not slower when not
@@ -39,7 +38,7 @@ TOY_MODEL_DEFAULTS: dict[str, Any] = {
 }
 
 # For the products, whatever model answers them.
-CALCULATOR_DATA_DEFAULTS: dict[str, Any] = {
+CALCULATOR_DATA_DEFAULTS: Values = {
     "algorithm.adv_estimator": "grpo",
     "actor_rollout_ref.model.path": CALCULATOR,
     "actor_rollout_ref.rollout.n": 16,
@@ -58,7 +57,7 @@ CALCULATOR_DATA_DEFAULTS: dict[str, Any] = {
     "trainer.total_training_steps": 60,
 }
 # For the shapes, whatever model answers them.
-SHAPES_DATA_DEFAULTS: dict[str, Any] = {
+SHAPES_DATA_DEFAULTS: Values = {
     "algorithm.adv_estimator": "grpo",
     "actor_rollout_ref.model.path": SHAPES,
     "actor_rollout_ref.rollout.n": 8,
@@ -81,7 +80,7 @@ _DEFAULTS = {
 }
 
 
-def with_toy_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_toy_defaults(given: Values) -> Values:
     """Return `given` (flat, aliases renamed), over the defaults of the packaged set it asks for.
 
     One line of the log counts the defaults.

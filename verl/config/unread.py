@@ -6,6 +6,7 @@ from typing import NamedTuple
 from verl.config.choices import ESTIMATORS, POLICY_LOSSES
 from verl.config.keys import is_changed, keys_of, value_at
 from verl.config.placement import trained_sections
+from verl.config.rule_table import Messages
 from verl.config.train import TrainConfig
 
 # Keys of `algorithm`, and the packaged estimators that read them.
@@ -56,7 +57,7 @@ class Part(NamedTuple):
     reason: str = ""  # in place of the reader
 
 
-def unread_keys(config: TrainConfig) -> Iterator[str]:
+def unread_keys(config: TrainConfig) -> Messages:
     """Yield changed keys that nothing reads, because another key turns their part off."""
     keys = keys_of(type(config))
     for part in (

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from verl.config.keys import (
@@ -14,6 +15,7 @@ from verl.config.keys import (
     value_at,
 )
 from verl.config.placement import inactive_sections
+from verl.config.rule_table import Messages
 from verl.config.rules import RULES, Rule, doubtful
 from verl.config.train import TrainConfig
 from verl.utils.errors import ConfigError
@@ -81,7 +83,7 @@ def _keys_with_limits(root: type) -> list[Key]:
     return found
 
 
-def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
+def _problems_of_value(config: TrainConfig, key: Key) -> Messages:
     """Yield faults of one value by itself: not among the choices, or out of range."""
     value = value_at(config, key.path)
     setting = key.setting
@@ -120,7 +122,7 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
         yield f"{key.path} must be a number, got {value}."
 
 
-def _not_available(config: Any) -> Iterator[str]:
+def _not_available(config: Any) -> Messages:
     """Yield features that are asked for in active sections and not available."""
     unread = inactive_sections(config) if isinstance(config, TrainConfig) else ()
     for key in keys_of(type(config)).values():
@@ -141,22 +143,22 @@ def _violated_bounds(key: Key, value: Any) -> str | None:
     setting = key.setting
     parts = []
     inside = True
-    if setting.above is not None:
-        parts.append(f"above {setting.above}")
-        inside &= value > setting.above
-    if setting.at_least is not None:
-        parts.append(f"at least {setting.at_least}")
-        inside &= value >= setting.at_least
-    if setting.at_most is not None:
-        parts.append(f"at most {setting.at_most}")
-        inside &= value <= setting.at_most
+    for words, bound, holds in (
+        ("above", setting.above, operator.gt),
+        ("at least", setting.at_least, operator.ge),
+        ("at most", setting.at_most, operator.le),
+    ):
+        if bound is not None:
+            parts.append(f"{words} {bound}")
+            inside &= holds(value, bound)
+
     if setting.finite:
         parts.append("finite")
         inside &= not math.isinf(value)
     return None if inside else " and ".join(parts)
 
 
-def _without_effect(config: Any) -> Iterator[str]:
+def _without_effect(config: Any) -> Messages:
     for key in keys_of(type(config)).values():
         value = value_at(config, key.path)
         reason = key.setting.no_effect

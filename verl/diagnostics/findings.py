@@ -1,7 +1,7 @@
 """Findings of the doctor, and the report of them as a table and as JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -19,6 +19,9 @@ class Finding:
     verdict: Verdict
     evidence: str
     fix: str | None = None
+
+
+Findings = Iterator[Finding]
 
 
 @dataclass(frozen=True, repr=False)

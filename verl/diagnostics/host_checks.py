@@ -2,9 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from verl.diagnostics.findings import Finding, Verdict
+from verl.diagnostics.findings import Finding, Findings, Verdict
 from verl.diagnostics.world import Network, World
 from verl.utils.units import GIB
 
@@ -28,7 +28,7 @@ _CLOSE = 0.88  # similarity of a typing error; names in NCCL's manual are at mos
 _RENAMED = re.compile("NCCL_(ASYNC_ERROR_HANDLING|BLOCKING_WAIT|DESYNC_DEBUG|ENABLE_TIMING)")
 
 
-def shared_memory(world: World) -> Iterator[Finding]:
+def shared_memory(world: World) -> Findings:
     """Check the size of /dev/shm, which NCCL and Ray put buffers into."""
     size = world.host.shm
     if size is None:
@@ -50,7 +50,7 @@ def shared_memory(world: World) -> Iterator[Finding]:
         yield Finding("/dev/shm", "warn", evidence, fix)
 
 
-def open_files(world: World) -> Iterator[Finding]:
+def open_files(world: World) -> Findings:
     """Check how many files a process may open."""
     soft = world.host.open_files
     hard = world.host.open_files_hard
@@ -75,7 +75,7 @@ def _verdict(is_broken: bool) -> Verdict:
     return "broken" if is_broken else "warn"
 
 
-def memory(world: World) -> Iterator[Finding]:
+def memory(world: World) -> Findings:
     """Check the memory that is available, and swap."""
     host = world.host
     if host.ram is None or host.ram_available is None or host.swap is None:
@@ -105,7 +105,7 @@ def memory(world: World) -> Iterator[Finding]:
         yield Finding("swap", "ok", evidence)
 
 
-def disks(world: World) -> Iterator[Finding]:
+def disks(world: World) -> Findings:
     """Check the free space of the folders that a run writes into."""
     fixes = {
         "checkpoints": "verl train trainer.default_local_dir=/a/larger/disk ...",
@@ -128,7 +128,7 @@ def disks(world: World) -> Iterator[Finding]:
         yield Finding("disk", "ok", "; ".join(roomy))
 
 
-def nccl_variables(world: World) -> Iterator[Finding]:
+def nccl_variables(world: World) -> Findings:
     """Check the variables that are set, and list those to set on several nodes."""
     given = {name: value for name, value in world.environment.items() if name.startswith("NCCL_")}
     if not world.probed.gpus:
@@ -175,7 +175,7 @@ def _for_several_nodes(network: Network) -> tuple[dict[str, str], str]:
     return advised, f"RDMA through {', '.join(network.rdma_devices)}"
 
 
-def _wrong_interface(given: Mapping[str, str], network: Network) -> Iterator[Finding]:
+def _wrong_interface(given: Mapping[str, str], network: Network) -> Findings:
     """Find a NCCL_SOCKET_IFNAME that leaves no interface.
 
     "a,b" means interfaces that begin with a or b, "=a" exactly a, "^a" all others.

@@ -12,7 +12,7 @@ from verl.diagnostics.batch import BatchPlan
 from verl.diagnostics.hosts import Placement
 from verl.diagnostics.model_shapes import ModelShapes
 from verl.diagnostics.picture_memory import PictureMemory
-from verl.diagnostics.roles import Passes, Role, Work, roles_of, work_of
+from verl.diagnostics.roles import Parts, Passes, Role, Work, roles_of, work_of
 from verl.diagnostics.rollout_memory import RolloutPlan, as_planned, plan_rollout
 from verl.engine.model_shape import ModelShape
 from verl.models.load import torch_dtype
@@ -27,7 +27,7 @@ class PhasePlan:
 
     role: str
     phase: str
-    device: dict[str, int]  # bytes by purpose, of all roles on the devices of `role`
+    device: Parts  # of all roles on the devices of `role`
     host: int  # bytes of the fullest host, without those that every process needs anyway
     passes: Passes | None = None
 
@@ -175,13 +175,13 @@ class Planner:
         The first process of a role reads the whole model on its host, and all cut their shards from
         it on the device. A user's class of critic is read by every process.
         """
-        there: dict[str, dict[str, int]] = {}  # bytes of earlier roles on their devices
+        there: dict[str, Parts] = {}  # bytes of earlier roles on their devices
         on_host = dict.fromkeys(self.roles, 0)
 
         for name, role in self.roles.items():
             footprint = role.footprint
             kept = footprint.setup.param_offload or footprint.setup.offload_policy
-            parts: dict[str, int] = {}
+            parts: Parts = {}
             for other in self._engines_beside(name):
                 parts.update(there.get(other, {}))
             parts[f"{name} parameters"] = footprint.load()
@@ -302,7 +302,7 @@ class Planner:
         self,
         role: str,
         phase: str,
-        parts: dict[str, int],
+        parts: Parts,
         on_host: Mapping[str, int] | None = None,
         once_on_host: int = 0,
         *,
@@ -355,9 +355,9 @@ class Planner:
                 total[name] += sum(there[name].values())
         return self.placement.fullest_host(total)
 
-    def _beside(self, role: str, brings: Collection[str] = ()) -> dict[str, int]:
+    def _beside(self, role: str, brings: Collection[str] = ()) -> Parts:
         """Return the parameters and moments on the devices of `role` in one of its phases."""
-        parts: dict[str, int] = {}
+        parts: Parts = {}
         for name in self._engines_beside(role):
             footprint = self.roles[name].footprint
             setup = footprint.setup
@@ -418,7 +418,7 @@ class Planner:
             return 0 if self.placement.on_cuda else self._engine.weights
         return sum(self._engine.kept.values())
 
-    def _handed_over(self, role: str) -> dict[str, int]:
+    def _handed_over(self, role: str) -> Parts:
         """Return the rollout engine's bytes in a phase between hand-over and generation."""
         if self.rollout is None or role not in self.placement.beside("rollout"):
             return {}
@@ -457,5 +457,5 @@ def _frozen_numbers(config: TrainConfig, actor: ModelShape, shapes: ModelShapes)
     return total
 
 
-def _present(parts: dict[str, int]) -> dict[str, int]:
+def _present(parts: Parts) -> Parts:
     return {name: count for name, count in parts.items() if count}

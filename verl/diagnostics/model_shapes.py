@@ -35,13 +35,15 @@ from verl.workers.trained import (
     parameter_dtype,
 )
 
+Key = tuple[Any, ...]  # the settings that a shape depends on
+
 
 class ModelShapes:
     """Makes each module and each footprint once, for any number of plans."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], ModelShape] = {}
-        self._configs: dict[tuple[Any, ...], Any] = {}  # of policies
+        self._known: dict[Key, ModelShape] = {}
+        self._configs: dict[Key, Any] = {}  # of policies
         self._footprints: dict[tuple[int, EngineSetup], EngineFootprint] = {}
 
     def footprint(self, shape: ModelShape, setup: EngineSetup) -> EngineFootprint:
@@ -137,7 +139,7 @@ class ModelShapes:
             self._configs[key] = _config(model)
         check_engine_model(rollout, self._configs[key], on_cuda=device.type == "cuda")
 
-    def _shape(self, name: tuple[Any, ...], make: Callable[[], nn.Module]) -> ModelShape:
+    def _shape(self, name: Key, make: Callable[[], nn.Module]) -> ModelShape:
         if name not in self._known:
             with torch.device("meta"):
                 module = make()
@@ -145,7 +147,7 @@ class ModelShapes:
         return self._known[name]
 
 
-def _key(model: ModelConfig | CriticModelConfig, device: torch.device) -> tuple[Any, ...]:
+def _key(model: ModelConfig | CriticModelConfig, device: torch.device) -> Key:
     """Return the settings that a shape depends on."""
     adapters = (model.lora_rank, repr(model.target_modules), repr(model.exclude_modules))
     return device.type, model.path, model.dtype, repr(model.override_config), *adapters

@@ -1,7 +1,7 @@
 """The split of trainer and generator ranks that the measured times of a run propose."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from verl.diagnostics.schedules import Costs, Result, Work, all_schedules
+from verl.tracking.backends import Metrics
 from verl.tracking.records import load_run
 from verl.utils.errors import DataError
 
@@ -35,9 +36,9 @@ class MeasuredSteps:
     samples: int
     ranks: int
     lengths: list[int] = field(default_factory=list)
-    steps: list[Mapping[str, float]] = field(default_factory=list)
+    steps: list[Metrics] = field(default_factory=list)
 
-    def add(self, metrics: Mapping[str, float], lengths: Sequence[int]) -> None:
+    def add(self, metrics: Metrics, lengths: Sequence[int]) -> None:
         """Note the metrics of a step and the lengths of its responses."""
         self.steps.append(dict(metrics))
         self.lengths += lengths
@@ -55,7 +56,7 @@ class MeasuredSteps:
         results = all_schedules(work, costs, self.ranks, staleness)
         return Proposal(self.ranks, results, _mean(counted, "timing_s/step"), len(counted))
 
-    def _costs(self, counted: Sequence[Mapping[str, float]]) -> Costs:
+    def _costs(self, counted: Sequence[Metrics]) -> Costs:
         """Fit the costs. A decode step has a fixed part and one for each row, both at least 0.
 
         A prefill is taken for a third of the update's seconds a token, which has a backward.
@@ -205,7 +206,7 @@ def _lengths(run: Any, step: int) -> list[int]:
     return [len(samples.values("response_ids", row)) for row in range(len(samples))]
 
 
-def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
+def _mean(steps: Sequence[Metrics], name: str) -> float:
     return float(np.mean([each.get(name, 0.0) for each in steps]))
 
 

@@ -10,15 +10,15 @@ from verl.utils.peaks import Peak
 from verl.utils.text_table import aligned
 from verl.utils.units import GIB
 
+Peaks = dict[str, Peak]  # by role and phase
+
 _BAR = 40  # characters of a full device
 # Code that is imported or compiled while a run works takes 0.1 to 0.4 GiB of its process. Less
 # than this is not compared with a plan, which counts no code.
 _LEAST_COMPARED_ON_CPU = 2 * GIB
 
 
-def render(
-    plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak] | None = None
-) -> str:
+def render(plan: MemoryPlan, advice: Sequence[Advice], measured: Peaks | None = None) -> str:
     """Render batch, pages, phases, placement, verdict and advice.
 
     Args:
@@ -51,9 +51,7 @@ def render(
     return "\n".join(lines)
 
 
-def as_json(
-    plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak] | None = None
-) -> str:
+def as_json(plan: MemoryPlan, advice: Sequence[Advice], measured: Peaks | None = None) -> str:
     """Render the plan for programs; sizes are bytes."""
     placement = plan.placement
     phases = []
@@ -136,7 +134,7 @@ def _pictures(plan: MemoryPlan) -> list[str]:
     return lines
 
 
-def _table(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
+def _table(plan: MemoryPlan, measured: Peaks | None) -> list[str]:
     header = ["role", "phase", "device GiB", "host GiB", "tokens a pass", "mostly"]
     if measured is not None:
         header[3:3] = ["measured GiB", "error"]
@@ -161,7 +159,7 @@ def _table(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
     return aligned(rows, right=("device GiB", "host GiB", "measured GiB", "error", "tokens a pass"))
 
 
-def _note(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
+def _note(plan: MemoryPlan, measured: Peaks | None) -> list[str]:
     """Explain "measured" on a CPU."""
     if measured is None or plan.placement.on_cuda:
         return []

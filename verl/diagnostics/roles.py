@@ -27,7 +27,8 @@ from verl.engine.model_shape import ModelShape
 from verl.engine.options import EngineOptions
 from verl.utils.arithmetic import ceil_div
 
-Predict = Callable[[int, int, int], dict[str, int]]
+Parts = dict[str, int]  # bytes by purpose
+Predict = Callable[[int, int, int], Parts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +218,6 @@ class Passes:
 
         return sized(MOST_TOKENS if room is None else largest_that_fits(taken, room))
 
-    def taken(self, predict: Predict) -> dict[str, int]:
+    def taken(self, predict: Predict) -> Parts:
         """Return the bytes of such a pass, by purpose."""
         return predict(self.tokens, self.predictions, self.picture_tokens)

@@ -1,9 +1,9 @@
 """Check Python, torch, packages and GPUs: pure functions of a World."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from verl.diagnostics.findings import Finding
+from verl.diagnostics.findings import Finding, Findings
 from verl.diagnostics.probing import SUSPECTS, Gpu, Torch
 from verl.diagnostics.requirements import (
     CONDA_TORCH,
@@ -42,7 +42,7 @@ _ABI = re.compile(
 _REINSTALL = "pip install --force-reinstall 'torch>=2.11'"
 
 
-def python_version(world: World) -> Iterator[Finding]:
+def python_version(world: World) -> Findings:
     """Check the version of Python."""
     found = _dotted(world.python)
     fix = "conda create -n verl python=3.12"
@@ -56,7 +56,7 @@ def python_version(world: World) -> Iterator[Finding]:
         yield Finding("Python", "ok", found)
 
 
-def other_verl(world: World) -> Iterator[Finding]:
+def other_verl(world: World) -> Findings:
     """Check which package `verl` Python finds, and whether it is installed."""
     others = [path for path in world.verl_copies if path != world.here]
 
@@ -85,7 +85,7 @@ def other_verl(world: World) -> Iterator[Finding]:
         yield Finding("verl", "ok", world.here)
 
 
-def missing(world: World) -> Iterator[Finding]:
+def missing(world: World) -> Findings:
     """List all packages that are missing, with one command that installs them."""
     found = missing_packages(world)
     if not found:
@@ -99,7 +99,7 @@ def missing(world: World) -> Iterator[Finding]:
     yield Finding("missing packages", "broken", evidence, install_command(found))
 
 
-def torch_import(world: World) -> Iterator[Finding]:
+def torch_import(world: World) -> Findings:
     """Check whether torch can be imported."""
     probed = world.probed
     if "torch" in missing_packages(world):
@@ -116,7 +116,7 @@ def torch_import(world: World) -> Iterator[Finding]:
     yield Finding("torch import", "broken", probed.torch_error, fix)
 
 
-def probe_ended(world: World) -> Iterator[Finding]:
+def probe_ended(world: World) -> Findings:
     """Report the step that ended the probing process."""
     if world.probed.died_at is None:
         return
@@ -131,7 +131,7 @@ def probe_ended(world: World) -> Iterator[Finding]:
     yield Finding("probe", "broken", evidence, fix)
 
 
-def build_and_driver(world: World) -> Iterator[Finding]:
+def build_and_driver(world: World) -> Findings:
     """Check that this build of torch can use the GPUs with this driver."""
     probed = world.probed
     build = probed.torch
@@ -181,7 +181,7 @@ def _install_from(index: str) -> str:
     return f"{_REINSTALL} --index-url {wheels}"
 
 
-def gpus(world: World) -> Iterator[Finding]:
+def gpus(world: World) -> Findings:
     """Check each GPU, and the links between them."""
     build = world.probed.torch
     found = world.probed.gpus
@@ -206,7 +206,7 @@ def gpus(world: World) -> Iterator[Finding]:
         yield Finding("GPUs alike", "warn", names, fix)
 
 
-def _peers(found: Sequence[Gpu]) -> Iterator[Finding]:
+def _peers(found: Sequence[Gpu]) -> Findings:
     """Check that all GPUs read each other's memory."""
     apart = []
     for number, gpu in enumerate(found):
@@ -241,7 +241,7 @@ def _serves(build: Torch, gpu: Gpu) -> bool:
     return False
 
 
-def cuda_libraries(world: World) -> Iterator[Finding]:
+def cuda_libraries(world: World) -> Findings:
     """Check cuDNN and NCCL by one call each."""
     probed = world.probed
     if not probed.gpus:
@@ -263,7 +263,7 @@ def cuda_libraries(world: World) -> Iterator[Finding]:
         yield Finding("NCCL", "ok", f"{version}, summed over {len(probed.gpus)} GPU(s)")
 
 
-def attention(world: World) -> Iterator[Finding]:
+def attention(world: World) -> Findings:
     """Report the attention kernels that run here."""
     kernels = world.probed.kernels
     if not kernels:
@@ -292,7 +292,7 @@ def attention(world: World) -> Iterator[Finding]:
         yield Finding("attention", "ok", evidence)
 
 
-def versions(world: World) -> Iterator[Finding]:
+def versions(world: World) -> Findings:
     """Compare installed packages with the requirements in verl's metadata."""
     asked: dict[str, Needed] = {}
     for text in world.requirements or ():
@@ -335,7 +335,7 @@ def versions(world: World) -> Iterator[Finding]:
         yield Finding("optional", "ok", f"not installed: {', '.join(absent)}")
 
 
-def binary_interfaces(world: World) -> Iterator[Finding]:
+def binary_interfaces(world: World) -> Findings:
     """Report packages that fail to import.
 
     They were compiled for another torch, CUDA or NumPy, or miss a package that they need.
@@ -364,7 +364,7 @@ def binary_interfaces(world: World) -> Iterator[Finding]:
         yield Finding("imports", "ok", f"all load: {', '.join(world.probed.imports)}")
 
 
-def conda_and_pip(world: World) -> Iterator[Finding]:
+def conda_and_pip(world: World) -> Findings:
     """Report a torch from conda together with wheels from pip that expect another one."""
     of_conda = next((name for name in CONDA_TORCH if name in world.conda_packages), None)
     installed = world.packages.get("torch")

@@ -29,6 +29,7 @@ from verl.utils.whole_file import whole_file
 RESPONSES_A_CALL = 2048
 PROGRESS_EVERY_S = 10.0
 ALL = "all"
+Report = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class ScoredPrompt:
     answers: list[str | None] = field(default_factory=list)
 
 
-def evaluate(config: EvaluationConfig) -> dict[str, Any]:
+def evaluate(config: EvaluationConfig) -> Report:
     """Score every response, print the table, write the JSON file, and return the report."""
     prompts = read_prompts(config.data)
     check_k(config.metrics.k, prompts)
@@ -205,7 +206,7 @@ def _record(rows: Sequence[tuple[ScoredPrompt, str]], result: Scores, pass_score
         prompt.answers.append(vote(answer))
 
 
-def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
+def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> Report:
     """Build the report: its settings, and the metrics of each data source and of all prompts."""
     metrics = config.metrics
     by_source: dict[str, list[ScoredPrompt]] = {}
@@ -214,7 +215,7 @@ def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict
             by_source.setdefault(prompt.source, []).append(prompt)
 
     scored: list[ScoredPrompt] = []
-    summaries: dict[str, Any] = {}
+    summaries: Report = {}
     for source, members in by_source.items():
         scored += members
         summaries[source] = _summary(config, members)
@@ -244,7 +245,7 @@ def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict
     }
 
 
-def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
+def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> Report:
     """Compute means over prompts, each with its bounds and the number of prompts that have it."""
     metrics = config.metrics
     columns = _columns(prompts, metrics.k)
@@ -252,7 +253,7 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
     low, high = bootstrap_intervals(
         values, confidence=metrics.confidence, resamples=metrics.resamples, seed=metrics.seed
     )
-    summary: dict[str, Any] = {
+    summary: Report = {
         "prompts": len(prompts),
         "responses": sum(len(prompt.scores) for prompt in prompts),
     }
@@ -307,7 +308,7 @@ def _majority_at_k(prompt: ScoredPrompt, k: int, voting: set[str]) -> float:
     return majority_at_k(prompt.answers, prompt.scores, k)
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: Report) -> str:
     """Format the report as text, one line for each data source and metric.
 
     Lines of all prompts follow where there are several sources.

@@ -20,6 +20,9 @@ from verl.diagnostics.view.run_advice import advise_on
 from verl.tracking.records import Run, StepSamples
 from verl.utils.errors import DataError, VerlError
 
+Answer = dict[str, Any]  # values for JSON
+Ragged = tuple[np.ndarray, np.ndarray]  # offsets and values of a list column
+
 _EXCERPT = 160  # characters of a prompt or response in the table
 _WAITING_ROWS = ("phases", "calls")  # the driver waits in them
 _LIVE_S = 600.0  # a run without an end and without a line for longer is shown as stopped
@@ -59,7 +62,7 @@ class Answers:
         with self._lock:
             return answer(*map(int, parts))
 
-    def overview(self) -> list[dict[str, Any]]:
+    def overview(self) -> list[Answer]:
         """Describe all runs."""
         rows = []
         for number, run in enumerate(self.runs):
@@ -84,7 +87,7 @@ class Answers:
             )
         return rows
 
-    def curves(self, number: int) -> dict[str, Any]:
+    def curves(self, number: int) -> Answer:
         """Return every metric of a run by step; null where a step has none."""
         run = self._run(number)
         run.refresh()
@@ -96,7 +99,7 @@ class Answers:
                 curve[place] = value
         return {"steps": steps, "metrics": metrics}
 
-    def samples(self, number: int, step: int) -> dict[str, Any]:
+    def samples(self, number: int, step: int) -> Answer:
         """Return the table of a step's samples by column."""
         samples = self._samples(number, step)
         table = samples.table
@@ -118,7 +121,7 @@ class Answers:
         widest = int(lengths.max())
         data = self.runs[number].config.get("data", {})
         width = data.get("max_response_length") or widest
-        columns: dict[str, Any] = {
+        columns: Answer = {
             "group": uids,
             "score": _rounded(scores),
             "length": lengths.tolist(),
@@ -134,7 +137,7 @@ class Answers:
             columns["mismatch"] = _rounded(_largest_gap(table, mask))
         return {"rows": len(samples), "columns": columns, "widest": widest}
 
-    def sample(self, number: int, step: int, row: int) -> dict[str, Any]:
+    def sample(self, number: int, step: int, row: int) -> Answer:
         """Return one trajectory with all its token values."""
         samples = self._samples(number, step)
         if row >= len(samples):
@@ -168,7 +171,7 @@ class Answers:
             "fields": fields,
         }
 
-    def lanes(self, number: int, step: int) -> dict[str, Any]:
+    def lanes(self, number: int, step: int) -> Answer:
         """Return the spans of all processes in a step, and each one's share of idle time."""
         lanes = self._samples(number, step).lanes
         line = self.runs[number].steps.get(step)
@@ -181,13 +184,13 @@ class Answers:
             lane["busy_s"] = covered(own, end_s)
         return {"end_s": end_s, "lanes": lanes}
 
-    def plan(self, number: int) -> dict[str, Any]:
+    def plan(self, number: int) -> Answer:
         """Return the memory plan of the configuration next to the measured peaks."""
         if number not in self._plans:
             self._plans[number] = _plan(self._run(number))
         return self._plans[number]
 
-    def advice(self, number: int) -> list[dict[str, Any]]:
+    def advice(self, number: int) -> list[Answer]:
         """Return the findings about a run, the most important first."""
         run = self._run(number)
         run.refresh()
@@ -220,7 +223,7 @@ def _state(run: Run) -> str:
     return "training" if time.time() - newest < _LIVE_S else "stopped"
 
 
-def _plan(run: Run) -> dict[str, Any]:
+def _plan(run: Run) -> Answer:
     """Plan the memory of a run's configuration; takes seconds, because torch loads."""
     from verl.diagnostics.profile import profile_memory
 
@@ -242,7 +245,7 @@ def _plan(run: Run) -> dict[str, Any]:
     return {"text": text, "problem": problem, "measured": measured}
 
 
-def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
+def _messages(fields: dict[str, Any]) -> list[Any]:
     """Take the conversation out of a row's fields: that of the agent loop, else the prompt's."""
     info = fields.get("agent_info")
     if isinstance(info, dict) and isinstance(info.get("messages"), list):
@@ -265,14 +268,14 @@ def _finite(values: np.ndarray) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
-def _offsets_and_values(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _offsets_and_values(table: pa.Table, name: str) -> Ragged:
     column = table[name].combine_chunks()
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0)
     return column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False)
 
 
-def _mean_advantages(table: pa.Table, mask: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+def _mean_advantages(table: pa.Table, mask: Ragged) -> np.ndarray:
     """Average the advantages of each row over its tokens with mask 1."""
     offsets, counted = mask
     _, values = _offsets_and_values(table, "advantages")
@@ -281,7 +284,7 @@ def _mean_advantages(table: pa.Table, mask: tuple[np.ndarray, np.ndarray]) -> np
     return total / np.maximum(count, 1.0)
 
 
-def _largest_gap(table: pa.Table, mask: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+def _largest_gap(table: pa.Table, mask: Ragged) -> np.ndarray:
     """Return the largest |log p_rollout - log p_trainer| of each row."""
     offsets, counted = mask
     _, rollout = _offsets_and_values(table, "rollout_log_probs")

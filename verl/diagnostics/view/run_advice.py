@@ -18,6 +18,7 @@ _FLAT_STEPS = 20
 _WEIGHT = {"problem": 0, "warning": 1, "note": 2}
 
 Finding = dict[str, Any]
+Findings = Iterator[Finding]
 
 
 def advise_on(run: Run, *, is_live: bool) -> list[Finding]:
@@ -35,7 +36,7 @@ def advise_on(run: Run, *, is_live: bool) -> list[Finding]:
     return sorted(found, key=lambda finding: _WEIGHT[finding["kind"]])
 
 
-def _failures(run: Run) -> Iterator[Finding]:
+def _failures(run: Run) -> Findings:
     for event in run.events:
         if event["event"] == "failed":
             step = event["step"]
@@ -60,7 +61,7 @@ def _drew_pictures(run: Run, step: int) -> bool:
         return False
 
 
-def _stall(run: Run) -> Iterator[Finding]:
+def _stall(run: Run) -> Findings:
     seconds = _newest(run, "timing_s/step")
     if len(seconds) < 3:
         return
@@ -72,7 +73,7 @@ def _stall(run: Run) -> Iterator[Finding]:
         yield _finding("problem", "No step has ended for long", text, "timing_s/step")
 
 
-def _dead_groups(run: Run) -> Iterator[Finding]:
+def _dead_groups(run: Run) -> Findings:
     shares = []
     for step in run.kept_steps[-_FEW:]:
         line = run.steps.get(step)
@@ -87,7 +88,7 @@ def _dead_groups(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "Most groups have no variance", text, "groups/flat_share")
 
 
-def _clipped(run: Run) -> Iterator[Finding]:
+def _clipped(run: Run) -> Findings:
     shares = _newest(run, "response_length/clip_ratio")
     if shares and statistics.mean(shares) > _CLIPPED_SHARE:
         text = (
@@ -97,7 +98,7 @@ def _clipped(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "Responses are cut off", text, "response_length/clip_ratio")
 
 
-def _mismatch(run: Run) -> Iterator[Finding]:
+def _mismatch(run: Run) -> Findings:
     name = "training/rollout_probs_diff_mean"
     values = list(run.metric(name).values())
     if len(values) < 8:
@@ -113,7 +114,7 @@ def _mismatch(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "Rollout and trainer drift apart", text, name)
 
 
-def _entropy(run: Run) -> Iterator[Finding]:
+def _entropy(run: Run) -> Findings:
     values = list(run.metric("actor/entropy").values())
     if len(values) >= _FEW and values[0] > 0 and values[-1] < 0.05 * values[0]:
         text = (
@@ -123,7 +124,7 @@ def _entropy(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "Entropy has collapsed", text, "actor/entropy")
 
 
-def _flat_reward(run: Run) -> Iterator[Finding]:
+def _flat_reward(run: Run) -> Findings:
     values = list(run.metric("critic/score/mean").values())
     if len(values) < _FLAT_STEPS:
         return
@@ -138,7 +139,7 @@ def _flat_reward(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "The reward does not rise", text, "critic/score/mean")
 
 
-def _where_time_goes(run: Run) -> Iterator[Finding]:
+def _where_time_goes(run: Run) -> Findings:
     total = sum(_newest(run, "timing_s/step"))
     if total <= 0:
         return
