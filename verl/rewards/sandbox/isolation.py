@@ -10,6 +10,8 @@ import platform
 import sys
 from pathlib import Path
 
+from verl.rewards.sandbox.kernel import check, libc
+
 # linux/sched.h, sys/mount.h, linux/mount.h, sys/prctl.h, linux/capability.h
 # user ns net pid ipc uts
 _NEW_NAMESPACES = 0x10000000 | 0x20000 | 0x40000000 | 0x20000000 | 0x8000000 | 0x4000000
@@ -46,8 +48,6 @@ _OTHER_SCRATCH = "/scratch"
 SCRATCH_BYTES = 16 * 2**20
 SCRATCH_FILES = 256
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 def enter() -> str:
     """Continue in new namespaces as their process 1, while the calling process waits for it.
@@ -61,7 +61,7 @@ def enter() -> str:
     """
     uid = os.getuid()
     gid = os.getgid()
-    _check(_libc.unshare(_NEW_NAMESPACES), "unshare")
+    check(libc.unshare(_NEW_NAMESPACES), "unshare")
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
@@ -75,7 +75,7 @@ def enter() -> str:
 
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends for any reason."""
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+    check(libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
 def mount_scratch(folder: str) -> None:
@@ -85,13 +85,13 @@ def mount_scratch(folder: str) -> None:
 
 
 def unmount_scratch(folder: str) -> None:
-    _check(_libc.umount2(folder.encode(), _MNT_DETACH), "umount2")
+    check(libc.umount2(folder.encode(), _MNT_DETACH), "umount2")
 
 
 def drop_capabilities() -> None:
     """Drop every privilege for good: no program that could restore one is executed after this."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
 def forbid_dumps() -> None:
@@ -99,7 +99,7 @@ def forbid_dumps() -> None:
 
     A handler of the machine would otherwise run on a crash and store the dump.
     """
-    _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+    check(libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
 def readable_paths() -> list[str]:
@@ -119,8 +119,8 @@ def _build_root() -> str:
 
     os.chdir(_BUILDING_SITE)
     # The old root is now on top of the new one; unmount it.
-    _check(_libc.syscall(_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
-    _check(_libc.umount2(b".", _MNT_DETACH), "umount2")
+    check(libc.syscall(_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
+    check(libc.umount2(b".", _MNT_DETACH), "umount2")
     os.chdir("/")
     _set_read_only("/", recursive=False)
     return scratch
@@ -168,7 +168,7 @@ def _python_folders() -> list[str]:
 def _set_read_only(path: str, recursive: bool = True) -> None:
     attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
-    status = _libc.syscall(
+    status = libc.syscall(
         _MOUNT_SETATTR,
         _AT_FDCWD,
         path.encode(),
@@ -176,7 +176,7 @@ def _set_read_only(path: str, recursive: bool = True) -> None:
         ctypes.byref(attributes),
         ctypes.sizeof(attributes),
     )
-    _check(status, f"mount_setattr {path}")
+    check(status, f"mount_setattr {path}")
 
 
 def _mount(
@@ -184,10 +184,4 @@ def _mount(
 ) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind)]
     data = options.encode() if options else None
-    _check(_libc.mount(*texts, ctypes.c_ulong(flags), data), f"mount {target}")
-
-
-def _check(status: int, call: str) -> None:
-    if status != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{call}: {os.strerror(number)}")
+    check(libc.mount(*texts, ctypes.c_ulong(flags), data), f"mount {target}")

@@ -5,11 +5,11 @@ environment of the user's processes under /proc. Landlock prevents that.
 """
 
 import ctypes
-import errno
 import os
 import struct
 
 from verl.rewards.sandbox import seccomp
+from verl.rewards.sandbox.kernel import check, libc
 
 # linux/landlock.h; the same numbers on all machines
 _CREATE_RULESET = 444
@@ -27,12 +27,10 @@ _BIND_AND_CONNECT = 3
 _SCOPES_SINCE = 6
 _SOCKETS_AND_SIGNALS = 3
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 def version() -> int:
     """Return the version of Landlock that this kernel offers; 0 if it has none."""
-    return max(_libc.syscall(_CREATE_RULESET, None, 0, _GET_VERSION), 0)
+    return max(libc.syscall(_CREATE_RULESET, None, 0, _GET_VERSION), 0)
 
 
 def readable(paths: list[str]) -> int | None:
@@ -55,8 +53,8 @@ def readable(paths: list[str]) -> int | None:
     attributes = struct.pack("QQQ", files, network, scopes)
     if kernel < _SCOPES_SINCE:
         attributes = attributes[: 16 if kernel >= _NETWORK_SINCE else 8]
-    ruleset = _libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
-    _check(ruleset, "landlock_create_ruleset")
+    ruleset = libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
+    check(ruleset, "landlock_create_ruleset")
     for path in paths:
         _allow(ruleset, path)
     return ruleset
@@ -65,7 +63,7 @@ def readable(paths: list[str]) -> int | None:
 def confine(ruleset: int) -> None:
     """Confine this process and its children for good."""
     seccomp.forbid_new_privileges()
-    _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+    check(libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
 
 
 def _allow(ruleset: int, path: str) -> None:
@@ -76,14 +74,8 @@ def _allow(ruleset: int, path: str) -> None:
     access = _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE
     rule = struct.pack("=Qi", access, target)
     try:
-        _check(
-            _libc.syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0), f"landlock rule {path}"
+        check(
+            libc.syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0), f"landlock rule {path}"
         )
     finally:
         os.close(target)
-
-
-def _check(status: int, call: str) -> None:
-    if status < 0:
-        number = ctypes.get_errno() or errno.EINVAL
-        raise OSError(number, f"{call}: {os.strerror(number)}")

@@ -15,6 +15,7 @@ import struct
 from typing import NamedTuple
 
 from verl.rewards.sandbox import syscalls
+from verl.rewards.sandbox.kernel import check, libc
 
 # Arguments of prctl(2) and seccomp(2), constants of linux/{seccomp,filter,audit}.h
 _PR_SET_SECCOMP = 22
@@ -71,9 +72,6 @@ _IOCTL_HARMLESS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 _PRCTL_HARMLESS = (3, 15, 16, 23, 0x53564D41)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
 class _Test(NamedTuple):
     """A test that an argument's masked lower (`high`: upper) 32 bits are among `values`."""
 
@@ -110,7 +108,7 @@ def install(*, deny_writes: bool) -> None:
     machine = platform.machine()
     code = _own_process(machine, os.getpid()) + prepare(machine, deny_writes)
     program = _filter_program(code)
-    _check(_libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, program, 0, 0), "prctl(PR_SET_SECCOMP)")
+    check(libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, program, 0, 0), "prctl(PR_SET_SECCOMP)")
 
 
 def listen_for_threads() -> int:
@@ -133,14 +131,14 @@ def listen_for_threads() -> int:
         _step(_RETURN, _ALLOW),
     ]
     program = _filter_program(b"".join(code))
-    listener = _libc.syscall(_SECCOMP[machine], _SET_MODE_FILTER, _NEW_LISTENER, program)
-    _check(listener, "seccomp(NEW_LISTENER)")
+    listener = libc.syscall(_SECCOMP[machine], _SET_MODE_FILTER, _NEW_LISTENER, program)
+    check(listener, "seccomp(NEW_LISTENER)")
     return listener
 
 
 def forbid_new_privileges() -> None:
     """Set no_new_privs, without which an unprivileged process may not restrict itself."""
-    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
 def _filter_program(code: bytes) -> ctypes.Array[ctypes.c_char]:
@@ -274,9 +272,3 @@ def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> by
 
 def _error(number: int) -> int:
     return _ERRNO | number
-
-
-def _check(status: int, call: str) -> None:
-    if status < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{call}: {os.strerror(number)}")
