@@ -132,7 +132,7 @@ def pack_texts(texts):
 
 def test_an_interrupt_of_a_function_is_an_error_of_one_call(counting, capfd):
     function, _ = counting
-    first, second = function.call_each(pack_texts(["interrupts", "1"]))
+    first, second = function.call_each(pack_texts(["interrupts", "1"]), 600.0)
     assert second.value == 1.0, "the process goes on"
     assert str(first.error) == "the function raised KeyboardInterrupt"
     assert "raise KeyboardInterrupt" in str(first.error.__cause__)
@@ -145,22 +145,22 @@ def test_each_call_of_a_message_fails_alone_and_runs_once(counting):
     function, log = counting
     texts = ["1", "raises", "2", "exits", "3", "hangs", "4"]
     calls = pack_texts(texts)
-    first = function.call_each(calls)
+    first = function.call_each(calls, 600.0)
     assert [outcome.value for outcome in first] == [1.0, None, 2.0, None]
     assert isinstance(first[1].error, KeyError)
     assert "exit code 7" in str(first[3].error)
-    second = function.limited(2.0).call_each(calls[4:])
+    second = function.call_each(calls[4:], 2.0)
     assert [outcome.value for outcome in second] == [3.0, None]
     assert second[1].timed_out
-    assert [outcome.value for outcome in function.call_each(calls[6:])] == [4.0]
+    assert [outcome.value for outcome in function.call_each(calls[6:], 600.0)] == [4.0]
     assert log.read_text().split() == texts
 
 
 def test_calls_of_one_message_end_at_a_failure_if_requested(counting):
     function, log = counting
-    outcomes = function.call_each(pack_texts(["1", "raises", "2"]), stop_at_failure=True)
+    outcomes = function.call_each(pack_texts(["1", "raises", "2"]), 600.0, stop_at_failure=True)
     assert [outcome.failed for outcome in outcomes] == [False, True]
-    (outcome,) = function.call_each(pack_texts(["3"]))
+    (outcome,) = function.call_each(pack_texts(["3"]), 600.0)
     assert outcome.value == 3.0, "the answers of the message before are read"
     assert log.read_text().split() == ["1", "raises", "3"]
 
@@ -171,9 +171,9 @@ def test_a_batch_is_sent_to_its_process_in_few_messages(counting, kind, monkeypa
     sizes = []
     call_each = ProcessFunction.call_each
 
-    def counted(self, calls, stop_at_failure=False):
+    def counted(self, calls, timeout_s, stop_at_failure=False):
         sizes.append(len(calls))
-        return call_each(self, calls, stop_at_failure)
+        return call_each(self, calls, timeout_s, stop_at_failure)
 
     monkeypatch.setattr(ProcessFunction, "call_each", counted)
     monkeypatch.setattr("verl.rewards.calls.CHUNK_S", 60.0)

@@ -48,7 +48,8 @@ class Caller:
             as long as none is late. If its file imports signal or math_verify, it runs in the
             calling thread without our deadline: signals work only there, and in another thread such
             functions often return 0 silently.
-        timeout_s: seconds a call may take; may be infinite.
+        timeout_s: seconds a call may take; may be infinite. For a ProcessFunction they count from
+            the moment at which its process gets a sample, so its start does not count.
     """
 
     def __init__(self, function: Callable[..., Any], timeout_s: float) -> None:
@@ -145,9 +146,7 @@ class Caller:
         )
 
         try:
-            self.function = ProcessFunction(
-                self.function, timeout_s=self.timeout_s, num_processes=NUM_PROCESSES
-            )
+            self.function = ProcessFunction(self.function, num_processes=NUM_PROCESSES)
         except ConfigError as error:
             raise RewardError(
                 f"{fact}. Give it a time limit of its own, such as timeout= of an HTTP request. It "
@@ -156,8 +155,6 @@ class Caller:
 
         self.is_async = False
         self._hanging = []
-        # The deadline is now that of the process, which is killed; no thread is abandoned.
-        self.timeout_s = math.inf
         logger.warning(
             "%s. From now on it is called in %d processes, which are killed when late.",
             fact,
@@ -207,7 +204,9 @@ class _Threads:
         at_once: int = 1,
     ) -> None:
         self.function = function
-        self.timeout_s = timeout_s
+        # A process that is late is killed, so its thread is not abandoned.
+        self.process_timeout_s = timeout_s
+        self.timeout_s = math.inf if isinstance(function, ProcessFunction) else timeout_s
         self.stop_at_failure = stop_at_failure
         self.at_once = at_once
         self.outcomes: list[Outcome | None] = []
@@ -352,7 +351,7 @@ class _Threads:
                 break
 
         try:
-            return function.call_each(packed, self.stop_at_failure)
+            return function.call_each(packed, self.process_timeout_s, self.stop_at_failure)
         # The process failed to start, or to load the file.
         except BaseException as error:  # noqa: BLE001
             return [Outcome(error=error)]

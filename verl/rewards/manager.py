@@ -13,7 +13,6 @@ from verl.protocol import DataProto
 from verl.rewards.ahead import CallsAhead
 from verl.rewards.calls import Caller, Outcome
 from verl.rewards.fields import collect_extra
-from verl.rewards.processes import ProcessFunction
 from verl.rewards.registry import answer_extractors, reward_managers
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, scores_by_rule
@@ -106,12 +105,7 @@ class RewardManager:
         self.max_retries = max_retries if on_error == "retry" else 0
         self.by_rule = scores_by_rule(self.compute_score)
 
-        self._process: ProcessFunction | None = None
-        if isinstance(self.compute_score, ProcessFunction):
-            self._use_process(self.compute_score.limited(self.timeout_s))
-        else:
-            self._caller = Caller(self.compute_score, self.timeout_s)
-
+        self._caller = Caller(self.compute_score, self.timeout_s)
         self._begun: CallsAhead | None = None
 
     @phase(reads=READ)
@@ -314,38 +308,12 @@ class RewardManager:
             return outcomes
 
         sources = {sample.data_source for sample in samples}
-        return self.call_function(
+        return self._caller(
             [sample.arguments() for sample in samples],
             stop_at_failure=stop_at_failure,
             timeout_s=timeout_s,
             at_once=calls_at_once(self._caller.function, sources),
         )
-
-    def call_function(
-        self,
-        arguments: Sequence[dict[str, Any]],
-        *,
-        stop_at_failure: bool = False,
-        timeout_s: float | None = None,
-        at_once: int = 1,
-    ) -> list[Outcome | None]:
-        """Call the function with each of these arguments, here or in processes; see `Caller`."""
-        if self._process is None:
-            return self._caller(arguments, stop_at_failure, at_once, timeout_s)
-        self._process.timeout_s = min(self.timeout_s, timeout_s or self.timeout_s)
-        try:
-            return self._caller(arguments, stop_at_failure, at_once)
-        finally:
-            self._process.timeout_s = self.timeout_s
-
-    def _use_process(self, function: ProcessFunction) -> None:
-        """Set the function to call, and leave the deadline to its process.
-
-        There the deadline counts from the moment at which the process gets a sample, so the time
-        that the process takes to start does not count.
-        """
-        self._process = function
-        self._caller = Caller(function, math.inf)
 
     @phase(reads=READ)
     def print_examples(

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from verl.protocol import DataProto
-from verl.rewards.calls import Outcome
+from verl.rewards.calls import Caller, Outcome
 from verl.rewards.fields import shown
 from verl.rewards.manager import READ, NaiveRewardManager, RewardManager, Scores
 from verl.rewards.processes import ProcessFunction
@@ -68,7 +68,7 @@ class BatchRewardManager(RewardManager):
         for name in arguments[0]:
             batch[f"{name}s"] = [entry[name] for entry in arguments]
 
-        (outcome,) = self.call_function([batch], timeout_s=timeout_s)
+        (outcome,) = self._caller([batch], timeout_s=timeout_s)
         assert outcome is not None, "a single call is always made"
         if outcome.failed:
             return [outcome] * len(samples)
@@ -105,8 +105,11 @@ class PrimeRewardManager(RewardManager):
         **settings: Any,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **settings)
-        function = self._process or ProcessFunction(self.compute_score, timeout_s=self.timeout_s)
-        self._use_process(function.limited(self.timeout_s, num_processes or count_cores()))
+        function = self.compute_score
+        if not isinstance(function, ProcessFunction):
+            function = ProcessFunction(function)
+        function = function.limited(self.timeout_s, num_processes or count_cores())
+        self._caller = Caller(function, self.timeout_s)
 
 
 @reward_managers.register("dapo")

@@ -1,6 +1,7 @@
 """Call a reward function in processes of its own, where a call that hangs can be killed."""
 
 import base64
+import copy
 import functools
 import itertools
 import math
@@ -33,7 +34,8 @@ class ProcessFunction:
         function: plain or async. The process finds it by name, so it, or the class of a callable
             object, must be defined at the top level of a file or module. Each process keeps its own
             state in memory.
-        timeout_s: seconds a call may take; then the process is killed and HelperTimeout raised.
+        timeout_s: seconds that `__call__` may take; then the process is killed and HelperTimeout
+            raised.
         num_processes: largest number of concurrent calls.
         name: name of the function in errors.
         warm_up: arguments of a call that each process makes first.
@@ -47,7 +49,7 @@ class ProcessFunction:
         self,
         function: Callable[..., Any],
         *,
-        timeout_s: float,
+        timeout_s: float = math.inf,
         num_processes: int = 1,
         name: str = "the reward function",
         warm_up: dict[str, Any] | None = None,
@@ -89,8 +91,9 @@ class ProcessFunction:
 
     def limited(self, timeout_s: float, num_processes: int | None = None) -> "ProcessFunction":
         """Return the same function with a deadline of its own, in the same processes."""
-        made = type(self).__new__(type(self))
-        made._set(self._pool, timeout_s, num_processes or self.max_concurrent, self.name)
+        made = copy.copy(self)
+        made.timeout_s = timeout_s
+        made.max_concurrent = num_processes or self.max_concurrent
         return made
 
     def _set(self, pool: HelperPool, timeout_s: float, max_concurrent: int, name: str) -> None:
@@ -103,14 +106,16 @@ class ProcessFunction:
 
     def __call__(self, *values: Any, **sample: Any) -> Any:
         """Return or raise as the function does, with the traceback of the process as the cause."""
-        (outcome,) = self.call_each([pack_call(*values, **sample)])
+        (outcome,) = self.call_each([pack_call(*values, **sample)], self.timeout_s)
         if outcome.timed_out:
             raise HelperTimeout(f"no answer within {self.timeout_s:g} s")
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
 
-    def call_each(self, calls: Sequence[str], stop_at_failure: bool = False) -> list[Outcome]:
+    def call_each(
+        self, calls: Sequence[str], timeout_s: float, stop_at_failure: bool = False
+    ) -> list[Outcome]:
         """Make several calls, one after the other, in one process.
 
         Returns:
@@ -120,13 +125,14 @@ class ProcessFunction:
 
         Args:
             calls: packed by `pack_call`.
+            timeout_s: seconds that each may take.
         """
         numbers = [next(self._numbers) for _ in calls]
         message = [numbers, stop_at_failure, list(calls)]
         outcomes: list[Outcome] = []
 
         try:
-            for _, kind, answer in self._pool.ask_each(message, self.timeout_s, numbers):
+            for _, kind, answer in self._pool.ask_each(message, timeout_s, numbers):
                 if kind != "skipped":
                     outcomes.append(_outcome_of(kind, answer))
         except HelperTimeout:
