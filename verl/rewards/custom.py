@@ -10,7 +10,7 @@ from verl.rewards.origin import is_coroutine_function
 from verl.rewards.processes import ProcessFunction, pack
 from verl.utils.errors import ConfigError
 from verl.utils.imports import load_extern_type
-from verl.utils.signatures import check_keywords
+from verl.utils.signatures import check_keywords, declares, takes_any_keyword
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _BATCH_ARGUMENTS = tuple(f"{name}s" for name in _ARGUMENTS)
@@ -98,13 +98,10 @@ def _takes_extra_info(
     if for_batches:
         return True
     try:
-        signature = inspect.signature(function)
-        signature.bind(**dict.fromkeys(_ARGUMENTS[:-1]), **extra)
+        inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS[:-1]), **extra)
     except (TypeError, ValueError):
         return True
-    parameters = signature.parameters.values()
-    any_keyword = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    return any_keyword or _ARGUMENTS[-1] in signature.parameters
+    return takes_any_keyword(function) or declares(function, _ARGUMENTS[-1])
 
 
 def _without_extra_info(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -140,10 +140,6 @@ class Helper:
         self._connection.settimeout(START_TIMEOUT_S)  # a large message, on a busy machine
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def _read(self, ends: float) -> Any:
-        """Return one line as JSON. Raises TimeoutError or ConnectionError if none comes."""
-        return json.loads(self._read_line(ends))
-
     def _read_numbered(self, number: int, ends: float) -> list[Any]:
         while True:
             with suppress(ValueError):  # a line that is not JSON
@@ -151,7 +147,8 @@ class Helper:
                 if isinstance(answer, list) and answer[:1] == [number]:
                     return answer
 
-    def _read_line(self, ends: float) -> bytes:
+    def _read(self, ends: float) -> Any:
+        """Return one line as JSON. Raises TimeoutError or ConnectionError if none comes."""
         seen = 0  # there is no end of a line before this position
         while (end := self._unread.find(b"\n", seen)) < 0:
             seen = len(self._unread)
@@ -163,7 +160,7 @@ class Helper:
 
         line = bytes(self._unread[:end])
         del self._unread[: end + 1]
-        return line
+        return json.loads(line)
 
 
 def start_module(module: str, *, name: str, first: Any = None, **environment: str) -> Helper:

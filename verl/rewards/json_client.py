@@ -103,7 +103,7 @@ class JsonClient:
         try:
             with _watch(self.requests, wait_for_turn=self._wait_for_turn) as exchange:
                 self._wait_for_turn()
-                status, data = self._exchange("POST", self.url + path, exchange, body)
+                status, data = self._exchange(self.url + path, exchange, body)
         except (urllib3.exceptions.HTTPError, zlib.error) as error:
             raise RewardError(f"{address} gave no answer: {_describe(error)[:500]}") from error
 
@@ -132,13 +132,12 @@ class JsonClient:
             ) from error
 
     def _exchange(
-        self, method: str, url: str, exchange: "_Exchange", body: Mapping[str, Any]
+        self, url: str, exchange: "_Exchange", body: Mapping[str, Any]
     ) -> tuple[int, bytes]:
         retries = exchange.retries
-
         while True:
             answer = self._http.request(
-                method,
+                "POST",
                 url,
                 json=body,
                 retries=retries,
@@ -150,7 +149,7 @@ class JsonClient:
                 return answer.status, _read(answer, exchange)
             except urllib3.exceptions.HTTPError as error:
                 retries = answer.retries or retries
-                retries = retries.increment(method, url, error=error)
+                retries = retries.increment("POST", url, error=error)
                 retries.sleep()
             finally:
                 # After the last byte of an answer, its connection is back in the pool already.

@@ -7,11 +7,10 @@ import os
 import pickle
 import random
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from verl.rewards.texts import MAX_TRACEBACK_CHARACTERS, cut, describe_briefly
+from verl.rewards.texts import MAX_TRACEBACK_CHARACTERS, describe_briefly, format_traceback
 from verl.utils.children import end_with_parent, take_connection
 from verl.utils.errors import RewardError, sendable
 
@@ -100,8 +99,7 @@ def _with_traceback(error: BaseException) -> tuple[BaseException, str]:
 
     An error that is too large or cannot be sent is replaced by a RuntimeError with its text.
     """
-    text = cut("".join(traceback.format_exception(error)), MAX_TRACEBACK_CHARACTERS)
     sent = sendable(error)
     if sent is None or len(pickle.dumps(sent)) > MAX_TRACEBACK_CHARACTERS:
         sent = RuntimeError(describe_briefly(error))
-    return sent, text
+    return sent, format_traceback(error)

@@ -23,8 +23,6 @@ _SOURCES = (
     "musique",
     "bamboogle",
 )
-_OPENING = "<answer>"
-_CLOSING = "</answer>"
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -39,17 +37,11 @@ def normalize_answer(text: str) -> str:
 def extract_answer(text: str) -> str | None:
     """Return the text between the last `<answer>` tags; None without them."""
     answer = None
-    start = text.find(_OPENING)
-
-    while start >= 0:
-        start += len(_OPENING)
-        end = text.find(_CLOSING, start)
-        if end < 0:
-            break  # no later opening tag can be closed either
-        answer = text[start:end]
-        start = text.find(_OPENING, end)
-
-    return None if answer is None else answer.strip()
+    for part in text.split("</answer>")[:-1]:
+        _, opening, inside = part.partition("<answer>")
+        if opening:
+            answer = inside.strip()
+    return answer
 
 
 def _golds(ground_truth: Any) -> list[str]:

@@ -86,18 +86,11 @@ class LocalRunner:
             if self._isolation is None:
                 self._isolation = choose_isolation(self.settings)
 
-        request = {
-            "code": code,
-            "tests": tests,
-            "input": stdin or "",
-            "is_script": stdin is not None,
-            "token": secrets.token_hex(8),  # a run that does not know it cannot fake a passed test
-        }
         reason: Exception | None = None
 
         for _ in range(2):
             try:
-                return Run(**self._pool.ask(request, self.settings.timeout_s + GRACE_S))
+                return _ask(self._pool, self.settings, code, tests, stdin)
             except (HelperTimeout, HelperDied) as error:
                 reason = error
 
@@ -108,6 +101,23 @@ class LocalRunner:
     def close(self) -> None:
         """End the idle helpers; the next run starts new ones."""
         self._pool.close()
+
+
+def _ask(
+    server: Helper | HelperPool,
+    settings: SandboxConfig,
+    code: str,
+    tests: list[str],
+    stdin: str | None = None,
+) -> Run:
+    request = {
+        "code": code,
+        "tests": tests,
+        "input": stdin or "",
+        "is_script": stdin is not None,
+        "token": secrets.token_hex(8),  # a run that does not know it cannot fake a passed test
+    }
+    return Run(**server.ask(request, settings.timeout_s + GRACE_S))
 
 
 def count_cores() -> int:
@@ -207,14 +217,7 @@ def _try(settings: SandboxConfig, isolation: str) -> tuple[str | None, list[str]
         tests: list[str] = []
         for attempt in _BREAK_OUTS.values():
             tests.append(f"try:\n    {attempt}\nexcept OSError:\n    pass")
-        request = {
-            "code": "import fcntl, os, socket",
-            "tests": tests,
-            "input": "",
-            "is_script": False,
-            "token": "probe",
-        }
-        run = Run(**server.ask(request, settings.timeout_s + GRACE_S))
+        run = _ask(server, settings, "import fcntl, os, socket", tests)
     except (HelperTimeout, HelperDied) as error:
         return str(error), []
     finally:
