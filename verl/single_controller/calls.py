@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from verl.single_controller.breadcrumbs import Progress
-from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import OnTold, Raised
+from verl.single_controller.shares import Arguments
 from verl.utils.errors import DeadlineError, WorkerError, WorkerLostError
 from verl.utils.timeline import note_span
 

@@ -57,6 +57,6 @@ DataProtoFuture.register(GroupFuture)
 
 
 def _value(future: Any) -> Any:
-    if isinstance(future, GroupFuture | DataProtoFuture):
+    if isinstance(future, DataProtoFuture):
         return future.get()
     return require("ray", "A future of Ray", "pip install ray").get(future)

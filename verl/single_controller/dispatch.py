@@ -5,38 +5,35 @@ of each share, `collect(outputs, undo)` joins the answers. `register_dispatch_mo
 """
 
 import functools
-import itertools
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import numpy as np
-
-from verl.protocol import DataProto
-from verl.single_controller.dealing import (
-    MASK,
-    Dealt,
-    Rows,
-    balanced,
-    contiguous,
-    in_windows,
-    token_counts,
-    with_masked_rows,
+from verl.single_controller.shares import (
+    Args,
+    Arguments,
+    Collect,
+    Kwargs,
+    Split,
+    all_answers,
+    concatenated,
+    first_answer,
+    join_protos,
+    lists_or_same,
+    one_entry_each,
+    same_for_all,
+    split_any_rows,
+    split_for_metrics,
+    split_protos,
 )
 from verl.utils.errors import ConfigError
 
 # The attribute of a method that holds the arguments of `register`, as a dictionary.
 CALL_PLAN = "_verl_call_plan"
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Arguments = tuple[Args, Kwargs]
 Function = TypeVar("Function", bound=Callable[..., Any])
-Split = Callable[[int, Args, Kwargs], tuple[list[Arguments], Any]]
-Collect = Callable[[list[Any], Any], Any]
 DispatchFunctions = Mapping[str, Callable[..., Any]]  # {"dispatch_fn": ..., "collect_fn": ...}
 
 
@@ -100,257 +97,29 @@ class DispatchMode:
     @property
     def lists_answers(self) -> bool:
         """Return whether a call returns the list of all answers, as they are."""
-        return self.collect is _all
-
-
-def each_argument(change: Callable[[Any], Any], args: Args, kwargs: Kwargs) -> Arguments:
-    """Apply `change` to every argument."""
-    return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
-
-
-def same_for_all(num_shares: int, args: Args, kwargs: Kwargs) -> tuple[list[Arguments], None]:
-    return [(args, kwargs)] * num_shares, None
-
-
-def one_entry_each(num_shares: int, args: Args, kwargs: Kwargs) -> tuple[list[Arguments], None]:
-    """Split arguments that are lists with one entry per rank."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise ValueError(
-                f"Expected one entry per rank ({num_shares}), got {type(value).__name__}."
-            )
-        if len(value) != num_shares:
-            raise ValueError(f"Expected one entry per rank ({num_shares}), got {len(value)}.")
-
-    per_rank = []
-    for rank in range(num_shares):
-        per_rank.append(each_argument(operator.itemgetter(rank), args, kwargs))
-    return per_rank, None
-
-
-def lists_or_same(num_shares: int, args: Args, kwargs: Kwargs) -> tuple[list[Arguments], None]:
-    """Split the arguments if all are lists, with one entry per rank; otherwise all go to all."""
-    if all(isinstance(value, list | tuple) for value in (*args, *kwargs.values())):
-        return one_entry_each(num_shares, args, kwargs)
-    return same_for_all(num_shares, args, kwargs)
-
-
-@dataclass(frozen=True)
-class Order:
-    """The share of every row of a batch.
-
-    Rows from `rows_of_caller` on were added so that every share has some.
-    """
-
-    shares: Rows
-    rows_of_caller: int
-
-
-def _deal(batch: DataProto, num_shares: int) -> Rows:
-    """Deal equally many tokens to each share, if a mask counts them; keep prompts together."""
-    lengths = token_counts(batch)
-    if lengths is None:
-        return contiguous(len(batch), num_shares)
-    uids = batch.non_tensor_batch.get("uid")
-    groups = None if uids is None else uids.tolist()
-    return balanced(lengths, num_shares, groups)
-
-
-def _deal_windows(batch: DataProto, num_shares: int) -> Rows:
-    """Deal equally many rows to each share, so that mini-batches are those of one process."""
-    return in_windows(token_counts(batch) or [1] * len(batch), num_shares)
-
-
-def _split_batches(
-    num_shares: int,
-    args: Args,
-    kwargs: Kwargs,
-    deal: Callable[[DataProto, int], Rows],
-    pad: Callable[[DataProto, int], DataProto],
-) -> tuple[list[Arguments], Order | None]:
-    """Deal the rows of every batch alike; other arguments go to all."""
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto | Dealt)]
-    if num_shares == 1 or not given:
-        return [each_argument(_undealt, args, kwargs)] * num_shares, None
-
-    sizes = {len(_undealt(value)) for value in given}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"All batches of one call must have the same number of rows, got {sorted(sizes)}."
-        )
-    rows = _rows_dealt_before(given, num_shares)
-
-    batches: dict[int, DataProto] = {}
-    for value in given:
-        batch = _undealt(value)
-        batches[id(value)] = pad(batch, num_shares) if rows is None else batch
-    if rows is None:
-        rows = deal(batches[id(given[0])], num_shares)
-
-    chunks: dict[int, list[DataProto]] = {}
-    for key, batch in batches.items():
-        chunks[key] = [_rows(batch, share) for share in rows]
-    return shares_of_each(args, kwargs, chunks), Order(rows, sizes.pop())
-
-
-def _rows_dealt_before(values: Sequence[DataProto | Dealt], num_shares: int) -> Rows | None:
-    """Return the rows of each share that the caller chose, the same for all; None if not any."""
-    orders = [value.rows for value in values if isinstance(value, Dealt)]
-    if not orders:
-        return None
-
-    first = orders[0]
-    are_alike = all(order == first for order in orders)
-    if len(first) != num_shares or not are_alike:
-        raise ValueError(
-            f"Rows must be dealt alike in all batches, to {num_shares} shares; got {orders}."
-        )
-    return first
-
-
-def shares_of_each(
-    args: Args, kwargs: Kwargs, split: Mapping[int, Sequence[Any]]
-) -> list[Arguments]:
-    """Return the arguments of every share.
-
-    Args:
-        split: the shares of some values, by the `id` of the value; other values go to all.
-    """
-    num_shares = len(next(iter(split.values())))
-
-    def value_of(share: int, value: Any) -> Any:
-        return split[id(value)][share] if id(value) in split else value
-
-    arguments = []
-    for share in range(num_shares):
-        arguments.append(each_argument(functools.partial(value_of, share), args, kwargs))
-    return arguments
-
-
-def _undealt(value: Any) -> Any:
-    return value.batch if isinstance(value, Dealt) else value
-
-
-def _rows(batch: DataProto, rows: list[int]) -> DataProto:
-    """Return a view if the rows are contiguous, else a copy of them."""
-    if rows:
-        start = rows[0]
-        end = start + len(rows)
-        if rows == list(range(start, end)):
-            return batch.slice(start, end)
-    return batch.select_idxs(np.asarray(rows, dtype=np.int64))
-
-
-def _repeated(batch: DataProto, num_shares: int) -> DataProto:
-    """Repeat rows until each share has one: every rank must join the collectives."""
-    if len(batch) >= num_shares:
-        return batch
-    return batch.select_idxs(np.arange(num_shares) % _at_least_one(batch))
-
-
-def _unpadded(batch: DataProto, _: int) -> DataProto:
-    """Leave some shares without rows if there are fewer rows than shares."""
-    _at_least_one(batch)
-    return batch
-
-
-def _masked(batch: DataProto, num_shares: int) -> DataProto:
-    """Add masked rows until each share has equally many.
-
-    Added rows must not count, so a batch without a mask is dealt unevenly.
-    """
-    missing = -_at_least_one(batch) % num_shares
-    if batch.batch is not None and MASK in batch.batch.keys():
-        return with_masked_rows(batch, missing) if missing else batch
-
-    if len(batch) < num_shares:
-        raise ValueError(
-            f"A batch without '{MASK}' needs at least one row for each of {num_shares} shares, got "
-            f"{len(batch)}: copies of rows would count."
-        )
-    return batch
-
-
-def _at_least_one(batch: DataProto) -> int:
-    if not len(batch):
-        raise ValueError("A batch without rows cannot be dealt to several ranks.")
-    return len(batch)
-
-
-def _join_protos(outputs: list[Any], order: Order | None) -> Any:
-    """Join all answers in the caller's order.
-
-    A row may have several answers (n samples of a prompt).
-    """
-    joined = _concatenated(outputs, None)
-    if order is None:
-        return joined
-
-    rows = list(itertools.chain(*order.shares))
-    if rows == list(range(order.rows_of_caller)):
-        return joined
-
-    answers = len(joined) // len(rows)
-    answers_of_shares = list(map(len, outputs))
-    rows_of_shares = list(map(len, order.shares))
-    expected = [count * answers for count in rows_of_shares]
-    if answers_of_shares != expected:
-        raise ValueError(
-            "Answers come back in the order of the rows, so there must be equally many to each; "
-            f"got {answers_of_shares} to {rows_of_shares} rows."
-        )
-
-    place = np.argsort(rows)[: order.rows_of_caller]
-    first_answer = place[:, None] * answers
-    answer_rows = first_answer + np.arange(answers)
-    return joined.select_idxs(answer_rows.reshape(-1))
-
-
-def _concatenated(outputs: list[Any], _: Any) -> Any:
-    """Join answers that have rows of their own, in the order of the shares."""
-    if len(outputs) == 1:
-        return outputs[0]
-    wrong = {type(output).__name__ for output in outputs if not isinstance(output, DataProto)}
-    if wrong:
-        raise TypeError(
-            "A method whose answers are joined (Dispatch.DP_COMPUTE_PROTO) must return a DataProto "
-            f"on every rank, got {', '.join(sorted(wrong))}. Return the batch, or register the "
-            "method with Dispatch.ONE_TO_ALL or DP_COMPUTE, which give a list of all answers."
-        )
-    return DataProto.concat(outputs)
-
-
-def _first(outputs: list[Any], _: Any) -> Any:
-    return outputs[0]
-
-
-def _all(outputs: list[Any], _: Any) -> Any:
-    return outputs
+        return self.collect is all_answers
 
 
 def answered_by_one(mode: DispatchMode) -> DispatchMode:
     """Return the mode for a call on one rank: a list of all answers becomes the answer."""
-    return replace(mode, collect=_first) if mode.collect is _all else mode
+    return replace(mode, collect=first_answer) if mode.collect is all_answers else mode
 
 
-_split_protos = functools.partial(_split_batches, deal=_deal, pad=_repeated)
-_split_any = functools.partial(_split_batches, deal=_deal, pad=_unpadded)
-_split_for_metrics = functools.partial(_split_batches, deal=_deal_windows, pad=_masked)
-_PROTOS = DispatchMode(_split_protos, _join_protos, by_data_rank=True, takes_any_deal=True)
+_PROTOS = DispatchMode(split_protos, join_protos, by_data_rank=True, takes_any_deal=True)
 
 MODES: dict[str, DispatchMode] = {
-    Dispatch.RANK_ZERO: DispatchMode(same_for_all, _first),
-    Dispatch.ONE_TO_ALL: DispatchMode(same_for_all, _all),
-    Dispatch.ALL_TO_ALL: DispatchMode(lists_or_same, _all),
-    Dispatch.DP_COMPUTE: DispatchMode(one_entry_each, _all, by_data_rank=True),
+    Dispatch.RANK_ZERO: DispatchMode(same_for_all, first_answer),
+    Dispatch.ONE_TO_ALL: DispatchMode(same_for_all, all_answers),
+    Dispatch.ALL_TO_ALL: DispatchMode(lists_or_same, all_answers),
+    Dispatch.DP_COMPUTE: DispatchMode(one_entry_each, all_answers, by_data_rank=True),
     Dispatch.DP_COMPUTE_PROTO: _PROTOS,
     # The function, the first argument, is no batch and therefore goes to all.
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: _PROTOS,
     # Answers say by a column which row of the caller they belong to. No row is computed twice,
     # because the work may have effects outside (tools), so a rank may get none.
-    Dispatch.DP_COMPUTE_ANY_ROWS: DispatchMode(_split_any, _concatenated, by_data_rank=True),
+    Dispatch.DP_COMPUTE_ANY_ROWS: DispatchMode(split_any_rows, concatenated, by_data_rank=True),
     # Workers reduce metrics over the ranks, so every rank returns the same ones.
-    Dispatch.DP_COMPUTE_METRIC: DispatchMode(_split_for_metrics, _first, by_data_rank=True),
+    Dispatch.DP_COMPUTE_METRIC: DispatchMode(split_for_metrics, first_answer, by_data_rank=True),
 }
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl.single_controller.calls import Lost
-from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import Host, OnTold, Raised
+from verl.single_controller.shares import Arguments
 from verl.single_controller.wire import (
     UNREACHABLE_S,
     Incoming,

@@ -182,7 +182,7 @@ class RayWorkerGroup(WorkerGroup):
         are_lists = bool(values) and all(isinstance(value, list) for value in values)
         by_rank = are_lists and all(len(value) == self.world_size for value in values)
         mode = Dispatch.ALL_TO_ALL if by_rank else Dispatch.ONE_TO_ALL
-        return self._call(method_name, CallPlan(mode), args, kwargs, None, False, None)
+        return self._call(method_name, CallPlan(mode), args, kwargs, blocking=False)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `execute_all_async`, and wait for the answers of all ranks."""
@@ -193,7 +193,7 @@ class RayWorkerGroup(WorkerGroup):
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> GroupFuture:
         """Start any method of the worker on the first rank."""
         plan = CallPlan(Dispatch.RANK_ZERO)
-        return self._call(method_name, plan, args, kwargs, None, False, None)
+        return self._call(method_name, plan, args, kwargs, blocking=False)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call `execute_rank_zero_async`, and wait for the answer."""

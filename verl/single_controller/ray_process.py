@@ -21,10 +21,10 @@ from ray.exceptions import RayError
 from ray.util.client import ray as ray_client
 
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
-from verl.single_controller.dispatch import each_argument
 from verl.single_controller.host import Host, Raised
 from verl.single_controller.links import Door, Entrance, Links, Peer, answer, connect
 from verl.single_controller.rank_thread import RankThread
+from verl.single_controller.shares import each_argument
 from verl.single_controller.wire import UNREACHABLE_S, Link, Pickler
 from verl.utils.errors import WorkerError
 from verl.utils.logging import say_once

@@ -18,7 +18,6 @@ from ray.util.scheduling_strategies import (
 
 from verl.single_controller.breadcrumbs import Progress, read_breadcrumbs, read_progress
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
-from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import OnTold, Raised
 from verl.single_controller.links import Links
 from verl.single_controller.ray_calls import (
@@ -39,6 +38,7 @@ from verl.single_controller.ray_process import (
     kill_rank,
     open_links,
 )
+from verl.single_controller.shares import Arguments
 from verl.utils.errors import WorkerLostError
 from verl.utils.launcher import RANKS_OF_GROUP
 from verl.utils.logging import logger

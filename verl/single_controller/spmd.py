@@ -27,11 +27,11 @@ from verl.single_controller.breadcrumbs import (
     read_progress,
 )
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
-from verl.single_controller.dispatch import Arguments, each_argument
 from verl.single_controller.host import Host, OnTold, Raised, found_here
 from verl.single_controller.links import Links, Peer
 from verl.single_controller.parts import split_launch
 from verl.single_controller.rank_thread import RankThread
+from verl.single_controller.shares import Arguments, each_argument
 from verl.single_controller.spmd_rank import connect_all, serve
 from verl.single_controller.wire import Incoming, Kind, Outgoing
 from verl.single_controller.worker import Worker

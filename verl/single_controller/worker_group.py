@@ -14,27 +14,22 @@ from verl.single_controller.calls import GroupFuture, Lost, Ranks
 from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.dealing import Dealt
 from verl.single_controller.dispatch import (
-    Arguments,
     CallPlan,
     Dispatch,
     DispatchMode,
     Execute,
     answered_by_one,
-    each_argument,
     find_dispatch_mode,
     registered_methods,
-    shares_of_each,
 )
 from verl.single_controller.host import BUILD, RECENT_SPANS, OnTold, Raised, call_method
+from verl.single_controller.shares import Arguments, each_argument, shares_of_each
 from verl.single_controller.worker import Worker
 from verl.utils.errors import ConfigError
 from verl.utils.timeline import Recorded
 
 # Default of a call. Generous: a rollout of long responses may take an hour.
 DEADLINE_S = 7200.0
-_DEADLINE = "deadline_s"
-_BLOCKING = "blocking"
-_ON_TOLD = "on_told"
 
 
 class Background:
@@ -199,7 +194,7 @@ class WorkerGroup:
         self._places: dict[str, list[tuple[int, bool]]] = {}
         self.deadline_s = DEADLINE_S
         for name, plan in registered_methods(worker_class).items():
-            call = functools.partial(self._call, name, plan)
+            call = functools.partial(self._call, name, plan, blocking=plan.blocking)
             setattr(self, name, bound(call, plan, getattr(worker_class, name)))
 
     @property
@@ -213,9 +208,10 @@ class WorkerGroup:
         plan: CallPlan,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        deadline_s: float | None,
-        blocking: bool,
-        on_told: OnTold,
+        *,
+        deadline_s: float | None = None,
+        blocking: bool = True,
+        on_told: OnTold = None,
     ) -> Any:
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         mode = find_dispatch_mode(plan.dispatch_mode)
@@ -263,7 +259,7 @@ class WorkerGroup:
             return of_data
         if mesh not in self._places:
             to_all = CallPlan(Dispatch.ONE_TO_ALL)
-            found = self._call("mesh_place", to_all, (mesh,), {}, None, True, None)
+            found = self._call("mesh_place", to_all, (mesh,), {})
             self._places[mesh] = of_data if None in found else _checked_places(mesh, found)
         return self._places[mesh]
 
@@ -358,40 +354,36 @@ def _checked_places(mesh: str, places: list[tuple[int, bool]]) -> list[tuple[int
 
 
 def bound(call: Callable[..., Any], plan: CallPlan, method: Any) -> Callable[..., Any]:
-    """Return `call` with the docstring and signature of `method`, plus the group's parameters."""
+    """Return `call` with the docstring and signature of `method`, plus its own keywords."""
     find_dispatch_mode(plan.dispatch_mode)  # raises for an unknown mode when the group is made
     signature = inspect.signature(method)
-    defaults = {_DEADLINE: None, _BLOCKING: plan.blocking, _ON_TOLD: None}
-    kinds = {_DEADLINE: float | None, _BLOCKING: bool, _ON_TOLD: OnTold}
-    for name in defaults.keys() & signature.parameters.keys():
-        raise ConfigError(
-            f"{method.__qualname__} has a parameter '{name}', which a call on a group takes for "
-            "itself. Rename it."
-        )
+    own: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(call).parameters.items():
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            continue
+        own[name] = parameter
+        if name in signature.parameters:
+            raise ConfigError(
+                f"{method.__qualname__} has a parameter '{name}', which a call on a group takes "
+                "for itself. Rename it."
+            )
 
     @functools.wraps(method)
     def call_ranks(*args: Any, **kwargs: Any) -> Any:
-        own = {name: kwargs.pop(name, default) for name, default in defaults.items()}
-        return call(args, kwargs, **own)
+        given = {name: kwargs.pop(name) for name in own.keys() & kwargs.keys()}
+        return call(args, kwargs, **given)
 
-    own_parameters: list[inspect.Parameter] = []
-    for name, default in defaults.items():
-        own_parameters.append(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name]
-            )
-        )
     parameters = list(signature.parameters.values())[1:]  # without self
     place = len(parameters)
     if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
         place -= 1  # **kwargs must stay the last
-    parameters[place:place] = own_parameters
+    parameters[place:place] = own.values()
     vars(call_ranks)["__signature__"] = signature.replace(parameters=parameters)
     return call_ranks
 
 
 def _resolved(value: Any) -> Any:
-    return value.get() if isinstance(value, GroupFuture | DataProtoFuture) else value
+    return value.get() if isinstance(value, DataProtoFuture) else value  # also a GroupFuture
 
 
 def start_role(
