@@ -8,6 +8,7 @@ from verl.config.reward import RewardModelConfig, SandboxConfig
 from verl.config.train import TrainConfig
 from verl.rewards.custom import load_custom_reward
 from verl.rewards.managers import reward_managers
+from verl.rewards.outcome import RewardFunction
 from verl.rewards.remote import Judge, SandboxService
 from verl.rewards.rules import with_options
 from verl.rewards.sandbox.runner import CodeRunner, LocalRunner
@@ -69,7 +70,7 @@ def _accepted(manager: Callable[..., Any]) -> set[str] | None:
     return None
 
 
-def build_reward_function(config: TrainConfig) -> Callable[..., Any]:
+def build_reward_function(config: TrainConfig) -> RewardFunction:
     """Return the user's function, else the judge, else the rules with their options and runner.
 
     Raises ConfigError if a service that it needs cannot be reached.

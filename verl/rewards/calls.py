@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from verl.rewards.coroutines import Coroutines, start_loop
 from verl.rewards.deadline import call_ends
 from verl.rewards.helper import HelperTimeout
 from verl.rewards.origin import is_coroutine_function, runs_here, uses_signals
-from verl.rewards.outcome import Arguments, Outcome
+from verl.rewards.outcome import Arguments, Outcome, Outcomes, RewardFunction
 from verl.rewards.processes import ProcessFunction, pack_call
 from verl.rewards.watch import THREAD_NAME, LateCall, LockWatch, forbid_exit, interrupt
 from verl.utils.errors import ConfigError, RewardError, causes
@@ -52,7 +52,7 @@ class Caller:
             the moment at which its process gets a sample, so its start does not count.
     """
 
-    def __init__(self, function: Callable[..., Any], timeout_s: float) -> None:
+    def __init__(self, function: RewardFunction, timeout_s: float) -> None:
         self.function = function
         self.timeout_s = timeout_s
         self.is_async = is_coroutine_function(function)
@@ -68,7 +68,7 @@ class Caller:
         stop_at_failure: bool = False,
         at_once: int = 1,
         timeout_s: float | None = None,
-    ) -> list[Outcome | None]:
+    ) -> Outcomes:
         """Return one outcome per sample, in order.
 
         Args:
@@ -106,7 +106,7 @@ class Caller:
             return Coroutines(self.function, deadline, self._loop)
         return _Threads(self.function, deadline, stop_at_failure, at_once)
 
-    def finish(self, calls: "_Threads | Coroutines") -> list[Outcome | None]:
+    def finish(self, calls: "_Threads | Coroutines") -> Outcomes:
         """Wait for the outcomes of all added samples, in that order; see `__call__`."""
         try:
             calls.run()
@@ -122,14 +122,12 @@ class Caller:
                 self.in_caller = True
         return calls.outcomes
 
-    def _call_here(
-        self, arguments: Sequence[dict[str, Any]], stop_at_failure: bool
-    ) -> list[Outcome | None]:
+    def _call_here(self, arguments: Sequence[dict[str, Any]], stop_at_failure: bool) -> Outcomes:
         say_once(
             "The reward function limits its time by signals, which work in the main thread only. "
             "It is called there, and reward_model.timeout_s does not apply."
         )
-        outcomes: list[Outcome | None] = [None] * len(arguments)
+        outcomes: Outcomes = [None] * len(arguments)
         for index, sample in enumerate(arguments):
             outcome = outcomes[index] = _call(self.function, sample)
             if stop_at_failure and outcome.failed:
@@ -169,7 +167,7 @@ def _needs_main_thread(error: BaseException | None) -> bool:
     )
 
 
-def _call(function: Callable[..., Any], sample: dict[str, Any]) -> Outcome:
+def _call(function: RewardFunction, sample: dict[str, Any]) -> Outcome:
     try:
         return Outcome(value=function(**sample))
     except HelperTimeout:
@@ -179,7 +177,7 @@ def _call(function: Callable[..., Any], sample: dict[str, Any]) -> Outcome:
         return Outcome(error=error)
 
 
-def _call_in_thread(function: Callable[..., Any], arguments: Arguments) -> Outcome:
+def _call_in_thread(function: RewardFunction, arguments: Arguments) -> Outcome:
     try:
         return _call(function, arguments())
     except LateCall:
@@ -198,7 +196,7 @@ class _Threads:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: RewardFunction,
         timeout_s: float,
         stop_at_failure: bool = False,
         at_once: int = 1,
@@ -209,7 +207,7 @@ class _Threads:
         self.timeout_s = math.inf if isinstance(function, ProcessFunction) else timeout_s
         self.stop_at_failure = stop_at_failure
         self.at_once = at_once
-        self.outcomes: list[Outcome | None] = []
+        self.outcomes: Outcomes = []
         self.abandoned: list[threading.Thread] = []
         self._calls: list[tuple[int, Arguments]] = []  # with their rows
         self._waiting: deque[int] = deque()  # places in _calls

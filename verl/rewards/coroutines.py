@@ -6,11 +6,9 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 from verl.rewards.deadline import call_ends
-from verl.rewards.outcome import Arguments, Outcome
+from verl.rewards.outcome import Arguments, Outcome, Outcomes, RewardFunction
 from verl.rewards.watch import THREAD_NAME, LateCall, LockWatch, interrupt
 from verl.utils.errors import RewardError
 
@@ -25,11 +23,11 @@ class Coroutines:
     """
 
     def __init__(
-        self, function: Callable[..., Any], timeout_s: float, loop: asyncio.AbstractEventLoop
+        self, function: RewardFunction, timeout_s: float, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.function = function
         self.timeout_s = timeout_s
-        self.outcomes: list[Outcome | None] = []
+        self.outcomes: Outcomes = []
         self.abandoned: list[threading.Thread] = []  # the loop's thread, if a coroutine blocks it
         self.moved = time.monotonic()
         self._loop = loop

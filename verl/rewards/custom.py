@@ -3,10 +3,11 @@
 import functools
 import inspect
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from verl.rewards.origin import is_coroutine_function
+from verl.rewards.outcome import RewardFunction
 from verl.rewards.processes import ProcessFunction, pack
 from verl.utils.errors import ConfigError
 from verl.utils.imports import load_extern_type
@@ -22,7 +23,7 @@ def load_custom_reward(
     reward_kwargs: Mapping[str, Any] | None = None,
     *,
     for_batches: bool = False,
-) -> Callable[..., Any] | None:
+) -> RewardFunction | None:
     """Load the user's reward function; return None if `path` is None or empty.
 
     It is called as `compute_score(data_source, solution_str, ground_truth, extra_info)`; a function
@@ -60,7 +61,7 @@ def load_custom_reward(
 
 def load_function(
     path: str, name: str, extra: Mapping[str, Any], for_batches: bool
-) -> Callable[..., Any]:
+) -> RewardFunction:
     """Load a function from a user's file into this process; see `load_custom_reward`."""
     function = load_extern_type(path, name)
     if not callable(function):
@@ -80,7 +81,7 @@ def load_function(
 
 
 def check_arguments(
-    function: Callable[..., Any], name: str, extra: Mapping[str, Any], for_batches: bool = False
+    function: RewardFunction, name: str, extra: Mapping[str, Any], for_batches: bool = False
 ) -> None:
     """Raise ConfigError for a function that cannot be called with our keywords.
 
@@ -92,7 +93,7 @@ def check_arguments(
 
 
 def _takes_extra_info(
-    function: Callable[..., Any], extra: Mapping[str, Any], for_batches: bool
+    function: RewardFunction, extra: Mapping[str, Any], for_batches: bool
 ) -> bool:
     """Return False for a function that takes our keywords, `extra_info` excepted."""
     if for_batches:
@@ -104,7 +105,7 @@ def _takes_extra_info(
     return takes_any_keyword(function) or declares(function, _ARGUMENTS[-1])
 
 
-def _without_extra_info(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_extra_info(function: RewardFunction) -> RewardFunction:
     """Return the function with an argument `extra_info` that is not used."""
 
     @functools.wraps(function)

@@ -13,6 +13,7 @@ from verl.protocol import DataProto
 from verl.rewards.ahead import CallsAhead
 from verl.rewards.calls import Caller, Outcome
 from verl.rewards.fields import collect_extra
+from verl.rewards.outcome import Outcomes, RewardFunction
 from verl.rewards.registry import answer_extractors, reward_managers
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, scores_by_rule
@@ -79,7 +80,7 @@ class RewardManager:
         self,
         tokenizer: Any,
         num_examine: int,
-        compute_score: Callable[..., Any] | None = None,
+        compute_score: RewardFunction | None = None,
         reward_fn_key: str = "data_source",
         *,
         timeout_s: float | None = 60.0,
@@ -262,7 +263,7 @@ class RewardManager:
             self._warn(result, len(samples), first_failure)
         return result
 
-    def _call_again(self, samples: Sequence[Sample], outcomes: list[Outcome | None]) -> int:
+    def _call_again(self, samples: Sequence[Sample], outcomes: Outcomes) -> int:
         """Repeat the failed calls, replace their outcomes, and return their number."""
         failed: list[int] = []
         for i, outcome in enumerate(outcomes):

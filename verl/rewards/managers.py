@@ -1,6 +1,6 @@
 """Further managers: one call for a whole batch, calls in processes, a penalty for overlong text."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -8,6 +8,7 @@ from verl.protocol import DataProto
 from verl.rewards.calls import Caller, Outcome
 from verl.rewards.fields import shown
 from verl.rewards.manager import READ, NaiveRewardManager, RewardManager, Scores
+from verl.rewards.outcome import RewardFunction
 from verl.rewards.processes import ProcessFunction
 from verl.rewards.registry import (
     REWARD_MANAGER_REGISTRY,
@@ -98,7 +99,7 @@ class PrimeRewardManager(RewardManager):
         self,
         tokenizer: Any,
         num_examine: int,
-        compute_score: Callable[..., Any] | None = None,
+        compute_score: RewardFunction | None = None,
         reward_fn_key: str = "data_source",
         *,
         num_processes: int | None = None,
@@ -135,7 +136,7 @@ class DAPORewardManager(RewardManager):
         self,
         tokenizer: Any,
         num_examine: int,
-        compute_score: Callable[..., Any] | None = None,
+        compute_score: RewardFunction | None = None,
         reward_fn_key: str = "data_source",
         max_resp_len: int | None = None,
         overlong_buffer_cfg: Any = None,

@@ -3,24 +3,24 @@
 import ast
 import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from verl.rewards.outcome import RewardFunction
 from verl.rewards.registry import Rule, reward_rules
 
 # Modules that limit time by signals and therefore work only in the main thread.
 _SIGNAL_USERS = {"signal", "math_verify", "timeout_decorator"}
 
 
-def runs_here(function: Callable[..., Any]) -> bool:
+def runs_here(function: RewardFunction) -> bool:
     """Return whether code of a user runs in this process: a function, or a registered rule."""
     if calls_rules(function):
         return bool(rules_of_users())
     return not _is_ours(module_name(function))
 
 
-def uses_signals(function: Callable[..., Any]) -> bool:
+def uses_signals(function: RewardFunction) -> bool:
     """Return whether the file of `function`, or of a user's rule, imports a module of signals."""
     functions = rules_of_users() if calls_rules(function) else [function]
     return any(_imports_signals(module_name(each)) for each in functions)
@@ -32,7 +32,7 @@ def rules_of_users() -> list[Rule]:
     return [rule for rule in rules if not _is_ours(module_name(rule))]
 
 
-def is_coroutine_function(function: Callable[..., Any]) -> bool:
+def is_coroutine_function(function: RewardFunction) -> bool:
     """Return whether the calls of a function, or of a callable object, must be awaited."""
     method = getattr(function, "__call__", None)  # noqa: B004  (not a test for callability)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
@@ -44,7 +44,7 @@ def module_name(function: Any) -> str:
     return getattr(target, "__module__", None) or type(target).__module__
 
 
-def calls_rules(function: Callable[..., Any]) -> bool:
+def calls_rules(function: RewardFunction) -> bool:
     """Return whether a function is `rules.default_compute_score`, with or without options."""
     return module_name(function) == "verl.rewards.rules"
 

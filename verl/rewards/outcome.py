@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+RewardFunction = Callable[..., Any]  # plain or async; its parameters depend on the manager
 Arguments = Callable[[], dict[str, Any]]  # returns a call's arguments, in the thread of the call
 
 
@@ -18,3 +19,6 @@ class Outcome:
     @property
     def failed(self) -> bool:
         return self.timed_out or self.error is not None
+
+
+Outcomes = list[Outcome | None]  # None: not called, because another call had failed

@@ -5,7 +5,7 @@ wrong type, constant, different from call to call, or too slow.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from verl.config.algorithm import SCORE_METRICS
 from verl.config.train import TrainConfig
 from verl.rewards.calls import Outcome
 from verl.rewards.manager import RewardManager
+from verl.rewards.outcome import RewardFunction
 from verl.rewards.processes import ProcessFunction, pack_function
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import check_options, find_rule
@@ -29,13 +30,16 @@ NONSENSE = "I do not know."
 # Entries of extra_info that may hold a solution in words.
 _SOLUTIONS = ("answer", "solution", "canonical_solution")
 
+Row = Mapping[str, Any]
+Rows = Sequence[tuple[int, Row]]  # with their numbers in the dataset
+
 
 class MapDataset(Protocol):
     """Rows by their number."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, item: int) -> Mapping[str, Any]: ...
+    def __getitem__(self, item: int) -> Row: ...
 
 
 @dataclass(slots=True)
@@ -129,7 +133,7 @@ def _check_filter_metric(config: TrainConfig, report: Report, manager: RewardMan
         )
 
 
-def choose_rows(dataset: MapDataset, count: int) -> list[tuple[int, Mapping[str, Any]]]:
+def choose_rows(dataset: MapDataset, count: int) -> Rows:
     """Return up to `count` rows with their numbers, spread evenly over the data.
 
     Rows of one source are usually neighbors, so the first rows would not show all sources.
@@ -141,7 +145,7 @@ def choose_rows(dataset: MapDataset, count: int) -> list[tuple[int, Mapping[str,
     return [(number, dataset[number]) for number in sorted(numbers)]
 
 
-def inspect_reward(rows: Sequence[tuple[int, Mapping[str, Any]]], manager: RewardManager) -> Report:
+def inspect_reward(rows: Rows, manager: RewardManager) -> Report:
     """Score gold and wrong answers of these rows and report findings. Keeps the random states."""
     state = rng_state()
     report = Report(probes=_probes(rows, manager.reward_fn_key))
@@ -174,7 +178,7 @@ def _try(probes: Sequence[Probe], manager: RewardManager) -> None:
         probe.fields = list(fields)
 
 
-def _probes(rows: Sequence[tuple[int, Mapping[str, Any]]], source_key: str) -> list[Probe]:
+def _probes(rows: Rows, source_key: str) -> list[Probe]:
     golds = {number: gold_answers(row) for number, row in rows}
     probes: list[Probe] = []
 
@@ -195,7 +199,7 @@ def _probes(rows: Sequence[tuple[int, Mapping[str, Any]]], source_key: str) -> l
     return probes
 
 
-def _sample(row: Mapping[str, Any], text: str, source_key: str) -> Sample:
+def _sample(row: Row, text: str, source_key: str) -> Sample:
     return Sample(
         row=0,
         data_source=row.get(source_key),
@@ -206,7 +210,7 @@ def _sample(row: Mapping[str, Any], text: str, source_key: str) -> Sample:
     )
 
 
-def gold_answers(row: Mapping[str, Any]) -> list[str]:
+def gold_answers(row: Row) -> list[str]:
     """Return responses to a row, one of which at least should score as gold.
 
     They are the solution in the row, the ground truth alone, and the ground truth in the usual
@@ -324,7 +328,7 @@ def _speed(report: Report) -> None:
         )
 
 
-def _sendable(report: Report, function: Callable[..., Any]) -> None:
+def _sendable(report: Report, function: RewardFunction) -> None:
     if isinstance(function, ProcessFunction):
         return
     try:

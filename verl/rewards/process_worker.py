@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from verl.rewards.outcome import RewardFunction
 from verl.rewards.texts import MAX_TRACEBACK_CHARACTERS, describe_briefly, format_traceback
 from verl.utils.children import end_with_parent, take_connection
 from verl.utils.errors import RewardError, sendable
@@ -54,9 +55,7 @@ def main() -> None:
             skip = skip or (stop_at_failure and kind == "error")
 
 
-def _call(
-    function: Callable[..., Any], call: str, loop: asyncio.AbstractEventLoop
-) -> tuple[str, str]:
+def _call(function: RewardFunction, call: str, loop: asyncio.AbstractEventLoop) -> tuple[str, str]:
     """Return "value" or "error", and the packed value, or the packed error and its traceback."""
     from verl.rewards.processes import cannot_be_sent, pack, unpack
 
@@ -75,7 +74,7 @@ def _call(
         return "error", pack(_with_traceback(error))
 
 
-def _load(first: dict[str, Any], unpack: Callable[[str], Any]) -> Callable[..., Any]:
+def _load(first: dict[str, Any], unpack: Callable[[str], Any]) -> RewardFunction:
     from verl.rewards.custom import load_function
     from verl.utils.imports import load_module
 

@@ -10,12 +10,12 @@ import pickle
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.rewards.helper import Helper, HelperDied, HelperPool, HelperTimeout, start_module
 from verl.rewards.origin import calls_rules, module_name, rules_of_users
-from verl.rewards.outcome import Outcome
+from verl.rewards.outcome import Outcome, RewardFunction
 from verl.rewards.texts import describe_briefly
 from verl.utils.errors import ConfigError, RewardError
 
@@ -47,7 +47,7 @@ class ProcessFunction:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: RewardFunction,
         *,
         timeout_s: float = math.inf,
         num_processes: int = 1,
@@ -218,7 +218,7 @@ def cannot_be_sent(error: Exception) -> str:
     )
 
 
-def pack_function(function: Callable[..., Any]) -> str:
+def pack_function(function: RewardFunction) -> str:
     """Pack a reference to a function. Raises ConfigError if another process could not find it."""
     module = module_name(function)
     try:
@@ -235,7 +235,7 @@ def pack_function(function: Callable[..., Any]) -> str:
         ) from error
 
 
-def _modules_to_load(function: Callable[..., Any]) -> list[str]:
+def _modules_to_load(function: RewardFunction) -> list[str]:
     """Return files and modules that the process must load by `verl.utils.imports.load_module`.
 
     They are the user's file with the function, or the files that register rules if it scores by

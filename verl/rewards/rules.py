@@ -2,10 +2,11 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verl.rewards.builtin import calculator, choice, code, countdown, gsm8k, math, search_qa, toy
+from verl.rewards.outcome import RewardFunction
 from verl.rewards.registry import Rule, reward_rules
 from verl.rewards.sandbox.runner import CodeRunner, default_runner
 from verl.utils.errors import ConfigError, RewardError
@@ -66,7 +67,7 @@ def require_truth(data_source: str, ground_truth: Any) -> None:
         )
 
 
-def scores_by_rule(function: Callable[..., Any]) -> bool:
+def scores_by_rule(function: RewardFunction) -> bool:
     """Return whether a reward function is `default_compute_score`, with or without options."""
     return getattr(function, "func", function) is default_compute_score
 
@@ -76,7 +77,7 @@ def runs_code(rule: Rule) -> bool:
     return getattr(rule, "runs_code", False)
 
 
-def calls_at_once(function: Callable[..., Any], data_sources: Iterable[Any]) -> int:
+def calls_at_once(function: RewardFunction, data_sources: Iterable[Any]) -> int:
     """Return the largest number of concurrent calls.
 
     It is one, unless the function or the runner of code allows more by `max_concurrent`.
@@ -89,7 +90,7 @@ def calls_at_once(function: Callable[..., Any], data_sources: Iterable[Any]) -> 
     return runner.max_concurrent
 
 
-def with_options(options: Mapping[str, Any], runner: CodeRunner | None) -> Callable[..., Any]:
+def with_options(options: Mapping[str, Any], runner: CodeRunner | None) -> RewardFunction:
     """Bind `default_compute_score` to a run's `reward_model.rule_kwargs` and CodeRunner."""
     given = dict(options)
     if runner is not None:

@@ -31,6 +31,9 @@ class Lost:
     reason: str
 
 
+Ends = dict[int, Raised | Lost | None]  # how the calls on some ranks ended; None: well
+
+
 class Ranks(Protocol):
     """The processes of a backend, numbered from 0, which run the workers of one or more roles."""
 
@@ -63,7 +66,7 @@ class Ranks(Protocol):
         """
         ...
 
-    def wait(self, replies: Mapping[int, Any], timeout_s: float) -> dict[int, Raised | Lost | None]:
+    def wait(self, replies: Mapping[int, Any], timeout_s: float) -> Ends:
         """Return how the calls ended that have ended; None stands for success.
 
         Returns when all have ended, when one has failed, or when the time is over.
@@ -227,12 +230,10 @@ class GroupFuture(Generic[Answer]):
             assert stacks is not None
             self._fail(DeadlineError, self._describe_late(late, stacks), late, stacks=stacks)
 
-    def _wait_until(
-        self, ends_at: float, replies: Mapping[int, Any]
-    ) -> dict[int, Raised | Lost | None]:
+    def _wait_until(self, ends_at: float, replies: Mapping[int, Any]) -> Ends:
         return self.ranks.wait(replies, max(ends_at - time.monotonic(), 0.001))
 
-    def _wait_for_the_others(self) -> dict[int, Raised | Lost | None]:
+    def _wait_for_the_others(self) -> Ends:
         """Give the other ranks GRACE_S to end: most raise as well, or are done."""
         ends_at = min(self._ends_at, time.monotonic() + GRACE_S)
         waiting = dict(self._replies)
@@ -297,7 +298,7 @@ class GroupFuture(Generic[Answer]):
         raise kind(headline) from cause
 
 
-def _any_failed(ended: Mapping[int, Raised | Lost | None]) -> bool:
+def _any_failed(ended: Ends) -> bool:
     return any(end is not None for end in ended.values())
 
 

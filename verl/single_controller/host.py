@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.single_controller.breadcrumbs import breadcrumb, note_progress
+from verl.single_controller.shares import Args, Kwargs
 from verl.single_controller.worker import Worker
 from verl.utils.errors import sendable
 from verl.utils.timeline import recorded_since, span
@@ -34,9 +35,9 @@ class Colocated:
     role: str
 
 
-def found_here(kwargs: dict[str, Any], workers: Mapping[str, Worker]) -> dict[str, Any]:
+def found_here(kwargs: Kwargs, workers: Mapping[str, Worker]) -> Kwargs:
     """Replace every `Colocated` by the worker of this process."""
-    found: dict[str, Any] = {}
+    found: Kwargs = {}
     for name, value in kwargs.items():
         found[name] = workers[value.role] if isinstance(value, Colocated) else value
     return found
@@ -67,8 +68,8 @@ class Host:
         self,
         role: str,
         method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         on_told: OnTold = None,
     ) -> Any:
         """Call a method, or build the worker and return its (data_rank, data_size)."""
@@ -91,8 +92,8 @@ def call_method(
     worker: Worker,
     role: str,
     method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     on_told: OnTold,
 ) -> Any:
     """Call a method of a worker as a span of the timeline, or return the recent spans."""

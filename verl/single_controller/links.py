@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from verl.single_controller.calls import Lost
+from verl.single_controller.calls import Ends, Lost
 from verl.single_controller.host import Host, OnTold, Raised
 from verl.single_controller.shares import Arguments
 from verl.single_controller.wire import (
@@ -57,6 +57,9 @@ class Peer:
         return f"{self.machine}, pid {self.pid}"
 
 
+Peers = dict[int, Peer]  # by rank
+
+
 # ---------------------------------------------------------------- how they find each other
 
 
@@ -92,9 +95,9 @@ class Door:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, listener)
 
-    def admit(self) -> dict[int, Peer]:
+    def admit(self) -> Peers:
         """Return the ranks that connect within a moment."""
-        came: dict[int, Peer] = {}
+        came: Peers = {}
         for key, _ in self._selector.select(0.05):
             with contextlib.suppress(OSError):  # it has disconnected again
                 came |= _accept(key.data.accept()[0], self.token.encode())
@@ -137,7 +140,7 @@ def read_token(folder: Path) -> str:
     return token
 
 
-def _accept(connection: socket.socket, token: bytes) -> dict[int, Peer]:
+def _accept(connection: socket.socket, token: bytes) -> Peers:
     """Accept a rank that knows the token of this run. Messages are pickles, so refuse others."""
     _limit_stalls(connection, _KNOCK_S)
     try:
@@ -204,7 +207,7 @@ class Links:
     A reply becomes a Lost, a Raised, or a function that returns the answer.
     """
 
-    def __init__(self, peers: dict[int, Peer], pickler: type[pickle.Pickler] = Pickler) -> None:
+    def __init__(self, peers: Peers, pickler: type[pickle.Pickler] = Pickler) -> None:
         self.peers = peers
         self._pickler = pickler
         self.lost: dict[int, Lost] = {}
@@ -248,9 +251,7 @@ class Links:
             self._lose(rank, f"it takes no messages ({error})")
         return future
 
-    def wait(
-        self, replies: Mapping[int, Future], timeout_s: float
-    ) -> dict[int, Raised | Lost | None]:
+    def wait(self, replies: Mapping[int, Future], timeout_s: float) -> Ends:
         """Implement `Ranks.wait`."""
         ends_at = time.monotonic() + timeout_s
         waiting = set(replies.values())
@@ -260,7 +261,7 @@ class Links:
             if left <= 0 or self.lost or any(not callable(future.result()) for future in done):
                 break
 
-        ended: dict[int, Raised | Lost | None] = {}
+        ended: Ends = {}
         for rank, future in replies.items():
             if future.done():
                 end = future.result()

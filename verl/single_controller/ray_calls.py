@@ -14,6 +14,7 @@ from verl.single_controller.calls import Lost
 from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.host import OnTold, Raised
 from verl.single_controller.ray_process import Call, HandedOn, RankError
+from verl.single_controller.shares import Args, Kwargs
 
 Key = TypeVar("Key", int, str)
 ROWS = (DataProto,)
@@ -107,6 +108,6 @@ def shared_call(call: Call) -> Any:
     return cloudpickle.dumps(call)
 
 
-def holds(kinds: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def holds(kinds: tuple[type, ...], args: Args, kwargs: Kwargs) -> bool:
     """Return whether an argument is of one of these kinds."""
     return any(isinstance(value, kinds) for value in (*args, *kwargs.values()))

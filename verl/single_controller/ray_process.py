@@ -22,9 +22,9 @@ from ray.util.client import ray as ray_client
 
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
 from verl.single_controller.host import Host, Raised
-from verl.single_controller.links import Door, Entrance, Links, Peer, answer, connect
+from verl.single_controller.links import Door, Entrance, Links, Peers, answer, connect
 from verl.single_controller.rank_thread import RankThread
-from verl.single_controller.shares import each_argument
+from verl.single_controller.shares import Args, Kwargs, each_argument
 from verl.single_controller.wire import UNREACHABLE_S, Link, Pickler
 from verl.utils.errors import WorkerError
 from verl.utils.logging import say_once
@@ -36,7 +36,7 @@ _CONNECT_S = 10.0  # for all actors
 _POLL_S = 0.25  # until the end of a driver whose connection is lost
 
 # role, method, arguments, whether values of `tell` are sent
-Call = tuple[str, str, tuple[Any, ...], dict[str, Any], bool]
+Call = tuple[str, str, Args, Kwargs, bool]
 
 
 class Place(NamedTuple):
@@ -240,7 +240,7 @@ def open_links(actors: Sequence[Any], nodes: set[str]) -> Links | None:
 
     entrance = Entrance(door.folder, ray.util.get_node_ip_address(), door.port, door.token)
     asked = [actor.connect.remote(entrance) for actor in actors]
-    peers: dict[int, Peer] = {}
+    peers: Peers = {}
     ends_at = time.monotonic() + _CONNECT_S
     while len(peers) < len(actors) and time.monotonic() < ends_at:
         came = door.admit()

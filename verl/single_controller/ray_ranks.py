@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import (
 )
 
 from verl.single_controller.breadcrumbs import Progress, read_breadcrumbs, read_progress
-from verl.single_controller.calls import ANSWER_S, Lost, Ranks
-from verl.single_controller.host import OnTold, Raised
+from verl.single_controller.calls import ANSWER_S, Ends, Lost, Ranks
+from verl.single_controller.host import OnTold
 from verl.single_controller.links import Links
 from verl.single_controller.ray_calls import (
     REFERENCES,
@@ -38,7 +38,7 @@ from verl.single_controller.ray_process import (
     kill_rank,
     open_links,
 )
-from verl.single_controller.shares import Arguments
+from verl.single_controller.shares import Args, Arguments, Kwargs
 from verl.utils.errors import WorkerLostError
 from verl.utils.launcher import RANKS_OF_GROUP
 from verl.utils.logging import logger
@@ -173,9 +173,7 @@ class RayRanks:
             self._unfinished[rank] = reply.ended
         return replies
 
-    def start_on(
-        self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def start_on(self, rank: int, role: str, method: str, args: Args, kwargs: Kwargs) -> Any:
         """Start a method on one rank; return the reference of its answer, for `ray.get`."""
         reply = Reply(self.actors[rank], (role, method, args, kwargs, False), None)
         self._unfinished[rank] = reply.ended
@@ -204,7 +202,7 @@ class RayRanks:
             self._unfinished.pop(rank, None)
         return self.links
 
-    def wait(self, replies: Mapping[int, Any], timeout_s: float) -> dict[int, Raised | Lost | None]:
+    def wait(self, replies: Mapping[int, Any], timeout_s: float) -> Ends:
         ends_at = time.monotonic() + timeout_s
         if self.links is not None and any(isinstance(reply, Future) for reply in replies.values()):
             return self._explained(self._wait_for_links(self.links, replies, ends_at))
@@ -229,9 +227,7 @@ class RayRanks:
                 break
         return ended
 
-    def _wait_for_links(
-        self, links: Links, replies: Mapping[int, Future], ends_at: float
-    ) -> dict[int, Raised | Lost | None]:
+    def _wait_for_links(self, links: Links, replies: Mapping[int, Future], ends_at: float) -> Ends:
         while True:
             left = ends_at - time.monotonic()
             ended = links.wait(replies, min(left, _CHECK_S))
@@ -253,9 +249,7 @@ class RayRanks:
                 kill_rank(place.pid)
         self.control.check()
 
-    def _all_at_once(
-        self, waiting: dict[int, Reply], timeout_s: float
-    ) -> dict[int, Raised | Lost | None]:
+    def _all_at_once(self, waiting: dict[int, Reply], timeout_s: float) -> Ends:
         """Return how the calls ended, or nothing unless all end soon and no actor dies.
 
         This takes one request to Ray instead of three.
@@ -271,7 +265,7 @@ class RayRanks:
             ended[rank] = waiting.pop(rank).take(answer)
         return ended
 
-    def _explained(self, ended: dict[int, Raised | Lost | None]) -> dict[int, Raised | Lost | None]:
+    def _explained(self, ended: Ends) -> Ends:
         """Add Ray's reason to each lost rank.
 
         A connection reports the loss first, but Ray knows the reason.

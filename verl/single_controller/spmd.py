@@ -26,9 +26,9 @@ from verl.single_controller.breadcrumbs import (
     read_breadcrumbs,
     read_progress,
 )
-from verl.single_controller.calls import ANSWER_S, Lost, Ranks
-from verl.single_controller.host import Host, OnTold, Raised, found_here
-from verl.single_controller.links import Links, Peer
+from verl.single_controller.calls import ANSWER_S, Ends, Lost, Ranks
+from verl.single_controller.host import Host, OnTold, found_here
+from verl.single_controller.links import Links, Peers
 from verl.single_controller.parts import split_launch
 from verl.single_controller.rank_thread import RankThread
 from verl.single_controller.shares import Arguments, each_argument
@@ -203,7 +203,7 @@ class SpmdRanks:
 
     hands_on_unfinished = False
 
-    def __init__(self, peers: dict[int, Peer], folder: Path) -> None:
+    def __init__(self, peers: Peers, folder: Path) -> None:
         self.size = len(peers) + 1
         self.folder = folder
         self.failing = threading.Event()
@@ -241,9 +241,7 @@ class SpmdRanks:
                 )
         return dict(sorted(replies.items()))
 
-    def wait(
-        self, replies: Mapping[int, Future], timeout_s: float
-    ) -> dict[int, Raised | Lost | None]:
+    def wait(self, replies: Mapping[int, Future], timeout_s: float) -> Ends:
         with self._error_to_come():
             return self.links.wait(replies, timeout_s)
 

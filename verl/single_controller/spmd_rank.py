@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
 from verl.single_controller.driver_watch import Pulse, exit_after_driver, watch_driver
 from verl.single_controller.host import Host
-from verl.single_controller.links import Door, Entrance, Peer, answer, connect, read_token
+from verl.single_controller.links import Door, Entrance, Peers, answer, connect, read_token
 from verl.single_controller.wire import Kind, Link
 from verl.utils.errors import WorkerLostError
 from verl.utils.rendezvous import env_store, loopback_settings, wait_for_key
@@ -39,7 +39,7 @@ def _on_one_machine(world_size: int) -> bool:
 # ---------------------------------------------------------------- the driver's side
 
 
-def connect_all(world_size: int, timeout_s: float) -> tuple[dict[int, Peer], Path]:
+def connect_all(world_size: int, timeout_s: float) -> tuple[Peers, Path]:
     """Wait for all other ranks; return them and the folder of the notes."""
     store = _store(world_size, timeout_s)
     door = Door(world_size, other_machines=not _on_one_machine(world_size))
@@ -49,7 +49,7 @@ def connect_all(world_size: int, timeout_s: float) -> tuple[dict[int, Peer], Pat
         store.set("token", door.token)
 
     store.set("folder", door.folder)
-    peers: dict[int, Peer] = {}
+    peers: Peers = {}
     ends_at = time.monotonic() + timeout_s
 
     while len(peers) < world_size - 1:

@@ -10,7 +10,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.single_controller.breadcrumbs import Progress, own_progress
-from verl.single_controller.calls import GroupFuture, Lost, Ranks
+from verl.single_controller.calls import Ends, GroupFuture, Ranks
 from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.dealing import Dealt
 from verl.single_controller.dispatch import (
@@ -22,8 +22,8 @@ from verl.single_controller.dispatch import (
     find_dispatch_mode,
     registered_methods,
 )
-from verl.single_controller.host import BUILD, RECENT_SPANS, OnTold, Raised, call_method
-from verl.single_controller.shares import Arguments, each_argument, shares_of_each
+from verl.single_controller.host import BUILD, RECENT_SPANS, OnTold, call_method
+from verl.single_controller.shares import Args, Arguments, Kwargs, each_argument, shares_of_each
 from verl.single_controller.worker import Worker
 from verl.utils.errors import ConfigError
 from verl.utils.timeline import Recorded
@@ -99,9 +99,7 @@ class InProcess:
         args, kwargs = arguments
         return call_method(self.workers[rank], role, method, args, kwargs, on_told)
 
-    def wait(
-        self, replies: Mapping[int, Future], timeout_s: float
-    ) -> dict[int, Raised | Lost | None]:
+    def wait(self, replies: Mapping[int, Future], timeout_s: float) -> Ends:
         """Wait without a deadline, because a call in this process cannot be ended.
 
         With `timeout_s=0`, only report the calls that have ended.
@@ -206,8 +204,8 @@ class WorkerGroup:
         self,
         name: str,
         plan: CallPlan,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         *,
         deadline_s: float | None = None,
         blocking: bool = True,
@@ -268,8 +266,8 @@ class WorkerGroup:
         mode: DispatchMode,
         plan: CallPlan,
         num_shares: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> tuple[list[Arguments], Any]:
         """Run `mode.split`, or pass on the shares of earlier answers as they are.
 
@@ -390,8 +388,8 @@ def start_role(
     ranks: Ranks,
     role: str,
     worker_class: type[Worker],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     deadline_s: float,
     members: Sequence[int] | None = None,
     group_class: type[WorkerGroup] = WorkerGroup,
