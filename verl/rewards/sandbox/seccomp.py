@@ -84,7 +84,7 @@ class _Test(NamedTuple):
 class _Rule(NamedTuple):
     """The action for a call with these arguments. The first rule with all tests true decides."""
 
-    numbers: syscalls.Numbers
+    call: str  # of `syscalls.RESTRICTED`
     tests: tuple[_Test, ...]
     action: int = _ALLOW
 
@@ -122,12 +122,10 @@ def listen_for_threads() -> int:
     """
     forbid_new_privileges()
     machine = platform.machine()
-    clone = syscalls.CLONE[_column(machine)]
-    assert clone is not None
     is_thread = _Test(0, (_CLONE_THREAD,), mask=_CLONE_THREAD)
     code = [
         *_machine_check(machine),
-        *_rule(clone, _Rule(syscalls.CLONE, (is_thread,), _NOTIFY)),
+        *_steps(machine, [_Rule("clone", (is_thread,), _NOTIFY)]),
         _step(_RETURN, _ALLOW),
     ]
     program = _filter_program(b"".join(code))
@@ -154,9 +152,9 @@ def _filter_program(code: bytes) -> ctypes.Array[ctypes.c_char]:
 def _own_process(machine: str, pid: int) -> bytes:
     """Return the first part of the filter: allow signals to, and limits of, this process only."""
     rules = [
-        _Rule(syscalls.PRLIMIT64, (_Test(0, (0, pid)),)),
-        _Rule(syscalls.KILL, (_Test(0, (pid,)),)),
-        _Rule(syscalls.TGKILL, (_Test(0, (pid,)),)),
+        _Rule("prlimit64", (_Test(0, (0, pid)),)),
+        _Rule("kill", (_Test(0, (pid,)),)),
+        _Rule("tgkill", (_Test(0, (pid,)),)),
     ]
     return b"".join(_machine_check(machine) + _steps(machine, rules))
 
@@ -167,9 +165,8 @@ def prepare(machine: str, deny_writes: bool) -> bytes:
 
     The first call takes a millisecond.
     """
-    column = _column(machine)
-    allowed = {numbers[column] for numbers in syscalls.ALLOWED.values()}
-    writes = {numbers[column] for numbers in syscalls.ALLOWED_WRITES.values()}
+    allowed = {numbers.get(machine) for numbers in syscalls.ALLOWED.values()}
+    writes = {numbers.get(machine) for numbers in syscalls.ALLOWED_WRITES.values()}
     actions = []
     for number in range(_LAST_KNOWN + 1):
         if number in allowed or (number in writes and not deny_writes):
@@ -194,46 +191,42 @@ def _rules(deny_writes: bool) -> list[_Rule]:
     opening_error = _error(errno.EACCES)
 
     return [
-        _Rule(syscalls.OPENAT, opening_at),
-        _Rule(syscalls.OPENAT, (), opening_error),
-        _Rule(syscalls.OPEN, opening),
-        _Rule(syscalls.OPEN, (), opening_error),
+        _Rule("openat", opening_at),
+        _Rule("openat", (), opening_error),
+        _Rule("open", opening),
+        _Rule("open", (), opening_error),
         # The arguments are in memory, which a filter cannot read; libc falls back to older calls.
-        _Rule(syscalls.OPENAT2, (), _error(errno.ENOSYS)),
-        _Rule(syscalls.CLONE3, (), _error(errno.ENOSYS)),
-        _Rule(syscalls.CLONE, (_Test(0, _THREAD_FLAGS),)),
-        _Rule(syscalls.CLONE, (), _error(errno.EAGAIN)),
+        _Rule("openat2", (), _error(errno.ENOSYS)),
+        _Rule("clone3", (), _error(errno.ENOSYS)),
+        _Rule("clone", (_Test(0, _THREAD_FLAGS),)),
+        _Rule("clone", (), _error(errno.EAGAIN)),
         # Huge pages come from a pool of the whole machine.
-        _Rule(syscalls.MMAP, (_Test(3, (0,), mask=_MAP_HUGETLB),)),
+        _Rule("mmap", (_Test(3, (0,), mask=_MAP_HUGETLB),)),
         # Owners, signals and leases of a file affect other processes.
-        _Rule(syscalls.FCNTL, (_Test(1, _FCNTL_HARMLESS),)),
-        _Rule(syscalls.FCNTL, (_Test(1, (fcntl.F_SETFL,)), _Test(2, (0,), mask=_O_ASYNC))),
+        _Rule("fcntl", (_Test(1, _FCNTL_HARMLESS),)),
+        _Rule("fcntl", (_Test(1, (fcntl.F_SETFL,)), _Test(2, (0,), mask=_O_ASYNC))),
         # A lock could block a user's file. No other process uses the program's own files, so every
         # lock reports success, and none is taken.
-        _Rule(syscalls.FCNTL, (_Test(1, _FCNTL_LOCKS),), _error(0)),
-        _Rule(syscalls.FLOCK, (), _error(0)),
-        _Rule(syscalls.IOCTL, (_Test(1, _IOCTL_HARMLESS),)),
-        _Rule(syscalls.PRCTL, (_Test(0, _PRCTL_HARMLESS),)),
+        _Rule("fcntl", (_Test(1, _FCNTL_LOCKS),), _error(0)),
+        _Rule("flock", (), _error(0)),
+        _Rule("ioctl", (_Test(1, _IOCTL_HARMLESS),)),
+        _Rule("prctl", (_Test(0, _PRCTL_HARMLESS),)),
         # asyncio wakes its loop by a connected pair. A datagram socket could send to any address.
         _Rule(
-            syscalls.SOCKETPAIR,
+            "socketpair",
             (_Test(0, (_AF_UNIX,)), _Test(1, (_SOCK_STREAM,), mask=_ALL_BITS & ~_SOCK_FLAGS)),
         ),
-        _Rule(syscalls.SENDTO, (_Test(4, (0,)), _Test(4, (0,), high=True))),
+        _Rule("sendto", (_Test(4, (0,)), _Test(4, (0,), high=True))),
     ]
 
 
 def _steps(machine: str, rules: list[_Rule]) -> list[bytes]:
     code = []
     for rule in rules:
-        number = rule.numbers[_column(machine)]
+        number = syscalls.RESTRICTED[rule.call].get(machine)
         if number is not None:
             code += _rule(number, rule)
     return code
-
-
-def _column(machine: str) -> int:
-    return list(_AUDIT_ARCH).index(machine)
 
 
 def _machine_check(machine: str) -> list[bytes]:
