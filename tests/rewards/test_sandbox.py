@@ -359,14 +359,14 @@ def test_a_fall_back_from_namespaces_is_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("verl"), "disabled", False)
     caplog.set_level(logging.INFO, logger="verl")
-    attempt = runner_module._try
+    gaps_of = runner_module._gaps_of
 
-    def no_namespaces(settings, isolation):
+    def no_namespaces(isolation, settings):
         if isolation == "namespaces":
-            return "forbidden here", []
-        return attempt(settings, isolation)
+            raise runner_module._NotAvailable("forbidden here")
+        return gaps_of(isolation, settings)
 
-    monkeypatch.setattr(runner_module, "_try", no_namespaces)
+    monkeypatch.setattr(runner_module, "_gaps_of", no_namespaces)
     assert choose_isolation(SandboxConfig()) == "seccomp"
     (record,) = [one for one in caplog.records if "Sandbox for code" in one.getMessage()]
     assert record.levelname == "WARNING"

@@ -202,9 +202,10 @@ class _Threads:
         at_once: int = 1,
     ) -> None:
         self.function = function
-        # A process that is late is killed, so its thread is not abandoned.
+        self.timeout_s = timeout_s
         self.process_timeout_s = timeout_s
-        self.timeout_s = math.inf if isinstance(function, ProcessFunction) else timeout_s
+        if isinstance(function, ProcessFunction):
+            self.timeout_s = math.inf  # a late process is killed, so its thread is not abandoned
         self.stop_at_failure = stop_at_failure
         self.at_once = at_once
         self.outcomes: Outcomes = []

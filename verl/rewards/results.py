@@ -62,6 +62,10 @@ def check_result(result: Any, responses: Tensor) -> None:
                 raise RewardError(f"The reward's field '{name}' of row {row} {fault}")
 
 
+class _NotAScore(Exception):
+    """A function returned something else; the text describes it."""
+
+
 def check_outcome(outcome: Outcome, timeout_s: float) -> tuple[float, dict[str, Any], str | None]:
     """Return the score, further fields, and the failure or None. A failed call scores 0."""
     if outcome.timed_out:
@@ -69,39 +73,36 @@ def check_outcome(outcome: Outcome, timeout_s: float) -> tuple[float, dict[str, 
     if outcome.error is not None:
         return 0.0, {}, describe_briefly(outcome.error)
     try:
-        score, extra, fault = _read_value(outcome.value)
+        return *_read_value(outcome.value), None
+    except _NotAScore as error:
+        fault = str(error)
     except Exception as error:  # noqa: BLE001  (a user's class: __float__, __le__, keys, ...)
-        kind = type(outcome.value).__name__
-        score = 0.0
-        extra = {}
-        fault = f"{kind}, which raised {describe_briefly(error)}"
-
-    if fault is not None:
-        return 0.0, {}, f"it returned {fault}"
-    return score, extra, None
+        fault = f"{type(outcome.value).__name__}, which raised {describe_briefly(error)}"
+    return 0.0, {}, f"it returned {fault}"
 
 
-def _read_value(value: Any) -> tuple[float, dict[str, Any], str | None]:
+def _read_value(value: Any) -> tuple[float, dict[str, Any]]:
+    """Return the score and further fields. Raises _NotAScore for any other value."""
     extra: dict[str, Any] = {}
     if isinstance(value, Mapping):
         extra = {str(name): entry for name, entry in value.items() if name != "score"}
         if "score" not in value:
             names = on_one_line(sorted(map(str, value)), 200)
-            return 0.0, {}, f"a dict without 'score', with {names}."
+            raise _NotAScore(f"a dict without 'score', with {names}.")
         value = value["score"]
 
     if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
         value = value.item()
     if not isinstance(value, (Real, np.bool_)):
         fact = f"{shown(value)} of type {type(value).__name__}"
-        return 0.0, {}, f"{fact}, not a number or a dict with 'score'."
+        raise _NotAScore(f"{fact}, not a number or a dict with 'score'.")
     if fault := _fault_of_score(value):
-        return 0.0, {}, f"{shown(value)}, {fault}."
+        raise _NotAScore(f"{shown(value)}, {fault}.")
 
     for name, entry in extra.items():
         if fault := fault_of(entry):
-            return 0.0, {}, f"a dict, its field '{name[:100]}' {fault}"
-    return float(value), extra, None
+            raise _NotAScore(f"a dict, its field '{name[:100]}' {fault}")
+    return float(value), extra
 
 
 def _fault_of_score(score: Any) -> str | None:

@@ -162,11 +162,13 @@ def choose_isolation(settings: SandboxConfig) -> str:
     wanted = ("namespaces", "seccomp") if settings.isolation == "auto" else (settings.isolation,)
     problems = []
     for isolation in wanted:
-        problem, gaps = _try(settings, isolation)
-        if problem is None:
-            _report(isolation, problems, gaps)
-            return isolation
-        problems.append(f"{isolation} not available: {problem}")
+        try:
+            gaps = _gaps_of(isolation, settings)
+        except _NotAvailable as problem:
+            problems.append(f"{isolation} not available: {problem}")
+            continue
+        _report(isolation, problems, gaps)
+        return isolation
 
     raise ConfigError(
         f"Code of the model cannot be isolated on this machine: {'; '.join(problems)}. Allow "
@@ -203,29 +205,33 @@ def _report(isolation: str, problems: list[str], gaps: list[str]) -> None:
     )
 
 
-def _try(settings: SandboxConfig, isolation: str) -> tuple[str | None, list[str]]:
-    """Return None if this isolation works, else the reason; and the gaps it has on this machine."""
+class _NotAvailable(Exception):
+    """An isolation does not work on this machine; the text has the reason."""
+
+
+def _gaps_of(isolation: str, settings: SandboxConfig) -> list[str]:
+    """Return the gaps that an isolation has on this machine. Raises _NotAvailable."""
     if not seccomp.is_supported():
-        return "it needs Linux on x86-64 or AArch64", []
+        raise _NotAvailable("it needs Linux on x86-64 or AArch64")
 
     # A short deadline of programs says nothing of the machine, which may be busy.
     settings = replace(settings, timeout_s=max(settings.timeout_s, _PROBE_S))
     server = start_server(settings, isolation)
     try:
         if "error" in server.greeting:
-            return str(server.greeting["error"]), []
+            raise _NotAvailable(server.greeting["error"])
         tests: list[str] = []
         for attempt in _BREAK_OUTS.values():
             tests.append(f"try:\n    {attempt}\nexcept OSError:\n    pass")
         run = _ask(server, settings, "import fcntl, os, socket", tests)
     except (HelperTimeout, HelperDied) as error:
-        return str(error), []
+        raise _NotAvailable(str(error)) from error
     finally:
         server.close()
 
     if run.status != "finished":
-        return run.error or run.status, []
+        raise _NotAvailable(run.error or run.status)
     open_ways = [name for name, held in zip(_BREAK_OUTS, run.passed) if not held]
     if open_ways:
-        return f"it does not prevent {', '.join(open_ways)}", []
-    return None, server.greeting["gaps"]
+        raise _NotAvailable(f"it does not prevent {', '.join(open_ways)}")
+    return server.greeting["gaps"]
