@@ -21,6 +21,12 @@ sys.exit(exit_code(job))
 """
 
 
+def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    environment = os.environ | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 def test_an_error_is_described_by_its_class_and_any_text():
     assert describe_error(DataError("no rows")) == "DataError: no rows"
     assert describe_error(EOFError()) == "EOFError"
@@ -28,10 +34,7 @@ def test_an_error_is_described_by_its_class_and_any_text():
 
 @pytest.mark.parametrize(("traceback", "tracebacks"), [("", 0), ("1", 1)])
 def test_message_and_traceback_are_printed_once(traceback: str, tracebacks: int):
-    environment = {**os.environ, "VERL_TRACEBACK": traceback}
-    done = subprocess.run(
-        [sys.executable, "-c", FAILS], env=environment, capture_output=True, text=True, check=False
-    )
+    done = run(FAILS, VERL_TRACEBACK=traceback)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == tracebacks
     assert done.stderr.count("DataError: no rows") == 1
@@ -91,9 +94,7 @@ sys.exit(exit_code(job))
     [("pass", "W A part of this run", 0), ("raise DataError('no rows')", "DataError: no rows", 1)],
 )
 def test_streams_that_a_users_code_has_closed_are_open_again(end: str, last: str, code: int):
-    done = subprocess.run(
-        [sys.executable, "-c", CLOSES.format(end=end)], capture_output=True, text=True, check=False
-    )
+    done = run(CLOSES.format(end=end))
     assert done.stdout == "I of the log\nof a tracker\n"
     lines = done.stderr.splitlines()
     assert "closed sys.stdout, which" in lines[0]
@@ -178,8 +179,8 @@ def test_an_error_is_reported_once_when_the_reader_of_the_output_has_exited():
 
 def test_a_closed_stdout_is_no_error():
     code = PRINTS.replace("1_000_000", "3").replace("import sys", "import sys\nsys.stdout = None")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = run(code)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # One job, one old name of a program, and one command that reads its arguments by argparse. Each
