@@ -40,7 +40,13 @@ from verl.utils.errors import WorkerLostError
 from verl.utils.launcher import end_with_launcher, launched_rank
 from verl.utils.logging import logger
 from verl.utils.scratch import remove_scratch
-from verl.utils.sigterm import TERMINATED, handle_sigterm, interrupts_wait, raise_swallowed
+from verl.utils.sigterm import (
+    TERMINATED,
+    handle_sigterm,
+    in_main_thread,
+    interrupts_wait,
+    raise_swallowed,
+)
 
 _LEAVE_S = 20.0  # for a rank to finish its current call, once the driver is done
 _NEWS_S = 2.0  # after torchrun's SIGTERM, until this process knows of the death that caused it
@@ -164,7 +170,7 @@ class EndOfLaunch:
         self.ranks = ranks
         self._pid = os.getpid()
         self.come_first()
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             handle_sigterm(self._told_to_end)
 
     def come_first(self) -> None:

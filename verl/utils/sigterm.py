@@ -17,6 +17,11 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _SAME_S = 1.0
 
 
+def in_main_thread() -> bool:
+    """Return whether this thread is the main one, where alone handlers can be set."""
+    return threading.current_thread() is threading.main_thread()
+
+
 def handle_sigterm(handler: Any) -> None:
     """Set a handler in this process, but not in its forks.
 
@@ -37,7 +42,7 @@ def sigterm_as_exit() -> Iterator[None]:
     # Ray's handler kills processes that the run still needs, and ends in an abort.
     is_from_ray = (getattr(handler, "__module__", None) or "").startswith("ray.")
     is_free = handler is signal.SIG_DFL or is_from_ray
-    if not is_free or threading.current_thread() is not threading.main_thread():
+    if not is_free or not in_main_thread():
         yield
         return
 
@@ -72,10 +77,7 @@ def sigterm_kept() -> Iterator[None]:
     For code that installs a handler of its own, as Ray does when it starts.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    if (
-        not isinstance(handler, _Interrupt)
-        or threading.current_thread() is not threading.main_thread()
-    ):
+    if not isinstance(handler, _Interrupt) or not in_main_thread():
         yield
         return
     try:
@@ -106,7 +108,7 @@ def interrupts_wait(work: str | None = None) -> Iterator[None]:
     Args:
         work: name of the code within for the message; None: no message, for work of a moment.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not in_main_thread():
         yield
         return
 
@@ -156,7 +158,7 @@ class _HeldInterrupt:
 
 def exit_at_next_interrupt() -> None:
     """End the process at a further Ctrl-C, without the traceback of what Python does at exit."""
-    if threading.current_thread() is not threading.main_thread():
+    if not in_main_thread():
         return
     since = time.monotonic()
 
