@@ -4,7 +4,6 @@ everything."""
 import atexit
 import contextlib
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.launches import fork_server
+from tests.launches import fork_server, free_port
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,7 @@ def launch(
 ) -> Run:
     """Run `scenario(pool, *args)` on rank 0 of `size` ranks that call `join()`."""
     context = fork_server()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
+    port = free_port()
     ours, theirs = context.Pipe()
     processes = [
         context.Process(

@@ -1,7 +1,6 @@
 """A call on a group is a call on every rank; rows return in order, as many as there were."""
 
 import inspect
-import itertools
 import threading
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.single_controller.workers import Counter, Other, negated, rows
+from tests.single_controller.workers import Counter, Other, negated, rows, with_lengths
 from verl.protocol import DataProto
 from verl.single_controller import (
     Dealt,
@@ -39,17 +38,12 @@ def several(
     """Return a group of workers in this process, with the interface of a group of processes."""
     workers = [worker_class(number) for number in range(size)]  # pyright: ignore[reportCallIssue]
     data_ranks = data_ranks or list(range(size))
-    return WorkerGroup.over(InProcess(workers), "counter", worker_class, data_ranks)
+    ranks = InProcess(workers)
+    return WorkerGroup.over(ranks, "counter", worker_class, data_ranks, range(size))
 
 
 def workers_of(group: WorkerGroup) -> list[Counter]:
     return group._ranks.workers  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def with_lengths(lengths: list[int], *, mask: str = "attention_mask") -> DataProto:
-    batch = rows(len(lengths))
-    batch.batch[mask] = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return batch
 
 
 sizes = st.integers(1, 4)
@@ -331,25 +325,14 @@ def test_predefined_functions_invert_their_own_split(size, lengths):
 
 
 def test_a_worker_knows_its_rank(monkeypatch):
-    assert (Worker().rank, Worker().world_size, Worker().data_rank, Worker().data_size) == (
-        0,
-        1,
-        0,
-        1,
-    )
+    def place(worker: Worker) -> tuple[int, ...]:
+        return worker.rank, worker.world_size, worker.data_rank, worker.data_size
+
+    assert place(Worker()) == (0, 1, 0, 1)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
-
-    assert (Worker().rank, Worker().world_size, Worker().data_rank, Worker().data_size) == (
-        3,
-        8,
-        3,
-        8,
-    )
-    assert (Other(same_share_for_all=True).data_rank, Other(same_share_for_all=True).data_size) == (
-        0,
-        1,
-    )
+    assert place(Worker()) == (3, 8, 3, 8)
+    assert place(Other(same_share_for_all=True)) == (3, 8, 0, 1)
 
 
 def test_object_columns_travel_with_their_rows():
@@ -360,13 +343,9 @@ def test_object_columns_travel_with_their_rows():
                 tensors={}, non_tensors={"name": np.array(batch.non_tensor_batch["name"])}
             )
 
-    assert list(several(3, Namer).names(rows(4)).non_tensor_batch["name"]) == [
-        f"row {i}" for i in range(4)
-    ]
-    lengths = [9, 1, 5, 2]
-    assert list(several(3, Namer).names(with_lengths(lengths)).non_tensor_batch["name"]) == list(
-        itertools.chain(f"row {i}" for i in range(4))
-    )
+    for batch in (rows(4), with_lengths([9, 1, 5, 2])):
+        answer = several(3, Namer).names(batch)
+        assert list(answer.non_tensor_batch["name"]) == ["row 0", "row 1", "row 2", "row 3"]
 
 
 def test_work_with_effects_is_done_once_for_each_row():

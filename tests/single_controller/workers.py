@@ -33,6 +33,15 @@ def rows(count: int, start: int = 0) -> DataProto:
     )
 
 
+def with_lengths(lengths: list[int], *, mask: str = "attention_mask") -> DataProto:
+    batch = rows(len(lengths))
+    batch.batch[mask] = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return batch
+
+
+UNEVEN = with_lengths([3, 9, 1, 7, 5])
+
+
 class Stamp:
     """A value that records the processes that have unpickled it."""
 
@@ -253,15 +262,11 @@ def negated(batch: DataProto) -> DataProto:
 def same_answers(pool: Any) -> dict[str, Any]:
     """Return all results that must be the same for any number of ranks."""
     group = pool.start("counter", Counter)
-    lengths = [3, 9, 1, 7, 5]
-    batch = rows(5)
-    mask = torch.arange(10) < torch.tensor(lengths)[:, None]
-    batch.batch["attention_mask"] = mask.long()
     future = group.double_later(rows(3))
 
     return {
         "double": group.double(rows(5), plus=1).batch["y"].tolist(),
-        "sample": list(group.sample(batch, 2).non_tensor_batch["name"]),
+        "sample": list(group.sample(UNEVEN, 2).non_tensor_batch["name"]),
         "of one row": group.double(rows(1)).batch["y"].tolist(),
         "of a future": group.double(future).batch["y"].tolist(),
         "a future": future.result().batch["x"].tolist(),
@@ -283,14 +288,10 @@ def handed_on(one: Any, other: Any) -> dict[str, Any]:
     """Send answers of a group of `one` unread to calls on a group of `other`."""
     first = one.start("first", Counter)
     second = other.start("second", Counter)
-    batch = rows(5)
-    batch.batch["attention_mask"] = (
-        torch.arange(10) < torch.tensor([3, 9, 1, 7, 5])[:, None]
-    ).long()
-    stamped = first.stamp(batch, blocking=False)
+    stamped = first.stamp(UNEVEN, blocking=False)
     answer = second.read_stamps(stamped)
 
-    again = second.read_stamps(stamped, other=first.stamp(batch, blocking=False))
+    again = second.read_stamps(stamped, other=first.stamp(UNEVEN, blocking=False))
     with_a_batch = second.read_stamps(stamped, rows(10))
     failed = first.stamp(rows(4), fail=True, blocking=False)
 

@@ -118,7 +118,7 @@ def find_rule(data_source: Any) -> Rule:
 
     Raises RewardError, with the known sources, if it has none.
     """
-    if not isinstance(data_source, str) or data_source not in reward_rules:
+    if data_source not in reward_rules:
         known = ", ".join(sorted(reward_rules))
         if data_source is None:
             fact = "There is no data_source, which picks the reward rule"

@@ -45,12 +45,13 @@ class DataProtoFuture(metaclass=ABCMeta):
             raise ValueError(
                 f"The futures of a DataProtoFuture must give a DataProto each, got {sorted(wrong)}."
             )
-        batch = self.collect_fn(pieces)
-        return batch if self.dispatch_fn is None else self.dispatch_fn(batch)
+        return self._taken_from(self.collect_fn(pieces))
 
     def _part(self, chunks: int, number: int, batch: DataProto) -> DataProto:
-        whole = batch if self.dispatch_fn is None else self.dispatch_fn(batch)
-        return whole.chunk(chunks)[number]
+        return self._taken_from(batch).chunk(chunks)[number]
+
+    def _taken_from(self, batch: DataProto) -> DataProto:
+        return batch if self.dispatch_fn is None else self.dispatch_fn(batch)
 
 
 DataProtoFuture.register(GroupFuture)

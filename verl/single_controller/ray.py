@@ -6,7 +6,6 @@ It needs `pip install ray`.
 import os
 import re
 import shutil
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +20,7 @@ from verl.single_controller.ray_control import (
     init_patiently,
     note_own,
     on_loopback,
+    refusal,
     remove_session_at_exit,
     starts_its_own,
 )
@@ -101,12 +101,11 @@ def _check_address(address: str | None) -> None:
 
     Ray's own client would try for more than five minutes.
     """
-    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdecimal():
+    where = (address or "").removeprefix("ray://")
+    if not re.search(r":\d+$", where):
         return  # auto, local
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _ADDRESS_S).close()
-    except OSError as error:
+    error = refusal(where, _ADDRESS_S)
+    if error is not None:
         raise ConfigError(
             f"No Ray cluster answers at ray_init.address={address}: {error}. Start one there with "
             "`ray start --head`, or leave the address unset to let the run start its own."

@@ -209,7 +209,7 @@ class ControlWatch:
     def _watch(self) -> None:
         last_seen = time.monotonic()
         while not self._closed.wait(_POLL_S):
-            error = _refusal(self.address)
+            error = refusal(self.address, _CONNECT_S)
             if error is None:
                 last_seen = time.monotonic()
             elif time.monotonic() - last_seen > self.grace_s:
@@ -224,10 +224,11 @@ class ControlWatch:
                 return
 
 
-def _refusal(address: str) -> OSError | None:
+def refusal(address: str, timeout_s: float) -> OSError | None:
+    """Return the error if nothing answers at HOST:PORT."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except OSError as error:
         return error
     return None

@@ -71,18 +71,17 @@ class RayClassWithInitArgs:
 
 
 class ColocatedClasses:
-    """Several worker classes that live in one process per rank, by role."""
+    """Several worker classes that live in one process per rank, by role.
+
+    This is the argument for a `RayWorkerGroup` of one set of processes for several roles.
+    `RayWorkerGroup.spawn` then returns the group of each role.
+    """
 
     def __init__(self, class_dict: dict[str, RayClassWithInitArgs]) -> None:
         self.class_dict = class_dict
 
 
-def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> ColocatedClasses:
-    """Return the argument for a `RayWorkerGroup` of one set of processes for several roles.
-
-    `RayWorkerGroup.spawn` then returns the group of each role.
-    """
-    return ColocatedClasses(class_dict)
+create_colocated_worker_cls = ColocatedClasses
 
 
 class RayWorkerGroup(WorkerGroup):

@@ -162,16 +162,15 @@ class WorkerGroup:
         role: str,
         worker_class: type[Worker],
         data_ranks: Sequence[int],
-        members: Sequence[int] | None = None,
+        members: Sequence[int],
     ) -> Any:
         """Return the group of the workers of `role`.
 
         Args:
             data_ranks: `Worker.data_rank` of each worker.
-            members: the ranks where they live; None stands for all.
+            members: the ranks where they live.
         """
         group = cls.__new__(cls)
-        members = range(ranks.size) if members is None else members
         group._bind(worker_class, ranks, role, data_ranks, members)
         return group
 
