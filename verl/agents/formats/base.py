@@ -3,7 +3,8 @@
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -102,7 +103,15 @@ OTHER_NAMES = {
 
 
 class MalformedCallError(ValueError):
-    """A call breaks its format; the message describes where. Never leaves this package."""
+    """A call breaks its format; the message describes where. Never leaves this package.
+
+    `name` and `call_id` are those of the call, as far as they are known.
+    """
+
+    def __init__(self, problem: str, name: str = "", call_id: str | None = None) -> None:
+        super().__init__(problem)
+        self.name = name
+        self.call_id = call_id
 
 
 # ---------------------------------------------------------------- calls
@@ -116,65 +125,66 @@ def new_call_id(turn: int, number: int) -> str:
     return f"{turn % 100_000:05d}{number % 10_000:04d}"
 
 
-def malformed(problem: str, expected: str, *, raw: str, name: str = "") -> ToolCall:
+def malformed(problem: MalformedCallError, expected: str, *, raw: str) -> ToolCall:
     """Return a call without arguments, with an error that names the problem and the right form.
 
     A reply may hold names of any length, which are shortened.
     """
-    error = f"The tool call could not be read: {problem[:_LONGEST]}. Expected {expected}."
-    return ToolCall(name=name[:_LONGEST], arguments=None, error=error, raw=raw)
+    error = f"The tool call could not be read: {str(problem)[:_LONGEST]}. Expected {expected}."
+    name = problem.name[:_LONGEST]
+    return ToolCall(name=name, arguments=None, error=error, raw=raw, call_id=problem.call_id)
 
 
-def unclosed(closing: str, expected: str, *, raw: str, name: str = "") -> ToolCall:
-    """Return the malformed call of a reply that ends before the call is closed."""
-    return malformed(f"the reply ends before {closing}", expected, raw=raw, name=name)
+def read_call(read: Callable[[], ToolCall], expected: str, *, raw: str) -> ToolCall:
+    """Return the call that `read` returns, or a malformed one for its MalformedCallError."""
+    try:
+        return replace(read(), raw=raw)
+    except MalformedCallError as problem:
+        return malformed(problem, expected, raw=raw)
 
 
-def call_from(
-    value: Any, *, raw: str, expected: str, keys: Sequence[str] = ("arguments",)
-) -> ToolCall:
-    """Return the call that a JSON value describes; `keys` may hold its arguments."""
+@contextmanager
+def known_as(name: str, call_id: str | None = None) -> Iterator[None]:
+    """Note name and id of a call in a MalformedCallError that is raised within."""
+    try:
+        yield
+    except MalformedCallError as problem:
+        problem.name = name
+        problem.call_id = call_id
+        raise
+
+
+def call_from(value: Any, keys: Sequence[str] = ("arguments",)) -> ToolCall:
+    """Return the call that a JSON value describes; `keys` may hold its arguments.
+
+    Raises MalformedCallError.
+    """
     if not isinstance(value, dict):
-        return malformed("it is not a JSON object", expected, raw=raw)
+        raise MalformedCallError("it is not a JSON object")
 
     name = value.get("name")
     if not isinstance(name, str) or not name.strip():
-        return malformed("the key 'name' must be the name of a tool", expected, raw=raw)
+        raise MalformedCallError("the key 'name' must be the name of a tool")
 
+    name = name.strip()
     key = next((each for each in keys if each in value), keys[0])
     if not isinstance(value.get(key), dict):
-        problem = f"the key '{key}' must be a JSON object"
-        return malformed(problem, expected, raw=raw, name=name.strip())
-
+        raise MalformedCallError(f"the key '{key}' must be a JSON object", name)
     call_id = value.get("id")
-    return ToolCall(
-        name=name.strip(),
-        arguments=value[key],
-        raw=raw,
-        call_id=call_id if isinstance(call_id, str) else None,
-    )
+    if not isinstance(call_id, str):
+        call_id = None
+    return ToolCall(name=name, arguments=value[key], call_id=call_id)
 
 
-def call_from_json(text: str, *, raw: str, expected: str) -> ToolCall:
-    """Return the call that a JSON text describes."""
-    try:
-        value = read_json(text)
-    except MalformedCallError as problem:
-        return malformed(str(problem), expected, raw=raw, name=name_within(text))
-    return call_from(value, raw=raw, expected=expected)
-
-
-def read_arguments(text: str, name: str, *, raw: str, expected: str) -> ToolCall:
-    """Return the call of `name` with arguments that are a JSON text."""
+def call_of(name: str, arguments: str) -> ToolCall:
+    """Return the call of `name` with arguments that are a JSON text. Raises MalformedCallError."""
     if not name:
-        return malformed("the name of the tool is missing", expected, raw=raw)
-    try:
-        arguments = read_json(text)
-    except MalformedCallError as problem:
-        return malformed(str(problem), expected, raw=raw, name=name)
-    if not isinstance(arguments, dict):
-        return malformed("the arguments must be a JSON object", expected, raw=raw, name=name)
-    return ToolCall(name=name, arguments=arguments, raw=raw)
+        raise MalformedCallError("the name of the tool is missing")
+    with known_as(name):
+        values = read_json(arguments)
+        if not isinstance(values, dict):
+            raise MalformedCallError("the arguments must be a JSON object")
+    return ToolCall(name=name, arguments=values)
 
 
 def name_within(text: str) -> str:
@@ -199,8 +209,7 @@ def read_json_at(text: str, start: int) -> tuple[Any, int]:
 
     Raises MalformedCallError.
     """
-    space = _SPACE.match(text, start)
-    start = space.end() if space else start
+    start = after_space(text, start)
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
@@ -215,6 +224,12 @@ def read_json_at(text: str, start: int) -> tuple[Any, int]:
     if "\\ud" in text[start:end].lower() and not _is_unicode(value):
         raise MalformedCallError("the JSON holds half of a surrogate pair")
     return value, end
+
+
+def after_space(text: str, start: int) -> int:
+    """Return the place of the first character at or after `start` that is no white space."""
+    space = _SPACE.match(text, start)
+    return space.end() if space else start
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -297,12 +312,14 @@ class TaggedFormat(ABC):
         return parse_tagged(text, self.tags, partial(self.read, tools=tools))
 
     @abstractmethod
-    def read(self, body: str, raw: str, tools: ToolSchemas) -> ToolCall:
-        """Return the call with `body` between its tags; `raw` has the tags, too."""
+    def read(self, body: str, tools: ToolSchemas) -> ToolCall:
+        """Return the call with `body` between its tags. Raises MalformedCallError."""
 
 
-def parse_tagged(text: str, tags: CallTags, read: Callable[[str, str], ToolCall]) -> ParsedReply:
-    """Split a reply that has its calls between tags; `read(body, raw)` reads one of them.
+def parse_tagged(text: str, tags: CallTags, read: Callable[[str], ToolCall]) -> ParsedReply:
+    """Split a reply that has its calls between tags; `read(body)` reads one of them.
+
+    `read` raises MalformedCallError for a call that it cannot read.
 
     Takes time linear in the text: each step continues behind the text that it consumed.
     """
@@ -318,7 +335,7 @@ def parse_tagged(text: str, tags: CallTags, read: Callable[[str, str], ToolCall]
 class _TagScan:
     """Walks over a reply from tag to tag."""
 
-    def __init__(self, text: str, tags: CallTags, read: Callable[[str, str], ToolCall]) -> None:
+    def __init__(self, text: str, tags: CallTags, read: Callable[[str], ToolCall]) -> None:
         self.pieces: list[str] = []
         self.calls: list[ToolCall] = []
         self._text = text
@@ -365,27 +382,24 @@ class _TagScan:
     def _take_call(self, opened: re.Match[str]) -> None:
         text = self._text
         tags = self._tags
-        start = opened.end()
-        close = text.find(tags.closing, start)
+        close = text.find(tags.closing, opened.end())
         if close < 0:
-            close = len(text)
+            close = end = len(text)
             raw = text[opened.start() :]
-            end = close
             name = name_within(raw) if tags.json_body else ""
-            call = unclosed(tags.closing, tags.expected, raw=raw, name=name)
+            problem = MalformedCallError(f"the reply ends before {tags.closing}", name)
+            call = malformed(problem, tags.expected, raw=raw)
         else:
-            end = close + len(tags.closing)
-            call = self._read(text[start:close], text[opened.start() : end])
+            call, end = self._call_up_to(close, opened)
 
         if call.arguments is None and self._may_look_further:
-            further = self._json_end(start)
+            further = self._json_end(opened.end())
             if further is not None:
-                end = further + len(tags.closing)
-                call = self._read(text[start:further], text[opened.start() : end])
+                call, end = self._call_up_to(further, opened)
 
         # A tag that reasoning merely mentions: the reasoning ends behind it.
         if call.arguments is None and self._may_be_reasoning:
-            thought = text.find(tags.reasoning[1], start, close)
+            thought = text.find(tags.reasoning[1], opened.end(), close)
             if thought >= 0:
                 self._end_reasoning(thought + len(tags.reasoning[1]))
                 return
@@ -393,6 +407,13 @@ class _TagScan:
         self._take_text(opened.start())
         self._position = end
         self.calls.append(call)
+
+    def _call_up_to(self, close: int, opened: re.Match[str]) -> tuple[ToolCall, int]:
+        """Return the call whose closing tag begins at `close`, and where it ends."""
+        end = close + len(self._tags.closing)
+        read = partial(self._read, self._text[opened.end() : close])
+        raw = self._text[opened.start() : end]
+        return read_call(read, self._tags.expected, raw=raw), end
 
     def _json_end(self, start: int) -> int | None:
         """Return where the closing tag behind a JSON value begins, if one follows."""
@@ -402,11 +423,5 @@ class _TagScan:
             self._may_look_further = False
             return None
 
-        space = _SPACE.match(self._text, end)
-        close = space.end() if space else end
+        close = after_space(self._text, end)
         return close if self._text.startswith(self._tags.closing, close) else None
-
-
-def with_id(call: ToolCall, call_id: str | None) -> ToolCall:
-    """Return the call with the id that the model gave it."""
-    return replace(call, call_id=call_id) if call_id else call

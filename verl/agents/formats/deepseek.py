@@ -9,9 +9,9 @@ from verl.agents.formats.base import (
     ParsedReply,
     ToolCall,
     ToolSchemas,
-    malformed,
+    call_of,
+    known_as,
     parse_tagged,
-    read_arguments,
     read_json,
     tool_formats,
 )
@@ -52,37 +52,32 @@ class DeepseekFormat:
         return parse_tagged(text, _TOKENS, _read_tokens)
 
 
-def _read_tokens(body: str, raw: str) -> ToolCall:
+def _read_tokens(body: str) -> ToolCall:
     before, separator, after = body.partition(_SEPARATOR)
     if not separator:
-        return malformed(f"{_SEPARATOR} is missing", _TOKENS.expected, raw=raw)
+        raise MalformedCallError(f"{_SEPARATOR} is missing")
 
     # V3.1 writes the name before the separator; V3 and R1 write "function" there, then the name
     # on a line of its own and the arguments in a code block.
     if after.lstrip().startswith("{"):
-        return read_arguments(after, before.strip(), raw=raw, expected=_TOKENS.expected)
+        return call_of(before.strip(), after)
     name, _, block = after.partition("\n")
     arguments = block.strip().removeprefix("```json").removesuffix("```")
-    return read_arguments(arguments, name.strip(), raw=raw, expected=_TOKENS.expected)
+    return call_of(name.strip(), arguments)
 
 
-def _read_dsml(body: str, raw: str) -> ToolCall:
+def _read_dsml(body: str) -> ToolCall:
     head, _, rest = body.partition(">")
     name = _attributes(head).get("name", "").strip()
     if not name:
-        return malformed("the name of the tool is missing", _DSML.expected, raw=raw)
+        raise MalformedCallError("the name of the tool is missing")
 
-    arguments: dict[str, Any] = {}
     first, *pieces = rest.split(_PARAMETER)
-    try:
+    with known_as(name):
         if first.strip():
             raise MalformedCallError(f"unexpected text before {_PARAMETER}")
-        for piece in pieces:
-            key, value = _read_parameter(piece)
-            arguments[key] = value
-    except MalformedCallError as problem:
-        return malformed(str(problem), _DSML.expected, raw=raw, name=name)
-    return ToolCall(name=name, arguments=arguments, raw=raw)
+        arguments = dict(map(_read_parameter, pieces))
+    return ToolCall(name=name, arguments=arguments)
 
 
 def _read_parameter(text: str) -> tuple[str, Any]:

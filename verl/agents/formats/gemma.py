@@ -1,8 +1,9 @@
 """Gemma: `<|tool_call>call:f{key:<|"|>text<|"|>,n:1}<tool_call|>`, and FunctionGemma's tags."""
 
 import re
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.agents.formats.base import (
     CallTags,
@@ -10,7 +11,8 @@ from verl.agents.formats.base import (
     ParsedReply,
     ToolCall,
     ToolSchemas,
-    malformed,
+    after_space,
+    known_as,
     parse_tagged,
     read_json,
     tool_formats,
@@ -29,8 +31,9 @@ _FUNCTION_GEMMA = CallTags(
         "<start_function_call>call:TOOL{name:<escape>text<escape>,other:1}<end_function_call>"
     ),
 )
+T = TypeVar("T")
+
 _MAX_DEPTH = 64
-_SPACE = re.compile(r"\s*")
 _KEY = re.compile(r'"?([^\s:{}\[\],"<]+)"?\s*:')
 _BARE = re.compile(r"[^,{}\[\]<]+")
 
@@ -42,25 +45,22 @@ class GemmaFormat:
     def parse(self, text: str, tools: ToolSchemas) -> ParsedReply:
         """See `ToolFormat.parse`."""
         if _FUNCTION_GEMMA.opening in text:
-            read = partial(_read, tags=_FUNCTION_GEMMA, quote="<escape>")
-            return parse_tagged(text, _FUNCTION_GEMMA, read)
-        return parse_tagged(text, _GEMMA_4, partial(_read, tags=_GEMMA_4, quote='<|"|>'))
+            return parse_tagged(text, _FUNCTION_GEMMA, partial(_read, quote="<escape>"))
+        return parse_tagged(text, _GEMMA_4, partial(_read, quote='<|"|>'))
 
 
-def _read(body: str, raw: str, *, tags: CallTags, quote: str) -> ToolCall:
+def _read(body: str, *, quote: str) -> ToolCall:
     body = body.strip()
     head, brace, _ = body.partition("{")
     name = head.removeprefix("call:").strip()
     if not body.startswith("call:") or not name or not brace:
-        return malformed("it must begin with call:TOOL{", tags.expected, raw=raw)
+        raise MalformedCallError("it must begin with call:TOOL{")
 
     reader = _ValueReader(body, len(head), quote)
-    try:
+    with known_as(name):
         arguments = reader.read_object(depth=0)
         reader.end()
-    except MalformedCallError as problem:
-        return malformed(str(problem), tags.expected, raw=raw, name=name)
-    return ToolCall(name=name, arguments=arguments, raw=raw)
+    return ToolCall(name=name, arguments=arguments)
 
 
 class _ValueReader:
@@ -78,29 +78,24 @@ class _ValueReader:
 
     def read_object(self, depth: int) -> dict[str, Any]:
         """Read `{key:value,...}`."""
-        self._expect("{")
-        values: dict[str, Any] = {}
-        if self._accept("}"):
-            return values
+        return dict(self._read_items("{}", partial(self._read_pair, depth + 1)))
 
-        while True:
-            key = self._read_key()
-            values[key] = self._read_value(depth + 1)
-            if not self._accept(","):
-                self._expect("}")
-                return values
+    def _read_items(self, brackets: str, read_item: Callable[[], T]) -> list[T]:
+        """Read items between brackets, with commas between them."""
+        opening, closing = brackets
+        self._expect(opening)
+        if self._accept(closing):
+            return []
 
-    def _read_array(self, depth: int) -> list[Any]:
-        self._expect("[")
-        values: list[Any] = []
-        if self._accept("]"):
-            return values
+        items = [read_item()]
+        while self._accept(","):
+            items.append(read_item())
+        self._expect(closing)
+        return items
 
-        while True:
-            values.append(self._read_value(depth + 1))
-            if not self._accept(","):
-                self._expect("]")
-                return values
+    def _read_pair(self, depth: int) -> tuple[str, Any]:
+        key = self._read_key()
+        return key, self._read_value(depth)
 
     def _read_key(self) -> str:
         start = self._skip_space()
@@ -124,7 +119,7 @@ class _ValueReader:
         if self._text.startswith("{", start):
             return self.read_object(depth)
         if self._text.startswith("[", start):
-            return self._read_array(depth)
+            return self._read_items("[]", partial(self._read_value, depth + 1))
 
         found = _BARE.match(self._text, start)
         if found is None:
@@ -141,8 +136,7 @@ class _ValueReader:
         return self._text[start:end]
 
     def _skip_space(self) -> int:
-        found = _SPACE.match(self._text, self._position)
-        self._position = found.end() if found else self._position
+        self._position = after_space(self._text, self._position)
         return self._position
 
     def _accept(self, character: str) -> bool:

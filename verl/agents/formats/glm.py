@@ -6,7 +6,7 @@ from verl.agents.formats.base import (
     TaggedFormat,
     ToolCall,
     ToolSchemas,
-    malformed,
+    known_as,
     tool_formats,
 )
 from verl.agents.formats.typed import call_of_texts
@@ -26,21 +26,14 @@ class GlmFormat(TaggedFormat):
 
     tags = _TAGS
 
-    def read(self, body: str, raw: str, tools: ToolSchemas) -> ToolCall:
+    def read(self, body: str, tools: ToolSchemas) -> ToolCall:
         head, *pairs = body.split(_KEY)
         name = head.strip()
         if not name or "<" in name or "\n" in name:
-            problem = "it must begin with the name of a tool"
-            return malformed(problem, self.tags.expected, raw=raw)
-
-        texts: dict[str, str] = {}
-        try:
-            for pair in pairs:
-                key, value = _read_pair(pair)
-                texts[key] = value
-        except MalformedCallError as problem:
-            return malformed(str(problem), self.tags.expected, raw=raw, name=name)
-        return call_of_texts(name, texts, tools, raw=raw, expected=self.tags.expected)
+            raise MalformedCallError("it must begin with the name of a tool")
+        with known_as(name):
+            texts = dict(map(_read_pair, pairs))
+            return call_of_texts(name, texts, tools)
 
 
 def _read_pair(text: str) -> tuple[str, str]:

@@ -2,15 +2,18 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 from verl.agents.formats.base import (
+    MalformedCallError,
     ParsedReply,
     ToolCall,
     ToolSchemas,
+    call_of,
     joined,
-    read_arguments,
+    malformed,
+    read_call,
     tool_formats,
-    unclosed,
 )
 
 _EXPECTED = "<|channel|>commentary to=functions.TOOL <|constrain|>json<|message|>{...}<|call|>"
@@ -75,6 +78,7 @@ def _messages(text: str) -> list[_Message]:
 def _read(message: _Message, recipient: str) -> ToolCall:
     name = recipient.removeprefix("functions.")
     if message.body is None:
-        return unclosed("<|message|>", _EXPECTED, raw=message.header, name=name)
+        problem = MalformedCallError("the reply ends before <|message|>", name)
+        return malformed(problem, _EXPECTED, raw=message.header)
     raw = f"{message.header}<|message|>{message.body}"
-    return read_arguments(message.body, name, raw=raw, expected=_EXPECTED)
+    return read_call(partial(call_of, name, message.body), _EXPECTED, raw=raw)

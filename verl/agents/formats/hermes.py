@@ -8,7 +8,10 @@ from verl.agents.formats.base import (
     TaggedFormat,
     ToolCall,
     ToolSchemas,
-    call_from_json,
+    call_from,
+    known_as,
+    name_within,
+    read_json,
     tool_formats,
 )
 
@@ -27,5 +30,7 @@ class HermesFormat(TaggedFormat):
 
     tags = _TAGS
 
-    def read(self, body: str, raw: str, tools: ToolSchemas) -> ToolCall:
-        return call_from_json(body, raw=raw, expected=self.tags.expected)
+    def read(self, body: str, tools: ToolSchemas) -> ToolCall:
+        with known_as(name_within(body)):
+            value = read_json(body)
+        return call_from(value)

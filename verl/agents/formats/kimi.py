@@ -1,14 +1,16 @@
 """Kimi-K2: `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`."""
 
+from dataclasses import replace
+
 from verl.agents.formats.base import (
     CallTags,
+    MalformedCallError,
     TaggedFormat,
     ToolCall,
     ToolSchemas,
-    malformed,
-    read_arguments,
+    call_of,
+    known_as,
     tool_formats,
-    with_id,
 )
 
 _ARGUMENTS = "<|tool_call_argument_begin|>"
@@ -26,15 +28,15 @@ class KimiFormat(TaggedFormat):
 
     tags = _TAGS
 
-    def read(self, body: str, raw: str, tools: ToolSchemas) -> ToolCall:
+    def read(self, body: str, tools: ToolSchemas) -> ToolCall:
         call_id, separator, arguments = body.partition(_ARGUMENTS)
         call_id = call_id.strip()
         if not separator:
-            return malformed(f"{_ARGUMENTS} is missing", self.tags.expected, raw=raw)
+            raise MalformedCallError(f"{_ARGUMENTS} is missing")
 
         name = call_id.removeprefix("functions.")
         before, colon, number = name.rpartition(":")
         if colon and number.isdigit():
             name = before
-        call = read_arguments(arguments, name, raw=raw, expected=self.tags.expected)
-        return with_id(call, call_id)
+        with known_as(name, call_id or None):
+            return replace(call_of(name, arguments), call_id=call_id or None)

@@ -1,6 +1,7 @@
 """Llama 3: `{"name": ..., "parameters": {...}}` as the reply, or behind `<|python_tag|>`."""
 
 import re
+from functools import partial
 from typing import Any
 
 from verl.agents.formats.base import (
@@ -13,6 +14,7 @@ from verl.agents.formats.base import (
     malformed,
     name_within,
     parse_after_reasoning,
+    read_call,
     read_json_at,
     tool_formats,
     without_end,
@@ -70,14 +72,14 @@ def _read_calls(text: str, start: int, *, tagged: bool) -> tuple[list[ToolCall],
             raw = text[position:]
             has_key = any(f'"{key}"' in raw for key in ("name", *_KEYS))
             if tagged or has_key:
-                call = malformed(str(problem), _EXPECTED, raw=raw, name=name_within(raw))
-                return [*calls, call], len(text)
+                problem.name = name_within(raw)
+                return [*calls, malformed(problem, _EXPECTED, raw=raw)], len(text)
             break
 
         if not tagged and not (isinstance(value, dict) and _looks_like_a_call(value)):
             break
-        raw = text[position:end]
-        calls.append(call_from(value, raw=raw, expected=_EXPECTED, keys=_KEYS))
+        read = partial(call_from, value, _KEYS)
+        calls.append(read_call(read, _EXPECTED, raw=text[position:end]))
         last_end = end
         separator = _SEPARATOR.match(text, end)
         position = separator.end() if separator else end

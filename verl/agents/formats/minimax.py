@@ -2,10 +2,10 @@
 
 from verl.agents.formats.base import (
     CallTags,
+    MalformedCallError,
     TaggedFormat,
     ToolCall,
     ToolSchemas,
-    malformed,
     tool_formats,
 )
 from verl.agents.formats.typed import call_of_tags
@@ -27,12 +27,9 @@ class MinimaxFormat(TaggedFormat):
 
     tags = _TAGS
 
-    def read(self, body: str, raw: str, tools: ToolSchemas) -> ToolCall:
+    def read(self, body: str, tools: ToolSchemas) -> ToolCall:
         name, opened, rest = body.partition(">")
         name = name.strip().strip('"')
         if not opened or not name or "<" in name:
-            return malformed("the name of the tool is missing", self.tags.expected, raw=raw)
-
-        return call_of_tags(
-            name, rest, "<parameter name=", tools, raw=raw, expected=self.tags.expected
-        )
+            raise MalformedCallError("the name of the tool is missing")
+        return call_of_tags(name, rest, "<parameter name=", tools)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 from verl.agents.formats.base import (
     THINK,
@@ -11,9 +12,11 @@ from verl.agents.formats.base import (
     ToolSchemas,
     call_from,
     joined,
+    known_as,
     malformed,
     name_within,
     parse_after_reasoning,
+    read_call,
     read_json_at,
     tool_formats,
     without_end,
@@ -43,60 +46,57 @@ def _parse(text: str, start: int) -> ParsedReply:
     calls: list[ToolCall] = []
     for segment in segments:
         stripped = segment.lstrip()
+        read = _read_named
+        expected = _NAMED
         if stripped.startswith(("[", "{")):
-            found, rest = _read_list(stripped)
-        else:
-            found, rest = _read_named(stripped)
+            read = _read_list
+            expected = _LIST
+
+        try:
+            found, end = read(stripped)
+        except MalformedCallError as problem:
+            found = [malformed(problem, expected, raw=_TAG + stripped)]
+            end = len(stripped)
         calls.extend(found)
-        pieces.append(rest)
+        pieces.append(stripped[end:])
     return ParsedReply(content=joined(pieces, calls), calls=tuple(calls))
 
 
-def _read_list(text: str) -> tuple[list[ToolCall], str]:
-    """Return the calls of a JSON list (or of one object), and the text behind it."""
-    try:
+def _read_list(text: str) -> tuple[list[ToolCall], int]:
+    """Return the calls of a JSON list (or of one object), and where it ends."""
+    with known_as(name_within(text)):
         value, end = read_json_at(text, 0)
-    except MalformedCallError as problem:
-        raw = _TAG + text
-        return [malformed(str(problem), _LIST, raw=raw, name=name_within(text))], ""
 
     raw = _TAG + text[:end]
     values = value
     if not isinstance(value, list):
         values = [value]
     if not values:
-        return [malformed("the list of calls is empty", _LIST, raw=raw)], text[end:]
+        return [malformed(MalformedCallError("the list of calls is empty"), _LIST, raw=raw)], end
+
     calls = []
     for each in values:
-        call = call_from(each, raw=raw, expected=_LIST)
+        call = read_call(partial(call_from, each), _LIST, raw=raw)
         calls.append(replace(call, call_id=_valid_id(call.call_id)))
-    return calls, text[end:]
+    return calls, end
 
 
-def _read_named(text: str) -> tuple[list[ToolCall], str]:
-    """Return the call that has its name before its arguments, and the text behind it."""
-    brace = text.find("{")
-    head = text
-    if brace >= 0:
-        head = text[:brace]
-    head, _, _ = head.partition(_ARGUMENTS)
+def _read_named(text: str) -> tuple[list[ToolCall], int]:
+    """Return the call that has its name before its arguments, and where it ends."""
+    before, brace, _ = text.partition("{")
+    head, _, _ = before.partition(_ARGUMENTS)
     name, _, call_id = head.partition(_ID)
     name = name.strip()
 
     if not name:
-        problem = "the name of the tool is missing"
-        return [malformed(problem, _NAMED, raw=_TAG + text)], ""
-    if brace < 0:
-        problem = "the arguments are missing"
-        return [malformed(problem, _NAMED, raw=_TAG + text, name=name[:128])], ""
-    try:
-        arguments, end = read_json_at(text, brace)
-    except MalformedCallError as problem:
-        return [malformed(str(problem), _NAMED, raw=_TAG + text, name=name)], ""
-    call = ToolCall(
-        name=name, arguments=arguments, raw=_TAG + text[:end], call_id=_valid_id(call_id.strip())
-    )
-    return [call], text[end:]
+        raise MalformedCallError("the name of the tool is missing")
+    with known_as(name):
+        if not brace:
+            raise MalformedCallError("the arguments are missing")
+        arguments, end = read_json_at(text, len(before))
+    raw = _TAG + text[:end]
+    call_id = _valid_id(call_id.strip())
+    return [ToolCall(name=name, arguments=arguments, raw=raw, call_id=call_id)], end
 
 
 def _valid_id(call_id: str | None) -> str | None:

@@ -5,10 +5,10 @@ Seed-OSS writes the same between tags of its own.
 
 from verl.agents.formats.base import (
     CallTags,
+    MalformedCallError,
     TaggedFormat,
     ToolCall,
     ToolSchemas,
-    malformed,
     tool_formats,
 )
 from verl.agents.formats.typed import call_of_tags
@@ -31,19 +31,15 @@ _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 class _FunctionTags(TaggedFormat):
     """Parameters as text between tags, converted by the tool's schema."""
 
-    def read(self, body: str, raw: str, tools: ToolSchemas) -> ToolCall:
+    def read(self, body: str, tools: ToolSchemas) -> ToolCall:
         body = body.strip()
         name, _, rest = body.removeprefix(_FUNCTION).partition(">")
         name = name.strip()
         if not body.startswith(_FUNCTION) or not name or "<" in name:
-            problem = f"it must begin with {_FUNCTION}TOOL>"
-            return malformed(problem, self.tags.expected, raw=raw)
+            raise MalformedCallError(f"it must begin with {_FUNCTION}TOOL>")
         if not rest.endswith(_FUNCTION_END):
-            problem = f"it must end with {_FUNCTION_END}"
-            return malformed(problem, self.tags.expected, raw=raw, name=name)
-
-        body = rest.removesuffix(_FUNCTION_END)
-        return call_of_tags(name, body, "<parameter=", tools, raw=raw, expected=self.tags.expected)
+            raise MalformedCallError(f"it must end with {_FUNCTION_END}", name)
+        return call_of_tags(name, rest.removesuffix(_FUNCTION_END), "<parameter=", tools)
 
 
 @tool_formats.register("qwen3_coder")

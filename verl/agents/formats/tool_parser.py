@@ -6,15 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from verl.agents.formats.base import (
     OTHER_NAMES,
+    MalformedCallError,
     ParsedReply,
     ToolCall,
     ToolFormat,
     ToolSchemas,
-    malformed,
+    known_as,
+    read_call,
     tool_formats,
 )
 from verl.agents.tools.threads import run_to_end
@@ -180,13 +183,17 @@ def _as_schema(tool: Any) -> Mapping[str, Any]:
 
 
 def _as_call(call: Any) -> ToolCall:
-    expected = "arguments that are a JSON object"
     raw = str(call.arguments)
+    return read_call(partial(_read, call, raw), "arguments that are a JSON object", raw=raw)
+
+
+def _read(call: Any, raw: str) -> ToolCall:
+    with known_as(call.name):
+        try:
+            arguments = json.loads(raw)
+        except ValueError as error:
+            raise MalformedCallError(f"invalid JSON ({error})") from error
+        if not isinstance(arguments, dict):
+            raise MalformedCallError("the arguments are no object")
     call_id = getattr(call, "tool_call_id", None)
-    try:
-        arguments = json.loads(raw)
-    except ValueError as error:
-        return malformed(f"invalid JSON ({error})", expected, raw=raw, name=call.name)
-    if not isinstance(arguments, dict):
-        return malformed("the arguments are no object", expected, raw=raw, name=call.name)
-    return ToolCall(name=call.name, arguments=arguments, raw=raw, call_id=call_id)
+    return ToolCall(name=call.name, arguments=arguments, call_id=call_id)

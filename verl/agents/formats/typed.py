@@ -3,10 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.agents.formats.base import MalformedCallError, ToolCall, ToolSchemas, malformed, read_json
+from verl.agents.formats.base import MalformedCallError, ToolCall, ToolSchemas, known_as, read_json
 
 # In the order in which several allowed types are tried: a text is anything, so it comes last.
 _ORDER = ("null", "boolean", "integer", "number", "object", "array", "string")
+_CLASSES: dict[str, Any] = {
+    "null": type(None),
+    "boolean": bool,
+    "integer": (int, float),
+    "number": (int, float),
+    "object": dict,
+    "array": list,
+}
+# Null and truth values, as models also write them.
+_WORDS = {"null": None, "none": None, "true": True, "false": False}
 _PARAMETER_END = "</parameter>"
 
 
@@ -14,48 +24,39 @@ def parameter_schemas(tools: ToolSchemas, name: str) -> Mapping[str, Any]:
     """Return the schema of each parameter of a tool; empty for an unknown tool."""
     for tool in tools:
         function = tool.get("function", tool)
-        if not isinstance(function, Mapping) or function.get("name") != name:
-            continue
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        return properties if isinstance(properties, Mapping) else {}
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = _mapping(function.get("parameters"))
+            return _mapping(parameters.get("properties"))
     return {}
 
 
-def call_of_texts(
-    name: str,
-    texts: Mapping[str, str],
-    tools: ToolSchemas,
-    *,
-    raw: str,
-    expected: str,
-) -> ToolCall:
-    """Return the call of `name` with arguments that are texts; convert each by its schema."""
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def call_of_texts(name: str, texts: Mapping[str, str], tools: ToolSchemas) -> ToolCall:
+    """Return the call of `name` with arguments that are texts; convert each by its schema.
+
+    Raises MalformedCallError.
+    """
     schemas = parameter_schemas(tools, name)
     arguments: dict[str, Any] = {}
     for key, text in texts.items():
         try:
             arguments[key] = convert(text, schemas.get(key))
         except MalformedCallError as problem:
-            return malformed(f"parameter '{key}' {problem}", expected, raw=raw, name=name)
-    return ToolCall(name=name, arguments=arguments, raw=raw)
+            raise MalformedCallError(f"parameter '{key}' {problem}", name) from problem
+    return ToolCall(name=name, arguments=arguments)
 
 
-def call_of_tags(
-    name: str,
-    text: str,
-    opening: str,
-    tools: ToolSchemas,
-    *,
-    raw: str,
-    expected: str,
-) -> ToolCall:
-    """Return the call of `name` with parameters between tags: `opening` NAME> and </parameter>."""
-    try:
+def call_of_tags(name: str, text: str, opening: str, tools: ToolSchemas) -> ToolCall:
+    """Return the call of `name` with parameters between tags: `opening` NAME> and </parameter>.
+
+    Raises MalformedCallError.
+    """
+    with known_as(name):
         texts = _tagged_parameters(text, opening)
-    except MalformedCallError as problem:
-        return malformed(str(problem), expected, raw=raw, name=name)
-    return call_of_texts(name, texts, tools, raw=raw, expected=expected)
+        return call_of_texts(name, texts, tools)
 
 
 def _tagged_parameters(text: str, opening: str) -> dict[str, str]:
@@ -91,17 +92,16 @@ def convert(text: str, schema: Any) -> Any:
     Raises MalformedCallError where the text is no value of any allowed type.
     """
     types = allowed_types(schema)
-    if not types:
+    kinds = [kind for kind in _ORDER if kind in types]
+    if not kinds:
         return text
 
-    for kind in _ORDER:
-        if kind not in types:
-            continue
+    for kind in kinds:
         try:
-            return _READ[kind](text)
+            return _value_of(kind, text)
         except MalformedCallError:
             continue
-    choice = " or ".join(kind for kind in _ORDER if kind in types)
+    choice = " or ".join(kinds)
     raise MalformedCallError(f"must be of type {choice}, got {text.strip()[:60]!r}")
 
 
@@ -129,52 +129,19 @@ def allowed_types(schema: Any) -> frozenset[str]:
     return known if known <= set(_ORDER) else frozenset()
 
 
-def _read_null(text: str) -> None:
-    if text.strip().lower() not in ("null", "none"):
-        raise MalformedCallError("is not null")
+def _value_of(kind: str, text: str) -> Any:
+    """Return the value of a text as one of a JSON type. Raises MalformedCallError if it is none."""
+    if kind == "string":
+        return text
+    value = _WORDS.get(text.strip().lower(), text)
+    if kind not in ("null", "boolean"):
+        value = read_json(text)
 
-
-def _read_boolean(text: str) -> bool:
-    word = text.strip().lower()
-    if word not in ("true", "false"):
-        raise MalformedCallError("is not a boolean")
-    return word == "true"
-
-
-def _read_number(text: str) -> int | float:
-    value = read_json(text)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise MalformedCallError("is not a number")
-    return value
-
-
-def _read_integer(text: str) -> int:
-    value = _read_number(text)
+    is_boolean = isinstance(value, bool)
+    if not isinstance(value, _CLASSES[kind]) or is_boolean != (kind == "boolean"):
+        raise MalformedCallError(f"is no {kind}")
+    if kind != "integer":
+        return value
     if value != value // 1:  # also infinity, which 1e999 is
-        raise MalformedCallError("is not an integer")
+        raise MalformedCallError("is no integer")
     return int(value)
-
-
-def _read_object(text: str) -> dict[str, Any]:
-    value = read_json(text)
-    if not isinstance(value, dict):
-        raise MalformedCallError("is not an object")
-    return value
-
-
-def _read_array(text: str) -> list[Any]:
-    value = read_json(text)
-    if not isinstance(value, list):
-        raise MalformedCallError("is not an array")
-    return value
-
-
-_READ = {
-    "null": _read_null,
-    "boolean": _read_boolean,
-    "integer": _read_integer,
-    "number": _read_number,
-    "object": _read_object,
-    "array": _read_array,
-    "string": str,
-}
