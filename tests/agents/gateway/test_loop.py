@@ -5,7 +5,6 @@ import math
 import re
 import sys
 import textwrap
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.rollout.engines import make_engine
 from tests.tiny_models import tiny_model
 from verl.agents.gateway.agents import AgentError, load_agent, read_reward
 from verl.agents.gateway.loop import gateway_loop
+from verl.agents.loops import Episode
 from verl.config.gateway import GatewayConfig
 from verl.rollout.trajectory import Trajectory
 from verl.utils.errors import ConfigError
@@ -86,18 +86,7 @@ with open(os.environ["VERL_RESULT"], "w") as file:
 """
 
 
-@dataclass
-class Episode:
-    row: int
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return f"0-{self.row}"
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": "a prompt"}]
+PROMPT = [{"role": "user", "content": "a prompt"}]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +115,7 @@ def play(
             episodes = []
             for row in range(rows):
                 fields = {"question": f"q{row}", "weight": np.float32(row / 2)}
-                episodes.append(Episode(row, fields))
+                episodes.append(Episode(row=row, messages=PROMPT, prompt_ids=(), fields=fields))
             played = await asyncio.gather(*map(loop.play, episodes))
             assert list(loop.causes) == [
                 episode.name for episode, got in zip(episodes, played) if not got

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from verl.agents.engine_client import EngineClient
 from verl.agents.gateway.agents import Agent, AgentTimeoutError, load_agent, read_reward
@@ -16,23 +16,10 @@ from verl.config.gateway import GatewayConfig
 from verl.rollout.trajectory import Trajectory, fields_of_user
 from verl.utils.errors import VerlError
 
+if TYPE_CHECKING:
+    from verl.agents.loops.base import Episode
+
 _LEAST_WAIT_S = 0.01
-
-
-class Played(Protocol):
-    """The part of an episode that the gateway reads."""
-
-    @property
-    def row(self) -> int: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def messages(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def fields(self) -> Mapping[str, Any]: ...
 
 
 class GatewayLoop:
@@ -55,7 +42,7 @@ class GatewayLoop:
         self.causes: dict[str, str] = {}  # session -> the reason why it has no trajectory
         self._failures: Counter[str] = Counter()
 
-    async def play(self, episode: Played) -> list[Trajectory]:
+    async def play(self, episode: "Episode") -> list[Trajectory]:
         """Play an episode. Return its trajectories.
 
         An episode that failed has none. It is counted, and `causes` has the reason for the caller,

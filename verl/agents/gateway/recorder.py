@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from verl.agents.engine_client import Generated
@@ -33,6 +34,13 @@ class _Path:
     def num_response_tokens(self) -> int:
         return sum(len(segment.token_ids) for segment in self.segments)
 
+    def token_ids(self, num_segments: int | None = None) -> list[int]:
+        """Return the prompt's ids, and those of the first segments; None: of all."""
+        ids = list(self.prompt_ids)
+        for segment in self.segments[:num_segments]:
+            ids += segment.token_ids
+        return ids
+
 
 @dataclass(eq=False)
 class _Recorded:
@@ -43,14 +51,6 @@ class _Recorded:
     history: Messages
     message: Message  # the reply, in the shape of chat templates
     is_extended: bool = False  # whether a later reply of the same path follows, or is being drawn
-
-    @property
-    def token_ids(self) -> list[int]:
-        """All tokens up to the reply, with it."""
-        ids = list(self.path.prompt_ids)
-        for segment in self.path.segments[: self.num_segments]:
-            ids += segment.token_ids
-        return ids
 
 
 @dataclass(eq=False)
@@ -94,9 +94,7 @@ class Turn:
     ) -> None:
         self.row = session.row
         self.numbers = range(session.turns, session.turns + asked.choices)
-        self.prompt_ids = [*path.prompt_ids]
-        for segment in path.segments:
-            self.prompt_ids += segment.token_ids
+        self.prompt_ids = path.token_ids()
         self.room = recorder.max_response_tokens - path.num_response_tokens
 
         self._recorder = recorder
@@ -318,8 +316,8 @@ class SessionRecorder:
         ids = self.wording.text_prompt(prompt)
         longest: _Recorded | None = None
         length = 0
-        for recorded in _all(running):
-            known = recorded.token_ids
+        for recorded in chain.from_iterable(running.recorded.values()):
+            known = recorded.path.token_ids(recorded.num_segments)
             if length < len(known) < len(ids) and ids[: len(known)] == known:
                 longest = recorded
                 length = len(known)
@@ -450,11 +448,6 @@ def _names(messages: Messages, tools: ToolSchemas) -> Iterator[str]:
 
 def _text(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
-
-
-def _all(session: _Session) -> Iterator[_Recorded]:
-    for recorded in session.recorded.values():
-        yield from recorded
 
 
 def same_key(one: str, other: str) -> bool:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.agents.gateway.errors import ApiError
 from verl.data.chat import Message, Messages, as_messages
@@ -114,6 +114,7 @@ class CompletionRequest:
     prompts: list[str | list[int]]
     draw: DrawSettings
     output: OutputSettings
+    tools: ClassVar[tuple[()]] = ()  # none can be offered
 
     @classmethod
     def read(cls, body: bytes, *, lenient: bool = False) -> "CompletionRequest":
@@ -162,16 +163,20 @@ class Fields:
 
     def flag(self, name: str) -> bool:
         """Return a boolean field, by default False."""
-        value = self.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise _wrong(name, "true or false", value)
-        return bool(value)
+        return bool(self.of_kind(name, bool, "true or false"))
 
     def text(self, name: str) -> str | None:
         """Return a text, or None."""
+        return self.of_kind(name, str, "a text")
+
+    def of_kind(self, name: str, kind: Any, expected: str) -> Any:
+        """Return a value of a class, or None. A boolean is no number."""
         value = self.get(name)
-        if value is not None and not isinstance(value, str):
-            raise _wrong(name, "a text", value)
+        if value is None:
+            return None
+        is_boolean = isinstance(value, bool)
+        if not isinstance(value, kind) or is_boolean != (kind is bool):
+            raise _wrong(name, expected, value)
         return value
 
     def number(
@@ -188,11 +193,8 @@ class Fields:
         return self._within(name, int, at_least, at_most, expected)
 
     def _within(self, name: str, kind: Any, at_least: float, at_most: float, expected: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            return None
-        is_number = isinstance(value, kind) and not isinstance(value, bool)
-        if not is_number or not at_least <= value <= at_most:
+        value = self.of_kind(name, kind, expected)
+        if value is not None and not at_least <= value <= at_most:
             raise _wrong(name, expected, value)
         return value
 
@@ -232,12 +234,10 @@ def _draw_settings(fields: Fields, max_tokens: int | None) -> DrawSettings:
 
 
 def _output_settings(fields: Fields, *, log_probs: bool) -> OutputSettings:
-    options = fields.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise _wrong("stream_options", "an object", options)
+    options = fields.of_kind("stream_options", dict, "an object") or {}
     return OutputSettings(
         stream=fields.flag("stream"),
-        include_usage=bool((options or {}).get("include_usage")),
+        include_usage=bool(options.get("include_usage")),
         log_probs=log_probs,
         token_ids=fields.flag("return_token_ids"),
     )

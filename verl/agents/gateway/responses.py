@@ -1,7 +1,8 @@
 """The JSON of replies, whole and in chunks of a stream, as OpenAI's API has it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from verl.agents.gateway.requests import OutputSettings
@@ -21,6 +22,8 @@ class ChatFormat:
     prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    opening: Mapping[str, Any] = {"delta": {"role": "assistant", "content": ""}}
+    ending: Mapping[str, Any] = {"delta": {}}
 
     def __init__(
         self, response_id: str, model: str, output: OutputSettings, wording: Wording
@@ -56,26 +59,29 @@ class ChatFormat:
     def _whole_text(self, reply: Reply) -> dict[str, Any]:
         return {"message": reply.message}
 
+    def _piece_of_text(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
     # ---------------------------------------------------------------- chunks
 
     def first(self, number: int) -> dict[str, Any]:
         """Return the chunk that begins a choice."""
-        return self._chunk(number, delta={"role": "assistant", "content": ""})
+        return self._chunk(number, **self.opening)
 
     def piece(
         self, number: int, text: str, token_ids: Sequence[int], log_probs: Sequence[float]
     ) -> dict[str, Any]:
         """Return a chunk with a piece of the text, and with newly drawn tokens."""
-        return self._chunk(number, delta={"content": text}, **self._tokens(token_ids, log_probs))
+        parts = self._piece_of_text(text)
+        return self._chunk(number, **parts, **self._tokens(token_ids, log_probs))
 
     def last(self, number: int, reply: Reply) -> list[dict[str, Any]]:
         """Return the chunks that end a choice: its tool calls and its finish reason."""
         chunks = []
         for place, call in enumerate(reply.tool_calls):
             chunks.append(self._chunk(number, delta={"tool_calls": [{"index": place, **call}]}))
-        ending = self._chunk(number, delta={})
-        ending["choices"][0]["finish_reason"] = reply.finish_reason
-        return [*chunks, ending]
+        chunks.append(self._chunk(number, **self.ending, finish_reason=reply.finish_reason))
+        return chunks
 
     def usage(self, replies: Sequence[Reply]) -> dict[str, Any]:
         """Return the chunk with the counts of tokens, the last one of a stream."""
@@ -117,6 +123,8 @@ class CompletionFormat(ChatFormat):
     prefix = "cmpl-"
     kind = "text_completion"
     chunk_kind = "text_completion"
+    opening: Mapping[str, Any] = {"text": ""}
+    ending: Mapping[str, Any] = {"text": ""}
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         """Return the answer that is not streamed."""
@@ -129,34 +137,17 @@ class CompletionFormat(ChatFormat):
     def _whole_text(self, reply: Reply) -> dict[str, Any]:
         return {"text": reply.content}
 
-    def first(self, number: int) -> dict[str, Any]:
-        """Return the chunk that begins a choice."""
-        return self._chunk(number, text="")
-
-    def piece(
-        self, number: int, text: str, token_ids: Sequence[int], log_probs: Sequence[float]
-    ) -> dict[str, Any]:
-        """Return a chunk with a piece of the text, and with newly drawn tokens."""
-        return self._chunk(number, text=text, **self._tokens(token_ids, log_probs))
-
-    def last(self, number: int, reply: Reply) -> list[dict[str, Any]]:
-        """Return the chunk that ends a choice."""
-        ending = self._chunk(number, text="")
-        ending["choices"][0]["finish_reason"] = reply.finish_reason
-        return [ending]
+    def _piece_of_text(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
     def _log_probs(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> dict[str, Any]:
         texts = [self.wording.token_text(token_id) for token_id in token_ids]
-        offsets = []
-        place = 0
-        for text in texts:
-            offsets.append(place)
-            place += len(text)
+        ends = list(accumulate(map(len, texts), initial=0))
         return {
             "tokens": texts,
             "token_logprobs": [float(log_prob) for log_prob in log_probs],
             "top_logprobs": None,
-            "text_offset": offsets,
+            "text_offset": ends[:-1],
         }
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
-from verl.agents.engine_client import Generated
 from verl.agents.formats.base import ToolSchemas
 from verl.agents.gateway.backend import Listen
 from verl.agents.gateway.errors import ApiError, unknown_model
@@ -85,7 +84,7 @@ class ServedEngine:
         limit: int,
         seed: int | None = None,
         listen: Listen | None = None,
-    ) -> list[Generated]:
+    ) -> list[Completion]:
         """Draw n replies to a prompt. A caller that is cancelled aborts them.
 
         Args:
@@ -111,20 +110,9 @@ class ServedEngine:
         self._waiting.append(order)
         self._arrived.set()
         try:
-            completions = await order.answer
+            return await order.answer
         finally:
             self._forget(order)
-
-        drawn = []
-        for each in completions:
-            drawn.append(
-                Generated(
-                    token_ids=each.token_ids,
-                    log_probs=each.log_probs,
-                    finish_reason=each.finish_reason,
-                )
-            )
-        return drawn
 
     async def run(self) -> None:
         """Step the engine until cancelled. Aborts the running requests then."""

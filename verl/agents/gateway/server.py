@@ -13,7 +13,7 @@ from aiohttp import web
 
 from verl.agents.gateway.backend import Backend, Listen
 from verl.agents.gateway.errors import ApiError, unknown_model
-from verl.agents.gateway.requests import ChatRequest, CompletionRequest, DrawSettings
+from verl.agents.gateway.requests import ChatRequest, CompletionRequest
 from verl.agents.gateway.responses import ChatFormat, CompletionFormat
 from verl.agents.gateway.wording import Reply, TextStream
 from verl.utils.errors import ConfigError
@@ -157,21 +157,11 @@ class GatewayServer:
         )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session = self._admit(request)
-        asked = ChatRequest.read(await self._body(request), lenient=self.backend.is_lenient)
-        form = ChatFormat(_response_id(), self.backend.model, asked.output, self.backend.wording)
-        ask = partial(self.backend.chat, session, asked)
-        # A reply with tools is read as a whole: its text may turn out to be a call.
-        return await self._respond(request, form, asked.draw, ask, by_piece=not asked.tools)
+        return await self._respond(request, ChatRequest, ChatFormat, self.backend.chat)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session = self._admit(request)
-        asked = CompletionRequest.read(await self._body(request), lenient=self.backend.is_lenient)
-        form = CompletionFormat(
-            _response_id(), self.backend.model, asked.output, self.backend.wording
-        )
-        ask = partial(self.backend.complete, session, asked)
-        return await self._respond(request, form, asked.draw, ask, by_piece=True)
+        complete = self.backend.complete
+        return await self._respond(request, CompletionRequest, CompletionFormat, complete)
 
     # ---------------------------------------------------------------- inner parts
 
@@ -181,18 +171,29 @@ class GatewayServer:
     async def _respond(
         self,
         request: web.Request,
-        form: ChatFormat,
-        draw: DrawSettings,
-        ask: Ask,
-        *,
-        by_piece: bool,
+        kind: type[ChatRequest | CompletionRequest],
+        format_class: type[ChatFormat],
+        answer: Callable[..., Awaitable[list[Reply]]],
     ) -> web.StreamResponse:
-        """Answer with all replies of `ask`, as a stream or as a whole."""
-        if form.output.stream:
-            stops = self.backend.stops(draw)
-            return await _Exchange(self, request, form, stops, by_piece=by_piece).run(ask)
-        replies = await self.within_time(ask(None))
-        return web.json_response(form.whole(replies))
+        """Answer with all replies of the backend, as a stream or as a whole.
+
+        Args:
+            kind: reads the request.
+            format_class: writes the replies.
+            answer: the backend's method for such requests.
+        """
+        session = self._admit(request)
+        backend = self.backend
+        asked = kind.read(await self._body(request), lenient=backend.is_lenient)
+        form = format_class(secrets.token_hex(12), backend.model, asked.output, backend.wording)
+        ask = partial(answer, session, asked)
+        if not asked.output.stream:
+            replies = await self.within_time(ask())
+            return web.json_response(form.whole(replies))
+
+        # A reply with tools is read as a whole: its text may turn out to be a call.
+        stops = backend.stops(asked.draw)
+        return await _Exchange(self, request, form, stops, by_piece=not asked.tools).run(ask)
 
     async def within_time(self, answer: Awaitable[list[Reply]]) -> list[Reply]:
         """Await an answer. Raises ApiError when it takes too long."""
@@ -347,7 +348,3 @@ def _refuse_other_sites(request: web.Request) -> None:
         raise ApiError(
             "Requests of web pages are refused. Send the request from a program.", status=403
         )
-
-
-def _response_id() -> str:
-    return secrets.token_hex(12)

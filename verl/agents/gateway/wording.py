@@ -12,6 +12,7 @@ from verl.agents.formats import ParsedReply
 from verl.agents.formats.base import ToolSchemas
 from verl.agents.gateway.errors import ApiError
 from verl.data.chat import Message
+from verl.rollout.types import Completion
 from verl.utils.errors import VerlError
 
 _BROKEN = "\ufffd"  # a character of which some bytes are missing
@@ -116,7 +117,7 @@ class Wording:
     def reply(
         self,
         prompt_ids: Sequence[int],
-        drawn: Generated,
+        drawn: Generated | Completion,
         *,
         tools: ToolSchemas = (),
         stop: Sequence[str] = (),
