@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from verl.agents.tools import ToolResponse
-from verl.agents.tools.answers import TextLimit, describe_failure, read_answer, text_limit
+from verl.agents.tools.answers import TextLimit, describe_failure, read_answer
 from verl.utils.errors import ConfigError
 
 ANY = TextLimit(None)
@@ -20,21 +20,21 @@ ANY = TextLimit(None)
     ],
 )
 def test_a_long_text_is_cut_as_verl_cuts_it(side, cut):
-    assert text_limit(5, side).cut("0123456789") == cut
-    assert text_limit(10, side).cut("0123456789") == "0123456789"
+    assert TextLimit(5, side).cut("0123456789") == cut
+    assert TextLimit(10, side).cut("0123456789") == "0123456789"
 
 
 def test_no_limit_and_a_limit_of_zero():
-    assert text_limit(None, "left").cut("x" * 1000) == "x" * 1000
-    assert text_limit(0, "middle").cut("abc") == "...(truncated)..."
-    assert text_limit(0, "right").cut("abc") == "(truncated)..."
+    assert TextLimit(None, "left").cut("x" * 1000) == "x" * 1000
+    assert TextLimit(0, "middle").cut("abc") == "...(truncated)..."
+    assert TextLimit(0, "right").cut("abc") == "(truncated)..."
 
 
 def test_wrong_limits_are_refused():
     with pytest.raises(ConfigError, match="tool_response_truncate_side.*'center'"):
-        text_limit(5, "center")
+        TextLimit(5, "center")
     with pytest.raises(ConfigError, match="max_tool_response_length"):
-        text_limit(-1, "left")
+        TextLimit(-1, "left")
 
 
 @pytest.mark.parametrize(

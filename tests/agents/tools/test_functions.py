@@ -139,7 +139,7 @@ def test_uncallable_functions_are_rejected(function, message):
 
 
 def test_two_tools_of_one_name_are_an_error():
-    with pytest.raises(ConfigError, match="Two tools are named 'search'"):
+    with pytest.raises(ConfigError, match="the tool name 'search' is taken by the tools given"):
         tool_set(search, FunctionTool(search))
 
 
@@ -180,7 +180,7 @@ def test_wrong_files_are_refused(tmp_path):
         "@function_tool('f')\ndef a(x: int):\n    'A.'\n"
         "@function_tool('f')\ndef b(x: int):\n    'B.'\n"
     )
-    with pytest.raises(ConfigError, match="two tools are named 'f'"):
+    with pytest.raises(ConfigError, match="twice.py': the tool name 'f' is taken"):
         load_function_tools(str(path))
 
 

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl.agents.tools.schemas import ToolResponse
 from verl.utils.errors import ConfigError, text_of
@@ -16,15 +16,31 @@ MAX_ERROR_CHARACTERS = 1_000
 _MEDIA = {"text", "image", "video"}
 
 
-class TextLimit(NamedTuple):
+@dataclass(frozen=True)
+class TextLimit:
     """Longest text of an answer, in characters, and the side that verl 0.5 keeps or cuts.
 
     "left" keeps the beginning, "right" the end, "middle" half of the limit at each end. The mark
     of the cut comes on top. `characters` None: no limit.
+
+    Raises:
+        ConfigError: an unknown side or a negative length.
     """
 
     characters: int | None = None
     side: str = "middle"
+
+    def __post_init__(self) -> None:
+        if self.side not in SIDES:
+            raise ConfigError(
+                f"multi_turn.tool_response_truncate_side must be one of {', '.join(SIDES)}, got "
+                f"{self.side!r}."
+            )
+        if self.characters is not None and self.characters < 0:
+            raise ConfigError(
+                f"multi_turn.max_tool_response_length must be at least 0, got {self.characters}. "
+                "Set it to null for no limit."
+            )
 
     def cut(self, text: str) -> str:
         """Return the text within the limit."""
@@ -38,25 +54,6 @@ class TextLimit(NamedTuple):
 
         half = limit // 2
         return text[:half] + "...(truncated)..." + text[len(text) - half :]
-
-
-def text_limit(characters: int | None, side: str) -> TextLimit:
-    """Return the limit that the two settings describe.
-
-    Raises:
-        ConfigError: an unknown side or a negative length.
-    """
-    if side not in SIDES:
-        raise ConfigError(
-            f"multi_turn.tool_response_truncate_side must be one of {', '.join(SIDES)}, got "
-            f"{side!r}."
-        )
-    if characters is not None and characters < 0:
-        raise ConfigError(
-            f"multi_turn.max_tool_response_length must be at least 0, got {characters}. Set it to "
-            "null for no limit."
-        )
-    return TextLimit(characters, side)
 
 
 @dataclass
@@ -118,16 +115,15 @@ def _read_content(value: Any) -> ToolAnswer:
         return ToolAnswer()
     if isinstance(value, str):
         return ToolAnswer(text=value)
+
+    response: Any = value
     if isinstance(value, Mapping) and value and set(value) <= _MEDIA:
-        return _read_content(ToolResponse.model_validate(dict(value)))
-    if all(hasattr(value, name) for name in _MEDIA):
-        return _read_response(value)
+        response = ToolResponse.model_validate(dict(value))
+    # A ToolResponse of ours, or of a package with the same fields.
+    if all(hasattr(response, name) for name in _MEDIA):
+        images = list(response.image or [])
+        return ToolAnswer(response.text or "", images, list(response.video or []))
     return ToolAnswer(text=json.dumps(value, ensure_ascii=False, default=text_of))
-
-
-def _read_response(value: Any) -> ToolAnswer:
-    """Read a ToolResponse, ours or that of a package with the same fields."""
-    return ToolAnswer(value.text or "", list(value.image or []), list(value.video or []))
 
 
 def _plain_metrics(metrics: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ none of the three is called.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -120,23 +120,47 @@ class BaseTool:
     def takes_agent_data(self, *, is_copied: bool) -> bool:
         """Return whether `execute` gets the state of the episode; see the module.
 
+        Nearly every `execute` has `**kwargs`. A copy goes to those alone whose class names the key,
+        in `execute` or in a method that it may call.
+
         Args:
             is_copied: it is sent to a helper process with every call.
         """
-        return takes_agent_data(self, is_copied=is_copied)
+        if declares(self.execute, AGENT_DATA):
+            return True
+        if not takes_any_keyword(self.execute):
+            return False
+        return not is_copied or any(names_key(method, AGENT_DATA) for method in _methods(self))
 
     def shut_down(self) -> None:
         """Free resources that all instances share. Called once, at the end of the run."""
 
 
-def shut_down(tool: Any) -> None:
-    """Free the shared resources of a tool, if its class has any. A failure is logged."""
-    if not isinstance(tool, BaseTool):
-        return
+def shut_down(tool: BaseTool) -> None:
+    """Free the shared resources of a tool. A failure is logged."""
     try:
         tool.shut_down()
     except Exception as error:  # noqa: BLE001  (a user's code, at the end of the run)
         logger.warning("The tool '%s' failed in shut_down: %s", tool.name, describe_briefly(error))
+
+
+def check_names(placed: Iterable[tuple[str, str]]) -> None:
+    """Check that no two tools have one name.
+
+    Args:
+        placed: name of each tool, and where it comes from.
+
+    Raises:
+        ConfigError: two have; the message says where both come from.
+    """
+    places: dict[str, str] = {}
+    for name, place in placed:
+        if name in places:
+            raise ConfigError(
+                f"{place}: the tool name '{name}' is taken by {places[name]}. Give one of them "
+                "another name: function.name of its tool_schema, or @function_tool(name=...)."
+            )
+        places[name] = place
 
 
 def as_schema(schema: Any) -> OpenAIFunctionToolSchema:
@@ -179,26 +203,11 @@ def create_arguments(
 
 def keeps_instances(tool: BaseTool) -> bool:
     """Whether the class has `create`, `calc_reward` or `release` of its own."""
-    for name in ("create", "calc_reward", "release"):
-        if getattr(type(tool), name, None) is not getattr(BaseTool, name):
-            return True
-    return False
+    names = ("create", "calc_reward", "release")
+    return any(getattr(type(tool), name) is not getattr(BaseTool, name) for name in names)
 
 
-def takes_agent_data(tool: Any, *, is_copied: bool) -> bool:
-    """Return whether `execute` of a tool, of any class, gets the state of the episode.
-
-    Nearly every `execute` has `**kwargs`. A copy goes to those alone whose class names the key, in
-    `execute` or in a method that it may call.
-    """
-    if declares(tool.execute, AGENT_DATA):
-        return True
-    if not takes_any_keyword(tool.execute):
-        return False
-    return not is_copied or any(names_key(method, AGENT_DATA) for method in _methods(tool))
-
-
-def _methods(tool: Any) -> list[Callable[..., Any]]:
+def _methods(tool: BaseTool) -> list[Callable[..., Any]]:
     """Return the methods of a tool's own classes."""
     methods = []
     for own in type(tool).__mro__:

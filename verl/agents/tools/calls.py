@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl.agents.formats.base import ToolCall
-from verl.agents.tools.answers import text_limit
+from verl.agents.tools.answers import TextLimit
 from verl.agents.tools.config_file import read_tool_config
 from verl.agents.tools.episode import CallSettings, Episode
 from verl.agents.tools.homes import Home, make_homes
@@ -107,7 +107,7 @@ class ToolSet:
         _check_positive("the deadline of tool calls, timeout_s,", timeout_s)
         settings = CallSettings(
             max_parallel_calls=max_parallel_calls,
-            limit=text_limit(max_tool_response_length, tool_response_truncate_side),
+            limit=TextLimit(max_tool_response_length, tool_response_truncate_side),
             timeout_s=timeout_s,
             consequence=consequence_of(policy),
         )

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from verl.agents.entries import load_class
-from verl.agents.tools.base import BaseTool, as_schema, shut_down
+from verl.agents.tools.base import BaseTool, as_schema, check_names, shut_down
 from verl.utils.errors import ConfigError, VerlError, describe_error
 from verl.utils.registry import refuse_unknown
 from verl.utils.signatures import call_by_name
@@ -48,6 +48,11 @@ class ToolEntry:
     config: dict[str, Any] = field(default_factory=dict)
     tool_schema: dict[str, Any] | None = None
     mcp: dict[str, Any] | None = None
+
+    @property
+    def kind(self) -> str:
+        """Value of a `ToolType`."""
+        return self.config.get("type", ToolType.NATIVE.value)
 
     @property
     def isolation(self) -> str:
@@ -92,25 +97,13 @@ def build_tools(entries: Sequence[ToolEntry]) -> list[tuple[int, BaseTool]]:
     try:
         for entry in entries:
             tools += [(entry.number, tool) for tool in build_entry(entry)]
-        _check_names(entries, tools)
+        places = {entry.number: entry.place for entry in entries}
+        check_names((tool.name, places[number]) for number, tool in tools)
     except ConfigError:
         for _, tool in tools:  # a server of MCP runs until then
             shut_down(tool)
         raise
     return tools
-
-
-def _check_names(entries: Sequence[ToolEntry], tools: Sequence[tuple[int, BaseTool]]) -> None:
-    """Raise ConfigError if two tools have the same name."""
-    places = {entry.number: entry.place for entry in entries}
-    taken: dict[str, str] = {}
-    for number, tool in tools:
-        if tool.name in taken:
-            raise ConfigError(
-                f"{places[number]}: the tool name '{tool.name}' is taken by {taken[tool.name]}. "
-                "Give one of them another function.name."
-            )
-        taken[tool.name] = places[number]
 
 
 def build_entry(entry: ToolEntry) -> list[BaseTool]:
@@ -120,7 +113,7 @@ def build_entry(entry: ToolEntry) -> list[BaseTool]:
     except VerlError as error:
         raise ConfigError(f"{entry.place}, class_name: {error}") from error
 
-    if entry.config.get("type", ToolType.NATIVE.value) == ToolType.MCP.value:
+    if entry.kind == ToolType.MCP.value:
         from verl.agents.tools.mcp import mcp_tools  # only where an entry asks for it
 
         assert entry.mcp is not None
@@ -192,12 +185,11 @@ def _check_entry(path: str | Path, number: int, entry: Any) -> ToolEntry:
             f"{place}, class_name: expected a class such as package.module.Class, got "
             f"{class_name!r}."
         )
-    config = _mapping(place, entry, "config") or {}
     checked = ToolEntry(
         place=f"{place} ({class_name})",
         number=number,
         class_name=class_name,
-        config=config,
+        config=_mapping(place, entry, "config") or {},
         tool_schema=_mapping(place, entry, "tool_schema"),
         mcp=_mapping(place, entry, "mcp"),
     )
@@ -214,13 +206,12 @@ def _mapping(place: str, entry: dict[str, Any], key: str) -> dict[str, Any] | No
 
 def _check_config(entry: ToolEntry) -> None:
     kinds = [kind.value for kind in ToolType]
-    kind = entry.config.get("type", ToolType.NATIVE.value)
-    if kind not in kinds:
+    if entry.kind not in kinds:
         raise ConfigError(
-            f"{entry.place}, config.type: expected one of {', '.join(kinds)}, got {kind!r}."
+            f"{entry.place}, config.type: expected one of {', '.join(kinds)}, got {entry.kind!r}."
         )
 
-    if kind == ToolType.MCP.value and not (entry.mcp or {}).get("mcp_servers_config_path"):
+    if entry.kind == ToolType.MCP.value and not (entry.mcp or {}).get("mcp_servers_config_path"):
         raise ConfigError(
             f"{entry.place}, mcp.mcp_servers_config_path: config.type=mcp needs the JSON file of "
             "its servers."

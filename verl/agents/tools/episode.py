@@ -183,9 +183,9 @@ class Episode:
 
     async def _try(self, home: Home, parameters: dict[str, Any], agent_data: Any) -> Done:
         """Make attempts until one succeeds, the retries are used up, or the time is over."""
-        timeout_s = home.timeout_s or self._settings.timeout_s
+        timeout_s = self._timeout_s(home)
         deadline = _Deadline(timeout_s)
-        delay_s = home.retry_delay_s
+        delay_s = home.facts.retry_delay_s
 
         for attempt in itertools.count():
             done = await self._attempt(home, parameters, agent_data, deadline)
@@ -193,7 +193,7 @@ class Episode:
             if done.kind == "timeout" and deadline.left_s <= 0:
                 name = home.facts.name
                 done.text = f"Error: the tool '{name}' did not answer within {timeout_s:g} s"
-            is_last = attempt >= home.retries or delay_s >= deadline.left_s
+            is_last = attempt >= home.facts.retries or delay_s >= deadline.left_s
             if done.kind not in RETRIED or is_last:
                 return done
 
@@ -240,7 +240,7 @@ class Episode:
             return self._instances[name]
 
     async def _create_early(self, home: Home) -> None:
-        deadline = _Deadline(home.timeout_s or self._settings.timeout_s)
+        deadline = _Deadline(self._timeout_s(home))
         created = await self._create(home, deadline)
         if isinstance(created, Done):
             self._counts.add(home.facts.name, f"create_{created.kind}")
@@ -249,7 +249,7 @@ class Episode:
     async def _end_instance(self, tool: str, instance: _Instance) -> float | None:
         """Return the reward of an instance, or None where that fails, and release it."""
         home = self._homes[tool]
-        timeout_s = home.timeout_s or self._settings.timeout_s
+        timeout_s = self._timeout_s(home)
         reward = None
         for method in ("calc_reward", "release"):
             work = self._work(home, method, instance.identifier, timeout_s)
@@ -262,6 +262,9 @@ class Episode:
             elif method == "calc_reward":
                 reward = done.value
         return reward
+
+    def _timeout_s(self, home: Home) -> float:
+        return home.facts.timeout_s or self._settings.timeout_s
 
     def _work(self, home: Home, method: str, identifier: str, timeout_s: float) -> Work:
         return Work(

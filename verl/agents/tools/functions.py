@@ -24,7 +24,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from verl.agents.tools.base import AGENT_DATA, BaseTool, ToolArgumentError, as_schema
+from verl.agents.tools.base import AGENT_DATA, BaseTool, ToolArgumentError, as_schema, check_names
 from verl.agents.tools.config_file import check_call_settings
 from verl.agents.tools.threads import run_in_thread
 from verl.utils.errors import ConfigError
@@ -172,19 +172,8 @@ def load_function_tools(path: str) -> list[BaseTool]:
             tools.append(as_tool(function))
         except ConfigError as error:
             raise ConfigError(f"'{path}': {error}") from error
-    check_names(tools, f"'{path}'")
+    check_names((tool.name, f"'{path}'") for tool in tools)
     return tools
-
-
-def check_names(tools: Sequence[BaseTool], place: str) -> None:
-    """Raise ConfigError if two tools have one name."""
-    seen: set[str] = set()
-    for tool in tools:
-        if tool.name in seen:
-            raise ConfigError(
-                f"{place}: two tools are named '{tool.name}'. Give one of them another name."
-            )
-        seen.add(tool.name)
 
 
 def _arguments_model(function: Callable[..., Any]) -> type[BaseModel]:

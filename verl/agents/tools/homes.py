@@ -1,10 +1,9 @@
 """Decide where each tool of a run lives, and make the hosts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from verl.agents.tools.base import BaseTool
+from verl.agents.tools.base import BaseTool, check_names
 from verl.agents.tools.config_file import ToolEntry, build_tools
 from verl.agents.tools.functions import as_tool, load_function_tools
 from verl.agents.tools.host import Host, LocalHost, ToolFacts
@@ -14,30 +13,15 @@ from verl.utils.errors import ConfigError
 
 # The order of tools in a prompt: by class, from the file of functions, given as objects.
 _BY_CLASS, _FUNCTION, _OBJECT = range(3)
+_KINDS = ("the tool configuration", "the file of functions", "the tools given as objects")
 Ordered = tuple[tuple[int, int], BaseTool]
 
 
-@dataclass
-class Home:
-    """A tool with its host, and the settings of its calls."""
+class Home(NamedTuple):
+    """A tool with its host."""
 
     facts: ToolFacts
     host: Host
-
-    @property
-    def timeout_s(self) -> float | None:
-        """Deadline of a call; None: that of the run."""
-        return self.facts.config.get("timeout_s")
-
-    @property
-    def retries(self) -> int:
-        """Further attempts after an error or a crash."""
-        return int(self.facts.config.get("retries") or 0)
-
-    @property
-    def retry_delay_s(self) -> float:
-        """Wait before the first of them."""
-        return float(self.facts.config.get("retry_delay_s", 0.5))
 
 
 def make_homes(
@@ -72,7 +56,9 @@ def make_homes(
 
     host = LocalHost(local)
     homes += [Home(facts, host) for facts in host.facts]
-    return _by_name(homes)
+    homes.sort(key=lambda home: home.facts.order)
+    check_names((home.facts.name, _KINDS[home.facts.order[0]]) for home in homes)
+    return {home.facts.name: home for home in homes}
 
 
 def ordered_tools(entries: Sequence[ToolEntry], function_path: str | None) -> list[Ordered]:
@@ -100,7 +86,7 @@ def _given_tools(tools: Sequence[Any]) -> list[Ordered]:
 
 def _wants_thread(facts: ToolFacts) -> bool:
     """Whether a function of a file asks for this process. Entries were sorted before."""
-    return facts.order[0] == _FUNCTION and facts.config.get("isolation") == "thread"
+    return facts.order[0] == _FUNCTION and facts.isolation == "thread"
 
 
 def _thread_functions(function_path: str | None) -> list[Ordered]:
@@ -121,16 +107,3 @@ async def _start(
         host.close()
         raise
     return host
-
-
-def _by_name(homes: list[Home]) -> dict[str, Home]:
-    named: dict[str, Home] = {}
-    for home in sorted(homes, key=lambda home: home.facts.order):
-        name = home.facts.name
-        if name in named:
-            raise ConfigError(
-                f"Two tools are named '{name}'. Give one of them another name: function.name of "
-                "its tool_schema, or @function_tool(name=...)."
-            )
-        named[name] = home
-    return named

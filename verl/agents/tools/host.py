@@ -22,7 +22,6 @@ from verl.agents.tools.base import (
     created_id,
     keeps_instances,
     shut_down,
-    takes_agent_data,
 )
 from verl.agents.tools.threads import WatchedLoop, count_left_behind, run_in_thread
 from verl.rewards.deadline import call_ends
@@ -48,15 +47,22 @@ class ToolFacts:
         order: its place among all tools of the run.
         keeps_instances: `create`, `calc_reward` and `release` are called.
         parallel: an instance takes several calls at once.
+        isolation: where it asks to live; None: the default.
+        timeout_s: deadline of a call; None: that of the run.
+        retries: further attempts after an error or a crash.
+        retry_delay_s: wait before the first of them.
     """
 
     name: str
     order: tuple[int, int]
     schema: dict[str, Any]
-    config: dict[str, Any]
     keeps_instances: bool
     parallel: bool
     takes_agent_data: bool
+    isolation: str | None
+    timeout_s: float | None
+    retries: int
+    retry_delay_s: float
 
 
 class Work(NamedTuple):
@@ -126,21 +132,19 @@ def facts_of(tool: BaseTool, order: tuple[int, int], *, in_process: bool) -> Too
         order: its place among all tools of the run.
         in_process: it lives in another process.
     """
-    if isinstance(tool, BaseTool):
-        gets_data = tool.takes_agent_data(is_copied=in_process)
-    else:  # a user's class that only has the methods
-        gets_data = takes_agent_data(tool, is_copied=in_process)
-
     config = dict(tool.config or {})
     keeps = keeps_instances(tool)
     return ToolFacts(
         name=tool.name,
         order=order,
         schema=tool.tool_schema.for_prompt(),
-        config=config,
         keeps_instances=keeps,
         parallel=bool(config.get("parallel", not keeps)),
-        takes_agent_data=gets_data,
+        takes_agent_data=tool.takes_agent_data(is_copied=in_process),
+        isolation=config.get("isolation"),
+        timeout_s=config.get("timeout_s"),
+        retries=int(config.get("retries") or 0),
+        retry_delay_s=float(config.get("retry_delay_s", 0.5)),
     )
 
 

@@ -70,7 +70,7 @@ class MCPClientManager:
         Raises:
             ConfigError: the file is wrong, or a server cannot be reached.
         """
-        await asyncio.wrap_future(self._submit_connect(config_path, rate_limit))
+        await asyncio.wrap_future(self._connect(config_path, rate_limit))
 
     async def fetch_tool_schemas(
         self, tool_selected_list: Sequence[str] | None = None
@@ -80,8 +80,7 @@ class MCPClientManager:
         Raises:
             ConfigError: no server has one of the names.
         """
-        known = {name: server.schemas[name] for name, server in self._homes.items()}
-        return list(_select(known, tool_selected_list).values())
+        return self._schemas(tool_selected_list)
 
     async def call_tool(
         self, tool_name: str, parameters: dict[str, Any], timeout: float | None = None
@@ -109,7 +108,7 @@ class MCPClientManager:
 
     def fits(self, tool_name: str, parameters: dict[str, Any]) -> bool:
         """Return whether arguments fit the schema that the server gave for a tool."""
-        jsonschema = require("jsonschema", "A tool of an MCP server", INSTALL)
+        jsonschema = _library("jsonschema")
         schema = self._homes[tool_name].schemas[tool_name]["function"]["parameters"]
         try:
             return jsonschema.Draft202012Validator(schema).is_valid(parameters)
@@ -124,11 +123,8 @@ class MCPClientManager:
         Raises:
             ConfigError: as `initialize` and `fetch_tool_schemas`; or two servers have one tool.
         """
-        servers = self._submit_connect(config_path, rate_limit).result()
-        schemas: _Schemas = {}
-        for server in servers:
-            schemas |= server.schemas
-        return list(_select(schemas, selected).values())
+        self._connect(config_path, rate_limit).result()
+        return self._schemas(selected)
 
     def close(self) -> None:
         """End all connections, and the servers that were started. The next use opens them again."""
@@ -147,10 +143,20 @@ class MCPClientManager:
                 self._loop = LoopThread("verl-mcp")
             return self._loop
 
-    def _submit_connect(
+    def _schemas(self, selected: Sequence[str] | None) -> list[dict[str, Any]]:
+        names = list(self._homes) if selected is None else selected
+        for name in names:
+            if name not in self._homes:
+                raise ConfigError(
+                    f"mcp.tool_selected_list names '{name}', which no server of the file has. "
+                    f"Nearest known: {nearest_names(name, list(self._homes))}."
+                )
+        return [self._homes[name].schemas[name] for name in names]
+
+    def _connect(
         self, config_path: str | Path, rate_limit: float
-    ) -> "concurrent.futures.Future[list[_Server]]":
-        mcp = require("mcp", "A tool of an MCP server", INSTALL)
+    ) -> "concurrent.futures.Future[None]":
+        mcp = _library("mcp")
         if not hasattr(mcp, "Client"):
             found = importlib.metadata.version("mcp")
             raise MissingDependencyError(
@@ -162,7 +168,7 @@ class MCPClientManager:
 
     async def _connect_all(
         self, path: str, configs: dict[str, dict[str, Any]], rate_limit: float
-    ) -> "list[_Server]":
+    ) -> None:
         servers = []
         for name, config in configs.items():
             server = self._servers.get((path, name))
@@ -180,7 +186,6 @@ class MCPClientManager:
                         f"({self._homes[tool].place}). Configure one of them."
                     )
                 self._rates[tool] = rate
-        return servers
 
 
 class _Server:
@@ -246,7 +251,7 @@ class _Server:
                 ready.set_exception(error)
 
     def _open(self, stack: contextlib.AsyncExitStack) -> Any:
-        mcp = require("mcp", "A tool of an MCP server", INSTALL)
+        mcp = _library("mcp")
         config = self.config
         if "command" in config:
             parameters = mcp.StdioServerParameters(
@@ -261,15 +266,19 @@ class _Server:
         if config.get("auth_token"):
             headers["Authorization"] = f"Bearer {config['auth_token']}"
         if _transport(config) == "sse":
-            sse = require("mcp.client.sse", "A tool of an MCP server", INSTALL)
+            sse = _library("mcp.client.sse")
             return mcp.Client(sse.sse_client(config["url"], headers=headers))
         if not headers:
             return mcp.Client(config["url"])
 
-        http = require("mcp.client.streamable_http", "A tool of an MCP server", INSTALL)
+        http = _library("mcp.client.streamable_http")
         client = http.create_mcp_http_client(headers=headers)
         stack.push_async_callback(client.aclose)
         return mcp.Client(http.streamable_http_client(config["url"], http_client=client))
+
+
+def _library(module: str) -> Any:
+    return require(module, "A tool of an MCP server", INSTALL)
 
 
 def read_servers(path: str | Path) -> dict[str, dict[str, Any]]:
@@ -328,21 +337,9 @@ async def _read_schemas(client: Any) -> _Schemas:
             return schemas
 
 
-def _select(schemas: _Schemas, selected: Sequence[str] | None) -> _Schemas:
-    if selected is None:
-        return schemas
-    for name in selected:
-        if name not in schemas:
-            raise ConfigError(
-                f"mcp.tool_selected_list names '{name}', which no server of the file has. Nearest "
-                f"known: {nearest_names(name, list(schemas))}."
-            )
-    return {name: schemas[name] for name in selected}
-
-
 def _failure(error: Exception, tool: str, timeout: float | None) -> Exception:
     """Return the error of a call: late, refused for its arguments, or failed."""
-    types = require("mcp_types", "A tool of an MCP server", INSTALL)
+    types = _library("mcp_types")
     if _code(error) == types.REQUEST_TIMEOUT and timeout is not None:
         return ToolTimeoutError(f"the tool '{tool}' did not answer within {timeout:g} s")
     if _code(error) == types.INVALID_PARAMS:
@@ -366,8 +363,8 @@ def _first_problem(error: ValidationError) -> str:
 
 def _is_lost(error: Exception) -> bool:
     """Whether a call failed because the connection was lost, not by the server's answer."""
-    types = require("mcp_types", "A tool of an MCP server", INSTALL)
-    anyio = require("anyio", "A tool of an MCP server", INSTALL)
+    types = _library("mcp_types")
+    anyio = _library("anyio")
     if _code(error) == types.CONNECTION_CLOSED:
         return True
     return isinstance(error, (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError))

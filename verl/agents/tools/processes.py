@@ -179,7 +179,8 @@ class ToolProcess:
     async def perform(self, work: Work) -> Done:
         """Make a call and wait for its answer. A process that does not answer is ended."""
         if self.is_over or self._writer is None or self._writer.is_closing():
-            return self._lost(work)
+            text = f"Error: the tool '{work.tool}' stopped unexpectedly"
+            return Done("crashed", text=text)
         number = next(self._numbers)
         try:
             frame = pack_frame(number, work)
@@ -292,9 +293,6 @@ class ToolProcess:
         if not self._started.done():
             self._started.set_exception(error)
             self._started.exception()  # seen, also where no trajectory waits for it
-
-    def _lost(self, work: Work) -> Done:
-        return Done("crashed", text=f"Error: the tool '{work.tool}' stopped unexpectedly")
 
 
 def pack_frame(number: int, value: Any) -> bytes:

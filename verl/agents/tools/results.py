@@ -1,7 +1,7 @@
 """Results of calls, how a run deals with failed ones, and their counts."""
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +67,7 @@ class ToolCounts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._events: Counter[tuple[str, str]] = Counter()
-        self._seconds: dict[str, float] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[str] = Counter()
         self._longest_s: dict[str, float] = {}
         self._noted: Counter[tuple[str, str]] = Counter()
@@ -78,7 +78,7 @@ class ToolCounts:
         with self._lock:
             self._events[name, outcome] += 1
             self._calls[name] += 1
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._seconds[name] += seconds
             self._longest_s[name] = max(self._longest_s.get(name, 0.0), seconds)
 
     def add(self, tool: str, event: str) -> None:

@@ -5,8 +5,7 @@ import threading
 from typing import Any
 
 from verl.agents.tools.base import BaseTool, Executed, ToolArgumentError
-from verl.agents.tools.builtin.search import max_concurrent
-from verl.agents.tools.rate_limit import RateLimit
+from verl.agents.tools.builtin.search import client_of
 from verl.agents.tools.schemas import (
     OpenAIFunctionToolSchema,
     ToolResponse,
@@ -15,9 +14,8 @@ from verl.agents.tools.schemas import (
 from verl.agents.tools.threads import run_in_thread
 from verl.config.reward import RequestsConfig, SandboxConfig
 from verl.rewards.deadline import time_left
-from verl.rewards.json_client import JsonClient
 from verl.rewards.sandbox.runner import LocalRunner
-from verl.utils.errors import ConfigError, RewardError
+from verl.utils.errors import RewardError
 
 _BLOCK = re.compile(r"```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LONGEST_WAIT_S = 3600.0
@@ -138,24 +136,20 @@ class SandboxFusionTool(_CodeTool):
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
     ) -> None:
         super().__init__(config, tool_schema)
-        url = config.get("sandbox_fusion_url")
-        if not url:
-            raise ConfigError(
-                f"The tool '{self.name}' needs config.sandbox_fusion_url, such as "
-                "http://127.0.0.1:8080/run_code. For the sandbox of this machine, use "
-                "verl.agents.tools.builtin.code.CodeInterpreterTool."
-            )
-
         self._timeout_s = float(config.get("default_timeout", 30))
         self._language = config.get("default_language", "python")
         self._memory_limit_mb = int(config.get("memory_limit_mb", 1024))
-        self._client = JsonClient(
-            url.rstrip("/").removesuffix("/run_code"),
-            key=f"sandbox_fusion_url of the tool '{self.name}'",
-            max_concurrent=max_concurrent(config, default=10),
+        self._client = client_of(
+            self,
+            "sandbox_fusion_url",
+            example=(
+                "http://127.0.0.1:8080/run_code. For the sandbox of this machine, use "
+                "verl.agents.tools.builtin.code.CodeInterpreterTool."
+            ),
+            at_once=10,
             # The service answers late programs itself; this is for a service that hangs.
             requests=RequestsConfig(timeout_s=2 * self._timeout_s + 10),
-            wait_for_turn=RateLimit(config.get("requests_per_s")).wait,
+            path="/run_code",
         )
 
     async def execute(

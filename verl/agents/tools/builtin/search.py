@@ -50,24 +50,18 @@ class SearchTool(BaseTool):
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
     ) -> None:
         super().__init__(config, tool_schema)
-        url = config.get("retrieval_service_url")
-        if not url:
-            raise ConfigError(
-                f"The tool '{self.name}' needs config.retrieval_service_url, such as "
-                "http://127.0.0.1:8000/retrieve."
-            )
-
         self._topk = int(config.get("topk", 3))
-        self._client = JsonClient(
-            url,
-            key=f"retrieval_service_url of the tool '{self.name}'",
-            max_concurrent=max_concurrent(config, default=120),
-            requests=RequestsConfig(
-                timeout_s=float(config.get("timeout", 30)),
-                max_retries=MAX_RETRIES,
-                backoff_s=BACKOFF_S,
-            ),
-            wait_for_turn=RateLimit(config.get("requests_per_s")).wait,
+        requests = RequestsConfig(
+            timeout_s=float(config.get("timeout", 30)),
+            max_retries=MAX_RETRIES,
+            backoff_s=BACKOFF_S,
+        )
+        self._client = client_of(
+            self,
+            "retrieval_service_url",
+            example="http://127.0.0.1:8000/retrieve.",
+            at_once=120,
+            requests=requests,
         )
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
@@ -119,12 +113,42 @@ class SearchTool(BaseTool):
         return found
 
 
-def max_concurrent(config: dict[str, Any], *, default: int) -> int:
-    """Return how many requests may be under way, by `num_workers` and verl's `rate_limit`."""
-    limits = [int(config.get("num_workers", default))]
+def client_of(
+    tool: BaseTool,
+    key: str,
+    *,
+    example: str,
+    at_once: int,
+    requests: RequestsConfig,
+    path: str = "",
+) -> JsonClient:
+    """Return the client of the service that a tool's `config` names.
+
+    Args:
+        key: of `config`, with the address.
+        example: an address, and another way out, for the error.
+        at_once: requests under way, unless `num_workers` or verl's `rate_limit` says otherwise.
+        requests: deadlines and retries.
+        path: end of the address that may be left out.
+
+    Raises:
+        ConfigError: there is no address, or it is none.
+    """
+    config = tool.config
+    url = config.get(key)
+    if not url:
+        raise ConfigError(f"The tool '{tool.name}' needs config.{key}, such as {example}")
+
+    limits = [int(config.get("num_workers", at_once))]
     if config.get("enable_global_rate_limit", True):
-        limits.append(int(config.get("rate_limit", default)))
-    return max(min(limits), 1)
+        limits.append(int(config.get("rate_limit", at_once)))
+    return JsonClient(
+        url.rstrip("/").removesuffix(path),
+        key=f"{key} of the tool '{tool.name}'",
+        max_concurrent=max(min(limits), 1),
+        requests=requests,
+        wait_for_turn=RateLimit(config.get("requests_per_s")).wait,
+    )
 
 
 def _as_text(documents: list[Any]) -> str:
