@@ -98,6 +98,18 @@ class Adapter:
 environments: Registry[Callable[..., Any]] = Registry("environment")
 
 
+def name_of(environment: Any) -> str:
+    """Return the name of an environment's class, without its adapters."""
+    return type(getattr(environment, "unwrapped", environment)).__name__
+
+
+def field_of(value: Any, name: str, default: Any = None) -> Any:
+    """Return a field of a mapping, or an attribute of any other object."""
+    if isinstance(value, Mapping):
+        return value.get(name, default)
+    return getattr(value, name, default)
+
+
 def user_message(text: str) -> dict[str, Any]:
     """Return a message of the user."""
     return {"role": "user", "content": text}

@@ -10,6 +10,7 @@ from verl.agents.environments.base import (
     Adapter,
     Observation,
     environments,
+    name_of,
     refused_action,
     user_message,
 )
@@ -74,7 +75,7 @@ class GymEnvironment(Adapter):
             truncated = False
         else:
             raise RolloutError(
-                f"{type(self.unwrapped).__name__}.step must return (observation, reward, "
+                f"{name_of(self)}.step must return (observation, reward, "
                 f"terminated, truncated, info) or (observation, reward, done, info), got "
                 f"{str(result)[:80]!r}."
             )
@@ -94,7 +95,7 @@ class GymEnvironment(Adapter):
         if isinstance(text, str):
             return [user_message(text)]
         raise RolloutError(
-            f"{type(self.unwrapped).__name__} must observe a text or a list of messages, got "
+            f"{name_of(self)} must observe a text or a list of messages, got "
             f"{type(text).__name__}. Derive GymEnvironment with as_text=..., which turns it into "
             "a text."
         )

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.agents.environments.base import ActionError, last_whole_number
+from verl.agents.environments.base import ActionError, last_whole_number, name_of
 from verl.utils.errors import RolloutError
 
 # An observation with more numbers is an image or a grid, which a text would not show well.
@@ -33,7 +33,7 @@ def observation_text(world: Any, observation: Any) -> str:
     if not text or _count_numbers(value) > MAX_NUMBERS:
         shape = getattr(observation, "shape", "")
         raise RolloutError(
-            f"{_name(world)} must observe a text, or up to {MAX_NUMBERS} numbers, got "
+            f"{name_of(world)} must observe a text, or up to {MAX_NUMBERS} numbers, got "
             f"{type(observation).__name__}{shape}. Derive GymEnvironment with as_text=..., which "
             "turns it into a text, or set render_mode to ansi where the world has it."
         )
@@ -55,7 +55,7 @@ def action_reader(world: Any) -> Callable[[str], Any]:
         return lambda text: text
     if kind != "Discrete":
         raise RolloutError(
-            f"{_name(world)} takes actions of {space}; a text becomes one only for Discrete and "
+            f"{name_of(world)} takes actions of {space}; a text becomes one only for Discrete and "
             "Text. Derive GymEnvironment with as_action=..., which reads them."
         )
 
@@ -85,11 +85,7 @@ def _rounded(value: Any) -> Any:
 
 def _count_numbers(value: Any) -> int:
     if isinstance(value, dict):
-        return sum(_count_numbers(item) for item in value.values())
+        value = list(value.values())
     if isinstance(value, list):
-        return sum(_count_numbers(item) for item in value)
+        return sum(map(_count_numbers, value))
     return 1
-
-
-def _name(world: Any) -> str:
-    return type(getattr(world, "unwrapped", world)).__name__

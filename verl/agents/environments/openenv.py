@@ -7,7 +7,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from verl.agents.entries import load_class
-from verl.agents.environments.base import Observation, environments, refused_action, user_message
+from verl.agents.environments.base import (
+    Observation,
+    environments,
+    field_of,
+    refused_action,
+    user_message,
+)
 from verl.utils.errors import RolloutError
 from verl.utils.imports import require
 from verl.utils.logging import say_once
@@ -190,10 +196,7 @@ def _is_about(path: Sequence[str], error: ValidationError) -> bool:
 def _value_at(observed: Any, path: Sequence[str]) -> Any:
     """Return the value at a path through mappings and attributes; None where it ends early."""
     for name in path:
-        if isinstance(observed, Mapping):
-            observed = observed.get(name)
-        else:
-            observed = getattr(observed, name, None)
+        observed = field_of(observed, name)
     return observed
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from verl.agents.environments.base import Observation
+from verl.agents.environments.base import Observation, name_of
 from verl.agents.user_thread import UserCall, UserSession, UserThread, is_finite_number
 from verl.utils.errors import RolloutError
 from verl.utils.json_text import whole_characters
@@ -73,7 +73,8 @@ class EnvironmentSession(UserSession):
         """
         if self.done:
             raise RolloutError(
-                f"The episode in {self._name} is over. Begin another one with a session of its own."
+                f"The episode in {name_of(self.environment)} is over. Begin another one with a "
+                "session of its own."
             )
         return await self._observe("step", action)
 
@@ -93,17 +94,13 @@ class EnvironmentSession(UserSession):
         call = await self._call(getattr(self.environment, method), *args, **kwargs)
         if call.outcome != "ok":
             return self._failed(call)
-        observation = checked(call.value, f"{self._name}.{method}")
+        observation = checked(call.value, f"{name_of(self.environment)}.{method}")
         self.done = observation.done
         return observation
 
     def _failed(self, call: UserCall) -> Observation:
         self.done = True
         return Observation([], done=True, info=call.facts)
-
-    @property
-    def _name(self) -> str:
-        return type(getattr(self.environment, "unwrapped", self.environment)).__name__
 
 
 def checked(value: Any, where: str) -> Observation:

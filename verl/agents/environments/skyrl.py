@@ -1,13 +1,14 @@
 """Environments in the shape of SkyRL-gym's `BaseTextEnv`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from verl.agents.entries import class_or_maker
-from verl.agents.environments.base import Adapter, Observation, environments
+from verl.agents.environments.base import Adapter, Observation, environments, field_of
 from verl.utils.errors import RolloutError
 
 _INSTALL = "pip install skyrl-gym"
+_MISSING = object()
 
 
 class SkyRLEnvironment(Adapter):
@@ -36,11 +37,11 @@ class SkyRLEnvironment(Adapter):
     def step(self, action: str) -> Observation:
         """Apply the model's text. Raises RolloutError for a result without the four fields."""
         result = self.unwrapped.step(action)
-        reward = _field(result, "reward")
-        done = bool(_field(result, "done"))
-        observations = list(_field(result, "observations") or [])
-        metadata = _field(result, "metadata", required=False) or {}
-        return Observation(observations, float(reward), done, dict(metadata))
+        reward = float(_required(result, "reward"))
+        done = bool(_required(result, "done"))
+        observations = list(_required(result, "observations") or [])
+        metadata = field_of(result, "metadata") or {}
+        return Observation(observations, reward, done, dict(metadata))
 
 
 @environments.register("skyrl")
@@ -62,14 +63,11 @@ def skyrl_maker(env: str, **_: Any) -> Callable[..., Any]:
     return class_or_maker(env, "skyrl_gym", _INSTALL)
 
 
-def _field(result: Any, name: str, *, required: bool = True) -> Any:
-    if isinstance(result, Mapping) and name in result:
-        return result[name]
-    if not isinstance(result, Mapping) and hasattr(result, name):
-        return getattr(result, name)
-    if not required:
-        return None
-    raise RolloutError(
-        f"A step in the shape of SkyRL-gym must return observations, reward, done and metadata; "
-        f"'{name}' is missing in {str(result)[:80]!r}."
-    )
+def _required(result: Any, name: str) -> Any:
+    value = field_of(result, name, _MISSING)
+    if value is _MISSING:
+        raise RolloutError(
+            f"A step in the shape of SkyRL-gym must return observations, reward, done and "
+            f"metadata; '{name}' is missing in {str(result)[:80]!r}."
+        )
+    return value
