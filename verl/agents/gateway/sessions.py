@@ -15,7 +15,6 @@ from verl.agents.gateway.requests import ChatRequest, CompletionRequest, DrawSet
 from verl.agents.gateway.wording import Reply
 from verl.agents.tools.threads import gather_all
 from verl.rollout.stopping import StopRule
-from verl.rollout.types import SamplingParams
 from verl.utils.errors import RolloutError
 
 _IGNORE_KEY = "actor_rollout_ref.rollout.agent.gateway.on_mismatch=ignore"
@@ -112,6 +111,7 @@ class SessionBackend:
         return replies
 
     async def _draw(self, turn: Turn, draw: DrawSettings) -> list[Generated]:
+        """Draw the replies of a turn. Raises ApiError where there is no room, or none comes."""
         room = room_for_reply(turn.prompt_ids, self.client.max_model_len, draw)
         limit = min(turn.room, room)
         draw_one = partial(
@@ -146,12 +146,24 @@ class SessionBackend:
         """Raise ApiError for sampling parameters that are not those of the rollout."""
         if self.is_lenient:
             return
-        for name, asked, ours in _differences(draw, self.client.params):
-            raise ApiError(
-                f"{name}={asked!r} differs from the rollout's {ours!r}, and recorded log-probs are "
-                f"defined at the rollout's settings. Leave it out, or set {_IGNORE_KEY}.",
-                field=name,
-            )
+        params = self.client.params
+        ours = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "seed": "own seed",
+        }
+
+        for name, value in ours.items():
+            asked = getattr(draw, name)
+            if asked is not None and asked != value:
+                raise ApiError(
+                    f"{name}={asked!r} differs from the rollout's {value!r}, and recorded "
+                    "log-probs are defined at the rollout's settings. Leave it out, or set "
+                    f"{_IGNORE_KEY}.",
+                    field=name,
+                )
 
 
 def room_for_reply(prompt_ids: Sequence[int], max_model_len: int, draw: DrawSettings) -> int:
@@ -168,21 +180,3 @@ def room_for_reply(prompt_ids: Sequence[int], max_model_len: int, draw: DrawSett
             code=TOO_LONG,
         )
     return room if draw.max_tokens is None else min(room, draw.max_tokens)
-
-
-def _differences(draw: DrawSettings, params: SamplingParams) -> list[tuple[str, object, object]]:
-    """List the settings that differ, each with the request's and the rollout's value."""
-    ours = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k or -1,
-        "min_p": params.min_p,
-        "seed": "own seed",
-    }
-
-    differences = []
-    for name, value in ours.items():
-        asked = getattr(draw, name)
-        if asked is not None and asked != value:
-            differences.append((name, asked, value))
-    return differences

@@ -258,20 +258,23 @@ class ToolSession:
 
     def __init__(self, tool_set: ToolSet, tools: Episode, *, step: int, row: int) -> None:
         self.tools = tools
-        self.consequence = "continue"
         self._set = tool_set
         self._step = step
         self._row = row
         self._num_calls: dict[int, int] = {}  # by turn
         self._ending: concurrent.futures.Future[dict[str, float]] | None = None
 
+    @property
+    def consequence(self) -> str:
+        """Return the heaviest consequence of the results so far, for the trajectory."""
+        return self.tools.consequence
+
     async def call(
         self, calls: Sequence[ToolCall], *, turn: int, agent_data: Any = None
     ) -> list[ToolResult]:
         """Make the calls of one turn and return a result for each, in their order.
 
-        When this is cancelled, so are the calls. `consequence` of the session is the heaviest of
-        its results so far.
+        When this is cancelled, so are the calls.
 
         Args:
             turn: number of the turn, the key of its calls in a record.
@@ -306,7 +309,7 @@ class ToolSession:
         recording = self._set.recording
         if recording is not None:
             self._set.forget(self)
-            rewards, self.consequence = recording.end(self._step, self._row)
+            rewards, self.tools.consequence = recording.end(self._step, self._row)
             return rewards
         return await asyncio.shield(asyncio.wrap_future(self.end()))
 
@@ -321,7 +324,6 @@ class ToolSession:
     ) -> list[ToolResult]:
         """Answer calls and record the results. Runs in the loop of the hosts."""
         results = await self.tools.answer(calls, agent_data)
-        self.consequence = self.tools.consequence
         if self._set.recorder is not None:
             for key, call, result in zip(keys, calls, results):
                 after = _extra_fields(agent_data) if key == keys[-1] else None
@@ -331,7 +333,6 @@ class ToolSession:
     async def _end(self) -> dict[str, float]:
         """End the instances and record the rewards. Runs in the loop of the hosts."""
         rewards = await self.tools.finish()
-        self.consequence = self.tools.consequence
         self._set.forget(self)
         if self._set.recorder is not None:
             self._set.recorder.add_end(self._step, self._row, rewards, self.consequence)
@@ -341,7 +342,7 @@ class ToolSession:
         result = recording.result(key, call)
         known = call.name if call.name in self._set.names else None
         self._set.tool_counts.add_call(known, result.failure or result.outcome, result.seconds)
-        self.consequence = heavier(self.consequence, result.consequence)
+        self.tools.consequence = heavier(self.consequence, result.consequence)
         return result
 
 

@@ -56,9 +56,13 @@ def make_homes(
 
     host = LocalHost(local)
     homes += [Home(facts, host) for facts in host.facts]
-    homes.sort(key=lambda home: home.facts.order)
-    check_names((home.facts.name, _KINDS[home.facts.order[0]]) for home in homes)
-    return {home.facts.name: home for home in homes}
+    named: dict[str, Home] = {}
+    placed = []
+    for home in sorted(homes, key=lambda home: home.facts.order):
+        named[home.facts.name] = home
+        placed.append((home.facts.name, _KINDS[home.facts.order[0]]))
+    check_names(placed)
+    return named
 
 
 def ordered_tools(entries: Sequence[ToolEntry], function_path: str | None) -> list[Ordered]:

@@ -35,10 +35,6 @@ MAX_LEFT_BEHIND = 16
 CHECK_S = 0.1
 
 
-class NoLoopError(RuntimeError):
-    """Coroutines of tools block every event loop that there may be."""
-
-
 @dataclass
 class ToolFacts:
     """Facts that callers need about a tool, wherever it lives.
@@ -192,8 +188,6 @@ class LocalHost:
         token = call_ends.set(ends)  # clients of services read it
         try:
             return await self._perform(tool, work, ends)
-        except NoLoopError as error:
-            return Done("crashed", text=describe_failure(error, work.limit))
         finally:
             call_ends.reset(token)
             self._under_way -= 1
@@ -214,25 +208,27 @@ class LocalHost:
     async def _run_in_loop(
         self, coroutine: Coroutine[Any, Any, Done], work: Work, ends: float
     ) -> Done:
-        try:
-            loop = self._free_loop()
-        except NoLoopError:
+        loop = self._free_loop()
+        if loop is None:
             coroutine.close()
-            raise
+            text = (
+                f"Error: tools block all {MAX_LOOPS} event loops; set isolation: process in their "
+                "config, so that they can be ended"
+            )
+            return Done("crashed", text=work.limit.cut(text))
+
         done = await _wait(asyncio.wrap_future(loop.start(coroutine, ends)), work, ends)
         if done.kind == "timeout":
             await loop.doubt()
         return done
 
-    def _free_loop(self) -> WatchedLoop:
+    def _free_loop(self) -> WatchedLoop | None:
+        """Return a loop that answers; None where tools block as many as there may be."""
         for loop in self._loops:
             if not loop.is_blocked:
                 return loop
         if len(self._loops) >= MAX_LOOPS:
-            raise NoLoopError(
-                f"tools block all {MAX_LOOPS} event loops; set isolation: process in their config, "
-                "so that they can be ended"
-            )
+            return None
         self._loops.append(WatchedLoop(f"verl-tool-loop-{len(self._loops)}"))
         return self._loops[-1]
 

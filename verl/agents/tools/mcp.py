@@ -113,26 +113,19 @@ def mcp_tools(
         schemas = clients.connect(path, rate_limit, selected)
         if not schemas:
             raise ConfigError(f"the servers of '{path}' have no tools. Leave it out.")
-        return [_tool(tool_class, config, schema, clients) for schema in schemas]
+        tools = []
+        for schema in schemas:
+            name = f"the server's tool '{schema['function']['name']}'"
+            tool = make_tool(tool_class, config, schema, place=name)
+            tool.clients = clients
+            tools.append(tool)
+        return tools
     except ConfigError as error:
         clients.close()
         raise ConfigError(f"{place}, mcp: {error}") from error
     except BaseException:
         clients.close()
         raise
-
-
-def _tool(
-    tool_class: type[MCPBaseTool],
-    config: dict[str, Any],
-    schema: dict[str, Any],
-    clients: MCPClientManager,
-) -> BaseTool:
-    """Make one tool of a server, as `make_tool` does."""
-    place = f"the server's tool '{schema['function']['name']}'"
-    tool = make_tool(tool_class, config, schema, place=place)
-    tool.clients = clients
-    return tool
 
 
 def _text(part: Any) -> str:

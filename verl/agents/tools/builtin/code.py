@@ -139,6 +139,7 @@ class SandboxFusionTool(_CodeTool):
         self._timeout_s = float(config.get("default_timeout", 30))
         self._language = config.get("default_language", "python")
         self._memory_limit_mb = int(config.get("memory_limit_mb", 1024))
+
         self._client = client_of(
             self,
             "sandbox_fusion_url",
