@@ -6,7 +6,6 @@ from typing import Any
 from verl.agents.formats.base import MalformedCallError, ToolCall, ToolSchemas, known_as, read_json
 
 # In the order in which several allowed types are tried: a text is anything, so it comes last.
-_ORDER = ("null", "boolean", "integer", "number", "object", "array", "string")
 _CLASSES: dict[str, Any] = {
     "null": type(None),
     "boolean": bool,
@@ -14,6 +13,7 @@ _CLASSES: dict[str, Any] = {
     "number": (int, float),
     "object": dict,
     "array": list,
+    "string": str,
 }
 # Null and truth values, as models also write them.
 _WORDS = {"null": None, "none": None, "true": True, "false": False}
@@ -92,7 +92,7 @@ def convert(text: str, schema: Any) -> Any:
     Raises MalformedCallError where the text is no value of any allowed type.
     """
     types = allowed_types(schema)
-    kinds = [kind for kind in _ORDER if kind in types]
+    kinds = [kind for kind in _CLASSES if kind in types]
     if not kinds:
         return text
 
@@ -125,14 +125,16 @@ def allowed_types(schema: Any) -> frozenset[str]:
                     return frozenset()
                 kinds.extend(types)
 
-    known = frozenset(kinds)
-    return known if known <= set(_ORDER) else frozenset()
+    if not all(kind in _CLASSES for kind in kinds):
+        return frozenset()
+    return frozenset(kinds)
 
 
 def _value_of(kind: str, text: str) -> Any:
     """Return the value of a text as one of a JSON type. Raises MalformedCallError if it is none."""
     if kind == "string":
         return text
+
     value = _WORDS.get(text.strip().lower(), text)
     if kind not in ("null", "boolean"):
         value = read_json(text)
@@ -142,6 +144,7 @@ def _value_of(kind: str, text: str) -> Any:
         raise MalformedCallError(f"is no {kind}")
     if kind != "integer":
         return value
+
     if value != value // 1:  # also infinity, which 1e999 is
         raise MalformedCallError("is no integer")
     return int(value)

@@ -60,8 +60,9 @@ class FunctionTool(BaseTool):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self.function = function
-        self._arguments = _arguments_model(function)
-        schema = _schema(function, self._arguments, name, description)
+        text, arguments = read_docstring(inspect.getdoc(function) or "")
+        self._arguments = _arguments_model(function, arguments)
+        schema = _schema(self._arguments, name or _name(function), description or text)
         super().__init__(dict(config or {}), as_schema(schema))
 
     async def execute(
@@ -176,7 +177,9 @@ def load_function_tools(path: str) -> list[BaseTool]:
     return tools
 
 
-def _arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
+def _arguments_model(
+    function: Callable[..., Any], descriptions: Mapping[str, str]
+) -> type[BaseModel]:
     """Return a model of the arguments, which checks and converts them."""
     label = f"the tool function '{_name(function)}'"
     try:
@@ -184,7 +187,6 @@ def _arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
     except Exception as error:
         raise ConfigError(f"{label}: an annotation cannot be read: {error}.") from error
 
-    descriptions = read_docstring(inspect.getdoc(function) or "")[1]
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name == AGENT_DATA:
@@ -214,34 +216,24 @@ def _check_parameter(label: str, parameter: inspect.Parameter, hints: Mapping[st
         )
 
 
-def _schema(
-    function: Callable[..., Any],
-    arguments: type[BaseModel],
-    name: str | None,
-    description: str | None,
-) -> dict[str, Any]:
-    described = description or read_docstring(inspect.getdoc(function) or "")[0]
-    if not described:
-        raise ConfigError(
-            f"the tool function '{_name(function)}' has no docstring. Write one: the model reads "
-            "it."
-        )
+def _schema(arguments: type[BaseModel], name: str, description: str) -> dict[str, Any]:
+    label = f"the tool function '{arguments.__name__}'"
+    if not description:
+        raise ConfigError(f"{label} has no docstring. Write one: the model reads it.")
     try:
         parameters = _simple(arguments.model_json_schema())
     except Exception as error:
-        raise ConfigError(
-            f"the tool function '{_name(function)}' has a parameter that JSON cannot hold: {error}"
-        ) from error
+        raise ConfigError(f"{label} has a parameter that JSON cannot hold: {error}") from error
 
     parameters.pop("additionalProperties", None)
     parameters.setdefault("properties", {})
     parameters.setdefault("required", [])
-    function_schema = {
-        "name": name or _name(function),
-        "description": described,
+    function = {
+        "name": name,
+        "description": description,
         "parameters": parameters,
     }
-    return {"type": "function", "function": function_schema}
+    return {"type": "function", "function": function}
 
 
 def _simple(schema: Any) -> Any:
