@@ -8,6 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from verl.utils.children import describe_end
 from verl.utils.errors import describe_error, sendable
 
 Function = Callable[..., Any]
@@ -81,7 +82,7 @@ def _in_process(
         process.join()
         name = getattr(function, "__name__", repr(function))
         raise RuntimeError(
-            f"The process of {name} ended without an answer, with exit code {process.exitcode}."
+            f"The process of {name} {describe_end(process.exitcode)}, before it answered."
         ) from None
     finally:
         reader.close()

@@ -19,6 +19,7 @@ from verl.rewards.deadline import seconds_until
 from verl.utils.children import (
     START_TIMEOUT_S,
     code_to_run,
+    describe_end,
     kill_session,
     our_environment,
     start,
@@ -37,7 +38,7 @@ class HelperDied(Exception):
     """The child exited instead of answering; `exit_code` is negative for a signal."""
 
     def __init__(self, exit_code: int | None) -> None:
-        super().__init__(f"the process ended with exit code {exit_code}")
+        super().__init__(f"the process {describe_end(exit_code)}")
         self.exit_code = exit_code
 
 

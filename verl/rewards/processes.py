@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import pickle
-import signal
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from verl.rewards.helper import Helper, HelperDied, HelperPool, HelperTimeout, s
 from verl.rewards.origin import calls_rules, module_name, rules_of_users
 from verl.rewards.outcome import Outcome, RewardFunction
 from verl.rewards.texts import describe_briefly
+from verl.utils.children import describe_end
 from verl.utils.errors import ConfigError, RewardError
 
 
@@ -138,20 +138,11 @@ class ProcessFunction:
         except HelperTimeout:
             outcomes.append(Outcome(timed_out=True))
         except HelperDied as error:
-            end = _describe_end(error.exit_code)
+            end = describe_end(error.exit_code)
             reason = RewardError(f"the process that called {self.name} {end}")
             outcomes.append(Outcome(error=reason))
 
         return outcomes
-
-
-def _describe_end(exit_code: int | None) -> str:
-    if exit_code is None or exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    if -exit_code == signal.SIGKILL:
-        return "was killed (SIGKILL); the machine may have run out of memory"
-    known = {int(number): number.name for number in signal.Signals}
-    return f"was ended by the signal {known.get(-exit_code, -exit_code)}"
 
 
 _pools: weakref.WeakValueDictionary[str, HelperPool] = weakref.WeakValueDictionary()

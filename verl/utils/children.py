@@ -78,6 +78,16 @@ def kill_session(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def describe_end(exit_code: int | None) -> str:
+    """Describe how a process ended, as the rest of a sentence; a negative code is a signal's."""
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    if -exit_code == signal.SIGKILL:
+        return "was killed (SIGKILL); the machine may have run out of memory"
+    known = {int(number): number.name for number in signal.Signals}
+    return f"was ended by the signal {known.get(-exit_code, -exit_code)}"
+
+
 def end_with_parent(connection: int) -> None:
     """End this process, and all that it starts, once the other end of a connection is closed.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.agents.user_thread import UserThread
-from verl.utils.children import kill_session
+from verl.utils.children import describe_end, kill_session
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.imports import load_extern_type
 from verl.utils.json_text import parse_json
@@ -165,7 +165,7 @@ class ProgramAgent:
         if process.returncode != 0:
             last_words = errors.decode(errors="replace").strip()[-_ERROR_CHARACTERS:]
             raise AgentError(
-                f"The agent {self.command[0]!r} ended with exit code {process.returncode}: "
+                f"The agent {self.command[0]!r} {describe_end(process.returncode)}: "
                 f"{last_words or 'it wrote no error'}"
             )
 

@@ -19,7 +19,7 @@ from verl.agents.tools.config_file import ToolEntry
 from verl.agents.tools.host import Done, ToolFacts, Work, late_text
 from verl.agents.tools.nursery import Child, Nursery, NurseryLostError, kill_helper
 from verl.rewards.texts import describe_briefly
-from verl.utils.children import START_TIMEOUT_S
+from verl.utils.children import START_TIMEOUT_S, describe_end
 from verl.utils.errors import VerlError
 from verl.utils.logging import logger
 
@@ -287,7 +287,7 @@ class ToolProcess:
         if self.child is None or not isinstance(error, (EOFError, ConnectionError)):
             return describe_briefly(error)
         self.child.kill()
-        return f"it ended with exit code {self.child.exit_code} (negative: a signal)"
+        return f"it {describe_end(self.child.exit_code)}"
 
     def _fail_start(self, error: BaseException) -> None:
         if not self._started.done():
