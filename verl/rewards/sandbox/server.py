@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from verl.rewards.sandbox import isolation, landlock, seccomp
 from verl.rewards.sandbox.threads import MAX_THREADS, ThreadLimit
+from verl.utils.children import take_connection
 
 FILE_BYTES = 16 * 2**20  # limit of each file that a run writes, including its standard output
 ERROR_CHARACTERS = 2000  # limit of the part of a run's errors that is reported
@@ -44,10 +45,8 @@ def main() -> None:
     """
     settings = json.loads(sys.argv[1])
     sys.path = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
-    connection = os.dup(0)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
+    connection = take_connection()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     try:
         confinement = _prepare(settings["isolation"])
