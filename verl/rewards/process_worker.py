@@ -31,7 +31,8 @@ def main() -> None:
 
     try:
         function = _load(first, unpack)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's file; the parent raises it)
+    # Ctrl-C does not reach this process: an interrupt is the file's own. The parent raises it.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  (a user's code)
         print(json.dumps(["error", pack(_with_traceback(error))]), file=answers)
         return
 
@@ -69,7 +70,6 @@ def _call(function: RewardFunction, call: str, loop: asyncio.AbstractEventLoop) 
             return "value", pack(value)
         except Exception as error:  # (a user's class may raise anything)
             raise RewardError(cannot_be_sent(error)) from error
-    # Ctrl-C does not reach this process: an interrupt is the function's own.
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  (a user's code)
         return "error", pack(_with_traceback(error))
 

@@ -164,6 +164,11 @@ def _start_worker(name: str, first: dict[str, Any], environment: dict[str, str])
     if kind == "error":
         helper.close()
         error, text = unpack(answer)
+        if isinstance(error, KeyboardInterrupt):  # raised here, it would look like Ctrl-C
+            error = ConfigError(
+                f"Loading {name} raised KeyboardInterrupt. Fix its file; VERL_TRACEBACK=1 shows "
+                "the traceback."
+            )
         raise error from RemoteTraceback(text)
     return helper
 
