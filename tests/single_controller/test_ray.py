@@ -339,8 +339,12 @@ def test_loss_of_the_control_service_ends_the_wait_for_a_call(pools, monkeypatch
     ranks.control.close()
     ranks.control = ray_control.ControlWatch()
     ranks.control.address = address
-    with pytest.raises(WorkerLostError, match=r"control service \(GCS, .*is gone: .*refused"):
+    with pytest.raises(
+        WorkerLostError, match=r"control service \(GCS, .*is gone: .*refused"
+    ) as loss:
         group.one_gets(1, 0, deadline_s=60)
+    (log,) = [word for word in str(loss.value).split() if "gcs_server" in word]
+    assert Path(log.rstrip(",")).is_file()
     assert [ends_within(pid, 30.0) for pid in processes] == [True, True]
 
 

@@ -155,9 +155,14 @@ def remove_session_at_exit() -> None:
     Ray itself never does. The folder stays after `keep_session`, and after a kill of this process.
     """
     global _session
-    context = ray.get_runtime_context()
-    _session = Path(context.get_temp_dir()) / context.get_session_name()
+    _session = _session_folder()
     atexit.register(_remove_session, _session, os.getpid())
+
+
+def _session_folder() -> Path:
+    """Return the folder of the connected Ray on each of its machines, with sockets and logs."""
+    context = ray.get_runtime_context()
+    return Path(context.get_temp_dir()) / context.get_session_name()
 
 
 def keep_session() -> None:
@@ -192,6 +197,7 @@ class ControlWatch:
 
     def __init__(self) -> None:
         self.address: str = ray.get_runtime_context().gcs_address
+        self._logs = _session_folder() / "logs"  # asked for while the service answers
         self.grace_s = _OWN_GRACE_S if is_own() else _CLUSTER_GRACE_S
         self.reason: str | None = None
         self._closed = threading.Event()
@@ -216,8 +222,8 @@ class ControlWatch:
                 self.reason = (
                     f"Ray's control service (GCS, {self.address}) is gone: {error}. Without it Ray "
                     "ends all processes within a minute. Look for the reason in the system log "
-                    "(dmesg | grep -i kill) and in gcs_server.out of /tmp/ray/session_latest/logs, "
-                    "then run the same command again."
+                    f"(dmesg | grep -i kill) and in {self._logs / 'gcs_server.out'}, then run the "
+                    "same command again."
                 )
                 logger.error("%s", self.reason)
                 keep_session()
