@@ -10,6 +10,7 @@ from tests.agents.scripted import PARAMS, ScriptedEngine, rollout_config
 from tests.tiny_vision_models import IMAGE
 from tests.vision_folders import TEMPLATE, save_vision_folder, some_image
 from verl.agents import AgentRunner, EngineClient, EngineSteps, Episode
+from verl.config.model import ModelConfig
 from verl.data.pictures import PictureReader
 from verl.models.load import load_tokenizer
 from verl.models.processor import load_picture_processor
@@ -115,18 +116,27 @@ def look(reader: PictureReader, row: int = 0) -> Episode:
 
 
 def play(
-    reader: PictureReader, tools: str, script: Any, *, sees: bool = True, **settings: Any
+    reader: PictureReader,
+    tools: str,
+    script: Any,
+    *,
+    sees: bool = True,
+    apart: bool = False,
+    **settings: Any,
 ) -> tuple[Trajectory, SeeingEngine, dict[str, float]]:
     config = rollout_config(
         multi_turn__function_tool_path=tools, multi_turn__format="hermes", **settings
     )
     engine = SeeingEngine(reader.tokenizer, script)
     episode = look(reader)
-    if not sees:
+    if not sees or apart:
         ids = reader.tokenizer.encode("Draw.", add_special_tokens=False)
         messages = [{"role": "user", "content": "Draw."}]
         episode = Episode(row=0, messages=messages, prompt_ids=ids, fields={})
-    runner = AgentRunner(config, reader.tokenizer, pictures=reader if sees else None)
+    model = ModelConfig(path="models/texts")
+    runner = AgentRunner(config, reader.tokenizer, model=model, pictures=reader if sees else None)
+    if apart:
+        runner = runner.apart()
     client = EngineClient(EngineSteps(engine, PARAMS, seed=0, step=1), max_model_len=4000)
     try:
         (trajectory,) = runner.play([episode], client)
@@ -199,8 +209,16 @@ def test_other_answers_are_errors(
 
 
 def test_images_for_a_model_of_text_are_an_error(reader: PictureReader, tools: str) -> None:
-    with pytest.raises(RolloutError, match="'draw' returned images, but the model reads text"):
+    message = "'draw' returned images, but the model 'models/texts' reads text alone. Set .*path to"
+    with pytest.raises(RolloutError, match=message):
         play(reader, tools, draws_twice, sees=False)
+
+
+def test_images_are_refused_where_episodes_go_on_across_updates(
+    reader: PictureReader, tools: str
+) -> None:
+    with pytest.raises(RolloutError, match="'draw' returned images, which .*mode=fully_async"):
+        play(reader, tools, draws_twice, apart=True)
 
 
 def test_prompts_that_are_rendered_again_are_refused(reader: PictureReader, tools: str) -> None:

@@ -119,7 +119,9 @@ class AgentRunner:
         if self._is_closed:
             self._open_again()
         other = copy.copy(self)
-        other.context = replace(self.context, tally=Tally(), pictures=None)
+        other.context = replace(
+            self.context, tally=Tally(), pictures=None, plays_across_updates=True
+        )
         other._loops = {}
         return other
 

@@ -227,10 +227,7 @@ class ToolAgentLoop:
             return ()
 
         if reader is None:
-            raise RolloutError(
-                f"The tool '{tool}' returned images, but the model reads text alone. Give a model "
-                "with a vision tower, or return text."
-            )
+            raise RolloutError(_no_reader(tool, self.context))
 
         try:
             return await asyncio.to_thread(reader.prepare_all, result.images, Path())
@@ -285,6 +282,20 @@ class ToolAgentLoop:
             trajectory.turn_rewards = play.turn_rewards
             trajectory.is_dropped = play.failure is not None
         return trajectories
+
+
+def _no_reader(tool: str, context: AgentContext) -> str:
+    """Say why the images of a tool cannot be read, and the way out."""
+    if context.plays_across_updates:
+        return (
+            f"The tool '{tool}' returned images, which tools of trainer.mode=fully_async cannot "
+            "return. Return text, or set trainer.mode=one_step_off or sync."
+        )
+    model = "the model" if context.model is None else f"the model '{context.model.path}'"
+    return (
+        f"The tool '{tool}' returned images, but {model} reads text alone. Set "
+        "actor_rollout_ref.model.path to a model with a vision tower, or let the tool return text."
+    )
 
 
 def _content_of(result: ToolResult) -> Any:
