@@ -1,11 +1,14 @@
 """Environments: built-in ones, adapters for other libraries, and sessions."""
 
 import asyncio
+import importlib
 import json
 import logging
 import math
+import sys
 import threading
 import time
+import types
 from functools import partial
 
 import numpy as np
@@ -726,3 +729,21 @@ def test_keywords_are_checked_before_an_episode(name, config, fact):
     with pytest.raises(ConfigError, match=fact):
         check_environment(name, config)
     check_environment("calculator", {"max_turns": 3})
+
+
+def test_packages_of_an_environment_are_named_before_an_episode(tmp_path, monkeypatch):
+    def make(name, **config):
+        importlib.import_module("a_package_that_is_missing")
+
+    library = types.SimpleNamespace(make=make, GenericEnvClient=object)
+    monkeypatch.setitem(sys.modules, "skyrl_gym", library)
+    monkeypatch.setitem(sys.modules, "openenv.core", library)
+    file = tmp_path / "actions.py"
+    file.write_text("import a_package_that_is_missing\n")
+    asked = {"base_url": "http://localhost:1", "observation_field": "a", "action_field": "b"}
+
+    message = "package 'a_package_that_is_missing' is not installed"
+    with pytest.raises(MissingDependencyError, match=f"environment 'search'.*{message}"):
+        check_environment("skyrl", {"env": "search"})
+    with pytest.raises(MissingDependencyError, match=rf"actions\.py', line 1.*{message}"):
+        check_environment("openenv", {**asked, "action_class": f"{file}:Action"})

@@ -13,9 +13,9 @@ from verl.agents.environments import calculator as _calculator  # noqa: F401
 from verl.agents.environments import number_guessing as _number_guessing  # noqa: F401
 from verl.agents.environments.base import environments
 from verl.agents.environments.gym import GymEnvironment, check_gym
-from verl.agents.environments.openenv import openenv_client
+from verl.agents.environments.openenv import check_openenv
 from verl.agents.environments.session import DEFAULT_TIMEOUT_S, EnvironmentSession
-from verl.agents.environments.skyrl import SkyRLEnvironment, skyrl_maker
+from verl.agents.environments.skyrl import SkyRLEnvironment, check_skyrl
 from verl.agents.environments.verifiers import verifiers_library
 from verl.utils.errors import ConfigError
 
@@ -24,8 +24,8 @@ _KEYS = ("name", "config", "timeout_s")
 # Checks of adapters before their first episode, by the keywords of the environment.
 _CHECKS: Mapping[str, Callable[..., Any]] = {
     "gym": check_gym,
-    "openenv": openenv_client,
-    "skyrl": skyrl_maker,
+    "openenv": check_openenv,
+    "skyrl": check_skyrl,
     "verifiers": verifiers_library,
 }
 

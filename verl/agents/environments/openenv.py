@@ -155,7 +155,7 @@ def make_openenv(
         MissingDependencyError: OpenEnv is not installed.
     """
     return OpenEnvEnvironment(
-        openenv_client(client_class)(base_url=base_url, **kwargs),
+        _client(client_class)(base_url=base_url, **kwargs),
         observation_field=observation_field,
         action_field=action_field,
         action_class=None if action_class is None else load_class(action_class),
@@ -164,7 +164,19 @@ def make_openenv(
     )
 
 
-def openenv_client(client_class: str | None = None, **_: Any) -> Any:
+def check_openenv(
+    client_class: str | None = None, action_class: str | None = None, **_: Any
+) -> None:
+    """Import OpenEnv, and the classes of an environment with the packages that they need.
+
+    Raises ConfigError or MissingDependencyError for one that cannot be imported.
+    """
+    _client(client_class)
+    if action_class is not None:
+        load_class(action_class)
+
+
+def _client(client_class: str | None) -> Any:
     """Return the class of an environment's client; None: OpenEnv's own."""
     core = require("openenv.core", "The environment 'openenv'", _INSTALL)
     if client_class is not None:

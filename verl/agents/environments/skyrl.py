@@ -3,9 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from verl.agents.entries import class_or_maker
+from verl.agents.entries import class_or_maker, names_a_class
 from verl.agents.environments.base import Adapter, Observation, environments, field_of
-from verl.utils.errors import RolloutError
+from verl.utils.errors import (
+    ConfigError,
+    MissingDependencyError,
+    RolloutError,
+    describe_error,
+)
+from verl.utils.imports import missing_package
 
 _INSTALL = "pip install skyrl-gym"
 _MISSING = object()
@@ -55,10 +61,31 @@ def make_skyrl(env: str, **kwargs: Any) -> SkyRLEnvironment:
     Raises:
         MissingDependencyError: `env` is an id and skyrl-gym is not installed.
     """
-    return SkyRLEnvironment(skyrl_maker(env)(**kwargs))
+    return SkyRLEnvironment(_maker(env)(**kwargs))
 
 
-def skyrl_maker(env: str, **_: Any) -> Callable[..., Any]:
+def check_skyrl(env: str, **kwargs: Any) -> None:
+    """Import the class that `env` names, or make and close one environment of SkyRL-gym's id.
+
+    The library imports an environment, with the packages that it needs, when it is made. Raises
+    ConfigError for an unknown id and for keywords that do not fit it.
+    """
+    make = _maker(env)
+    if names_a_class(env):
+        return
+    try:
+        SkyRLEnvironment(make(**kwargs)).close()
+    except ModuleNotFoundError as error:
+        reason = missing_package(error) or f"{error}."
+        raise MissingDependencyError(f"The environment '{env}' of SkyRL-gym: {reason}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"SkyRL-gym cannot make '{env}': {describe_error(error)}. Correct "
+            "actor_rollout_ref.rollout.agent.environment.kwargs, or name a class of yours."
+        ) from error
+
+
+def _maker(env: str) -> Callable[..., Any]:
     """Return the class that `env` names, or the library's own `make` for its id."""
     return class_or_maker(env, "skyrl_gym", _INSTALL)
 
