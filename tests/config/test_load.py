@@ -192,6 +192,10 @@ def test_conflicting_aliases_are_an_error(load: Load):
             "trainer.max_steps=None",
             "trainer.max_steps expects a whole number or null, got 'None'.*Write null",
         ),
+        (
+            "data.train_batch_size=1_5",
+            "expects a whole number, got '1_5'.*except between thousands",
+        ),
         ("data.seed=1.5", "data.seed expects a whole number, got 1.5"),
         ("data.shuffle=maybe", "data.shuffle expects True or False, got 'maybe'"),
         ("actor_rollout_ref.actor.optim.lr=fast", "optim.lr expects a number, got 'fast'"),
@@ -361,6 +365,17 @@ def test_config_group_is_read_from_a_folder(tmp_path: Path):
         ).data.train_batch_size
         == 2
     )
+
+
+def test_digits_with_underscores_are_read_as_they_are_meant():
+    threshold = "algorithm.rollout_correction.rollout_is_threshold"
+    config = load_config(
+        [*BASE, "trainer.experiment_name=2024_05", "trainer.max_steps=1_000", f"{threshold}=0.5_2"]
+    )
+    assert config.trainer.experiment_name == "2024_05"
+    assert config.trainer.max_steps == 1000
+    correction = config.algorithm.rollout_correction
+    assert (correction.rollout_is_threshold_lower, correction.rollout_is_threshold) == (0.5, 2.0)
 
 
 def test_yaml_errors_are_config_errors(tmp_path: Path):

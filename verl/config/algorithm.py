@@ -69,7 +69,11 @@ class RolloutCorrectionConfig:
         "importance weight of the policy loss: token (TIS, IcePop) or sequence; null: none",
         choices=("token", "sequence"),
     )
-    rollout_is_threshold: float = setting(2.0, "largest weight", above=0)
+    rollout_is_threshold: float = setting(
+        2.0,
+        "largest weight; or smallest and largest, 0.5_2.0 (in a YAML file in quotes)",
+        above=0,
+    )
     rollout_is_threshold_lower: float | None = setting(
         None,
         "smallest weight; null: 0, or with rollout_is_mode=mask the inverse of the largest",
@@ -105,7 +109,9 @@ class RolloutCorrectionConfig:
         ),
         choices=("token", "sequence", "geometric", "k3"),
     )
-    rollout_rs_threshold: float = setting(2.0, "largest ratio that is accepted", above=0)
+    rollout_rs_threshold: float = setting(
+        2.0, "largest ratio that is accepted; or both bounds, 0.5_2.0", above=0
+    )
     rollout_rs_threshold_lower: float | None = setting(
         None, "smallest ratio that is accepted; null: the inverse of the largest", at_least=0
     )

@@ -1,5 +1,6 @@
 """Options and overrides of the command line, before Hydra looks at them."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,10 @@ class CommandLine:
     show: bool = False
     help: bool = False
 
+
+# Digits with underscores, other than thousands such as 1_000_000. Hydra leaves the underscores out:
+# bounds of 0.5_2 would be 0.52, and an experiment 2024_05 would be 202405.
+_NO_NUMBER = re.compile(r"(?![+-]?\d{1,3}(_\d{3})+(\.\d*)?$)[+-]?[\d.]*\d_[\d_.]*\d")
 
 _VALUE_OPTIONS = {
     "--config-path": "config_path",
@@ -127,4 +132,6 @@ def _normalised_override(argument: str) -> str:
     # no shell expands it after a dotted key, and Hydra's grammar has no such word
     if value.startswith("~/"):
         value = str(Path(value).expanduser())
+    if _NO_NUMBER.fullmatch(value):
+        value = f"'{value}'"  # a text; keys of numbers refuse it
     return f"++{key.lstrip('+')}={value}"

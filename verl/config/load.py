@@ -303,14 +303,17 @@ def _assign(tree: DictConfig, key: Key, value: Any, written_as: str) -> None:
 def _has_misfits(key: Key, value: Any) -> bool:
     """Return whether values of a wrong kind passed OmegaConf.
 
-    These are numbers other than 0 and 1 for True and False, integers too large for torch, and
-    entries of a list (or a value that becomes one) of a wrong kind.
+    These are numbers other than 0 and 1 for True and False, integers too large for torch, texts
+    with underscores that Python reads as numbers, and entries of a list (or a value that becomes
+    one) of a wrong kind.
     """
     if key.setting.many:
         if value is None:
             return False
         entries = value if isinstance(value, (list, tuple)) else [value]
         return not all(isinstance(entry, (str, Path)) for entry in entries)
+    if isinstance(value, str):
+        return _plain_type(key) in (int, float) and _has_odd_underscores(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value not in (0, 1) if _plain_type(key) is bool else abs(value) > _LARGEST
     if not isinstance(value, list) or _plain_type(key) not in (list[int], list[float], list[str]):
@@ -322,11 +325,18 @@ def _type_message(key: Key, value: Any, written_as: str) -> str:
     hint = " Write null for no value." if value in ("None", "none") else ""
     if value == "after_each_epoch":
         hint = " Give the steps of an epoch: rows divided by data.train_batch_size."
+    if isinstance(value, str) and _has_odd_underscores(value):
+        hint = " Write a number without underscores, except between thousands (1_000_000)."
     if isinstance(value, int) and abs(value) > _LARGEST:
         hint = f" The largest is {_LARGEST}."
     return (
         f"{written_as} expects {describe_type(key)}, got {value!r} ({type(value).__name__}).{hint}"
     )
+
+
+def _has_odd_underscores(text: str) -> bool:
+    """Return whether Python reads a text such as 1_5 as a number, here 15."""
+    return "_" in text and text.replace("_", "").lstrip("+-").replace(".", "", 1).isdecimal()
 
 
 _LARGEST = 2**63 - 1  # of torch
