@@ -19,7 +19,7 @@ from verl.algorithms.policy_losses import PolicyLossInputs, policy_losses
 from verl.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
 from verl.config.load import config_from_dict
 from verl.trainer.setup import check_names
-from verl.utils.errors import ConfigError
+from verl.utils.errors import AlgorithmError, ConfigError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -281,6 +281,41 @@ def test_user_padded_loss_in_packed_micro_batches():
             assert output.means["ppo_kl"].tolist() == [0.25] * len(number)
         assert total == pytest.approx(expected.item(), rel=1e-6)
         torch.testing.assert_close(leaf.grad, 2.0 * -GAINS * weights, rtol=1e-6, atol=1e-12)
+
+
+def test_user_padded_loss_that_returns_its_own_metrics():
+    """As later versions of verl call them: (loss, metrics)."""
+
+    @register_policy_loss("test_padded_metrics")
+    def of_later_versions(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode="token-mean",
+        config=None,
+        rollout_is_weights=None,
+    ):
+        loss = agg_loss(-advantages * log_prob, response_mask, loss_agg_mode)
+        return loss, metrics
+
+    rows = torch.arange(len(MASK)).repeat_interleave(MASK.shape[1])
+    weights = aggregation_weights(MASK, "token-mean").double()
+    columns = [column.flatten() for column in (NEW, OLD, GAINS, weights)]
+    inputs = PolicyLossInputs(*columns, rows, mask=MASK.flatten())
+    loss = policy_losses.get("test_padded_metrics")
+
+    metrics = {"actor/ppo_kl": 0.25, "mine/spread": torch.tensor([2.0])}
+    output = loss(inputs, loss_agg_mode="token-mean")
+    assert output.loss.item() == pytest.approx((-GAINS * NEW * weights).sum().item())
+    assert {name: set(values.tolist()) for name, values in output.means.items()} == {
+        "ppo_kl": {0.25},
+        "mine/spread": {2.0},
+    }
+
+    metrics = {"mine/spread": torch.zeros(2)}
+    with pytest.raises(AlgorithmError, match=r"the metric 'mine/spread', got Tensor of shape \(2,"):
+        loss(inputs, loss_agg_mode="token-mean")
 
 
 def test_padded_loss_cannot_weight_tokens():

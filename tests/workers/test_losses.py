@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.policy_losses import extra_losses
+from verl.algorithms.policy_losses import (
+    PolicyLossOutput,
+    extra_losses,
+    policy_losses,
+    weighted,
+)
 from verl.config import ActorConfig, ExtraLossConfig, PolicyLossConfig
 from verl.distributed.collectives import Axis
 from verl.protocol import DataProto
+from verl.utils.errors import AlgorithmError
 from verl.workers.losses import DistillationTerm, PolicyObjective, ValueObjective, token_noise
 
 
@@ -50,6 +56,33 @@ def test_the_terms_add_up():
     torch.testing.assert_close(everything.sums["actor/kl_loss"], kl.detach())
     torch.testing.assert_close(everything.sums["actor/pg_loss"], plain.loss.detach())
     assert {"actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy"} <= set(everything.means)
+
+
+def test_a_policy_loss_reports_numbers_of_its_own():
+    returned: dict = {}
+
+    @policy_losses.register("test_reports")
+    def reports(inputs, **_):
+        return PolicyLossOutput(weighted(-inputs.log_probs, inputs), returned)
+
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="test_reports"))
+    objective = PolicyObjective(config)
+    outputs, columns, sequence = packed()
+    returned = {"share": 0.5, "mine/spread": torch.tensor(2.0), "mine/gain": columns["advantages"]}
+    means = objective(outputs, columns, sequence).means
+    assert means["actor/share"].tolist() == [0.5] * 6
+    assert means["mine/spread"].tolist() == [2.0] * 6
+    assert means["mine/gain"].tolist() == columns["advantages"].tolist()
+
+    for wrong, message in (
+        ({"share": 0.5}, "must return the same metrics each time, got share after mine/gain, mine"),
+        ({"share": torch.zeros(2)}, r"as means\['share'\], got Tensor of shape \(2,\)"),
+        ({"share": "half"}, r"as means\['share'\], got str"),
+        (None, "a dict of metrics as means, got NoneType"),
+    ):
+        returned = wrong
+        with pytest.raises(AlgorithmError, match=message):
+            objective(outputs, columns, sequence)
 
 
 @pytest.mark.parametrize("kind", ["k3", "reverse_kl"])

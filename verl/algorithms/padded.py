@@ -30,6 +30,7 @@ from verl.utils.signatures import taken_by
 from verl.utils.user_parts import NamedPart
 
 Scalar = Float[Tensor, ""]
+_METRICS = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
 
 
 def loss_settings(config: Any = None) -> dict[str, Any]:
@@ -90,7 +91,8 @@ class PaddedPolicyLoss:
     """A policy loss made of a function of padded tensors, (rows, longest response).
 
     Called as `function(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)`,
-    it returns (loss, clip_fraction, ppo_kl, clip_fraction_lower).
+    it returns (loss, clip_fraction, ppo_kl, clip_fraction_lower), or, as in later versions of verl,
+    (loss, {name of a metric: number}).
     """
 
     formula = (
@@ -122,25 +124,46 @@ class PaddedPolicyLoss:
             padded, (inputs.old_log_probs, inputs.log_probs, inputs.advantages)
         )
         answer = self.function(old, new, advantages, mask, loss_agg_mode, _viewed(actor))
-        if not _are_scalars(answer):
-            part = NamedPart("policy loss", self.function.__name__, self.function)
-            raise part.must_return(
-                "four numbers, (loss, clip_fraction, ppo_kl, clip_fraction_lower)", answer
-            )
-
-        loss, *numbers = answer
-        names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+        loss, metrics = self._read(answer)
         means = {}
-        for name, number in zip(names, numbers):
-            value = float(torch.as_tensor(number).detach())
-            means[name] = torch.full_like(inputs.advantages, value)
+        for name, number in metrics.items():
+            number = number.detach().to(inputs.advantages)
+            means[name.removeprefix("actor/")] = number.expand_as(inputs.advantages)
         return PolicyLossOutput(loss=loss * scale, means=means)
 
+    def _read(self, answer: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and the metrics of either form, as scalars."""
+        part = NamedPart("policy loss", self.function.__name__, self.function)
+        values = list(answer) if isinstance(answer, tuple | list) else []
+        if len(values) == 2 and isinstance(values[1], Mapping):
+            metrics = dict(values.pop())
+        else:
+            metrics = dict(zip(_METRICS, values[1:]))
+            values = values[: -len(metrics)] if metrics else values
 
-def _are_scalars(answer: Any) -> bool:
-    if not isinstance(answer, (tuple, list)):
-        return False
-    return all(torch.as_tensor(number).numel() == 1 for number in answer)
+        loss = _as_scalar(values[0]) if len(values) == 1 else None
+        scalars = {}
+        for name, value in metrics.items():
+            scalar = _as_scalar(value)
+            if scalar is None:
+                raise part.must_return(f"a number as the metric '{name}'", value)
+            scalars[str(name)] = scalar
+        if loss is None:
+            raise part.must_return(
+                f"four numbers, (loss, {', '.join(_METRICS)}), or a number and a dict of numbers, "
+                "(loss, metrics)",
+                answer,
+            )
+        return loss, scalars
+
+
+def _as_scalar(value: Any) -> Tensor | None:
+    """Return a number or a tensor of one number as a scalar; None for anything else."""
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return tensor.reshape(()) if tensor.numel() == 1 else None
 
 
 def _share(inputs: PolicyLossInputs, local: Tensor) -> float:
@@ -216,7 +239,8 @@ def padded_loss(
     def mean(metric: str) -> Scalar:
         if metric not in output.means:
             return torch.zeros_like(output.loss)
-        return mean_of(output.means[metric])
+        values = torch.as_tensor(output.means[metric])
+        return mean_of(values) if values.dim() else values
 
     return output.loss, mean("pg_clipfrac"), mean("ppo_kl"), mean("pg_clipfrac_lower")
 

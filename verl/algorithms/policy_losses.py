@@ -68,11 +68,14 @@ class PolicyLossInputs(NamedTuple):
 
 
 class PolicyLossOutput(NamedTuple):
-    """The answer of a policy loss. Each entry of `means` becomes a metric `actor/<name>`."""
+    """The answer of a policy loss.
+
+    Each entry of `means` becomes a metric: `actor/<name>`, or the name itself if it has a slash.
+    """
 
     loss: Float[Tensor, ""]
-    # averaged over the response tokens of the mini-batch
-    means: dict[str, Float[Tensor, " N"]]
+    # averaged over the response tokens of the mini-batch; a scalar counts for each token
+    means: dict[str, Float[Tensor, " N"] | Float[Tensor, ""]]
 
 
 class SelectionInputs(NamedTuple):

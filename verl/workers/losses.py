@@ -5,8 +5,9 @@ The actor's is a policy loss of `verl.algorithms` plus its further terms (`Polic
 
 import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -173,6 +174,7 @@ class PolicyObjective(Objective):
             part = NamedPart("extra loss term", term.name, extra_losses.get(term.name))
             self.extra_terms.append((part, term.coef))
 
+        self._names: list[str] | None = None  # of the policy loss's metrics
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
         self._seen_by_age: list[tuple[Tensor, ...]] = []
         self._is_looking_for_offenders = False
@@ -239,7 +241,7 @@ class PolicyObjective(Objective):
 
         loss = policy.loss
         sums = {"actor/pg_loss": policy.loss.detach()}
-        means = {f"actor/{name}": value for name, value in policy.means.items()}
+        means = {metric_name(name): value for name, value in policy.means.items()}
         means["actor/entropy"] = outputs["entropy"].detach()
 
         if self.entropy_coeff != 0:
@@ -287,7 +289,37 @@ class PolicyObjective(Objective):
             )
         if self._is_looking_for_offenders:
             self._warn_of_non_finite(loss, inputs)
-        return policy
+        return policy._replace(means=self._per_token(policy.means, inputs))
+
+    def _per_token(self, means: Mapping[str, Any], inputs: PolicyLossInputs) -> Columns:
+        """Return the metrics of a policy loss with a value for each token.
+
+        Raises AlgorithmError for another shape, and for names that differ from those of the call
+        before: ranks add the metrics up in their order.
+        """
+        if not isinstance(means, Mapping):
+            raise self.part.must_return("a dict of metrics as means", means)
+        log_probs = inputs.log_probs.detach()
+        per_token = {}
+        for name, value in means.items():
+            is_number = isinstance(value, Tensor | int | float)
+            tensor = torch.as_tensor(value).detach().to(log_probs.device) if is_number else None
+            if tensor is not None and tensor.numel() == 1:
+                tensor = tensor.reshape(()).expand_as(log_probs)
+            if tensor is None or tensor.shape != log_probs.shape:
+                expected = f"a number, or one for each token, as means['{name}']"
+                raise self.part.must_return(expected, value)
+            per_token[name] = tensor
+
+        if self._names is None:
+            self._names = sorted(per_token)
+        if sorted(per_token) != self._names:
+            raise AlgorithmError(
+                f"{self.part} must return the same metrics each time, got "
+                f"{', '.join(sorted(per_token)) or 'none'} after "
+                f"{', '.join(self._names) or 'none'}. Return 0 for one without a value."
+            )
+        return {name: per_token[name] for name in self._names}
 
     def _kl(self, outputs: Columns, columns: Columns) -> Tensor:
         """Return the KL to the reference (M,): exact, or estimated from the drawn tokens."""
@@ -350,6 +382,11 @@ class PolicyObjective(Objective):
             return by_age
         trainer, rollout, mask = map(torch.cat, zip(*seen))
         return {**mismatch_of_all(rollout, trainer, mask, data), **by_age}
+
+
+def metric_name(name: str) -> str:
+    """Return the metric of an entry of a policy loss: `actor/<name>`, or a name with a slash."""
+    return name if "/" in name else f"actor/{name}"
 
 
 def mismatch_by_age(seen: Sequence[tuple[Tensor, ...]], data: Axis) -> dict[str, float]:
