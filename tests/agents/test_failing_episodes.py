@@ -83,7 +83,7 @@ class World:
             return GymEnvironment(self, as_action=self.refuse).step(action)
         if self.how == "answer":
             return Observation([{"role": "user", "content": "Again."}])
-        time.sleep(0.2)
+        time.sleep(10)
 
     def refuse(self, text):
         raise ActionError("Name a field.")
@@ -219,7 +219,7 @@ def world(files: Path, how: str) -> dict:
     return {
         "agent__environment__name": f"{files}/world.py:World",
         "agent__environment__kwargs": {"how": how},
-        "agent__environment__timeout_s": 0.1,
+        "agent__environment__timeout_s": 60.0,
     }
 
 
@@ -246,19 +246,20 @@ def test_an_environment_that_fails_before_the_first_turn_is_named(files: Path, h
 
 
 def test_turns_without_an_action_are_counted(files: Path):
-    settings = {**world(files, "refuse"), "agent__environment__timeout_s": 10.0}
+    settings = world(files, "refuse")
     (trajectory,), metrics, _ = played(files, **settings, multi_turn__max_user_turns=2)
     assert not trajectory.is_dropped
     assert metrics["agent_loop/unreadable_actions"] == 3
 
 
 def test_an_environment_that_is_late_costs_its_episode(files: Path):
-    (trajectory,), _, _ = played(files, **world(files, "sleep"))
+    settings = {**world(files, "sleep"), "agent__environment__timeout_s": 0.1}
+    (trajectory,), _, _ = played(files, **settings)
     assert trajectory.is_dropped
 
 
 def test_answers_of_an_environment_are_bounded_as_those_of_tools(files: Path):
-    settings = {**world(files, "answer"), "agent__environment__timeout_s": 10.0}
+    settings = world(files, "answer")
     (trajectory,), metrics, _ = played(files, **settings, multi_turn__max_user_turns=2)
     drawn = [segment for segment in trajectory.segments if segment.is_model]
     assert len(drawn) == 3

@@ -353,8 +353,19 @@ def test_close_releases_open_sessions():
         asyncio.run(leave_open())
 
 
+class Announced(OldCounter):
+    """Sets `is_asked` when a call has come that takes long."""
+
+    is_asked = threading.Event()
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        if "delay_s" in parameters:
+            self.is_asked.set()
+        return await super().execute(instance_id, parameters, **kwargs)
+
+
 def test_tools_are_released_when_the_whole_loop_is_cancelled():
-    old = counter()
+    old = Announced({}, None)
     tools = tool_set(old)
 
     async def main():
@@ -367,7 +378,7 @@ def test_tools_are_released_when_the_whole_loop_is_cancelled():
 
     async def interrupted():
         task = asyncio.ensure_future(main())
-        await asyncio.sleep(0.1)
+        assert await asyncio.to_thread(old.is_asked.wait, 60)
         assert old.totals
         raise KeyboardInterrupt(task)  # asyncio.run cancels the other tasks
 
