@@ -440,6 +440,8 @@ def test_bypass_uses_the_log_probs_of_the_rollout(tmp_path, monkeypatch):
     assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
     trainer.update(batch)
     assert trainer.metrics["actor/grad_norm"] > 0
+    # Of the first epoch alone: the weights change in the second one.
+    assert trainer.metrics["training/rollout_kl"] == pytest.approx(-0.1, rel=1e-4)
 
 
 REINFORCE = [

@@ -105,6 +105,8 @@ class RunOfRoles(TrainingRun[TrainConfig]):
         reinforce = rollout_reinforce(self.config)
         if reinforce is not None:
             self.actor_wg.use_rollout_reinforce(reinforce)
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            self.actor_wg.compare_with_rollout()
 
         self.weights = self.link_weights()
 

@@ -141,6 +141,11 @@ class ActorWorker(TrainedWorker):
         self.objective.proximal = proximal
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def compare_with_rollout(self) -> None:
+        """Compare updates with the rollout, where no pass does that before them."""
+        self.objective.compares_first = True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_rollout_reinforce(self, loss: RolloutReinforce) -> None:
         """Replace the policy loss by the policy gradient weighted against the rollout."""
         self.objective.reinforce = loss

@@ -168,6 +168,7 @@ class PolicyObjective(Objective):
         self.distillation: DistillationTerm | None = None
         self.reinforce: RolloutReinforce | None = None
         self.proximal: LoglinearProximal | None = None
+        self.compares_first = False  # the rollout with the first mini-batch, see `take_mismatch`
         self.extra_terms: list[tuple[NamedPart, float]] = []
 
         for term in config.loss_extra:
@@ -177,6 +178,7 @@ class PolicyObjective(Objective):
         self._names: list[str] | None = None  # of the policy loss's metrics
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
         self._seen_by_age: list[tuple[Tensor, ...]] = []
+        self._num_updates = 0  # mini-batches since `take_mismatch`
         self._is_looking_for_offenders = False
 
     def columns(self, available: set[str]) -> list[str]:
@@ -268,7 +270,8 @@ class PolicyObjective(Objective):
     def _note_mismatch(self, log_probs: Tensor, columns: Columns) -> None:
         """Keep what `take_mismatch` compares."""
         seen = (log_probs.detach(), columns["rollout_log_probs"], columns["response_mask"])
-        if "old_log_probs" not in columns:
+        is_first = self.compares_first and self._num_updates == 0
+        if is_first or "old_log_probs" not in columns:
             self._seen.append(seen)
         if "token_age" in columns:
             self._seen_by_age.append((*seen, columns["token_age"]))
@@ -361,19 +364,23 @@ class PolicyObjective(Objective):
 
     def restart(self) -> None:
         """Forget the rows of this mini-batch. See `Objective.restart`."""
-        self._seen = []
+        if self._num_updates == 0:
+            self._seen = []
         self._seen_by_age = []
 
     def end(self) -> None:
         """End the passes: rows that run again do not count again in the mismatch."""
+        self._num_updates += 1
         self._is_looking_for_offenders = True
 
     def take_mismatch(self, data: Axis = ALONE) -> dict[str, float]:
         """Return how far trainer and rollout engine disagree on the tokens of the last update.
 
         Tokens are those of all ranks along `data`. Empty unless the update computed the old
-        log-probs itself, except for the mismatch by age, where tokens have one.
+        log-probs itself, except for the mismatch by age, where tokens have one. With
+        `compares_first` they are those of the first mini-batch, before the weights change.
         """
+        self._num_updates = 0
         seen = self._seen
         self._seen = []
         by_age = mismatch_by_age(self._seen_by_age, data)
@@ -466,12 +473,17 @@ def token_noise(batch: DataProto) -> Tensor:
 
 
 def mismatch_of_all(rollout: Tensor, trainer: Tensor, mask: Tensor, data: Axis) -> dict[str, float]:
-    """Compute `mismatch_metrics` over the tokens of all ranks along `data`; each must call."""
+    """Compute `mismatch_metrics` over the tokens of all ranks along `data`; each must call.
+
+    Empty without any token, as in a mini-batch of dropped episodes.
+    """
     if data.size > 1:
         keep = mask.bool()
         pieces = gather_objects((rollout[keep].cpu(), trainer[keep].cpu()), data)
         rollout, trainer = map(torch.cat, zip(*pieces))
         mask = torch.ones_like(rollout)
+    if not mask.any():
+        return {}
     return mismatch_metrics(rollout, trainer, mask)
 
 
