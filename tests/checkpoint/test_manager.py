@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from verl.checkpoint import manager as module
 from verl.checkpoint import sharded
-from verl.checkpoint.manager import CheckpointManager, step_of
+from verl.checkpoint.folders import step_of
+from verl.checkpoint.manager import CheckpointManager
 from verl.utils.errors import CheckpointError
 
 

@@ -19,13 +19,14 @@ from pathlib import Path
 
 from verl.checkpoint.background import Background
 from verl.checkpoint.claim import Claim
-from verl.checkpoint.manifest import (
-    SHARD_METADATA,
-    SHARED_FILES,
-    read_manifest,
-    verify_files,
-    write_manifest,
+from verl.checkpoint.folders import (
+    NAME,
+    check_files_of_all_hosts,
+    refuse_file,
+    refuse_folder_of_several,
+    step_of,
 )
+from verl.checkpoint.manifest import read_manifest, verify_files, write_manifest
 from verl.utils.errors import CheckpointError, causes
 from verl.utils.limits import grown_too_large, make_writable
 from verl.utils.logging import logger
@@ -38,7 +39,6 @@ IsWritten = Callable[[bool], bool]
 _Place = tuple[int, bool, int]  # count, whether LATEST_FILE names it, step
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
-_NAME = re.compile(r"global_step_(\d{1,18})")
 _NO_SPACE = re.compile("no space|No space left|os error 28")
 _LEFTOVER = re.compile(r"\.(tmp|old)-(global_step_\d+)-\d+")
 # A write that fails with less free space than this is treated as a full disk, because torch.save
@@ -105,7 +105,7 @@ class CheckpointManager:
         self.finish()
         self._return_to_removed_folder()
         final = self.root / f"global_step_{step}"
-        _refuse_file(final)
+        refuse_file(final)
         with interrupts_wait(f"checkpoint {final}"):
             self._save(step, final, writers, is_written)
         return final
@@ -147,7 +147,7 @@ class CheckpointManager:
                 "checkpoints."
             ) from error
         for path in self._named():
-            _refuse_file(path)
+            refuse_file(path)
 
     @property
     def is_claimed(self) -> bool:
@@ -274,7 +274,7 @@ class CheckpointManager:
         if resume_mode == "resume_path":
             assert resume_from_path, "the configuration was checked"
             folder = Path(resume_from_path).expanduser().absolute()
-            _refuse_folder_of_several(folder)
+            refuse_folder_of_several(folder)
             self.clean()
             self.verify(folder)
             return folder
@@ -301,7 +301,7 @@ class CheckpointManager:
             return
         assert resume_from_path, "the configuration was checked"
         folder = Path(resume_from_path).expanduser().absolute()
-        _refuse_folder_of_several(folder)
+        refuse_folder_of_several(folder)
         try:
             read_manifest(folder)
         except CheckpointError as error:
@@ -367,7 +367,7 @@ class CheckpointManager:
     def _complete(self, temporary: Path, final: Path, step: int) -> None:
         """Write the manifest, give the folder its name, and remove older checkpoints."""
         with self._all_or_nothing(temporary, final):
-            _check_files_of_all_hosts(temporary)
+            check_files_of_all_hosts(temporary)
             readable, _ = self._newest_first()
             sequence = max((read_manifest(folder).sequence for folder in readable), default=0) + 1
             write_manifest(temporary, step, sequence)
@@ -407,7 +407,7 @@ class CheckpointManager:
         """Return everything in the folder that has the name of a checkpoint."""
         if not self.root.is_dir():
             return []
-        return [path for path in self.root.iterdir() if _NAME.fullmatch(path.name)]
+        return [path for path in self.root.iterdir() if NAME.fullmatch(path.name)]
 
     def _newest_first(self) -> tuple[list[Path], list[Path]]:
         """Return folders by the order in which they were written, newest first.
@@ -459,49 +459,3 @@ class CheckpointManager:
         if error.errno == errno.EMFILE:
             return f"{error}. Raise the limit on open files (ulimit -n)."
         return f"{error}."
-
-
-def step_of(folder: Path | str) -> int:
-    """Return the step N of a folder named `global_step_N`."""
-    found = _NAME.fullmatch(Path(folder).name)
-    if found is None:
-        raise CheckpointError(f"Expected a folder named global_step_N, got {folder}.")
-    return int(found.group(1))
-
-
-def _refuse_file(final: Path) -> None:
-    """Raise CheckpointError if something other than a folder has the name of a checkpoint."""
-    if os.path.lexists(final) and not final.is_dir():
-        raise CheckpointError(
-            f"{final} must be a folder, because checkpoints have this name, and is none. Move it "
-            "away, or set trainer.default_local_dir to another folder."
-        )
-
-
-def _refuse_folder_of_several(folder: Path) -> None:
-    """Raise CheckpointError if a folder that should be one checkpoint holds several."""
-    paths = folder.glob("global_step_*")
-    steps = sorted(step_of(path) for path in paths if _NAME.fullmatch(path.name))
-    if not steps:
-        return
-
-    others = f" (or one of the steps {', '.join(map(str, steps[:-1]))})" if steps[1:] else ""
-    raise CheckpointError(
-        f"trainer.resume_from_path must be one checkpoint, got {folder}, a folder of "
-        f"{len(steps)}. Set trainer.resume_from_path={folder / f'global_step_{steps[-1]}'}{others}."
-    )
-
-
-def _check_files_of_all_hosts(folder: Path) -> None:
-    """Raise CheckpointError if files of other hosts are not visible here."""
-    for part in folder.iterdir():
-        if not any(part.iterdir()):
-            raise CheckpointError(
-                f"The files that were written into {part} are not visible from this host. "
-                f"{SHARED_FILES}"
-            )
-    for metadata in folder.rglob(SHARD_METADATA):
-        # Not at the top: torch takes seconds to import.
-        from verl.checkpoint.sharded import SavedTensors
-
-        SavedTensors(metadata.parent)  # checks that the files of all ranks exist

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from verl.checkpoint.folders import step_of
 from verl.checkpoint.hf import save_weights
-from verl.checkpoint.manager import CheckpointManager, step_of
+from verl.checkpoint.manager import CheckpointManager
 from verl.utils.errors import CheckpointError
 from verl.weight_sync.base import NamedTensors, TensorStream
 from verl.weight_sync.buckets import host_copies
