@@ -444,6 +444,16 @@ def test_bypass_uses_the_log_probs_of_the_rollout(tmp_path, monkeypatch):
     assert trainer.metrics["training/rollout_kl"] == pytest.approx(-0.1, rel=1e-4)
 
 
+def test_the_peak_of_the_ranks_is_reported_where_the_driver_has_none(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path, "trainer.logger=[]", "trainer.save_freq=-1")
+    peak = {"perf/max_memory_allocated_gb": 5.0}
+    monkeypatch.setattr(trainer.actor_wg.worker, "peak_memory", lambda: peak)
+    trainer.load_checkpoint()
+    trainer.run_step(next(iter(trainer.train_loader)))
+    assert trainer.metrics["perf/max_memory_allocated_gb"] == 5.0
+    assert trainer.metrics["perf/max_memory_reserved_gb"] == 0.0
+
+
 REINFORCE = [
     f"{CORRECTION}.bypass_mode=True",
     f"{CORRECTION}.loss_type=reinforce",

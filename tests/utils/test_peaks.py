@@ -53,6 +53,8 @@ def test_each_phase_has_its_own_peak_and_the_step_the_largest(monkeypatch: pytes
 
     assert metrics["perf/max_memory_reserved_gb"] == 81 / 2**30
     assert memory_metrics(CUDA)["perf/max_memory_allocated_gb"] == 10 / 2**30
+    of_all = memory_metrics(CUDA, lambda number: max(number, 70))
+    assert of_all["perf/max_memory_allocated_gb"] == 70 / 2**30
 
 
 def test_a_phase_that_fails_is_reported_too():

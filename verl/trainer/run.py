@@ -348,7 +348,9 @@ class TrainingRun(ABC, Generic[Config]):
             self.validate_after_step()
 
         self.metrics.update(self.step_metrics(batch))
-        self.metrics.update(memory_metrics(self.device))
+        # The update has reported the peak of all ranks before its end; this process goes on.
+        for name, gib in memory_metrics(self.device).items():
+            self.metrics[name] = max(gib, self.metrics.get(name, 0.0))
         self.metrics["training/global_step"] = self.global_step
         self.metrics["training/epoch"] = (self.global_step - 1) // len(self.train_loader)
         # Logged before it is saved: a run killed in between repeats the step and rewinds the line.

@@ -1,6 +1,7 @@
 """The device of this process, and its peak memory."""
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -58,15 +59,18 @@ def describe_device(device: torch.device) -> str:
     return f"cpu ({torch.get_num_threads()} threads)"
 
 
-def memory_metrics(device: torch.device) -> dict[str, float]:
+def memory_metrics(device: torch.device, largest: Callable[[int], int] = int) -> dict[str, float]:
     """Return the accelerator's peak memory since the last call, in GiB; 0 on a CPU.
 
     The metric names end in "gb" because verl's users plot them under these names.
+
+    Args:
+        largest: returns the largest of a number over several ranks; by default this rank's own.
     """
     if device.type != "cuda":
         return {"perf/max_memory_allocated_gb": 0.0, "perf/max_memory_reserved_gb": 0.0}
     allocated, reserved = phase_peaks.take(device)
     return {
-        "perf/max_memory_allocated_gb": allocated / GIB,
-        "perf/max_memory_reserved_gb": reserved / GIB,
+        "perf/max_memory_allocated_gb": largest(allocated) / GIB,
+        "perf/max_memory_reserved_gb": largest(reserved) / GIB,
     }

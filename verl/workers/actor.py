@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from verl.config import (
     log_prob_micro_batch,
     update_micro_batch,
 )
-from verl.distributed.collectives import all_reduce_sum
+from verl.distributed.collectives import all_reduce_sum, max_of
 from verl.engine.base import TrainEngine
 from verl.engine.flops import FlopsModel, model_flops_utilization
 from verl.engine.microbatch import TokenBudget
@@ -27,6 +28,7 @@ from verl.models.routing import route_dtype, watch_routers
 from verl.models.vision import keep_features
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
+from verl.utils.devices import memory_metrics
 from verl.weight_sync import Endpoint, FingerprintLog, Meeting, Offer, ProofSchedule, Route
 from verl.workers.losses import (
     DistillationTerm,
@@ -206,7 +208,12 @@ class ActorWorker(TrainedWorker):
         share = model_flops_utilization(flops, time.perf_counter() - started, self.engine.device)
         if share is not None:
             metrics["perf/mfu/actor"] = share
+        metrics |= self.peak_memory()
         return {**metrics, **self.objective.take_mismatch(self.engine.mesh.data)}
+
+    def peak_memory(self) -> dict[str, float]:
+        """Return the largest peak of all ranks since the last update, see `memory_metrics`."""
+        return memory_metrics(self.engine.device, partial(max_of, axis=self.engine.mesh.world))
 
     # ---------------------------------------------------------------- weights
 
