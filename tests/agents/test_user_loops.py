@@ -262,6 +262,7 @@ def test_verl_05_loop_keeps_its_log_probs(loops: str):
         assert (first.turn, second.turn) == (0, 1)
         assert trajectory.num_turns == 4
     assert metrics["agent_loop/tool_calls/mean"] == 0.5
+    assert metrics["agent_loop/tool_calls/count"] == len(trajectories)
 
 
 def test_an_output_may_end_within_a_turn(loops: str):

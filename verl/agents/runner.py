@@ -173,13 +173,17 @@ class AgentRunner:
         return self.config.agent.max_episodes or self.config.max_num_seqs
 
     def metrics(self) -> dict[str, float]:
-        """Return counts and seconds of the last `play`, under verl's names."""
+        """Return counts and seconds of the last `play`, under verl's names.
+
+        `<name>/count` of a mean says how many episodes it counts, for the mean of several engines.
+        """
         metrics: dict[str, float] = {}
         tally = self.context.tally
         for name, seconds in tally.seconds.items():
             metrics[f"agent_loop/{name}/min"] = min(seconds)
             metrics[f"agent_loop/{name}/max"] = max(seconds)
             metrics[f"agent_loop/{name}/mean"] = sum(seconds) / len(seconds)
+            metrics[f"agent_loop/{name}/count"] = float(len(seconds))
         for name, count in sorted(tally.counts.items()):
             metrics[f"agent_loop/{name}"] = float(count)
         if self.context.tools is not None:

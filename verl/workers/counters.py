@@ -22,11 +22,17 @@ def combine_counters(of_engines: Sequence[Mapping[str, float]]) -> dict[str, flo
 
 
 def combine_metrics(of_engines: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of agents by their names: sums, but means, smallest and largest ones."""
+    """Combine the metrics of agents by their names: sums, but means, smallest and largest ones.
+
+    A mean `<name>/mean` is weighed by `<name>/count`, which is left out of the answer.
+    """
     combined: dict[str, list[float]] = {}
+    weights: dict[str, list[float]] = {}
     for metrics in of_engines:
         for name, value in metrics.items():
             combined.setdefault(name, []).append(value)
+            if name.endswith("/mean"):
+                weights.setdefault(name, []).append(metrics.get(_count_of(name), 1.0))
 
     metrics = {}
     for name, values in combined.items():
@@ -35,7 +41,15 @@ def combine_metrics(of_engines: Iterable[Mapping[str, float]]) -> dict[str, floa
         elif name.endswith("/max"):
             metrics[name] = max(values)
         elif name.endswith("/mean"):
-            metrics[name] = sum(values) / len(values)
+            shares = zip(values, weights[name])
+            metrics[name] = sum(value * weight for value, weight in shares) / sum(weights[name])
         else:
             metrics[name] = sum(values)
+
+    for name in weights:
+        metrics.pop(_count_of(name), None)
     return metrics
+
+
+def _count_of(mean: str) -> str:
+    return mean.removesuffix("mean") + "count"
