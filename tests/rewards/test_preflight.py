@@ -256,3 +256,31 @@ def test_it_is_cheap_on_the_toy_set():
         return time.process_time() - began
 
     assert min(seconds() for _ in range(3)) < 0.3
+
+
+def reads_the_episode(data_source, solution_str, ground_truth, extra_info):
+    """Read fields of an episode, as ReTool's reward does."""
+    assert extra_info["messages"][-1] == {"role": "assistant", "content": solution_str}
+    called = sum(extra_info["tool_rewards"]) + len(extra_info["rollout_reward_scores"])
+    return gold(data_source, solution_str, ground_truth) + 0.1 * (
+        extra_info["num_turns"] - 2 + called
+    )
+
+
+def test_a_reward_of_agents_gets_the_fields_of_an_episode():
+    config = config_from_dict({"data": {"dataset_name": "toy"}})
+    with pytest.raises(RewardError, match="KeyError: 'messages'"):
+        preflight(config, ROWS, naive(reads_the_episode))
+
+    report = inspect_reward(choose_rows(ROWS, 3), naive(reads_the_episode), plays_episodes=True)
+    assert (report.faults, report.suspicions) == ([], [])
+    assert "messages" not in ROWS[0]["extra_info"]
+
+
+def test_a_key_that_an_agents_tools_may_add_is_only_suspicious(caplog):
+    config = config_from_dict({"data": {"dataset_name": "toy"}})
+    config.actor_rollout_ref.rollout.mode = "async"
+    preflight(config, ROWS, naive(failing_on(lambda text: True, KeyError("of_a_tool"))))
+    assert "KeyError: 'of_a_tool'" in caplog.text
+    with pytest.raises(RewardError, match="ValueError"):
+        preflight(config, ROWS, naive(failing_on(lambda text: True, ValueError("other"))))

@@ -125,6 +125,11 @@ def test_reward_managers_of_users_find_the_columns_of_verl():
     columns = episode_columns(episodes)
     assert list(columns["__num_turns__"]) == [4, 5]
     assert list(columns["reward_scores"]) == [rewards, {}]
+    none = {"turn_scores": [], "tool_rewards": []}
+    assert list(columns["agent_info"]) == [
+        {**none, "rollout_reward_scores": rewards, "num_turns": 4},
+        {**none, "rollout_reward_scores": {}, "num_turns": 5},
+    ]
 
 
 def test_episodes_that_all_failed_are_an_error_with_the_first_cause():

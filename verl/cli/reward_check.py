@@ -59,7 +59,11 @@ def check_reward(overrides: list[str], num_rows: int) -> Report:
             "RewardManager: answers cannot be tried one by one. Derive it from "
             "verl.rewards.manager.RewardManager, or call it on a batch yourself."
         )
-    return inspect_reward(choose_rows(dataset, num_rows), manager)
+    return inspect_reward(
+        choose_rows(dataset, num_rows),
+        manager,
+        plays_episodes=config.actor_rollout_ref.rollout.uses_agents,
+    )
 
 
 class FileRows:

@@ -17,7 +17,7 @@ from verl.rewards.outcome import RewardFunction
 from verl.rewards.processes import ProcessFunction, pack_function
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import check_options, find_rule
-from verl.rewards.sample import Sample
+from verl.rewards.sample import Sample, fields_of_plain_episode
 from verl.rewards.texts import traceback_below
 from verl.utils.errors import ConfigError, RewardError, text_of
 from verl.utils.logging import logger
@@ -97,7 +97,8 @@ def preflight(config: TrainConfig, dataset: MapDataset, manager: Any) -> None:
 
     if not config.reward_model.preflight:
         return
-    report = inspect_reward(rows, manager)
+    rollout = config.actor_rollout_ref.rollout
+    report = inspect_reward(rows, manager, plays_episodes=rollout.uses_agents)
     _check_filter_metric(config, report, manager)
     if report.faults:
         faults = "\n".join(report.faults)
@@ -145,10 +146,23 @@ def choose_rows(dataset: MapDataset, count: int) -> Rows:
     return [(number, dataset[number]) for number in sorted(numbers)]
 
 
-def inspect_reward(rows: Rows, manager: RewardManager) -> Report:
-    """Score gold and wrong answers of these rows and report findings. Keeps the random states."""
+def inspect_reward(
+    rows: Rows,
+    manager: RewardManager,
+    *,
+    plays_episodes: bool = False,
+) -> Report:
+    """Score gold and wrong answers of these rows and report findings. Keeps the random states.
+
+    Args:
+        plays_episodes: agents play the rows. `extra_info` then has what an episode adds, and a
+            missing key is no fault: tools and loops may add keys of their own.
+    """
     state = rng_state()
     report = Report(probes=_probes(rows, manager.reward_fn_key))
+    if plays_episodes:
+        for probe in report.probes[:-1]:  # the last one shares the sample of the first
+            probe.sample.extra_info = _info_of_episode(probe.sample, dict(rows)[probe.row])
 
     # Try the first one alone: it may load something, and if it hangs, the others hang too.
     _try(report.probes[:1], manager)
@@ -160,7 +174,7 @@ def inspect_reward(rows: Rows, manager: RewardManager) -> Report:
     report.seconds_a_call = (time.perf_counter() - began) / max(len(report.probes) - 1, 1)
     restore_rng_state(state)
 
-    _failures(report, manager)
+    _failures(report, manager, keys_may_come=plays_episodes)
     _gold_above_wrong(report)
     _same_again(report)
     _speed(report)
@@ -210,6 +224,21 @@ def _sample(row: Row, text: str, source_key: str) -> Sample:
     )
 
 
+def _info_of_episode(sample: Sample, row: Row) -> dict[str, Any]:
+    """Return `extra_info` as after an episode of one turn that gave this answer."""
+    prompt = row.get("raw_prompt")
+    messages = [] if prompt is None else list(prompt)
+    reply = {"role": "assistant", "content": sample.solution_str}
+    return {
+        **(sample.extra_info or {}),
+        **fields_of_plain_episode(),
+        "messages": [*messages, reply],
+        "num_tool_calls": 0,
+        "ended_by": "answer",
+        "num_turns": 2,
+    }
+
+
 def gold_answers(row: Row) -> list[str]:
     """Return responses to a row, one of which at least should score as gold.
 
@@ -239,10 +268,13 @@ def gold_answers(row: Row) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _failures(report: Report, manager: RewardManager) -> None:
+def _failures(report: Report, manager: RewardManager, *, keys_may_come: bool) -> None:
     """Report failed calls: as a fault if the run would stop at its first step, else as a suspicion.
 
     Under a policy other than "stop" the user has accepted failures.
+
+    Args:
+        keys_may_come: tools and agent loops may add the keys that are missing.
     """
     failed = [probe for probe in report.probes if probe.failure is not None]
     if not failed:
@@ -257,7 +289,9 @@ def _failures(report: Report, manager: RewardManager) -> None:
         f"{first}: {first.failure}"
     )
 
-    is_certain = bool(values) or len(failed) == len(report.probes)
+    lacks_key = all(isinstance(_cause(probe), KeyError) for probe in failed)
+    may_succeed = keys_may_come and lacks_key
+    is_certain = bool(values) or (len(failed) == len(report.probes) and not may_succeed)
     if manager.on_error != "stop" or not is_certain:
         report.suspicions.append(text)
         return
@@ -267,6 +301,11 @@ def _failures(report: Report, manager: RewardManager) -> None:
     if first.outcome.timed_out:
         text += " reward_model.timeout_s sets the time limit of a call."
     report.faults.append(text)
+
+
+def _cause(probe: Probe) -> BaseException | None:
+    """Return the error that a call raised."""
+    return None if probe.outcome is None else probe.outcome.error
 
 
 def _gold_above_wrong(report: Report) -> None:

@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def fields_of_plain_episode() -> dict[str, Any]:
+    """Return the entries of `extra_info` that every episode of an agent has, without tools or user.
+
+    verl's single-turn loop has them as well, so one reward function scores rows of all loops.
+    """
+    return {"turn_scores": [], "tool_rewards": [], "rollout_reward_scores": {}}
+
+
 @dataclass(slots=True)
 class Sample:
     """One response, the arguments of its reward function, and its place in the batch."""

@@ -14,6 +14,7 @@ from verl.distributed.collectives import Axis, gather_objects
 from verl.models.load import load_causal_lm
 from verl.models.pictures import pictures_of
 from verl.protocol import DataProto
+from verl.rewards.sample import fields_of_plain_episode
 from verl.rollout import RolloutEngine
 from verl.rollout.trajectory import Trajectory
 from verl.single_controller import note_progress, tell
@@ -142,12 +143,13 @@ def episode_columns(
         columns["episode_part"].append(each.part)
         columns["agent_role"].append(each.role)
         columns["num_turns"].append(each.num_turns)
-        columns["agent_info"].append({**each.extra, "num_turns": each.num_turns})
+        info = {**fields_of_plain_episode(), **each.extra, "num_turns": each.num_turns}
+        columns["agent_info"].append(info)
         columns["agent_reward"].append(each.reward)
         columns["turn_rewards"].append(each.turn_rewards)
         # The names of verl, for users' reward managers.
         columns["__num_turns__"].append(each.num_turns)
-        columns["reward_scores"].append(each.extra.get("rollout_reward_scores", {}))
+        columns["reward_scores"].append(info["rollout_reward_scores"])
     if with_pictures:
         columns["prepared_pictures"] = [each.pictures for each in trajectories]
     return {name: object_column(values) for name, values in columns.items()}
