@@ -116,6 +116,9 @@ class Note(BaseTool):
         self.write("create")
         return instance_id
 
+    async def execute(self, instance_id, parameters, **kwargs):
+        return "noted"
+
     async def release(self, instance_id, **kwargs):
         self.write("release")
 

@@ -16,7 +16,19 @@ from verl.agents.interactions import (
 )
 from verl.agents.interactions.gsm8k import RIGHT, WRONG
 from verl.agents.interactions.registry import choose_interaction
+from verl.agents.interactions.session import as_reply
 from verl.utils.errors import ConfigError, DataError, RolloutError
+
+
+class Misspelled(BaseInteraction):
+    async def generate_reponse(self, instance_id, messages, **kwargs):
+        return True, "", 0.0, {}
+
+
+class TakesLess(BaseInteraction):
+    async def generate_response(self, messages):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return True, "", 0.0, {}
+
 
 GSM8K = "verl.agents.interactions.gsm8k.Gsm8kInteraction"
 QUESTION = [{"role": "user", "content": "How many?"}]
@@ -127,6 +139,14 @@ def test_a_class_is_called_by_keyword_or_by_position(tmp_path):
             ["entry 2", "Duplicate interaction name 'gsm8k' found"],
         ),
         ("interaction: [", ["line 1, column 15, is not YAML: expected the node content"]),
+        (
+            f"interaction: [{{class_name: {__name__}.Misspelled}}]",
+            ["entry 1", "Misspelled must override generate_response(instance_id, messages"],
+        ),
+        (
+            f"interaction: [{{class_name: {__name__}.TakesLess}}]",
+            ["entry 1", "TakesLess.generate_response is called with (instance_id, messages); its"],
+        ),
     ],
 )
 def test_mistakes_name_file_entry_and_key(tmp_path, text, facts):
@@ -296,6 +316,12 @@ def test_invalid_return_value_is_shown_in_the_error(value):
     with pytest.raises(RolloutError, match=r"Odd.generate_response must return \(should_terminate"):
         asyncio.run(converse(InteractionSession(interaction)))
     assert interaction.calls == ["start", "finalize"]
+
+
+def test_a_last_answer_may_be_none():
+    assert as_reply((True, None, 1.0, {}), "Silent") == (True, "", 1.0, {})
+    with pytest.raises(RolloutError, match="Silent.generate_response must return"):
+        as_reply((False, None, 1.0, {}), "Silent")
 
 
 def test_blocking_users_answer_concurrently():

@@ -377,6 +377,49 @@ def test_a_row_that_names_an_unknown_tool_or_loop_is_named(tools: str):
         checked(tokenizer, Table(agent_name=["tool_agnt"]))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"tools_kwargs": [{"add": {}}]},
+            "tools_kwargs must be {tool: {create_kwargs: .* got list",
+        ),
+        (
+            {"tools_kwargs": {"add": "7"}},
+            "of the tool 'add' must be {create_kwargs: .* got str: '7'",
+        ),
+        (
+            {"tools_kwargs": {"add": {"create_kwargs": ["7"]}}},
+            "of the tool 'add', create_kwargs must be {keyword: value}, got list",
+        ),
+        (
+            {"tools_kwargs": {"add": {"create_kwarg": {"x": 1}}}},
+            "of the tool 'add' has 'create_kwarg'. Did you mean create_kwargs",
+        ),
+        ({"tool_selection": "add"}, r"tool_selection must be a list of tools, such as \['add'\]"),
+        ({"interaction_kwargs": "quiz"}, "interaction_kwargs must be {name: .*, got str: 'quiz'"),
+    ],
+)
+def test_an_option_of_the_wrong_shape_is_named(tools: str, options: dict, message: str):
+    table = Table(extra_info=[{}, options])
+    with pytest.raises(DataError, match=f"row 1: .*{message}"):
+        checked(chat_tokenizer(), table, multi_turn__function_tool_path=tools)
+
+
+def test_options_that_no_tool_gets_are_a_warning(tools: str, caplog: pytest.LogCaptureFixture):
+    say_once.cache_clear()
+    flat = {"tools_kwargs": {"add": {"ground_truth": "7"}}}
+    needing = {"need_tools_kwargs": True, "tools_kwargs": {"add": None}}
+    table = Table(extra_info=[flat, flat, needing, needing])
+    with caplog.at_level("WARNING", logger="verl"):
+        checked(chat_tokenizer(), table, multi_turn__function_tool_path=tools)
+    assert caplog.text.count("of the tool 'add' has 'ground_truth', which no method") == 1
+    assert (
+        caplog.text.count("row 2: need_tools_kwargs is set, but the row has no tools_kwargs") == 1
+    )
+    assert "row 3" not in caplog.text
+
+
 def test_a_row_whose_loop_needs_what_is_not_configured_is_named():
     tokenizer = chat_tokenizer()
     with pytest.raises(DataError, match=r"row 1: .* needs .*agent.environment.name"):

@@ -10,6 +10,7 @@ import pytest
 from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config
 from verl.agents import AgentRunner
 from verl.agents.checks import check_rows
+from verl.agents.loops.user_loop import _full_config
 from verl.rollout.trajectory import DROPPED_BECAUSE
 from verl.utils.errors import ConfigError, RolloutError
 
@@ -263,6 +264,14 @@ def test_verl_05_loop_keeps_its_log_probs(loops: str):
         assert trajectory.num_turns == 4
     assert metrics["agent_loop/tool_calls/mean"] == 0.5
     assert metrics["agent_loop/tool_calls/count"] == len(trajectories)
+
+
+def test_a_loop_reads_the_recognized_format(loops: str):
+    """verl's default is hermes, and copies of its tool loop make a parser by that name."""
+    context = AgentRunner(rollout_config(), chat_tokenizer()).context
+    assert _full_config(context).actor_rollout_ref.rollout.multi_turn.format == "hermes"
+    context = AgentRunner(rollout_config(multi_turn__format="glm"), chat_tokenizer()).context
+    assert _full_config(context).actor_rollout_ref.rollout.multi_turn.format == "glm"
 
 
 def test_an_output_may_end_within_a_turn(loops: str):

@@ -1,7 +1,9 @@
 """Checks of the data against the configured tools, interactions and loops, before models load."""
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from verl.agents.environments import check_environment, roles_of
@@ -17,7 +19,7 @@ from verl.config.rollout import RolloutConfig
 from verl.data.chat import as_messages
 from verl.data.pictures import with_placeholders
 from verl.utils.errors import ConfigError, DataError, VerlError
-from verl.utils.logging import logger
+from verl.utils.logging import logger, say_once
 from verl.utils.registry import nearest_names
 
 # Gives (file and row, value) of every row of a column.
@@ -28,6 +30,8 @@ _ENVIRONMENT = "environment_agent"
 _WITHOUT_TOOLS = ("single_turn_agent", _ENVIRONMENT, GATEWAY_AGENT)
 LOOPS_WITH_PICTURES = ("single_turn_agent", _ANSWERED)
 _SECTION = "actor_rollout_ref.rollout"
+# Keywords in a row's tools_kwargs, by the method of the tool that gets them.
+_SECTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 # Prompts that are rendered with their tools before the start, those with the most characters.
 _NUM_RENDERED = 2000
 
@@ -171,6 +175,7 @@ def _answering(config: RolloutConfig) -> Iterator[tuple[str, str | None, str]]:
 
 def _check_tools(config: RolloutConfig, tools: ToolSet | None, column: Column) -> None:
     """Check the names of tools in the rows; warn of tools and rows that never meet."""
+    _check_shapes(config, column)
     if tools is None:
         for place, kwargs in _options(column, "tools_kwargs"):
             named = list(present(kwargs))
@@ -206,6 +211,60 @@ def _check_tools(config: RolloutConfig, tools: ToolSet | None, column: Column) -
             "is offered them. Name them in the rows, or leave them out.",
             ", ".join(sorted(unused)),
         )
+
+
+def _check_shapes(config: RolloutConfig, column: Column) -> None:
+    """Check that the rows' options of tools have the shape that agents read."""
+    for place, selected in _options(column, "tool_selection"):
+        if isinstance(selected, str):
+            raise DataError(
+                f"{place}: tool_selection must be a list of tools, such as ['{selected}'], got "
+                f"{selected!r}."
+            )
+
+    has_warned = False
+    loops = _loops_of_rows(config, column)
+    all_kwargs = _options(column, "tools_kwargs")
+    all_needs = _options(column, "need_tools_kwargs")
+    for (place, kwargs), (_, needs), (_, loop) in zip(all_kwargs, all_needs, loops):
+        _require_mapping(f"{place}: tools_kwargs", kwargs, "{tool: {create_kwargs: {...}, ...}}")
+        if loop != _ANSWERED:  # a loop of the user's may read other keys
+            continue
+
+        if needs and not present(kwargs) and not has_warned:
+            has_warned = True
+            logger.warning("%s: need_tools_kwargs is set, but the row has no tools_kwargs.", place)
+        for tool, sections in present(kwargs).items():
+            where = f"tools_kwargs of the tool '{tool}'"
+            expected = "{create_kwargs: {...}, execute_kwargs: {...}, ...}"
+            _require_mapping(f"{place}: {where}", sections, expected)
+            _check_sections(place, where, sections)
+
+    for place, asked in _options(column, "interaction_kwargs"):
+        _require_mapping(f"{place}: interaction_kwargs", asked, "{name: ..., ...}")
+
+
+def _check_sections(place: str, where: str, sections: Mapping[str, Any]) -> None:
+    """Check the keywords that one tool gets, by the method that gets them."""
+    for name, keywords in present(sections).items():
+        if name in _SECTIONS:
+            _require_mapping(f"{place}: {where}, {name}", keywords, "{keyword: value}")
+            continue
+        known = ", ".join(_SECTIONS)
+        close = get_close_matches(name, _SECTIONS, n=1, cutoff=0.8)
+        if close:
+            raise DataError(
+                f"{place}: {where} has '{name}'. Did you mean {close[0]}? Known: {known}."
+            )
+        say_once(
+            f"{where} has '{name}', which no method of the tool gets as a keyword. Known: {known}.",
+            logging.WARNING,
+        )
+
+
+def _require_mapping(where: str, value: Any, expected: str) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        raise DataError(f"{where} must be {expected}, got {type(value).__name__}: {value!r:.80}.")
 
 
 def _check_interactions(interactions: InteractionSet | None, column: Column) -> None:

@@ -1,6 +1,7 @@
 """Import the classes that a user names, alone or in a YAML list, and check them."""
 
-from collections.abc import Callable, Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,6 +114,28 @@ def require_methods(cls: type, methods: Collection[str], where: str) -> None:
             f"{where}: class {cls.__name__} must have {', '.join(methods)}; it lacks "
             f"{', '.join(missing)}."
         )
+
+
+def require_calls(made: object, calls: Mapping[str, Sequence[str]], where: str) -> None:
+    """Raise ConfigError for an object whose methods do not take these arguments by position.
+
+    Args:
+        calls: names of the arguments, by method.
+    """
+    for name, arguments in calls.items():
+        method = getattr(made, name)
+        try:
+            signature = inspect.signature(method)
+        except (TypeError, ValueError):  # no signature: the first call will show a mistake
+            continue
+
+        try:
+            signature.bind_partial(*arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"{where}: {type(made).__name__}.{name} is called with ({', '.join(arguments)}); "
+                f"its signature is {signature}: {error}."
+            ) from error
 
 
 def checked_roles(where: str, roles: Any) -> tuple[str, ...]:

@@ -146,6 +146,11 @@ class DataConfig(TrainingDataConfig):
         "tools that prompts are measured with",
         no_effect="prompts are measured with those of actor_rollout_ref.rollout.multi_turn",
     )
+    need_tools_kwargs: bool = setting(
+        False,
+        "warn of rows without tools_kwargs",
+        no_effect="a row says it itself, by extra_info.need_tools_kwargs",
+    )
     return_multi_modal_inputs: bool = setting(True, "keep processed images", no_effect=_IN_MEMORY)
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)

@@ -110,6 +110,30 @@ tools:
             f"tools: [{{class_name: {USER_TOOLS}.Nameless}}]",
             r"entry 1 .*Nameless has no name. Call super\(\).__init__",
         ),
+        ("tools: []", r"list of tools under the key 'tools', got list: \{'tools': \[\]\}"),
+        ("tool: [{class_name: a.B}]", "got dict: {'tool': "),
+        (
+            f"tools: [{{class_name: {COUNTER}, mcp: {{mcp_servers_config_path: a.json}}}}]",
+            "entry 1 .*the key 'mcp' is for the tools of MCP servers. Set config.type=mcp",
+        ),
+        (
+            f"tools: [{{class_name: {USER_TOOLS}.Misspelled}}]",
+            r"entry 1 .*Misspelled must override execute\(instance_id, parameters",
+        ),
+        (
+            f"tools: [{{class_name: {USER_TOOLS}.TakesLess}}]",
+            r"entry 1 .*TakesLess.execute is called with \(instance_id, parameters\); its signature "
+            r"is \(parameters: .*too many",
+        ),
+        (
+            f"tools: [{{class_name: {COUNTER}, tool_schema: {{function: {{name: a, descripton: b}}}}}}]",
+            "entry 1 .*tool_schema.function: unknown key 'descripton'. Nearest: description",
+        ),
+        (
+            f"tools: [{{class_name: {COUNTER}, tool_schema: {{function: {{name: a, parameters: "
+            "{properties: {x: {type: string}}, required: [y]}}}}]",
+            "entry 1 .*parameters.required names 'y', which is none of the properties: x",
+        ),
     ],
 )
 def test_errors_name_file_entry_and_key(write, text, message):

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.agents.formats.base import ToolCall
 from verl.agents.tools import BaseTool, ToolResponse, ToolSession, ToolSet
+from verl.agents.tools.schemas import OpenAIFunctionToolSchema, function_schema
 
 
 def call(name: str, /, **arguments: Any) -> ToolCall:
@@ -193,3 +194,18 @@ class Nameless(BaseTool):
 
     def __init__(self, config: Any, tool_schema: Any) -> None:
         self.config = config
+
+
+class Misspelled(BaseTool):
+    """Has no `execute`."""
+
+    async def excute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
+        return "never"
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return function_schema("misspelled", "Nothing.", {})
+
+
+class TakesLess(Misspelled):
+    async def execute(self, parameters: dict[str, Any]) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return "never"

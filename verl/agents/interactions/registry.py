@@ -4,13 +4,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.agents.entries import load_class, read_entries, require_methods
+from verl.agents.entries import load_class, read_entries, require_calls, require_methods
 from verl.agents.interactions.base import BaseInteraction
 from verl.utils.errors import ConfigError, DataError, describe_error
 from verl.utils.signatures import call_by_name
 
 DEFAULT_NAME = "gsm8k"  # picked by rows without a name, as in verl 0.5
 _METHODS = ("start_interaction", "generate_response", "finalize_interaction")
+_CALLS = {
+    "start_interaction": ("instance_id",),
+    "generate_response": ("instance_id", "messages"),
+}
 
 
 def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInteraction]:
@@ -37,12 +41,20 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
 
 
 def _make(cls: type, config: dict[str, Any], where: str) -> BaseInteraction:
+    if cls.generate_response is BaseInteraction.generate_response:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ConfigError(
+            f"{where}: {cls.__name__} must override generate_response(instance_id, messages, "
+            "**kwargs), which answers the model and returns (should_terminate, content, score, "
+            "data)."
+        )
     try:
-        return call_by_name(cls, config=config)
+        made = call_by_name(cls, config=config)
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise ConfigError(
             f"{where}: {cls.__name__}(config) raised {describe_error(error)}"
         ) from error
+    require_calls(made, _CALLS, where)
+    return made
 
 
 def get_interaction_class(class_name: str) -> type:

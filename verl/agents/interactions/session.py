@@ -178,6 +178,8 @@ def as_reply(value: Any, class_name: str) -> InteractionReply:
     """Check the tuple that `generate_response` returned. RolloutError for anything else."""
     if isinstance(value, tuple | list) and len(value) == 4:
         should_terminate, content, score, data = value
+        if content is None and should_terminate:  # the last answer reaches no model
+            content = ""
         if isinstance(content, str) and is_finite_number(score):
             content = whole_characters(content)
             return InteractionReply(bool(should_terminate), content, float(score), dict(data or {}))

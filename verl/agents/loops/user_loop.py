@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl.agents.entries import checked_roles
+from verl.agents.formats import recognise_format
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt, present
 from verl.agents.loops.server_manager import NumberedTurns, ServerManager, sampling_dict
 from verl.agents.loops.user_base import TrainerConfig
@@ -319,5 +320,8 @@ def _full_config(context: AgentContext) -> Any:
 
     whole = {} if context.run is None else config_to_dict(context.run)
     tree = OmegaConf.merge(whole, own)
+    if rollout.multi_turn.format is None:  # verl's loops read a name, by default hermes
+        shown = recognise_format(context.tokenizer.chat_template)
+        tree.actor_rollout_ref.rollout.multi_turn.format = shown or "hermes"
     tree.data.apply_chat_template_kwargs = {}  # those of the run are part of the template
     return tree

@@ -11,20 +11,28 @@ tools:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from verl.agents.entries import load_class
+from verl.agents.entries import load_class, require_calls
 from verl.agents.tools.base import BaseTool, as_schema, check_names, shut_down
+from verl.agents.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.errors import ConfigError, VerlError, describe_error
 from verl.utils.registry import refuse_unknown
 from verl.utils.signatures import call_by_name
 from verl.utils.yaml_text import explain_yaml
 
 _KEYS = ("class_name", "config", "tool_schema", "mcp")
+_CALLS = {
+    "create": ("instance_id",),
+    "execute": ("instance_id", "parameters"),
+    "calc_reward": ("instance_id",),
+    "release": ("instance_id",),
+}
 OWN_PACKAGE = "verl."  # classes under it come with this package
 
 
@@ -78,11 +86,12 @@ def read_tool_config(path: str | Path) -> list[ToolEntry]:
     """
     content = _load_yaml(path)
     entries = content.get("tools") if isinstance(content, dict) else None
-    if not isinstance(entries, list):
+    if not isinstance(entries, list) or not entries:
+        found = f"{type(content if entries is None else entries).__name__}: {content!r:.80}"
         raise ConfigError(
-            f"{path}: expected a list of tools under the key 'tools', got "
-            f"{type(entries).__name__}. Write: tools: [{{class_name: package.module.Class, "
-            "config: {type: native}, tool_schema: {...}}]"
+            f"{path}: expected a list of tools under the key 'tools', got {found}. "
+            "Write: tools: [{class_name: package.module.Class, config: {type: native}, "
+            "tool_schema: {...}}]"
         )
     return [_check_entry(path, number, entry) for number, entry in enumerate(entries, 1)]
 
@@ -130,6 +139,12 @@ def build_entry(entry: ToolEntry) -> list[BaseTool]:
             f"{entry.place}: {entry.class_name} has no name. Call "
             "super().__init__(config, tool_schema) in its __init__."
         )
+    if type(tool).execute is BaseTool.execute:
+        raise ConfigError(
+            f"{entry.place}: {entry.class_name} must override execute(instance_id, parameters, "
+            "**kwargs), which answers the calls of the model."
+        )
+    require_calls(tool, _CALLS, entry.place)
     return [tool]
 
 
@@ -211,6 +226,11 @@ def _check_config(entry: ToolEntry) -> None:
             f"{entry.place}, config.type: expected one of {', '.join(kinds)}, got {entry.kind!r}."
         )
 
+    if entry.mcp is not None and entry.kind != ToolType.MCP.value:
+        raise ConfigError(
+            f"{entry.place}: the key 'mcp' is for the tools of MCP servers. Set config.type=mcp, "
+            "or leave the key out."
+        )
     if entry.kind == ToolType.MCP.value and not (entry.mcp or {}).get("mcp_servers_config_path"):
         raise ConfigError(
             f"{entry.place}, mcp.mcp_servers_config_path: config.type=mcp needs the JSON file of "
@@ -219,10 +239,38 @@ def _check_config(entry: ToolEntry) -> None:
 
     if entry.tool_schema is not None:
         try:
-            as_schema(entry.tool_schema)
+            schema = as_schema(entry.tool_schema)
         except ConfigError as error:
             raise ConfigError(f"{entry.place}: {error}") from error
+        _check_schema(f"{entry.place}, tool_schema", entry.tool_schema, schema)
     check_call_settings(entry.config, f"{entry.place}, config")
+
+
+def _check_schema(place: str, given: dict[str, Any], schema: OpenAIFunctionToolSchema) -> None:
+    """Refuse misspelled keys of a schema, and required parameters that it does not describe.
+
+    Other unknown keys are kept: JSON Schema has many.
+    """
+    function = given["function"]
+    parameters = function.get("parameters") or {}
+    for where, keys, known in (
+        ("", given, ("type", "function")),
+        (".function", function, ("name", "description", "parameters", "strict")),
+        (".function.parameters", parameters, ("type", "properties", "required")),
+    ):
+        missing = [name for name in known if name not in keys]
+        for key in keys:
+            close = get_close_matches(str(key), missing, n=1, cutoff=0.8)
+            if key not in known and close:
+                raise ConfigError(f"{place}{where}: unknown key '{key}'. Nearest: {close[0]}.")
+
+    declared = schema.function.parameters
+    for name in declared.required:
+        if declared.properties and name not in declared.properties:
+            raise ConfigError(
+                f"{place}.function.parameters.required names '{name}', which is none of the "
+                f"properties: {', '.join(declared.properties)}."
+            )
 
 
 def check_call_settings(config: dict[str, Any], place: str) -> None:
