@@ -17,7 +17,8 @@ with warnings.catch_warnings():
     from verl.trainer.config import PFPPOConfig as OldPFPPOConfig  # pyright: ignore
     from verl.trainer.ppo import core_algos, ray_trainer, reward  # pyright: ignore
     from verl.trainer.ppo.core_algos import FixedKLController  # pyright: ignore
-    from verl.utils.reward_score import gsm8k, math  # pyright: ignore
+    from verl.utils.reward_score import gsm8k, math, math_dapo  # pyright: ignore
+    from verl.utils.reward_score import search_r1_like_qa_em as search_r1  # pyright: ignore
     from verl.workers.reward_manager import DAPORewardManager  # pyright: ignore
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -127,6 +128,27 @@ def test_rules():
     assert math.is_equiv("\\dfrac12", "\\dfrac12")
     assert math.is_equiv(None, None)
     assert not math.is_equiv(None, "1")
+
+
+def test_rules_of_retool_and_search_r1():
+    boxed = math_dapo.compute_score("so \\boxed{12}", "12", strict_box_verify=True)
+    assert boxed == {"score": 1.0, "acc": True, "pred": "12"}
+    none = math_dapo.compute_score("Answer: 12", "12", strict_box_verify=True)
+    assert none == {"score": -1.0, "acc": False, "pred": None}
+    assert math_dapo.compute_score("Answer: 3\nAnswer: $12$", "12")["score"] == 1.0
+    assert math_dapo.compute_score("Answer: 3", "12") == {
+        "score": -1.0,
+        "acc": False,
+        "pred": "3",
+    }
+
+    truth = {"target": ["The Beatles"]}
+    assert search_r1.compute_score("<answer>beatles</answer>", truth) == 1.0
+    assert search_r1.compute_score("<answer>Queen</answer>", truth, format_score=0.2) == 0.2
+    assert search_r1.compute_score("Beatles", truth, format_score=0.2) == 0.0
+    longer = "<answer>the Beatles, of course</answer>"
+    assert search_r1.compute_score(longer, truth) == 0.0
+    assert search_r1.compute_score_subem(longer, truth, score=2.0) == 2.0
 
 
 def test_reward_manager_of_a_configuration(tmp_path):

@@ -163,7 +163,7 @@ def test_marks_of_traces_change_nothing():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("from verl.utils.reward_score.math_dapo import compute_score", "default_compute_score"),
+        ("from verl.utils.reward_score.geo3k import compute_score", "default_compute_score"),
         (
             "from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop",
             "agent_name=tool_agent",

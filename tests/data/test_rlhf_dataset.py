@@ -1,5 +1,7 @@
 """verl 0.5's dataset class, as a user's own dataset extends it."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -83,3 +85,38 @@ def test_unsupported_settings_are_errors(parquet, tokenizer):
         RLHFDataset(files, tokenizer, {"max_prompt_lenght": 3})
     with pytest.raises(DataError, match="must be the one that data.custom_cls gets"):
         RLHFDataset(files, tokenizer, SETTINGS, processor=object())
+
+
+class Renamed(RLHFDataset):
+    """Makes rows of its own, as ReTool's dataset does."""
+
+    def _read_files_and_tokenize(self):
+        super()._read_files_and_tokenize()
+
+        def rename(row):
+            own = {"extra_info": {"number": row["number"]}, "data_source": "renamed"}
+            return {**own, "reward_model": {"style": "rule", "ground_truth": row["answer"]}}
+
+        self.dataframe = self.dataframe.map(rename, remove_columns=["answer", "number"])
+        self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
+
+
+def test_a_subclass_makes_its_own_rows(tmp_path, tokenizer):
+    pytest.importorskip("datasets")
+    rows = []
+    for number in range(3):
+        prompt = [{"role": "user", "content": f"What is {number}?"}]
+        rows.append({"prompt": prompt, "answer": str(number), "number": number})
+    file = tmp_path / "raw.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+
+    dataset = Renamed(str(file), tokenizer, {**SETTINGS, "max_prompt_length": 64})
+    assert len(dataset) == 3
+    assert dataset[2]["reward_model"]["ground_truth"] == "2"
+    assert dataset[2]["extra_info"]["number"] == 2
+    assert (dataset[2]["data_source"], "answer" in dataset[2]) == ("renamed", False)
+
+    again = Renamed(str(file), tokenizer, {**SETTINGS, "max_prompt_length": 64})
+    assert again.fingerprint == dataset.fingerprint
+    with pytest.raises(DataError, match=r"Renamed\(.*raw.jsonl\), row 0"):
+        Renamed(str(file), tokenizer, {**SETTINGS, "max_prompt_length": 1, "truncation": "error"})

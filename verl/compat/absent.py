@@ -142,8 +142,7 @@ _RULES = (
     "data_source, solution_str, ground_truth)"
 )
 _RULE_MODULES = (
-    *("geo3k", "math_batch", "math_dapo", "math_verify", "prime_code", "prime_math"),
-    *("sandbox_fusion", "search_r1_like_qa_em"),
+    *("geo3k", "math_batch", "math_verify", "prime_code", "prime_math", "sandbox_fusion"),
 )
 
 # Modules that this version does not have, with an alternative for each.

@@ -144,7 +144,10 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "get_interaction_class": "verl.agents.interactions.registry",
     },
     "verl.tools": {},
-    "verl.tools.base_tool": _same(f"{_TOOLS}.base", "BaseTool"),
+    "verl.tools.base_tool": {
+        **_same(f"{_TOOLS}.base", "BaseTool"),
+        **_same(f"{_TOOLS}.schemas", "OpenAIFunctionToolSchema ToolResponse"),
+    },
     "verl.tools.schemas": _same(
         f"{_TOOLS}.schemas",
         "OpenAIFunctionCallSchema OpenAIFunctionParametersSchema OpenAIFunctionParsedSchema "
@@ -221,6 +224,12 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "compute_score": (_REWARDS, "math_score"),
         "is_equiv": (_REWARDS, "math_equal"),
         **_same(_REWARDS, "last_boxed_only_string remove_boxed"),
+    },
+    "verl.utils.reward_score.math_dapo": {"compute_score": (_REWARDS, "math_dapo_score")},
+    "verl.utils.reward_score.search_r1_like_qa_em": {
+        "compute_score": (_REWARDS, "search_score"),
+        "compute_score_subem": (_REWARDS, "search_substring_score"),
+        "extract_solution": (_REWARDS, "search_answer"),
     },
     "verl.utils.rollout_trace": _same("verl.compat.tracing", "rollout_trace_attr rollout_trace_op"),
     "verl.utils.seqlen_balancing": {

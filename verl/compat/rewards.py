@@ -1,5 +1,6 @@
 """Rules and reward managers by verl 0.5's names."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ import torch
 from verl.config.keywords import config_from_keywords
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward
-from verl.rewards.builtin import gsm8k, math
+from verl.rewards.builtin import gsm8k, math, search_qa
 from verl.rewards.custom import load_custom_reward
+
+_ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 
 class AbstractRewardManager(ABC):
@@ -69,6 +72,59 @@ def remove_boxed(s: str) -> str:
     if answer is None:
         raise ValueError(f"Expected a text with \\boxed{{...}}, got {s!r}.")
     return answer
+
+
+def math_dapo_score(
+    solution_str: str,
+    ground_truth: str,
+    strict_box_verify: bool = False,
+    pause_tokens_index: list[int] | None = None,
+) -> dict[str, Any]:
+    """Return `score` (1 or -1), `acc` (whether the answer is right) and `pred` (the answer).
+
+    The answer is the last box of the text with `strict_box_verify`, or else the rest of the last
+    line that says "Answer:". `pred` is None where there is none.
+    """
+    if strict_box_verify:
+        answer = math.last_boxed(solution_str)
+    else:
+        lines = _ANSWER_LINE.findall(solution_str)
+        answer = lines[-1].strip() if lines else None
+    is_right = math_equal(answer, str(ground_truth))
+    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": answer}
+
+
+def search_answer(solution_str: str) -> str | None:
+    """Return the text between the last `<answer>` tags; None without them."""
+    return search_qa.extract_answer(solution_str)
+
+
+def search_score(
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> float:
+    """Return `score` for a right answer in tags, `format_score` for another one, 0 for none."""
+    if search_answer(solution_str) is None:
+        return 0.0
+    is_right = search_qa.score(solution_str, ground_truth) == 1.0
+    return score if is_right else format_score
+
+
+def search_substring_score(
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> float:
+    """Score as `search_score` does; an answer that contains a right one is right, too."""
+    if search_answer(solution_str) is None:
+        return 0.0
+    is_right = search_qa.score(solution_str, ground_truth, method="substring") == 1.0
+    return score if is_right else format_score
 
 
 def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:

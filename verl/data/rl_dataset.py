@@ -77,7 +77,7 @@ class RLDataset(Dataset):
         self.tokenizer = tokenizer
         self.config = config
         self.pictures = pictures
-        self._sources = [open_rows(file, split) for file in self.files]
+        self._sources = self._open_files(split)
 
         for file, rows in zip(self.files, self._sources):
             check_columns(file, rows, config)
@@ -91,12 +91,20 @@ class RLDataset(Dataset):
 
         self._pictured: list[np.ndarray | None] = []  # by file: which rows have pictures
         self.columns = _kept_columns(self._sources, config.prompt_key)
-        # The split is part of the content, because a folder may have several.
-        self._content = [f"{content_fingerprint(file)} {split}" for file in self.files]
+        self._content = self._fingerprints(split)
         # (rows, 2): number of the file, number of the row in it
         self._kept = np.concatenate([self._kept_rows(number) for number in range(len(self.files))])
 
         self._require_rows()
+
+    def _open_files(self, split: str) -> list[Rows]:
+        """Return the rows of each of `files`."""
+        return [open_rows(file, split) for file in self.files]
+
+    def _fingerprints(self, split: str) -> list[str]:
+        """Return a text for the content of each of `files`."""
+        # The split is part of the content, because a folder may have several.
+        return [f"{content_fingerprint(file)} {split}" for file in self.files]
 
     def __len__(self) -> int:
         return len(self._kept)

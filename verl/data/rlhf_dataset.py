@@ -1,5 +1,6 @@
 """The dataset class of verl 0.5, for users' datasets that extend it."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -7,9 +8,11 @@ import torch
 
 from verl.config import DataConfig
 from verl.config.keys import flatten, owner_of
+from verl.data.files import ListRows, Rows, open_rows
 from verl.data.pictures import reader_of
 from verl.data.rl_dataset import RLDataset
 from verl.utils.errors import DataError
+from verl.utils.imports import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +46,47 @@ class RLHFDataset(RLDataset):
                 )
         super().__init__(data_files, tokenizer, _section(config), split=split, pictures=pictures)
         self.processor = processor
+
+    def _read_files_and_tokenize(self) -> None:
+        """Read `data_files` into `dataframe`, a table of the package datasets.
+
+        A subclass may override it to make other rows, as in verl: call this method or read the
+        files itself, and set `dataframe`. Nothing is tokenized here.
+        """
+        table = require("datasets", "The rows of a dataset of your own", "pip install datasets")
+        rows = []
+        for file in self.data_files:
+            source = open_rows(file, self._split)
+            rows += [source.row(number) for number in range(len(source))]
+        self.dataframe: Any = table.Dataset.from_list(rows)
+
+    def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
+        """Return the table as it is: long prompts are dropped later, see `RLDataset`."""
+        return dataframe
+
+    def _open_files(self, split: str) -> list[Rows]:
+        if not self._reads_itself:
+            return super()._open_files(split)
+        self._split = split
+        self.data_files = list(self.files)
+        self._read_files_and_tokenize()
+        rows = [dict(row) for row in self.dataframe]
+
+        self.files = [f"{type(self).__name__}({', '.join(self.files)})"]
+        return [ListRows(rows)]
+
+    def _fingerprints(self, split: str) -> list[str]:
+        if not self._reads_itself:
+            return super()._fingerprints(split)
+        digest = hashlib.blake2b(digest_size=16)
+        for row in self.dataframe:
+            digest.update(repr(row).encode())
+        return [f"{digest.hexdigest()} {split}"]
+
+    @property
+    def _reads_itself(self) -> bool:
+        own = type(self)._read_files_and_tokenize
+        return own is not RLHFDataset._read_files_and_tokenize
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = super().__getitem__(item)

@@ -291,6 +291,29 @@ def test_sandbox_fusion_runs_a_program(service):
     assert (body["code"], body["language"], body["run_timeout"]) == ("print(42)", "python", 5.0)
 
 
+class PrintsLast(SandboxFusionTool):
+    """ReTool's tool: it prints the last line, and runs the program by the pool of its base."""
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        code = f"print({parameters['code']})"
+        timeout = parameters.get("timeout", self.default_timeout)
+        language = parameters.get("language", self.default_language)
+        result = await self.execution_pool.execute.remote(
+            self.execute_code, instance_id, code, timeout, language
+        )
+        return result, None, None
+
+
+def test_a_sandbox_tool_of_a_recipe_runs(service):
+    run = {"status": "Finished", "stdout": "42\n", "stderr": ""}
+    service.answers += [(200, {"status": "Success", "run_result": run})]
+    config = {"sandbox_fusion_url": url_of(service, "/run_code"), "default_timeout": 5}
+    results, _, _ = results_of(PrintsLast(config, None), {"code": "6 * 7", "timeout": 99})
+    assert (results[0].text, results[0].reward) == ("42\n", None)
+    _, body = service.requests[0]
+    assert (body["code"], body["run_timeout"]) == ("print(6 * 7)", 5.0)
+
+
 @pytest.mark.parametrize(
     ("tool_class", "key"),
     [(SearchTool, "retrieval_service_url"), (SandboxFusionTool, "sandbox_fusion_url")],

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from verl.agents.tools.base import BaseTool, Executed, ToolArgumentError
@@ -119,6 +120,18 @@ class CodeInterpreterTool(_CodeTool):
         return ToolResponse(text=text), 0.0, {"status": run.status, "seconds": run.seconds}
 
 
+class _Threads:
+    """Runs functions in threads, by the calls of verl's pool: `await pool.execute.remote(...)`."""
+
+    @property
+    def execute(self) -> "_Threads":
+        return self
+
+    async def remote(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what the function returns."""
+        return await run_in_thread(function, *arguments)
+
+
 class SandboxFusionTool(_CodeTool):
     """Has a SandboxFusion service run a program (`POST /run_code`).
 
@@ -136,8 +149,9 @@ class SandboxFusionTool(_CodeTool):
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
     ) -> None:
         super().__init__(config, tool_schema)
-        self._timeout_s = float(config.get("default_timeout", 30))
-        self._language = config.get("default_language", "python")
+        self.default_timeout = float(config.get("default_timeout", 30))
+        self.default_language = config.get("default_language", "python")
+        self.execution_pool = _Threads()
         self._memory_limit_mb = int(config.get("memory_limit_mb", 1024))
 
         self._client = client_of(
@@ -149,7 +163,7 @@ class SandboxFusionTool(_CodeTool):
             ),
             at_once=10,
             # The service answers late programs itself; this is for a service that hangs.
-            requests=RequestsConfig(timeout_s=2 * self._timeout_s + 10),
+            requests=RequestsConfig(timeout_s=2 * self.default_timeout + 10),
             path="/run_code",
         )
 
@@ -162,9 +176,19 @@ class SandboxFusionTool(_CodeTool):
             RuntimeError: the service could not run it.
         """
         code = self._code_of(parameters)
-        timeout_s = float(parameters.get("timeout", self._timeout_s))
-        language = str(parameters.get("language", self._language))
-        return await run_in_thread(self._run, code, min(timeout_s, self._timeout_s), language)
+        timeout_s = float(parameters.get("timeout", self.default_timeout))
+        language = str(parameters.get("language", self.default_language))
+        return await run_in_thread(self._run, code, min(timeout_s, self.default_timeout), language)
+
+    def execute_code(
+        self, instance_id: str, code: str, timeout: float = 30, language: str = "python"
+    ) -> ToolResponse:
+        """Run a program and return its output and errors, for subclasses in verl's form.
+
+        They call `await self.execution_pool.execute.remote(self.execute_code, ...)`.
+        """
+        response, _, _ = self._run(code, min(float(timeout), self.default_timeout), language)
+        return response
 
     def _run(self, code: str, timeout_s: float, language: str) -> Executed:
         request = {
