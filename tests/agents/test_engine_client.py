@@ -2,12 +2,13 @@
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 
 from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of
-from verl.agents.engine_client import EngineClient, EngineSteps
-from verl.rollout import Room, SamplingParams
+from verl.agents.engine_client import EngineClient, EngineSteps, Work
+from verl.rollout import Completion, Room, SamplingParams
 from verl.utils.errors import RolloutError
 
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -81,6 +82,30 @@ def test_cancelled_agent_leaves_nothing_in_the_engine():
     assert asyncio.run(client.serve(work())) == alone.token_ids
     assert not engine.has_work
     engine.check_integrity()
+
+
+class Emptied:
+    """An engine of a user's that steps only with work, as a run has it after an abort."""
+
+    has_work = False
+
+    def __init__(self) -> None:
+        self.aborted = []
+
+    def abort(self, sample_ids: set[int]) -> list[Completion]:
+        self.aborted += sample_ids
+        return []
+
+    def step(self) -> list[Completion]:
+        raise IndexError("pop from empty list")
+
+
+def test_an_engine_without_work_takes_no_step():
+    """Its error hid the one that the episodes were aborted for."""
+    engine: Any = Emptied()
+    steps = EngineSteps(engine, SamplingParams(max_new_tokens=4), seed=0, step=1)
+    assert steps.take(Work([], {3})) == ([], {})
+    assert engine.aborted == [3]
 
 
 def test_too_long_prompt_fails_only_its_agent():

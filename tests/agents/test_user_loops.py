@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config
-from verl.agents import AgentRunner
+from verl.agents import AgentLoopOutput, AgentRunner
 from verl.agents.checks import check_rows
 from verl.agents.loops.user_loop import _full_config
 from verl.rollout.trajectory import DROPPED_BECAUSE
@@ -114,6 +114,20 @@ class Seven(AgentLoopBase):
             response_ids=first.token_ids + added + second.token_ids,
             response_mask=[1] * len(first) + [0] * len(added) + [1] * len(second),
         )
+
+
+class Unscored(New):
+    async def run(self, sampling_params, **kwargs):
+        output = await super().run(sampling_params, **kwargs)
+        output.reward_score = float("nan")
+        return output
+
+
+class Empty(New):
+    async def run(self, sampling_params, **kwargs):
+        output = await super().run(sampling_params, **kwargs)
+        output.response_ids = output.response_mask = []
+        return output
 
 
 class Nothing(AgentLoopBase):
@@ -229,6 +243,8 @@ def loops(tmp_path: Path) -> str:
         "unmade": "Unmade",
         "raises": "Raises",
         "nothing": "Nothing",
+        "unscored": "Unscored",
+        "empty": "Empty",
         "seven": "Seven",
         "asserts": "Asserts",
         "plain": "Plain",
@@ -324,6 +340,11 @@ def test_a_loop_without_an_output_is_an_error(loops: str):
         run(loops, "nothing")
 
 
+def test_an_empty_response_is_an_error_of_its_loop(loops: str):
+    with pytest.raises(RolloutError, match="'empty' returned no response_ids in sample 0"):
+        run(loops, "empty")
+
+
 def test_a_loop_that_is_not_async_is_an_error(loops: str):
     with pytest.raises(RolloutError, match=r"'plain' must be async: write `async def run\("):
         run(loops, "plain")
@@ -381,6 +402,20 @@ def test_loop_that_changes_tokens_is_an_error(loops: str, name: str, message: st
         run(loops, name)
 
 
+def test_a_misspelled_field_of_an_output_is_named():
+    tokens = {"prompt_ids": [1], "response_ids": [2], "response_mask": [1]}
+    assert AgentLoopOutput(**tokens, mm_processor_kwargs={}).model_extra  # of later versions
+    with pytest.raises(ValueError, match="no field 'reward_scor'. Nearest: reward_score"):
+        AgentLoopOutput(**tokens, reward_scor=1.0)
+
+
+def test_a_score_that_is_no_number_is_an_error(loops: str):
+    with pytest.raises(
+        RolloutError, match="reward_score of the agent loop 'unscored' must be a fin"
+    ):
+        run(loops, "unscored")
+
+
 def test_an_episode_whose_loop_raises_can_be_dropped(loops: str):
     _, (trajectory,), metrics = run(loops, "raises", agent__on_error="drop")
     assert trajectory.is_dropped
@@ -401,6 +436,11 @@ def test_a_missing_loop_file_names_its_key(tmp_path: Path):
         ("- name: a", "entry 0: expected the keys name and _target_"),
         ("- {name: a, _target_: verl.rollout.trajectory.Trajectory}", "with run .*or with play"),
         ("- {name: a, _target_: verl.agents.nothing.Here}", "entry 0: _target_: "),
+        (
+            "[{name: a, _target_: verl.agents.AgentLoopBase},"
+            " {name: a, _target_: verl.agents.AgentLoopBase}]",
+            "entry 1: the name 'a' is taken by entry 0",
+        ),
     ],
 )
 def test_invalid_loop_files_are_errors(tmp_path: Path, text: str, message: str):

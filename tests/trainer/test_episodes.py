@@ -137,7 +137,9 @@ def test_episodes_that_all_failed_are_an_error_with_the_first_cause():
     batch = with_episodes(prompts(1), played([(0, 0), (1, 0)], agent_info=infos), n=2)
     require_episodes(batch, RolloutConfig())
     batch.batch["response_mask"][:] = 0
-    with pytest.raises(RolloutError, match=r"All 2 episodes .* first failed: KeyError: 'answer'"):
+    with pytest.raises(
+        RolloutError, match=r"to learn from\. The first failed: KeyError: 'answer'\. Fix"
+    ):
         require_episodes(batch, RolloutConfig())
 
 

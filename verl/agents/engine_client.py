@@ -59,7 +59,9 @@ class EngineSteps:
         errors: dict[int, RolloutError] = {}
         if work.requests:
             self._submit(work.requests, errors)
-        return self.engine.step(), errors
+        # Nothing may be left after an abort, and a user's engine steps only with work.
+        completions = self.engine.step() if self.engine.has_work else []
+        return completions, errors
 
     def _submit(self, requests: list[Request], errors: dict[int, RolloutError]) -> None:
         """Submit all requests, or each by itself where the engine refuses one of them."""

@@ -131,7 +131,7 @@ def require_episodes(batch: DataProto, rollout: RolloutConfig) -> None:
     if infos is None or batch.batch["response_mask"].any():
         return
     _, causes = without_failed(batch)
-    first = f" The first failed: {causes[0]}" if causes else ""
+    first = f" The first failed: {causes[0].rstrip('.')}." if causes else ""
     settings = []
     # Agents behind the gateway are dropped in every case.
     if rollout.agent.on_error != "stop" and rollout.agent_loop != "gateway_agent":
@@ -141,7 +141,7 @@ def require_episodes(batch: DataProto, rollout: RolloutConfig) -> None:
     way_out = "; ".join(["Fix the tools, the environment or the agent", *settings])
     raise RolloutError(
         f"All {len(set(batch.non_tensor_batch['episode']))} episodes of this step were dropped or "
-        f"masked, so there is nothing to learn from.{first.rstrip('.')}. {way_out}."
+        f"masked, so there is nothing to learn from.{first} {way_out}."
     )
 
 

@@ -25,9 +25,15 @@ def register_loops(path: str | Path) -> list[str]:
             f"{_KEY}={path} must be a list of {{name, _target_, ...}}, got "
             f"{type(entries).__name__}."
         )
-    names = []
+    names: list[str] = []
     for number, entry in enumerate(entries):
-        names.append(_register(f"{path}, entry {number}", entry))
+        name = _register(f"{path}, entry {number}", entry)
+        if name in names:
+            raise ConfigError(
+                f"{path}, entry {number}: the name '{name}' is taken by entry {names.index(name)}. "
+                "Give one of them another name."
+            )
+        names.append(name)
     return names
 
 

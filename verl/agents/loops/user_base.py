@@ -3,10 +3,11 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from verl.agents.formats.base import ToolSchemas
 from verl.agents.loops.server_manager import NO_MEDIA
@@ -50,6 +51,15 @@ class AgentLoopOutput(BaseModel):
     is_trained: bool = True
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _refuse_misspelled(self) -> "AgentLoopOutput":
+        """Raise ValueError for a field that is nearly one of these. Those of later versions stay."""
+        for name in self.model_extra or ():
+            close = get_close_matches(name, type(self).model_fields, n=1, cutoff=0.85)
+            if close:
+                raise ValueError(f"AgentLoopOutput has no field '{name}'. Nearest: {close[0]}")
+        return self
 
 
 class TrainerConfig:

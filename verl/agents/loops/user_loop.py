@@ -13,6 +13,7 @@ from verl.agents.formats import recognise_format
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt, present
 from verl.agents.loops.server_manager import NumberedTurns, ServerManager, sampling_dict
 from verl.agents.loops.user_base import TrainerConfig
+from verl.agents.user_thread import is_finite_number
 from verl.config import config_to_dict
 from verl.data.rl_dataset import RLDataset
 from verl.rollout.trajectory import MODEL, Segment, Trajectory, fields_of_user
@@ -190,9 +191,23 @@ class UserLoop:
                 f"{len(mask)} mask entries; each token needs one."
             )
 
+        if not response:
+            raise RolloutError(
+                f"The agent loop '{self.name}' returned no response_ids in sample {episode.row}; "
+                "one token at least is due. Raise an error to drop such an episode, with "
+                "actor_rollout_ref.rollout.agent.on_error=drop."
+            )
+
         response = response[: self.context.max_response_tokens]
         prompt = [int(token) for token in output.prompt_ids]
         check_prompt(episode, prompt, self.context.config.prompt_length)
+
+        score = getattr(output, "reward_score", None)
+        if score is not None and not is_finite_number(score):
+            raise RolloutError(
+                f"reward_score of the agent loop '{self.name}' must be a finite number or None, got "
+                f"{score!r}."
+            )
 
         extra = fields_of_user(getattr(output, "extra_fields", None))
         role = getattr(output, "role", "")
@@ -208,7 +223,7 @@ class UserLoop:
             segments=segments,
             part=number,
             role=role,
-            reward=getattr(output, "reward_score", None),
+            reward=score,
             num_turns=output.num_turns,
             extra=extra,
         )
