@@ -29,7 +29,8 @@ def turns_have_an_answer(config: TrainConfig) -> Rows:
             "actor_rollout_ref.rollout.multi_turn.enable=True needs something that answers the "
             "model, got nothing: no turn would follow the first. Set multi_turn.tool_config_path, "
             "multi_turn.function_tool_path, multi_turn.interaction_config_path, "
-            "agent.environment.name, agent.gateway.path or agent.agent_loop_config_path.",
+            "agent.environment.name, agent.gateway.path, agent.agent_loop_config_path or, for a "
+            "registered loop, agent.default_agent_loop.",
         ),
         (
             agent.environment.name is not None and has_answers,
