@@ -245,6 +245,30 @@ def test_unreadable_overrides_are_explained(load: Load, override: str, message: 
         load(override)
 
 
+@pytest.mark.parametrize("folder", ["config", "./config", "recipe/dapo/config"])
+@pytest.mark.parametrize("name", ["ppo_trainer", "dapo_trainer", "one_step_off_ppo_trainer.yaml"])
+def test_files_that_verl_keeps_next_to_its_programs_stand_for_the_schema(
+    load: Load,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+    folder: str,
+    name: str,
+):
+    monkeypatch.chdir(tmp_path)
+    options = [f"--config-path={folder}", f"--config-name={name}"]
+    assert load(*options, "data.max_prompt_length=3").data.max_prompt_length == 3
+    assert f"No folder '{folder}' here" in log.text
+
+    bare = name.removesuffix(".yaml")
+    for mistake in (["--config-path=config", "--config-name=mine"], [f"{folder}/{bare}.yaml"]):
+        with pytest.raises(ConfigError, match="--config-path must be an existing folder"):
+            load(*mistake)
+
+    _write(tmp_path / folder, bare, "data: {max_prompt_length: 5}\n")
+    assert load(*options).data.max_prompt_length == 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

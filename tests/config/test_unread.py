@@ -33,6 +33,7 @@ GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
         (["algorithm.gamma=0.9", "algorithm.lam=0.95", f"{ACTOR}.clip_ratio=0.3"], []),
         ([*GRPO, "algorithm.norm_adv_by_std_in_grpo=False", "critic.optim.num_cycles=2"], []),
         ([f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.num_cycles=2"], []),
+        ([f"{ACTOR}.optim.warmup_style=wsd", f"{ACTOR}.optim.min_lr_ratio=0.1"], []),
         ([f"{ACTOR}.policy_loss.loss_mode=gpg", f"{ACTOR}.clip_ratio=0.3"], ["clip_ratio=0.3"]),
         (
             [

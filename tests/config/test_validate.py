@@ -183,6 +183,11 @@ def test_unavailable_features_are_refused_with_an_alternative(build: Load, overr
     assert "problems in the configuration" not in str(error.value)
 
 
+def test_cispo_may_be_without_a_lower_bound(build: Load):
+    config = build(f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=10", *GRPO)
+    assert config.actor_rollout_ref.actor.clip_ratio_low == 10
+
+
 def test_several_problems_give_one_error(load: Load):
     missing = "actor_rollout_ref.hybrid_engine=False"
     with pytest.raises(
@@ -412,7 +417,7 @@ def test_a_batch_of_zero_is_the_one_that_fully_asynchronous_training_requires(bu
         (["algorithm.norm_adv_by_std_in_grpo=False"], "adv_estimator=grpo or grpo_passk only."),
         ([f"{ACTOR}.policy_loss.loss_mode=gpg", f"{ACTOR}.clip_ratio_c=5"], "clip_ratio_c=5.0 has"),
         (["reward_model.max_length=64"], "it is read with reward_model.enable=True only."),
-        ([f"{ACTOR}.optim.num_cycles=2"], f"with {ACTOR}.optim.warmup_style=cosine only."),
+        ([f"{ACTOR}.optim.num_cycles=2"], f"with {ACTOR}.optim.warmup_style=cosine or wsd only."),
         (["critic.optim.min_lr_ratio=0.1"], "critic.optim.min_lr_ratio=0.1 has no effect"),
         ([f"{ACTOR}.checkpoint.save_contents=[model]"], "leaves out optimizer and extra"),
         (

@@ -75,6 +75,14 @@ def test_cosine_equals_transformers():
         theirs.step()
 
 
+def test_wsd_stays_at_the_peak_and_then_falls_in_a_cosine():
+    factors = values(22, 24, warmup_style="wsd", lr_warmup_steps=2, min_lr_ratio=0.2)
+    assert factors[:3] == [0.0, 0.5, 1.0]
+    assert set(factors[2:21]) == {1.0}
+    assert factors[21:] == pytest.approx([0.6, 0.2, 0.2])
+    assert values(2, 2, warmup_style="wsd", lr_warmup_steps=5) == [0.0, 0.2]
+
+
 def test_unknown_schedule_is_an_error():
     with pytest.raises(ConfigError, match="'linear'"):
         build_schedule(OptimConfig(warmup_style="linear"), 10)

@@ -238,12 +238,26 @@ def test_a_dapo_batch_is_full_of_prompts_with_unequal_rewards(tmp_path):
     assert max(numbers) >= 4, "further prompts have numbers, and with them noise, of their own"
 
 
-def test_the_old_name_of_the_dapo_recipe_runs_the_same_program(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["main_dapo", *DAPO, "--cfg", "job"])
+@pytest.mark.parametrize("name", ["dapo.main_dapo", "entropy.main_entropy"])
+def test_old_names_of_recipes_run_the_same_program(monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", [name, *DAPO, "--cfg", "job"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("recipe.dapo.main_dapo", run_name="__main__")
+        runpy.run_module(f"recipe.{name}", run_name="__main__")
     assert ended.value.code == 0
     assert "clip_ratio_high: 0.28" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("prime.main_prime", "reward_model.model.path"),
+        ("spin.main_spin", "register_policy_loss"),
+        ("gkd.main_gkd", "distillation.enabled=True"),
+    ],
+)
+def test_recipes_that_are_not_here_name_another_way(name, way):
+    with pytest.raises(ImportError, match=f"recipe '{name.split('.')[0]}' is not here: .*{way}"):
+        runpy.run_module(f"recipe.{name}", run_name="__main__")
 
 
 def test_a_dapo_run_resumes_with_the_same_bits(tmp_path):

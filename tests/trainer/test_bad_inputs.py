@@ -385,6 +385,7 @@ def test_a_reward_file_with_a_syntax_error(tmp_path, capfd):
             "Unknown advantage estimator (algorithm.adv_estimator) 'gprp'. Nearest",
         ),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "Nearest known: vanilla"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=GSPO", "Nearest known: gspo."),
         ("reward_model.reward_manager=naiv", "Nearest known: naive"),
         ("actor_rollout_ref.rollout.name=embeded", "Nearest known: embedded"),
         (

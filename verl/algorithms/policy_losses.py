@@ -197,7 +197,7 @@ def cispo(
 
         L = -sg(clip(r, 1 - low, 1 + high)) A log pi        (sg: no gradient through it)
 
-    The paper has no lower bound (low = 1) and tunes the upper one.
+    The paper has no lower bound (low = 1 or more) and tunes the upper one.
     """
     ratio = inputs.log_ratio().exp().detach()
     clipped = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)

@@ -17,6 +17,15 @@ _NO_MEGATRON = (
     "there is no Megatron backend. FSDP2 shards the weights over engine.fsdp_size ranks, and "
     "engine.ulysses_sequence_parallel_size splits long rows."
 )
+_IN_PROCESSES = (
+    "leave it out. reward_model.reward_manager=prime with "
+    "+reward_model.reward_kwargs.num_processes=8 calls a function in as many processes."
+)
+_OWN_MANAGER = (
+    "name the file or module of your manager in actor_rollout_ref.model.external_lib, decorate its "
+    "class with @register('mine') of verl.workers.reward_manager, and set "
+    "reward_model.reward_manager=mine."
+)
 _TIMELINE = "trainer.profile_steps=[2,5] writes the timelines of steps, and no profiler is started."
 # Parts of names for features that this version does not have, and of names that later versions of
 # verl use, with the way out.
@@ -88,6 +97,18 @@ _ABSENT = {
     "calculate_entropy": "leave it out: the metric actor/entropy is always computed.",
     "use_prefix_grouper": (
         "a prompt is computed once for its responses by actor_rollout_ref.actor.share_prompts."
+    ),
+    "reward_model.num_workers": _IN_PROCESSES,
+    "reward.num_workers": _IN_PROCESSES,
+    "reward_manager.source": _OWN_MANAGER,
+    "reward_manager.module.": _OWN_MANAGER,
+    "reward_model.reward_loop_": _OWN_MANAGER,
+    "reward_model.use_reward_loop": (
+        "leave it out: responses are scored while others are generated."
+    ),
+    "algorithm.rollout_is": (
+        "set algorithm.rollout_correction.rollout_is=token or sequence, and "
+        "algorithm.rollout_correction.rollout_is_threshold and rollout_is_mode."
     ),
     "reward_manager.name": "the reward manager is reward_model.reward_manager.",
     "reward_loop.": "leave it out: responses are scored while others are generated.",

@@ -20,6 +20,7 @@ POLICY_LOSSES = (
 SEQUENCE_LOSSES = ("gspo", "geo_mean")  # of one ratio a response, written for seq-mean-token-mean
 ATTENTION_KERNELS = ("auto", "flash4", "cudnn", "torch")
 OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon")
+SCHEDULES = ("constant", "cosine", "wsd")
 KL_ESTIMATORS = (
     *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
     *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),

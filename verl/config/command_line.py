@@ -29,6 +29,7 @@ class CommandLine:
     config_path: str | None = None
     config_name: str | None = None
     config_dir: str | None = None
+    is_one_file: bool = False  # folder and name come from `config.yaml`
     show: bool = False
     help: bool = False
 
@@ -101,6 +102,7 @@ def _set_file(command: CommandLine, files: list[Path]) -> None:
 
     command.config_path = str(files[0].parent)
     command.config_name = files[0].stem
+    command.is_one_file = True
 
 
 def _set_option(command: CommandLine, option: str, value: str) -> None:

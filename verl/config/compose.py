@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ _REFUSALS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 # Raised by OmegaConf for `a.b=1` where `a` is a list.
 _NAMES_IN_LISTS = (ValueError, TypeError, IndexError)
 _NO_FILE_OF_A_GROUP = re.compile(r"Could not find '(\w+)/(\w+)'")
+# YAML files that verl's programs name in a folder `config` next to them. Their values are the
+# program's own here, so each stands for the schema where the user has no such file.
+_FILES_OF_PROGRAMS = {
+    "ppo_trainer": (
+        *("ppo_trainer", "dapo_trainer", "entropy_trainer"),
+        *("one_step_off_ppo_trainer", "fully_async_ppo_trainer"),
+    ),
+    "sft_trainer": ("sft_trainer", "sft_trainer_engine"),
+}
 _SETS_A_VALUE = re.compile(r"\+\+\w+(\.\w+)*=")
 
 
@@ -37,6 +47,13 @@ def compose_files(command: CommandLine, root: str) -> dict[str, Any]:
     defaults, and every error message is ours.
     """
     values = None
+    if _names_a_file_of_verl(command, root):
+        logger.warning(
+            "No folder '%s' here: --config-name=%s stands for the built-in defaults.",
+            command.config_path,
+            command.config_name,
+        )
+        command = replace(command, config_path=None, config_name=None)
     if not _asks_for_files(command):
         values = compose_overrides([*without_backends(command.overrides, root)])
     return compose_by_hydra(command, root) if values is None else values
@@ -144,6 +161,20 @@ def _stand_in(root: str, sections: Set[str]) -> Iterator[None]:
             del store.repo[group][file]
             if not store.repo[group]:
                 del store.repo[group]
+
+
+def _names_a_file_of_verl(command: CommandLine, root: str) -> bool:
+    """Return whether the options name a file that verl ships, by a folder that the user lacks.
+
+    Hydra looks for a relative folder next to the program, where verl keeps `config`.
+    """
+    folder = command.config_path
+    if folder is None or command.is_one_file:
+        return False
+    if command.config_name not in _FILES_OF_PROGRAMS.get(root, ()):
+        return False
+    is_next_to_program = Path(folder).name == "config" and not Path(folder).is_absolute()
+    return is_next_to_program and not Path(folder).is_dir()
 
 
 def _asks_for_files(command: CommandLine) -> bool:

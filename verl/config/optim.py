@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.choices import OPTIMIZERS
+from verl.config.choices import OPTIMIZERS, SCHEDULES
 from verl.config.setting import alias, setting
 
 
@@ -36,19 +36,21 @@ class OptimConfig:
     weight_decay: float = setting(0.01, "decoupled weight decay", at_least=0, finite=True)
     min_lr_ratio: float = setting(
         0.0,
-        "the cosine schedule ends at this share of lr",
+        "the schedules cosine and wsd end at this share of lr",
         at_least=0,
         at_most=1,
         null_is_default=True,
     )
     num_cycles: float = setting(
         0.5,
-        "cosine waves over the run; 0.5 goes from the peak to the minimum once",
+        "cosine waves over the fall; 0.5 goes from the peak to the minimum once",
         above=0,
         finite=True,
     )
     warmup_style: str = setting(
-        "constant", "schedule after the warm-up", choices=("constant", "cosine")
+        "constant",
+        "schedule after the warm-up; wsd: the peak for nine tenths of the rest, then a cosine",
+        choices=SCHEDULES,
     )
     lr_scheduler_type: Any = alias(".warmup_style", "later name in verl")
     betas: list[float] = setting([0.9, 0.999], "AdamW's decay rates of the first and second moment")

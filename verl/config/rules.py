@@ -133,9 +133,11 @@ def algorithm_has_what_it_needs(config: TrainConfig) -> Rows:
 def losses_make_sense(config: TrainConfig) -> Messages:
     actor = config.actor_rollout_ref.actor
     prefix = "actor_rollout_ref.actor"
+    # CISPO has no lower bound: its published settings write a distance of 10.
+    has_lower_bound = actor.policy_loss.loss_mode != "cispo"
     for key in (f"{prefix}.clip_ratio_low", f"{prefix}.clip_ratio"):
         low = value_at(config, key)
-        if low > 1:
+        if low > 1 and has_lower_bound:
             yield (
                 f"{key} is a distance below a ratio of 1 and cannot exceed 1, got {low}. "
                 "0.2 is usual."

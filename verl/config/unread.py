@@ -160,16 +160,16 @@ def _without_policy_loss(config: TrainConfig) -> str | None:
 
 
 def _of_schedules(config: TrainConfig) -> Iterator[Part]:
-    """Yield keys of asynchronous training, and of the cosine schedule of every optimizer."""
+    """Yield keys of asynchronous training, and of the schedules that fall, of every optimizer."""
     mode = config.trainer.mode
     reason = f"it is read with trainer.mode=fully_async only, got trainer.mode={mode}"
     yield Part("async_training", _ASYNC, mode == "fully_async", reason=reason)
 
     for section in trained_sections(config):
         optim = f"{section}.optim"
-        is_cosine = value_at(config, optim).warmup_style == "cosine"
-        reader = f"{optim}.warmup_style=cosine"
-        yield Part(optim, ("min_lr_ratio", "num_cycles"), is_cosine, reader)
+        falls = value_at(config, optim).warmup_style != "constant"
+        reader = f"{optim}.warmup_style=cosine or wsd"
+        yield Part(optim, ("min_lr_ratio", "num_cycles"), falls, reader)
 
 
 def _any_of(names: tuple[str, ...]) -> str:

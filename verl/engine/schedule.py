@@ -6,10 +6,13 @@ from collections.abc import Callable
 import torch
 
 from verl.config import OptimConfig
+from verl.config.choices import SCHEDULES
 from verl.utils.errors import ConfigError
 
 # Maps the number of finished training steps to a factor on the learning rate.
 Schedule = Callable[[int], float]
+
+STABLE_SHARE = 0.9  # of the steps after the warm-up, at the peak before wsd falls
 
 
 class LearningRate:
@@ -66,8 +69,15 @@ def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
         return cosine_schedule(
             warmup, total, min_ratio=config.min_lr_ratio, num_cycles=config.num_cycles
         )
+    if config.warmup_style == "wsd":
+        plateau_end = warmup + int(STABLE_SHARE * max(0, total - warmup))
+        fall = cosine_schedule(
+            plateau_end, total, min_ratio=config.min_lr_ratio, num_cycles=config.num_cycles
+        )
+        rise = constant_schedule(warmup)
+        return lambda step: rise(step) if step < plateau_end else fall(step)
     raise ConfigError(
-        f"optim.warmup_style must be 'constant' or 'cosine', got '{config.warmup_style}'."
+        f"optim.warmup_style must be one of {', '.join(SCHEDULES)}, got '{config.warmup_style}'."
     )
 
 

@@ -13,9 +13,10 @@ T = TypeVar("T")
 def nearest_names(name: str, known: list[str]) -> str:
     """Return at most three known names close to `name`, or all if none is close.
 
-    Returns "none" if no name is known.
+    A name that differs in capitals alone comes first. Returns "none" if no name is known.
     """
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close = [other for other in known if other.lower() == name.lower()]
+    close = close or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return ", ".join(close or sorted(known)) or "none"
 
 

@@ -1,0 +1,1 @@
+"""Training under the name of verl's entropy recipe."""

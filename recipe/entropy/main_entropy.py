@@ -1,0 +1,9 @@
+"""`python -m recipe.entropy.main_entropy key=value ...`: `python -m verl.trainer.main_ppo` under its
+old name. `actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov` or `kl_cov` chooses the loss."""
+
+import sys
+
+from verl.trainer.main_ppo import main
+
+if __name__ == "__main__":
+    sys.exit(main())
