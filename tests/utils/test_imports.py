@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from verl.agents.entries import load_class
+from verl.compat.registries import ADV_ESTIMATOR_REGISTRY
+from verl.rewards.managers import reward_managers
 from verl.utils.errors import ConfigError, MissingDependencyError
 from verl.utils.imports import import_user_code, load_extern_type, load_module, require
 
@@ -132,3 +134,33 @@ def test_a_users_file_that_fails_is_reloaded(tmp_path, monkeypatch):
         load_module(file.name)
     file.write_text("value = 3\n")
     assert load_module(str(file)).value == 3
+
+
+TWO_PARTS = """
+from verl.trainer.ppo.core_algos import register_adv_est
+from verl.workers.reward_manager import register
+
+@register("loaded_twice")
+class Manager:
+    pass
+
+@register_adv_est("loaded_twice")
+def estimate(token_level_rewards, response_mask, **_):
+    return token_level_rewards, token_level_rewards
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_file_may_be_loaded_by_its_path_and_by_its_name(tmp_path: Path, monkeypatch):
+    for name in ("parts_of_mine", "other_parts"):
+        (tmp_path / f"{name}.py").write_text(TWO_PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        module = load_module(str(tmp_path / "parts_of_mine.py"))
+        assert load_module("parts_of_mine").Manager is not module.Manager
+        assert reward_managers.get("loaded_twice") is module.Manager
+        with pytest.raises(ConfigError, match="'loaded_twice' has already been registered"):
+            load_module(str(tmp_path / "other_parts.py"))
+    finally:
+        reward_managers.remove("loaded_twice")
+        ADV_ESTIMATOR_REGISTRY.pop("loaded_twice")

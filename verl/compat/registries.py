@@ -13,7 +13,7 @@ from verl.algorithms.policy_losses import policy_losses
 from verl.compat import signatures
 from verl.rewards.managers import REWARD_MANAGER_REGISTRY
 from verl.utils.errors import ConfigError
-from verl.utils.registry import RegistryDict, nearest_names, plain
+from verl.utils.registry import RegistryDict, is_loaded_again, nearest_names, plain
 
 Function = Callable[..., Any]
 
@@ -135,7 +135,10 @@ def _register(
     registry: MutableMapping[str, Any], kind: str, name: str, function: Function
 ) -> Function:
     # Recipes and tests replace a registry by a plain dictionary, which refuses nothing.
-    if registry.get(name, function) is not function:
+    known = registry.get(name, function)
+    if is_loaded_again(known, function):
+        return function
+    if known is not function:
         raise ConfigError(f"{kind} '{name}' has already been registered; give yours another name.")
     registry[name] = function
     return function

@@ -1,6 +1,7 @@
 """The registry of every kind of part that a user may add by a decorator."""
 
 import difflib
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -30,6 +31,20 @@ def refuse_unknown(place: str, given: Iterable[str], known: Collection[str]) -> 
             )
 
 
+def is_loaded_again(known: object, entry: object) -> bool:
+    """Return whether two objects are one definition, of a file with two module names."""
+    place = _place_of(known)
+    if None in place or place != _place_of(entry):
+        return False
+    return known.__module__ != entry.__module__
+
+
+def _place_of(entry: object) -> tuple[Any, Any]:
+    """Return the file and the qualified name of a function or class, or None for each."""
+    module = sys.modules.get(getattr(entry, "__module__", None) or "")
+    return getattr(module, "__file__", None), getattr(entry, "__qualname__", None)
+
+
 class Registry(Generic[T]):
     """Map names to objects of one kind. Errors use `kind` as the name of that kind."""
 
@@ -40,11 +55,15 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[T], T]:
         """Register the decorated object under a name: `@registry.register("rloo")`.
 
-        Raises ConfigError if another object has that name.
+        Raises ConfigError if another object has that name. A file that is imported by its path and
+        by its module name defines its objects twice; the first ones stay.
         """
 
         def add(entry: T) -> T:
-            if self._entries.get(name, entry) is not entry:
+            known = self._entries.get(name, entry)
+            if is_loaded_again(known, entry):
+                return entry
+            if known is not entry:
                 raise ConfigError(
                     f"{self.kind} '{name}' has already been registered; give yours another name."
                 )
