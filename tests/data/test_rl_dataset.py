@@ -178,6 +178,13 @@ def test_missing_or_misspelled_column_is_named(parquet, tokenizer, renamed, to, 
         RLDataset(parquet(rows), tokenizer, make_config())
 
 
+def test_a_named_reward_column_must_exist(parquet, tokenizer):
+    file = parquet([{**make_row(0), "source": "gsm8k"}])
+    assert len(RLDataset(file, tokenizer, make_config(reward_fn_key="source"))) == 1
+    with pytest.raises(DataError, match=r"'sorce' is missing.*source.*data\.reward_fn_key"):
+        RLDataset(parquet([make_row(0)]), tokenizer, make_config(reward_fn_key="sorce"))
+
+
 def test_similar_column_names_are_accepted(parquet, tokenizer):
     dataset = RLDataset(
         parquet([{**make_row(0), "prompts": "x", "extra_infos": 1}]), tokenizer, make_config()

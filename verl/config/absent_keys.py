@@ -113,7 +113,25 @@ _ABSENT = {
     "reward_manager.name": "the reward manager is reward_model.reward_manager.",
     "reward_loop.": "leave it out: responses are scored while others are generated.",
     "transfer_queue.": "leave it out: ranks pass batches on by themselves.",
-    "rollout.skip": "leave it out: `verl replay` executes a recorded step again.",
+    **dict.fromkeys(
+        ("rollout.skip.", "rollout.skip_rollout", "rollout.skip_dump", "rollout.skip_use_default"),
+        "leave it out: `verl replay` executes a recorded step again.",
+    ),
+    "rollout.skip_tokenizer_init": "leave it out: engines take and give token ids.",
+    "rollout.cudagraph_capture_sizes": (
+        "leave it out: engines choose the sizes. actor_rollout_ref.rollout.enforce_eager=True "
+        "captures no graph."
+    ),
+    "rollout.logprobs_mode": (
+        "leave it out: log-probs are those of the distribution that tokens are drawn from "
+        "(processed_logprobs)."
+    ),
+    "rollout.scheduling_policy": "leave it out: engines order their requests by themselves.",
+    "rollout.over_sample_rate": (
+        "leave it out: every response is waited for. trainer.mode=fully_async trains while long "
+        "ones go on."
+    ),
+    "data_loader_seed": "the seed of everything is trainer.seed.",
     "trainer.remove_previous_ckpt_in_save": (
         "trainer.max_actor_ckpt_to_keep=1 keeps the newest checkpoint alone."
     ),

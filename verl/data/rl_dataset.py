@@ -343,6 +343,9 @@ def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
             )
 
     require_column(file, rows, config.prompt_key, "data.prompt_key")
+    # The usual column may be absent where a function or a model gives the score.
+    if config.reward_fn_key != DataConfig().reward_fn_key:
+        require_column(file, rows, config.reward_fn_key, "data.reward_fn_key")
 
 
 def check_rows(
