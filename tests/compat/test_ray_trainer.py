@@ -134,3 +134,14 @@ def test_unsupported_arguments_name_the_replacement(tmp_path, given, way):
     config = load_config(command_line(tmp_path, "trainer.device=cpu"))
     with pytest.raises(ConfigError, match=way):
         RayPPOTrainer(config, reward_fn=one_score, **given)
+
+
+@pytest.mark.parametrize("old", ["_validate", "_save_checkpoint", "_load_checkpoint"])
+def test_a_method_that_nothing_calls_is_refused(tmp_path, old):
+    config = load_config(command_line(tmp_path, "trainer.device=cpu"))
+    recipe = type("Recipe", (RayPPOTrainer,), {old: lambda self: None})
+    with pytest.raises(ConfigError, match=rf"Recipe\.{old} is called .* Rename it to {old[1:]},"):
+        recipe(config, reward_fn=one_score)
+
+    own_fit = type("OwnFit", (recipe,), {"fit": lambda self: None})
+    own_fit(config, reward_fn=one_score).fit()

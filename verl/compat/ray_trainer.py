@@ -98,6 +98,8 @@ class RayPPOTrainer(PPOTrainer):
                 "verl.trainer.PPOTrainer(config, tokenizer=..., reward_fn=..., train_dataset=...)."
             )
 
+        _refuse_uncalled_methods(type(self))
+
         self.worker_classes = _worker_classes(role_worker_mapping or {})
         super().__init__(
             _on_device(config, device_name),
@@ -252,3 +254,17 @@ def _check_pools(manager: Any, num_ranks: int) -> None:
             f"resource_pool_manager has {wanted} processes, and the run {num_ranks} ranks. Set "
             f"trainer.nnodes and trainer.n_gpus_per_node to {wanted} in all."
         )
+
+
+def _refuse_uncalled_methods(trainer: type[RayPPOTrainer]) -> None:
+    """Raise ConfigError for a method under an old name that the inherited `fit` does not call."""
+    if trainer.fit is not RayPPOTrainer.fit:
+        return
+    for owner in trainer.__mro__[: trainer.__mro__.index(RayPPOTrainer)]:
+        for old, new in OLD_NAMES.items():
+            if old.startswith("_") and old in vars(owner):
+                raise ConfigError(
+                    f"{owner.__name__}.{old} is called by a `fit` in the form of verl 0.5 alone, "
+                    f"and {trainer.__name__} has none. Rename it to {new}, and call "
+                    f"super().{new}() in it."
+                )
