@@ -10,16 +10,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _OWN_LOSS = (
-    "its loss is not in this version. Register yours by @register_policy_loss('mine') in a file that "
-    "actor_rollout_ref.model.external_lib names, and run `python -m verl.trainer.main_ppo` with "
+    "its loss is not in this version. Register yours by @register_policy_loss('mine') in a file "
+    "that actor_rollout_ref.model.external_lib names, and run `python -m verl.trainer.main_ppo` with "
     "actor_rollout_ref.actor.policy_loss.loss_mode=mine"
 )
 _AGENTS = "run `python -m verl.trainer.main_ppo` with agents and tools: docs/how_to/agents.md"
 _ABSENT = {
     "prime": (
-        "its implicit reward model is not in this version. A reward model of your own is "
-        "reward_model.model.path of `python -m verl.trainer.main_ppo`; algorithm.adv_estimator=rloo "
-        "is its estimator"
+        "its implicit reward model is not in this version. Run `python -m verl.trainer.main_ppo` "
+        "with algorithm.adv_estimator=rloo and a reward model of your own, reward_model.enable=True "
+        "and reward_model.model.path"
     ),
     "spin": _OWN_LOSS,
     "sppo": _OWN_LOSS,
