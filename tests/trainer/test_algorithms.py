@@ -459,7 +459,7 @@ def test_bypass_uses_the_log_probs_of_the_rollout(tmp_path, monkeypatch):
 
 
 def test_the_peak_of_the_ranks_is_reported_where_the_driver_has_none(tmp_path, monkeypatch):
-    trainer = trainer_of(tmp_path, "trainer.logger=[]", "trainer.save_freq=-1")
+    trainer = start_trainer(tmp_path, "trainer.logger=[]", "trainer.save_freq=-1")
     peak = {"perf/max_memory_allocated_gb": 5.0}
     monkeypatch.setattr(trainer.actor_wg.worker, "peak_memory", lambda: peak)
     trainer.load_checkpoint()

@@ -134,6 +134,8 @@ def test_logs_are_removed_unless_a_server_failed(tmp_path, monkeypatch, fails: b
         assert log.read_text() == "no memory\n"
     else:
         servers = start()
+        (keeper,) = servers._processes.values()
+        assert os.getpgid(keeper.pid) != os.getpgid(0)  # Ctrl-C is not for it
         assert [*tmp_path.glob("verl-*/*.log")]
         servers.close()
         assert not [*tmp_path.iterdir()]

@@ -127,6 +127,9 @@ class OwnedServers:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self._environment(),
+                # A signal for the run's group, as of Ctrl-C or `timeout`, would kill the keeper
+                # and leave the server.
+                start_new_session=True,
             )
 
     def close(self) -> None:
