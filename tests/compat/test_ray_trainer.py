@@ -136,12 +136,30 @@ def test_unsupported_arguments_name_the_replacement(tmp_path, given, way):
         RayPPOTrainer(config, reward_fn=one_score, **given)
 
 
-@pytest.mark.parametrize("old", ["_validate", "_save_checkpoint", "_load_checkpoint"])
-def test_a_method_that_nothing_calls_is_refused(tmp_path, old):
-    config = load_config(command_line(tmp_path, "trainer.device=cpu"))
-    recipe = type("Recipe", (RayPPOTrainer,), {old: lambda self: None})
-    with pytest.raises(ConfigError, match=rf"Recipe\.{old} is called .* Rename it to {old[1:]},"):
-        recipe(config, reward_fn=one_score)
+@pytest.mark.parametrize("name", ["_validate", "validate"])
+def test_a_method_is_overridden_under_either_name(tmp_path, name):
+    calls = []
 
-    own_fit = type("OwnFit", (recipe,), {"fit": lambda self: None})
-    own_fit(config, reward_fn=one_score).fit()
+    class Mixin:
+        def _save_checkpoint(self):
+            calls.append("mixin saves")
+            super()._save_checkpoint()
+
+    def validate(self):
+        calls.append("validate")
+        return {"own/score": 1.0}
+
+    class Recipe(Mixin, RayPPOTrainer):
+        def _load_checkpoint(self):
+            calls.append("load")
+            super()._load_checkpoint()
+
+    setting = ("trainer.save_freq=1", "trainer.test_freq=1", "trainer.val_before_train=False")
+    config = load_config(command_line(tmp_path, "trainer.device=cpu", *setting))
+    trainer = type("Own", (Recipe,), {name: validate})(config, reward_fn=one_score)
+    trainer.init_workers()
+    trainer.fit()
+
+    assert calls == ["load", *["validate", "mixin saves"] * trainer.total_steps]
+    assert trainer._validate() == trainer.validate() == {"own/score": 1.0}
+    assert (tmp_path / "global_step_1").is_dir()

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import save_tiny, tiny_tokenizer
-from tests.trainer.runs import run, step_lines, without_times
-from tests.trainer.test_algorithms import trainer_of
+from tests.trainer.runs import run, start_trainer, step_lines, without_times
 from tests.trainer.test_ranks import assert_same, train
 from verl.config import load_config
 from verl.models.load import resolve_path
@@ -102,7 +101,7 @@ def test_the_teacher_is_added_to_the_reward_with_its_coefficient(tmp_path, teach
 
 def test_a_divergence_can_be_subtracted_from_advantages(tmp_path, teacher):
     own = [f"{LOSS}.use_policy_gradient=True", f"{LOSS}.distillation_loss_coef=0.5"]
-    trainer = trainer_of(tmp_path, *distilling(teacher, "k1", *own))
+    trainer = start_trainer(tmp_path, *distilling(teacher, "k1", *own))
     batch = trainer.collect(next(iter(trainer.train_loader)))
     batch = trainer.estimate_advantages(trainer.evaluate_policies(batch))
     columns = batch.batch
@@ -133,7 +132,7 @@ def test_a_teacher_on_ranks_of_its_own_and_on_all_ranks(tmp_path, teacher):
 def test_another_vocabulary_is_an_error_that_names_both(tmp_path, teacher):
     save_tiny(tmp_path / "other")
     with pytest.raises(ModelError, match=r"'\S*other' and\s+'toy' differ in \d+ tokens"):
-        trainer_of(tmp_path, *distilling(tmp_path / "other", "reverse_kl"))
+        start_trainer(tmp_path, *distilling(tmp_path / "other", "reverse_kl"))
     same = tiny_tokenizer()
     check_same_vocabulary(same, tiny_tokenizer(), student_path="a", teacher_path="b")
 

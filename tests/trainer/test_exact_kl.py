@@ -4,8 +4,7 @@ and roles are distributed."""
 import pytest
 import torch
 
-from tests.trainer.runs import run, step_lines, weights, without_times
-from tests.trainer.test_algorithms import trainer_of
+from tests.trainer.runs import run, start_trainer, step_lines, weights, without_times
 from tests.trainer.test_invariance import relative_distance
 from tests.trainer.test_ranks import train
 from verl.engine.microbatch import TokenBudget
@@ -17,7 +16,7 @@ FULL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.kl_
 
 def test_the_loss_has_the_divergence_of_full_distributions(tmp_path):
     """Compute the KL from the logits of the models after the policy has left the reference."""
-    trainer = trainer_of(tmp_path, *FULL, "trainer.max_steps=3")
+    trainer = start_trainer(tmp_path, *FULL, "trainer.max_steps=3")
     trainer.fit()
     assert trainer.metrics["actor/kl_loss"] > 1e-6
 

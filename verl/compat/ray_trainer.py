@@ -37,19 +37,23 @@ ROLES: dict[str, tuple[str, type[Worker]]] = {
     "RefPolicy": ("reference", ReferenceWorker),
     "RewardModel": ("reward_model", RewardModelWorker),
 }
-# Attributes and methods of verl 0.5's trainer that have another name here.
+# Attributes of verl 0.5's trainer that have another name here.
 OLD_NAMES = {
     "global_steps": "global_step",
     "total_training_steps": "total_steps",
+    "kl_ctrl_in_reward": "kl_controller",
+}
+# Methods, which a subclass may override under either name.
+OLD_METHODS = {
     "_load_checkpoint": "load_checkpoint",
     "_save_checkpoint": "save_checkpoint",
     "_validate": "validate",
-    "kl_ctrl_in_reward": "kl_controller",
 }
 
 
 class RayPPOTrainer(PPOTrainer):
-    """PPOTrainer with the parameters of verl 0.5, and its names of attributes (`OLD_NAMES`).
+    """PPOTrainer with the parameters of verl 0.5, and its names of attributes and methods
+    (`OLD_NAMES`, `OLD_METHODS`).
 
     A subclass may have a `fit` of verl 0.5: `train_dataloader` yields dicts with padded prompts,
     `actor_rollout_wg` generates, computes log-probs and updates, and hands weights over after each
@@ -98,8 +102,6 @@ class RayPPOTrainer(PPOTrainer):
                 "verl.trainer.PPOTrainer(config, tokenizer=..., reward_fn=..., train_dataset=...)."
             )
 
-        _refuse_uncalled_methods(type(self))
-
         self.worker_classes = _worker_classes(role_worker_mapping or {})
         super().__init__(
             _on_device(config, device_name),
@@ -122,6 +124,22 @@ class RayPPOTrainer(PPOTrainer):
         own_fit = vars(cls).get("fit")
         if own_fit is not None:
             cls.fit = claiming(own_fit)
+        for old, new in OLD_METHODS.items():
+            cls._join_names(old, new)
+
+    @classmethod
+    def _join_names(cls, old: str, new: str) -> None:
+        """Give a method that is overridden under one name the other name, too.
+
+        The inherited `fit` calls the new name, one of verl 0.5 the old name.
+        """
+        for owner in cls.__mro__[: cls.__mro__.index(RayPPOTrainer)]:
+            defined = [vars(owner)[name] for name in (old, new) if name in vars(owner)]
+            if len(defined) == 1:
+                setattr(cls, old, defined[0])
+                setattr(cls, new, defined[0])
+            if defined:
+                return
 
     def init_workers(self) -> None:
         """Start the roles, and offer their calls with the answers of verl 0.5."""
@@ -154,6 +172,15 @@ class RayPPOTrainer(PPOTrainer):
         """Start a role as TrainingRun does, with the class of `role_worker_mapping` if given."""
         chosen = self.worker_classes.get(role, worker_class)
         return super().start_role(role, chosen, *args, **kwargs)
+
+    def _load_checkpoint(self) -> None:
+        super().load_checkpoint()
+
+    def _save_checkpoint(self) -> None:
+        super().save_checkpoint()
+
+    def _validate(self) -> dict[str, float]:
+        return super().validate()
 
     def _balance_batch(
         self, batch: Any, metrics: dict[str, Any], logging_prefix: str = "global_seqlen"
@@ -254,17 +281,3 @@ def _check_pools(manager: Any, num_ranks: int) -> None:
             f"resource_pool_manager has {wanted} processes, and the run {num_ranks} ranks. Set "
             f"trainer.nnodes and trainer.n_gpus_per_node to {wanted} in all."
         )
-
-
-def _refuse_uncalled_methods(trainer: type[RayPPOTrainer]) -> None:
-    """Raise ConfigError for a method under an old name that the inherited `fit` does not call."""
-    if trainer.fit is not RayPPOTrainer.fit:
-        return
-    for owner in trainer.__mro__[: trainer.__mro__.index(RayPPOTrainer)]:
-        for old, new in OLD_NAMES.items():
-            if old.startswith("_") and old in vars(owner):
-                raise ConfigError(
-                    f"{owner.__name__}.{old} is called by a `fit` in the form of verl 0.5 alone, "
-                    f"and {trainer.__name__} has none. Rename it to {new}, and call "
-                    f"super().{new}() in it."
-                )
