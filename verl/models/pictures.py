@@ -5,13 +5,15 @@ A video is a picture of several frames.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from verl.protocol import DataProto
 from verl.utils.errors import DataError
+
+if TYPE_CHECKING:  # merging checkpoints needs no tensordict
+    from verl.protocol import DataProto
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,7 @@ class Picture:
 Pictures = tuple[Picture, ...]
 
 
-def pictures_of(batch: DataProto) -> list[Pictures]:
+def pictures_of(batch: "DataProto") -> list[Pictures]:
     """Return the pictures of each of B rows."""
     column = batch.non_tensor_batch.get("prepared_pictures")
     if column is None:
