@@ -87,13 +87,22 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    def submit(self, *requests: Any, **settings: Any) -> None:
+        with self._counting():
+            self._engine.submit(*requests, **settings)
+
     def step(self) -> Any:
+        self.steps += 1
+        with self._counting():
+            return self._engine.step()
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            return self._engine.step()
+            yield
         finally:
             self.seconds += time.perf_counter() - started
-            self.steps += 1
 
 
 class Waits:
