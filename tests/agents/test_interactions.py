@@ -100,11 +100,13 @@ def test_interactions_of_a_file_by_dotted_path_and_by_file(tmp_path):
     assert session.outcomes == {"ok": 3}
 
 
-def test_a_class_is_called_by_keyword_or_by_position(tmp_path):
+def test_a_class_is_called_by_keyword_or_by_position(tmp_path, monkeypatch):
+    monkeypatch.setenv("GREETING", "x")
     (tmp_path / "users.py").write_text(USERS_FILE)
     for name in ("ByKeyword", "ByPosition"):
         text = (
-            f"interaction: [{{class_name: '{tmp_path}/users.py:{name}', config: {{greeting: x}}}}]"
+            f"interaction: [{{class_name: '{tmp_path}/users.py:{name}', "
+            "config: {greeting: '${oc.env:GREETING}'}}]"
         )
         (made,) = initialize_interactions_from_config(write(tmp_path, text)).values()
         assert made.config["greeting"] == "x"
@@ -138,6 +140,7 @@ def test_a_class_is_called_by_keyword_or_by_position(tmp_path):
             f"interaction: [{{class_name: {GSM8K}}}, {{name: gsm8k, class_name: {GSM8K}}}]",
             ["entry 2", "Duplicate interaction name 'gsm8k' found"],
         ),
+        ("interaction: ${oc.env:NOT_SET_HERE}", ["cannot be read", "'NOT_SET_HERE' not found"]),
         ("interaction: [", ["line 1, column 15, is not YAML: expected the node content"]),
         (
             f"interaction: [{{class_name: {__name__}.Misspelled}}]",

@@ -40,26 +40,34 @@ def read_entries(path: str | Path) -> list[Entry]:
     if not isinstance(found, list) or not found:
         raise ConfigError(
             f"'{path}' must have a list 'interaction:' with at least one entry, such as "
-            f"'- class_name: package.module.Class', got {_shown(content)}."
+            f"'- class_name: package.module.Class', got {_shown(content or None)}."
         )
     return [_entry(number, entry, file) for number, entry in enumerate(found, start=1)]
 
 
 def read_yaml(path: str | Path, setting: str | None = None) -> Any:
-    """Return the content of a YAML file.
+    """Return the content of a YAML file, interpolations such as ${oc.env:HOME} resolved.
 
-    Raises ConfigError, which begins with the `setting` that names the file, if it is missing or is
-    not YAML.
+    Raises ConfigError, which begins with the `setting` that names the file, if it is missing, is
+    not YAML, or has an interpolation without a value.
     """
+    # Not at the top: processes of tools import this module, and read no files.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     file = Path(path).expanduser()
     if not file.is_file():
         expected = "Expected" if setting is None else f"{setting}: expected"
         raise ConfigError(f"{expected} a YAML file at '{path}', found none.")
+
+    place = "" if setting is None else f"{setting}: "
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        return OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        place = "" if setting is None else f"{setting}: "
         raise ConfigError(f"{place}{explain_yaml(error, path)}") from error
+    except (OmegaConfBaseException, OSError) as error:  # OSError: a text or a number alone
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{place}'{path}' cannot be read: {reason}") from error
 
 
 def load_class(reference: str, folder: Path | None = None) -> type:

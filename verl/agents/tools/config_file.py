@@ -16,15 +16,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from verl.agents.entries import load_class, require_calls
+from verl.agents.entries import load_class, read_yaml, require_calls
 from verl.agents.tools.base import BaseTool, as_schema, check_names, shut_down
 from verl.agents.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.errors import ConfigError, VerlError, describe_error
 from verl.utils.registry import refuse_unknown
 from verl.utils.signatures import call_by_name
-from verl.utils.yaml_text import explain_yaml
 
 _KEYS = ("class_name", "config", "tool_schema", "mcp")
 _CALLS = {
@@ -84,7 +81,7 @@ def read_tool_config(path: str | Path) -> list[ToolEntry]:
     Raises:
         ConfigError: file, entry and key that are wrong.
     """
-    content = _load_yaml(path)
+    content = read_yaml(path, "multi_turn.tool_config_path")
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         found = f"{type(content if entries is None else entries).__name__}: {content!r:.80}"
@@ -169,23 +166,6 @@ def make_tool(
 def get_tool_class(cls_name: str) -> type[Any]:
     """Return the class `package.module.Class`, or `path/to/file.py:Class`; see `load_class`."""
     return load_class(cls_name)
-
-
-def _load_yaml(path: str | Path) -> Any:
-    from omegaconf import OmegaConf  # interpolations such as ${oc.env:HOME}, as in verl
-
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(
-            f"multi_turn.tool_config_path: expected a YAML file at '{path}', found none."
-        )
-    try:
-        return OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"multi_turn.tool_config_path: {explain_yaml(error, path)}") from error
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{path} is not a YAML file of tools: {reason}") from error
 
 
 def _check_entry(path: str | Path, number: int, entry: Any) -> ToolEntry:
