@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from verl.agents.environments import check_environment, roles_of
@@ -20,7 +19,7 @@ from verl.data.chat import as_messages
 from verl.data.pictures import with_placeholders
 from verl.utils.errors import ConfigError, DataError, VerlError
 from verl.utils.logging import logger, say_once
-from verl.utils.registry import nearest_names
+from verl.utils.registry import misspelled, nearest_names
 
 # Gives (file and row, value) of every row of a column.
 Column = Callable[[str], Iterator[tuple[str, Any]]]
@@ -251,11 +250,9 @@ def _check_sections(place: str, where: str, sections: Mapping[str, Any]) -> None
             _require_mapping(f"{place}: {where}, {name}", keywords, "{keyword: value}")
             continue
         known = ", ".join(_SECTIONS)
-        close = get_close_matches(name, _SECTIONS, n=1, cutoff=0.8)
-        if close:
-            raise DataError(
-                f"{place}: {where} has '{name}'. Did you mean {close[0]}? Known: {known}."
-            )
+        meant = misspelled(name, _SECTIONS)
+        if meant is not None:
+            raise DataError(f"{place}: {where} has '{name}'. Did you mean {meant}? Known: {known}.")
         say_once(
             f"{where} has '{name}', which no method of the tool gets as a keyword. Known: {known}.",
             logging.WARNING,

@@ -107,10 +107,7 @@ def search_score(
     score: float = 1.0,
 ) -> float:
     """Return `score` for a right answer in tags, `format_score` for another one, 0 for none."""
-    if search_answer(solution_str) is None:
-        return 0.0
-    is_right = search_qa.score(solution_str, ground_truth) == 1.0
-    return score if is_right else format_score
+    return _search_score(solution_str, ground_truth, "exact", format_score, score)
 
 
 def search_substring_score(
@@ -121,9 +118,15 @@ def search_substring_score(
     score: float = 1.0,
 ) -> float:
     """Score as `search_score` does; an answer that contains a right one is right, too."""
+    return _search_score(solution_str, ground_truth, "substring", format_score, score)
+
+
+def _search_score(
+    solution_str: str, ground_truth: Any, rule: str, format_score: float, score: float
+) -> float:
     if search_answer(solution_str) is None:
         return 0.0
-    is_right = search_qa.score(solution_str, ground_truth, method="substring") == 1.0
+    is_right = search_qa.score(solution_str, ground_truth, method=rule) == 1.0
     return score if is_right else format_score
 
 

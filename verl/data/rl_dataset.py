@@ -1,6 +1,5 @@
 """The dataset of prompts, with the columns that rewards need."""
 
-import difflib
 import hashlib
 import logging
 import os
@@ -32,6 +31,7 @@ from verl.data.sampler import chosen_rows
 from verl.models.pictures import Pictures
 from verl.utils.errors import DataError
 from verl.utils.logging import logger, say_once
+from verl.utils.registry import misspelled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -333,9 +333,8 @@ def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
     for column in rows.columns:
         if column in known:
             continue
-        close = difflib.get_close_matches(column, missing, n=1, cutoff=0.8)
-        if close:
-            meant = close[0]
+        meant = misspelled(column, missing)
+        if meant is not None:
             or_key = f", or set {named_by[meant]}={column}" if meant in named_by else ""
             raise DataError(
                 f"{file}: unknown column '{column}'; did you mean '{meant}', which is missing? "

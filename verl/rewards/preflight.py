@@ -161,8 +161,9 @@ def inspect_reward(
     state = rng_state()
     report = Report(probes=_probes(rows, manager.reward_fn_key))
     if plays_episodes:
+        row_of = dict(rows)
         for probe in report.probes[:-1]:  # the last one shares the sample of the first
-            probe.sample.extra_info = _info_of_episode(probe.sample, dict(rows)[probe.row])
+            probe.sample.extra_info = _info_of_episode(probe.sample, row_of[probe.row])
 
     # Try the first one alone: it may load something, and if it hangs, the others hang too.
     _try(report.probes[:1], manager)

@@ -21,6 +21,12 @@ def nearest_names(name: str, known: list[str]) -> str:
     return ", ".join(close or sorted(known)) or "none"
 
 
+def misspelled(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that `name` seems to mean; None where none is that close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.8)
+    return close[0] if close else None
+
+
 def refuse_unknown(place: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise ConfigError, which begins with `place`, for a key that is not known."""
     for key in given:

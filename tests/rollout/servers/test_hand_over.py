@@ -6,7 +6,13 @@ import time
 import pytest
 import torch
 
-from tests.rollout.servers.test_servers import PARAMS, draw, largest_kl, move
+from tests.rollout.servers.test_servers import (
+    PARAMS,
+    assert_a_restart_is_noticed,
+    draw,
+    largest_kl,
+    move,
+)
 from tests.tiny_models import tiny_tokenizer
 from tests.workers.batches import CPU, actor_of
 from verl.rollout.types import Request
@@ -153,16 +159,7 @@ def test_a_restart_between_two_draws_is_noticed_by_the_version_that_the_worker_l
     worker.take_weights()
     move(actor)
     worker.take_weights()
-    engine = worker.engine
-    engine.submit([Request(prompt_ids=(5, 6), sample_ids=(0,))], PARAMS, seed=0, step=0)
-    while engine._ended.empty():
-        time.sleep(0.01)
-    server.end()
-    server.start()
-    engine.submit([Request(prompt_ids=(5, 7), sample_ids=(1,))], PARAMS, seed=0, step=0)
-    with pytest.raises(RolloutError, match="changed its weights during the generation"):
-        while engine.has_work:
-            engine.step()
+    assert_a_restart_is_noticed(worker.engine, server)
 
 
 def test_a_hand_over_that_ends_half_way_leaves_no_version(own, monkeypatch):

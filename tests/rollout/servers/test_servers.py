@@ -189,10 +189,8 @@ def test_a_restarted_server_gets_the_weights_before_it_draws(settings, start, di
     assert torch.equal(draw(rollout).batch["responses"], expected)
 
 
-def test_a_restart_between_two_draws_is_noticed_by_a_server_that_names_no_weights(settings, start):
-    server = start("vllm", "0.24.0")
-    engine = updated_rollout(settings, server).engine
-    engine.forget_prefixes()
+def assert_a_restart_is_noticed(engine, server):
+    """Restart the server between two draws of the engine, and expect an error."""
     engine.submit([Request(prompt_ids=(5, 6), sample_ids=(0,))], PARAMS, seed=0, step=0)
     while engine._ended.empty():
         time.sleep(0.01)
@@ -202,6 +200,13 @@ def test_a_restart_between_two_draws_is_noticed_by_a_server_that_names_no_weight
     with pytest.raises(RolloutError, match="changed its weights during the generation"):
         while engine.has_work:
             engine.step()
+
+
+def test_a_restart_between_two_draws_is_noticed_by_a_server_that_names_no_weights(settings, start):
+    server = start("vllm", "0.24.0")
+    engine = updated_rollout(settings, server).engine
+    engine.forget_prefixes()
+    assert_a_restart_is_noticed(engine, server)
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])

@@ -11,7 +11,6 @@ tools:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from verl.agents.entries import load_class, read_yaml, require_calls
 from verl.agents.tools.base import BaseTool, as_schema, check_names, shut_down
 from verl.agents.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.errors import ConfigError, VerlError, describe_error
-from verl.utils.registry import refuse_unknown
+from verl.utils.registry import misspelled, refuse_unknown
 from verl.utils.signatures import call_by_name
 
 _KEYS = ("class_name", "config", "tool_schema", "mcp")
@@ -240,9 +239,9 @@ def _check_schema(place: str, given: dict[str, Any], schema: OpenAIFunctionToolS
     ):
         missing = [name for name in known if name not in keys]
         for key in keys:
-            close = get_close_matches(str(key), missing, n=1, cutoff=0.8)
-            if key not in known and close:
-                raise ConfigError(f"{place}{where}: unknown key '{key}'. Nearest: {close[0]}.")
+            meant = misspelled(str(key), missing)
+            if key not in known and meant is not None:
+                raise ConfigError(f"{place}{where}: unknown key '{key}'. Nearest: {meant}.")
 
     declared = schema.function.parameters
     for name in declared.required:
