@@ -1,10 +1,12 @@
 """Long phases report their name and progress; short ones are silent."""
 
+import gc
 import io
 import logging
 import re
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -139,3 +141,24 @@ def test_roles_in_one_process_count_their_progress_once(tmp_path):
     assert len(trainer.worker_groups()) == 3  # actor, rollout, reference
     note_progress(3, 8, "responses")
     assert trainer.progress() == [Progress(3, 8, "responses")]
+
+
+def test_a_dropped_trainer_is_freed(tmp_path):
+    """Its models would otherwise stay in memory next to those of the next one."""
+    trainer = PPOTrainer(
+        {
+            **{"data.dataset_name": "toy", "actor_rollout_ref.model.path": "toy"},
+            **{"data.train_batch_size": 2, "trainer.max_steps": 1, "trainer.logger": []},
+            **{"trainer.default_local_dir": str(tmp_path), "trainer.save_freq": -1},
+        }
+    )
+    trainer.init_workers()
+    trainer.fit()
+    kept = {
+        "trainer": weakref.ref(trainer),
+        "model": weakref.ref(trainer.actor_wg.worker.engine.hf_model),
+        "rollout": weakref.ref(trainer.rollout_wg.worker.engine),
+    }
+    del trainer
+    gc.collect()
+    assert [name for name, part in kept.items() if part() is not None] == []

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -58,10 +59,7 @@ class PhaseReports:
     def phase(self, name: str) -> Iterator[None]:
         """Watch a phase of the driver. The innermost of nested phases is reported."""
         if self._thread is None and self._is_on:
-            self._thread = threading.Thread(
-                target=self._report_forever, name="verl-watch-phases", daemon=True
-            )
-            self._thread.start()
+            self._start_thread()
         self._phases.append(_Phase(name, self._every_s))
         self._running.set()
         try:
@@ -78,17 +76,36 @@ class PhaseReports:
         if self._phases:
             self._phases[-1].own = Progress(done, total, unit)
 
-    def _report_forever(self) -> None:
-        while True:
-            self._running.wait()
-            time.sleep(self._every_s / _TICKS)
-            phases = self._phases.copy()
-            if phases and time.monotonic() >= phases[-1].due:
-                phases[-1].due += self._every_s
-                if self._status is None:
-                    logger.info("%s", self._line(phases))
-                else:
-                    self._status.show(self._line(phases))
+    def _start_thread(self) -> None:
+        """Start the thread, which keeps neither this object nor the trainer that it reads."""
+        own = weakref.ref(self)
+        running = self._running
+        pause_s = self._every_s / _TICKS
+        weakref.finalize(self, running.set)
+
+        def report_forever() -> None:
+            while True:
+                running.wait()
+                time.sleep(pause_s)
+                reports = own()
+                if reports is None:
+                    return
+                reports._report()
+                del reports  # before the next wait
+
+        self._thread = threading.Thread(
+            target=report_forever, name="verl-watch-phases", daemon=True
+        )
+        self._thread.start()
+
+    def _report(self) -> None:
+        phases = self._phases.copy()
+        if phases and time.monotonic() >= phases[-1].due:
+            phases[-1].due += self._every_s
+            if self._status is None:
+                logger.info("%s", self._line(phases))
+            else:
+                self._status.show(self._line(phases))
 
     def _line(self, phases: Sequence[_Phase]) -> str:
         seconds = time.monotonic() - phases[-1].started
