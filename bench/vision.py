@@ -12,6 +12,9 @@ Pictures cost as much however long the responses are, so their share falls with 
 Prints seconds of each phase of the last of `--steps` steps, the ratio of the step times, and how
 many patches the trainer's and the rollout's vision towers computed, against the patches of one pass
 over the pictures. Exit code 1 if the step takes more than 1.25 times that of text.
+
+Each model has a process of its own: memory that one leaves behind would make the passes of the next
+one smaller.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +44,9 @@ from verl.trainer import PPOTrainer
 from verl.utils.phases import phase
 
 GOAL = 1.25
-VLLM_LOG = Path("outputs/vision_vllm.log")
+NAMES = ("text", "vision")
+LOGS = Path("outputs")
+LIMIT_S = 600.0
 VLLM_LIMIT_S = 300.0
 PROMPTS, SAMPLES, RESPONSE, TEXT = 32, 8, 128, 64
 TOKEN_ROWS = 32  # rows and columns of the picture's tokens
@@ -68,8 +74,8 @@ VISION_3B: dict[str, Any] = {
 TINY: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2}
 
 
-def make_models(folder: Path, tiny: bool) -> dict[str, Path]:
-    """Write both models with drawn weights; return their folders."""
+def make_models(folder: Path, names: Sequence[str], tiny: bool) -> dict[str, Path]:
+    """Write models with drawn weights; return their folders."""
     text = TEXT_3B | (TINY | {"num_attention_heads": 4, "vocab_size": 512} if tiny else {})
     vision = dict(VISION_3B)
     sections = [4, 6, 6] if tiny else [16, 24, 24]
@@ -94,8 +100,9 @@ def make_models(folder: Path, tiny: bool) -> dict[str, Path]:
     }
 
     folders = {}
-    for name, config in configs.items():
+    for name in names:
         torch.manual_seed(0)
+        config = configs[name]
         kind: Any = AutoModelForCausalLM if name == "text" else AutoModelForImageTextToText
         folders[name] = folder / name
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -247,12 +254,23 @@ def measure_vllm(folder: Path, tiny: bool) -> dict[str, float]:
     job.write(job_file)
     script = Path(__file__).parent / "vision_vllm.py"
     command = [str(script), "--job", str(job_file), "--json", str(result)]
-    problem = run_limited(command, VLLM_LOG, limit_s=VLLM_LIMIT_S)
+    problem = run_limited(command, LOGS / "vision_vllm.log", limit_s=VLLM_LIMIT_S)
     if problem:
         raise SystemExit(f"vision.py: vLLM gave no result: {problem}")
     found = json.loads(result.read_text(encoding="utf-8"))
     print(found["versions"])
     return found["seconds"]
+
+
+def measure_apart(folder: Path, name: str, arguments: Sequence[str]) -> dict[str, float]:
+    """Run `measure` in a process of its own, with the arguments of this one."""
+    result = folder.with_suffix(".json")
+    command = [__file__, *arguments, "--only", name, "--folder", str(folder), "--json", str(result)]
+    log = LOGS / f"vision_{name}.log"
+    problem = run_limited(command, log, limit_s=LIMIT_S)
+    if problem:
+        raise SystemExit(f"vision.py: the model '{name}' gave no result: {problem}")
+    return json.loads(result.read_text(encoding="utf-8"))
 
 
 def show(name: str, seconds: dict[str, float]) -> None:
@@ -269,25 +287,34 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--response-tokens", type=int, default=RESPONSE, help=f"[{RESPONSE}]")
-    parser.add_argument("--only", choices=("text", "vision"), help="measure one model")
+    parser.add_argument("--only", choices=NAMES, help="measure one model")
     parser.add_argument("--freeze", action="store_true", help="do not train the vision tower")
     parser.add_argument("--vllm", action="store_true", help="measure vLLM's rollout, too")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of a process of its own
+    parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     RESPONSE = given.response_tokens
     if given.tiny:
         PROMPTS, RESPONSE, TOKEN_ROWS = 4, 8, 4
 
+    if given.json is not None:
+        result = measure(given.folder, given.only, given.steps, given.freeze)
+        given.json.write_text(json.dumps(result), encoding="utf-8")
+        return 0
+    if given.vllm and given.only == "text":
+        parser.error("--vllm measures the vision model: leave out --only text.")
+
     place = Path(tempfile.mkdtemp())
+    names = NAMES if given.only is None else (given.only,)
+    results = {}
     try:
-        folders = make_models(place, given.tiny)
-        results = {}
-        if given.vllm:  # before a trainer of this process takes memory of the device
+        folders = make_models(place, names, given.tiny)
+        if given.vllm:
             results["vllm"] = measure_vllm(folders["vision"], given.tiny)
             show("vllm", results["vllm"])
-        for name, folder in folders.items():
-            if given.only in (None, name):
-                results[name] = measure(folder, name, given.steps, given.freeze)
-                show(name, results[name])
+        for name in names:
+            results[name] = measure_apart(folders[name], name, sys.argv[1:])
+            show(name, results[name])
     finally:
         shutil.rmtree(place)
 

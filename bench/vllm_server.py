@@ -19,7 +19,8 @@ vllm-in-process: the same prompts without the trainer, with an empty prefix cach
 changes from minute to minute then counts for both. Its time is left out of the step's.
 
 With `--hand-over-only` nothing is trained: no gradients and no moments take memory, so that a 7B
-fits next to an engine: `--hand-over-only --models 7b --prompts 8 --new-tokens 16`.
+fits next to an engine: `--hand-over-only --models 7b --prompts 8 --new-tokens 16`. To train it,
+`--optimizer AdamW8bit --engines vllm-in-process --interleaved --no-seeds` leaves it room enough.
 """
 
 import argparse
@@ -120,6 +121,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--server-memory", type=float, default=0.3, help="share of the device [0.3]"
     )
+    parser.add_argument("--optimizer", help="AdamW8bit leaves a 7B room to train [AdamW]")
     parser.add_argument("--server-python", default=sys.executable)
     parser.add_argument("--server-flags", type=json.loads, default={}, help="a JSON object")
     parser.add_argument("--no-seeds", action="store_true", help="samples have no seeds")
@@ -151,6 +153,8 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     device = torch.device("cpu" if arguments.tiny else "cuda")
     config = gpu_step.make_config(arguments, folder, device)
     config.trainer.default_local_dir = str(folder / engine)
+    if arguments.optimizer is not None:
+        config.actor_rollout_ref.actor.optim.optimizer = arguments.optimizer
     rollout = config.actor_rollout_ref.rollout
     config.actor_rollout_ref.model.lora_rank = arguments.lora_rank
     name, _, way = engine.partition("-")
