@@ -61,7 +61,7 @@ class Conversation:
 
     @property
     def ids(self) -> list[int]:
-        """The prompt of the next turn."""
+        """The prompt of the next turn; it grows with the conversation."""
         return self._ids
 
     @property
@@ -89,7 +89,7 @@ class Conversation:
             routed_experts=drawn.routed_experts,
         )
         self._current.segments.append(segment)
-        self._ids = [*self._ids, *drawn.token_ids]
+        self._ids += drawn.token_ids
         self.turns += 1
 
     def add_reply(self, reply: Message) -> None:
@@ -127,7 +127,7 @@ class Conversation:
             return False
         self._current.pictures += pictures
         self._current.segments.append(Segment(source=source, token_ids=added, turn=self.turns))
-        self._ids = [*self._ids, *added]
+        self._ids += added
         return True
 
     def mask_last_turn(self) -> None:

@@ -98,6 +98,8 @@ class Generated:
 
 def merged(requests: Sequence[Request]) -> list[Request]:
     """Join requests for one sample each that have the same prompt, which is then computed once."""
+    if len(requests) == 1:
+        return list(requests)  # a hash reads the whole prompt
     together: dict[tuple[Any, ...], list[Request]] = {}
     for request in requests:
         seen = tuple(picture.key for picture in request.pictures)
