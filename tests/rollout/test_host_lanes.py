@@ -4,6 +4,7 @@ trainer's model."""
 import functools
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, to
 from tests.rollout.test_embedded import worst_log_prob_error
 from verl.models.families import LLAMA_FAMILIES
 from verl.rollout import Request, SamplingParams, sampling
-from verl.rollout.embedded import host_lanes, host_runner
+from verl.rollout.embedded import host_lanes, host_runner, scheduler
 from verl.rollout.embedded.kernels import blas
 from verl.utils.errors import VerlError
 from verl.utils.logging import say_once
@@ -105,6 +106,41 @@ def test_tokens_after_the_end_of_a_response_are_discarded(steps, lanes, monkeypa
     plain = make_engine(model, max_num_seqs=5)
     assert tokens_of(run(plain, PROMPTS, n=6)) == tokens_of(completions)
     assert plain.statistics()["decode_steps"] <= statistics["decode_steps"]
+
+
+def test_samples_that_reach_their_limit_are_computed_on_with(lanes, monkeypatch):
+    """Some end at the last position that the model may have; a next turn finds their keys."""
+    model = talkative_model("qwen2")
+    prompt = tuple(PROMPTS[0])
+    first = []
+    for row in range(12):
+        first.append(Request(prompt_ids=prompt, sample_ids=(row,), limits=(30 - 2 * row,)))
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+
+    def two_turns(slots_behind):
+        monkeypatch.setattr(scheduler, "SLOTS_BEHIND", slots_behind)
+        engine = make_engine(model, max_model_len=len(prompt) + 30)
+        decode = Mock(wraps=engine.runner.decode)
+        monkeypatch.setattr(engine.runner, "decode", decode)
+        drawn = list(engine.generate(first, params, seed=0, step=0))
+        calls = decode.call_count
+        second = []
+        for done in drawn:
+            if len(done.token_ids) < 28:
+                context = (*prompt, *done.token_ids)
+                ids = (100 + done.sample_id,)
+                second.append(Request(prompt_ids=context, sample_ids=ids, limits=(2,)))
+        again = list(engine.generate(second, params, seed=0, step=0))
+        tokens = {done.sample_id: done.token_ids for done in [*drawn, *again]}
+        log_probs = {done.sample_id: done.log_probs for done in [*drawn, *again]}
+        return tokens, log_probs, calls
+
+    tokens, log_probs, calls = two_turns(slots_behind=2)
+    exact_tokens, exact_log_probs, exact_calls = two_turns(slots_behind=1 << 10)
+    assert tokens == exact_tokens
+    for row, values in log_probs.items():
+        assert values == pytest.approx(exact_log_probs[row], abs=1e-5)
+    assert calls < exact_calls, "the others went on, together with those that had ended"
 
 
 @pytest.mark.parametrize(

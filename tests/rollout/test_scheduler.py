@@ -2,15 +2,17 @@
 its own pages."""
 
 from collections import deque
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.rollout.embedded import scheduler as scheduling
 from verl.rollout.embedded.pages import PageAllocator
 from verl.rollout.embedded.samples import Admission, Group, Sample
-from verl.rollout.embedded.scheduler import Scheduler
+from verl.rollout.embedded.scheduler import SLOTS_BEHIND, Scheduler
 from verl.rollout.types import Completion
 
 PAGE = 4
@@ -52,6 +54,9 @@ class FakeDevice:
         for slot in slots.tolist():
             place = len(self.texts[slot]) - 1
             assert place == self.scheduler.cached[slot] + ahead
+            drawn = len(self.texts[slot]) - len(self.scheduler.group_of(slot).prompt)
+            if drawn >= self.scheduler.limits[slot]:
+                continue  # it has no page for what it is computed on with
             self.show()
             page = self.table[slot, place // PAGE]
             assert self.scheduler.pages.references[page] == 1, "a shared page was written to"
@@ -87,10 +92,12 @@ def drive(
     redraw: bool = False,
     prefix_caching: bool = False,
     most: int = 1,
+    behind: int = SLOTS_BEHIND,
 ) -> Scheduler:
     """Run samples to their limit, or until they draw their `stop`-th token.
 
-    A stop is seen `lag` draws late. Up to `most` steps run at once when all samples are admitted.
+    A stop is seen `lag` draws late. Up to `most` steps run at once when all samples are admitted,
+    of which one in `behind` may end before the last step.
     """
     groups = [Group(prompt=tuple(range(length)), unstarted=n) for length in prompts]
     samples = [
@@ -133,7 +140,8 @@ def drive(
             scheduler.launch(slots, fed=0)
             scheduler.release_started_prompts()
         else:
-            steps = scheduler.steps_ahead(most)
+            with patch.object(scheduling, "SLOTS_BEHIND", behind):
+                steps = scheduler.steps_ahead(most)
             preempted = scheduler.preemptions
             copies, complete = scheduler.prepare_decode(steps, may_preempt=not flight)
             assert steps == 1 or (complete and scheduler.preemptions == preempted), (
@@ -188,9 +196,22 @@ def drive(
     redraw=st.booleans(),
     prefix_caching=st.booleans(),
     most=st.integers(1, 9),
+    behind=st.sampled_from([2, 3, 16]),
 )
 def test_every_sample_ends_once_with_its_own_tokens(
-    prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw, prefix_caching, most
+    prompts,
+    n,
+    limits,
+    spare,
+    max_num_seqs,
+    budget,
+    stop,
+    lag,
+    refill,
+    redraw,
+    prefix_caching,
+    most,
+    behind,
 ):
     drive(
         prompts,
@@ -205,6 +226,7 @@ def test_every_sample_ends_once_with_its_own_tokens(
         redraw,
         prefix_caching,
         most,
+        behind,
     )
 
 

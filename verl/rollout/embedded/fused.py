@@ -25,6 +25,7 @@ from verl.models.families import LLAMA_VISION_FAMILIES, rope_settings
 from verl.models.vision import family_of, reads_pictures, text_body
 from verl.rollout.embedded.attention import LayerShape, Paging, PrefillStep, Step
 from verl.rollout.embedded.invariant import InvariantOperations
+from verl.rollout.embedded.scheduler import STEPS_AT_ONCE
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 
 
@@ -289,6 +290,8 @@ class StackedDecoder(FusedDecoder):
         super().__init__(*arguments, **settings)
         half = self.sin.shape[1] // 2
         turns = torch.complex(self.cos[:, :half], self.sin[:, :half])
+        # Samples at their last position may be computed on with for some steps: any turn will do.
+        turns = torch.cat([turns, turns[-1:].expand(STEPS_AT_ONCE, -1)])
         self.turns = turns[:, None]  # (P, 1, D / 2)
         self.stacks: Any = None  # `Stacks` of all layers
         self._layer_stacks: dict[int, Stacks] = {}  # views of them, by id of the layer

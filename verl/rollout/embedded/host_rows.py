@@ -12,7 +12,7 @@ from verl.models.alibi import KeyBias
 from verl.models.attention import Facts
 from verl.rollout.embedded.attention import LayerPages, Paging, add_bias, attend_keys
 from verl.rollout.embedded.samples import IntArray
-from verl.rollout.embedded.scheduler import Scheduler
+from verl.rollout.embedded.scheduler import STEPS_AT_ONCE, Scheduler
 
 # Columns for tokens to come when rows get memory: so many, or half the length of the longest row,
 # where any sample may come to need them.
@@ -20,9 +20,6 @@ SPARE_COLUMNS = 128
 # A softmax over fewer numbers than a CPU computes at once takes ten times as long as one over
 # these.
 FEWEST_COLUMNS = 16
-# Steps by column that go at once; samples that end are computed on with until the last. With 1, 2,
-# 4, 8 and 16 of them 128 samples of 64 tokens took 195, 183, 160, 153 and 143 ms.
-STEPS_AT_ONCE = 8
 # How dimensions of (n, R, Hk, C, D) lie in memory.
 _BY_ROW = (0, 1, 2, 3, 4)
 _BY_COLUMN = (0, 3, 1, 2, 4)
@@ -182,10 +179,13 @@ class KeyRows:
         self._end += steps
 
         def fill_pages(part: slice) -> None:
-            for end in np.unique(ends):
-                among = (part.start <= rows) & (rows < part.stop) & (ends == end)
-                for cache, mine in self._caches():
-                    cache[pages[among]] = mine[rows[among], :, end - size : end]
+            among = (part.start <= rows) & (rows < part.stop)
+            if not among.any():
+                return
+            columns = ends[among, None] + np.arange(-size, 0)
+            for cache, mine in self._caches():
+                full = mine[rows[among, None], :, columns]  # (n, page_size, Hk, D)
+                cache[pages[among]] = full.swapaxes(1, 2)
 
         return fill_pages
 
@@ -244,8 +244,10 @@ class KeyRows:
             self._end = length  # nothing is there
         if rows <= self._num_rows and length <= self._end <= self._num_columns - steps:
             return
-        # More rows than these are never needed once no sample waits.
-        self._num_rows = len(scheduler.epoch) if scheduler.waiting else rows
+        if scheduler.waiting:
+            self._num_rows = len(scheduler.epoch)
+        elif rows > self._num_rows or 2 * rows < self._num_rows:
+            self._num_rows = rows  # agents leave and come back: a few rows more stay for them
         longest = scheduler.table.shape[1] * scheduler.page_size
         roomy = length + _spare_columns(length)
         self._num_columns = max(length + steps, min(roomy, longest))

@@ -22,10 +22,10 @@ from verl.rollout.embedded.attention import (
 )
 from verl.rollout.embedded.fused import StackedDecoder, TorchDecoder
 from verl.rollout.embedded.host_lanes import Lane, Lanes
-from verl.rollout.embedded.host_rows import STEPS_AT_ONCE, KeyRows, most_bytes, words
+from verl.rollout.embedded.host_rows import KeyRows, most_bytes, words
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.samples import Answer, IdLists, IntArray
-from verl.rollout.embedded.scheduler import Scheduler
+from verl.rollout.embedded.scheduler import STEPS_AT_ONCE, Scheduler
 from verl.rollout.embedded.several import Fed, right_draws
 from verl.rollout.sampling import row_keys, sample
 from verl.rollout.twin import ModelTwin

@@ -18,6 +18,12 @@ from verl.rollout.types import Completion
 from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import RolloutError
 
+# Steps that a CPU takes at once; samples that end are computed on with until the last. With 1, 2, 4,
+# 8 and 16 of them 128 samples of 64 tokens took 195, 183, 160, 153 and 143 ms.
+STEPS_AT_ONCE = 8
+# Of so many slots one may be known to end before the last of them.
+SLOTS_BEHIND = 16
+
 
 class Scheduler(RunningSamples):
     """Admits samples in order of request and sample, and pre-empts the latest admitted one.
@@ -229,13 +235,16 @@ class Scheduler(RunningSamples):
     def steps_ahead(self, most: int) -> int:
         """Return how many steps, from 1 to `most`, all unfinished slots can take together.
 
-        No slot draws its last token before the last of these steps, and all have pages for them.
+        No more than one slot of SLOTS_BEHIND is computed on with after its last token, and all have
+        pages for what they may draw.
         """
         rows = self.unfinished
-        steps = int(
-            (self.limits[rows] - self.launched[rows]).min(initial=min(most, self.page_size))
-        )
-        return self.steps_with_pages(steps)
+        most = min(most, self.page_size)
+        left = self.limits[rows] - self.launched[rows]
+        if most > 1 and rows.size:
+            place = rows.size // SLOTS_BEHIND
+            most = min(most, int(np.partition(left, place)[place]))
+        return self.steps_with_pages(most)
 
     def steps_with_pages(self, steps: int) -> int:
         """Return `steps` if there are pages for so many tokens of each unfinished slot, else 1."""
