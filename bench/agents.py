@@ -32,29 +32,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import yaml
-from rollout_models import SHAPES, random_model, write_config
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from verl.utils.garbage import loading_packages
+from verl.utils.openmp import limit_spinning
 
-from verl.agents import AgentContext, EngineClient, EngineSteps, Episode
-from verl.agents.boundary import ChatBoundary
-from verl.agents.conversation import Conversation
-from verl.agents.formats import ToolCall
-from verl.agents.tools import ToolSet
-from verl.config.rollout import EngineKwargsConfig, RolloutConfig
-from verl.diagnostics.view.answers import covered
-from verl.models.load import load_causal_lm, load_tokenizer
-from verl.rollout import (
-    Request,
-    Room,
-    SamplingParams,
-    ServerEngine,
-    create_rollout_engine,
-    generate,
-)
+# As the entry points of the package do.
+limit_spinning()
+with loading_packages():
+    import numpy as np
+    import torch
+    import yaml
+    from rollout_models import SHAPES, random_model, write_config
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    from verl.agents import AgentContext, EngineClient, EngineSteps, Episode
+    from verl.agents.boundary import ChatBoundary
+    from verl.agents.conversation import Conversation
+    from verl.agents.formats import ToolCall
+    from verl.agents.tools import ToolSet
+    from verl.config.rollout import EngineKwargsConfig, RolloutConfig
+    from verl.diagnostics.view.answers import covered
+    from verl.models.load import load_causal_lm, load_tokenizer
+    from verl.rollout import (
+        Request,
+        Room,
+        SamplingParams,
+        ServerEngine,
+        create_rollout_engine,
+        generate,
+    )
 
 TOOL = """
 import asyncio
