@@ -100,7 +100,7 @@ class ChatTemplate:
         # Straight from the backend, unless a caller has left settings in it: this runs between all
         # turns, and transformers' own call takes three times as long.
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None and backend.padding is None and backend.truncation is None:
+        if backend is not None and self._is_unchanged(backend):
             return backend.encode(text, add_special_tokens=False).ids
 
         encoded: Any = self.tokenizer(
@@ -108,6 +108,12 @@ class ChatTemplate:
         )
         ids: list[int] = encoded["input_ids"]
         return ids
+
+    def _is_unchanged(self, backend: Any) -> bool:
+        """Return whether a backend encodes as a call of the tokenizer would have it do."""
+        splits = getattr(self.tokenizer, "split_special_tokens", False)
+        is_whole = backend.padding is None and backend.truncation is None
+        return is_whole and backend.encode_special_tokens == splits
 
     # ------------------------------------------------------------ arguments of calls
 
