@@ -109,25 +109,29 @@ def test_tokens_after_the_end_of_a_response_are_discarded(steps, lanes, monkeypa
 
 
 def test_samples_that_reach_their_limit_are_computed_on_with(lanes, monkeypatch):
-    """Some end at the last position that the model may have; a next turn finds their keys."""
+    """One ends at the last position that the model may have; a next turn finds their keys."""
     model = talkative_model("qwen2")
     prompt = tuple(PROMPTS[0])
+    longest = len(prompt) + 30
+    prompts = [*[prompt] * 12, (*prompt, *[5] * 18)]
     first = []
-    for row in range(12):
-        first.append(Request(prompt_ids=prompt, sample_ids=(row,), limits=(30 - 2 * row,)))
+    for row, own in enumerate(prompts):
+        first.append(
+            Request(prompt_ids=own, sample_ids=(row,), limits=(30 - 2 * row if row < 12 else 12,))
+        )
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
 
     def two_turns(slots_behind):
         monkeypatch.setattr(scheduler, "SLOTS_BEHIND", slots_behind)
-        engine = make_engine(model, max_model_len=len(prompt) + 30)
+        engine = make_engine(model, max_model_len=longest)
         decode = Mock(wraps=engine.runner.decode)
         monkeypatch.setattr(engine.runner, "decode", decode)
         drawn = list(engine.generate(first, params, seed=0, step=0))
         calls = decode.call_count
         second = []
         for done in drawn:
-            if len(done.token_ids) < 28:
-                context = (*prompt, *done.token_ids)
+            context = (*prompts[done.sample_id], *done.token_ids)
+            if len(context) + 2 < longest:
                 ids = (100 + done.sample_id,)
                 second.append(Request(prompt_ids=context, sample_ids=ids, limits=(2,)))
         again = list(engine.generate(second, params, seed=0, step=0))

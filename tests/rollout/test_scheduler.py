@@ -198,36 +198,8 @@ def drive(
     most=st.integers(1, 9),
     behind=st.sampled_from([2, 3, 16]),
 )
-def test_every_sample_ends_once_with_its_own_tokens(
-    prompts,
-    n,
-    limits,
-    spare,
-    max_num_seqs,
-    budget,
-    stop,
-    lag,
-    refill,
-    redraw,
-    prefix_caching,
-    most,
-    behind,
-):
-    drive(
-        prompts,
-        n,
-        limits,
-        spare,
-        max_num_seqs,
-        budget,
-        stop,
-        lag,
-        refill,
-        redraw,
-        prefix_caching,
-        most,
-        behind,
-    )
+def test_every_sample_ends_once_with_its_own_tokens(**case):
+    drive(**case)
 
 
 def test_the_same_calls_give_the_same_order():

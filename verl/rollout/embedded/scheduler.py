@@ -240,8 +240,8 @@ class Scheduler(RunningSamples):
         """
         rows = self.unfinished
         most = min(most, self.page_size)
-        left = self.limits[rows] - self.launched[rows]
         if most > 1 and rows.size:
+            left = self.limits[rows] - self.launched[rows]
             place = rows.size // SLOTS_BEHIND
             most = min(most, int(np.partition(left, place)[place]))
         return self.steps_with_pages(most)
