@@ -145,13 +145,7 @@ def test_roles_in_one_process_count_their_progress_once(tmp_path):
 
 def test_a_dropped_trainer_is_freed(tmp_path):
     """Its models would otherwise stay in memory next to those of the next one."""
-    trainer = PPOTrainer(
-        {
-            **{"data.dataset_name": "toy", "actor_rollout_ref.model.path": "toy"},
-            **{"data.train_batch_size": 2, "trainer.max_steps": 1, "trainer.logger": []},
-            **{"trainer.default_local_dir": str(tmp_path), "trainer.save_freq": -1},
-        }
-    )
+    trainer = PPOTrainer(load_config(command_line(tmp_path)))
     trainer.init_workers()
     trainer.fit()
     kept = {
