@@ -254,10 +254,7 @@ def measure_vllm(folder: Path, tiny: bool) -> dict[str, float]:
     job.write(job_file)
     script = Path(__file__).parent / "vision_vllm.py"
     command = [str(script), "--job", str(job_file), "--json", str(result)]
-    problem = run_limited(command, LOGS / "vision_vllm.log", limit_s=VLLM_LIMIT_S)
-    if problem:
-        raise SystemExit(f"vision.py: vLLM gave no result: {problem}")
-    found = json.loads(result.read_text(encoding="utf-8"))
+    found = run_apart("vllm", command, result, VLLM_LIMIT_S)
     print(found["versions"])
     return found["seconds"]
 
@@ -266,10 +263,14 @@ def measure_apart(folder: Path, name: str, arguments: Sequence[str]) -> dict[str
     """Run `measure` in a process of its own, with the arguments of this one."""
     result = folder.with_suffix(".json")
     command = [__file__, *arguments, "--only", name, "--folder", str(folder), "--json", str(result)]
-    log = LOGS / f"vision_{name}.log"
-    problem = run_limited(command, log, limit_s=LIMIT_S)
+    return run_apart(name, command, result, LIMIT_S)
+
+
+def run_apart(name: str, command: Sequence[str], result: Path, limit_s: float) -> Any:
+    """Run a script that writes `result`, and return what it wrote."""
+    problem = run_limited(command, LOGS / f"vision_{name}.log", limit_s=limit_s)
     if problem:
-        raise SystemExit(f"vision.py: the model '{name}' gave no result: {problem}")
+        raise SystemExit(f"vision.py: '{name}' gave no result: {problem}")
     return json.loads(result.read_text(encoding="utf-8"))
 
 
