@@ -1,6 +1,7 @@
 """The same program on Ray: one local cluster for all tests, because a start takes seconds."""
 
 import contextlib
+import gc
 import os
 import re
 import shutil
@@ -419,6 +420,24 @@ def test_an_existing_ray_is_used_unchanged(pools):
     before = ray.get_runtime_context().get_job_id()
     connect(address="no such cluster")
     assert ray.get_runtime_context().get_job_id() == before
+
+
+def test_a_fork_does_not_destroy_what_it_inherits(pools):
+    class Client:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            if os.getpid() != driver:
+                os._exit(1)
+
+    driver = os.getpid()
+    Client()  # garbage for the next collection
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_users_runtime_environment_extends_the_shipped_one(monkeypatch):

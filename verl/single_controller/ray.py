@@ -18,6 +18,7 @@ from verl.single_controller.ray_control import (
     LATE,
     end_agents_with_driver,
     init_patiently,
+    keep_clients_in_forks,
     note_own,
     on_loopback,
     refusal,
@@ -120,6 +121,7 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
     it writes nothing there (a full disk), or if it refuses to upload the folders of `runtime_env`
     (with their largest files). Any other error is Ray's own.
     """
+    keep_clients_in_forks()
     if ray.is_initialized():
         logger.info("Ray is initialized already and used as it is.")
         return

@@ -1,6 +1,7 @@
 """Ray's own processes: start a Ray for a run, end it, and watch Ray's control service (GCS)."""
 
 import atexit
+import gc
 import importlib
 import os
 import shutil
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,16 @@ def on_loopback() -> Iterator[None]:
             del os.environ[_RAY_CLUSTERS]
         else:
             os.environ[_RAY_CLUSTERS] = variable
+
+
+@cache
+def keep_clients_in_forks() -> None:
+    """Exempt the objects that a fork of this process inherits from its garbage collection.
+
+    `ray.init` leaves clients of the control service to the collector. Their destructors end with
+    SIGSEGV in a fork, which lacks the threads of Ray.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def init_patiently(**arguments: Any) -> None:
