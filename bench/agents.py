@@ -344,8 +344,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     path.write_text(textwrap.dedent(TOOL))
     tools = ToolSet.from_config(function_tool_path=str(path), timeout_s=30.0)
     context = AgentContext(config=config, tokenizer=tokenizer, boundary=boundary, tools=tools)
-    turns = [many_turns(context, engine, episodes, arguments) for _ in range(arguments.repeat)]
-    plain = [one_turn(engine, episodes, arguments) for _ in range(arguments.repeat)]
+    turns = []
+    plain = []
+    for _ in range(arguments.repeat):  # by turns, since the speed of a shared machine drifts
+        turns.append(many_turns(context, engine, episodes, arguments))
+        plain.append(one_turn(engine, episodes, arguments))
     idle = {}
     if arguments.profile:
         idle = device_idle(lambda: many_turns(context, engine, episodes, arguments))
