@@ -1,6 +1,11 @@
 """The rows and stacked weights that a CPU decodes with, against the pages and the trainer's
 model."""
 
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +14,7 @@ from tests.rollout.test_embedded import worst_log_prob_error
 from verl.models.families import LLAMA_FAMILIES
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.embedded import host_rows, host_runner
+from verl.rollout.embedded.host_rows import KeyRows
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt_oss"])
@@ -42,6 +48,28 @@ def test_rows_hold_the_contents_of_the_pages(family, monkeypatch):
     assert all(
         one.log_probs == pytest.approx(other.log_probs, abs=1e-4) for one, other in zip(rows, pages)
     )
+
+
+def test_samples_that_come_back_longer_than_all_rows_seldom_need_new_memory():
+    scheduler: Any = SimpleNamespace(
+        waiting=False,
+        prefix_caching=False,
+        page_size=16,
+        epoch=np.zeros(8, np.int64),
+        cached=np.full(8, 20),
+        table=np.zeros((8, 300), np.int64),
+    )
+    paging: Any = SimpleNamespace(layers={})
+    rows = KeyRows(paging)
+    with patch.object(KeyRows, "_renew", autospec=True, side_effect=KeyRows._renew) as renew:
+        for turn in range(200):
+            rows.arrange(scheduler, np.arange(8), 8, by_column=False)
+            rows.advance(scheduler, 8)
+            scheduler.cached += 8
+            back = turn % 8
+            scheduler.epoch[back] += 1
+            scheduler.cached[back] = scheduler.cached.max() + 3
+    assert renew.call_count < 20
 
 
 @pytest.mark.parametrize("family", LLAMA_FAMILIES)

@@ -248,10 +248,21 @@ class KeyRows:
             self._num_rows = len(scheduler.epoch)
         elif rows > self._num_rows or 2 * rows < self._num_rows:
             self._num_rows = rows  # agents leave and come back: a few rows more stay for them
+        # Where an agent comes back with more tokens than any row, the next one may have more again.
+        is_longer = 0 < self._end < length
+        roomy = length + _spare_columns(length) * (2 if is_longer else 1)
         longest = scheduler.table.shape[1] * scheduler.page_size
-        roomy = length + _spare_columns(length)
         self._num_columns = max(length + steps, min(roomy, longest))
+        end = length
+        if is_longer:
+            end += (self._num_columns - length - steps) // 2
+        self._renew(rows, length, end)
 
+    def _renew(self, rows: int, length: int, end: int) -> None:
+        """Get new memory, in which the next token goes to column `end`.
+
+        The first `rows` rows keep up to `length` of their columns.
+        """
         kept = slice(self._end - min(length, self._end), self._end)
         old = self._stacks
         self._stacks = self._empty_stacks()
@@ -259,12 +270,13 @@ class KeyRows:
         for fresh, stale in zip(self._stacks, old):
             for target, source in zip(fresh[:2], stale[:2]):
                 held = source[:, :rows, :, kept]
-                target[:, : held.shape[1], :, length - held.shape[3] : length] = held
+                target[:, : held.shape[1], :, end - held.shape[3] : end] = held
 
-        self._starts = self._starts + (length - self._end)
+        shift = end - self._end
+        self._starts = self._starts + shift
         # The longest row may be one that leaves: then its first columns were not kept.
-        self._first = max(0, self._first + length - self._end)
-        self._end = length
+        self._first = max(0, self._first + shift)
+        self._end = end
         self._masks.clear()
 
     def _empty_stacks(self) -> list[_Stack]:
