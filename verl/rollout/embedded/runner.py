@@ -242,8 +242,7 @@ class ModelRunner:
         """
         assert self._body is not None
         ids, positions, new, last = self._pack(sequences, pages, cached)
-        counts = torch.tensor([len(own) - start for own, start in zip(sequences, cached)])
-        positions = positions + send(torch.tensor(shifts).repeat_interleave(counts), self.device)
+        positions = positions + self.to_device(np.repeat(shifts, new.layout.lengths))
         step = extend_step(new, cached, pages, self.page_size)
         return self._body(ids, positions, step).index_select(0, last)
 
