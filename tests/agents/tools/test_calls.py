@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import threading
 import time
 
@@ -20,6 +21,7 @@ from verl.agents.tools import BaseTool, ToolSet
 from verl.agents.tools.functions import as_tool
 from verl.agents.tools.host import facts_of
 from verl.agents.tools.results import plain_row_kwargs
+from verl.agents.tools.threads import LoopThread
 from verl.utils.errors import ConfigError, DataError, RolloutError
 
 
@@ -288,6 +290,29 @@ def test_unusual_coroutines_are_ended(harm):
     result, after = run_with(tool_set(Hostile({}, None), timeout_s=0.3), scenario)
     assert result.outcome == {"exit": "error", "deaf": "timeout"}[harm]
     assert after.text == "fine"
+
+
+def test_a_coroutine_that_ignores_its_cancellation_ends_with_its_loop(caplog):
+    """Its resources are released, and Python prints nothing about a destroyed task."""
+    ended = threading.Event()
+
+    async def ignore_cancellation():
+        try:
+            await Hostile({}, None).execute("", {"harm": "deaf"})
+        finally:
+            ended.set()
+
+    loop = LoopThread("deaf")
+    loop.submit(ignore_cancellation())
+    assert asyncio.run(loop.answers(10.0))  # so that the coroutine has begun
+
+    loop.close()
+    loop.thread.join(10.0)
+    gc.collect()
+
+    assert ended.is_set()
+    assert not loop.thread.is_alive()
+    assert caplog.messages == []
 
 
 def test_coroutines_that_block_every_loop_end_in_an_answer(monkeypatch):

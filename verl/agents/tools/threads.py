@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from verl.rewards.watch import LateCall, interrupt
 
@@ -186,14 +186,27 @@ class LoopThread:
         self.loop.close()
 
     def _cancel_the_rest(self) -> None:
-        tasks = asyncio.all_tasks(self.loop)
+        self._cancel(asyncio.all_tasks(self.loop))
+
+        # A coroutine may catch its cancellation and go on. Closing it runs its `finally` clauses.
+        # Otherwise Python collects a pending task later, and prints that it was destroyed.
+        deaf = asyncio.all_tasks(self.loop)
+        for task in deaf:
+            coroutine = cast(Coroutine[Any, Any, Any], task.get_coro())
+            with contextlib.suppress(BaseException):  # a user's code, which may raise SystemExit
+                coroutine.close()
+        self._cancel(deaf)
+
+        with contextlib.suppress(RuntimeError):  # as in `_run`
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+
+    def _cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        """Cancel tasks and wait for them, at most CANCEL_S."""
         for task in tasks:
             task.cancel()
-        if tasks:
-            with contextlib.suppress(RuntimeError):  # as in `_run`
-                self.loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_S))
-        with contextlib.suppress(RuntimeError):
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(RuntimeError):  # as in `_run`
+            self.loop.run_until_complete(asyncio.wait([ended], timeout=CANCEL_S))
 
 
 class WatchedLoop(LoopThread):
