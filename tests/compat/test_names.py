@@ -13,6 +13,7 @@ from typing import ClassVar
 import pytest
 from omegaconf import OmegaConf
 
+from tests.agents.tokenizers import word_tokenizer
 from verl.compat.paths import OLD_PROGRAMS
 from verl.tracking import TrackerBackend, tracker_backends
 from verl.trainer.main_ppo import run_ppo
@@ -169,6 +170,23 @@ def test_marks_of_traces_change_nothing():
             "agent_name=tool_agent",
         ),
         (
+            "from verl.experimental.agent_loop.tool_agent_loop import AgentData, AgentState",
+            "AgentLoopBase.*enum.Enum",
+        ),
+        (
+            "from verl.experimental.agent_loop.utils import build_gpt_oss_tool_response_text",
+            "multi_turn.format=gpt-oss",
+        ),
+        (
+            "from verl.experimental.agent_loop.utils import resolve_config_path",
+            "working directory",
+        ),
+        (
+            "from verl.utils.chat_template import apply_chat_template",
+            "tokenizer.apply_chat_template\\(",
+        ),
+        ("from verl.utils.tokenizer import normalize_token_ids", "return_dict=False"),
+        (
             "from verl.experimental.agent_loop.tool_parser import HermesToolParser",
             "get_tool_parser\\('hermes'",
         ),
@@ -182,6 +200,23 @@ def test_marks_of_traces_change_nothing():
 def test_absent_names_point_to_another_way(line: str, message: str):
     with pytest.raises(ImportError, match=message):
         exec(line)
+
+
+def test_the_system_prompt_of_a_template():
+    from verl.utils.chat_template import initialize_system_prompt  # pyright: ignore
+
+    template = (
+        "<|im_start|>system\n{{ rules or 'Be brief.' }}<|im_end|>"
+        "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = word_tokenizer(template=template)
+
+    given = initialize_system_prompt(tokenizer)
+    changed = initialize_system_prompt(tokenizer, rules="Be kind.")
+
+    assert tokenizer.decode(given) == "<|im_start|>system\nBe brief.<|im_end|>"
+    assert tokenizer.decode(changed) == "<|im_start|>system\nBe kind.<|im_end|>"
 
 
 def test_run_ppo_takes_the_configuration_of_a_hydra_program(monkeypatch):

@@ -20,6 +20,17 @@ _OWN_LOOPS = (
     "from verl.agents.AgentLoopBase"
 )
 
+_OWN_TEMPLATES = (
+    "tokenizers render messages. Call tokenizer.apply_chat_template(messages, return_dict=False), "
+    "or in an agent loop await self.apply_chat_template(messages)"
+)
+
+_OWN_TOOL_TEXTS = (
+    "the built-in loop renders answers of tools for gpt-oss: set agent_name=tool_agent and "
+    "multi_turn.format=gpt-oss. In a loop of your own, render the call and its answer together by "
+    "await self.apply_chat_template(messages)"
+)
+
 _OWN_DEALING = (
     "batches are dealt to the shares of a mesh by its name. Register the method with "
     "make_nd_compute_dataproto_dispatch_fn(mesh_name)"
@@ -118,7 +129,25 @@ ABSENT_NAMES = {
         "SingleTurnAgentLoop": _OWN_LOOPS.format("single_turn_agent")
     },
     "verl.experimental.agent_loop.tool_agent_loop": {
-        "ToolAgentLoop": _OWN_LOOPS.format("tool_agent")
+        "ToolAgentLoop": _OWN_LOOPS.format("tool_agent"),
+        "AgentState": (
+            "the built-in loop with tools has no states to step through. Derive a loop of your own "
+            "from verl.agents.AgentLoopBase, with states of your own in an enum.Enum"
+        ),
+    },
+    "verl.experimental.agent_loop.utils": {
+        **dict.fromkeys(
+            (
+                "add_generation_prompt_for_gpt_oss",
+                "build_gpt_oss_tool_response_text",
+                "format_gpt_oss_tool_response_manually",
+            ),
+            _OWN_TOOL_TEXTS,
+        ),
+        "resolve_config_path": (
+            "paths in the configuration are relative to the working directory of the program. Open the "
+            "path as it is"
+        ),
     },
     "verl.experimental.agent_loop.tool_parser": {
         "HermesToolParser": (
@@ -129,6 +158,15 @@ ABSENT_NAMES = {
     "verl.workers.rollout.replica": dict.fromkeys(
         ("RolloutReplica", "RolloutReplicaRegistry", "get_rollout_replica_class"), _OWN_ENGINES
     ),
+    "verl.utils.chat_template": {
+        "apply_chat_template": _OWN_TEMPLATES,
+        "extract_system_prompt_and_generation": (
+            "initialize_system_prompt(tokenizer) of this module returns the ids before the first "
+            "message. For those of the generation prompt, render messages with and without "
+            "add_generation_prompt, and take what the first adds"
+        ),
+    },
+    "verl.utils.tokenizer": {"normalize_token_ids": _OWN_TEMPLATES},
     "verl.utils.rollout_trace": {
         "RolloutTraceConfig": (
             "episodes are recorded with every step (trainer.record), and `verl view` shows their "

@@ -134,6 +134,7 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.experimental.agent_loop.tool_agent_loop": {
         "AgentData": ("verl.agents.tools.agent_data", "AgentData")
     },
+    "verl.experimental.agent_loop.utils": {},
     "verl.experimental.agent_loop.tool_parser": _same(_FORMATS, "FunctionCall ToolParser"),
     "verl.interactions": {},
     "verl.interactions.base": _same(_INTERACTIONS, "BaseInteraction"),
@@ -172,6 +173,9 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.utils": {
         **_same(_TOKENIZERS, "hf_processor hf_tokenizer"),
         "omega_conf_to_dataclass": _CONFIGS,
+    },
+    "verl.utils.chat_template": {
+        "initialize_system_prompt": ("verl.agents.loops.user_base", "system_prompt_of")
     },
     "verl.utils.checkpoint": {},
     "verl.utils.checkpoint.checkpoint_manager": _same(

@@ -129,10 +129,7 @@ class AgentLoopBase(ABC):
     @cached_property
     def system_prompt(self) -> list[int]:
         """Token ids that the template writes before the first message of a conversation."""
-        question = {"role": "user", "content": ""}
-        once = self._rendered([question], add_generation_prompt=False)
-        twice = self._rendered([question, question], add_generation_prompt=False)
-        return once[: 2 * len(once) - len(twice)]
+        return system_prompt_of(self.tokenizer)
 
     async def apply_chat_template(
         self,
@@ -153,7 +150,7 @@ class AgentLoopBase(ABC):
         """
         if images or videos:
             raise RolloutError(NO_MEDIA)
-        ids = self._rendered(messages, tools=tools, add_generation_prompt=True)
+        ids = _rendered(self.tokenizer, messages, tools=tools, add_generation_prompt=True)
         return ids[len(self.system_prompt) :] if remove_system_prompt else ids
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -168,12 +165,25 @@ class AgentLoopBase(ABC):
                 raise RolloutError(NO_MEDIA)
         return {}
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=False, **options
-        )
-
     @abstractmethod
     async def run(self, *args: Any, **kwargs: Any) -> Any:
         """Play one episode. Return an AgentLoopOutput or a list of them."""
         raise NotImplementedError
+
+
+def system_prompt_of(tokenizer: Any, **template_kwargs: Any) -> list[int]:
+    """Return the token ids that a chat template writes before the first message.
+
+    `template_kwargs` are variables of the template.
+    """
+    question = {"role": "user", "content": ""}
+    options = {**template_kwargs, "add_generation_prompt": False}
+    once = _rendered(tokenizer, [question], **options)
+    twice = _rendered(tokenizer, [question, question], **options)
+    return once[: 2 * len(once) - len(twice)]
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    return tokenizer.apply_chat_template(
+        list(messages), tokenize=True, return_dict=False, **options
+    )
