@@ -233,6 +233,9 @@ def test_a_cancelled_episode_still_closes():
         (Observation([], None), "must return a finite reward, got None"),  # pyright: ignore
         (Observation([], math.nan), "must return a finite reward, got nan"),
         (Observation([], 10**400), "must return a finite reward, got 1000"),
+        (Observation(None), "must return .* a list as messages, got NoneType"),  # pyright: ignore
+        (Observation([], info=[1]), "must return .* a dict as info, got list"),  # pyright: ignore
+        (Observation([], rewards=None), "must return .* a dict as rewards, got"),  # pyright: ignore
     ],
 )
 def test_invalid_result_is_shown_in_the_error(value, fact):

@@ -327,6 +327,15 @@ def test_a_last_answer_may_be_none():
         as_reply((False, None, 1.0, {}), "Silent")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [None, (False, {"a": 1}, 0.0, {}), (False, "", 0.0, "text"), ("False", "", 0.0, {})],
+)
+def test_a_reply_of_another_shape_names_the_method(value):
+    with pytest.raises(RolloutError, match="Odd.generate_response must return"):
+        as_reply(value, "Odd")
+
+
 def test_blocking_users_answer_concurrently():
     class Slow(BaseInteraction):
         def generate_response(self, instance_id, messages, **kwargs):

@@ -217,6 +217,11 @@ class Raises(New):
         raise KeyError("nothing here")
 
 
+class Exits(New):
+    async def run(self, sampling_params, **kwargs):
+        raise SystemExit(3)
+
+
 class Asserts(New):
     async def run(self, sampling_params, **kwargs):
         return runpy.run_path(Path(__file__).with_name("helper.py"))["answer"]([])
@@ -247,6 +252,7 @@ def loops(tmp_path: Path) -> str:
         "empty": "Empty",
         "seven": "Seven",
         "asserts": "Asserts",
+        "exits": "Exits",
         "plain": "Plain",
     }
     lines = [
@@ -394,6 +400,7 @@ def test_an_episode_may_give_several_trajectories(loops: str):
             r"The agent loop 'raises' failed in sample 0. It raised KeyError "
             r"\(.*loops.py:\d+\): 'nothing here'\. Fix the loop",
         ),
+        ("exits", r"It raised SystemExit \(.*loops.py:\d+\): 3\. Fix the loop"),
         ("asserts", r"AssertionError \(.*helper.py:3\): assert len\(tokens\) > 0\. Fix the loop"),
     ],
 )

@@ -45,6 +45,7 @@ _PICTURES = "prepared_pictures"  # the column, whose pictures the episodes of a 
 
 # Called with the trajectories of every episode that has ended.
 OnEnd = Callable[[Sequence[Trajectory]], None]
+Failure = Exception | SystemExit  # how a loop may end an episode
 
 
 class AgentRunner:
@@ -270,7 +271,7 @@ class AgentRunner:
             return self._drop(episode, f"it took more than {agent.episode_timeout_s:g} s")
         if isinstance(answer, EpisodeDropped):
             return self._drop(episode, str(answer))
-        if isinstance(answer, Exception):
+        if isinstance(answer, Failure):
             return self._drop_failed(episode, answer)
 
         if not answer:
@@ -279,7 +280,7 @@ class AgentRunner:
             self._note_dropped(episode, answer[0].extra.get(DROPPED_BECAUSE, "a call failed"))
         return answer
 
-    def _drop_failed(self, episode: Episode, error: Exception) -> list[Trajectory]:
+    def _drop_failed(self, episode: Episode, error: Failure) -> list[Trajectory]:
         """Drop an episode that raised, or raise, as the configuration says."""
         if isinstance(error, RolloutError):
             raise error
@@ -321,11 +322,14 @@ def _file_of(loop: AgentLoop) -> str | None:
     return file_of(loop.play)
 
 
-async def _played(loop: AgentLoop, episode: Episode) -> list[Trajectory] | Exception:
-    """Return what a loop gives or raises: its own TimeoutError is none of the episode's limit."""
+async def _played(loop: AgentLoop, episode: Episode) -> list[Trajectory] | Failure:
+    """Return what a loop gives or raises: its own TimeoutError is none of the episode's limit.
+
+    A `sys.exit` of a user's code is a failure, too: it would end the run without a message.
+    """
     try:
         return await loop.play(episode)
-    except Exception as error:  # noqa: BLE001  (the caller raises it, or drops the episode)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (the caller raises it, or drops)
         return error
 
 

@@ -124,6 +124,16 @@ def _opaque(a: threading.Thread):
     """Do it."""
 
 
+def _yields(a: str):
+    """Do it."""
+    yield a
+
+
+async def _yields_later(a: str):
+    """Do it."""
+    yield a
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -131,6 +141,8 @@ def _opaque(a: threading.Thread):
         (_no_type, "'a' has no type"),
         (_rest, "Name each parameter"),
         (_opaque, "JSON cannot hold"),
+        (_yields, "has a yield. Return the whole answer"),
+        (_yields_later, "has a yield. Return the whole answer"),
     ],
 )
 def test_uncallable_functions_are_rejected(function, message):
@@ -155,6 +167,34 @@ def test_a_file_gives_its_marked_functions(tmp_path):
         "def a(x: int) -> str:\n    'First.'\n    return str(x)\n"
     )
     assert [tool.name for tool in load_function_tools(str(path))] == ["second", "a"]
+
+
+def test_a_mark_counts_on_a_wrapped_and_on_an_imported_function(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    mark = "from verl.agents.tools import function_tool\n@function_tool\n"
+    (tmp_path / "tools_elsewhere.py").write_text(f"{mark}def far() -> str:\n    'Far.'\n")
+    path = tmp_path / "wrapped.py"
+    path.write_text(
+        "from functools import lru_cache\n"
+        "from tools_elsewhere import far\n"
+        f"{mark}"
+        "@lru_cache\n"
+        "def cached(x: int) -> str:\n    'Cached.'\n    return str(x)\n"
+    )
+    tools = load_function_tools(str(path))
+
+    assert [tool.name for tool in tools] == ["far", "cached"]
+    assert asyncio.run(tools[1].execute("", {"x": "3"})) == "3"
+
+
+def test_a_marked_class_is_refused(tmp_path):
+    path = tmp_path / "marked_class.py"
+    path.write_text(
+        "from verl.agents.tools import BaseTool, function_tool\n"
+        "@function_tool\nclass Search(BaseTool):\n    'Search.'\n"
+    )
+    with pytest.raises(ConfigError, match="got the class 'Search'. Name a class in multi_turn"):
+        load_function_tools(str(path))
 
 
 def test_a_file_without_marks_gives_its_public_functions(tmp_path):

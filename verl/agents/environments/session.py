@@ -1,6 +1,6 @@
 """One episode in an environment: deadlines, counted outcomes, and a close in every case."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.agents.environments.base import Observation, name_of
@@ -111,6 +111,15 @@ def checked(value: Any, where: str) -> Observation:
             f"{type(value).__name__}. A class that returns gym's values sets verl_adapter = 'gym'; "
             "environment.name=openenv and verifiers are adapters of these libraries."
         )
+
+    for field, kind in (("messages", Sequence), ("info", Mapping), ("rewards", Mapping)):
+        given = getattr(value, field)
+        if not isinstance(given, kind):
+            name = "list" if kind is Sequence else "dict"
+            raise RolloutError(
+                f"{where} must return an Observation with a {name} as {field}, got "
+                f"{type(given).__name__}."
+            )
 
     for message in value.messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):

@@ -180,7 +180,10 @@ def as_reply(value: Any, class_name: str) -> InteractionReply:
         should_terminate, content, score, data = value
         if content is None and should_terminate:  # the last answer reaches no model
             content = ""
-        if isinstance(content, str) and is_finite_number(score):
+        # The text "False" would count as true.
+        has_flag = not isinstance(should_terminate, str)
+        has_data = data is None or isinstance(data, Mapping)
+        if has_flag and isinstance(content, str) and is_finite_number(score) and has_data:
             content = whole_characters(content)
             return InteractionReply(bool(should_terminate), content, float(score), dict(data or {}))
 

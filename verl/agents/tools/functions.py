@@ -134,6 +134,11 @@ def as_tool(value: Any) -> BaseTool:
         return value
     if not callable(value):
         raise ConfigError(f"A tool must be a BaseTool or a function, got {type(value).__name__}.")
+    if inspect.isclass(value):
+        raise ConfigError(
+            f"A tool must be a BaseTool or a function, got the class '{value.__name__}'. Name a "
+            "class in multi_turn.tool_config_path, or mark a function."
+        )
     settings = getattr(value, _MARK, {})
     config = settings.get("config", {})
     tool = FunctionTool(value, **settings)
@@ -153,13 +158,15 @@ def load_function_tools(path: str) -> list[BaseTool]:
         ConfigError: the file fails, has no function, or two of its tools have one name.
     """
     module = load_module(path)
-    functions = [
+    # Marks may stand on more than plain functions, such as one that functools.lru_cache wraps.
+    marked = [value for value in vars(module).values() if _MARK in getattr(value, "__dict__", ())]
+    public = [
         value
         for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not value.__name__.startswith("_")
     ]
-    marked = [function for function in functions if hasattr(function, _MARK)]
-    public = [function for function in functions if not function.__name__.startswith("_")]
     chosen = marked or public
     if not chosen:
         raise ConfigError(
@@ -182,6 +189,8 @@ def _arguments_model(
 ) -> type[BaseModel]:
     """Return a model of the arguments, which checks and converts them."""
     label = f"the tool function '{_name(function)}'"
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{label} has a yield. Return the whole answer instead.")
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except Exception as error:
