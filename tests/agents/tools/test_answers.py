@@ -50,6 +50,7 @@ def test_wrong_limits_are_refused():
         ({"answer": 42}, '{"answer": 42}', None, {}),
         ([1, "ä"], '[1, "ä"]', None, {}),
         (3, "3", None, {}),
+        ({"n": np.int64(3), "l": np.array([1, 2])}, '{"n": 3, "l": [1, 2]}', None, {}),
     ],
 )
 def test_all_shapes_of_answers_are_read(value, text, reward, metrics):
@@ -72,6 +73,20 @@ def test_images_and_videos_come_from_dicts_and_responses():
 )
 def test_other_shapes_are_errors(value):
     with pytest.raises((TypeError, ValueError)):
+        read_answer(value, ANY)
+
+
+def _pieces():
+    yield "a"
+
+
+async def _later_pieces():
+    yield "a"
+
+
+@pytest.mark.parametrize("value", [_pieces(), _later_pieces()])
+def test_an_answer_in_pieces_is_refused(value):
+    with pytest.raises(TypeError, match="whole answer, got .*generator. Replace yield by return"):
         read_answer(value, ANY)
 
 

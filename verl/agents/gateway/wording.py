@@ -77,7 +77,8 @@ class Wording:
         if tools and self.parse is None:
             raise ApiError(
                 "This model's format of tool calls is not known, so `tools` cannot be offered to "
-                "it. Leave them out, or start the server with the name of a format.",
+                "it. Leave them out, or name the format: multi_turn.format of the rollout in "
+                "training, server.tool_format of `verl serve`.",
                 field="tools",
             )
 

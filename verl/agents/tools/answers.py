@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +123,17 @@ def _read_content(value: Any) -> ToolAnswer:
     if all(hasattr(response, name) for name in _MEDIA):
         images = list(response.image or [])
         return ToolAnswer(response.text or "", images, list(response.video or []))
-    return ToolAnswer(text=json.dumps(value, ensure_ascii=False, default=text_of))
+    if isinstance(value, Iterator | AsyncIterator):
+        raise TypeError(
+            f"a tool must return its whole answer, got {type(value).__name__}. Replace yield by "
+            "return"
+        )
+    return ToolAnswer(text=json.dumps(value, ensure_ascii=False, default=_for_json))
+
+
+def _for_json(value: Any) -> Any:
+    """Return the numbers of an array or a tensor; text for any other value."""
+    return value.tolist() if hasattr(value, "tolist") else text_of(value)
 
 
 def _plain_metrics(metrics: Any) -> dict[str, Any]:
