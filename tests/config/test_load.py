@@ -25,7 +25,7 @@ from verl.config import (
 )
 from verl.config import compose as composition
 from verl.config.command_line import parse_command_line
-from verl.config.keys import nest
+from verl.config.keys import nest, value_at
 from verl.config.load import ROOTS, _schema, _SchemaNode
 from verl.utils.errors import ConfigError
 from verl.utils.logging import configure_logging, logger
@@ -400,6 +400,64 @@ def test_digits_with_underscores_are_read_as_they_are_meant():
     assert config.trainer.max_steps == 1000
     correction = config.algorithm.rollout_correction
     assert (correction.rollout_is_threshold_lower, correction.rollout_is_threshold) == (0.5, 2.0)
+
+
+def _given(key: str, text: str, file: Path) -> list[str]:
+    """Return the argument that gives a value in a file, or on the command line."""
+    if not file.name:
+        return [f"{key}={text}"]
+    *sections, name = key.split(".")
+    nested = f"{name}: {text}"
+    for section in reversed(sections):
+        nested = f"{section}: {{{nested}}}"
+    file.write_text(nested)
+    return [str(file)]
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("data.seed", "012", 12),
+        ("data.seed", "1_000", 1000),
+        ("critic.optim.lr", "1_000.5", 1000.5),
+        ("critic.optim.lr", "1e-5", 1e-5),
+        ("trainer.experiment_name", "2024_05", "2024_05"),
+        ("trainer.experiment_name", "12:30", "12:30"),
+        (
+            "data.apply_chat_template_kwargs",
+            "{day: 24_5, of: [1_5,2, 1_000]}",
+            {"day": "24_5", "of": ["1_5", 2, 1000]},
+        ),
+    ],
+)
+def test_files_and_command_lines_read_the_same_values(tmp_path, key, text, value, in_file):
+    arguments = _given(key, text, tmp_path / "mine.yaml" if in_file else Path())
+    assert value_at(load_config([*BASE, *arguments]), key) == value
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("data.seed", "1_5", "expects a whole number, got '1_5'.*except between thousands"),
+        ("data.seed", "0x10", "expects a whole number, got '0x10'"),
+        ("data.seed", "1:30", "expects a whole number, got '1:30'"),
+        ("critic.optim.lr", "0.5_2", "expects a number, got '0.5_2'.*underscores"),
+        ("critic.optim.betas", "[0.9, 0.99_9]", "expects a list of numbers.*underscores"),
+    ],
+)
+def test_files_and_command_lines_refuse_the_same_numbers(tmp_path, key, text, message, in_file):
+    arguments = _given(key, text, tmp_path / "mine.yaml" if in_file else Path())
+    with pytest.raises(ConfigError, match=f"{key} {message}"):
+        load_config([*BASE, *arguments])
+
+
+def test_other_programs_read_yaml_as_before(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("data: {seed: 012}")
+    load_config([*BASE, str(file)])
+    assert OmegaConf.load(file).data.seed == 10
 
 
 def test_yaml_errors_are_config_errors(tmp_path: Path):

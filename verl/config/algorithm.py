@@ -71,7 +71,7 @@ class RolloutCorrectionConfig:
     )
     rollout_is_threshold: float = setting(
         2.0,
-        "largest weight; or smallest and largest, 0.5_2.0 (in a YAML file in quotes)",
+        "largest weight; or smallest and largest, 0.5_2.0",
         above=0,
     )
     rollout_is_threshold_lower: float | None = setting(

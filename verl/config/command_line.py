@@ -36,7 +36,8 @@ class CommandLine:
 
 # Digits with underscores, other than thousands such as 1_000_000. Hydra leaves the underscores out:
 # bounds of 0.5_2 would be 0.52, and an experiment 2024_05 would be 202405.
-_NO_NUMBER = re.compile(r"(?![+-]?\d{1,3}(_\d{3})+(\.\d*)?$)[+-]?[\d.]*\d_[\d_.]*\d")
+NO_NUMBER = r"(?![+-]?\d{1,3}(?:_\d{3})+(?:\.\d*)?(?![\d_.]))[+-]?[\d.]*\d_[\d_.]*"
+_ENTRY = re.compile(rf"(?<=[\[,:])(\s*)({NO_NUMBER})(?=\s*[,\]}}])")
 
 _VALUE_OPTIONS = {
     "--config-path": "config_path",
@@ -134,6 +135,9 @@ def _normalised_override(argument: str) -> str:
     # no shell expands it after a dotted key, and Hydra's grammar has no such word
     if value.startswith("~/"):
         value = str(Path(value).expanduser())
-    if _NO_NUMBER.fullmatch(value):
-        value = f"'{value}'"  # a text; keys of numbers refuse it
+    # a text in quotes; keys of numbers refuse it
+    if re.fullmatch(NO_NUMBER, value):
+        value = f"'{value}'"
+    elif value.startswith(("[", "{")) and "'" not in value and '"' not in value:
+        value = _ENTRY.sub(r"\1'\2'", value)
     return f"++{key.lstrip('+')}={value}"

@@ -15,10 +15,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf import _utils as omegaconf_utils
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.backends import GROUPS, missing_backend, without_backends
-from verl.config.command_line import CommandLine
+from verl.config.command_line import NO_NUMBER, CommandLine
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 from verl.utils.yaml_text import explain_yaml
@@ -37,6 +38,11 @@ _FILES_OF_PROGRAMS = {
     ),
     "sft_trainer": ("sft_trainer", "sft_trainer_engine"),
 }
+# Texts that YAML 1.1 reads as numbers and a command line does not: 1_5 as 15, 012 as 10, 0x10 as
+# 16, 1:30 as 90.
+_NUMBER_IN_YAML_ALONE = re.compile(
+    rf"(?:{NO_NUMBER}|[+-]?0[\d_]+|[+-]?0[bx][\da-fA-F_]+|[+-]?[\d_]+(?::\d+)+(?:\.[\d_]*)?)$"
+)
 _SETS_A_VALUE = re.compile(r"\+\+\w+(\.\w+)*=")
 
 
@@ -117,6 +123,7 @@ def compose_by_hydra(command: CommandLine, root: str) -> dict[str, Any]:
     try:
         with (
             _stand_in(root, sections),
+            _numbers_as_on_a_line(),
             warnings.catch_warnings(),
             initialize_config_dir(str(folder), version_base=HYDRA_VERSION),
         ):
@@ -161,6 +168,29 @@ def _stand_in(root: str, sections: Set[str]) -> Iterator[None]:
             del store.repo[group][file]
             if not store.repo[group]:
                 del store.repo[group]
+
+
+@contextmanager
+def _numbers_as_on_a_line() -> Iterator[None]:
+    """Read numbers in YAML files as on a command line within the context.
+
+    OmegaConf has no public way to its loader. Outside, users' own programs read YAML as before.
+    """
+    make_loader = omegaconf_utils.get_yaml_loader
+
+    def make_strict_loader() -> Any:
+        loader = make_loader()
+        resolvers = loader.yaml_implicit_resolvers  # by first character; the first match counts
+        for first in "+-.0123456789":
+            as_text = ("tag:yaml.org,2002:str", _NUMBER_IN_YAML_ALONE)
+            resolvers[first] = [as_text, *resolvers[first]]
+        return loader
+
+    omegaconf_utils.get_yaml_loader = make_strict_loader
+    try:
+        yield
+    finally:
+        omegaconf_utils.get_yaml_loader = make_loader
 
 
 def _names_a_file_of_verl(command: CommandLine, root: str) -> bool:

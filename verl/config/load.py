@@ -318,14 +318,22 @@ def _has_misfits(key: Key, value: Any) -> bool:
         return value not in (0, 1) if _plain_type(key) is bool else abs(value) > _LARGEST
     if not isinstance(value, list) or _plain_type(key) not in (list[int], list[float], list[str]):
         return False
-    return any(entry is None or isinstance(entry, (list, dict)) for entry in value)
+    are_texts = _plain_type(key) == list[str]
+    return any(_is_misfit_in_list(entry, are_texts) for entry in value)
+
+
+def _is_misfit_in_list(entry: Any, are_texts: bool) -> bool:
+    if isinstance(entry, str):
+        return not are_texts and _has_odd_underscores(entry)
+    return entry is None or isinstance(entry, (list, dict))
 
 
 def _type_message(key: Key, value: Any, written_as: str) -> str:
     hint = " Write null for no value." if value in ("None", "none") else ""
     if value == "after_each_epoch":
         hint = " Give the steps of an epoch: rows divided by data.train_batch_size."
-    if isinstance(value, str) and _has_odd_underscores(value):
+    entries = value if isinstance(value, list) else [value]
+    if any(isinstance(entry, str) and _has_odd_underscores(entry) for entry in entries):
         hint = " Write a number without underscores, except between thousands (1_000_000)."
     if isinstance(value, int) and abs(value) > _LARGEST:
         hint = f" The largest is {_LARGEST}."
