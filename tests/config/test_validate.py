@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 import verl.config
 from tests.config.conftest import BASE, Load
@@ -335,6 +336,35 @@ def test_turn_settings_without_agents_have_no_effect(build: Load, log: pytest.Lo
     assert "multi_turn.max_assistant_turns=5 has no effect" in log.text
     build(f"{ROLLOUT}.mode=async", f"{ROLLOUT}.multi_turn.max_parallel_calls=4")
     assert "multi_turn.max_parallel_calls=4 has no effect: no tools are configured" in log.text
+
+
+@pytest.mark.parametrize(
+    ("root", "override", "message"),
+    [
+        ("sft_trainer", "optim.lr_scheduler=linear", "^optim.lr_scheduler: unknown value 'linear'"),
+        ("sft_trainer", "optim.warmup_steps_ratio=2", "^optim.warmup_steps_ratio must be at least"),
+        ("sft_trainer", "optim.warmup_style=linear", "^optim.warmup_style: unknown value"),
+        (
+            "sft_trainer",
+            "engine.ulysses_sequence_parallel_size=2",
+            "^engine.ulysses_sequence_parallel_size must divide",
+        ),
+        (
+            "ppo_trainer",
+            f"{ACTOR}.optim.lr_scheduler_type=linear",
+            f"^{ACTOR}.optim.lr_scheduler_type: unknown",
+        ),
+    ],
+)
+def test_an_error_names_the_key_that_the_user_wrote(root: str, override: str, message: str):
+    base = BASE if root == "ppo_trainer" else ("model.path=toy", "data.train_files=x.parquet")
+    arguments = [*base, override]
+    with pytest.raises(ConfigError, match=message):
+        load_config(arguments, root=root)
+
+    values = OmegaConf.to_container(OmegaConf.from_dotlist(arguments))
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(values, root=root)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("asked", ["trainer.val_only=True", "trainer.test_freq=5"])

@@ -5,10 +5,12 @@ Only this file and `compose` know Hydra and OmegaConf.
 
 import dataclasses
 import functools
+import re
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -41,7 +43,7 @@ from verl.config.sft_engine import with_conversations
 from verl.config.toy_defaults import with_toy_defaults
 from verl.config.train import TrainConfig
 from verl.config.validate import validate
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, restated
 from verl.utils.logging import silenced
 from verl.utils.secrets import MASK, masked_values, remember_environment
 
@@ -143,12 +145,14 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
 
     on_line = {override.partition("=")[0].lstrip("+") for override in command.overrides}
     with silenced() if command.show else nullcontext():  # that output is a YAML file to be kept
-        config = _build(compose_files(command, root), root, on_line)
+        config, written_as = _build(compose_files(command, root), root, on_line)
     if command.show:
         _show(config)
         sys.exit(0)
 
-    validate(config, (*about.rules, *about.rules_of_files), about.doubts, only_to_plan=only_to_plan)
+    rules = (*about.rules, *about.rules_of_files)
+    with restated(partial(_as_written, written_as)):
+        validate(config, rules, about.doubts, only_to_plan=only_to_plan)
     return config
 
 
@@ -175,8 +179,9 @@ def config_from_dict(values: Values | DictConfig, *, root: str = "ppo_trainer") 
 
     Any value may be left out. Data need not be named; a program may give it as objects.
     """
-    config = _build(given_values(values, root=root), root)
-    validate(config, ROOTS[root].rules, ROOTS[root].doubts)
+    config, written_as = _build(given_values(values, root=root), root)
+    with restated(partial(_as_written, written_as)):
+        validate(config, ROOTS[root].rules, ROOTS[root].doubts)
     return config
 
 
@@ -237,11 +242,12 @@ def config_to_dict(config: Any) -> dict[str, Any]:
 # ---- building ------------------------------------------------------------------------------------
 
 
-def _build(values: Values, root: str, on_line: Container[str] = ()) -> Any:
+def _build(values: Values, root: str, on_line: Container[str] = ()) -> tuple[Any, dict[str, str]]:
     """Resolve schema defaults, then those of the toy set, then `values`.
 
-    Contradictions are not checked yet. A name of a key that is `on_line` overrules other names of
-    it, which come from files.
+    Returns the configuration, and other names of keys that the user wrote, by key. Contradictions
+    are not checked yet. A name of a key that is `on_line` overrules other names of it, which come
+    from files.
     """
     root_class = ROOTS[root].schema
     keys = keys_of(root_class)
@@ -259,7 +265,14 @@ def _build(values: Values, root: str, on_line: Container[str] = ()) -> Any:
         raise ConfigError(_resolution_message(tree, root_class)) from error
     assert isinstance(config, root_class)
     _tidy(config, keys)
-    return config
+    return config, {path: name for path, name in written_as.items() if name != path}
+
+
+def _as_written(written_as: Mapping[str, str], message: str) -> str:
+    """Rewrite a message with the names of keys that the user wrote."""
+    for path, name in written_as.items():
+        message = re.sub(rf"(?<![\w.]){re.escape(path)}(?!\w|\.\w)", name, message)
+    return message
 
 
 @functools.cache
