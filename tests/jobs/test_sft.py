@@ -464,7 +464,7 @@ def test_a_script_of_verl_0_5_is_accepted_unchanged(caplog):
         ),
         (
             ["data.custom_cls.path=mine.py"],
-            "data.custom_cls.path=mine.py is not available in this version",
+            "data.custom_cls.path and data.custom_cls.name go together, got 'mine.py' and None",
         ),
         (
             ["trainer.default_hdfs_dir=hdfs://x"],
@@ -486,6 +486,78 @@ def test_toy_rows_are_learned_from_nested_columns(tmp_path):
     answers = ["data.response_key=extra_info", "data.response_dict_keys=[answer]"]
     assert main(command_line(tmp_path, Path(toy_files()[0]), *nested, *answers)) == 0
     assert len(losses(tmp_path)) == 1
+
+
+OWN_DATASETS = """
+import torch
+
+from verl.data import SFTDataset
+
+
+class Halves(SFTDataset):
+    def __init__(self, data_files, tokenizer, config, split="train"):
+        super().__init__(data_files, tokenizer, config, split=split)
+        assert split == "train" or data_files[0].endswith("validation.jsonl")
+
+
+class Copied:
+    def __init__(self, data_files, tokenizer, config):
+        self.rows = SFTDataset(data_files, tokenizer, config)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, item):
+        row = self.rows[item]
+        keys = ("raw_prompt_ids", "response_ids", "learnt")
+        return {key: torch.tensor(row[key]) for key in keys}
+
+
+class Masked(Copied):
+    def __getitem__(self, item):
+        ids = super().__getitem__(item)["raw_prompt_ids"]
+        return {"input_ids": ids, "attention_mask": ids > -1, "loss_mask": ids > 3}
+
+
+class Uneven(Copied):
+    def __getitem__(self, item):
+        row = super().__getitem__(item)
+        return {**row, "learnt": row["learnt"][1:]}
+"""
+
+
+@pytest.fixture
+def own_datasets(tmp_path: Path) -> Path:
+    file = tmp_path / "own_datasets.py"
+    file.write_text(OWN_DATASETS)
+    return file
+
+
+@pytest.mark.parametrize("name", ["Halves", "Copied"])
+def test_a_dataset_class_of_the_user_is_trained_on(tmp_path, rows_file, own_datasets, name):
+    validation = write_lines(tmp_path / "validation.jsonl", ROWS[:2])
+    more = [f"data.val_files={validation}", "trainer.test_freq=2", "trainer.save_freq=-1"]
+    own = [f"data.custom_cls.path={own_datasets}", f"data.custom_cls.name={name}"]
+    assert main(command_line(tmp_path / "packaged", rows_file, *more)) == 0
+    assert main(command_line(tmp_path / "own", rows_file, *more, *own)) == 0
+    for metric in ("train/loss", "val/loss"):
+        assert losses(tmp_path / "own", metric) == losses(tmp_path / "packaged", metric) != []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Masked", "needs raw_prompt_ids.*response_ids.*learnt.*got keys.*loss_mask is not read"),
+        ("Uneven", "response_ids and learnt must be of equal length"),
+        ("Halfs", "has no 'Halfs'. Nearest names in it: Halves"),
+    ],
+)
+def test_an_unsuitable_dataset_class_is_one_error(
+    tmp_path, rows_file, own_datasets, capsys, name, message
+):
+    own = [f"data.custom_cls.path={own_datasets}", f"data.custom_cls.name={name}"]
+    assert main(command_line(tmp_path, rows_file, *own)) == 1
+    assert re.search(rf"^(Config|Data)Error: .*{message}", capsys.readouterr().err, re.M)
 
 
 def test_a_program_can_pass_rows_as_objects(tmp_path, rows_file):

@@ -93,6 +93,7 @@ class TrainingDataConfig(PromptsConfig):
             "message stands for the next one; an error with a model that does not read videos"
         ),
     )
+    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -152,6 +153,5 @@ class DataConfig(TrainingDataConfig):
         no_effect="a row says it itself, by extra_info.need_tools_kwargs",
     )
     return_multi_modal_inputs: bool = setting(True, "keep processed images", no_effect=_IN_MEMORY)
-    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     datagen: DataGenConfig = field(default_factory=DataGenConfig)

@@ -56,6 +56,8 @@ def model_and_data_are_named(config: TrainConfig) -> Rows:
         "{data.train_files} and '{data.dataset_name}'. Set one of them.",
     )
 
+
+def own_classes_have_names(config: TrainConfig) -> Messages:
     for path_key, name_key in (
         ("data.custom_cls.path", "data.custom_cls.name"),
         ("critic.model.custom_cls.path", "critic.model.custom_cls.name"),
@@ -63,10 +65,8 @@ def model_and_data_are_named(config: TrainConfig) -> Rows:
     ):
         path = value_at(config, path_key)
         name = value_at(config, name_key)
-        yield (
-            (path is None) != (name is None),
-            f"{path_key} and {name_key} go together, got {path!r} and {name!r}. Set both.",
-        )
+        if (path is None) != (name is None):
+            yield f"{path_key} and {name_key} go together, got {path!r} and {name!r}. Set both."
 
 
 def activations_are_checkpointed(config: TrainConfig) -> Messages:
@@ -284,6 +284,7 @@ def data_files_are_not_empty(config: Any) -> Messages:
 
 RULES: tuple[Rule, ...] = (
     model_and_data_are_named,
+    own_classes_have_names,
     data_files_are_not_empty,
     batch_divides_into_mini_batches,
     mini_batches_divide_over_ranks,

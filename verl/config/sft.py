@@ -39,18 +39,6 @@ class SFTMultiTurnConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class SFTCustomClassConfig:
-    path: str | None = setting(
-        None,
-        "file of your own dataset class",
-        planned="from Python, SFTTrainer(train_dataset=...) takes yours",
-    )
-    name: str | None = setting(
-        None, "its name", no_effect="read together with data.custom_cls.path only"
-    )
-
-
-@dataclass(kw_only=True, slots=True)
 class SFTDataConfig(TrainingDataConfig):
     train_batch_size: int = setting(256, "rows an optimizer step, of all ranks together", above=0)
     val_batch_size: int | None = setting(
@@ -102,7 +90,6 @@ class SFTDataConfig(TrainingDataConfig):
     balance_dp_token: bool = setting(
         False, "even out tokens over ranks", no_effect="they always are", also=(True,)
     )
-    custom_cls: SFTCustomClassConfig = field(default_factory=SFTCustomClassConfig)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -277,6 +264,7 @@ RULES = (
     *map(
         SHARED.rule_here,
         (
+            rules.own_classes_have_names,
             rules.ranks_can_be_divided,
             rules.activations_are_checkpointed,
             rules.losses_make_sense,

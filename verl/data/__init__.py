@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from verl.data.build import build_sampler as build_sampler
     from verl.data.loader import RLDataLoader as RLDataLoader
     from verl.data.rl_dataset import RLDataset as RLDataset
+    from verl.data.sft_dataset import SFTDataset as SFTDataset
 
-__all__ = ["RLDataLoader", "RLDataset", "build_dataset", "build_sampler"]
+__all__ = ["RLDataLoader", "RLDataset", "SFTDataset", "build_dataset", "build_sampler"]
 
 
 __getattr__ = lazy_names(
@@ -18,6 +19,7 @@ __getattr__ = lazy_names(
     {
         "RLDataLoader": "verl.data.loader",
         "RLDataset": "verl.data.rl_dataset",
+        "SFTDataset": "verl.data.sft_dataset",
         "build_dataset": "verl.data.build",
         "build_sampler": "verl.data.build",
     },

@@ -59,6 +59,25 @@ def build_dataset(
     return dataset
 
 
+def build_sft_dataset(
+    data: SFTDataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    split: str,
+    pictures: PictureReader | None = None,
+) -> MapDataset | None:
+    """Build the dataset of `split` ("train" or "val") of fine-tuning; None if it has no files."""
+    files = data.train_files if split == "train" else data.val_files
+    if not files:
+        return None
+    if data.custom_cls.path is None:
+        dataset: MapDataset = SFTDataset(files, tokenizer, data, split=split, pictures=pictures)
+    else:
+        dataset = _custom_dataset(data, files, tokenizer, split, pictures)
+    limit_rows(dataset, data, split, shuffle=data.shuffle and split == "train")
+    return dataset
+
+
 def limit_rows(
     dataset: MapDataset, data: DataConfig | SFTDataConfig, split: str, *, shuffle: bool
 ) -> None:
@@ -71,8 +90,9 @@ def limit_rows(
         raise ConfigError(f"{key} must be at least 1, or -1 for all rows, got {num_rows}.")
 
     if not isinstance(dataset, (RLDataset, SFTDataset)):
+        base = "RLDataset" if isinstance(data, DataConfig) else "SFTDataset"
         raise ConfigError(
-            f"{key}={num_rows} needs a dataset that derives from verl.data.RLDataset, got "
+            f"{key}={num_rows} needs a dataset that derives from verl.data.{base}, got "
             f"{type(dataset).__name__} of data.custom_cls. Derive it, or set {key}=-1 and let it "
             "read fewer rows."
         )
@@ -129,7 +149,7 @@ def build_sampler(data: DataConfig, dataset: MapDataset) -> Sampler | None:
 
 
 def _custom_dataset(
-    data: DataConfig,
+    data: DataConfig | SFTDataConfig,
     files: Any,
     tokenizer: "PreTrainedTokenizerBase",
     split: str,

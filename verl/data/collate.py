@@ -1,6 +1,6 @@
 """Join items of a dataset to a batch: of prompts, or of padded examples to learn from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,9 +60,13 @@ def pad_examples(batch: DataProto) -> DataProto:
     """Pad B items to the columns that an engine reads.
 
     These are `input_ids` and `attention_mask` (B, T), with prompts padded left and responses right,
-    and `response_mask` (B, R), which is 1 where a token is learnt.
+    and `response_mask` (B, R), which is 1 where a token is learnt. Raises DataError for items that
+    have no such columns.
     """
-    columns = batch.non_tensor_batch
+    columns = dict(batch.non_tensor_batch)
+    if batch.batch is not None:  # tensors of equal lengths were stacked
+        columns.update(batch.batch.items())
+    _check_examples(columns)
     prompts = columns["raw_prompt_ids"]
     responses = columns["response_ids"]
     width = max(map(len, prompts))
@@ -78,10 +82,25 @@ def pad_examples(batch: DataProto) -> DataProto:
         learnt[row, width : own.stop] = torch.tensor(mask, dtype=torch.int64)
 
     tensors = {"input_ids": ids, "attention_mask": attention, "response_mask": learnt[:, width:]}
-    kept = {"uid": columns["uid"]}
-    if "prepared_pictures" in columns:
-        kept["prepared_pictures"] = columns["prepared_pictures"]
+    kept = {key: columns[key] for key in ("uid", "prepared_pictures") if key in columns}
     return DataProto.from_dict(tensors=tensors, non_tensors=kept)
+
+
+def _check_examples(columns: Mapping[str, Any]) -> None:
+    """Raise DataError unless each item has an answer, and says which of its tokens are learnt."""
+    if "response_ids" not in columns or "learnt" not in columns:
+        raise DataError(
+            "An item to learn from needs raw_prompt_ids (token ids), response_ids (token ids that "
+            "follow) and learnt (True for each of response_ids that is learnt), got keys "
+            f"{list(columns)}. A loss_mask is not read: versions of verl shift it differently."
+        )
+
+    for response, mask in zip(columns["response_ids"], columns["learnt"]):
+        if len(response) != len(mask):
+            raise DataError(
+                "An item's response_ids and learnt must be of equal length, got "
+                f"{len(response)} and {len(mask)}."
+            )
 
 
 def _with_prompt_ids(

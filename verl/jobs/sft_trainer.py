@@ -4,10 +4,9 @@ from typing import Any
 
 from verl.config.sft import RULES_OF_FILES, SFTConfig, as_train_config, in_steps
 from verl.data import RLDataLoader
-from verl.data.build import build_picture_reader, limit_rows
+from verl.data.build import build_picture_reader, build_sft_dataset
 from verl.data.collate import pad_examples
 from verl.data.loader import MapDataset
-from verl.data.sft_dataset import SFTDataset
 from verl.protocol import DataProto
 from verl.single_controller import GroupOf
 from verl.trainer import setup
@@ -54,13 +53,12 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         data = config.data
         pictures = build_picture_reader(train.actor_rollout_ref.model, self.tokenizer)
         if train_dataset is None:
-            train_dataset = SFTDataset(data.train_files, self.tokenizer, data, pictures=pictures)
-            limit_rows(train_dataset, data, "train", shuffle=data.shuffle)
-        if val_dataset is None and data.val_files:
-            val_dataset = SFTDataset(
-                data.val_files, self.tokenizer, data, split="val", pictures=pictures
+            train_dataset = build_sft_dataset(
+                data, self.tokenizer, split="train", pictures=pictures
             )
-            limit_rows(val_dataset, data, "val", shuffle=False)
+            assert train_dataset is not None, "the configuration was checked"
+        if val_dataset is None:
+            val_dataset = build_sft_dataset(data, self.tokenizer, split="val", pictures=pictures)
 
         self.train_loader = RLDataLoader(
             train_dataset,
