@@ -54,6 +54,12 @@ def test_line_separator_inside_a_string_does_not_end_the_line(tmp_path: Path):
     assert open_rows(tmp_path / "a.jsonl").row(0) == {"prompt": "one\u2028two\u0085three"}
 
 
+def test_a_mark_of_the_byte_order_is_left_out(tmp_path: Path):
+    for name, text in (("rows.jsonl", '{"a": "1"}\n{"a": "2"}\n'), ("rows.json", '[{"a": "1"}]')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert open_rows(tmp_path / name).row(0) == {"a": "1"}
+
+
 def test_missing_column_is_none(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "level": 2}\n')
     assert [open_rows(tmp_path / "a.jsonl").row(i)["level"] for i in range(2)] == [None, 2]

@@ -262,7 +262,7 @@ TURNS: dict[str, Any] = {"multiturn": SFTMultiTurnConfig(enable=True)}
         (
             [GOOD, {"question": "x"}],
             {},
-            "row 1, column 'answer': must be a text that is not empty, got 'None'",
+            "row 1, column 'answer': must be a text that is not empty, got None",
         ),
         (
             [{"question": "x", "answer": ""}],

@@ -302,9 +302,13 @@ def test_overlong_prompts_are_rejected_dropped_or_truncated(tmp_path, capsys):
         ([{"question": "1 + 1 = ?"}], "the column 'prompt' is missing"),
         ([ask("1 + 1 = ?", responses=["2"])], "there is a column 'responses' already"),
         ([ask("1 + 1 = ?", extra_info={})], "cannot be written as one Parquet file"),
-        ([ask("1 + 1 = ?", truth=2), ask("2 + 2 = ?", truth="4")], "Give its values one type"),
+        (
+            [ask("1 + 1 = ?", truth=2), ask("2 + 2 = ?", truth="4")],
+            "the column 'truth' cannot be written as Parquet",
+        ),
+        ([ask("1 + 1 = ?", id=2**70)], "the column 'id' cannot be written as Parquet"),
     ],
-    ids=["empty", "no prompt", "taken", "empty dict", "two types"],
+    ids=["empty", "no prompt", "taken", "empty dict", "two types", "large number"],
 )
 def test_missing_fields_of_a_file_are_reported_before_anything_is_generated(
     tmp_path, capsys, lines, message

@@ -1,6 +1,7 @@
 """A file is replaced at once, or stays as it was."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,14 @@ def test_an_error_leaves_the_file_as_it_was(tmp_path):
         raise OSError("the disk is full")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_the_error_of_a_full_disk_names_the_file(tmp_path):
+    path = tmp_path / "facts.json"
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"), whole_file(path):
+        Path("/dev/full").write_text("facts")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_users_can_read_it_as_the_umask_allows(tmp_path):

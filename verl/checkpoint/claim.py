@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from verl.utils.logging import logger
+from verl.utils.whole_file import errors_name
 
 
 class Claim:
@@ -56,9 +57,10 @@ class Claim:
                 error.strerror,
             )
 
-        file.truncate(0)
-        file.write(f"pid {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        with errors_name(self.file):
+            file.truncate(0)
+            file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+            file.flush()
         self._held = file
         return None
 

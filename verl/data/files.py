@@ -319,7 +319,7 @@ def _read_text(path: Path) -> str:
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")  # editors on Windows write a mark of the byte order
 
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(

@@ -132,7 +132,7 @@ class RLDataLoader:
             raise DataError(
                 f"The checkpoint was made with another data set: {state['num_rows']} rows "
                 f"(fingerprint {state['fingerprint']}), this one has {here[0]} ({here[1]}). Give "
-                "the same files and the same data.max_prompt_length and filter, or start over with "
+                "the same files, tokenizer, limit of length and filter, or start over with "
                 "trainer.resume_mode=disable."
             )
 

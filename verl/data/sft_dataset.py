@@ -209,7 +209,7 @@ class SFTDataset(Dataset):
             with errors_at(f"{file}, row {number}, column '{config.response_key}'"):
                 answer = _inner(answer, config.response_dict_keys)
                 if not isinstance(answer, str) or not answer:
-                    raise DataError(f"must be a text that is not empty, got {str(answer)[:80]!r}")
+                    raise DataError(f"must be a text that is not empty, got {repr(answer)[:80]}")
                 check_text(answer)
 
             whole = [*messages, {"role": "assistant", "content": answer}]

@@ -138,7 +138,7 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
             result = manager.score(manager.read(batch), batch)
         except RewardError as error:
             raise RewardError(
-                f"Of responses {start} to {start + len(chunk) - 1}: {error}"
+                f"Responses {start} to {start + len(chunk) - 1}: {error}"
             ) from error.__cause__
 
         _record(chunk, result, config.metrics.pass_score)

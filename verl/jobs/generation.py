@@ -3,7 +3,7 @@
 import hashlib
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from verl.config.generation import PLACE_AND_SPEED, SHARED, GenerationConfig
 from verl.config.keys import keys_of, value_at
-from verl.data.files import ArrowRows
+from verl.data.files import ArrowRows, Rows
 from verl.data.lengths import tokenizer_fingerprint
 from verl.data.rl_dataset import RLDataset
 from verl.data.toy import TOY, toy_files
@@ -41,16 +41,10 @@ class Prompts(RLDataset):
         parts = []
         for number, (file, rows) in enumerate(zip(self.files, self._sources)):
             kept = self._kept[self._kept[:, 0] == number, 1]
-            try:
-                if isinstance(rows, ArrowRows):
-                    parts.append(rows.table.take(kept))
-                else:
-                    parts.append(pa.Table.from_pylist([rows.row(int(row)) for row in kept]))
-            except pa.ArrowException as error:
-                raise DataError(
-                    f"{file}: a column cannot be written as Parquet: {error}. Give its values one "
-                    "type in all rows."
-                ) from error
+            if isinstance(rows, ArrowRows):
+                parts.append(rows.table.take(kept))
+            else:
+                parts.append(_as_table(file, rows, kept.tolist()))
 
         try:
             table = pa.concat_tables(parts, promote_options="permissive")
@@ -60,10 +54,26 @@ class Prompts(RLDataset):
         except pa.ArrowException as error:
             raise DataError(
                 f"{', '.join(self.files)}: the columns cannot be written as one Parquet file: "
-                f"{error}. Give a column one type in all files, and no row an empty dict."
+                f"{str(error).rstrip('.')}. Give a column one type in all files, and no row an empty dict."
             ) from error
 
         return table
+
+
+def _as_table(file: str, rows: Rows, kept: Iterable[int]) -> pa.Table:
+    """Return rows as a table. Raises DataError with the name of a column that Parquet cannot hold."""
+    records = [rows.row(number) for number in kept]
+    columns = {}
+    for name in rows.columns:
+        try:
+            columns[name] = pa.array([record[name] for record in records])
+        except (pa.ArrowException, OverflowError) as error:
+            raise DataError(
+                f"{file}: the column '{name}' cannot be written as Parquet: {error}. Give its "
+                "values one type in all rows, and whole numbers at most 64 bits."
+            ) from error
+
+    return pa.table(columns)
 
 
 def generate(config: GenerationConfig) -> None:

@@ -21,14 +21,26 @@ def whole_file(path: Path, *, flush: bool = False) -> Iterator[Path]:
     # Processes of several machines, which may have equal ids, can share the folder.
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
-        yield temporary
-        if flush:
-            sync(temporary)
-        os.replace(temporary, path)
+        with errors_name(path):
+            yield temporary
+            if flush:
+                sync(temporary)
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     if flush:
         sync(path.parent)
+
+
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """Name `path` in errors of the system that name no file, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def sync(path: Path) -> None:
