@@ -291,6 +291,22 @@ def test_coroutines_that_cancel_themselves_or_block_the_loop(kind, errors, timeo
     assert scorer(make_batch(["ok"] * 3)).sum() == 3.0
 
 
+def test_the_loop_of_a_coroutine_that_blocks_it_ends(monkeypatch):
+    monkeypatch.setattr("verl.rewards.coroutines.CANCEL_GRACE_S", 0.2)
+    threads = []
+
+    async def compute_score(data_source, solution_str, ground_truth, extra_info):
+        threads.append(threading.current_thread())
+        while True:
+            pass
+
+    scorer = manager(compute_score, timeout_s=0.2, on_error="zero")
+    result = scorer(make_batch(["a"] * 3), return_dict=True)
+    assert result["metrics"]["reward/num_timeouts"] == 3
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+
+
 def test_stop_does_not_call_the_function_for_the_rest_of_the_batch():
     calls = []
 

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from verl.agents.engine_client import ROUNDS, EngineClient, EngineSteps, Generated, Work, turn_id
 from verl.agents.loops import Episode, Tally
 from verl.agents.runner import AgentRunner
-from verl.agents.tools.threads import LoopThread
 from verl.rollout.goal import GoalWatch
 from verl.rollout.trajectory import Trajectory
 from verl.rollout.types import Completion, Continuation, Request
 from verl.utils.errors import RolloutError
+from verl.utils.threads import LoopThread
 
 # How long a call that may be interrupted waits for agents that wait for their tools.
 _PATIENCE_S = 0.02

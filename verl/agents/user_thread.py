@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from verl.agents.tools.threads import LoopThread, run_in_thread
+from verl.agents.tools.threads import run_in_thread
 from verl.utils.errors import VerlError, frame_of, text_or_source
 from verl.utils.logging import say_once
 from verl.utils.signatures import taken_by
+from verl.utils.threads import LoopThread
 
 _UNSTUCK_GRACE_S = 0.25  # a loop that answers later than this after a deadline is abandoned
 _SLOW_START_S = 1.0  # a call that waits longer for its loop is worth a line of the log

@@ -6,7 +6,6 @@ its daemon thread, which does not keep the process from exiting, and the remaini
 threads. When too many calls are abandoned, calls move to processes, which can be killed.
 """
 
-import asyncio
 import contextvars
 import functools
 import math
@@ -19,14 +18,15 @@ from typing import Any
 import torch
 
 from verl.rewards.coroutines import Coroutines, start_loop
-from verl.rewards.deadline import call_ends
 from verl.rewards.helper import HelperTimeout
 from verl.rewards.origin import is_coroutine_function, runs_here, uses_signals
 from verl.rewards.outcome import Arguments, Outcome, Outcomes, RewardFunction
 from verl.rewards.processes import ProcessFunction, pack_call
-from verl.rewards.watch import THREAD_NAME, LateCall, LockWatch, forbid_exit, interrupt
+from verl.rewards.watch import THREAD_NAME, LockWatch, forbid_exit
+from verl.utils.deadline import call_ends
 from verl.utils.errors import ConfigError, RewardError, causes
 from verl.utils.logging import logger, say_once
+from verl.utils.threads import LateCall, LoopThread, interrupt
 
 # Threads that one batch may use once calls hang; before the first time-out it uses one.
 MAX_THREADS = 32
@@ -58,7 +58,7 @@ class Caller:
         self.is_async = is_coroutine_function(function)
         self.in_caller = not self.is_async and uses_signals(function)
         self._hanging: list[threading.Thread] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: LoopThread | None = None
         if runs_here(function):
             forbid_exit()
 

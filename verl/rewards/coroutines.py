@@ -2,15 +2,15 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import math
 import threading
 import time
 
-from verl.rewards.deadline import call_ends
 from verl.rewards.outcome import Arguments, Outcome, Outcomes, RewardFunction
-from verl.rewards.watch import THREAD_NAME, LateCall, LockWatch, interrupt
+from verl.rewards.watch import THREAD_NAME, LockWatch
+from verl.utils.deadline import call_ends
 from verl.utils.errors import RewardError
+from verl.utils.threads import LoopThread
 
 # How long cancelled coroutines may take to clean up.
 CANCEL_GRACE_S = 1.0
@@ -22,28 +22,24 @@ class Coroutines:
     `moved` is the time at which the loop last made progress.
     """
 
-    def __init__(
-        self, function: RewardFunction, timeout_s: float, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, function: RewardFunction, timeout_s: float, loop: LoopThread) -> None:
         self.function = function
         self.timeout_s = timeout_s
         self.outcomes: Outcomes = []
         self.abandoned: list[threading.Thread] = []  # the loop's thread, if a coroutine blocks it
         self.moved = time.monotonic()
         self._loop = loop
-        self._loop_threads: list[threading.Thread] = []
         self._calls: list[concurrent.futures.Future[None]] = []
         self._is_over = False
         self._watch = LockWatch(timeout_s + CANCEL_GRACE_S)
-        asyncio.run_coroutine_threadsafe(self._beat(), loop)
+        loop.submit(self._beat())
 
     def add(self, row: int, arguments: Arguments) -> int:
         """Add a call, and return the index of its outcome."""
         self._watch.start()
         self.outcomes.append(None)
         index = len(self.outcomes) - 1
-        call = asyncio.run_coroutine_threadsafe(self._call(index, arguments), self._loop)
-        self._calls.append(call)
+        self._calls.append(self._loop.submit(self._call(index, arguments)))
         return index
 
     def run(self) -> None:
@@ -51,14 +47,17 @@ class Coroutines:
         while concurrent.futures.wait(self._calls, timeout=poll_s).not_done:
             # A coroutine that blocks without awaiting stops the loop and its deadlines.
             if time.monotonic() - self.moved > self.timeout_s + CANCEL_GRACE_S:
-                self.abandoned = self._loop_threads
-                for thread in self._loop_threads:
-                    interrupt(thread)
+                self.abandoned = [self._loop.thread]
                 break
         else:
             for call in self._calls:
                 call.result()
+
         self.outcomes = [outcome or Outcome(timed_out=True) for outcome in self.outcomes]
+        if self.abandoned:
+            # The others must not block the loop again, nor have the outcome of a cancelled call.
+            self.drop()
+            self._loop.abandon()
 
     def drop(self) -> None:
         """Start no further call, even if samples are added."""
@@ -66,8 +65,6 @@ class Coroutines:
         self._watch.stop()
 
     async def _call(self, index: int, arguments: Arguments) -> None:
-        if self._is_over:
-            return
         task = asyncio.ensure_future(self._note(index, arguments))
         timeout_s = self.timeout_s if math.isfinite(self.timeout_s) else None
         await asyncio.wait([task], timeout=timeout_s)
@@ -77,6 +74,8 @@ class Coroutines:
             await asyncio.wait([task], timeout=CANCEL_GRACE_S)
 
     async def _note(self, index: int, arguments: Arguments) -> None:
+        if self._is_over:
+            return
         call_ends.set(time.monotonic() + self.timeout_s)
         try:
             outcome = Outcome(value=await self.function(**arguments()))
@@ -87,31 +86,20 @@ class Coroutines:
         self.outcomes[index] = self.outcomes[index] or outcome
 
     async def _beat(self) -> None:
-        self._loop_threads.append(threading.current_thread())
         while not self._is_over:
             self.moved = time.monotonic()
             await asyncio.sleep(0.02)
 
 
-def start_loop() -> asyncio.AbstractEventLoop:
+def start_loop() -> LoopThread:
     """Start an event loop in a daemon thread.
 
     It lives as long as the run, so that the function can keep clients that are bound to it.
     """
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(
-        target=_run_until_late, args=(loop,), name=f"{THREAD_NAME}-loop", daemon=True
-    )
     try:
-        thread.start()
+        return LoopThread(f"{THREAD_NAME}-loop")
     except RuntimeError as error:
         raise RewardError(
             f"No thread could be started to call the reward function ({error}). Raise the limit on "
             "processes (ulimit -u, the container's pids limit)."
         ) from error
-    return loop
-
-
-def _run_until_late(loop: asyncio.AbstractEventLoop) -> None:
-    with contextlib.suppress(LateCall):  # a coroutine blocked it; the next batch gets another loop
-        loop.run_forever()

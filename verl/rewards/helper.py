@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from verl.rewards.deadline import seconds_until
 from verl.utils.children import (
     START_TIMEOUT_S,
     code_to_run,
@@ -24,6 +23,7 @@ from verl.utils.children import (
     our_environment,
     start,
 )
+from verl.utils.deadline import seconds_until
 from verl.utils.errors import RewardError
 
 # Pause before the next of several answers is read, so that each one does not wake this process.

@@ -23,8 +23,8 @@ import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from verl.config.reward import RequestsConfig
-from verl.rewards.deadline import call_ends, seconds_until
 from verl.utils.addresses import is_http
+from verl.utils.deadline import call_ends, seconds_until
 from verl.utils.errors import ConfigError, RewardError
 
 MAX_ANSWER_BYTES = 16 * 1024**2

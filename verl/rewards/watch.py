@@ -4,7 +4,6 @@ Such a function can escape our deadlines: it can end the process, keep the inter
 compute forever in an abandoned thread.
 """
 
-import ctypes
 import faulthandler
 import functools
 import math
@@ -17,20 +16,6 @@ THREAD_NAME = "verl-reward"
 HEARTBEAT_S = 1.0
 # Time in addition to its deadline for which a call may keep the lock, to allow for a busy machine.
 LOCK_GRACE_S = 30.0
-
-
-class LateCall(BaseException):
-    """Raised in an abandoned thread, so that it does not compute forever."""
-
-
-def interrupt(thread: threading.Thread) -> None:
-    """Raise LateCall in a thread at its next Python instruction.
-
-    A call of C code, such as a sleep, returns first.
-    """
-    if thread.ident is not None:
-        ident = ctypes.c_ulong(thread.ident)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(LateCall))
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from verl.agents.tools import BaseTool, ToolSet
 from verl.agents.tools.functions import as_tool
 from verl.agents.tools.host import facts_of
 from verl.agents.tools.results import plain_row_kwargs
-from verl.agents.tools.threads import LoopThread
+from verl.utils.threads import LoopThread
 from verl.utils.errors import ConfigError, DataError, RolloutError
 
 

@@ -31,9 +31,9 @@ from verl.agents.tools.results import (
     heavier,
     plain_row_kwargs,
 )
-from verl.agents.tools.threads import LoopThread
 from verl.utils.errors import ConfigError, DataError, RolloutError
 from verl.utils.registry import nearest_names
+from verl.utils.threads import LoopThread
 
 T = TypeVar("T")
 

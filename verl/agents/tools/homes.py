@@ -8,8 +8,8 @@ from verl.agents.tools.config_file import ToolEntry, build_tools
 from verl.agents.tools.functions import as_tool, load_function_tools
 from verl.agents.tools.host import Host, LocalHost, ToolFacts
 from verl.agents.tools.processes import NUM_PROCESSES, ProcessHost
-from verl.agents.tools.threads import LoopThread
 from verl.utils.errors import ConfigError
+from verl.utils.threads import LoopThread
 
 # The order of tools in a prompt: by class, from the file of functions, given as objects.
 _BY_CLASS, _FUNCTION, _OBJECT = range(3)

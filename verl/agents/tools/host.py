@@ -24,9 +24,9 @@ from verl.agents.tools.base import (
     shut_down,
 )
 from verl.agents.tools.threads import WatchedLoop, count_left_behind, run_in_thread
-from verl.rewards.deadline import call_ends
 from verl.rewards.texts import format_traceback
-from verl.rewards.watch import LateCall
+from verl.utils.deadline import call_ends
+from verl.utils.threads import LateCall
 
 # Loops that coroutines may block at one time. Each keeps a thread until its coroutine returns.
 MAX_LOOPS = 8

@@ -22,10 +22,10 @@ from pydantic import ValidationError
 
 from verl.agents.tools.base import ToolArgumentError, ToolTimeoutError
 from verl.agents.tools.rate_limit import RateLimit
-from verl.agents.tools.threads import LoopThread
 from verl.utils.errors import ConfigError, DataError, MissingDependencyError, describe_error
 from verl.utils.imports import require
 from verl.utils.registry import nearest_names, refuse_unknown
+from verl.utils.threads import LoopThread
 
 START_TIMEOUT_S = 60.0
 INSTALL = "pip install 'verl[mcp]'"

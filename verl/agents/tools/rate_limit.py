@@ -3,7 +3,7 @@
 import threading
 import time
 
-from verl.rewards.deadline import time_left
+from verl.utils.deadline import time_left
 
 
 class RateLimit:

@@ -14,8 +14,8 @@ from verl.agents.tools.schemas import (
 )
 from verl.agents.tools.threads import run_in_thread
 from verl.config.reward import RequestsConfig, SandboxConfig
-from verl.rewards.deadline import time_left
 from verl.rewards.sandbox.runner import LocalRunner
+from verl.utils.deadline import time_left
 from verl.utils.errors import RewardError
 
 _BLOCK = re.compile(r"```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""The deadline of the reward call in this thread or task.
+"""The deadline of the call of a reward or a tool in this thread or task.
 
 A thread cannot be stopped from outside. A call that waits for a service reads its deadline here and
 stops itself.
