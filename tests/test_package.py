@@ -67,7 +67,7 @@ def test_public_names_are_where_users_import_them():
     from verl.data import RLDataLoader
     from verl.trainer import PPOTrainer, RayPPOTrainer, RLTrainer
 
-    assert DataProto.__module__ == "verl.protocol"
+    assert DataProto.__module__ == "verl.protocol.data_proto"
     assert RLDataLoader.__module__ == "verl.data.loader"
     assert RayPPOTrainer is PPOTrainer
     assert RLTrainer.__module__ == verl.train.__module__ == "verl.trainer.api"
