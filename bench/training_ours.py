@@ -24,7 +24,8 @@ from verl.models.attention import prepare
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
 from verl.utils.logging import configure_logging
-from verl.workers.losses import Columns, PolicyObjective
+from verl.workers.objective import Columns
+from verl.workers.policy_objective import PolicyObjective
 
 
 class Ours:

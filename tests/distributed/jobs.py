@@ -29,7 +29,7 @@ from verl.models.lora import apply_lora
 from verl.models.packed import PackedCausalLM, PackedValueModel
 from verl.protocol import DataProto
 from verl.utils.errors import VerlError
-from verl.workers.losses import Objective
+from verl.workers.objective import Objective
 from verl.workers.updates import run_updates
 
 WHOLE = TokenBudget(max_tokens=100_000)

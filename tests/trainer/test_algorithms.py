@@ -29,7 +29,7 @@ from verl.trainer.dapo import DAPOTrainer, joined, rows_that_differ
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.remax import ReMaxTrainer
 from verl.utils.errors import ConfigError, DataError, RewardError
-from verl.workers.losses import PolicyObjective
+from verl.workers.policy_objective import PolicyObjective
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
@@ -593,7 +593,9 @@ def test_a_skipped_update_counts_its_rows_once(tmp_path, monkeypatch):
     monkeypatch.setattr(
         objective,
         "take_mismatch",
-        lambda *args: tokens.append(sum(len(seen[0]) for seen in objective._seen)) or take(*args),
+        lambda *args: (
+            tokens.append(sum(len(seen[0]) for seen in objective.seen._tokens)) or take(*args)
+        ),
     )
 
     def spoilt(batch: DataProto) -> DataProto:

@@ -16,7 +16,10 @@ from verl.config import ActorConfig, ExtraLossConfig, PolicyLossConfig
 from verl.distributed.collectives import Axis
 from verl.protocol import DataProto
 from verl.utils.errors import AlgorithmError
-from verl.workers.losses import DistillationTerm, PolicyObjective, ValueObjective, token_noise
+from verl.workers.objective import ValueObjective
+from verl.workers.policy_objective import PolicyObjective
+from verl.workers.policy_terms import DistillationTerm
+from verl.workers.selection import token_noise
 
 
 @extra_losses.register("test_sum_of_returns")
@@ -201,7 +204,7 @@ def test_the_selected_tokens_have_the_largest_covariance_on_all_ranks(monkeypatc
         # in the first round, neither rank has the other's values
         return sent[:2] if len(sent) > 2 else [mine] * 2
 
-    monkeypatch.setattr("verl.workers.losses.gather_objects", gather)
+    monkeypatch.setattr("verl.workers.selection.gather_objects", gather)
     for rank in (0, 1, 0, 1):
         columns = batches[rank].batch
         objective.begin(

@@ -17,7 +17,7 @@ from verl.trainer.frozen_models import distillation_term
 from verl.trainer.scored import group_numbers
 from verl.utils.errors import AlgorithmError, ConfigError, RewardError
 from verl.utils.user_parts import NamedPart
-from verl.workers.losses import LoglinearProximal, RolloutReinforce, describe_loss
+from verl.workers.policy_terms import LoglinearProximal, RolloutReinforce, describe_loss
 
 
 def describe_algorithm(config: TrainConfig) -> list[str]:

@@ -4,7 +4,7 @@ from verl.config import TrainConfig
 from verl.models.divergence import Divergence, FrozenHead
 from verl.single_controller import GroupOf, of_all_ranks
 from verl.workers import ActorWorker, EngineWorker
-from verl.workers.losses import DistillationTerm
+from verl.workers.policy_terms import DistillationTerm
 
 
 def distillation_term(config: TrainConfig) -> DistillationTerm | None:

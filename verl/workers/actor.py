@@ -30,13 +30,9 @@ from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.utils.devices import memory_metrics
 from verl.weight_sync import Endpoint, FingerprintLog, Meeting, Offer, ProofSchedule, Route
-from verl.workers.losses import (
-    DistillationTerm,
-    LoglinearProximal,
-    PolicyObjective,
-    RolloutReinforce,
-    mismatch_of_all,
-)
+from verl.workers.mismatch import mismatch_of_all
+from verl.workers.policy_objective import PolicyObjective
+from verl.workers.policy_terms import DistillationTerm, LoglinearProximal, RolloutReinforce
 from verl.workers.reference import reference_columns
 from verl.workers.trained import TrainedWorker
 from verl.workers.updates import run_updates
@@ -145,7 +141,7 @@ class ActorWorker(TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def compare_with_rollout(self) -> None:
         """Compare updates with the rollout, where no pass does that before them."""
-        self.objective.compares_first = True
+        self.objective.seen.compares_first = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_rollout_reinforce(self, loss: RolloutReinforce) -> None:

@@ -16,7 +16,7 @@ from verl.single_controller import Dispatch, register
 from verl.utils.errors import ConfigError
 from verl.utils.imports import import_user_code, load_extern_type
 from verl.utils.logging import say_once
-from verl.workers.losses import ValueObjective
+from verl.workers.objective import ValueObjective
 from verl.workers.trained import TrainedWorker, add_adapters, model_source, parameter_dtype
 from verl.workers.updates import run_updates
 

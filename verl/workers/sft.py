@@ -11,7 +11,7 @@ from verl.engine.options import EngineOptions
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.workers.losses import LanguageModelObjective
+from verl.workers.objective import LanguageModelObjective
 from verl.workers.trained import TrainedWorker
 from verl.workers.updates import run_updates
 

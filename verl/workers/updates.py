@@ -16,7 +16,7 @@ from verl.single_controller import note_progress
 from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.logging import logger
-from verl.workers.losses import Objective
+from verl.workers.objective import Objective
 
 
 def mini_batches(
