@@ -84,13 +84,8 @@ class ModelShape:
         model: Any = module if hasattr(module, "config") else getattr(module, "model", module)
         config: Any = model.config.get_text_config()
         layers = language_layers(model)
-        in_layers: set[int] = set()
-        for layer in layers:
-            in_layers |= {id(weight) for weight in layer.parameters()}
-        first: set[int] = set()
         norms_heads = False
         if layers:
-            first = {id(weight) for weight in layers[0].parameters()}
             norms_heads = any("q_norm" in name for name, _ in layers[0].named_modules())
 
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -105,14 +100,9 @@ class ModelShape:
         # Multi-head latent attention keeps one latent and one rotary key for all heads.
         cached = latent + config.qk_rope_head_dim if latent else 2 * key_heads * head_dim
 
-        weights = []
-        for each in model.parameters():
-            places = (id(each) in in_layers, id(each) in first)
-            weights.append(Weight(tuple(each.shape), each.itemsize, each.requires_grad, *places))
-
         return cls(
             family=config.model_type,
-            weights=tuple(weights),
+            weights=_weights(model, layers),
             layers=len(layers),
             hidden=config.hidden_size,
             heads=heads,
@@ -126,6 +116,22 @@ class ModelShape:
             tower_numel=sum(each.numel() for each in picture_parameters(model)),
             tower=TowerShape.of(model),
         )
+
+
+def _weights(model: nn.Module, layers: list[nn.Module]) -> tuple[Weight, ...]:
+    """List all weights of a model, with whether they lie in its layers and in the first one."""
+    in_layers: set[int] = set()
+    for layer in layers:
+        in_layers.update(map(id, layer.parameters()))
+    in_first: set[int] = set()
+    if layers:
+        in_first.update(map(id, layers[0].parameters()))
+
+    weights = []
+    for each in model.parameters():
+        places = (id(each) in in_layers, id(each) in in_first)
+        weights.append(Weight(tuple(each.shape), each.itemsize, each.requires_grad, *places))
+    return tuple(weights)
 
 
 def _visited_width(config: Any) -> int:

@@ -1,6 +1,7 @@
 """Write an engine's state and read it back: weights or adapters, moments, schedule position."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -276,13 +277,18 @@ def _load_moments(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer)
             of_name.setdefault(kind, {})[part] = found[key]
         else:
             of_name[kind] = found[key]
-    saved.read(found)
 
-    # In the order in which steps make them; the order in a folder depends on the ranks that wrote
-    # it.
+    saved.read(found)
+    restore_moments(optimizer, parameters.items(), _in_order_of_steps(moments, parameters))
+
+
+def _in_order_of_steps(
+    moments: Mapping[str, dict[str, Any]], parameters: Iterable[str]
+) -> dict[str, dict[str, Any]]:
+    """Sort moments as steps make them. In a folder, they depend on the ranks that wrote it."""
     order = {name: number for number, name in enumerate(parameters)}
     ordered = {}
     for name in sorted(moments, key=lambda name: order.get(name, -1)):
         kinds = sorted(moments[name], key=lambda kind: (kind != "step", kind))
         ordered[name] = {kind: moments[name][kind] for kind in kinds}
-    restore_moments(optimizer, parameters.items(), ordered)
+    return ordered

@@ -38,10 +38,13 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         is_last = torch.zeros(len(batch), dtype=torch.bool)
         is_last[rows.last] = True
         counted &= is_last
+
     prompt_width = columns["prompts"].shape[1]
-    prompt_length = columns["attention_mask"][:, :prompt_width].sum(-1)
+    prompt_attention = columns["attention_mask"][:, :prompt_width]
     response_attention = columns["attention_mask"][:, prompt_width:]
+    prompt_length = prompt_attention.sum(-1)
     response_length = response_attention.sum(-1)
+
     metrics = {
         **_spread("critic/score", columns["token_level_scores"].sum(-1)[counted]),
         **_spread("critic/rewards", columns["token_level_rewards"].sum(-1)[counted]),

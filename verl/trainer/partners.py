@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from verl.config.partners import partner_section
-from verl.config.policies import partner_role
+from verl.config.policies import PolicyConfig, partner_role
 from verl.models.load import load_tokenizer
 from verl.protocol import DataProto
 from verl.single_controller import Colocated, GroupOf, WorkerGroup, start
@@ -31,39 +31,44 @@ class PartnersTrainer(PPOTrainer):
         """Start the partners, then the actor's rollout, whose episodes they play in."""
         self.partners = {}
         self.partner_rollouts = {}
-        roles = self.config.actor_rollout_ref
         engines = dict(partners)
-        for role, policy in roles.rollout.agent.partners.items():
-            assert policy.path is not None, "the configuration was checked"
-            check_same_vocabulary(
-                self.tokenizer,
-                load_tokenizer(policy.path, trust_remote_code=policy.trust_remote_code),
-                student_path=roles.model.path,
-                teacher_path=policy.path,
-                needs=f"A trained policy of the role '{role}' needs a model",
-                key=f"actor_rollout_ref.rollout.agent.policies.{role}.path",
-            )
-            name = partner_role(role)
-            section = partner_section(roles, policy)
-            self.partners[role] = self.start_role(
-                name,
-                ActorWorker,
-                section,
-                total_steps=self.total_steps,
-                device=self.device,
-                tokenizer=self.tokenizer,
-            )
-            self.partner_rollouts[role] = self.start_role(
-                f"rollout_{role}",
-                RolloutWorker,
-                section,
-                device=self.device,
-                tokenizer=self.tokenizer,
-                actor=Colocated(name),
-            )
-            engines[name] = Colocated(f"rollout_{role}")
+        for role, policy in self.config.actor_rollout_ref.rollout.agent.partners.items():
+            self._start_partner(role, policy)
+            engines[partner_role(role)] = Colocated(f"rollout_{role}")
 
         return super().start_rollout(**engines)
+
+    def _start_partner(self, role: str, policy: PolicyConfig) -> None:
+        """Start the actor and the rollout of a role."""
+        roles = self.config.actor_rollout_ref
+        assert policy.path is not None, "the configuration was checked"
+        check_same_vocabulary(
+            self.tokenizer,
+            load_tokenizer(policy.path, trust_remote_code=policy.trust_remote_code),
+            student_path=roles.model.path,
+            teacher_path=policy.path,
+            needs=f"A trained policy of the role '{role}' needs a model",
+            key=f"actor_rollout_ref.rollout.agent.policies.{role}.path",
+        )
+
+        name = partner_role(role)
+        section = partner_section(roles, policy)
+        self.partners[role] = self.start_role(
+            name,
+            ActorWorker,
+            section,
+            total_steps=self.total_steps,
+            device=self.device,
+            tokenizer=self.tokenizer,
+        )
+        self.partner_rollouts[role] = self.start_role(
+            f"rollout_{role}",
+            RolloutWorker,
+            section,
+            device=self.device,
+            tokenizer=self.tokenizer,
+            actor=Colocated(name),
+        )
 
     def begin_passes(self, batch: DataProto) -> None:
         """Begin no pass early: each policy has a share of the rows alone."""

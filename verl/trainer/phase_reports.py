@@ -108,19 +108,21 @@ class PhaseReports:
                 self._status.show(self._line(phases))
 
     def _line(self, phases: Sequence[_Phase]) -> str:
-        seconds = time.monotonic() - phases[-1].started
+        last = phases[-1]
+        seconds = time.monotonic() - last.started
         known = [phase.own for phase in phases if phase.own is not None]
         by_rank = [progress for progress in self._read() if progress.total > 0]
         if by_rank:
             known.append(sum(by_rank[1:], start=by_rank[0]))
 
-        parts = [str(progress) for progress in known]
-        if known and 0 < known[-1].done < known[-1].total and seconds > 0:
-            rate = known[-1].done / seconds
-            left_s = (known[-1].total - known[-1].done) / rate
-            parts.append(f"{rate:.3g} a second, about {left_s:.0f} s left")
-        details = "".join(f", {part}" for part in parts)
-        return f"Phase {phases[-1].name}: {seconds:.0f} s so far{details}"
+        parts = [f"Phase {last.name}: {seconds:.0f} s so far", *map(str, known)]
+        if known and seconds > 0:
+            progress = known[-1]
+            if 0 < progress.done < progress.total:
+                rate = progress.done / seconds
+                left_s = (progress.total - progress.done) / rate
+                parts.append(f"{rate:.3g} a second, about {left_s:.0f} s left")
+        return ", ".join(parts)
 
 
 class StatusLine:

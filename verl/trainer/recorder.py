@@ -246,19 +246,23 @@ class StepRecorder:
         """Return the batch without padding, as arrays by name; nothing without responses."""
         if batch.batch is None or "responses" not in batch.batch.keys():
             return {}
+
         tensors = batch.batch.cpu()
         mask = tensors["attention_mask"].bool()
         width = tensors["prompts"].shape[1]
-        prompt_mask, response_mask = mask[:, :width], mask[:, width:]
+        prompt_mask = mask[:, :width]
+        response_mask = mask[:, width:]
         prompt_lengths = prompt_mask.sum(-1).numpy()
         lengths = response_mask.sum(-1).numpy()
-
         prompt_ids = tensors["prompts"][prompt_mask].to(torch.int32).numpy()
         response_ids = tensors["responses"][response_mask].to(torch.int32).numpy()
+
+        uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
+        scores = tensors["token_level_scores"].sum(-1)
         rewards, fields = _fields(batch)
         columns: dict[str, Any] = {
-            "uid": pa.array([str(uid) for uid in batch.non_tensor_batch["uid"]]),
-            "score": pa.array(tensors["token_level_scores"].sum(-1).double().numpy()),
+            "uid": pa.array(uids),
+            "score": pa.array(scores.double().numpy()),
             "prompt": pa.array(self._texts(prompt_ids, prompt_lengths)),
             "response": pa.array(self._texts(response_ids, lengths)),
             REWARD_PARTS: json_column(rewards, len(lengths)),
@@ -266,6 +270,7 @@ class StepRecorder:
             "prompt_ids": token_lists(prompt_ids, prompt_lengths),
             "response_ids": token_lists(response_ids, lengths),
         }
+
         for name, tensor in tensors.items():
             is_of_tokens = tensor.shape == response_mask.shape
             if is_of_tokens and name not in _LEFT_OUT:

@@ -34,13 +34,13 @@ class ReMaxTrainer(PPOTrainer):
         counted = greedy.batch["response_mask"].bool().any(-1)  # an episode of agents may fail
         counted[list(result.get("dropped", ()))] = False
         _require_any(counted)
-        batch = super().collect(prompts, first_row)
-        place_of = {uid: place for place, uid in enumerate(greedy.non_tensor_batch["uid"])}
-        places = torch.tensor([place_of.get(uid, -1) for uid in batch.non_tensor_batch["uid"]])
-        batch.batch["reward_baselines"] = torch.where(places >= 0, scores[places], 0.0)
 
+        batch = super().collect(prompts, first_row)
+        places = _places_in(greedy, batch)
+        batch.batch["reward_baselines"] = torch.where(places >= 0, scores[places], 0.0)
         batch.batch["response_mask"][(places < 0) | ~counted[places]] = 0
         _require_any(batch.batch["response_mask"])
+
         for name, count in result.get("metrics", {}).items():
             if name.startswith("reward/num_"):
                 self.metrics[name] = self.metrics.get(name, 0.0) + count
@@ -77,6 +77,12 @@ class ReMaxTrainer(PPOTrainer):
             add_turn_rewards(greedy)
             result = {**result, "reward_tensor": greedy.batch["token_level_scores"]}
         return result
+
+
+def _places_in(greedy: DataProto, batch: DataProto) -> torch.Tensor:
+    """Return the row of the greedy response to the prompt of each row of `batch`; -1: none."""
+    place_of = {uid: place for place, uid in enumerate(greedy.non_tensor_batch["uid"])}
+    return torch.tensor([place_of.get(uid, -1) for uid in batch.non_tensor_batch["uid"]])
 
 
 def _require_any(counted: torch.Tensor) -> None:

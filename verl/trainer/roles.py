@@ -48,66 +48,22 @@ class RunOfRoles(TrainingRun[TrainConfig]):
         """Do the work of `init_workers`, once the trackers run."""
         setup.check_sample_folders(self.config)
 
-        roles = self.config.actor_rollout_ref
-        data = self.config.data
         self.actor_wg = self.start_role(
             "actor",
             ActorWorker,
-            roles,
+            self.config.actor_rollout_ref,
             total_steps=self.total_steps,
             device=self.device,
             tokenizer=self.tokenizer,
         )
         self.rollout_wg = self.start_rollout()
-
-        self.critic_wg = self.ref_policy_wg = self.rm_wg = self.teacher_wg = None
-        if self.config.needs_critic:
-            self.critic_wg = self.start_role(
-                "critic",
-                CriticWorker,
-                self.config.critic,
-                max_length=data.max_prompt_length + data.max_response_length,
-                total_steps=self.total_steps,
-                device=self.device,
-                tokenizer=self.tokenizer,
-                seed=self.config.trainer.seed,
-            )
-
-        if self.config.needs_reference and roles.model.lora_rank > 0:
-            self.ref_policy_wg = self.actor_wg  # its frozen weights, without the adapters
-        elif self.config.needs_reference:
-            reference = self.start_role("reference", ReferenceWorker, roles, device=self.device)
-            self.ref_policy_wg = reference
-
-        if self.config.reward_model.enable:
-            self.rm_wg = self.start_role(
-                "reward_model",
-                RewardModelWorker,
-                self.config.reward_model,
-                input_tokenizer=setup.reward_input_tokenizer(self.config, self.tokenizer),
-                device=self.device,
-            )
-
-        if self.config.distillation.enabled:
-            self.teacher_wg = self.start_role(
-                "teacher",
-                TeacherWorker,
-                self.config.distillation,
-                roles,
-                tokenizer=self.tokenizer,
-                device=self.device,
-            )
+        self.critic_wg = self._start_critic()
+        self.ref_policy_wg = self._start_reference()
+        self.rm_wg = self._start_reward_model()
+        self.teacher_wg = self._start_teacher()
 
         connect_frozen_models(self.config, self.actor_wg, self.ref_policy_wg, self.teacher_wg)
-        proximal = loglinear(self.config)
-        if proximal is not None:
-            self.actor_wg.use_loglinear_proximal(proximal)
-        reinforce = rollout_reinforce(self.config)
-        if reinforce is not None:
-            self.actor_wg.use_rollout_reinforce(reinforce)
-        if self.config.algorithm.rollout_correction.bypass_mode:
-            self.actor_wg.compare_with_rollout()
-
+        self._connect_with_rollout()
         self.weights = self.link_weights()
 
     def start_rollout(self, **partners: Colocated) -> GroupOf[RolloutWorker]:
@@ -127,6 +83,65 @@ class RunOfRoles(TrainingRun[TrainConfig]):
             run=self.config,
             **partners,
         )
+
+    def _start_critic(self) -> GroupOf[CriticWorker] | None:
+        if not self.config.needs_critic:
+            return None
+        data = self.config.data
+        return self.start_role(
+            "critic",
+            CriticWorker,
+            self.config.critic,
+            max_length=data.max_prompt_length + data.max_response_length,
+            total_steps=self.total_steps,
+            device=self.device,
+            tokenizer=self.tokenizer,
+            seed=self.config.trainer.seed,
+        )
+
+    def _start_reference(self) -> GroupOf[ReferenceWorker] | GroupOf[ActorWorker] | None:
+        if not self.config.needs_reference:
+            return None
+        roles = self.config.actor_rollout_ref
+        if roles.model.lora_rank > 0:
+            return self.actor_wg  # its frozen weights, without the adapters
+        return self.start_role("reference", ReferenceWorker, roles, device=self.device)
+
+    def _start_reward_model(self) -> GroupOf[RewardModelWorker] | None:
+        if not self.config.reward_model.enable:
+            return None
+        return self.start_role(
+            "reward_model",
+            RewardModelWorker,
+            self.config.reward_model,
+            input_tokenizer=setup.reward_input_tokenizer(self.config, self.tokenizer),
+            device=self.device,
+        )
+
+    def _start_teacher(self) -> GroupOf[TeacherWorker] | None:
+        if not self.config.distillation.enabled:
+            return None
+        return self.start_role(
+            "teacher",
+            TeacherWorker,
+            self.config.distillation,
+            self.config.actor_rollout_ref,
+            tokenizer=self.tokenizer,
+            device=self.device,
+        )
+
+    def _connect_with_rollout(self) -> None:
+        """Have the actor correct and compare its updates for the policy that drew the tokens."""
+        proximal = loglinear(self.config)
+        if proximal is not None:
+            self.actor_wg.use_loglinear_proximal(proximal)
+
+        reinforce = rollout_reinforce(self.config)
+        if reinforce is not None:
+            self.actor_wg.use_rollout_reinforce(reinforce)
+
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            self.actor_wg.compare_with_rollout()
 
     def link_weights(self) -> WeightLink:
         """Connect the rollout with the actor, because it generates with the actor's weights."""

@@ -77,30 +77,36 @@ def load_module(path_or_name: str) -> ModuleType:
         return _import_by_name(path_or_name)
     if not path.is_file():
         raise ConfigError(f"Expected a Python file at '{path_or_name}', found none.")
+
     # The name depends on the path, so that two users' `reward.py` never shadow each other.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
     name = f"verl_user_{path.stem}_{digest[:8]}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException as error:
-            del sys.modules[name]
-            explained = _explain_failure(path, spec.origin, error)
-            if explained is None:
-                raise
-            raise explained from error
-
+        _import_file(path, name)
     return sys.modules[name]
 
 
 def without_scheme(path_or_name: str) -> str:
     """Return the name of a module without `pkg://`, and a path without `file://`."""
     return path_or_name.removeprefix("pkg://").removeprefix("file://")
+
+
+def _import_file(path: Path, name: str) -> None:
+    """Import a file under a name of `sys.modules`."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        explained = _explain_failure(path, spec.origin, error)
+        if explained is None:
+            raise
+        raise explained from error
 
 
 def _import_by_name(name: str) -> ModuleType:

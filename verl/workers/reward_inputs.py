@@ -131,29 +131,31 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
     if isinstance(before, Tensor) or _is_ids(before[0]):
         before = _texts_or_ids(before, "prompt", model.tokenizer)
 
-    texts: dict[int, Messages] = {}
+    conversations: dict[int, Messages] = {}
     sequences: list[list[int]] = [[] for _ in answers]
     for row, (answer, prompt) in enumerate(zip(answers, before)):
         if not isinstance(answer, str) and (prompt is None or _is_ids(prompt)):
             sequences[row] = [*(prompt or ()), *answer]
-        elif _is_ids(prompt):
-            raise DataError(
-                f"Prompt {row} is given in token ids and response {row} as a text. Give both as "
-                "texts."
-            )
         else:
-            text = answer
-            if not isinstance(text, str):
-                text = model.tokenizer.decode(text, skip_special_tokens=True)
-            messages = [] if prompt is None else prompt
-            texts[row] = _conversation(messages, text, _response(row))
+            conversations[row] = _answered(prompt, answer, row, model.tokenizer)
 
     encoded = encode_conversations(
-        model.tokenizer, list(texts.values()), add_generation_prompt=False
+        model.tokenizer, list(conversations.values()), add_generation_prompt=False
     )
-    for row, ids in zip(texts, encoded):
+    for row, ids in zip(conversations, encoded):
         sequences[row] = ids
     return model.score(reader.fit(sequences, _response))
+
+
+def _answered(prompt: Any, answer: Any, row: int, tokenizer: Any) -> Messages:
+    """Return a prompt of texts, or none, and its answer as messages."""
+    if _is_ids(prompt):
+        raise DataError(
+            f"Prompt {row} is given in token ids and response {row} as a text. Give both as texts."
+        )
+    if not isinstance(answer, str):
+        answer = tokenizer.decode(answer, skip_special_tokens=True)
+    return _conversation([] if prompt is None else prompt, answer, _response(row))
 
 
 def _check_responses(responses: Any) -> None:

@@ -136,10 +136,16 @@ def _serve(
     elif finished:
         outcome = "finished"
     elif not tail:
-        code = os.waitstatus_to_exitcode(status)
-        killed = f"killed by signal {-code}"
-        tail = killed if code < 0 else f"left with exit code {code} before its end"
+        tail = _described_end(status)
     return {"status": outcome, "passed": passed, "output": text, "error": tail, "seconds": seconds}
+
+
+def _described_end(status: int) -> str:
+    """Describe a wait status of a run that ended too early."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        return f"killed by signal {-code}"
+    return f"left with exit code {code} before its end"
 
 
 def _wait(
