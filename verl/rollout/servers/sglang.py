@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.rollout.servers.server import (
     DRAW_S,
@@ -29,7 +29,7 @@ class SGLangServer(Server):
     title = "SGLang"
     package = "sglang"
     oldest = "0.5"
-    optional_flags = ("--enable-deterministic-inference",)
+    optional_flags: ClassVar[Mapping[str, str]] = {"--enable-deterministic-inference": "0.5.3"}
 
     @classmethod
     def command(cls, python: str, model: str, port: int | str, **options: Any) -> list[str]:

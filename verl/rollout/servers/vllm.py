@@ -4,7 +4,7 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.models.pictures import Picture, Pictures, ids_with_placeholders
 from verl.rollout.servers.server import (
@@ -35,7 +35,7 @@ class VLLMServer(Server):
     package = "vllm"
     oldest = "0.20"
     filters_log_probs = True
-    optional_flags = ("--enable-scale-out",)
+    optional_flags: ClassVar[Mapping[str, str]] = {"--enable-scale-out": "0.30"}
     takes_pictures = True
     largest_lora_rank = _LORA_RANKS[-1]
 
