@@ -170,6 +170,7 @@ def prove(drawn: Mapping[str, Completion], own: Sequence[Sequence[float]], dtype
     Returns the largest mean difference.
     """
     tolerance = _TOLERANCE.get(dtype, _TOLERANCE_OF_HALVES)
+    flag = "--dtype " + str(dtype).removeprefix("torch.")
     worst = 0.0
 
     for (name, probe), expected in zip(drawn.items(), own, strict=True):
@@ -179,9 +180,9 @@ def prove(drawn: Mapping[str, Completion], own: Sequence[Sequence[float]], dtype
             raise RolloutError(
                 f"After new weights, {name} draws by other weights than the trainer's: the "
                 f"log-probs of {len(gaps)} tokens differ by {mean:.2g} on average, at most "
-                f"{tolerance:.2g} in {dtype} are right. Check that it runs the model that is "
-                "trained, in the dtype actor_rollout_ref.rollout.dtype; that no other run pushes "
-                "weights to it; and restart it."
+                f"{tolerance:.2g} in {dtype} are right. Check that it was started with the model "
+                f"that is trained and {flag}, and that no other run pushes "
+                "weights to it; or restart it."
             )
         worst = max(worst, mean)
     return worst
