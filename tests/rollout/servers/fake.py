@@ -186,6 +186,7 @@ class FakeServer:
             "/v1/completions": self._vllm_complete,
             "/pause": lambda body: self._pause(True, {"status": "paused"}),
             "/resume": lambda body: self._pause(False, {"status": "resumed"}),
+            "/is_paused": lambda body: (200, {"is_paused": self.is_paused}),
             "/abort_requests": self._vllm_abort,
             "/reset_prefix_cache": lambda body: (200, {"success": self._flush()}),
             "/collective_rpc": self._rpc,

@@ -11,6 +11,7 @@ from tests.workers.batches import CPU, R, actor_of, prompts
 from verl.config import config_from_dict
 from verl.rollout import check_engine, check_engine_service
 from verl.rollout.servers.fleet import Member, Placement
+from verl.rollout.servers.server import ServerLostError
 from verl.rollout.types import Continuation, Request, SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
 from verl.workers import RolloutWorker
@@ -406,6 +407,18 @@ def test_a_server_that_closes_idle_connections_is_not_lost(settings, start):
     assert batch.meta_info["metrics"]["rollout/num_redrawn"] == 0
 
 
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_a_server_that_was_lost_during_a_push_does_not_stay_paused(settings, start, dialect):
+    server = start(dialect)
+    rollout = rollout_on(settings, server)
+    rollout.take_weights()
+    fleet = rollout.engine.fleet
+    server.is_paused = True
+    fleet.note_lost(fleet.members[0], ServerLostError("lost"))
+    draw(rollout)
+    assert not server.is_paused
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
@@ -414,8 +427,9 @@ def test_a_server_that_closes_idle_connections_is_not_lost(settings, start):
         (lambda server: setattr(server, "version", "0.8.4"), "version 0.8.4.*vllm>="),
         (lambda server: setattr(server, "name", "/models/other"), "runs the model '/models/other'"),
         (lambda server: setattr(server, "dialect", "sglang"), "not vLLM's.*rollout.name fits"),
+        (lambda server: setattr(server, "is_paused", True), "is paused.*curl -X POST .*/resume"),
     ],
-    ids=["unreachable", "empty", "old", "other model", "other protocol"],
+    ids=["unreachable", "empty", "old", "other model", "other protocol", "paused"],
 )
 def test_a_server_that_cannot_draw_is_one_error_at_start(settings, start, break_it, message):
     server = start()

@@ -262,7 +262,11 @@ class Fleet:
         with self._recovery:
             if self._version is None:
                 member.server.facts()
-            elif self._is_stale(member):
+                return
+
+            if member.fault is not None:
+                member.server.resume()  # it may have been lost during a push, which pauses it
+            if self._is_stale(member):
                 logger.warning(
                     "%s does not have the weights of this run any more (a restart?). It gets them "
                     "again: %s.",

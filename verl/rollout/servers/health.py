@@ -112,6 +112,12 @@ def check_server(
     try:
         facts = server.facts()
         _check_version(server, facts)
+        if server.is_paused:  # it would not answer
+            raise RolloutError(
+                f"{server.name} is paused: a run that was killed while it pushed weights has left "
+                f"it so, or another run is pushing. If none is, `curl -X POST {server.url}/resume` "
+                "lets it go on."
+            )
         drawn = server.draw(
             Draw(
                 request_id="verl-health",

@@ -221,16 +221,25 @@ class Server(ABC):
             return None
         return list(answer["tokens"])
 
+    @property
+    def is_paused(self) -> bool:
+        """Return whether it keeps requests waiting, as far as it says so."""
+        return False
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on after a pause. Nothing changes for a server that runs."""
+
     @contextmanager
-    def resumed(self, path: str) -> Iterator[None]:
+    def resumed(self) -> Iterator[None]:
         """Let the server go on after a pause, also where new weights were refused."""
         try:
             yield
         except RolloutError:
             with suppress(RolloutError):
-                self.call(path)
+                self.resume()
             raise
-        self.call(path)
+        self.resume()
 
     def require_flushed(self, done: bool) -> None:
         """Raise RolloutError if cached keys of the old weights are still there."""

@@ -132,10 +132,14 @@ class SGLangServer(Server):
         """Implement `Server.load`. An idle server is paused, too."""
         # Other modes keep requests, and with any of them there SGLang refuses to flush.
         self.call("/pause_generation", {"mode": "abort"})
-        with self.resumed("/continue_generation"):
+        with self.resumed():
             source.fill(self, version)
             self.require_flushed(self.flush())
         return self.weight_version()
+
+    def resume(self) -> None:
+        """Implement `Server.resume`."""
+        self.call("/continue_generation")
 
     def read_folder(self, folder: Path, version: str) -> None:
         """Implement `Server.read_folder`."""

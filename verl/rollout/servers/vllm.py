@@ -76,6 +76,12 @@ class VLLMServer(Server):
             longest = first.get("max_model_len")
             return ServerFacts(model, str(version["version"]), longest)
 
+    @property
+    def is_paused(self) -> bool:
+        """Implement `Server.is_paused`."""
+        status, answer = self.ask("GET", "/is_paused")
+        return status == 200 and isinstance(answer, dict) and answer.get("is_paused") is True
+
     def draw(self, draw: Draw) -> Drawn:
         """Implement `Server.draw`."""
         params = draw.params
@@ -154,8 +160,12 @@ class VLLMServer(Server):
     def paused(self) -> Iterator[None]:
         """Keep requests waiting."""
         self.call("/pause?mode=keep")
-        with self.resumed("/resume"):
+        with self.resumed():
             yield
+
+    def resume(self) -> None:
+        """Implement `Server.resume`."""
+        self.call("/resume")
 
     def read_folder(self, folder: Path, version: str) -> None:
         """Implement `Server.read_folder`."""
