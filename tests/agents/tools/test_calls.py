@@ -21,8 +21,8 @@ from verl.agents.tools import BaseTool, ToolSet
 from verl.agents.tools.functions import as_tool
 from verl.agents.tools.host import facts_of
 from verl.agents.tools.results import plain_row_kwargs
-from verl.utils.threads import LoopThread
 from verl.utils.errors import ConfigError, DataError, RolloutError
+from verl.utils.threads import LoopThread
 
 
 def counter(**config):
