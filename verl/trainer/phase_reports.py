@@ -115,14 +115,15 @@ class PhaseReports:
         if by_rank:
             known.append(sum(by_rank[1:], start=by_rank[0]))
 
-        parts = [f"Phase {last.name}: {seconds:.0f} s so far", *map(str, known)]
+        parts = [str(progress) for progress in known]
         if known and seconds > 0:
             progress = known[-1]
             if 0 < progress.done < progress.total:
                 rate = progress.done / seconds
                 left_s = (progress.total - progress.done) / rate
                 parts.append(f"{rate:.3g} a second, about {left_s:.0f} s left")
-        return ", ".join(parts)
+        details = "".join(f", {part}" for part in parts)
+        return f"Phase {last.name}: {seconds:.0f} s so far{details}"
 
 
 class StatusLine:
