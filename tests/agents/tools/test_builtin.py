@@ -132,6 +132,8 @@ def service():
                 server.most_under_way = max(server.most_under_way, server.under_way)
                 status, answer = server.answers.pop(0)
             time.sleep(server.delay_s)
+            with server.lock:  # before the answer, after which the client may send the next
+                server.under_way -= 1
             data = json.dumps(answer).encode()
             self.send_response(status)
             for name, value in server.headers.items():
@@ -139,8 +141,6 @@ def service():
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
-            with server.lock:
-                server.under_way -= 1
 
         def log_message(self, *args):
             pass
@@ -218,7 +218,7 @@ def test_a_search_that_has_no_time_for_another_try_names_the_answer(service):
 
 def test_searches_beyond_the_limit_wait_for_their_turn(service):
     service.answers += [(200, {"result": [[]]})] * 6
-    service.delay_s = 0.05
+    service.delay_s = 0.1
     config = {"retrieval_service_url": url_of(service), "num_workers": 120, "rate_limit": 2}
 
     async def run():
