@@ -4,12 +4,12 @@ Every episode draws `--tokens` tokens, waits `--tool-ms` for a tool, reads its a
 `--turns` times; all of them run at once on one engine. The peer is the same engine drawing as many
 tokens an episode in one turn.
 
-    python bench/agents.py --model toy --episodes 256 --turns 8 --tool-ms 50
-    python bench/agents.py --shape 1.5b --tokens 128              # random weights, on a GPU
-    python bench/agents.py --shape 1.5b --tokens 512 --spread 0.5 # turns of 256 to 768 tokens
-    python bench/agents.py --shape 1.5b --profile                 # how long the GPU idles
+    python bench/agents.py                                 # turns of 256 to 768 tokens; minutes
+    python bench/agents.py --model toy --tokens 16 --spread 0
+    python bench/agents.py --shape 1.5b --tokens 128       # random weights
+    python bench/agents.py --profile                       # how long the GPU idles
     python bench/agents.py --shape 1.5b --engine vllm --set gpu_memory_utilization=0.5
-    python bench/agents.py --engine vllm --device cpu --server-python VENV/bin/python
+    python bench/agents.py --model toy --tokens 16 --engine vllm --device cpu --server-python PYTHON
 
 Without `--set server_urls=[...]` an engine of servers starts one, with `--server-python` or the
 interpreter of this script. Such a server gets the weights of this process before it draws. The
@@ -139,8 +139,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="toy", help="a packaged name, a folder or a hub name")
-    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead")
+    parser.add_argument("--model", help="a packaged name, a folder or a hub name")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="random weights instead [cpu: tiny; cuda: 1.5b]"
+    )
     parser.add_argument("--engine", default="embedded", help="name of the rollout engine")
     parser.add_argument("--server-python", help="interpreter that has the engine's package")
     parser.add_argument(
@@ -148,15 +150,18 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--episodes", type=int, default=256)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=16, help="tokens of a turn")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a turn")
     parser.add_argument(
-        "--spread", type=float, default=0.0, help="turns are longer or shorter by up to this share"
+        "--spread", type=float, default=0.5, help="turns are longer or shorter by up to this share"
     )
     parser.add_argument("--tool-ms", type=float, default=50.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each; the best counts")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each; the best counts")
     parser.add_argument("--profile", action="store_true", help="how long a GPU idles")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.model is None and arguments.shape is None:
+        arguments.shape = "tiny" if arguments.device == "cpu" else "1.5b"
+    return arguments
 
 
 def lengths(row: int, arguments: argparse.Namespace) -> list[int]:
@@ -309,7 +314,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, folder: Path) -> None:
     """Measure and print; temporary files go to `folder`."""
-    tokenizer = load_tokenizer(arguments.model)
+    tokenizer = load_tokenizer(arguments.model or "toy")
     tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
     boundary = ChatBoundary(tokenizer)
     messages = [{"role": "user", "content": "Begin."}]
