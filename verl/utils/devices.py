@@ -51,6 +51,18 @@ def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def leave_free(share: float, device: torch.device) -> None:
+    """Give up the memory that torch keeps for later, if less than `share` of the device is free.
+
+    Such memory is in use for other processes.
+    """
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if free < share * total:
+        torch.cuda.empty_cache()
+
+
 def describe_device(device: torch.device) -> str:
     """Describe the device in one line for the log: its name and memory."""
     if device.type == "cuda":

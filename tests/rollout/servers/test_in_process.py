@@ -22,6 +22,7 @@ from tests.tiny_vision_models import tiny_vision_model
 from tests.workers.batches import CPU, R, actor_of, prompts
 from verl.config import config_from_dict
 from verl.rollout import check_engine, check_engine_model, check_engine_service
+from verl.rollout.servers import in_process
 from verl.rollout.servers.in_process import InProcessVLLM
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
@@ -108,6 +109,31 @@ def test_a_sleeping_engine_gets_weights_before_its_cache(rollout_of, monkeypatch
         worker.take_weights()
         assert fake.awake == {"weights", "kv_cache"}
     assert fake.slept == [2, 2], "the next weights replace all of the old ones"
+
+
+def test_a_trainer_that_keeps_the_memory_is_asked_for_it_before_each_wake_up(
+    rollout_of, monkeypatch
+):
+    worker, _, fake = rollout_of(gpu_memory_utilization=0.4)
+    shares = []
+    monkeypatch.setattr(in_process, "leave_free", lambda share, _: shares.append(share))
+    worker.engine.can_sleep = True
+    server = worker.engine.fleet.members[0].server
+    server._can_sleep = True
+    fake.args.enable_sleep_mode = True
+    worker.take_weights()
+    draw(worker)
+    assert not shares
+    worker.take_weights()
+    assert shares == [0.4, 0.4], "for the weights, and for the cache"
+
+    async def fail(tags):
+        raise RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp")
+
+    draw(worker)
+    monkeypatch.setattr(fake, "wake_up", fail)
+    with pytest.raises(RolloutError, match="out of memory.*lower .*gpu_memory_utilization"):
+        worker.take_weights()
 
 
 def test_a_sleep_drops_cached_prefixes_and_no_flush_is_asked_for(rollout_of, monkeypatch):

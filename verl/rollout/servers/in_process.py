@@ -26,7 +26,7 @@ from verl.config.rollout import RolloutConfig
 from verl.rollout.servers.owned import engine_options, engine_variables
 from verl.rollout.servers.server import LOAD_S, QUICK_S, WeightSource
 from verl.rollout.servers.vllm import VLLMServer, allowed_rank
-from verl.utils.devices import ALLOCATOR_SETTINGS
+from verl.utils.devices import ALLOCATOR_SETTINGS, leave_free
 from verl.utils.errors import ConfigError, RolloutError, describe_error
 from verl.utils.signatures import keywords_of
 from verl.weight_sync.vllm_worker import END_WITH, EXTENSION
@@ -38,6 +38,9 @@ _CLOSE_S = 60.0
 _AS_SERVER = (
     f"Or leave out {_SECTION}.in_process: vLLM then runs as a server, and {_SECTION}.server_python "
     "names the interpreter of its own environment."
+)
+_LESS_MEMORY = (
+    f"Next to a trainer, lower {_SECTION}.gpu_memory_utilization, a share of the whole GPU."
 )
 
 
@@ -116,6 +119,8 @@ class InProcessVLLM(VLLMServer):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="verl-vllm", daemon=True).start()
         arguments = self._arguments(config, dtype, lora_rank)
+        self._device = device
+        self._memory_share: float = arguments["gpu_memory_utilization"]
         with _start_environment(self._model, device):
             try:
                 self._engine = self._run(self._start(arguments), config.server_timeout_s)
@@ -164,8 +169,7 @@ class InProcessVLLM(VLLMServer):
         except (RuntimeError, ValueError) as error:
             raise RolloutError(
                 f"vLLM did not start in this process: {error} Its log is part of this run's output "
-                f"above. Next to a trainer, lower {_SECTION}.gpu_memory_utilization, a share of "
-                f"the whole GPU. {_AS_SERVER}"
+                f"above. {_LESS_MEMORY} {_AS_SERVER}"
             ) from error
 
     def close(self) -> None:
@@ -190,7 +194,7 @@ class InProcessVLLM(VLLMServer):
     def wake(self) -> None:
         """Take memory for the weights again. `load` fills it, and takes memory for the cache."""
         if self._is_asleep:
-            self.call("/wake_up", {"tags": ["weights"]}, timeout_s=LOAD_S)
+            self._take_memory("weights")
 
     def load(self, source: WeightSource, version: str, *, is_idle: bool = False) -> str | None:
         """Implement `Server.load`."""
@@ -198,10 +202,22 @@ class InProcessVLLM(VLLMServer):
         recorded = super().load(source, version, is_idle=is_idle)
         if self._is_asleep:
             started = time.perf_counter()
-            self.call("/wake_up", {"tags": ["kv_cache"]}, timeout_s=LOAD_S)
+            self._take_memory("kv_cache")
             self.map_cache_s = time.perf_counter() - started
             self._is_asleep = False
         return recorded
+
+    def _take_memory(self, tag: str) -> None:
+        # The engine core, a process of its own, fails where the device has too little for it.
+        leave_free(self._memory_share, self._device)
+        self.call("/wake_up", {"tags": [tag]}, timeout_s=LOAD_S)
+
+    def refusal(self, path: str, status: int, answer: Any) -> RolloutError:
+        """Implement `Server.refusal`."""
+        error = super().refusal(path, status, answer)
+        if path != "/wake_up":
+            return error
+        return RolloutError(f"{error} {_LESS_MEMORY}")
 
     def flush(self, running: bool = False) -> bool:
         """Implement `Server.flush`. vLLM drops all cached prefixes when it falls asleep."""
