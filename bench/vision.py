@@ -3,12 +3,14 @@
     python bench/vision.py                # 3B shape, drawn weights; needs a GPU of 80 GB or more
     python bench/vision.py --tiny         # a tiny shape, to try the script on a CPU
     python bench/vision.py --freeze       # the vision tower is not trained
-    python bench/vision.py --response-tokens 1024
+    python bench/vision.py --response-tokens 128
     python bench/vision.py --vllm         # the rollout of vLLM, too; it needs torchvision
 
-Both models get 32 prompts of 1,024 + 64 tokens, 8 samples of 128 tokens each. In the prompts of the
-vision model the 1,024 tokens are one picture (64 x 64 patches). The text model gets plain tokens.
-Pictures cost as much however long the responses are, so their share falls with `--response-tokens`.
+Both models get 32 prompts of 1,024 + 64 tokens, and draw 8 samples of 1,024 tokens each. In the
+prompts of the vision model the 1,024 tokens are one picture (64 x 64 patches). The text model gets
+plain tokens. Pictures cost as much however long the responses are, so their share rises with
+shorter ones.
+
 Prints seconds of each phase of the last of `--steps` steps, the ratio of the step times, and how
 many patches the trainer's and the rollout's vision towers computed, against the patches of one pass
 over the pictures. Exit code 1 if the step takes more than 1.25 times that of text.
@@ -48,7 +50,7 @@ NAMES = ("text", "vision")
 LOGS = Path("outputs")
 LIMIT_S = 600.0
 VLLM_LIMIT_S = 300.0
-PROMPTS, SAMPLES, RESPONSE, TEXT = 32, 8, 128, 64
+PROMPTS, SAMPLES, RESPONSE, TEXT = 32, 8, 1024, 64
 TOKEN_ROWS = 32  # rows and columns of the picture's tokens
 VOCABULARY = 151_936
 TEXT_3B: dict[str, Any] = {

@@ -72,6 +72,7 @@ class VLLMAlone:
         started = time.perf_counter()
         self._server._run(self._draw(), 600)
         self.seconds.append(time.perf_counter() - started)
+        print(f"vLLM alone: {self.seconds[-1]:.3f} s", flush=True)
         self._make_room()
 
     async def _draw(self) -> None:
@@ -121,6 +122,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--server-memory", type=float, default=0.3, help="share of the device [0.3]"
     )
+    parser.add_argument("--proof-every", type=int, default=1, help="so many hand-overs [1]")
     parser.add_argument("--optimizer", help="the actor's [AdamW]")
     parser.add_argument("--server-python", default=sys.executable)
     parser.add_argument("--server-flags", type=json.loads, default={}, help="a JSON object")
@@ -159,7 +161,7 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     config.actor_rollout_ref.model.lora_rank = arguments.lora_rank
     name, _, way = engine.partition("-")
     rollout.name = name
-    rollout.fingerprint_interval = 1
+    rollout.fingerprint_interval = arguments.proof_every
     rollout.seed_samples = not arguments.no_seeds
     rollout.in_process = way == "in-process"
     if name != "embedded":
@@ -201,7 +203,7 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     means: dict[str, Any] = {}
     if alone is not None:
         means["single alone"] = alone.seconds[1:]
-        for phase in ("gen", "step"):
+        for phase in ("gen", "update_actor", "sync_weights", "step"):
             means[f"single {phase}"] = [step[f"timing_s/{phase}"] for step in steps]
     for phase in PHASES:
         values = [step.get(f"timing_s/{phase}", 0.0) for step in steps]
