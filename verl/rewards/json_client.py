@@ -11,21 +11,19 @@ import math
 import os
 import random
 import re
-import socket
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import urllib3
-from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from verl.config.reward import RequestsConfig
 from verl.utils.addresses import is_http
 from verl.utils.deadline import call_ends, seconds_until
 from verl.utils.errors import ConfigError, RewardError
+from verl.utils.watched_http import WatchedConnection, exchange_here, watched_pools
 
 MAX_ANSWER_BYTES = 16 * 1024**2
 _CHUNK_BYTES = 64 * 1024
@@ -82,7 +80,7 @@ class JsonClient:
         self.key = key
         self.requests = requests
         self._wait_for_turn = wait_for_turn
-        self._http = urllib3.PoolManager(
+        self._http = watched_pools(
             maxsize=max_concurrent,
             block=True,  # a thread waits for a free connection
             timeout=urllib3.Timeout(
@@ -90,7 +88,6 @@ class JsonClient:
             ),
             headers=dict(headers or {}),
         )
-        self._http.pool_classes_by_scheme = {"http": _HTTPPool, "https": _HTTPSPool}
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the JSON object that the service answers.
@@ -180,7 +177,7 @@ class _Exchange:
         if time.monotonic() >= self.ends:
             raise RewardError("the service did not answer before the deadline of the reward call")
 
-    def begin_attempt(self, connection: "_Watched") -> None:
+    def begin_attempt(self, connection: WatchedConnection) -> None:
         """Start the alarm of one attempt. It breaks the connection, which ends any wait on it."""
         self.end_attempt()
         self.check_deadline()
@@ -192,12 +189,18 @@ class _Exchange:
         self._alarm.daemon = True
         self._alarm.start()
 
+    def check_connected(self) -> None:
+        """Raise if the alarm came before there was a socket."""
+        self.check_deadline()
+        if self.attempt_is_late:
+            raise urllib3.exceptions.ProtocolError("the connection took too long")
+
     def end_attempt(self) -> None:
         """Stop the alarm."""
         if self._alarm is not None:
             self._alarm.cancel()
 
-    def _break_off(self, connection: "_Watched") -> None:
+    def _break_off(self, connection: WatchedConnection) -> None:
         self.attempt_is_late = True
         connection.break_off()
 
@@ -213,9 +216,6 @@ def _describe(error: Exception) -> str:
     return _CONNECTION.sub("", text).rstrip(".")
 
 
-_exchange_here: ContextVar[_Exchange] = ContextVar("exchange")
-
-
 @contextlib.contextmanager
 def _watch(
     requests: RequestsConfig,
@@ -227,56 +227,12 @@ def _watch(
     if max_retries is None:
         max_retries = requests.max_retries
     exchange = _Exchange(requests, max_retries, wait_for_turn)
-    token = _exchange_here.set(exchange)
+    token = exchange_here.set(exchange)
     try:
         yield exchange
     finally:
         exchange.end_attempt()
-        _exchange_here.reset(token)
-
-
-class _Watched:
-    """A connection with requests that the alarm of their exchange can break off."""
-
-    sock: Any
-    # The connection drops its socket before an answer without a length has been read.
-    _last_sock: Any = None
-
-    def connect(self) -> None:
-        super().connect()  # pyright: ignore[reportAttributeAccessIssue]
-        self._last_sock = self.sock
-        exchange = _exchange_here.get()
-        exchange.check_deadline()
-        if exchange.attempt_is_late:  # the alarm came before there was a socket
-            raise urllib3.exceptions.ProtocolError("the connection took too long")
-
-    def request(self, *args: Any, **options: Any) -> None:
-        _exchange_here.get().begin_attempt(self)
-        super().request(*args, **options)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def break_off(self) -> None:
-        """Shut the socket down, while another thread reads from it."""
-        if self._last_sock is None:
-            return
-        # The peer may have closed it, or the reader may just have finished.
-        with contextlib.suppress(OSError):
-            self._last_sock.shutdown(socket.SHUT_RDWR)
-
-
-class _WatchedHTTP(_Watched, HTTPConnection):
-    """HTTP under an alarm."""
-
-
-class _WatchedHTTPS(_Watched, HTTPSConnection):
-    """HTTPS under an alarm."""
-
-
-class _HTTPPool(urllib3.HTTPConnectionPool):
-    ConnectionCls = _WatchedHTTP  # pyright: ignore[reportAssignmentType]
-
-
-class _HTTPSPool(urllib3.HTTPSConnectionPool):
-    ConnectionCls = _WatchedHTTPS  # pyright: ignore[reportAssignmentType]
+        exchange_here.reset(token)
 
 
 def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
