@@ -10,6 +10,7 @@ import pickle
 import socket
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -74,6 +75,9 @@ class FakeServer:
         self.log_probs_mode = "processed"
         self.faults = set()
         self.delay_s = 0.0
+        self.thawed = threading.Event()  # cleared: it takes calls and does not answer
+        self.thawed.set()
+        self.asked = Counter()  # calls by path
         self.draws = 0
         self.takes_adapters = False
         self.max_lora_rank = 8
@@ -124,7 +128,10 @@ class FakeServer:
                 connections.append(self.connection)
 
             def _answer(self, body):
+                fake.asked[urlsplit(self.path).path] += 1
+                fake.thawed.wait()
                 answer = fake.answer(urlsplit(self.path).path, body, ended)
+                fake.thawed.wait()
                 if ended.is_set():
                     self.close_connection = True
                     return
@@ -155,6 +162,7 @@ class FakeServer:
     def end(self):
         """End as after kill -9: running draws get no answer."""
         self._ended.set()
+        self.thawed.set()
         self._listener.shutdown()
         self._listener.server_close()
         for connection in self._connections:

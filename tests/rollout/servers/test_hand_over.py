@@ -19,6 +19,7 @@ from verl.rollout.types import Request
 from verl.utils.errors import RolloutError
 from verl.workers import RolloutWorker
 
+SIGN = "/v1/models"  # asked for a sign of life
 COPY = "/collective_rpc"
 FLUSH = "/reset_prefix_cache"
 VERSIONS = ["0.32.0", "0.24.0"]  # the older one records no version itself
@@ -37,7 +38,7 @@ def own(settings, start, monkeypatch):
             def __init__(self, *arguments, **keywords):
                 pass
 
-            def restart(self, url):
+            def restart(self, url, *, hung_at):
                 pass
 
         monkeypatch.setattr("verl.rollout.servers.engine.OwnedServers", Started)
@@ -81,7 +82,7 @@ def test_an_idle_server_of_the_run_is_neither_paused_nor_asked_to_draw(own, vers
         move(actor)
         paths.clear()
         worker.take_weights()
-        assert paths == calls
+        assert paths == [SIGN, *calls]
     assert largest_kl(actor, draw(worker)) < 1e-5
 
 
@@ -99,7 +100,7 @@ def test_a_server_that_others_may_use_is_paused(own, settings, start, version, t
     paths.clear()
     worker.take_weights()
     signature = "/weight_info" if version == "0.32.0" else "/inference/v1/generate"
-    assert paths[:2] == ["/pause", COPY]
+    assert paths[:3] == [SIGN, "/pause", COPY]
     assert paths[-2:] == ["/resume", signature] or paths[-1] == signature
 
 
@@ -124,7 +125,7 @@ def test_requests_of_other_ranks_wait_while_weights_change(own):
     worker.engine.draws_alone = False
     paths.clear()
     worker.take_weights()
-    assert paths[0] == "/pause"
+    assert paths[:2] == [SIGN, "/pause"]
 
 
 @pytest.mark.parametrize("fault", ["dropped", "half", "stale head", "stale cache", "flush refused"])

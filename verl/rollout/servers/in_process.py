@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 
 from verl.config.rollout import RolloutConfig
 from verl.rollout.servers.owned import engine_options, engine_variables
-from verl.rollout.servers.server import LOAD_S, QUICK_S, WeightSource
+from verl.rollout.servers.server import DRAW_S, LOAD_S, QUICK_S, WeightSource
 from verl.rollout.servers.vllm import VLLMServer, allowed_rank
 from verl.utils.devices import ALLOCATOR_SETTINGS, leave_free
 from verl.utils.errors import ConfigError, RolloutError, describe_error
@@ -269,6 +269,10 @@ class InProcessVLLM(VLLMServer):
                     "missing, and start again from the last checkpoint."
                 ) from error
             return 500, describe_error(error)
+
+    def ask_to_draw(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        """Implement `Server.ask_to_draw`. An engine core that ends is noticed by vLLM itself."""
+        return self.ask("POST", path, body, timeout_s=DRAW_S)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)

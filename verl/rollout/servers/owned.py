@@ -1,13 +1,14 @@
 """Servers that the run starts, watches and ends."""
 
 import atexit
+import math
 import os
 import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ class OwnedServers:
         self._dtype = dtype
         self._lora_rank = lora_rank
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._started: dict[str, float] = {}  # time.monotonic() of its last start
         self._python = config.server_python or sys.executable
         self._unknown_flags = self._flags_of_later_versions()
         self._logs = make_scratch()
@@ -143,15 +145,21 @@ class OwnedServers:
             self.restart(url)
         self._wait_until_ready()
 
-    def restart(self, url: str) -> None:
-        """Start the server at `url` if it is not running."""
+    def restart(self, url: str, *, hung_at: float = -math.inf) -> None:
+        """Start the server at `url` if it is not running; see `Restarter.restart`."""
         process = self._processes.get(url)
         if process is not None and process.poll() is None:
-            return
+            if self._started[url] > hung_at:
+                return
+            logger.warning(
+                "%s at %s hangs: it is killed and started again.", self._class.title, url
+            )
+            _end([process])
         self._has_failed |= process is not None
         log = self._log(url)
         command = self._command(url)
         logger.info("Starting %s at %s; log: %s", self._class.title, url, log)
+        self._started[url] = time.monotonic()
         with log.open("ab") as output:
             self._processes[url] = subprocess.Popen(
                 [sys.executable, "-c", _KEEPER, *command],
@@ -171,10 +179,7 @@ class OwnedServers:
         """
         for process in self._processes.values():
             self._has_failed |= process.poll() is not None
-            if process.stdin is not None:
-                process.stdin.close()
-        for process in self._processes.values():
-            process.wait(timeout=30)
+        _end(self._processes.values())
         self._processes.clear()
         if not self._has_failed:
             remove_scratch(self._logs)
@@ -267,6 +272,15 @@ class OwnedServers:
 
     def _log(self, url: str) -> Path:
         return self._logs / f"{_port(url)}.log"
+
+
+def _end(keepers: Collection[subprocess.Popen[bytes]]) -> None:
+    """Have keepers kill their servers, with all processes that these have started."""
+    for keeper in keepers:
+        if keeper.stdin is not None:
+            keeper.stdin.close()
+    for keeper in keepers:
+        keeper.wait(timeout=30)
 
 
 def _port(url: str) -> str:

@@ -13,19 +13,17 @@ from urllib.parse import urlsplit
 import urllib3
 
 from verl.models.pictures import Pictures
+from verl.rollout.servers.watch import ServerLostError, Watch
 from verl.rollout.types import Completion, SamplingParams
 from verl.utils.addresses import is_loopback
 from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.watched_http import watched_pools
 
 _CONNECT_S = 5.0
-DRAW_S = 3600.0  # of a draw; trainer.deadline_s ends a call that hangs before
+DRAW_S = 3600.0  # of a draw by a server that gives signs of life
 QUICK_S = 20.0  # of questions about the server itself
 LOAD_S = 1800.0  # of new weights
 _SHOWN = 400  # characters of an answer in an error
-
-
-class ServerLostError(RolloutError):
-    """A server did not answer: it is not running, ended, or cannot be reached."""
 
 
 class AdapterLostError(RolloutError):
@@ -131,6 +129,7 @@ class Server(ABC):
         self.is_owned = False  # whether the run started it, so that no one else uses it
         self.adapter: str | None = None  # that draws name; None: the model alone draws
         self.map_cache_s = 0.0  # of the last `load`, to take memory for its cache after a sleep
+        self.watch = Watch(self.name, self._ask_for_sign)
 
     # ---------------------------------------------------------------- a dialect defines
 
@@ -264,7 +263,7 @@ class Server(ABC):
         timeout = urllib3.Timeout(connect=_CONNECT_S, read=timeout_s)
         try:
             # A connection for each call: servers close idle ones, some just as the next call comes.
-            with urllib3.PoolManager(retries=False) as http:
+            with watched_pools(retries=False) as http:
                 answer = http.request(method, self.url + path, json=body, timeout=timeout)
         except urllib3.exceptions.HTTPError as error:
             raise ServerLostError(f"{self.name} does not answer{self._where()}: {error}") from error
@@ -274,6 +273,19 @@ class Server(ABC):
             return answer.status, json.loads(text)
         except ValueError:
             return answer.status, text
+
+    def ask_to_draw(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        """Return what `ask` returns, for a call that takes long. It ends when the server hangs."""
+        with self.watch.over_draw():
+            return self.ask("POST", path, body, timeout_s=DRAW_S)
+
+    def _ask_for_sign(self, timeout_s: float) -> None:
+        """Ask for a sign of life. An answer of any status is one.
+
+        Both dialects answer the path at once, whereas `/health` of SGLang draws a token first, and
+        waits 20 s for it.
+        """
+        self.ask("GET", "/v1/models", timeout_s=timeout_s)
 
     def call(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = QUICK_S

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.rollout.servers.server import (
-    DRAW_S,
     LOAD_S,
     Draw,
     Drawn,
@@ -121,7 +120,10 @@ class SGLangServer(Server):
     def _generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], **more: Any) -> Any:
         """Draw after a prompt, with log-probs."""
         body = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
-        return self.call("/generate", {**body, **more}, timeout_s=DRAW_S)
+        status, answer = self.ask_to_draw("/generate", {**body, **more})
+        if status != 200:
+            raise self.refusal("/generate", status, answer)
+        return answer
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Implement `Server.abort`."""

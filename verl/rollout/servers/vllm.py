@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from verl.models.pictures import Picture, Pictures, ids_with_placeholders
 from verl.rollout.servers.server import (
-    DRAW_S,
     LOAD_S,
     AdapterLostError,
     Draw,
@@ -295,7 +294,7 @@ class VLLMServer(Server):
 
         Raises AdapterLostError if the draw was refused because its adapter is not loaded.
         """
-        status, answer = self.ask("POST", path, body, timeout_s=DRAW_S)
+        status, answer = self.ask_to_draw(path, body)
         if status == 200 and isinstance(answer, dict):
             return answer
         if status == 404 and self.adapter is not None and not self.weight_version():

@@ -1,0 +1,156 @@
+"""Notices that a server hangs, for all draws that wait for it.
+
+A server that hangs keeps its connections: its machine froze, it is stopped, or the network is cut.
+A draw may take an hour, so the server itself is asked now and then for a sign of life.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import urllib3
+
+from verl.utils.errors import RolloutError
+from verl.utils.logging import logger
+from verl.utils.watched_http import WatchedConnection, exchange_here
+
+# A server that hangs is noticed within 90 s; one that is silent for half a minute is not lost.
+_EVERY_S = 20.0
+_MISSES = 3  # in a row
+_SIGN_S = 10.0  # to wait for a sign of life
+
+
+class ServerLostError(RolloutError):
+    """A server did not answer: it is not running, ended, hangs, or cannot be reached."""
+
+
+class _Draw:
+    """An exchange that ends when its server hangs."""
+
+    def __init__(self) -> None:
+        self.fault: ServerLostError | None = None  # that broke it off
+        self._connection: WatchedConnection | None = None
+
+    def begin_attempt(self, connection: WatchedConnection) -> None:
+        """Implement `Exchange.begin_attempt`."""
+        self._connection = connection
+        self.check_connected()
+
+    def check_connected(self) -> None:
+        """Implement `Exchange.check_connected`."""
+        if self.fault is not None:
+            raise urllib3.exceptions.ProtocolError(str(self.fault))
+
+    def break_off(self, fault: ServerLostError) -> None:
+        """End the wait, in the thread that waits, with an error."""
+        self.fault = fault
+        if self._connection is not None:
+            self._connection.break_off()
+
+
+class Watch:
+    """The watch over one server. Its methods may be called from any number of threads.
+
+    Args:
+        name: of the server, in messages.
+        ask: asks the server anything that it answers at once. Raises ServerLostError where no
+            answer comes within the seconds that it is given.
+    """
+
+    def __init__(self, name: str, ask: Callable[[float], object]) -> None:
+        self.hung_at = -math.inf  # time.monotonic() of the last verdict
+        self._name = name
+        self._ask = ask
+        self._asking = threading.Lock()
+        self._misses = 0
+        self._lock = threading.Lock()
+        self._draws: set[_Draw] = set()
+        self._num_excuses = 0
+        self._is_running = False
+
+    @contextmanager
+    def over_draw(self) -> Iterator[None]:
+        """Raise ServerLostError in the block, which waits for an answer, when the server hangs."""
+        draw = _Draw()
+        with self._lock:
+            self._draws.add(draw)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="verl-watch", daemon=True).start()
+
+        token = exchange_here.set(draw)
+        try:
+            yield
+        except ServerLostError as error:
+            if draw.fault is not None:
+                raise draw.fault from error
+            raise
+        finally:
+            exchange_here.reset(token)
+            with self._lock:
+                self._draws.remove(draw)
+
+        # An answer without a length looks complete when it is broken off.
+        if draw.fault is not None:
+            raise draw.fault
+
+    @contextmanager
+    def excused(self) -> Iterator[None]:
+        """Let the server be silent in the block, as while it takes weights."""
+        with self._lock:
+            self._num_excuses += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_excuses -= 1
+
+    def look(self) -> None:
+        """Ask for a sign of life. Raises ServerLostError if none comes.
+
+        A server that misses several in a row hangs: its draws end, and `hung_at` is now.
+        """
+        with self._asking:
+            try:
+                self._ask(_SIGN_S)
+            except ServerLostError as error:
+                is_silent = not _is_refused(error) and self._num_excuses == 0
+                self._misses = self._misses + 1 if is_silent else 0
+                if self._misses == _MISSES:
+                    self._misses = 0
+                    self._end_draws()
+                raise
+            self._misses = 0
+
+    def _end_draws(self) -> None:
+        with self._lock:
+            self.hung_at = time.monotonic()
+            for draw in self._draws:
+                draw.break_off(
+                    ServerLostError(
+                        f"{self._name} hangs: it gave no answer within {_SIGN_S:g} s to {_MISSES} "
+                        "questions in a row"
+                    )
+                )
+
+    def _run(self) -> None:
+        """Look now and then, as long as draws wait."""
+        while True:
+            time.sleep(_EVERY_S)
+            with self._lock:
+                if not self._draws:
+                    self._is_running = False
+                    return
+            try:
+                self.look()
+            except ServerLostError as error:
+                logger.debug("%s", error)
+
+
+def _is_refused(error: ServerLostError) -> bool:
+    """Return whether the machine answers, and no server listens: it has ended, or still starts."""
+    cause = error.__cause__
+    is_new = isinstance(cause, urllib3.exceptions.NewConnectionError)
+    return is_new and isinstance(cause.__cause__, ConnectionRefusedError)
