@@ -17,6 +17,7 @@ from verl.models.families import LLAMA_FAMILIES
 from verl.rollout import Request, SamplingParams, sampling
 from verl.rollout.embedded import host_lanes, host_runner, scheduler
 from verl.rollout.embedded.kernels import blas
+from verl.rollout.embedded.runner import ModelRunner
 from verl.utils.errors import VerlError
 from verl.utils.logging import say_once
 
@@ -106,6 +107,29 @@ def test_tokens_after_the_end_of_a_response_are_discarded(steps, lanes, monkeypa
     plain = make_engine(model, max_num_seqs=5)
     assert tokens_of(run(plain, PROMPTS, n=6)) == tokens_of(completions)
     assert plain.statistics()["decode_steps"] <= statistics["decode_steps"]
+
+
+@pytest.mark.parametrize("most", [8, 1])
+def test_threads_of_their_own_share_next_turns(lanes, monkeypatch, most):
+    """torch's threads compute a turn of many tokens, where few samples go on."""
+    monkeypatch.setattr(host_runner, "LONG_EXTENSION", most)
+    engine = make_engine(talkative_model("qwen2"), page_size=4)
+    prompts = PROMPTS[1:]
+    turns = [[*prompts[done.sample_id], *done.token_ids, 7, 9] for done in run(engine, prompts)]
+    seen = []
+    extend = ModelRunner.extend
+
+    def watched(self, sequences, *others):
+        seen.append((len(sequences), torch.get_num_threads()))
+        return extend(self, sequences, *others)
+
+    monkeypatch.setattr(ModelRunner, "extend", watched)
+    run(engine, turns, max_new_tokens=2)
+    assert engine.statistics()["cached_tokens"] > 0
+    if lanes == 1:
+        assert seen == [(2, 1)]
+    else:
+        assert seen == ([(1, 1), (1, 1)] if most == 8 else [(2, lanes)])
 
 
 def test_samples_that_reach_their_limit_are_computed_on_with(lanes, monkeypatch):

@@ -28,8 +28,8 @@ def open_picture(encoded: bytes) -> Any:
             image = Image.open(io.BytesIO(encoded))
     except UnidentifiedImageError as error:
         raise DataError(
-            f"{len(encoded)} bytes are no image that pillow knows, they begin with "
-            f"{encoded[:16]!r}. Write it as PNG or JPEG"
+            f"{len(encoded)} bytes are no image that pillow knows, or only a part of one; they "
+            f"begin with {encoded[:16]!r}. Copy it again, or write it as PNG or JPEG"
         ) from error
 
     pixels = image.width * image.height
@@ -72,7 +72,7 @@ def _decoding() -> Iterator[None]:
     except UnidentifiedImageError:
         raise
     except Image.DecompressionBombError as error:
-        raise DataError(_too_large(str(error), Image.MAX_IMAGE_PIXELS)) from error
+        raise DataError(_too_large(str(error).rstrip("."), Image.MAX_IMAGE_PIXELS)) from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         raise DataError(
             f"the image is damaged or not complete ({error}). Copy it again, or leave the row out"

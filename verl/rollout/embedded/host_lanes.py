@@ -5,11 +5,11 @@ Every thread computes whole steps for a share of the rows, from their last token
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Barrier
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from verl.rollout.sampling import column_hashes
 from verl.utils.imports import is_installed
 from verl.utils.logging import logger
 
+S = TypeVar("S")
+T = TypeVar("T")
 # Every lane reads all weights. With so many rows it computes on them for longer than memory needs
 # to bring them.
 ROWS_PER_LANE = 32
@@ -107,23 +109,29 @@ class Lanes:
     ) -> list[Answer]:
         """Let each of `count` lanes compute its rows. Return each step's answer of all rows."""
         lanes = self._lanes_of(weights, rows, count)
-
-        def run(lane: Lane) -> list[Answer]:
-            with torch.inference_mode():
-                return steps(lane)
-
         if len(lanes) == 1:
-            return run(lanes[0])  # with all of torch's threads for its products
-        running = [self._pool.submit(run, lane) for lane in lanes]
+            return steps(lanes[0])  # with all of torch's threads for its products
+        parts = self._together(steps, lanes)
+        return [joined(answers) for answers in zip(*parts)]
+
+    def share(self, rows: int, compute: Callable[[slice], T]) -> list[T]:
+        """Let threads compute shares of so many rows at once. Return the results in order.
+
+        It is for small work between steps: torch's own threads would sleep by then, and wait for
+        one another in each operation.
+        """
+        return self._together(compute, _shares(rows, min(rows, torch.get_num_threads())))
+
+    def _together(self, compute: Callable[[S], T], parts: Sequence[S]) -> list[T]:
+        def run(part: S) -> T:
+            with torch.inference_mode():
+                return compute(part)
+
+        running = [self._pool.submit(run, part) for part in parts]
         try:
-            parts = [lane.result() for lane in running]
+            return [each.result() for each in running]
         finally:
             wait(running)  # none goes on when another has failed
-
-        answers = []
-        for tokens, log_probs in map(zip, *parts):
-            answers.append((np.concatenate(tokens), np.concatenate(log_probs)))
-        return answers
 
     def weights(self) -> Any:
         """Return `host_arrays.Weights`: the model's own memory and the decoder's."""
@@ -176,11 +184,21 @@ class Lanes:
 
     def _lanes_of(self, weights: Any, rows: int, count: int) -> list["Lane"]:
         if len(self._lanes) != count or self._lanes[-1].rows.stop != rows:
-            self._lanes = []
-            for number in range(count):
-                share = slice(rows * number // count, rows * (number + 1) // count)
-                self._lanes.append(Lane(self, weights, number, share))
+            shares = enumerate(_shares(rows, count))
+            self._lanes = [Lane(self, weights, number, share) for number, share in shares]
         return self._lanes
+
+
+def joined(answers: Sequence[Answer]) -> Answer:
+    """Return the answer of all rows, of which each of `answers` has a share."""
+    tokens, log_probs = zip(*answers)
+    return np.concatenate(tokens), np.concatenate(log_probs)
+
+
+def _shares(rows: int, count: int) -> list[slice]:
+    """Return `count` slices of all rows, which differ by one row at most."""
+    ends = [rows * number // count for number in range(count + 1)]
+    return list(map(slice, ends, ends[1:]))
 
 
 def _single_threads(count: int) -> ThreadPoolExecutor:

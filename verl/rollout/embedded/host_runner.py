@@ -35,6 +35,8 @@ from verl.rollout.types import SamplingParams
 ALIVE_LOGITS = 1 << 26
 # Models up to this size keep a second copy of their weights, laid out for fast decode steps.
 STACKED_BYTES = 1 << 28
+# So many new tokens of one sequence are worth all of torch's threads.
+LONG_EXTENSION = 256
 # `KeyRows` are kept where they can never take more than this.
 ROWS_BYTES = 1 << 31
 
@@ -123,7 +125,35 @@ class HostRunner(ModelRunner):
     @torch.inference_mode()
     def start(self, scheduler: Scheduler, slots: IntArray, hidden: Tensor) -> Draws:
         """Implement `ModelRunner.start`."""
-        return self._draws(scheduler, slots, self._draw(hidden, self._noise_keys(scheduler, slots)))
+        keys = self._noise_keys(scheduler, slots)
+        if self._lanes is None:
+            answer = self._draw(hidden, keys)
+        else:
+            shares = self._lanes.share(
+                len(slots), lambda mine: self._draw(hidden[mine], keys[mine])
+            )
+            answer = host_lanes.joined(shares)
+        return self._draws(scheduler, slots, answer)
+
+    @torch.inference_mode()
+    def extend(
+        self,
+        sequences: IdLists,
+        pages: IdLists,
+        cached: Sequence[int],
+        shifts: Sequence[int],
+    ) -> Tensor:
+        """Implement `ModelRunner.extend`."""
+        extend = super().extend
+        longest = max(len(sequence) - start for sequence, start in zip(sequences, cached))
+        is_few = len(sequences) < torch.get_num_threads()
+        if self._lanes is None or (is_few and longest > LONG_EXTENSION):
+            return extend(sequences, pages, cached, shifts)
+
+        def compute(mine: slice) -> Tensor:
+            return extend(sequences[mine], pages[mine], cached[mine], shifts[mine])
+
+        return torch.cat(self._lanes.share(len(sequences), compute))
 
     @torch.inference_mode()
     def decode(self, scheduler: Scheduler, slots: IntArray, steps: int) -> list[Draws]:
