@@ -1,10 +1,12 @@
 """The next prompt extends the drawn ids, and reads as the template itself writes it."""
 
 import re
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from tests.agents.conversations import (
     NEXT,
@@ -18,7 +20,7 @@ from tests.agents.conversations import (
     tokenizer_of,
 )
 from tests.agents.templates import FAMILIES, Family
-from tests.shared_files import needs_shared
+from tests.shared_files import SHARED, needs_shared
 from verl.agents.boundary import ChatBoundary
 
 ODD = "ab C.\n\n\t  {}\"'\\/<>:é好🙂"
@@ -174,6 +176,32 @@ def test_no_family_rewrites_a_plain_conversation(name):
     assert check_conversation(*arguments, PLAIN)
     if family.tools and name != "mistral":  # which moves its tools to the newest question
         assert check_conversation(*arguments, CALLING)
+
+
+@needs_shared("models/qwen2-tokenizer")
+@given(
+    answer=st.text(alphabet=" \nax1é字\u0301<|im_end>", min_size=1, max_size=20),
+    times=st.integers(1, 100),
+    enough=st.integers(1, 60),
+)
+@settings(max_examples=100)
+def test_a_long_answer_is_cut_only_where_it_is_too_long(answer, times, enough):
+    """Check `enough` on a vocabulary that composes characters and has tokens of 128."""
+    boundary = boundary_of_qwen()
+    new = [{"role": "user", "content": answer * times}]
+    arguments = ([USER], saying("Hi."), new)
+    whole = boundary.extension(*arguments, drawn=[])
+    cut = boundary.extension(*arguments, drawn=[], enough=enough)
+    assert cut == whole or len(whole) >= len(cut) >= enough
+
+    prompt = boundary.prompt(new)
+    cut_prompt = boundary.prompt(new, enough=enough)
+    assert cut_prompt == prompt or len(prompt) >= len(cut_prompt) >= enough
+
+
+@cache
+def boundary_of_qwen() -> ChatBoundary:
+    return ChatBoundary(AutoTokenizer.from_pretrained(SHARED / "models" / "qwen2-tokenizer"))
 
 
 class _WithoutNewline(ChatBoundary):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config, text_of
+from verl.agents.rendering import ChatTemplate
 from verl.agents.runner import AgentRunner
 from verl.agents.tools import ToolSet
 from verl.utils.errors import ConfigError, DataError, MissingDependencyError, VerlError
@@ -208,6 +209,47 @@ def test_an_episode_ends_at_its_limits(
         assert drawn == turns
     # the prompt, the turns, and the answers that the model read
     assert trajectory.num_turns == 1 + drawn + (drawn - 1)
+
+
+TALK = '''
+from verl.agents.tools import function_tool
+
+
+@function_tool(isolation="thread")
+def talk() -> str:
+    """Talk without an end."""
+    return "7 " * 100_000
+'''
+
+
+def test_a_long_answer_ends_an_episode_without_being_tokenized_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    encoded = []
+    encode = ChatTemplate.encode_part
+
+    def count(template: ChatTemplate, text: str) -> list[int]:
+        encoded.append(len(text))
+        return encode(template, text)
+
+    monkeypatch.setattr(ChatTemplate, "encode_part", count)
+    tokenizer = chat_tokenizer()
+    path = tmp_path / "talk.py"
+    path.write_text(textwrap.dedent(TALK))
+    config = rollout_config(
+        multi_turn__function_tool_path=str(path),
+        multi_turn__max_tool_response_length=10**6,
+        response_length=1000,
+    )
+    (trajectory,), metrics, _ = play(
+        config, tokenizer, lambda row, turn, prompt: call("talk", "{}"), [episode(tokenizer)]
+    )
+
+    assert metrics["agent_loop/ended_by/length"] == 1
+    assert [segment.source for segment in trajectory.segments] == ["model"]
+    assert len(trajectory.extra["messages"][-1]["content"]) == 200_000, "noted whole"
+    longest_token = max(map(len, tokenizer.get_vocab()))
+    assert 1000 < max(encoded) < 1100 * longest_token
 
 
 @pytest.mark.parametrize(("policy", "masks"), [("text", [True, True]), ("mask", [False, True])])

@@ -56,12 +56,18 @@ class ChatBoundary:
 
     # ------------------------------------------------------------ for callers
 
-    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+    def prompt(
+        self, messages: Messages, tools: Tools = None, *, enough: int | None = None
+    ) -> list[int]:
         """Return the ids of a conversation with the generation prompt.
 
-        Raises DataError where the template refuses the messages.
+        With `enough`, a longer list may be cut to any length from there on. Raises DataError where
+        the template refuses the messages.
         """
-        return self._template.encode(self._template.render(messages, tools=tools))
+        text = self._template.render(messages, tools=tools)
+        if enough is not None:
+            text = self._template.beginning(text, enough)
+        return self._template.encode(text)
 
     def extension(
         self,
@@ -71,6 +77,7 @@ class ChatBoundary:
         tools: Tools = None,
         *,
         drawn: Sequence[int],
+        enough: int | None = None,
     ) -> list[int]:
         """Return the ids to append behind `drawn`.
 
@@ -82,11 +89,15 @@ class ChatBoundary:
             new: The messages after the reply, from tools or the user.
             tools: OpenAI schemas of the tools in the prompt.
             drawn: The ids of the reply, with the one that ended it if there was one.
+            enough: A longer list may be cut to any length from here on.
 
         Raises BoundaryError where the template refuses the messages or moves them elsewhere.
         """
         plan = self._turns.plan(reply, new, tools)
-        ids = self._template.encode_part(self._turns.behind(plan, history, reply, new, tools))
+        text = self._turns.behind(plan, history, reply, new, tools)
+        if enough is not None:
+            text = self._template.beginning(text, enough + len(plan.tail_ids))
+        ids = self._template.encode_part(text)
         return ids[self._already_drawn(plan, drawn, ids) :]
 
     def rewrites(

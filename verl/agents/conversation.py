@@ -119,7 +119,9 @@ class Conversation:
         if is_rewritten:
             return self._begin_again()
 
-        added = self.boundary.extension(history, reply, new, self.tools, drawn=drawn)
+        # The reader looks for places of pictures in the whole text.
+        enough = self.room if self.reader is None else None
+        added = self.boundary.extension(history, reply, new, self.tools, drawn=drawn, enough=enough)
         if self.reader is not None:
             added = self.reader.expand(added, pictures)
             self.reader.check_number([*self.pictures, *pictures])
@@ -153,7 +155,8 @@ class Conversation:
         Its first tokens, as many as the first prompt had, stand in the prompt's column; the rest of
         the context is part of the response, without a share in the loss.
         """
-        rendered = self.boundary.prompt(self.messages, self.tools)
+        enough = self._prompt_width + self.max_response_tokens
+        rendered = self.boundary.prompt(self.messages, self.tools, enough=enough)
         width = min(self._prompt_width, len(rendered) - 1)
         context = rendered[width:]
         if len(context) >= self.max_response_tokens:

@@ -1,8 +1,11 @@
 """A chat template as the boundary sees it: messages to text, text to ids, ids to text."""
 
 import json
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from tokenizers import models, normalizers, pre_tokenizers
 
 from verl.agents.formats.base import ToolSchemas
 from verl.data.chat import Message, encode_rendered, render_conversation
@@ -26,6 +29,7 @@ class ChatTemplate:
         self.special_ids = frozenset(self._special_tokens.values())
         self._special_texts = tuple(self._special_tokens)
         self._anchors = self._usable_anchors()
+        self._longest_token = self._characters_of_a_token()
         self._arguments_as_text = self._wants_text_arguments()
 
     def render(
@@ -62,6 +66,21 @@ class ChatTemplate:
             if ids[: len(before)] == before:
                 return ids[len(before) :]
         return self._plain_ids(text)
+
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """Return a beginning of the text with at least so many tokens, or the whole text.
+
+        A tool may answer with millions of characters. To tokenize all of them takes seconds, and
+        few of them show that the answer is too long.
+        """
+        if self._longest_token is None:
+            return text
+
+        enough = num_tokens * self._longest_token
+        # The tokenizer composes other texts first, and they become shorter.
+        if len(text) <= enough or not unicodedata.is_normalized("NFC", text):
+            return text
+        return text[:enough]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
@@ -108,6 +127,26 @@ class ChatTemplate:
         )
         ids: list[int] = encoded["input_ids"]
         return ids
+
+    def _characters_of_a_token(self) -> int | None:
+        """Return the most characters of a text that one token stands for; None: it is not known.
+
+        It is known for vocabularies of bytes. Others may drop characters, or have one token for
+        many unknown ones.
+        """
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None or not isinstance(backend.model, models.BPE):
+            return None
+        if not isinstance(backend.normalizer, normalizers.NFC | None):
+            return None
+
+        vocabulary = self.tokenizer.get_vocab()
+        has_all_bytes = vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+        added = self.tokenizer.added_tokens_decoder.values()
+        drops_spaces = any(token.lstrip or token.rstrip for token in added)
+        if drops_spaces or not has_all_bytes:
+            return None
+        return max(len(token) for token in vocabulary)
 
     def _is_unchanged(self, backend: Any) -> bool:
         """Return whether a backend encodes as a call of the tokenizer would have it do."""
