@@ -1,5 +1,6 @@
 """Engines of servers against fakes that speak vLLM's and SGLang's documented exchanges."""
 
+import sys
 import threading
 import time
 
@@ -9,6 +10,7 @@ import torch
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.workers.batches import CPU, R, actor_of, prompts
 from verl.config import config_from_dict
+from verl.config.rollout import RolloutConfig
 from verl.rollout import check_engine, check_engine_service
 from verl.rollout.servers.fleet import Member, Placement
 from verl.rollout.servers.server import ServerLostError
@@ -518,7 +520,13 @@ def test_servers_need_no_ranks_of_their_own(settings, start):
         ({"server_urls": ["host:8000"]}, "addresses such as http://host:8000, got 'host:8000'"),
         ({"server_urls": ["http://[::1"]}, "addresses such as http://host:8000, got"),
         ({"server_urls": ["http://h"], "server_python": "python"}, "Set one of them"),
-        ({"server_python": "/nowhere/python"}, "must be a Python interpreter"),
+        ({"server_python": "/nowhere/python"}, "must be a Python interpreter.*which is no program"),
+        ({"server_python": "true"}, "must be a Python interpreter.*'true', which runs no Python"),
+        (
+            {"server_python": sys.executable},
+            "server_python must.*with vLLM, got '.*python.*', which has no package 'vllm'. "
+            "Install it there: .*python.* -m pip install vllm",
+        ),
         ({"deterministic": True, "server_urls": ["http://h"]}, "name=vllm. Set name=embedded"),
     ],
 )
@@ -533,3 +541,14 @@ def test_settings_of_servers_are_checked(keys, message):
         rollout = loaded.actor_rollout_ref.rollout
         check_engine(rollout)
         check_engine_service(rollout)
+
+
+def test_an_interpreter_with_the_package_is_accepted(tmp_path, monkeypatch):
+    rollout = RolloutConfig(name="vllm", server_python=sys.executable)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "vllm").mkdir()  # a virtual environment of that name is no package
+    with pytest.raises(ConfigError, match="no package 'vllm'"):
+        check_engine_service(rollout)
+
+    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('imported')")
+    check_engine_service(rollout)

@@ -5,6 +5,7 @@ import json
 import math
 import shlex
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,15 @@ _SECTION = "actor_rollout_ref.rollout"
 _TEXT = "The quick brown fox: 12 + 34 = 46.\n"
 # With the temperature in the log-probs, gaps between them double at half the temperature.
 _HALF = 0.5
+# Prints whether a package is installed, without the many seconds that its import would take. A
+# mere folder of that name on the search path has no origin.
+_FINDS = """
+import sys
+from importlib.util import find_spec
+spec = find_spec(sys.argv[1])
+print("missing" if spec is None or spec.origin is None else "found")
+"""
+_FINDS_S = 60.0  # an interpreter on a cold network disk may take long
 
 
 def check_settings(config: RolloutConfig) -> None:
@@ -64,11 +74,7 @@ def check_service(server_class: type[Server], config: RolloutConfig) -> None:
 
     package = server_class.package
     if config.server_python is not None:
-        if shutil.which(config.server_python) is None:
-            raise ConfigError(
-                f"{_SECTION}.server_python must be a Python interpreter of an environment with "
-                f"{server_class.title}, got {config.server_python!r}."
-            )
+        _check_interpreter(server_class, config.server_python)
         return
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
@@ -78,6 +84,40 @@ def check_service(server_class: type[Server], config: RolloutConfig) -> None:
             f"set {_SECTION}.server_python to the interpreter of an environment that has it; or "
             f"set {_SECTION}.name={RolloutConfig().name}."
         )
+
+
+def _check_interpreter(server_class: type[Server], python: str) -> None:
+    """Raise ConfigError for an interpreter that cannot start a server."""
+    package = server_class.package
+    needed = (
+        f"{_SECTION}.server_python must be a Python interpreter of an environment with "
+        f"{server_class.title}"
+    )
+    if shutil.which(python) is None:
+        raise ConfigError(f"{needed}, got {python!r}, which is no program.")
+
+    try:
+        ended = subprocess.run(
+            [python, "-c", _FINDS, package],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_FINDS_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{needed}, got {python!r}, which does not run: {error}.") from error
+
+    answer = ended.stdout.strip()
+    if answer == "missing":
+        raise ConfigError(
+            f"{needed}, got {python!r}, which has no package '{package}'. Install it there: "
+            f"{shlex.join([python, '-m', 'pip', 'install', package])}; or name another interpreter."
+        )
+    if answer != "found":
+        lines = ended.stderr.strip().splitlines() or [f"it printed {answer[:80]!r}"]
+        raise ConfigError(f"{needed}, got {python!r}, which runs no Python: {lines[-1]}.")
 
 
 def how_to_start(server_class: type[Server], model: str = "MODEL") -> str:
