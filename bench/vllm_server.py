@@ -52,6 +52,14 @@ TINY: dict[str, Any] = {**SHAPES["tiny"], "num_attention_heads": 2, "num_key_val
 class HandOvers(PPOTrainer):
     """Steps without an update, which hand over the weights as they are."""
 
+    def init_workers(self) -> None:
+        """Start the roles, the actor without its optimizer.
+
+        The log-prob pass would leave room for the moments of a first step, which never comes.
+        """
+        super().init_workers()
+        self.actor_wg.worker.engine.optimizer = None
+
     def update(self, batch: DataProto) -> None:
         """Train nothing."""
 
