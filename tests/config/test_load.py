@@ -453,6 +453,45 @@ def test_files_and_command_lines_refuse_the_same_numbers(tmp_path, key, text, me
         load_config([*BASE, *arguments])
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer: {experiment_name: off}", "experiment_name expects text, got False .bool."),
+        ("trainer: {experiment_name: yes}", "experiment_name expects text, got True"),
+        ("algorithm: {kl_penalty: on}", "kl_penalty expects text, got True"),
+        (
+            "algorithm: {rollout_correction: {rollout_is: off}}",
+            "rollout_is expects text or null, got False",
+        ),
+        (
+            "actor_rollout_ref: {actor: {checkpoint: {save_contents: [model, no]}}}",
+            "save_contents expects a list of texts, got ",
+        ),
+        (
+            "actor_rollout_ref: {rollout: {stop: [off]}}",
+            "stop expects a text or a list of texts, got ",
+        ),
+    ],
+)
+def test_a_text_that_yaml_reads_as_false_needs_quotes(
+    load: Load, tmp_path: Path, text: str, message: str
+):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(
+        ConfigError, match=f"{message}.*YAML reads on, yes and true as True, and off.*in quotes"
+    ):
+        load(str(file))
+
+
+def test_a_quoted_text_of_yaml_stays(load: Load, tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("trainer: {experiment_name: 'off'}\nactor_rollout_ref: {rollout: {stop: 'no'}}")
+    config = load(str(file))
+    assert config.trainer.experiment_name == "off"
+    assert config.actor_rollout_ref.rollout.stop == ["no"]
+
+
 def test_other_programs_read_yaml_as_before(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("data: {seed: 012}")

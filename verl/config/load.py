@@ -316,9 +316,9 @@ def _assign(tree: DictConfig, key: Key, value: Any, written_as: str) -> None:
 def _has_misfits(key: Key, value: Any) -> bool:
     """Return whether values of a wrong kind passed OmegaConf.
 
-    These are numbers other than 0 and 1 for True and False, integers too large for torch, texts
-    with underscores that Python reads as numbers, and entries of a list (or a value that becomes
-    one) of a wrong kind.
+    These are numbers other than 0 and 1 for True and False, True and False for texts, integers too
+    large for torch, texts with underscores that Python reads as numbers, and entries of a list (or
+    a value that becomes one) of a wrong kind.
     """
     if key.setting.many:
         if value is None:
@@ -327,7 +327,9 @@ def _has_misfits(key: Key, value: Any) -> bool:
         return not all(isinstance(entry, (str, Path)) for entry in entries)
     if isinstance(value, str):
         return _plain_type(key) in (int, float) and _has_odd_underscores(value)
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, bool):
+        return _plain_type(key) is str
+    if isinstance(value, int):
         return value not in (0, 1) if _plain_type(key) is bool else abs(value) > _LARGEST
     if not isinstance(value, list) or _plain_type(key) not in (list[int], list[float], list[str]):
         return False
@@ -338,7 +340,7 @@ def _has_misfits(key: Key, value: Any) -> bool:
 def _is_misfit_in_list(entry: Any, are_texts: bool) -> bool:
     if isinstance(entry, str):
         return not are_texts and _has_odd_underscores(entry)
-    return entry is None or isinstance(entry, (list, dict))
+    return entry is None or isinstance(entry, (list, dict, bool) if are_texts else (list, dict))
 
 
 def _type_message(key: Key, value: Any, written_as: str) -> str:
@@ -348,6 +350,11 @@ def _type_message(key: Key, value: Any, written_as: str) -> str:
     entries = value if isinstance(value, list) else [value]
     if any(isinstance(entry, str) and _has_odd_underscores(entry) for entry in entries):
         hint = " Write a number without underscores, except between thousands (1_000_000)."
+    if any(isinstance(entry, bool) for entry in entries) and "text" in describe_type(key):
+        hint = (
+            " Without quotes, YAML reads on, yes and true as True, and off, no and false as False. "
+            "Write a text in quotes."
+        )
     if isinstance(value, int) and abs(value) > _LARGEST:
         hint = f" The largest is {_LARGEST}."
     return (
