@@ -34,7 +34,7 @@ class PartnersTrainer(PPOTrainer):
         engines = dict(partners)
         for role, policy in self.config.actor_rollout_ref.rollout.agent.partners.items():
             self._start_partner(role, policy)
-            engines[partner_role(role)] = Colocated(f"rollout_{role}")
+            engines[partner_role(role)] = Colocated(_rollout_name(role))
 
         return super().start_rollout(**engines)
 
@@ -62,7 +62,7 @@ class PartnersTrainer(PPOTrainer):
             tokenizer=self.tokenizer,
         )
         self.partner_rollouts[role] = self.start_role(
-            f"rollout_{role}",
+            _rollout_name(role),
             RolloutWorker,
             section,
             device=self.device,
@@ -146,3 +146,8 @@ class PartnersTrainer(PPOTrainer):
         prefix = f"{partner_role(role)}/" if role else ""
         for name, value in metrics.items():
             self.metrics[prefix + name] = value
+
+
+def _rollout_name(role: str) -> str:
+    """Return the name of the workers that generate by a role's own policy."""
+    return f"rollout_{role}"
