@@ -9,6 +9,7 @@ import pytest
 
 from verl.agents.tools.threads import WatchedLoop
 from verl.agents.user_thread import UserThread
+from verl.utils.deadline import time_left
 from verl.utils.errors import MissingDependencyError
 
 
@@ -65,6 +66,48 @@ def test_a_late_call_times_out_and_later_calls_work(thread, function):
     assert f"{function.__name__} did not answer within 0.1 s" in late.error
     assert next_call.outcome == "ok"
     assert time.monotonic() - begin < 20
+
+
+async def compute_forever(computing: list[threading.Thread]) -> None:
+    computing.append(threading.current_thread())
+    while True:
+        pass
+
+
+def test_calls_that_block_their_loop_forever_are_interrupted(thread):
+    """Require it: a thread that computes on would slow down the trainer for the rest of the run."""
+    computing: list[threading.Thread] = []
+
+    async def main():
+        calls = []
+        for timeout_s in (0.2, 0.2, 0.3):
+            calls.append(thread.call(compute_forever, computing, timeout_s=timeout_s))
+        late = await asyncio.gather(*calls)
+        return late, await thread.call(sleep_blocking, 0, timeout_s=30)
+
+    late, next_call = asyncio.run(main())
+    assert [call.outcome for call in late] == ["timeout"] * 3
+    assert next_call.outcome == "ok"
+    assert len(computing) == 1, "the others waited for the loop"
+    computing[0].join(20)
+    assert not computing[0].is_alive()
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_calls_read_their_deadline(serial):
+    async def read_in_coroutine():
+        return time_left()
+
+    async def main():
+        calls = []
+        for timeout_s in (30, 60):
+            calls.append(thread.call(time_left, timeout_s=timeout_s))
+            calls.append(thread.call(read_in_coroutine, timeout_s=timeout_s))
+        return [call.value for call in await asyncio.gather(*calls)]
+
+    thread = UserThread("test", serial=serial)
+    assert asyncio.run(main()) == pytest.approx([30, 30, 60, 60], abs=5)
+    thread.stop()
 
 
 def test_a_late_coroutine_is_cancelled(thread):

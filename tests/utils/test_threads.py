@@ -1,6 +1,7 @@
 """Event loops in threads of their own."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -25,6 +26,26 @@ def test_an_abandoned_loop_ends_although_a_coroutine_blocks_it():
     assert waiting.cancelled()
     with pytest.raises(RuntimeError):
         loop.submit(asyncio.sleep(0))
+
+
+def test_a_loop_that_ends_in_the_meantime_does_not_answer():
+    loop = LoopThread("test")
+
+    blocks = threading.Event()
+
+    async def block():
+        blocks.set()
+        time.sleep(0.5)
+
+    async def ask():
+        loop.submit(block())
+        assert blocks.wait(10)
+        asking = asyncio.create_task(loop.answers(30))
+        await asyncio.sleep(0.1)
+        loop.close()
+        return await asking
+
+    assert not asyncio.run(ask())
 
 
 def test_a_loop_goes_on_after_a_callback_that_raises():

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from verl.agents.tools.threads import run_in_thread
+from verl.utils.deadline import call_ends
 from verl.utils.errors import VerlError, frame_of, text_or_source
 from verl.utils.logging import say_once
 from verl.utils.signatures import taken_by
@@ -43,8 +44,9 @@ class UserThread:
     """An event loop in a daemon thread of its own.
 
     Every coroutine of a user runs in the same loop, so clients and locks that belong to a loop
-    keep working from call to call. A thread that does not answer after a deadline is abandoned,
-    and later calls get a new one.
+    keep working from call to call. A thread that does not answer after a deadline is interrupted
+    and abandoned, and later calls get a new one. Calls read their deadline by
+    `verl.utils.deadline.time_left`.
 
     Args:
         name: of the thread, for stack dumps.
@@ -67,7 +69,7 @@ class UserThread:
         next Python instruction, and its result is dropped. If the caller is cancelled, so is the
         call.
         """
-        loop, running = self._submit(self._run(function, args, kwargs, time.monotonic()))
+        loop, running = self._submit(self._run(function, args, kwargs, time.monotonic(), timeout_s))
         waiting = asyncio.wrap_future(running)
         try:
             await asyncio.wait([waiting], timeout=timeout_s)
@@ -99,14 +101,20 @@ class UserThread:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         asked_at: float,
+        timeout_s: float,
     ) -> _Outcome:
         """Return the value or the error of a call. Runs in the loop of the thread."""
+        current = self._loop
+        if current is None or current.loop is not asyncio.get_running_loop():
+            raise asyncio.CancelledError  # it waited in a loop that has been given up
+
         if time.monotonic() - asked_at > _SLOW_START_S:
             say_once(
                 f"{self.name}: calls wait for each other, because a coroutine blocks its event "
                 "loop. Await inside it, or make it a plain function, which gets a thread of its "
                 "own."
             )
+        call_ends.set(asked_at + timeout_s)  # of this task alone
 
         def plain_call() -> Any:
             return function(*args, **kwargs)
@@ -126,13 +134,14 @@ class UserThread:
         return value, None
 
     async def _abandon_if_stuck(self, loop: LoopThread) -> None:
-        """Give up a loop that a blocking call keeps from running."""
-        if await loop.answers(_UNSTUCK_GRACE_S):
+        """Give up a loop that a blocking call keeps from running, and interrupt the call."""
+        if self._loop is not loop or await loop.answers(_UNSTUCK_GRACE_S):
             return
         with self._lock:
-            if self._loop is loop:
-                self._loop = None
-        loop.close()
+            if self._loop is not loop:  # another late call has given it up
+                return
+            self._loop = None
+        loop.abandon()
 
 
 class UserSession:

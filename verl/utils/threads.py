@@ -57,11 +57,10 @@ class LoopThread:
 
     async def answers(self, within_s: float) -> bool:
         """Return whether the loop makes a step within so many seconds."""
-        answered = self.submit(_nothing())
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.wrap_future(answered), within_s)
-            return True
-        return False
+        answered = asyncio.wrap_future(self.submit(_nothing()))
+        await asyncio.wait([answered], timeout=within_s)
+        # A loop that ends in the meantime cancels the step.
+        return answered.done() and not answered.cancelled()
 
     def close(self) -> None:
         """End the loop; its thread ends with the step that it is in."""
