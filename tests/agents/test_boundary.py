@@ -186,17 +186,20 @@ def test_no_family_rewrites_a_plain_conversation(name):
 )
 @settings(max_examples=100)
 def test_a_long_answer_is_cut_only_where_it_is_too_long(answer, times, enough):
-    """Check `enough` on a vocabulary that composes characters and has tokens of 128."""
+    """Check `enough` on a vocabulary that composes characters and has tokens of 128.
+
+    A cut within a special token makes several ids of one.
+    """
     boundary = boundary_of_qwen()
     new = [{"role": "user", "content": answer * times}]
     arguments = ([USER], saying("Hi."), new)
     whole = boundary.extension(*arguments, drawn=[])
     cut = boundary.extension(*arguments, drawn=[], enough=enough)
-    assert cut == whole or len(whole) >= len(cut) >= enough
+    assert cut == whole or min(len(cut), len(whole)) >= enough
 
     prompt = boundary.prompt(new)
     cut_prompt = boundary.prompt(new, enough=enough)
-    assert cut_prompt == prompt or len(prompt) >= len(cut_prompt) >= enough
+    assert cut_prompt == prompt or min(len(cut_prompt), len(prompt)) >= enough
 
 
 @cache

@@ -61,8 +61,8 @@ class ChatBoundary:
     ) -> list[int]:
         """Return the ids of a conversation with the generation prompt.
 
-        With `enough`, a longer list may be cut to any length from there on. Raises DataError where
-        the template refuses the messages.
+        With `enough`, a longer list may end anywhere from there on, and its last ids be others.
+        Raises DataError where the template refuses the messages.
         """
         text = self._template.render(messages, tools=tools)
         if enough is not None:
@@ -89,7 +89,7 @@ class ChatBoundary:
             new: The messages after the reply, from tools or the user.
             tools: OpenAI schemas of the tools in the prompt.
             drawn: The ids of the reply, with the one that ended it if there was one.
-            enough: A longer list may be cut to any length from here on.
+            enough: A longer list may end anywhere from here on, and its last ids be others.
 
         Raises BoundaryError where the template refuses the messages or moves them elsewhere.
         """

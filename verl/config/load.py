@@ -351,9 +351,10 @@ def _type_message(key: Key, value: Any, written_as: str) -> str:
     if any(isinstance(entry, str) and _has_odd_underscores(entry) for entry in entries):
         hint = " Write a number without underscores, except between thousands (1_000_000)."
     if any(isinstance(entry, bool) for entry in entries) and "text" in describe_type(key):
+        none = ", or null for none" if "null" in describe_type(key) else ""
         hint = (
             " Without quotes, YAML reads on, yes and true as True, and off, no and false as False. "
-            "Write a text in quotes."
+            f"Write a text in quotes{none}."
         )
     if isinstance(value, int) and abs(value) > _LARGEST:
         hint = f" The largest is {_LARGEST}."
