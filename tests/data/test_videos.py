@@ -315,7 +315,7 @@ def test_other_families_and_servers_refuse_videos(tmp_path: Path, folder: Path) 
     with pytest.raises(DataError, match="family does not read videos"):
         other.encode([{"role": "user", "content": part}], None, tmp_path)
     with pytest.raises(DataError, match=r"servers get no videos.*rollout.name=embedded"):
-        reader_of(tmp_path / "other", keeps_images=True).prepare_video(FRAMES)
+        reader_of(tmp_path / "other", for_servers=True).prepare_video(FRAMES)
 
 
 def test_answers_are_learnt_behind_the_tokens_of_videos(

@@ -5,6 +5,7 @@ import pickle
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.rewards.batches import CharTokenizer, make_batch
 from verl.compat.score import default_compute_score
 from verl.config.load import config_from_dict
 from verl.config.reward import JudgeConfig, RequestsConfig, SandboxFusionConfig
+from verl.rewards import build
 from verl.rewards.build import build_code_runner, build_reward, build_reward_function
 from verl.rewards.managers import NaiveRewardManager
 from verl.rewards.remote import JsonClient, Judge, SandboxService
@@ -433,6 +435,17 @@ def test_the_configuration_reaches_the_manager(tmp_path):
     )
 
     assert build_reward(own, CharTokenizer(), num_examine=0)(make_batch(["x"])).sum() == 3
+
+
+def test_images_need_a_manager_that_takes_them(monkeypatch):
+    class Plain:
+        def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key):
+            pass
+
+    monkeypatch.setattr(build, "reward_managers", SimpleNamespace(get=lambda name: Plain))
+    build_reward(config(), CharTokenizer(), num_examine=0)
+    with pytest.raises(ConfigError, match="reward_model.images=True: the manager 'naive' takes no"):
+        build_reward(config(images=True), CharTokenizer(), num_examine=0)
 
 
 @pytest.mark.parametrize(

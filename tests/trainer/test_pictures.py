@@ -1,5 +1,7 @@
 """GRPO and fine-tuning on prompts with pictures: rollout and trainer compute the same log-probs."""
 
+import base64
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 from tests.vision_folders import save_vision_folder, some_image
+from verl.cli.reward_check import check_reward
+from verl.data.rgb import open_picture, upright_rgb
 from verl.data.shapes import rows, shapes_file
 from verl.diagnostics.view.run_advice import advise_on
 from verl.jobs.replay import replay
@@ -16,7 +20,7 @@ from verl.models.vision import knows_videos
 from verl.tracking.records import load_run
 from verl.trainer import PPOTrainer, RLTrainer
 from verl.trainer.capsule import write_capsule
-from verl.utils.errors import DataError, RewardError
+from verl.utils.errors import ConfigError, DataError, RewardError
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +66,51 @@ def test_grpo_counts_the_vision_tower_and_agrees_with_the_rollout(
 
     trainer.fit()
     assert all(bool(each.isfinite().all()) for each in worker.engine.hf_model.parameters())
+
+
+SEES = """
+import hashlib
+import io
+
+from PIL import Image
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    (png,) = extra_info["images"]
+    image = Image.open(io.BytesIO(png))
+    return {"score": float(image.width), "pixels": hashlib.sha1(image.tobytes()).hexdigest()}
+"""
+
+
+def test_rewards_see_the_images_of_their_rows(few_shapes, tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(SEES)
+    own = {"custom_reward_function.path": str(path), "reward_model.images": True}
+    keys = config(tmp_path, **own, **{"trainer.total_training_steps": 1})
+    trainer = PPOTrainer(keys)
+    trainer.init_workers()
+    generated = trainer.generate(next(iter(trainer.train_loader)))
+    result = trainer.reward_fn(generated, return_dict=True)
+
+    expected = []
+    for (address,) in generated.non_tensor_batch["images"]:
+        encoded = base64.b64decode(address.partition(",")[2])
+        image = upright_rgb(open_picture(encoded))
+        expected.append(hashlib.sha1(image.tobytes()).hexdigest())
+    assert result["reward_extra_info"]["pixels"] == expected
+    assert len(set(expected)) == 4
+    trainer.fit()  # before it, three rows are tried
+
+    words = [f"{name}={value}" for name, value in keys.items()]
+    report = check_reward(["actor_rollout_ref.model.path=shapes", *words], 2)
+    assert report.probes
+    assert not report.faults
+
+
+def test_a_model_of_text_has_no_images_for_rewards(tmp_path: Path) -> None:
+    keys = {"data.dataset_name": "toy", "actor_rollout_ref.model.path": "toy"}
+    with pytest.raises(ConfigError, match="reward_model.images=True.*'toy' reads text alone"):
+        PPOTrainer(config(tmp_path, **keys, **{"reward_model.images": True}))
 
 
 def trainer_on_rows(folder: Path, family: str, content: str, **keys: Any) -> PPOTrainer:

@@ -95,6 +95,19 @@ def test_rollout_and_trainer_agree_behind_pictures_of_tools(
     assert all(bool(each.isfinite().all()) for each in parameters)
 
 
+def test_rewards_see_the_images_of_tools(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AgentContext, "parse", calls_always)
+    trainer = PPOTrainer(config(tmp_path, model) | {"reward_model.images": True})
+    trainer.init_workers()
+    generated = trainer.generate(next(iter(trainer.train_loader)))
+    rows = trainer.reward_fn.columns_of(generated)
+    seen = [len(row["extra_info"]["images"]) for row in rows]
+    assert seen == [len(own) for own in generated.non_tensor_batch["prepared_pictures"]]
+    assert max(seen) == 3
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

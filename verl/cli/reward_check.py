@@ -13,7 +13,7 @@ from verl.data.files import as_file_list, open_rows
 from verl.rewards.build import build_reward
 from verl.rewards.manager import RewardManager
 from verl.rewards.preflight import NUM_ROWS, Report, choose_rows, inspect_reward
-from verl.trainer.setup import build_tokenizer, load_user_code
+from verl.trainer.setup import build_tokenizer, load_user_code, picture_reader
 from verl.utils.entry import exit_code
 from verl.utils.errors import ConfigError
 
@@ -42,14 +42,18 @@ def main(argv: list[str] | None = None) -> int:
 def check_reward(overrides: list[str], num_rows: int) -> Report:
     """Try the reward that these keys configure on rows spread over the training data.
 
-    No model is read and no prompt is tokenized, unless the rows come from a dataset class of the
-    user's, which takes the tokenizer.
+    No prompt is tokenized, unless the rows come from a dataset class of the user's, which takes the
+    tokenizer, or the reward gets their images, which the model's processor reads.
     """
     config = load_config(_with_a_model(overrides))
     load_user_code(config)
-    is_custom = config.data.custom_cls.path is not None
-    tokenizer: Any = build_tokenizer(config) if is_custom else None
-    dataset = build_dataset(config, tokenizer, split="train") if is_custom else FileRows(config)
+    tokenizer: Any = None
+    if config.data.custom_cls.path is not None or config.reward_model.images:
+        tokenizer = build_tokenizer(config)
+        pictures = picture_reader(config, tokenizer)
+        dataset = build_dataset(config, tokenizer, split="train", pictures=pictures)
+    else:
+        dataset = FileRows(config)
     assert dataset is not None, "without training data build_dataset raises"
 
     manager = build_reward(config, tokenizer, num_examine=0)

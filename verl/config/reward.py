@@ -155,6 +155,11 @@ class RewardFunctionConfig:
 @dataclass(kw_only=True, slots=True)
 class RewardModelConfig(RewardFunctionConfig):
     preflight: bool = setting(True, "try the reward on a few rows before the first step")
+    images: bool = setting(
+        False,
+        "reward functions get the images of a row, those of the prompt and then those of tools, as "
+        "extra_info['images'], a list of PNG files (bytes)",
+    )
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     launch_reward_fn_async: bool | None = setting(
         None,

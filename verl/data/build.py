@@ -23,16 +23,20 @@ if TYPE_CHECKING:
 
 
 def build_picture_reader(
-    model: ModelConfig, tokenizer: Any, *, keeps_images: bool = False
+    model: ModelConfig,
+    tokenizer: Any,
+    *,
+    for_servers: bool = False,
+    keeps_images: bool = False,
 ) -> PictureReader | None:
-    """Build the reader of images; None for a model that reads text alone."""
+    """Build the reader of images; None for a model that reads text alone. See `PictureReader`."""
     assert model.path is not None, "the configuration was checked"
     processor = load_picture_processor(
         model.path, tokenizer, trust_remote_code=model.trust_remote_code
     )
     if processor is None:
         return None
-    return PictureReader(processor, tokenizer, keeps_images=keeps_images)
+    return PictureReader(processor, tokenizer, keeps_images=keeps_images, for_servers=for_servers)
 
 
 def build_dataset(

@@ -52,8 +52,9 @@ class PictureReader:
     Args:
         processor: the model's.
         tokenizer: renders prompts.
-        keeps_images: whether a prepared picture has the image, too, for engines that prepare it
-            themselves.
+        keeps_images: whether a prepared picture has the image, too, for rewards or for engines
+            that prepare it themselves.
+        for_servers: whether the pictures go to servers, which take no videos.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class PictureReader:
         tokenizer: "PreTrainedTokenizerBase",
         *,
         keeps_images: bool = False,
+        for_servers: bool = False,
     ) -> None:
         self.processor = processor
         _readers[id(processor.processor)] = self
-        self._keeps_images = keeps_images
+        self._keeps_images = keeps_images or for_servers
+        self._for_servers = for_servers
         self.tokenizer = tokenizer
         self._kept: OrderedDict[str, Picture] = OrderedDict()
         self._kept_bytes = 0
@@ -180,7 +183,7 @@ class PictureReader:
         videos = self.processor.videos
         if videos is None:
             raise DataError("this model's family does not read videos. Leave the row out")
-        if self._keeps_images:
+        if self._for_servers:
             raise DataError(
                 "servers get no videos. Leave the row out, or set "
                 "actor_rollout_ref.rollout.name=embedded"

@@ -29,6 +29,7 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
         "max_retries": section.max_retries,
         "max_resp_len": config.data.max_response_length,
         "overlong_buffer_cfg": section.overlong_buffer,
+        "images": section.images,
     }
 
     accepted = _accepted(manager)
@@ -38,6 +39,13 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
                 f"reward_model.reward_kwargs.{name}: the manager '{section.reward_manager}' takes "
                 f"{', '.join(sorted(accepted))}."
             )
+
+    if section.images and accepted is not None and "images" not in accepted:
+        raise ConfigError(
+            f"reward_model.images=True: the manager '{section.reward_manager}' takes no argument "
+            "images. Let its class take **settings and pass them on to RewardManager, or leave the "
+            "key out and read data.non_tensor_batch['prepared_pictures']."
+        )
 
     # A user's manager gets those of our settings that its signature names.
     taken = {name: value for name, value in ours.items() if accepted is None or name in accepted}

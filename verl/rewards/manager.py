@@ -17,14 +17,17 @@ from verl.rewards.outcome import Outcomes, RewardFunction
 from verl.rewards.registry import answer_extractors, reward_managers
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, scores_by_rule
-from verl.rewards.sample import Sample
+from verl.rewards.sample import Sample, with_images
 from verl.rewards.texts import on_one_line, traceback_below
 from verl.utils.errors import ConfigError, RewardError, text_of
 from verl.utils.logging import logger
 from verl.utils.phases import phase
 
 # Columns that the managers read; none is written.
-READ = "prompts responses attention_mask rm_scores data_source reward_model extra_info agent_info"
+READ = (
+    "prompts responses attention_mask rm_scores data_source reward_model extra_info agent_info "
+    "prepared_pictures"
+)
 
 OnError = Literal["stop", "zero", "drop", "retry"]
 
@@ -67,6 +70,7 @@ class RewardManager:
             "stop" raises RewardError. "zero" scores it 0. "drop" scores it 0 and lists its row in
             "dropped", so that the trainer leaves it out. "retry" calls again up to `max_retries`
             times, and drops samples that still fail.
+        images: whether `extra_info` gets the images of a row, see `reward_model.images`.
 
     A subclass that replaces one of the methods in `DECLARED` declares what that reads and writes
     (`verl.utils.phases.phase`). Without a declaration it is taken to change the batch, so that the
@@ -86,6 +90,7 @@ class RewardManager:
         timeout_s: float | None = 60.0,
         on_error: OnError = "stop",
         max_retries: int = 2,
+        images: bool = False,
     ) -> None:
         if on_error not in ("stop", "zero", "drop", "retry"):
             raise ConfigError(
@@ -104,6 +109,7 @@ class RewardManager:
         self.timeout_s = math.inf if timeout_s is None else timeout_s
         self.on_error = on_error
         self.max_retries = max_retries if on_error == "retry" else 0
+        self.images = images
         self.by_rule = scores_by_rule(self.compute_score)
 
         self._caller = Caller(self.compute_score, self.timeout_s)
@@ -176,13 +182,21 @@ class RewardManager:
         """Return the arguments of the function for each row, except for the text."""
         columns = data.non_tensor_batch
         nothing = [None] * len(data)
-        names = (self.reward_fn_key, "reward_model", "extra_info", "agent_info")
+        names = (
+            self.reward_fn_key,
+            "reward_model",
+            "extra_info",
+            "agent_info",
+            "prepared_pictures",
+        )
         rows = zip(*(columns.get(name, nothing) for name in names))
 
         found = []
-        for source, truth, extra, agent in rows:
+        for source, truth, extra, agent, pictures in rows:
             if agent is not None:
                 extra = {**(extra or {}), **agent}  # the turns, messages and rewards of an episode
+            if self.images:
+                extra = with_images(extra, pictures)
             found.append(
                 {
                     "data_source": source,

@@ -17,7 +17,7 @@ from verl.rewards.outcome import RewardFunction
 from verl.rewards.processes import ProcessFunction, pack_function
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import check_options, find_rule
-from verl.rewards.sample import Sample, fields_of_plain_episode
+from verl.rewards.sample import Sample, fields_of_plain_episode, with_images
 from verl.rewards.texts import traceback_below
 from verl.utils.errors import ConfigError, RewardError, text_of
 from verl.utils.logging import logger
@@ -159,6 +159,8 @@ def inspect_reward(
             missing key is no fault: tools and loops may add keys of their own.
     """
     state = rng_state()
+    if manager.images:
+        rows = [(number, _row_with_images(row)) for number, row in rows]
     report = Report(probes=_probes(rows, manager.reward_fn_key))
     if plays_episodes:
         row_of = dict(rows)
@@ -223,6 +225,11 @@ def _sample(row: Row, text: str, source_key: str) -> Sample:
         extra_info=row.get("extra_info"),
         last_token=0,
     )
+
+
+def _row_with_images(row: Row) -> Row:
+    info = with_images(row.get("extra_info"), row.get("prepared_pictures"))
+    return {**row, "extra_info": info}
 
 
 def _info_of_episode(sample: Sample, row: Row) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """One response of a batch, as a reward function gets it."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from verl.models.pictures import Pictures
 
 
 def fields_of_plain_episode() -> dict[str, Any]:
@@ -12,6 +14,12 @@ def fields_of_plain_episode() -> dict[str, Any]:
     verl's single-turn loop has them as well, so one reward function scores rows of all loops.
     """
     return {"turn_scores": [], "tool_rewards": [], "rollout_reward_scores": {}}
+
+
+def with_images(extra_info: Mapping[str, Any] | None, pictures: Pictures | None) -> dict[str, Any]:
+    """Return `extra_info` with the images of a row as PNG files. Videos are left out."""
+    images = [picture.png for picture in pictures or () if picture.png is not None]
+    return {**(extra_info or {}), "images": images}
 
 
 @dataclass(slots=True)

@@ -208,8 +208,19 @@ def has_rule(batch: DataProto) -> bool:
 def picture_reader(config: TrainConfig, tokenizer: Any) -> PictureReader | None:
     """Build the reader of the prompts' images; None for a model that reads text alone."""
     roles = config.actor_rollout_ref
-    keeps_images = capabilities_of(roles.rollout.name).external
-    return build_picture_reader(roles.model, tokenizer, keeps_images=keeps_images)
+    for_rewards = config.reward_model.images
+    reader = build_picture_reader(
+        roles.model,
+        tokenizer,
+        for_servers=capabilities_of(roles.rollout.name).external,
+        keeps_images=for_rewards,
+    )
+    if reader is None and for_rewards:
+        raise ConfigError(
+            "reward_model.images=True gives rewards the images of a row, but the model "
+            f"'{roles.model.path}' reads text alone. Leave it out."
+        )
+    return reader
 
 
 def build_loaders(

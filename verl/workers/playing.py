@@ -41,7 +41,7 @@ def make_agents(
     stop_ids: Sequence[int],
     partners: Mapping[str, RolloutEngine],
     is_alone: bool,
-    keeps_images: bool,
+    for_servers: bool,
     sharing: Axis,
     run: TrainConfig | None,
 ) -> "tuple[agents.AgentRunner, agents.Copies]":
@@ -52,7 +52,7 @@ def make_agents(
         stop_ids: tokens that end a turn.
         partners: the engines that draw the turns of other trained roles.
         is_alone: whether no actor shares the device, so that engines need not sleep.
-        keeps_images: whether the engine reads the images themselves.
+        for_servers: whether the engine has servers, which read the images themselves.
         sharing: the ranks that share the actor's engine.
         run: the configuration of the whole run, for agent loops that read it.
     """
@@ -67,7 +67,12 @@ def make_agents(
         stop_ids=stop_ids,
         model=config.model,
         run=run,
-        pictures=build_picture_reader(config.model, tokenizer, keeps_images=keeps_images),
+        pictures=build_picture_reader(
+            config.model,
+            tokenizer,
+            for_servers=for_servers,
+            keeps_images=run is not None and run.reward_model.images,
+        ),
         policies=policies,
         partners=trained,
     )

@@ -78,7 +78,7 @@ class RolloutWorker(RolloutEngineWorker):
                     stop_ids=self.stop_ids,
                     partners={role: partner.engine for role, partner in self.partners.items()},
                     is_alone=actor is None,
-                    keeps_images=self.is_external,
+                    for_servers=self.is_external,
                     sharing=self.rollout_mesh.tensor,
                     run=run,
                 )

@@ -98,7 +98,7 @@ def vision(folder):
     section.rollout.prompt_length = 120
     section.rollout.response_length = R
     tokenizer = load_tokenizer(str(folder))
-    reader = build_picture_reader(section.model, tokenizer, keeps_images=True)
+    reader = build_picture_reader(section.model, tokenizer, for_servers=True)
     server = FakeVisionServer(folder)
     server.reader = build_picture_reader(section.model, tokenizer)
     server.max_model_len = 128
