@@ -112,6 +112,19 @@ def test_resumed_loader_gives_the_remaining_batches(make, before):
     assert stream(killed, 12) == undisturbed[before:]
 
 
+def test_a_dataset_may_give_the_rows_of_a_batch_together():
+    class Together(Numbers):
+        def __getitems__(self, items: list[int]) -> list[dict]:
+            asked.append(items)
+            return [self[item] for item in items]
+
+    asked: list[list[int]] = []
+    batch = next(iter(RLDataLoader(Together(6), 3, shuffle=True, seed=4)))
+    assert asked == [batch.non_tensor_batch["index"].tolist()]
+    apart = next(iter(RLDataLoader(Numbers(6), 3, shuffle=True, seed=4)))
+    assert asked == [apart.non_tensor_batch["index"].tolist()]
+
+
 @given(make=loaders)
 def test_epoch_covers_every_row_once(make):
     loader = make()

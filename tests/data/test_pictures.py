@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import struct
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -520,3 +521,46 @@ def test_the_dataset_of_verl_05_reads_pictures_by_its_processor(
     assert "image_processor" in repr(processor), "it can still be copied and written"
     dataset = RLHFDataset(str(file), reader.tokenizer, settings, processor=processor)
     assert len(dataset[0]["prepared_pictures"]) == 1
+
+
+def test_threads_prepare_the_pictures_of_a_batch(reader, tmp_path, monkeypatch) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(png(number))
+    rows = [row(images=[f"{number}.png"]) for number in range(4)]
+    data = dataset(tmp_path, reader, *rows)
+    one_by_one = [data[item] for item in (3, 1, 2)]
+    used = set()
+    prepare = PictureReader.prepare
+
+    def watched(self, *arguments):
+        used.add(threading.current_thread())
+        return prepare(self, *arguments)
+
+    monkeypatch.setattr(PictureReader, "prepare", watched)
+    together = data.__getitems__([3, 1, 2])
+    assert threading.main_thread() not in used
+    assert [item["raw_prompt_ids"] for item in together] == [
+        item["raw_prompt_ids"] for item in one_by_one
+    ]
+    keys = [item["prepared_pictures"][0].key for item in together]
+    assert keys == [item["prepared_pictures"][0].key for item in one_by_one]
+    assert len(set(keys)) == 3
+
+    reader._kept.clear()
+    (tmp_path / "1.png").unlink()
+    with pytest.raises(DataError, match="row 1: image 0 of the row: there is no file '.*1.png'"):
+        data.__getitems__([0, 1])
+
+
+def test_a_subclass_with_items_of_its_own_makes_them_in_order(reader, tmp_path) -> None:
+    class Marked(RLDataset):
+        def __getitem__(self, item: int) -> dict[str, Any]:
+            made.append((item, threading.current_thread()))
+            return super().__getitem__(item)
+
+    made: list[tuple[int, threading.Thread]] = []
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row("Hi")) + "\n" for _ in range(3)))
+    data = Marked(str(file), reader.tokenizer, DataConfig(), pictures=reader)
+    data.__getitems__([2, 0, 1])
+    assert made == [(item, threading.main_thread()) for item in (2, 0, 1)]

@@ -99,10 +99,14 @@ class RLDataLoader:
             # Move the cursor before the batch is yielded, so that a state that is taken while the
             # batch is in use counts it.
             self._leave_finished_epoch()
-            items = [self.dataset[row] for row in rows]
+            items = self._items(rows)
             if self.on_drawn is not None:
                 self.on_drawn(rows, items)
             yield collate(items, self.encode, self.prompt_key)
+
+    def _items(self, rows: list[int]) -> list[dict[str, Any]]:
+        several = getattr(self.dataset, "__getitems__", None)
+        return [self.dataset[row] for row in rows] if several is None else several(rows)
 
     def tell_sampler(self, batch: DataProto) -> None:
         """Pass a trained batch to a curriculum sampler."""

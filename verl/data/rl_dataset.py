@@ -4,7 +4,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
 from pathlib import Path
@@ -127,6 +127,18 @@ class RLDataset(Dataset):
         if self.pictures is not None:
             values["prepared_pictures"] = pictures
         return {**values, **{name: row.get(name) for name in self.columns}}
+
+    def __getitems__(self, items: Sequence[int]) -> list[dict[str, Any]]:
+        """Return several items at once, as torch's loaders ask for them.
+
+        Threads prepare the pictures that are no longer in memory.
+        """
+        # A subclass may draw random numbers, and threads would change their order.
+        is_ours = type(self).__getitem__ is RLDataset.__getitem__
+        if self.pictures is None or not is_ours:
+            return [self[item] for item in items]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(self.__getitem__, items))
 
     def _encoded(
         self, source: int, number: int, row: dict[str, Any]

@@ -156,9 +156,8 @@ def test_other_samples_go_on_while_one_asks_a_server_that_hangs(settings, start,
     first.join()
 
 
-@pytest.mark.parametrize(
-    "when", ["in a draw", pytest.param("before a push", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["in a draw", "before a push"])
 def test_a_server_of_the_run_that_hangs_is_killed_and_started_again(
     settings, folder, tmp_path, monkeypatch, when
 ):
