@@ -74,13 +74,13 @@ def test_samples_of_a_server_that_hangs_are_drawn_again(settings, start, caplog,
     assert f"at {hangs.url} hangs: it gave no answer within 0.8 s to 3 questions" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_server_that_is_slow_is_not_lost_and_is_asked_once_for_all_draws(settings, start):
     server = start()
     rollout = updated_rollout(settings, server)
     expected = draw(rollout, count=16).batch["responses"]
-    server.delay_s = (
-        0.5  # of each token: a draw takes longer than it takes to notice one that hangs
-    )
+    # of each token: a draw takes longer than it takes to notice a server that hangs
+    server.delay_s = 0.5
     server.asked.clear()
 
     began = time.monotonic()
@@ -93,6 +93,7 @@ def test_a_server_that_is_slow_is_not_lost_and_is_asked_once_for_all_draws(setti
     assert server.asked["/inference/v1/generate"] == 32
 
 
+@pytest.mark.slow
 def test_weights_are_not_pushed_to_a_server_that_hangs(settings, start):
     """Weights may take half an hour, so the server is asked before."""
     hangs, other = start(), start()
@@ -112,6 +113,7 @@ def test_weights_are_not_pushed_to_a_server_that_hangs(settings, start):
     assert hangs.weight_version == other.weight_version
 
 
+@pytest.mark.slow
 def test_a_server_that_is_silent_while_it_takes_weights_is_not_lost(settings, start):
     server = start()
     settings.actor_rollout_ref.rollout.fingerprint_interval = 0
