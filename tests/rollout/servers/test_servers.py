@@ -231,13 +231,24 @@ def test_samples_of_a_server_that_ends_are_drawn_again(settings, start, dialect,
         if not others:
             servers[0].start()
 
+    batch = draw_while(interrupt, rollout)
+    check_redrawn(batch, expected)
+    assert largest_kl(rollout.actor, batch) < 1e-5
+
+
+def draw_while(interrupt, rollout):
+    """Draw while `interrupt` runs in a thread."""
     thread = threading.Thread(target=interrupt)
     thread.start()
     batch = draw(rollout)
     thread.join()
+    return batch
+
+
+def check_redrawn(batch, expected):
+    """Check that samples were drawn again, and that all are those of an undisturbed run."""
     assert torch.equal(batch.batch["responses"], expected), "each sample once, by the same noise"
     assert batch.meta_info["metrics"]["rollout/num_redrawn"] >= 1
-    assert largest_kl(rollout.actor, batch) < 1e-5
 
 
 @pytest.mark.parametrize("probe", [1, 2], ids=["before the push", "after it"])

@@ -14,7 +14,15 @@ import torch
 import urllib3
 
 from tests.rollout.servers.test_owned import install
-from tests.rollout.servers.test_servers import PARAMS, draw, largest_kl, move, updated_rollout
+from tests.rollout.servers.test_servers import (
+    PARAMS,
+    check_redrawn,
+    draw,
+    draw_while,
+    largest_kl,
+    move,
+    updated_rollout,
+)
 from tests.tiny_models import tiny_tokenizer
 from tests.workers.batches import CPU, actor_of
 from verl.rollout.servers import watch
@@ -64,12 +72,8 @@ def test_samples_of_a_server_that_hangs_are_drawn_again(settings, start, caplog,
         if not others:
             hangs.thawed.set()
 
-    thread = threading.Thread(target=freeze)
-    thread.start()
-    batch = draw(rollout)
-    thread.join()
-    assert torch.equal(batch.batch["responses"], expected), "each sample once, by the same noise"
-    assert batch.meta_info["metrics"]["rollout/num_redrawn"] >= 1
+    batch = draw_while(freeze, rollout)
+    check_redrawn(batch, expected)
     assert largest_kl(rollout.actor, batch) < 1e-5
     assert f"at {hangs.url} hangs: it gave no answer within 0.8 s to 3 questions" in caplog.text
 
@@ -187,12 +191,8 @@ def test_a_server_of_the_run_that_hangs_is_killed_and_started_again(
                 time.sleep(0.005)
             server.send_signal(signal.SIGSTOP)
 
-        thread = threading.Thread(target=stop)
-        thread.start()
-        batch = draw(rollout)
-        thread.join()
-        assert torch.equal(batch.batch["responses"], expected), "each sample once, same noise"
-        assert batch.meta_info["metrics"]["rollout/num_redrawn"] >= 1
+        batch = draw_while(stop, rollout)
+        check_redrawn(batch, expected)
     else:
         server.send_signal(signal.SIGSTOP)
         move(actor)
