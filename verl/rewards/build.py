@@ -44,7 +44,7 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
         raise ConfigError(
             f"reward_model.images=True: the manager '{section.reward_manager}' takes no argument "
             "images. Let its class take **settings and pass them on to RewardManager, or leave the "
-            "key out and read data.non_tensor_batch['prepared_pictures']."
+            "key out."
         )
 
     # A user's manager gets those of our settings that its signature names.
