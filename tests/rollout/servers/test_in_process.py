@@ -111,12 +111,14 @@ def test_a_sleeping_engine_gets_weights_before_its_cache(rollout_of, monkeypatch
     assert fake.slept == [2, 2], "the next weights replace all of the old ones"
 
 
-def test_a_trainer_that_keeps_the_memory_is_asked_for_it_before_each_wake_up(
+def test_a_trainer_that_keeps_the_memory_is_asked_for_it_before_the_start_and_each_wake_up(
     rollout_of, monkeypatch
 ):
-    worker, _, fake = rollout_of(gpu_memory_utilization=0.4)
     shares = []
     monkeypatch.setattr(in_process, "leave_free", lambda share, _: shares.append(share))
+    worker, _, fake = rollout_of(gpu_memory_utilization=0.4)
+    assert shares == [0.4], "for the start"
+    shares.clear()
     worker.engine.can_sleep = True
     server = worker.engine.fleet.members[0].server
     server._can_sleep = True

@@ -121,6 +121,7 @@ class InProcessVLLM(VLLMServer):
         arguments = self._arguments(config, dtype, lora_rank)
         self._device = device
         self._memory_share: float = arguments["gpu_memory_utilization"]
+        self._free_memory()
         with _start_environment(self._model, device):
             try:
                 self._engine = self._run(self._start(arguments), config.server_timeout_s)
@@ -208,9 +209,12 @@ class InProcessVLLM(VLLMServer):
         return recorded
 
     def _take_memory(self, tag: str) -> None:
+        self._free_memory()
+        self.call("/wake_up", {"tags": [tag]}, timeout_s=LOAD_S)
+
+    def _free_memory(self) -> None:
         # The engine core, a process of its own, fails where the device has too little for it.
         leave_free(self._memory_share, self._device)
-        self.call("/wake_up", {"tags": [tag]}, timeout_s=LOAD_S)
 
     def refusal(self, path: str, status: int, answer: Any) -> RolloutError:
         """Implement `Server.refusal`."""
