@@ -17,14 +17,7 @@ from verl.rewards.origin import calls_rules, module_name, rules_of_users
 from verl.rewards.outcome import Outcome, RewardFunction
 from verl.rewards.texts import describe_briefly
 from verl.utils.children import describe_end
-from verl.utils.errors import ConfigError, RewardError
-
-
-class RemoteTraceback(Exception):
-    """The traceback of another process, as the cause of an error that came from there."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
+from verl.utils.errors import ConfigError, RemoteTraceback, RewardError
 
 
 class ProcessFunction:

@@ -92,7 +92,7 @@ class WorkerError(VerlError, RuntimeError):
 
 
 class WorkerLostError(VerlError, RuntimeError):
-    """The process of a rank exited or was killed while the driver needed it."""
+    """The process of a rank, or one that reads rows, exited while the driver needed it."""
 
 
 class DeadlineError(VerlError, TimeoutError):
@@ -101,6 +101,13 @@ class DeadlineError(VerlError, TimeoutError):
 
 class NonFiniteError(VerlError, ArithmeticError):
     """Loss or gradient was not finite more often than the policy allows."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of another process, as the cause of an error that came from there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 def sendable(error: BaseException) -> BaseException | None:
