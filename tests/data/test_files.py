@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,20 @@ from verl.data.files import as_file_list, content_fingerprint, has_split, open_r
 from verl.utils.errors import DataError
 
 ROWS = make_rows(3)
+
+
+def test_a_saved_folder_is_mapped_again_after_pickling(tmp_path: Path):
+    rows = [{"prompt": "a" * 50_000 + str(number)} for number in range(4)]
+    splits = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[2:])}
+    DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
+    for split in ("train", "val"):
+        opened = open_rows(tmp_path / "both", split)
+        packed = pickle.dumps(opened)
+        assert len(packed) < 10_000, "the rows may be larger than the memory"
+        again = pickle.loads(packed)
+        assert [again.row(row) for row in range(len(again))] == [
+            opened.row(row) for row in range(len(opened))
+        ]
 
 
 def write_all_formats(folder: Path, parquet) -> list[str]:

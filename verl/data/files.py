@@ -82,6 +82,17 @@ class ArrowRows:
         return self.table.column(name).unique().to_pylist()
 
 
+class FolderRows(ArrowRows):
+    """Rows that are mapped from a folder of `save_to_disk`; another process maps them again."""
+
+    def __init__(self, table: pa.Table, path: Path, split: str) -> None:
+        super().__init__(table)
+        self._place = (path, split)
+
+    def __reduce__(self) -> Any:
+        return _open_folder, self._place
+
+
 class ListRows:
     """Rows of JSON objects. A missing value is None."""
 
@@ -374,11 +385,11 @@ def _open_folder(path: Path, split: str) -> Rows:
         loaded = load_from_disk(str(path))
 
     if not isinstance(loaded, DatasetDict):
-        return ArrowRows(loaded.data.table)
+        return FolderRows(loaded.data.table, path, split)
     splits = {str(name): part for name, part in loaded.items()}
     for name in SPLITS[split]:
         if name in splits:
-            return ArrowRows(splits[name].data.table)
+            return FolderRows(splits[name].data.table, path, split)
     raise DataError(
         f"Folder '{path}' has the splits {', '.join(splits)}, but none for {split}: expected "
         f"{' or '.join(SPLITS[split])}. Save it again under such a name."

@@ -181,8 +181,17 @@ def _of_images_alone(kind: Any) -> Any:
                 return None
             return super().check_argument_for_proper_class(argument_name, argument)
 
+        def __reduce__(self) -> Any:
+            return _without_parts, (kind,), self.__dict__
+
     WithoutVideos.__name__ = kind.__name__
     return WithoutVideos
+
+
+def _without_parts(kind: Any) -> Any:
+    """Return a processor of images alone that unpickling fills."""
+    derived = _of_images_alone(kind)
+    return derived.__new__(derived)
 
 
 def _settings(kind: Any, source: str) -> dict[str, Any]:
