@@ -379,8 +379,9 @@ def test_command_line_validation_needs_files(asked: str, load: Load, build: Load
 @pytest.mark.parametrize(
     ("override", "warned"),
     [
-        ("data.dataloader_num_workers=8", True),
-        ("data.dataloader_num_workers=0", False),
+        ("data.filter_overlong_prompts_workers=8", True),
+        ("data.filter_overlong_prompts_workers=1", False),
+        ("data.dataloader_num_workers=8", False),
         (f"{MODEL}.use_remove_padding=True", False),
         (f"{MODEL}.use_remove_padding=False", True),
         ("data.return_raw_chat=True", False),

@@ -201,6 +201,7 @@ class RayPPOTrainer(PPOTrainer):
             sampler=sampler,
             encode=self.train_loader.encode,
             prompt_key=data.prompt_key,
+            num_workers=data.dataloader_num_workers,
         )
         self.total_steps = setup.count_steps(self.config, len(self.train_loader))
 

@@ -133,7 +133,12 @@ class DataConfig(TrainingDataConfig):
     )
     validation_shuffle: bool = setting(False, "shuffle the validation rows")
     dataloader_num_workers: int = setting(
-        0, "processes that read rows", no_effect="rows are tokenised once and read in the driver"
+        0,
+        "processes that read the training rows and prepare their pictures, one batch ahead (none "
+        "ahead with data.sampler). Together they keep 1 GiB of prepared pictures, and the driver "
+        "another, in which equal images are one tensor. 0: threads of the driver, which always "
+        "read for validation and generation",
+        at_least=0,
     )
     filter_overlong_prompts: bool = setting(False, "drop prompts longer than max_prompt_length")
     filter_overlong_prompts_workers: int = setting(

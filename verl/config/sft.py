@@ -76,7 +76,11 @@ class SFTDataConfig(TrainingDataConfig):
         -1, "validate on so many rows, the first ones; -1: all", at_least=-1
     )
     num_workers: int | None = setting(
-        None, "processes that read rows", no_effect="rows are tokenized once, in the driver"
+        None,
+        "processes that read the training rows and prepare their pictures, one batch ahead, as "
+        "data.dataloader_num_workers in RL; null or 0: the driver, which tokenizes all rows at the "
+        "start and always reads for validation",
+        at_least=0,
     )
     pad_mode: str = setting(
         "no_padding", "layout of batches", no_effect="sequences are always packed"

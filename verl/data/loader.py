@@ -1,5 +1,6 @@
 """Iterate over batches of prompts, with a cursor that a resumed run restores."""
 
+import copy
 import hashlib
 import operator
 from collections.abc import Callable, Iterator
@@ -7,6 +8,7 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 from verl.data.collate import collate
+from verl.data.row_processes import Draw, RowProcesses, read_rows
 from verl.data.sampler import (
     CurriculumSampler,
     EpochSampler,
@@ -54,11 +56,15 @@ class RLDataLoader:
         sampler: Sampler | None = None,
         encode: Callable[[Any], list[int]] | None = None,
         prompt_key: str = "prompt",
+        num_workers: int = 0,
+        workers_key: str = "data.dataloader_num_workers",
     ) -> None:
         """Set the order of the rows: that of `sampler`, or else of `shuffle` and `seed`.
 
         `encode` gives the token ids of items that have messages alone, which may be under
-        `prompt_key`; see `collate`.
+        `prompt_key`; see `collate`. With `num_workers`, so many processes read the rows, see
+        `RowProcesses`; `workers_key` names it in errors. They read a batch ahead, unless the order
+        is that of `sampler`.
         """
         self.dataset = dataset
         self.batch_size = batch_size
@@ -68,6 +74,7 @@ class RLDataLoader:
         # called with the numbers and items of every batch, for the record of the run
         self.on_drawn: Callable[[list[int], list[dict[str, Any]]], None] | None = None
         self.sampler: Sampler = sampler or SeededSampler(len(dataset), shuffle=shuffle, seed=seed)
+        self._draws_ahead = sampler is None
         if batch_size < 1:
             raise DataError(f"A batch must have at least 1 row, got batch size {batch_size}.")
 
@@ -82,6 +89,9 @@ class RLDataLoader:
                 f"Lower data.train_batch_size to at most {len(self.sampler)}, or add data."
             )
 
+        self._processes: RowProcesses | None = None
+        if num_workers > 0:
+            self._processes = RowProcesses(dataset, num_workers, seed=seed, key=workers_key)
         self._epoch = 0
         self._start_epoch()
 
@@ -95,18 +105,20 @@ class RLDataLoader:
     def __iter__(self) -> Iterator[DataProto]:
         epoch = self._epoch
         while self._epoch == epoch:
-            rows = self._draw(min(self.batch_size, len(self.sampler) - self._taken))
+            taken = self._taken
+            draw = Draw(epoch, taken, self._draw(self._next_size()))
             # Move the cursor before the batch is yielded, so that a state that is taken while the
             # batch is in use counts it.
             self._leave_finished_epoch()
-            items = self._items(rows)
+            items = self._items(draw)
             if self.on_drawn is not None:
-                self.on_drawn(rows, items)
+                self.on_drawn(draw.rows, items)
             yield collate(items, self.encode, self.prompt_key)
 
-    def _items(self, rows: list[int]) -> list[dict[str, Any]]:
-        several = getattr(self.dataset, "__getitems__", None)
-        return [self.dataset[row] for row in rows] if several is None else several(rows)
+    def close(self) -> None:
+        """End the processes that read rows. Iteration goes on as before, with others."""
+        if self._processes is not None:
+            self._processes.close()
 
     def tell_sampler(self, batch: DataProto) -> None:
         """Pass a trained batch to a curriculum sampler."""
@@ -159,6 +171,20 @@ class RLDataLoader:
 
         self._leave_finished_epoch()
 
+    def _items(self, draw: Draw) -> list[dict[str, Any]]:
+        if self._processes is None:
+            return read_rows(self.dataset, draw.rows)
+        return self._processes.items(draw, self._next_draw() if self._draws_ahead else None)
+
+    def _next_draw(self) -> Draw:
+        """Return the next batch without moving the cursor."""
+        # A copy of the iterator of a list or a range has a position of its own.
+        rows = islice(copy.copy(self._order()), self._next_size())
+        return Draw(self._epoch, self._taken, list(rows))
+
+    def _next_size(self) -> int:
+        return min(self.batch_size, len(self.sampler) - self._taken)
+
     def _leave_finished_epoch(self) -> None:
         """Move to the next epoch if this one has no further batch.
 
@@ -192,14 +218,17 @@ class RLDataLoader:
         if isinstance(self.sampler, EpochSampler):
             self.sampler.set_epoch(self._epoch)
 
-    def _draw(self, count: int) -> list[int]:
-        """Return the next `count` row numbers, and add them to the digest of the epoch's order."""
+    def _order(self) -> Iterator[int]:
+        """Return the rows of the epoch that are still to come."""
         if self._rows is None:
             self._set_epoch()
             self._rows = iter(self.sampler)
+        return self._rows
 
+    def _draw(self, count: int) -> list[int]:
+        """Return the next `count` row numbers, and add them to the digest of the epoch's order."""
         rows = []
-        for row in islice(self._rows, count):
+        for row in islice(self._order(), count):
             try:
                 rows.append(operator.index(row))
             except TypeError as error:

@@ -67,12 +67,20 @@ class PictureReader:
     ) -> None:
         self.processor = processor
         _readers[id(processor.processor)] = self
+        self.most_bytes = KEPT_BYTES
         self._keeps_images = keeps_images or for_servers
         self._for_servers = for_servers
         self.tokenizer = tokenizer
         self._kept: OrderedDict[str, Picture] = OrderedDict()
         self._kept_bytes = 0
         self._lock = Lock()
+
+    def __reduce__(self) -> Any:
+        """Pickle a reader for another process, which keeps pictures of its own."""
+        make = partial(
+            PictureReader, keeps_images=self._keeps_images, for_servers=self._for_servers
+        )
+        return make, (self.processor, self.tokenizer)
 
     @property
     def reads_videos(self) -> bool:
@@ -201,6 +209,10 @@ class PictureReader:
             return known
         return self._keep(videos.prepare(decode(), key))
 
+    def share(self, picture: Picture) -> Picture:
+        """Return the picture in memory that has the same content, or keep this one."""
+        return self._find(picture.key) or self._keep(picture)
+
     def _find(self, key: str) -> Picture | None:
         with self._lock:
             if key in self._kept:
@@ -213,7 +225,7 @@ class PictureReader:
                 return self._kept[picture.key]
             self._kept[picture.key] = picture
             self._kept_bytes += _num_bytes(picture)
-            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            while self._kept_bytes > self.most_bytes and len(self._kept) > 1:
                 _, oldest = self._kept.popitem(last=False)
                 self._kept_bytes -= _num_bytes(oldest)
         return picture

@@ -57,6 +57,8 @@ class RLDataset(Dataset):
     file, row (counted from 0) and column.
     """
 
+    num_threads: int | None = None  # that prepare the pictures of a batch; None: one a core
+
     def __init__(
         self,
         data_files: Any,
@@ -137,7 +139,7 @@ class RLDataset(Dataset):
         is_ours = type(self).__getitem__ is RLDataset.__getitem__
         if self.pictures is None or not is_ours:
             return [self[item] for item in items]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(self.num_threads or os.cpu_count()) as pool:
             return list(pool.map(self.__getitem__, items))
 
     def _encoded(

@@ -66,6 +66,8 @@ class SFTTrainer(TrainingRun[SFTConfig]):
             shuffle=data.shuffle,
             seed=data.seed,
             drop_last=True,
+            num_workers=data.num_workers or 0,
+            workers_key="data.num_workers",
         )
         self.config = in_steps(config, len(self.train_loader))
         self.val_loader = None

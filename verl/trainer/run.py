@@ -239,6 +239,7 @@ class TrainingRun(ABC, Generic[Config]):
         else:
             self.tracker.finish()
         finally:
+            self.train_loader.close()
             self.recorder.finish()
             if claims:
                 self.checkpoints.release()

@@ -258,6 +258,8 @@ def build_loaders(
         sampler=build_sampler(data, train_dataset),
         encode=encode,
         prompt_key=data.prompt_key,
+        # A run that only validates draws no batch.
+        num_workers=0 if config.trainer.val_only else data.dataloader_num_workers,
     )
 
     if val_dataset is None:
