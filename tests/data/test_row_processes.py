@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.vision_folders import save_vision_folder, some_image
 from verl.config import DataConfig
 from verl.config.sft import SFTDataConfig
 from verl.data import RLDataLoader, RLDataset, SFTDataset
-from verl.models.pictures import pictures_of
+from verl.models.pictures import Picture, pictures_of
 from verl.protocol import DataProto
 from verl.utils.children import PACKAGE_ROOT
 from verl.utils.errors import ConfigError, DataError, WorkerLostError
@@ -122,7 +122,7 @@ def generators() -> list[Any]:
     return [state["python"], state["numpy"][1].tolist(), state["torch"].tolist()]
 
 
-@pytest.mark.parametrize("kind", ["text", "pictures"])
+@pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.slow), "pictures"])
 def test_batches_and_checkpoints_are_those_without_processes(
     kind: str, folder: Path, tmp_path: Path, parquet: Any, tokenizer: Any, loaders: Any
 ) -> None:
@@ -140,12 +140,17 @@ def test_batches_and_checkpoints_are_those_without_processes(
     before = generators()
     saved = []
     expected = []
+    seen: dict[str, Picture] = {}
     for batch, other in islice(zip(endless(ahead), endless(alone)), 5):
         require_equal(batch, other)
+        for picture in chain.from_iterable(pictures_of(batch)):
+            assert seen.setdefault(picture.key, picture) is picture, "equal images are one object"
         expected.append(other)
         saved.append(json.dumps(ahead.state_dict()))
         assert ahead.state_dict() == alone.state_dict(), "the batch ahead does not count"
     assert generators() == before, "the random numbers of the driver are not touched"
+
+    assert len(seen) == (4 if kind == "pictures" else 0)
 
     resumed.load_state_dict(json.loads(saved[2]))  # a batch before the end of an epoch
     for batch, other in zip(endless(resumed), expected[3:]):
@@ -154,19 +159,6 @@ def test_batches_and_checkpoints_are_those_without_processes(
     require_equal(next(iter(resumed)), expected[1])
     alone.load_state_dict(json.loads(saved[1]))  # with processes or without
     require_equal(next(iter(alone)), expected[2])
-
-
-def test_equal_images_are_one_object(folder: Path, tmp_path: Path, loaders: Any) -> None:
-    data = pictured_rows(folder, tmp_path)
-    assert data.pictures is not None
-    data.pictures._kept.clear()
-    loader = RLDataLoader(data, 7, shuffle=True, seed=1, num_workers=2)
-    loaders.append(loader)
-    seen: dict[str, Any] = {}
-    for batch in islice(endless(loader), 3):
-        for (picture,) in pictures_of(batch):
-            assert seen.setdefault(picture.key, picture) is picture
-    assert len(seen) == 4
 
 
 def test_a_bad_row_is_the_error_of_its_own_batch(
@@ -267,6 +259,7 @@ def test_a_users_sampler_is_asked_for_no_row_ahead(
         assert sampler.given == 2 * number + 2
 
 
+@pytest.mark.slow
 def test_fine_tuning_reads_pictures_in_processes(
     folder: Path, tmp_path: Path, loaders: Any
 ) -> None:
@@ -285,6 +278,7 @@ def test_fine_tuning_reads_pictures_in_processes(
     require_equal(ahead, alone)
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_reported(parquet: Any, tokenizer: Any, loaders: Any) -> None:
     data = written_rows(parquet, tokenizer)
     loader = RLDataLoader(data, 1, shuffle=False, seed=1, num_workers=1)
@@ -302,7 +296,11 @@ def test_a_killed_process_is_reported(parquet: Any, tokenizer: Any, loaders: Any
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_processes_end_with_the_driver(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))  # without a guard of __main__
