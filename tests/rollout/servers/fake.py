@@ -211,7 +211,11 @@ class FakeServer:
         return {
             "/server_info": lambda body: (
                 200,
-                {"model_path": self.name, "version": self.version, "context_length": 64},
+                {
+                    "model_path": self.name,
+                    "version": self.version,
+                    "context_length": self.max_model_len,
+                },
             ),
             "/model_info": lambda body: (
                 200,
@@ -299,6 +303,7 @@ class FakeServer:
             top.append([[float(v), int(i), None] for v, i in zip(best.values, best.indices)])
         meta = {
             "finish_reason": {"type": reason},
+            "prompt_tokens": len(body["input_ids"]),
             "output_token_logprobs": [[float(r[i]), i, None] for i, r in zip(ids, rows)],
             "output_top_logprobs": top,
             "weight_version": self.weight_version,

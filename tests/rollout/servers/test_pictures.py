@@ -1,4 +1,4 @@
-"""Pictures on servers, against a fake that speaks vLLM's exchange and reads them itself."""
+"""Pictures on servers, against a fake that speaks both dialects and reads them itself."""
 
 import base64
 import re
@@ -10,33 +10,36 @@ import pytest
 import torch
 
 from tests.rollout.servers.fake import FakeServer
-from tests.rollout.servers.test_servers import rollout_on
 from tests.tiny_vision_models import IMAGE, tiny_vision_model
 from tests.vision_folders import save_vision_folder, some_image
 from tests.workers.batches import CPU, config
+from verl.config.rollout import RolloutConfig
 from verl.data.build import build_picture_reader
 from verl.models.load import load_tokenizer
 from verl.models.pictures import ids_with_placeholders
 from verl.models.vision import model_arguments
 from verl.protocol import DataProto
 from verl.rollout import check_engine_model
+from verl.rollout.servers.sglang import SGLangServer
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, DataError, RolloutError
-from verl.workers import ActorWorker
+from verl.workers import ActorWorker, RolloutWorker
 
 R = 8
 IMAGES = [some_image(0), some_image(1, (16, 32)), some_image(2)]
 
 
 class FakeVisionServer(FakeServer):
-    """A vLLM server that prepares the pictures of a request, and keeps their features."""
+    """A server that prepares the pictures of a request. That of vLLM keeps their features."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, dialect="vllm", version=None):
         self.read = []  # numbers of pictures of the draws
         self.has_stale_features = False
         self.tokenizer_of_model = load_tokenizer(str(folder))
         self.reader = None
-        super().__init__(lambda: tiny_vision_model("qwen2_5_vl"), name=str(folder))
+        super().__init__(
+            lambda: tiny_vision_model("qwen2_5_vl"), dialect, version, name=str(folder)
+        )
         self.tokenizer = self.tokenizer_of_model
         self.never_drawn = [IMAGE]  # transformers would look for its features
 
@@ -49,6 +52,8 @@ class FakeVisionServer(FakeServer):
 
     def _take(self, weights, answer):
         self.has_stale_features = True
+        if self.dialect == "sglang":  # it knows the names of files alone
+            assert not any(name.startswith("model.visual.") for name in weights)
         return super()._take({_name(name): tensor for name, tensor in weights.items()}, answer)
 
     def _vllm_generate(self, body):
@@ -57,19 +62,28 @@ class FakeVisionServer(FakeServer):
             return 500, {"error": "EngineCore encountered an issue."}
         if parts and "old version" in self.faults:
             parts = []
-        prefix = "data:image/png;base64,"
-        pictures = []
-        for part in parts:
-            assert part["type"] == "image_url"
-            png = base64.b64decode(part["url"].removeprefix(prefix))
-            pictures.append(self.reader.prepare(png))
-        self.read.append(len(pictures))
-        ids = self.reader.expand(body["token_ids"], pictures) if parts else body["token_ids"]
-        self._of_thread.pictures = tuple(pictures)
+        assert all(part["type"] == "image_url" for part in parts)
+        ids = self._read(body["token_ids"], [part["url"] for part in parts])
         status, answer = super()._vllm_generate({**body, "token_ids": ids})
         if body.get("return_token_ids") and "old version" not in self.faults:
             answer["prompt_token_ids"] = ids
         return status, answer
+
+    def _sglang_generate(self, body):
+        ids = self._read(body["input_ids"], body.get("image_data") or [])
+        return super()._sglang_generate({**body, "input_ids": ids})
+
+    def _read(self, ids, urls):
+        """Prepare the pictures of a request for `_logits`, and return its expanded tokens."""
+        prefix = "data:image/png;base64,"
+        pictures = []
+        for url in urls:
+            assert url.startswith(prefix)
+            png = base64.b64decode(url.removeprefix(prefix))
+            pictures.append(self.reader.prepare(png))
+        self.read.append(len(pictures))
+        self._of_thread.pictures = tuple(pictures)
+        return self.reader.expand(ids, pictures) if urls else ids
 
     def _logits(self, model, ids):
         arguments = model_arguments(model, torch.tensor([ids]), self._of_thread.pictures)
@@ -88,20 +102,29 @@ def folder(tmp_path_factory):
     return save_vision_folder(tmp_path_factory.mktemp("models") / "vision")
 
 
-@pytest.fixture
-def vision(folder):
-    """Return settings of a run, its tokenizer and reader, and a server."""
+@pytest.fixture(params=["vllm", "sglang"])
+def vision(folder, request, monkeypatch):
+    """Return settings of a run, its tokenizer and reader, and a server that the run started."""
     settings = config(folder)
     section = settings.actor_rollout_ref
+    section.rollout.name = request.param
     section.rollout.server_timeout_s = 3.0
     section.rollout.fingerprint_interval = 1
     section.rollout.prompt_length = 120
     section.rollout.response_length = R
     tokenizer = load_tokenizer(str(folder))
     reader = build_picture_reader(section.model, tokenizer, for_servers=True)
-    server = FakeVisionServer(folder)
+    server = FakeVisionServer(folder, request.param)
     server.reader = build_picture_reader(section.model, tokenizer)
-    server.max_model_len = 128
+    server.max_model_len = 130  # SGLang leaves two places unused
+
+    class Started:
+        urls = (server.url,)
+
+        def __init__(self, *arguments, **keywords):
+            pass
+
+    monkeypatch.setattr("verl.rollout.servers.engine.OwnedServers", Started)
     actor = ActorWorker(section, total_steps=1, device=CPU, tokenizer=tokenizer)
     yield settings, reader, server, actor
     server.end()
@@ -131,8 +154,10 @@ def prompts(reader):
 
 
 def rollout_of(vision):
-    settings, reader, server, actor = vision
-    return rollout_on(settings, server, actor=actor, tokenizer=reader.tokenizer)
+    settings, reader, _, actor = vision
+    return RolloutWorker(
+        settings.actor_rollout_ref, device=CPU, tokenizer=reader.tokenizer, actor=actor
+    )
 
 
 def draw(rollout, batch, step=0):
@@ -171,6 +196,7 @@ def test_a_server_that_reads_other_tokens_is_refused_by_name(vision):
         draw(rollout, prompts(reader))
 
 
+@pytest.mark.parametrize("vision", ["vllm"], indirect=True)
 def test_a_server_that_takes_no_pictures_is_refused_by_name(vision):
     _, reader, server, _ = vision
     rollout = rollout_of(vision)
@@ -180,6 +206,19 @@ def test_a_server_that_takes_no_pictures_is_refused_by_name(vision):
         draw(rollout, prompts(reader))
 
 
+@pytest.mark.parametrize(
+    ("vision", "version", "oldest"),
+    [("vllm", "0.31.2", "0.32"), ("sglang", "0.5.15", "0.5.16")],
+    indirect=["vision"],
+)
+def test_a_model_that_reads_pictures_needs_a_newer_server(vision, version, oldest):
+    vision[2].version = version
+    message = rf"version {version}; its calls with pictures are tested with {oldest} and later"
+    with pytest.raises(ConfigError, match=message):
+        rollout_of(vision)
+
+
+@pytest.mark.parametrize("vision", ["vllm"], indirect=True)
 def test_a_prompt_gets_one_token_a_picture_again(vision):
     _, reader, _, _ = vision
     [ids, *_] = prompts(reader).non_tensor_batch["raw_prompt_ids"]
@@ -191,16 +230,26 @@ def test_a_prompt_gets_one_token_a_picture_again(vision):
         ids_with_placeholders(ids, (pictures[0], replace(pictures[1], token_ids=(5,) * 40)))
 
 
-def test_vllm_refuses_families_that_write_text_around_a_picture(vision):
-    rollout = vision[0].actor_rollout_ref.rollout
-    rollout.name = "vllm"
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_servers_refuse_families_that_write_text_around_a_picture(name):
+    rollout = RolloutConfig(name=name)
     with pytest.raises(ConfigError, match="does not support the pictures of the family 'gemma3'"):
         check_engine_model(rollout, tiny_vision_model("gemma3").config, on_cuda=False)
 
 
-def test_sglang_refuses_models_that_read_pictures(vision):
-    settings, _, _, actor = vision
-    rollout = settings.actor_rollout_ref.rollout
-    rollout.name = "sglang"
-    with pytest.raises(ConfigError, match="token ids alone.*'qwen2_5_vl'. Set name=embedded, or"):
-        check_engine_model(rollout, actor.engine.hf_model.config, on_cuda=False)
+def test_vllm_in_process_refuses_models_that_read_pictures():
+    rollout = RolloutConfig(name="vllm", in_process=True)
+    message = "in_process=True takes token ids alone.*'qwen2_5_vl'.*or set name=sglang"
+    with pytest.raises(ConfigError, match=message):
+        check_engine_model(rollout, tiny_vision_model("qwen2_5_vl").config, on_cuda=False)
+
+
+def test_sglang_draws_by_no_features_of_an_old_vision_tower():
+    """No call drops them: servers of the run keep none, and others are refused."""
+    assert SGLangServer.environment()["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    model = tiny_vision_model("qwen2_5_vl").config
+    rollout = RolloutConfig(name="sglang")
+    check_engine_model(rollout, model, on_cuda=False)
+    rollout.server_urls = ["http://127.0.0.1:1"]
+    with pytest.raises(ConfigError, match="features of the old vision tower.*set server_python"):
+        check_engine_model(rollout, model, on_cuda=False)

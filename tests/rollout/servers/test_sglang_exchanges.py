@@ -1,13 +1,17 @@
-"""The adapter of SGLang against exchanges with SGLang 0.5.16, recorded on a CPU with a tiny Qwen2.
+"""The adapter of SGLang against exchanges with SGLang 0.5.16, recorded on a CPU.
 
-A replayed call must be the recorded one to the letter; its answer is the real server's.
+The model was a tiny Qwen2, and for pictures a tiny Qwen2.5-VL. A replayed call must be the
+recorded one to the letter; its answer is the real server's.
 """
 
+import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from verl.models.pictures import Picture
 from verl.rollout.servers.server import Draw
 from verl.rollout.servers.sglang import SGLangServer
 from verl.rollout.servers.weights import FolderSource
@@ -75,6 +79,33 @@ def test_draws_and_their_ends():
     long = server.draw(draw("long", 400, ignore_eos=True))
     assert long.finish_reason == "abort"
     assert 0 < len(long.token_ids) == len(long.log_probs) < 400
+
+
+def test_draws_with_pictures_have_one_token_each():
+    """The prompt has two tokens, 125 and 126, that the tokenizer does not know."""
+    [body] = [each["body"] for each in RECORDED if "image_data" in (each["body"] or {})]
+    pictures = []
+    for url, size in zip(body["image_data"], (6, 2), strict=True):
+        png = base64.b64decode(url.removeprefix("data:image/png;base64,"))
+        picture = Picture(key=url, token_ids=(120,) * size, token_id=120, inputs={}, png=png)
+        pictures.append(picture)
+
+    first, second = (picture.token_ids for picture in pictures)
+    asked = replace(
+        draw("seen", 4, ignore_eos=True, **GREEDY),
+        prompt_ids=(3, 121, *first, 122, 125, 126, 121, *second, 122, 4),
+        pictures=tuple(pictures),
+    )
+    server = Replayed("/generate")
+    server.exchanges = [each for each in RECORDED if each["body"] == body] * 2
+    seen = server.draw(asked)
+    assert seen.token_ids == [67, 121, 45, 121]
+    assert len(seen.log_probs) == 4
+
+    longer = replace(pictures[1], token_ids=(120,) * 4)
+    ids = (*asked.prompt_ids[:-2], 120, 120, 122, 4)
+    with pytest.raises(RolloutError, match="other tokens than the trainer: expected 18, got 16"):
+        server.draw(replace(asked, prompt_ids=ids, pictures=(pictures[0], longer)))
 
 
 def test_an_abort_names_the_request():

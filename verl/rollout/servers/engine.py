@@ -77,12 +77,19 @@ class ServerEngine(EngineClass):
     @classmethod
     def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
         """Implement `EngineClass.check_model`."""
-        takes_pictures = cls.server_class.takes_pictures and not config.in_process
-        if reads_pictures(model) and not takes_pictures:
+        if reads_pictures(model) and config.in_process:
             raise ConfigError(
-                f"{_SECTION}.name={config.name} with in_process={config.in_process} takes token "
-                f"ids alone, so it does not support models that read pictures, got the family "
-                f"'{model.model_type}'. Set name=embedded, or name=vllm with in_process=false."
+                f"{_SECTION}.in_process=True takes token ids alone, so it does not support models "
+                f"that read pictures, got the family '{model.model_type}'. Set in_process=false, "
+                "which starts servers of vLLM, or set name=sglang or name=embedded."
+            )
+        if reads_pictures(model) and config.server_urls and cls.server_class.keeps_features:
+            raise ConfigError(
+                f"{_SECTION}.name={config.name} takes pictures with servers that the run starts, "
+                f"got {_SECTION}.server_urls={list(config.server_urls)}: after new weights, yours "
+                "may go on with features of the old vision tower. Leave server_urls unset, and "
+                "set server_python to the interpreter of an environment with "
+                f"{cls.server_class.title}; or set name=vllm or name=embedded."
             )
         if reads_pictures(model) and family_of(model).sees_itself:
             raise ConfigError(

@@ -230,15 +230,19 @@ def check_log_probs(server: Server, config: RolloutConfig, prompt_ids: Sequence[
 
 
 def _check_version(server: Server, facts: ServerFacts) -> None:
+    oldest = server.oldest
+    use = "the calls of this engine"
+    if server.has_vision:
+        oldest = server.oldest_with_pictures
+        use = "its calls with pictures"
     try:
-        is_old = Version(facts.version).release < Version(server.oldest).release
+        is_old = Version(facts.version).release < Version(oldest).release
     except InvalidVersion:
         return  # a build from source
     if is_old:
         raise ConfigError(
-            f"{server.name} is version {facts.version}; the calls of this engine are tested with "
-            f"{server.oldest} and later. Upgrade it in its own environment: pip install "
-            f"'{server.package}>={server.oldest}'."
+            f"{server.name} is version {facts.version}; {use} are tested with {oldest} and later. "
+            f"Upgrade it in its own environment: pip install '{server.package}>={oldest}'."
         )
 
 

@@ -1,5 +1,6 @@
 """One inference server: the calls that every dialect has, and the HTTP below them."""
 
+import base64
 import json
 import socket
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
-from verl.models.pictures import Pictures
+from verl.models.pictures import Picture, Pictures
 from verl.rollout.servers.watch import ServerLostError, Watch
 from verl.rollout.types import Completion, SamplingParams
 from verl.utils.addresses import is_loopback
@@ -119,7 +120,12 @@ class Server(ABC):
     filters_log_probs: ClassVar[bool] = False
     # Flags of `command` that it can do without, and the first version that has each.
     optional_flags: ClassVar[Mapping[str, str]] = {}
-    takes_pictures: ClassVar[bool] = False
+    oldest_with_pictures: ClassVar[str] = ""  # version that they were tested with; "": takes none
+    # Whether a server that was started without `environment` draws by features of pictures that
+    # its old weights computed.
+    keeps_features: ClassVar[bool] = False
+    # Whether weights from memory must have the names of published files, not those of modules.
+    needs_published_names: ClassVar[bool] = False
     largest_lora_rank: ClassVar[int] = 0  # of an adapter that it draws by; 0: it takes none
     way_out: ClassVar[str] = ""  # of an error at the start; "": start another server
 
@@ -309,6 +315,22 @@ class Server(ABC):
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise self.unexpected(path, answer) from error
 
+    def other_prompt(self, prompt_ids: Sequence[int], count: int | None) -> RolloutError:
+        """Return the error for a prompt with pictures that the server reads otherwise.
+
+        Args:
+            prompt_ids: the trainer's tokens.
+            count: number of the server's; None: it returned none.
+        """
+        return RolloutError(
+            f"{self.name} reads a prompt with pictures as other tokens than the trainer: expected "
+            f"{len(prompt_ids)}, got {'none' if count is None else count}. Serve the model with "
+            "its own processor files and without a flag that changes them (vLLM: "
+            "--mm-processor-kwargs, SGLang: --mm-process-config), by "
+            f"{self.title} {self.oldest_with_pictures} or later; or set "
+            "actor_rollout_ref.rollout.name=embedded."
+        )
+
     def unexpected(self, path: str, answer: Any) -> RolloutError:
         """Return the error for an answer of another form."""
         return RolloutError(
@@ -327,6 +349,13 @@ class Server(ABC):
         if is_loopback(host):
             return f" (this loopback address means {socket.gethostname()}, where this worker runs)"
         return ""
+
+
+def data_url(picture: Picture) -> str:
+    """Return a picture as a `data:` URL, which both dialects take."""
+    assert picture.png is not None, "the reader keeps images for engines of servers"
+    encoded = base64.b64encode(picture.png).decode()
+    return f"data:image/png;base64,{encoded}"
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:

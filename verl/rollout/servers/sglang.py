@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from verl.models.pictures import Pictures, ids_with_placeholders
 from verl.rollout.servers.server import (
     LOAD_S,
     Draw,
@@ -12,6 +13,7 @@ from verl.rollout.servers.server import (
     Server,
     ServerFacts,
     WeightSource,
+    data_url,
     flags_of,
 )
 from verl.utils.errors import RolloutError
@@ -29,6 +31,9 @@ class SGLangServer(Server):
     package = "sglang"
     oldest = "0.5"
     optional_flags: ClassVar[Mapping[str, str]] = {"--enable-deterministic-inference": "0.5.3"}
+    oldest_with_pictures = "0.5.16"
+    keeps_features = True
+    needs_published_names = True
 
     @classmethod
     def command(cls, python: str, model: str, port: int | str, **options: Any) -> list[str]:
@@ -63,8 +68,14 @@ class SGLangServer(Server):
     @classmethod
     def environment(cls, lora_rank: int = 0) -> Mapping[str, str]:
         """Implement `Server.environment`."""
-        # The unused places may lie beyond the model's own limit.
-        return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        return {
+            # The unused places may lie beyond the model's own limit.
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            # Otherwise it decodes a prompt with pictures, and its tokens may be others afterwards.
+            "SGLANG_MM_AVOID_RETOKENIZE": "1",
+            # No call drops the features that an old vision tower computed: keep none.
+            "SGLANG_VLM_CACHE_SIZE_MB": "0",
+        }
 
     def facts(self) -> ServerFacts:
         """Implement `Server.facts`."""
@@ -96,7 +107,7 @@ class SGLangServer(Server):
         if params.stop:
             sampling["stop"] = list(params.stop)
 
-        answer = self._generate(draw.prompt_ids, sampling, rid=draw.request_id)
+        answer = self._generate(draw.prompt_ids, sampling, draw.pictures, rid=draw.request_id)
         with self.reading("/generate", answer):
             meta = answer["meta_info"]
             # The pairs are the tokens that were drawn; output_ids may be trimmed.
@@ -117,12 +128,28 @@ class SGLangServer(Server):
             likeliest = answer["meta_info"]["output_top_logprobs"][0]
             return float(likeliest[0][0]), float(likeliest[1][0])
 
-    def _generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], **more: Any) -> Any:
-        """Draw after a prompt, with log-probs."""
-        body = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
+    def _generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: dict[str, Any],
+        pictures: Pictures = (),
+        **more: Any,
+    ) -> Any:
+        """Draw after a prompt, with log-probs. The server prepares and places pictures itself."""
+        ids = list(prompt_ids)
+        if pictures:
+            ids = ids_with_placeholders(prompt_ids, pictures)
+            more["image_data"] = [data_url(picture) for picture in pictures]
+        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
         status, answer = self.ask_to_draw("/generate", {**body, **more})
         if status != 200:
             raise self.refusal("/generate", status, answer)
+
+        if pictures:
+            with self.reading("/generate", answer):
+                count = answer["meta_info"]["prompt_tokens"]
+            if count != len(prompt_ids):
+                raise self.other_prompt(prompt_ids, count)
         return answer
 
     def abort(self, request_ids: Sequence[str]) -> None:

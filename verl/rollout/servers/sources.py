@@ -13,7 +13,7 @@ from verl.models.lora import adapted_layers, lora_rank
 from verl.models.vision import vision_parts
 from verl.rollout.servers.owned import takes_memory
 from verl.rollout.servers.server import Server, WeightSource
-from verl.rollout.servers.weights import MemorySource, WeightFolder, with_head
+from verl.rollout.servers.weights import MemorySource, WeightFolder
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import NamedTensors
 
@@ -83,7 +83,8 @@ class WeightSources:
             )
         if again is not None and (asked in ("ipc", "host") or takes_memory(self.config)):
             return MemorySource(
-                tensors=lambda: with_head(again(), self.model),
+                tensors=again,
+                model=self.model,
                 device=self.device,
                 bucket_bytes=self.config.update_weights_bucket_megabytes << 20,
                 dtype=self.dtype,

@@ -1,12 +1,11 @@
 """vLLM's dialect: the token-in, token-out route and the routes of its development mode."""
 
-import base64
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl.models.pictures import Picture, Pictures, ids_with_placeholders
+from verl.models.pictures import Pictures, ids_with_placeholders
 from verl.rollout.servers.server import (
     LOAD_S,
     AdapterLostError,
@@ -15,6 +14,7 @@ from verl.rollout.servers.server import (
     Server,
     ServerFacts,
     WeightSource,
+    data_url,
     flags_of,
 )
 from verl.utils.errors import ConfigError, RolloutError
@@ -23,7 +23,6 @@ from verl.weight_sync.vllm_worker import EXTENSION, METHOD, VERSION
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"
 _LOAD_ADAPTER = "/v1/load_lora_adapter"
-_OLDEST_WITH_PICTURES = "0.32"  # that this way of pictures was tested with
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank may be
 
 
@@ -35,7 +34,7 @@ class VLLMServer(Server):
     oldest = "0.20"
     filters_log_probs = True
     optional_flags: ClassVar[Mapping[str, str]] = {"--enable-scale-out": "0.30"}
-    takes_pictures = True
+    oldest_with_pictures = "0.32"
     largest_lora_rank = _LORA_RANKS[-1]
 
     def __init__(self, url: str, *, has_vision: bool = False) -> None:
@@ -272,7 +271,7 @@ class VLLMServer(Server):
         """Send pictures, which the server prepares and places itself, and compare the tokens."""
         body = {
             "token_ids": ids_with_placeholders(prompt_ids, pictures),
-            "content_parts": [_part(picture) for picture in pictures],
+            "content_parts": [{"type": "image_url", "url": data_url(each)} for each in pictures],
             "return_token_ids": True,
             "sampling_params": dict(sampling),
             **named,
@@ -280,13 +279,7 @@ class VLLMServer(Server):
         answer = self._ask_to_draw(_GENERATE, body)
         read = answer.get("prompt_token_ids")
         if read != list(prompt_ids):
-            count = "none" if read is None else len(read)
-            raise RolloutError(
-                f"{self.name} reads a prompt with pictures as other tokens than "
-                f"the trainer: expected {len(prompt_ids)}, got {count}. Serve the model with its "
-                f"own processor files and without --mm-processor-kwargs, by vLLM "
-                f"{_OLDEST_WITH_PICTURES} or later; or set actor_rollout_ref.rollout.name=embedded."
-            )
+            raise self.other_prompt(prompt_ids, None if read is None else len(read))
         return answer
 
     def _ask_to_draw(self, path: str, body: Mapping[str, Any], absent: Sequence[int] = ()) -> Any:
@@ -315,13 +308,6 @@ class VLLMServer(Server):
         status, models = self.ask("GET", "/v1/models")
         with self.reading("/v1/models", (status, models)):
             return [str(each["id"]) for each in models["data"]]
-
-
-def _part(picture: Picture) -> dict[str, str]:
-    """Return a picture as a part of a request."""
-    assert picture.png is not None, "the reader keeps images for engines of servers"
-    encoded = base64.b64encode(picture.png).decode()
-    return {"type": "image_url", "url": f"data:image/png;base64,{encoded}"}
 
 
 def allowed_rank(lora_rank: int) -> int:

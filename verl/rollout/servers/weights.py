@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from verl.checkpoint.hf import save_weights
+from verl.checkpoint.hf import published, save_weights
 from verl.models.lora import save_adapters
 from verl.rollout.servers.server import Server
 from verl.rollout.types import Completion
@@ -52,12 +52,14 @@ class MemorySource:
 
     Args:
         tensors: gives all tensors anew at each call, until the next update.
+        model: describes the tensors; its weights are not read.
         device: of the trainer.
         bucket_bytes: two such buckets are in memory.
         dtype: of the servers.
     """
 
     tensors: Callable[[], NamedTensors]
+    model: PreTrainedModel
     device: torch.device
     bucket_bytes: int
     dtype: torch.dtype
@@ -79,8 +81,11 @@ class MemorySource:
             asked = pool.submit(server.read_memory, meeting.address, meeting.key, version)
             # A refused call never connects: a connection of our own ends the wait.
             asked.add_done_callback(lambda _: _connect(meeting.address))
+            tensors = with_head(self.tensors(), self.model)
+            if server.needs_published_names:
+                tensors = published(self.model, tensors)
             try:
-                offer.accept(late=True).send(self.tensors())
+                offer.accept(late=True).send(tensors)
             except (EOFError, OSError, AuthenticationError) as error:
                 raise RolloutError(
                     f"{server.name} did not fetch the weights from the trainer's memory; its log "
