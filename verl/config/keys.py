@@ -112,11 +112,7 @@ def flatten(values: Values, root: type) -> dict[str, Any]:
     Raises ConfigError with the names of all unknown keys.
     """
     known = keys_of(root)
-    sections = set()
-    for key in known:
-        while key := key.rpartition(".")[0]:
-            sections.add(key)
-
+    sections = _sections_of(root)
     flat: dict[str, Any] = {}
     unknown: list[str] = []
 
@@ -143,6 +139,16 @@ def flatten(values: Values, root: type) -> dict[str, Any]:
         messages = [_unknown_key_message(path, list(known)) for path in unknown]
         raise ConfigError("\n".join(messages))
     return flat
+
+
+@functools.cache
+def _sections_of(root: type) -> frozenset[str]:
+    """Return the paths of all sections."""
+    sections = set()
+    for path in keys_of(root):
+        while path := path.rpartition(".")[0]:
+            sections.add(path)
+    return frozenset(sections)
 
 
 def _leaves(value: Any, path: str) -> list[str]:

@@ -5,6 +5,7 @@ Only this file and `compose` know Hydra and OmegaConf.
 
 import dataclasses
 import functools
+import pickle
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -255,7 +256,7 @@ def _build(values: Values, root: str, on_line: Container[str] = ()) -> tuple[Any
     given = {path: value for path, value in given.items() if not _leaves_unset(keys[path], value)}
     given = ROOTS[root].with_defaults(given)
 
-    tree = _schema(root).copy()
+    tree = pickle.loads(_pickled_schema(root))
     for path, value in given.items():
         remember_environment(value)
         _assign(tree, keys[path], value, written_as.get(path, path))
@@ -283,6 +284,12 @@ def _schema(root: str) -> DictConfig:
         if key.interpolation is not None:
             OmegaConf.update(tree, key.path, key.interpolation)
     return tree
+
+
+@functools.cache
+def _pickled_schema(root: str) -> bytes:
+    """Return the pickled tree: OmegaConf's copy of one takes seven times as long as its pickle."""
+    return pickle.dumps(_schema(root))
 
 
 def _leaves_unset(key: Key, value: Any) -> bool:
