@@ -154,13 +154,13 @@ def test_checkpointing_wraps_the_compiled_layer(checkpointing):
 
 def test_compiled_layers_are_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="verl"):
-        engine = make_engine("aot_eager")
+        engine = make_engine("eager")
         for _ in range(2):
-            engine.infer(make_batch(SHAPES), ONE_ROW)
+            engine.infer(make_batch(SHAPES[:2]), ONE_ROW)
     (line,) = [
         record.getMessage() for record in caplog.records if "compiled" in record.getMessage()
     ]
-    assert line.startswith("2 decoder layers are compiled (aot_eager); the first took ")
+    assert line.startswith("2 decoder layers are compiled (eager); the first took ")
 
 
 @pytest.mark.slow
