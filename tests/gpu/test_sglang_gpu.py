@@ -11,12 +11,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.rollout_servers import toy
-from verl.models.shapes_model import make_model, make_tokenizer
 
 PYTHON = os.environ.get("SGLANG_PYTHON")
 pytestmark = [
@@ -67,33 +63,6 @@ def train(folder, **keys):
         raise
 
 
-def save_shapes_of_sglang(folder):
-    """Save a model of the task `shapes` with sizes that SGLang's code takes.
-
-    Its Qwen2.5-VL takes patches of 14 pixels alone, and its kernels heads of 64.
-    """
-    tokenizer = make_tokenizer()
-    config = make_model(tokenizer, seed=0).config
-    text = config.text_config
-    text.hidden_size = 128
-    text.num_attention_heads = 2
-    text.num_key_value_heads = 1
-    text.rope_parameters["mrope_section"] = [8, 12, 12]
-    vision = config.vision_config
-    vision.hidden_size = 128
-    vision.num_heads = 2
-    vision.out_hidden_size = 128
-    vision.patch_size = 14
-    vision.window_size = 56
-
-    torch.manual_seed(0)
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    size = {"shortest_edge": 56 * 56, "longest_edge": 56 * 56}
-    Qwen2VLImageProcessorPil(patch_size=14, size=size).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_the_toy_learns_on_sglang_and_every_push_is_proved(tmp_path, is_deterministic):
     server = flags(enable_deterministic_inference=is_deterministic)
@@ -113,12 +82,14 @@ def test_the_toy_learns_on_sglang_and_every_push_is_proved(tmp_path, is_determin
 
 def test_a_model_that_reads_pictures_trains_on_sglang(tmp_path):
     """Each step trains the vision tower, too, so its features must be new after every push."""
-    model = save_shapes_of_sglang(tmp_path / "model")
-    server = flags(disable_fast_image_processor=True)  # the trainer may lack torchvision
+    model = toy.save_shapes(tmp_path / "model")
+    # The trainer may lack torchvision. Three steps are not worth the graphs' half a minute.
+    server = flags(disable_fast_image_processor=True, disable_cuda_graph=True)
     steps = train(
         tmp_path / "run",
         **{
             "data.dataset_name": "shapes",
+            "data.train_max_samples": 4,  # the pictures of every step
             "actor_rollout_ref.model.path": str(model),
             "actor_rollout_ref.actor.optim.lr": 1e-2,
             "actor_rollout_ref.rollout.engine_kwargs.sglang": server,

@@ -147,3 +147,19 @@ input()
     _, alive = psutil.wait_procs(started, timeout=60)
     run.communicate()
     assert not alive
+
+
+def test_a_model_that_reads_pictures_draws_by_its_newest_tower(tmp_path):
+    """Every step trains the tower, so features that vLLM kept would be old ones."""
+    pytest.importorskip("torchvision", reason="vLLM's models that read pictures need torchvision")
+    keys = {f"actor_rollout_ref.rollout.{name}": value for name, value in KEYS.items()}
+    shapes = {
+        "data.dataset_name": "shapes",
+        "data.train_max_samples": 4,  # the pictures of every step
+        "actor_rollout_ref.model.path": str(toy.save_shapes(tmp_path / "model")),
+        "actor_rollout_ref.actor.optim.lr": 1e-2,
+        "trainer.max_steps": 3,
+    }
+    steps = toy.train(tmp_path / "run", **keys, **shapes)
+    assert len(steps) == 3
+    assert max(abs(step["training/rollout_kl"]) for step in steps) < 1e-5

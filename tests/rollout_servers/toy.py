@@ -4,10 +4,14 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.workers.batches import CPU
 from verl.config import config_from_dict
 from verl.models.load import load_tokenizer
+from verl.models.shapes_model import make_model, make_tokenizer
 from verl.rollout import create_rollout_engine, generate
 from verl.rollout.types import Request, SamplingParams
 from verl.trainer import RLTrainer
@@ -33,6 +37,34 @@ def train(folder, **keys):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     return [step for step in steps if "training/rollout_kl" in step]
+
+
+def save_shapes(folder):
+    """Save a model of the task `shapes` with sizes that servers take.
+
+    SGLang's Qwen2.5-VL takes patches of 14 pixels alone. The least head of its kernels has a size
+    of 64, and that of vLLM on a CPU 32.
+    """
+    tokenizer = make_tokenizer()
+    config = make_model(tokenizer, seed=0).config
+    text = config.text_config
+    text.hidden_size = 128
+    text.num_attention_heads = 2
+    text.num_key_value_heads = 1
+    text.rope_parameters["mrope_section"] = [8, 12, 12]
+    vision = config.vision_config
+    vision.hidden_size = 128
+    vision.num_heads = 2
+    vision.out_hidden_size = 128
+    vision.patch_size = 14
+    vision.window_size = 56
+
+    torch.manual_seed(0)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    size = {"shortest_edge": 56 * 56, "longest_edge": 56 * 56}
+    Qwen2VLImageProcessorPil(patch_size=14, size=size).save_pretrained(folder)
+    return folder
 
 
 def check_learning(steps):

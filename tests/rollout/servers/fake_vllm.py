@@ -1,7 +1,10 @@
 """A module `vllm` with the calls of its `AsyncLLM` that are used in process, over a `FakeServer`."""
 
 import asyncio
+import base64
+import io
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -89,6 +92,9 @@ class FakeAsyncLLM:
         if lora_request is not None:
             assert self._adapters[lora_request.lora_int_id] == lora_request.lora_name
             body["model"] = lora_request.lora_name
+        if images := prompt.get("multi_modal_data", {}).get("image"):
+            body["content_parts"] = [{"type": "image_url", "url": _url(each)} for each in images]
+            body["return_token_ids"] = True
         answer = await self._ask("/inference/v1/generate", body)
         [choice] = answer["choices"]
         ranked = []
@@ -100,7 +106,8 @@ class FakeAsyncLLM:
         drawn = SimpleNamespace(
             token_ids=choice["token_ids"], logprobs=ranked, finish_reason=choice["finish_reason"]
         )
-        yield SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[drawn])
+        ids = answer.get("prompt_token_ids", prompt["prompt_token_ids"])
+        yield SimpleNamespace(prompt_token_ids=ids, outputs=[drawn])
 
     async def abort(self, request_id, internal=False):
         await self._ask("/abort_requests", {"request_ids": list(request_id)})
@@ -115,6 +122,9 @@ class FakeAsyncLLM:
 
     async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         return (await self._ask("/reset_prefix_cache", {}))["success"]
+
+    async def reset_encoder_cache(self):
+        await self._ask("/reset_encoder_cache", {})
 
     async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         assert "weights" in self.awake, "weights come into memory that is not there"
@@ -161,7 +171,14 @@ class FakeAsyncLLM:
         return list(sampling_params.stop_token_ids or ())
 
 
-def modules(make_model: Any, tokenizer: Any = None) -> dict[str, ModuleType]:
+def _url(image: Any) -> str:
+    """Return an image as a `data:` URL, which the server of the same faults reads."""
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def modules(make_server: Callable[[], FakeServer]) -> dict[str, ModuleType]:
     """Return modules for `sys.modules`. `vllm.engines` collects the engines that are made."""
     vllm = ModuleType("vllm")
     arguments = ModuleType("vllm.engine.arg_utils")
@@ -175,9 +192,7 @@ def modules(make_model: Any, tokenizer: Any = None) -> dict[str, ModuleType]:
         def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLM":
             if engine_args.gpu_memory_utilization > 0.95:
                 raise ValueError("Free memory on device is less than desired GPU memory.")
-            engines.append(cls(engine_args, FakeServer(make_model)))
-            if tokenizer is not None:
-                engines[-1].server.tokenizer = tokenizer
+            engines.append(cls(engine_args, make_server()))
             return engines[-1]
 
     vars(vllm).update(__version__="0.32.0", engines=engines)

@@ -2,6 +2,7 @@
 
 import base64
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.rollout.servers.fake import FakeServer
+from tests.rollout.servers.fake_vllm import modules
 from tests.tiny_vision_models import IMAGE, tiny_vision_model
 from tests.vision_folders import save_vision_folder, some_image
 from tests.workers.batches import CPU, config
@@ -102,19 +104,25 @@ def folder(tmp_path_factory):
     return save_vision_folder(tmp_path_factory.mktemp("models") / "vision")
 
 
-@pytest.fixture(params=["vllm", "sglang"])
+@pytest.fixture(params=["vllm", "sglang", "in process"])
 def vision(folder, request, monkeypatch):
-    """Return settings of a run, its tokenizer and reader, and a server that the run started."""
+    """Return settings, a reader, a server that the run started, and an actor.
+
+    In process, the server is the one behind a fake `AsyncLLM`.
+    """
     settings = config(folder)
     section = settings.actor_rollout_ref
-    section.rollout.name = request.param
+    in_process = request.param == "in process"
+    name = "vllm" if in_process else request.param
+    section.rollout.name = name
+    section.rollout.in_process = in_process
     section.rollout.server_timeout_s = 3.0
     section.rollout.fingerprint_interval = 1
     section.rollout.prompt_length = 120
     section.rollout.response_length = R
     tokenizer = load_tokenizer(str(folder))
     reader = build_picture_reader(section.model, tokenizer, for_servers=True)
-    server = FakeVisionServer(folder, request.param)
+    server = FakeVisionServer(folder, name)
     server.reader = build_picture_reader(section.model, tokenizer)
     server.max_model_len = 130  # SGLang leaves two places unused
 
@@ -125,6 +133,9 @@ def vision(folder, request, monkeypatch):
             pass
 
     monkeypatch.setattr("verl.rollout.servers.engine.OwnedServers", Started)
+    if in_process:
+        for name, module in modules(lambda: server).items():
+            monkeypatch.setitem(sys.modules, name, module)
     actor = ActorWorker(section, total_steps=1, device=CPU, tokenizer=tokenizer)
     yield settings, reader, server, actor
     server.end()
@@ -235,13 +246,6 @@ def test_servers_refuse_families_that_write_text_around_a_picture(name):
     rollout = RolloutConfig(name=name)
     with pytest.raises(ConfigError, match="does not support the pictures of the family 'gemma3'"):
         check_engine_model(rollout, tiny_vision_model("gemma3").config, on_cuda=False)
-
-
-def test_vllm_in_process_refuses_models_that_read_pictures():
-    rollout = RolloutConfig(name="vllm", in_process=True)
-    message = "in_process=True takes token ids alone.*'qwen2_5_vl'.*or set name=sglang"
-    with pytest.raises(ConfigError, match=message):
-        check_engine_model(rollout, tiny_vision_model("qwen2_5_vl").config, on_cuda=False)
 
 
 def test_sglang_draws_by_no_features_of_an_old_vision_tower():

@@ -2,8 +2,15 @@
 
 import sys
 
-from tests.rollout.servers.fake import toy_model
+from tests.rollout.servers.fake import FakeServer, toy_model
 from tests.rollout.servers.fake_vllm import modules
 from verl.models.load import load_tokenizer
 
-sys.modules.update(modules(toy_model, tokenizer=load_tokenizer("toy")))
+
+def make_server() -> FakeServer:
+    server = FakeServer(toy_model)
+    server.tokenizer = load_tokenizer("toy")
+    return server
+
+
+sys.modules.update(modules(make_server))

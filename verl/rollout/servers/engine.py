@@ -77,12 +77,6 @@ class ServerEngine(EngineClass):
     @classmethod
     def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
         """Implement `EngineClass.check_model`."""
-        if reads_pictures(model) and config.in_process:
-            raise ConfigError(
-                f"{_SECTION}.in_process=True takes token ids alone, so it does not support models "
-                f"that read pictures, got the family '{model.model_type}'. Set in_process=false, "
-                "which starts servers of vLLM, or set name=sglang or name=embedded."
-            )
         if reads_pictures(model) and config.server_urls and cls.server_class.keeps_features:
             raise ConfigError(
                 f"{_SECTION}.name={config.name} takes pictures with servers that the run starts, "

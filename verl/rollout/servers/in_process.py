@@ -6,8 +6,10 @@ port; all exchanges of `VLLMServer` are calls of vLLM's `AsyncLLM` here.
 
 import asyncio
 import atexit
+import base64
 import importlib
 import inspect
+import io
 import os
 import sys
 import threading
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 
 from verl.config.rollout import RolloutConfig
+from verl.models.vision import reads_pictures
 from verl.rollout.servers.owned import engine_options, engine_variables
 from verl.rollout.servers.server import DRAW_S, LOAD_S, QUICK_S, WeightSource
 from verl.rollout.servers.vllm import VLLMServer, allowed_rank
@@ -109,7 +112,7 @@ class InProcessVLLM(VLLMServer):
         lora_rank: int = 0,
         can_sleep: bool = False,
     ) -> None:
-        super().__init__("in-process:vllm")
+        super().__init__("in-process:vllm", has_vision=reads_pictures(model.config))
         self._vllm = import_vllm()
         self._model = str(model.name_or_path)
         self._can_sleep = can_sleep
@@ -293,6 +296,7 @@ class InProcessVLLM(VLLMServer):
             "/resume": lambda _: engine.resume_generation(),
             "/collective_rpc": self._call_workers,
             "/reset_prefix_cache": self._reset_cache,
+            "/reset_encoder_cache": lambda _: engine.reset_encoder_cache(),
             "/sleep": lambda body: engine.sleep(body["level"]),
             "/wake_up": lambda body: engine.wake_up(body["tags"]),
             "/weight_info": lambda _: {"weight_version": self._version},
@@ -322,6 +326,8 @@ class InProcessVLLM(VLLMServer):
 
         before = self._version
         prompt = {"prompt_token_ids": body["token_ids"]}
+        if parts := body.get("content_parts"):
+            prompt["multi_modal_data"] = {"image": [_image_of(part) for part in parts]}
         outputs = self._engine.generate(prompt, params, request_id, **named)
         [output] = [each async for each in outputs]
         drawn = output.outputs[0]
@@ -361,6 +367,14 @@ class InProcessVLLM(VLLMServer):
     async def _unload_adapter(self, body: dict[str, Any]) -> None:
         request = self._adapters_by_name.pop(body["lora_name"])
         await self._engine.remove_lora(request.lora_int_id)
+
+
+def _image_of(part: Mapping[str, str]) -> Any:
+    """Return the image that a `data_url` holds."""
+    from PIL import Image  # a run without pictures does without it
+
+    _, _, encoded = part["url"].partition(",")
+    return Image.open(io.BytesIO(base64.b64decode(encoded)))
 
 
 async def _awaited(answer: Callable[[dict[str, Any]], Any], body: dict[str, Any]) -> Any:
