@@ -176,6 +176,9 @@ class RolloutConfig(DrawConfig):
         "vllm: one engine for each rank, on its device and in the run's own environment, in place "
         "of servers",
     )
+    allow_untested_servers: bool = setting(
+        False, "use servers of vLLM or SGLang that are newer than the versions that were tested"
+    )
     server_weights_dir: str | None = setting(
         None,
         "folder for new weights, under the same path for all servers; null: in shared memory of "

@@ -457,6 +457,24 @@ def test_a_server_that_cannot_draw_is_one_error_at_start(settings, start, break_
         rollout_on(settings, server)
 
 
+@pytest.mark.parametrize(
+    ("dialect", "version"), [("vllm", "0.33.0"), ("vllm", "1.0.1"), ("sglang", "0.6.0.post1")]
+)
+def test_a_server_newer_than_the_tests_is_an_error_unless_allowed(
+    settings, start, dialect, version
+):
+    server = start(dialect, version)
+    rollout = settings.actor_rollout_ref.rollout
+    rollout.name = dialect
+    rollout.server_urls = [server.url]
+    message = rf"version {version}.*before 0\.\d+.*'{dialect}>=.*allow_untested_servers=True"
+    with pytest.raises(ConfigError, match=message):
+        check_engine_service(rollout)
+    rollout.allow_untested_servers = True
+    check_engine_service(rollout)
+    rollout_on(settings, server).take_weights()
+
+
 def test_another_tokenizer_is_an_error(settings, start):
     server = start()
     server.tokenizer = tiny_tokenizer()

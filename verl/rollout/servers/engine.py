@@ -155,7 +155,13 @@ class ServerEngine(EngineClass):
             self.join(urls, owned)
 
         for member in self.fleet.members:
-            check_server(member.server, self.model, self.tokenizer, self.max_model_len)
+            check_server(
+                member.server,
+                self.model,
+                self.tokenizer,
+                self.max_model_len,
+                allow_untested=self.config.allow_untested_servers,
+            )
             if self.takes_adapters:
                 member.server.check_adapters(self._lora_rank)
             check_log_probs(member.server, self.config, self._probe.prompt_ids)

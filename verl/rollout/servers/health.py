@@ -68,7 +68,7 @@ def check_service(server_class: type[Server], config: RolloutConfig) -> None:
         import_vllm()
         return
     for url in config.server_urls:
-        check_server(server_class(url))
+        check_server(server_class(url), allow_untested=config.allow_untested_servers)
     if config.server_urls:
         return
 
@@ -134,6 +134,8 @@ def check_server(
     model: Any = None,
     tokenizer: Any = None,
     longest: int | None = None,
+    *,
+    allow_untested: bool = False,
 ) -> None:
     """Raise RolloutError or ConfigError for a server that cannot draw for this run.
 
@@ -142,6 +144,7 @@ def check_server(
         model: the trainer's; None: the server's model is not compared.
         tokenizer: the trainer's.
         longest: most tokens of a prompt and its response.
+        allow_untested: whether its version may be newer than those that were tested.
     """
     path = "MODEL" if model is None else str(model.name_or_path)
     way = server.way_out or (
@@ -151,7 +154,7 @@ def check_server(
 
     try:
         facts = server.facts()
-        _check_version(server, facts)
+        _check_version(server, facts, allow_untested)
         if server.is_paused:  # it would not answer
             raise RolloutError(
                 f"{server.name} is paused: a run that was killed while it pushed weights has left "
@@ -229,20 +232,28 @@ def check_log_probs(server: Server, config: RolloutConfig, prompt_ids: Sequence[
         )
 
 
-def _check_version(server: Server, facts: ServerFacts) -> None:
+def _check_version(server: Server, facts: ServerFacts, allow_untested: bool) -> None:
     oldest = server.oldest
     use = "the calls of this engine"
     if server.has_vision:
         oldest = server.oldest_with_pictures
         use = "its calls with pictures"
     try:
-        is_old = Version(facts.version).release < Version(oldest).release
+        release = Version(facts.version).release
     except InvalidVersion:
         return  # a build from source
-    if is_old:
+
+    tested = f"pip install '{server.package}>={oldest},<{server.untested}'"
+    if release < Version(oldest).release:
         raise ConfigError(
             f"{server.name} is version {facts.version}; {use} are tested with {oldest} and later. "
-            f"Upgrade it in its own environment: pip install '{server.package}>={oldest}'."
+            f"Upgrade it in its own environment: {tested}."
+        )
+    if release >= Version(server.untested).release and not allow_untested:
+        raise ConfigError(
+            f"{server.name} is version {facts.version}; {use} are tested with versions before "
+            f"{server.untested}. Install one of them in its own environment: {tested}. Or set "
+            f"{_SECTION}.allow_untested_servers=True: weights and answers are checked all the same."
         )
 
 

@@ -36,7 +36,7 @@ from verl.weight_sync.vllm_worker import END_WITH, EXTENSION
 
 _SECTION = "actor_rollout_ref.rollout"
 # Versions of vLLM whose calls were tested: from the first one up to before the second one.
-_TESTED = ("0.24", "0.33")
+_TESTED = ("0.24", VLLMServer.untested)
 _CLOSE_S = 60.0
 _AS_SERVER = (
     f"Or leave out {_SECTION}.in_process: vLLM then runs as a server, and {_SECTION}.server_python "

@@ -115,6 +115,7 @@ class Server(ABC):
     title: ClassVar[str]
     package: ClassVar[str]  # that must be importable where the run starts servers
     oldest: ClassVar[str]  # version that has the calls used here
+    untested: ClassVar[str]  # first version after those that were tested
     # Whether log-probs after the temperature are normalized over the tokens that top-k, top-p and
     # min-p keep, which is not our definition.
     filters_log_probs: ClassVar[bool] = False

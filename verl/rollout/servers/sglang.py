@@ -30,6 +30,7 @@ class SGLangServer(Server):
     title = "SGLang"
     package = "sglang"
     oldest = "0.5"
+    untested = "0.6"
     optional_flags: ClassVar[Mapping[str, str]] = {"--enable-deterministic-inference": "0.5.3"}
     oldest_with_pictures = "0.5.16"
     keeps_features = True

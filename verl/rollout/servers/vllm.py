@@ -32,6 +32,7 @@ class VLLMServer(Server):
     title = "vLLM"
     package = "vllm"
     oldest = "0.20"
+    untested = "0.33"
     filters_log_probs = True
     optional_flags: ClassVar[Mapping[str, str]] = {"--enable-scale-out": "0.30"}
     oldest_with_pictures = "0.32"
