@@ -22,6 +22,7 @@ from tests.vision_folders import save_vision_folder, some_image
 from verl.config import DataConfig
 from verl.config.sft import SFTDataConfig
 from verl.data import RLDataLoader, RLDataset, SFTDataset
+from verl.data.row_processes import Draw, read_rows
 from verl.models.pictures import Picture, pictures_of
 from verl.protocol import DataProto
 from verl.utils.children import PACKAGE_ROOT
@@ -83,6 +84,22 @@ def loaders() -> Iterator[list[RLDataLoader]]:
         loader.close()
 
 
+@pytest.fixture
+def make(folder: Path, tmp_path: Path, parquet: Any, tokenizer: Any, loaders: Any) -> Any:
+    """Return a function that makes a loader of one kind of rows."""
+
+    def loader_of(kind: str, num_workers: int) -> RLDataLoader:
+        data = (
+            written_rows(parquet, tokenizer) if kind == "text" else pictured_rows(folder, tmp_path)
+        )
+        loaders.append(RLDataLoader(data, 3, shuffle=True, seed=5, num_workers=num_workers))
+        if data.pictures is not None:
+            data.pictures._kept.clear()  # so that the processes' pictures are the ones compared
+        return loaders[-1]
+
+    return loader_of
+
+
 def endless(loader: RLDataLoader) -> Iterator[DataProto]:
     while True:
         yield from loader
@@ -123,34 +140,29 @@ def generators() -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.slow), "pictures"])
-def test_batches_and_checkpoints_are_those_without_processes(
-    kind: str, folder: Path, tmp_path: Path, parquet: Any, tokenizer: Any, loaders: Any
-) -> None:
-    def make(num_workers: int) -> RLDataLoader:
-        data = (
-            written_rows(parquet, tokenizer) if kind == "text" else pictured_rows(folder, tmp_path)
-        )
-        loader = RLDataLoader(data, 3, shuffle=True, seed=5, num_workers=num_workers)
-        loaders.append(loader)
-        if data.pictures is not None:
-            data.pictures._kept.clear()  # so that the processes' pictures are the ones compared
-        return loader
-
-    alone, ahead, resumed = make(0), make(2), make(2)
+def test_batches_and_positions_are_those_without_processes(kind: str, make: Any) -> None:
+    alone, ahead = make(kind, 0), make(kind, 2)
     before = generators()
-    saved = []
-    expected = []
     seen: dict[str, Picture] = {}
     for batch, other in islice(zip(endless(ahead), endless(alone)), 5):
         require_equal(batch, other)
+        assert ahead.state_dict() == alone.state_dict(), "the batch ahead does not count"
         for picture in chain.from_iterable(pictures_of(batch)):
             assert seen.setdefault(picture.key, picture) is picture, "equal images are one object"
-        expected.append(other)
-        saved.append(json.dumps(ahead.state_dict()))
-        assert ahead.state_dict() == alone.state_dict(), "the batch ahead does not count"
-    assert generators() == before, "the random numbers of the driver are not touched"
 
     assert len(seen) == (4 if kind == "pictures" else 0)
+    assert generators() == before, "the random numbers of the driver are not touched"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "pictures"])
+def test_a_resumed_run_reads_the_batches_that_were_to_come(kind: str, make: Any) -> None:
+    alone, ahead, resumed = make(kind, 0), make(kind, 2), make(kind, 2)
+    saved = []
+    expected = []
+    for batch in islice(endless(ahead), 5):
+        expected.append(batch)
+        saved.append(json.dumps(ahead.state_dict()))
 
     resumed.load_state_dict(json.loads(saved[2]))  # a batch before the end of an epoch
     for batch, other in zip(endless(resumed), expected[3:]):
@@ -185,10 +197,8 @@ def test_a_bad_row_is_the_error_of_its_own_batch(
     assert error.value.__cause__ is None
     assert capfd.readouterr().err == ""
 
-    (tmp_path / "7.png").write_bytes(whole)
-    assert len(next(iter(loader))) == 2, "other processes go on"
 
-
+@pytest.mark.slow
 def test_a_dataset_of_a_users_file_is_read_in_processes(
     tmp_path: Path, parquet: Any, tokenizer: Any, loaders: Any
 ) -> None:
@@ -237,8 +247,16 @@ def test_a_dataset_that_cannot_be_sent_is_an_error_with_the_key(
 
 
 def test_a_users_sampler_is_asked_for_no_row_ahead(
-    parquet: Any, tokenizer: Any, loaders: Any
+    parquet: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class ReadsHere:
+        def __init__(self, dataset: Any, count: int, **keywords: Any) -> None:
+            self.dataset = dataset
+
+        def items(self, draw: Draw, ahead: Draw | None) -> Any:
+            assert ahead is None
+            return read_rows(self.dataset, draw.rows)
+
     class Watched:
         given = 0
 
@@ -250,10 +268,10 @@ def test_a_users_sampler_is_asked_for_no_row_ahead(
                 self.given += 1
                 yield 5 - number
 
+    monkeypatch.setattr("verl.data.loader.RowProcesses", ReadsHere)
     sampler = Watched()
     data = written_rows(parquet, tokenizer)
     loader = RLDataLoader(data, 2, shuffle=False, seed=1, sampler=sampler, num_workers=1)
-    loaders.append(loader)
     for number, batch in enumerate(loader):
         assert batch.non_tensor_batch["index"].tolist() == [5 - 2 * number, 4 - 2 * number]
         assert sampler.given == 2 * number + 2
@@ -294,14 +312,8 @@ def test_a_killed_process_is_reported(parquet: Any, tokenizer: Any, loaders: Any
     assert not readers_of(psutil.Process())
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGKILL,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_processes_end_with_the_driver(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))  # without a guard of __main__
     driver = subprocess.Popen(
