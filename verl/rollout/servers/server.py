@@ -121,7 +121,7 @@ class Server(ABC):
     filters_log_probs: ClassVar[bool] = False
     # Flags of `command` that it can do without, and the first version that has each.
     optional_flags: ClassVar[Mapping[str, str]] = {}
-    oldest_with_pictures: ClassVar[str] = ""  # version that they were tested with; "": takes none
+    oldest_with_pictures: ClassVar[str]  # version that draws with pictures were tested with
     # Whether a server that was started without `environment` draws by features of pictures that
     # its old weights computed.
     keeps_features: ClassVar[bool] = False
