@@ -36,7 +36,7 @@ from verl.utils.errors import (
     WorkerLostError,
     describe_error,
 )
-from verl.utils.imports import load_module
+from verl.utils.imports import file_of_user, load_module
 from verl.utils.logging import logger
 from verl.utils.seeding import seed_everything
 
@@ -327,12 +327,8 @@ def _cannot_send(what: str, key: str, error: Exception) -> str:
 
 def _files_of(dataset: Any) -> list[str]:
     """Return the files of users that define the class of a data set and its bases."""
-    files = []
-    for name in dict.fromkeys(kind.__module__ for kind in reversed(type(dataset).__mro__)):
-        path = getattr(sys.modules.get(name), "__file__", None)
-        if name.startswith("verl_user_") and path:
-            files.append(path)
-    return files
+    names = dict.fromkeys(kind.__module__ for kind in reversed(type(dataset).__mro__))
+    return [file for name in names if (file := file_of_user(name))]
 
 
 def _end(started: list[_Started]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from verl.rewards.texts import describe_briefly
+from verl.utils.imports import USER_PREFIX
 
 _PLAIN = (float, str, bool, bytes, type(None))
 _WAY_OUT = "Return numbers, texts, or lists and dicts of them; of another object its str(), say."
@@ -54,7 +55,7 @@ class _Elsewhere(pickle.Unpickler):
     """Unpickle as in another process, which has not loaded the file of the reward function."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if module_name.startswith("verl_user_"):
+        if module_name.startswith(USER_PREFIX):
             raise pickle.UnpicklingError(
                 f"the class '{global_name}' is defined in a file that only this process loads"
             )

@@ -18,6 +18,7 @@ from verl.rewards.outcome import Outcome, RewardFunction
 from verl.rewards.texts import describe_briefly
 from verl.utils.children import describe_end
 from verl.utils.errors import ConfigError, RemoteTraceback, RewardError
+from verl.utils.imports import file_of_user
 
 
 class ProcessFunction:
@@ -236,9 +237,9 @@ def _modules_to_load(function: RewardFunction) -> list[str]:
     else:
         names = dict.fromkeys([module_name(function)])
     for name in names:
-        path = getattr(sys.modules.get(name), "__file__", None)
-        if name.startswith("verl_user_") and path:
-            loaded.append(path)
+        file = file_of_user(name)
+        if file:
+            loaded.append(file)
         elif calls_rules(function) and name != "__main__":
             loaded.append(name)
     return loaded

@@ -21,6 +21,8 @@ from verl.utils.errors import (
 )
 from verl.utils.registry import nearest_names
 
+USER_PREFIX = "verl_user_"  # of the names under which users' files are imported
+
 
 def require(module: str, purpose: str, install: str) -> ModuleType:
     """Import `module`.
@@ -80,10 +82,17 @@ def load_module(path_or_name: str) -> ModuleType:
 
     # The name depends on the path, so that two users' `reward.py` never shadow each other.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
-    name = f"verl_user_{path.stem}_{digest[:8]}"
+    name = f"{USER_PREFIX}{path.stem}_{digest[:8]}"
     if name not in sys.modules:
         _import_file(path, name)
     return sys.modules[name]
+
+
+def file_of_user(module_name: str) -> str | None:
+    """Return the file that `load_module` has imported under a name; None for another module."""
+    if not module_name.startswith(USER_PREFIX):
+        return None
+    return getattr(sys.modules.get(module_name), "__file__", None)
 
 
 def without_scheme(path_or_name: str) -> str:
