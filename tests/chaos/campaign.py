@@ -29,7 +29,7 @@ CGROUPS = Path(
 ON_TWO_MACHINES = {"torchrun, two machines": "torchrun", "ray, two machines": "ray"}
 # Draws that depend on the clock, where a rollout works during the update or tools take their time:
 # books are compared.
-CLOCKED = ("fully_async apart", "agents", "agents apart")
+CLOCKED = ("fully_async apart", "fully_async apart on Ray", "agents", "agents apart")
 
 
 # ---- faults: do harm to a job, and return whether it must go on by itself ------------------------
@@ -150,6 +150,8 @@ FAULTS = (
         (
             *("fully_async on two ranks", "one_step_off apart", "staleness 0 apart"),
             *("fully_async apart", "agents apart"),
+            *("one_step_off apart on Ray", "staleness 0 apart on Ray"),
+            "fully_async apart on Ray",
         ),
         kill,
         is_noticed=True,

@@ -26,8 +26,10 @@ TRAINING = [
     *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.num_threads=1"),
     *(f"trainer.max_steps={STEPS}", "trainer.save_freq=1"),
 ]
+RAY = [f"trainer.n_gpus_per_node={NUM_RANKS}", "ray_init.address=local"]
 TORCHRUN = ["-m", "torch.distributed.run", f"--nproc_per_node={NUM_RANKS}"]
 FULLY_ASYNC = "trainer.mode=fully_async"
+STALENESS_0 = [FULLY_ASYNC, "async_training.staleness_threshold=0"]
 APART = "trainer.placement.rollout=[1]"
 _CALLS = Path(__file__).with_name("always_calls.py")
 _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
@@ -42,13 +44,16 @@ AGENTS = [
 BACKENDS: dict[str, tuple[list[str], list[str]]] = {
     "alone": ([], []),
     "torchrun": (TORCHRUN, []),
-    "ray": ([], [f"trainer.n_gpus_per_node={NUM_RANKS}", "ray_init.address=local"]),
+    "ray": ([], RAY),
     "fully_async": ([], [FULLY_ASYNC]),
     "one_step_off": ([], ["trainer.mode=one_step_off"]),
     "fully_async on two ranks": (TORCHRUN, [FULLY_ASYNC]),
     "one_step_off apart": (TORCHRUN, ["trainer.mode=one_step_off", APART]),
-    "staleness 0 apart": (TORCHRUN, [FULLY_ASYNC, APART, "async_training.staleness_threshold=0"]),
+    "staleness 0 apart": (TORCHRUN, [*STALENESS_0, APART]),
     "fully_async apart": (TORCHRUN, [FULLY_ASYNC, APART]),
+    "one_step_off apart on Ray": ([], [*RAY, "trainer.mode=one_step_off", APART]),
+    "staleness 0 apart on Ray": ([], [*RAY, *STALENESS_0, APART]),
+    "fully_async apart on Ray": ([], [*RAY, FULLY_ASYNC, APART]),
     "agents": ([], AGENTS),
     "agents apart": (TORCHRUN, [*AGENTS, APART]),
 }
