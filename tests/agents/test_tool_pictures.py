@@ -121,7 +121,6 @@ def play(
     script: Any,
     *,
     sees: bool = True,
-    apart: bool = False,
     **settings: Any,
 ) -> tuple[Trajectory, SeeingEngine, dict[str, float]]:
     config = rollout_config(
@@ -129,14 +128,12 @@ def play(
     )
     engine = SeeingEngine(reader.tokenizer, script)
     episode = look(reader)
-    if not sees or apart:
+    if not sees:
         ids = reader.tokenizer.encode("Draw.", add_special_tokens=False)
         messages = [{"role": "user", "content": "Draw."}]
         episode = Episode(row=0, messages=messages, prompt_ids=ids, fields={})
     model = ModelConfig(path="models/texts")
     runner = AgentRunner(config, reader.tokenizer, model=model, pictures=reader if sees else None)
-    if apart:
-        runner = runner.apart()
     client = EngineClient(EngineSteps(engine, PARAMS, seed=0, step=1), max_model_len=4000)
     try:
         (trajectory,) = runner.play([episode], client)
@@ -212,13 +209,6 @@ def test_images_for_a_model_of_text_are_an_error(reader: PictureReader, tools: s
     message = "'draw' returned images, but the model 'models/texts' reads text alone. Set .*path to"
     with pytest.raises(RolloutError, match=message):
         play(reader, tools, draws_twice, sees=False)
-
-
-def test_images_are_refused_where_episodes_go_on_across_updates(
-    reader: PictureReader, tools: str
-) -> None:
-    with pytest.raises(RolloutError, match="'draw' returned images, which .*mode=fully_async"):
-        play(reader, tools, draws_twice, apart=True)
 
 
 def test_prompts_that_are_rendered_again_are_refused(reader: PictureReader, tools: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.agents.test_tool_pictures import TOOLS, WITH_TOOLS
 from tests.tiny_vision_models import IMAGE
+from tests.trainer.runs import run_until_killed, same_bits, step_lines, weights
 from tests.vision_folders import save_vision_folder
 from verl.agents.formats import ParsedReply, ToolCall
 from verl.agents.loops.base import AgentContext
@@ -16,6 +17,7 @@ from verl.config import config_from_dict
 from verl.data.shapes import rows
 from verl.models.load import load_tokenizer
 from verl.trainer import PPOTrainer
+from verl.trainer.main_ppo import main
 from verl.trainer.variants import trainer_class
 from verl.utils.errors import DataError
 
@@ -52,6 +54,13 @@ def config(folder: Path, model: Path) -> dict[str, Any]:
         "trainer.total_training_steps": 1,
         "trainer.default_local_dir": str(folder / "run"),
     }
+
+
+# Answers of a random model differ in it.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
 
 
 async def calls_always(self: AgentContext, token_ids: Any, tools: Any) -> ParsedReply:
@@ -95,6 +104,60 @@ def test_rollout_and_trainer_agree_behind_pictures_of_tools(
     assert all(bool(each.isfinite().all()) for each in parameters)
 
 
+def async_command(folder: Path, model: Path, *more: str) -> list[str]:
+    """Return the arguments of three steps in which most episodes have images of tools."""
+    folder.mkdir()
+    reward = folder / "reward.py"
+    reward.write_text(REWARD)
+    values = config(folder, model) | {
+        "custom_reward_function.path": str(reward),
+        "trainer.total_training_steps": 3,
+        "trainer.save_freq": 1,
+    }
+    keys = [f"{key}={value}" for key, value in values.items()]
+    return [*keys, 'trainer.logger=["console","file"]', "trainer.val_before_train=False", *more]
+
+
+def test_asynchronous_episodes_with_pictures_have_the_bits_of_the_synchronous_run(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AgentContext, "parse", calls_always)
+    schedules = {
+        "sync": (),
+        "async": ("trainer.mode=fully_async", "async_training.staleness_threshold=0"),
+    }
+    for name, keys in schedules.items():
+        assert main(async_command(tmp_path / name, model, *keys)) == 0
+    runs = [tmp_path / name / "run" for name in schedules]
+    # When a tool has done decides which turns share a batch, and so the last bits of a rollout.
+    names = ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "response_length/mean")
+    sync, ours = ([[line[name] for name in names] for line in step_lines(run)] for run in runs)
+    assert len(sync) == 3
+    assert max(norm for norm, *_ in sync) > 0, "something is learned"
+    assert ours == sync
+    assert same_bits(weights(runs[1], 3), weights(runs[0], 3))
+
+
+def test_episodes_that_were_played_ahead_keep_their_pictures_in_a_checkpoint(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that stay as they are: the trainer's log-probs are those of the rollout."""
+    monkeypatch.setattr(AgentContext, "parse", calls_always)
+    command = async_command(
+        tmp_path / "killed",
+        model,
+        "trainer.mode=fully_async",
+        "async_training.staleness_threshold=1",
+        "actor_rollout_ref.actor.optim.lr=0",
+        "algorithm.rollout_correction.rollout_is=token",
+    )
+    run_until_killed(2, lambda: main(command))
+    assert main(command) == 0
+    lines = step_lines(tmp_path / "killed" / "run")
+    assert [line["training/global_step"] for line in lines] == [1, 2, 3]
+    assert max(line["training/rollout_probs_diff_max"] for line in lines) < 1e-4
+
+
 def test_rewards_see_the_images_of_tools(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,10 +174,6 @@ def test_rewards_see_the_images_of_tools(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            {"trainer.mode": "fully_async"},
-            "row 1: the prompt has pictures, which agents of trainer.mode=fully_async cannot play",
-        ),
         (
             {
                 "actor_rollout_ref.rollout.multi_turn.function_tool_path": None,

@@ -85,9 +85,7 @@ def play_single_rows(config: RolloutConfig, column: Column) -> bool:
     return loops <= {"single_turn_agent", _ANSWERED}
 
 
-def check_pictures(
-    config: RolloutConfig, column: Column, have_pictures: Iterable[bool], *, keeps_playing: bool
-) -> None:
+def check_pictures(config: RolloutConfig, column: Column, have_pictures: Iterable[bool]) -> None:
     """Check that prompts with pictures are played where they can be.
 
     Raises DataError naming file and row.
@@ -96,20 +94,12 @@ def check_pictures(
         config: of the rollout.
         column: of the rows.
         have_pictures: whether each row has any.
-        keeps_playing: whether episodes go on across updates.
     """
     for (place, loop), has_any in zip(_loops_of_rows(config, column), have_pictures):
-        if not has_any:
-            continue
-        if loop not in LOOPS_WITH_PICTURES:
+        if has_any and loop not in LOOPS_WITH_PICTURES:
             raise DataError(
                 f"{place}: the prompt has pictures, which the agent loop '{loop}' cannot play. Leave "
                 f"the row out, or let one of {', '.join(LOOPS_WITH_PICTURES)} play it."
-            )
-        if keeps_playing:
-            raise DataError(
-                f"{place}: the prompt has pictures, which agents of trainer.mode=fully_async cannot "
-                "play. Leave the row out, or set trainer.mode=one_step_off or sync."
             )
 
 

@@ -115,14 +115,12 @@ class AgentRunner:
     def apart(self) -> "AgentRunner":
         """Return a runner for episodes in another event loop, which shares the tools with this one.
 
-        Loops, client and tally are its own. Its tools cannot return images.
+        Loops, client and tally are its own.
         """
         if self._is_closed:
             self._open_again()
         other = copy.copy(self)
-        other.context = replace(
-            self.context, tally=Tally(), pictures=None, plays_across_updates=True
-        )
+        other.context = replace(self.context, tally=Tally())
         other._loops = {}
         return other
 
@@ -212,11 +210,9 @@ class AgentRunner:
         """Return whether all episodes are one row each; see `verl.agents.checks`."""
         return play_single_rows(self.config, column)
 
-    def check_pictures(
-        self, column: Column, have_pictures: Iterable[bool], *, keeps_playing: bool
-    ) -> None:
+    def check_pictures(self, column: Column, have_pictures: Iterable[bool]) -> None:
         """Check who plays prompts with pictures; see `verl.agents.checks`."""
-        check_pictures(self.config, column, have_pictures, keeps_playing=keeps_playing)
+        check_pictures(self.config, column, have_pictures)
 
     def prompts_too_long(self, column: Column, prompt_key: str) -> list[str]:
         """Return the rows with prompts that do not fit with their tools."""

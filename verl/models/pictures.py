@@ -3,8 +3,8 @@
 A video is a picture of several frames.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,6 +53,20 @@ def pictures_of(batch: "DataProto") -> list[Pictures]:
     if column is None:
         return [()] * len(batch)
     return [tuple(own or ()) for own in column]
+
+
+def packed_pictures(pictures: Iterable[Picture]) -> dict[str, dict[str, Any]]:
+    """Return the fields of every picture once, by its key, in values that a checkpoint may hold."""
+    packed = {}
+    for picture in pictures:
+        values = {field.name: getattr(picture, field.name) for field in fields(picture)}
+        packed[picture.key] = values | {"inputs": dict(picture.inputs)}
+    return packed
+
+
+def unpacked_pictures(packed: Mapping[str, Mapping[str, Any]]) -> dict[str, Picture]:
+    """Undo `packed_pictures`."""
+    return {key: Picture(**values) for key, values in packed.items()}
 
 
 class Frames(NamedTuple):

@@ -17,11 +17,12 @@ away:
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
 
+from verl.models.pictures import Picture, packed_pictures, unpacked_pictures
 from verl.rollout.goal import Goal
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
 
@@ -348,6 +349,7 @@ class Book:
         The agents of half-played episodes cannot be saved, so these are admitted once more.
         """
         groups = []
+        pictures: list[Picture] = []
         half_played = 0
         for group in self.groups:
             samples = []
@@ -358,6 +360,7 @@ class Book:
                     state = State.ADMITTED
                     half_played += 1
 
+                pictures += chain.from_iterable(each.pictures for each in sample.trajectories)
                 own = [_packed_trajectory(each) for each in sample.trajectories]
                 segments = [] if own else _packed(sample.segments)  # the trajectories have them
                 samples.append((state.value, segments, own))
@@ -375,7 +378,7 @@ class Book:
 
         state = {name: getattr(self, name) for name in _COUNTERS}
         state["replayed_episodes"] += half_played
-        return {**state, "groups": groups}
+        return {**state, "groups": groups, "pictures": packed_pictures(pictures)}
 
     def load_state_dict(self, state: dict[str, Any], payloads: Sequence[Any]) -> None:
         """Undo `state_dict`; `payloads` has one entry for each of its groups."""
@@ -383,13 +386,14 @@ class Book:
             setattr(self, name, state[name])
         self.groups = []
         self._by_id = {}
+        pictures = unpacked_pictures(state["pictures"])
         for saved, payload in zip(state["groups"], payloads, strict=True):
             samples = []
             for number, (of_sample, segments, trajectories) in enumerate(saved["samples"]):
                 sample_id = saved["serial"] * self.num_samples + number
                 sample = Sample(sample_id, State(of_sample), _unpacked(segments))
 
-                own = [_unpacked_trajectory(each) for each in trajectories]
+                own = [_unpacked_trajectory(each, pictures) for each in trajectories]
                 for trajectory in own:
                     sample.segments += [each for each in trajectory.segments if each.is_model]
                 sample.trajectories = own
@@ -443,17 +447,19 @@ def _unpacked(packed: Iterable[tuple[int, np.ndarray, np.ndarray]]) -> list[Segm
 
 
 def _packed_trajectory(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory with its segments in plain values."""
+    """Return a trajectory with its segments in plain values, and the keys of its pictures."""
     values = _fields(trajectory)
+    values["pictures"] = [picture.key for picture in trajectory.pictures]
     values["prompt_ids"] = list(trajectory.prompt_ids)
     values["segments"] = [_fields(segment) for segment in trajectory.segments]
     return values
 
 
-def _unpacked_trajectory(values: Mapping[str, Any]) -> Trajectory:
+def _unpacked_trajectory(values: Mapping[str, Any], pictures: Mapping[str, Picture]) -> Trajectory:
     """Undo `_packed_trajectory`."""
     segments = [Segment(**segment) for segment in values["segments"]]
-    return Trajectory(**{**values, "segments": segments})
+    own = tuple(pictures[key] for key in values["pictures"])
+    return Trajectory(**{**values, "segments": segments, "pictures": own})
 
 
 def _fields(record: Segment | Trajectory) -> dict[str, Any]:

@@ -388,11 +388,7 @@ def check_agents(
             is_trained_on = dataset is train_dataset and not config.trainer.val_only
             if is_trained_on:
                 _check_mini_batches(config, runner, dataset)
-            runner.check_pictures(
-                dataset.column,
-                dataset.have_pictures(),
-                keeps_playing=is_trained_on and config.trainer.mode == "fully_async",
-            )
+            runner.check_pictures(dataset.column, dataset.have_pictures())
     finally:
         runner.close()
 

@@ -12,8 +12,6 @@ from verl.config import ActorRolloutRefConfig, TrainConfig
 from verl.data.build import build_picture_reader
 from verl.distributed.collectives import Axis, gather_objects
 from verl.models.load import load_causal_lm
-from verl.models.pictures import pictures_of
-from verl.protocol import DataProto
 from verl.rewards.sample import fields_of_plain_episode
 from verl.rollout import RolloutEngine
 from verl.rollout.trajectory import Trajectory
@@ -129,19 +127,10 @@ def follow_to_the_end(steps: "agents.EngineSteps", sharing: Axis) -> Played:
     return message
 
 
-def refuse_pictures(prompts: DataProto) -> None:
-    """Raise RolloutError for prompts with pictures, which these episodes cannot read."""
-    if any(pictures_of(prompts)):
-        raise RolloutError(
-            "Agents of trainer.mode=fully_async cannot play prompts with pictures. Leave the "
-            "images out, or set trainer.mode=sync."
-        )
-
-
 def episode_columns(
     trajectories: Sequence[Trajectory], with_pictures: bool = False
 ) -> dict[str, np.ndarray]:
-    """Return the object columns of `RolloutWorker.play_episodes`."""
+    """Return the object columns of `RolloutWorker.play_episodes`, `with_pictures` those too."""
     columns: dict[str, list[Any]] = {name: [] for name in _EPISODE_COLUMNS}
     for each in trajectories:
         columns["episode"].append(each.row)

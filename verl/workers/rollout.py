@@ -26,7 +26,6 @@ from verl.workers.playing import (
     follow_to_the_end,
     lead,
     make_agents,
-    refuse_pictures,
 )
 from verl.workers.rollout_engine import RolloutEngineWorker
 from verl.workers.stream import EpisodeOrders, EpisodeStream, Orders, Progressed, advance, freeze
@@ -230,8 +229,6 @@ class RolloutWorker(RolloutEngineWorker):
     def start_episodes(self, orders: EpisodeOrders) -> None:
         """Begin episodes next to those at work. `advance_episodes` plays them."""
         assert self.agents is not None, "the configuration names no agent loop"
-        for group in orders.groups:
-            refuse_pictures(group.prompt)
         self.provide_weights()
         if self.episodes is None:
             longest = self.config.rollout.longest_sequence

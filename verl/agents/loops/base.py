@@ -104,7 +104,6 @@ class AgentContext:
         pictures: reads the images of tools; None: the model reads text alone.
         policies: frozen ones, by the role that they play.
         partners: policies that are trained next to the actor, by their roles.
-        plays_across_updates: episodes go on while the weights change; their tools return no images.
         client: draws turns. Set for each batch.
         tally: of the batch.
     """
@@ -120,7 +119,6 @@ class AgentContext:
     pictures: PictureReader | None = None
     policies: Mapping[str, FrozenPolicy] = field(default_factory=dict)
     partners: Mapping[str, PartnerPolicy] = field(default_factory=dict)
-    plays_across_updates: bool = False
     client: EngineClient = field(init=False)
     tally: Tally = field(default_factory=Tally)
 

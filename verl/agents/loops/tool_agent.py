@@ -286,11 +286,6 @@ class ToolAgentLoop:
 
 def _no_reader(tool: str, context: AgentContext) -> str:
     """Say why the images of a tool cannot be read, and the way out."""
-    if context.plays_across_updates:
-        return (
-            f"The tool '{tool}' returned images, which tools of trainer.mode=fully_async cannot "
-            "return. Return text, or set trainer.mode=one_step_off or sync."
-        )
     model = "the model" if context.model is None else f"the model '{context.model.path}'"
     return (
         f"The tool '{tool}' returned images, but {model} reads text alone. Set "

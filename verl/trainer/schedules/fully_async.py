@@ -231,7 +231,10 @@ class FullyAsyncTrainer(AheadTrainer):
         if not rollout.uses_agents:
             repeated = prompts.repeat(self.book.num_samples, interleave=True)
             return repeated.union(DataProto.from_dict(tensors=columns))
-        played = DataProto.from_dict(tensors=columns, non_tensors=episode_columns(trajectories))
+        has_pictures = any(each.pictures for each in trajectories)
+        played = DataProto.from_dict(
+            tensors=columns, non_tensors=episode_columns(trajectories, has_pictures)
+        )
         return with_episodes(
             prompts,
             played,

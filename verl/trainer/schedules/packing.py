@@ -1,10 +1,10 @@
 """Batches in the checkpoint of a schedule: as tensors, lists and numbers, which it may hold."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
-from verl.models.pictures import Picture, Pictures
+from verl.models.pictures import packed_pictures, pictures_of, unpacked_pictures
 from verl.protocol import DataProto
 from verl.utils.column_dicts import object_column
 
@@ -19,7 +19,9 @@ def packed(batch: DataProto | None) -> dict[str, Any]:
     objects = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
     values = {"tensors": tensors, "objects": objects, "meta": dict(batch.meta_info)}
     if _PICTURES in objects:
-        objects[_PICTURES], values["pictures"] = _packed_pictures(objects[_PICTURES])
+        rows = pictures_of(batch)
+        objects[_PICTURES] = [[picture.key for picture in own] for own in rows]
+        values["pictures"] = packed_pictures(chain.from_iterable(rows))
     return values
 
 
@@ -29,30 +31,9 @@ def unpacked(values: Mapping[str, Any]) -> DataProto | None:
         return None
     columns = dict(values["objects"])
     if _PICTURES in columns:
-        columns[_PICTURES] = _unpacked_pictures(columns[_PICTURES], values["pictures"])
+        made = unpacked_pictures(values["pictures"])  # rows share their pictures again
+        columns[_PICTURES] = [tuple(made[key] for key in own) for own in columns[_PICTURES]]
     objects = {name: object_column(column) for name, column in columns.items()}
     return DataProto.from_dict(
         tensors=values["tensors"], non_tensors=objects, meta_info=dict(values["meta"])
     )
-
-
-def _packed_pictures(
-    rows: Iterable[Pictures | None],
-) -> tuple[list[list[str]], dict[str, dict[str, Any]]]:
-    """Return the keys of each row's pictures, and the fields of every picture once."""
-    keys = []
-    pictures = {}
-    for own in rows:
-        keys.append([picture.key for picture in own or ()])
-        for picture in own or ():
-            values = {field.name: getattr(picture, field.name) for field in fields(picture)}
-            pictures[picture.key] = values | {"inputs": dict(picture.inputs)}
-    return keys, pictures
-
-
-def _unpacked_pictures(
-    keys: Iterable[Iterable[str]], pictures: Mapping[str, Mapping[str, Any]]
-) -> list[Pictures]:
-    """Undo `_packed_pictures`. Rows share their pictures again."""
-    made = {key: Picture(**values) for key, values in pictures.items()}
-    return [tuple(made[key] for key in own) for own in keys]
