@@ -12,7 +12,12 @@ from verl.models.attention import prepare
 from verl.models.compiled import compile_towers
 from verl.models.vision import example_picture, picture_features, towers_within
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# Qwen3-VL has features of inner layers, too.
+FAMILIES = (
+    "qwen3_vl",
+    pytest.param("qwen2_vl", marks=pytest.mark.slow),
+    pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
+)
 
 
 @pytest.fixture(autouse=True)
