@@ -239,8 +239,16 @@ def test_a_dataset_that_cannot_be_sent_is_an_error_with_the_key(
     with pytest.raises(ConfigError, match=rf"{message}Own .*in the script that was started"):
         RLDataLoader(own, 2, shuffle=False, seed=1, num_workers=2)
 
+
+@pytest.mark.slow
+def test_an_item_that_cannot_be_sent_is_an_error_with_the_key(
+    tmp_path: Path, parquet: Any, tokenizer: Any
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    kind = load_extern_type(str(tmp_path / "own.py"), "Streams")
+    data = kind(parquet(make_rows(4)), tokenizer, DataConfig(max_prompt_length=64))
     streams = RLDataLoader(
-        load("Streams"), 2, shuffle=False, seed=1, num_workers=1, workers_key="data.num_workers"
+        data, 2, shuffle=False, seed=1, num_workers=1, workers_key="data.num_workers"
     )
     with pytest.raises(DataError, match=r"^data.num_workers=1 .* an item of .*generator"):
         next(iter(streams))
