@@ -13,6 +13,8 @@ from verl.agents.tools import ToolSet
 from verl.utils.errors import ConfigError, DataError, MissingDependencyError, VerlError
 from verl.utils.logging import say_once
 
+pytestmark = pytest.mark.usefixtures("one_nursery")
+
 TOOLS = '''
 from verl.agents.tools import function_tool
 

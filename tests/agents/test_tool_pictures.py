@@ -17,6 +17,8 @@ from verl.models.processor import load_picture_processor
 from verl.rollout import Request, SamplingParams, Trajectory
 from verl.utils.errors import ConfigError, DataError, RolloutError
 
+pytestmark = pytest.mark.usefixtures("one_nursery")
+
 TOOLS = '''
 import numpy as np
 from PIL import Image
