@@ -89,7 +89,12 @@ def on_two(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     # the first one; the last is waited for
     background = ["trainer.save_freq=1", "trainer.async_save=True"]
     background.append("trainer.profile_steps=[2]")
-    return folder, train_by_torchrun(folder / "run", "trainer.max_steps=2", *background, samples)
+    return folder, train(2, folder / "run", "trainer.max_steps=2", *background, samples)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_torchrun_train_like_one_process(alone, tmp_path):
+    assert_same(train_by_torchrun(tmp_path, "trainer.max_steps=2"), alone[1][:2])
 
 
 def test_two_ranks_train_like_one_process(alone, on_two):
