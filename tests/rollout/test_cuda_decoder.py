@@ -158,7 +158,7 @@ def product_of_halves(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> 
         pytest.param("mixtral", torch.float32, 1e-4, marks=pytest.mark.slow),
         ("gemma2", torch.float32, 1e-4),
         ("gemma3", torch.float32, 1e-4),
-        ("gemma3", torch.float16, 6e-2),
+        pytest.param("gemma3", torch.float16, 6e-2, marks=pytest.mark.slow),
         pytest.param("gpt_oss", torch.float32, 1e-4, marks=pytest.mark.slow),
     ],
 )

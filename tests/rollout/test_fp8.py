@@ -40,6 +40,13 @@ from verl.weight_sync.fingerprint import fingerprints
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen2", "qwen3", "gemma2", "gemma3"]
+# Qwen2 has biases; Gemma 3 has norms per head and after each part. Attention, with Gemma 2's cap, is
+# the same with weights in eight bits: tests/rollout/test_cuda_decoder.py has it.
+DECODED = [
+    "qwen2",
+    "gemma3",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma2")),
+]
 
 
 def spread(*shape: int, seed: int = 0) -> Tensor:
@@ -225,7 +232,7 @@ def decoded(decoder: TritonDecoder, ids: Tensor) -> Tensor:
     return torch.stack(states, dim=1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODED)
 @interpreted
 def test_decode_steps_equal_the_arithmetic_in_plain_torch(family: str):
     model = make_model(family, torch.float32)
