@@ -13,13 +13,12 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._future: Future[None] | None = None
-        self._thread: Thread | None = None
+        self._running: tuple[Future[None], Thread] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
         """Start the work. `is_done` must have returned True for the work before."""
-        assert self._future is None, "only one piece of work at a time"
-        future = self._future = Future()
+        assert self._running is None, "only one piece of work at a time"
+        future = Future[None]()
 
         def run() -> None:
             try:
@@ -27,8 +26,9 @@ class Background:
             except BaseException as error:  # noqa: BLE001 - raised again in `is_done`
                 future.set_exception(error)
 
-        self._thread = Thread(target=run, name="verl-background", daemon=True)
-        self._thread.start()
+        thread = Thread(target=run, name="verl-background", daemon=True)
+        thread.start()
+        self._running = future, thread
 
     def is_done(self, *, wait: bool) -> bool:
         """Return whether nothing is left to do. Raises the work's error, once.
@@ -36,17 +36,16 @@ class Background:
         Args:
             wait: wait for the work.
         """
-        future = self._future
-        if future is None:
+        if self._running is None:
             return True
+        future, thread = self._running
         if not wait and not future.done():
             return False
 
-        try:
-            future.result()
-        finally:
-            self._future = None
-            # The thread still frees memory of the work, which must not overlap with the exit.
-            if self._thread is not None:
-                self._thread.join()
+        # An interrupt of the wait leaves the work here: a later call raises its error.
+        future.exception()
+        # The thread still frees memory of the work, which must not overlap with the exit.
+        thread.join()
+        self._running = None
+        future.result()
         return True
