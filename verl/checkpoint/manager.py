@@ -414,23 +414,22 @@ class CheckpointManager:
 
         The second list has the folders without a readable manifest, by step.
         """
-        readable: list[tuple[_Place, Path]] = []
-        unreadable: list[tuple[int, Path]] = []
+        readable: dict[Path, _Place] = {}
+        unreadable: list[Path] = []
         latest = self._latest_step()
-        for folder in self._folders():
+        for folder in sorted(self._folders(), reverse=True):
             step = step_of(folder)
             try:
                 sequence = read_manifest(folder).sequence
             except CheckpointError:
-                unreadable.append((step, folder))
+                unreadable.append(folder)
             else:
                 # An earlier version had no count, but named the last one in LATEST_FILE.
                 is_named = sequence == 0 and step == latest
-                readable.append(((sequence, is_named, step), folder))
+                readable[folder] = (sequence, is_named, step)
 
-        readable.sort(reverse=True)
-        unreadable.sort(reverse=True)
-        return [folder for _, folder in readable], [folder for _, folder in unreadable]
+        unreadable.sort(key=step_of, reverse=True)
+        return sorted(readable, key=readable.__getitem__, reverse=True), unreadable
 
     def _latest_step(self) -> int | None:
         """Return the step that LATEST_FILE names; None if it is missing or unreadable."""
