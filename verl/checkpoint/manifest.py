@@ -5,6 +5,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -137,12 +138,8 @@ def verify_files(folder: Path, part: str = "") -> None:
     if not files:
         raise CheckpointError(f"{folder} is damaged: its {MANIFEST} lists no file of {part}.")
 
-    def check(item: tuple[str, FileSum]) -> str | None:
-        name, expected = item
-        return _fault(folder / name, name, expected)
-
     with ThreadPoolExecutor(_NUM_READERS) as pool:
-        found = list(pool.map(check, files.items()))
+        found = list(pool.map(partial(_fault, folder), files, files.values()))
     faults = [fault for fault in found if fault is not None]
     if faults:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(faults)}.")
@@ -161,8 +158,9 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _fault(path: Path, name: str, expected: FileSum) -> str | None:
+def _fault(folder: Path, name: str, expected: FileSum) -> str | None:
     """Describe the difference of a file from the manifest; None if there is none."""
+    path = folder / name
     if not path.is_file():
         return f"{name} is missing"
     size = path.stat().st_size
