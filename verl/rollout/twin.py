@@ -75,7 +75,6 @@ class ModelTwin:
         self.dtype = dtype
         self.quantized = quantized
         self._cuts = cuts or {}
-        self._source = model
         self._parameters = dict(plain_parameters(model))
         self._merged = {f"{name}.weight" for name in adapted_layers(model)}
         self._shapes: dict[str, torch.Size] = {}

@@ -11,7 +11,7 @@ from verl.utils.errors import ConfigError
 def check_attention(config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
     """Raise ConfigError for attention that the CUDA or the deterministic kernels do not compute."""
     if reads_pictures(model):
-        _check_pictures(config, model, on_cuda)
+        _check_pictures(config, model)
     feature = _special_attention(model)
     if feature is None:
         return
@@ -28,7 +28,7 @@ def check_attention(config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: 
         )
 
 
-def _check_pictures(config: RolloutConfig, model: PreTrainedConfig, on_cuda: bool) -> None:
+def _check_pictures(config: RolloutConfig, model: PreTrainedConfig) -> None:
     name = "actor_rollout_ref.rollout"
     if config.deterministic:
         raise ConfigError(
