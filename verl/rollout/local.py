@@ -73,11 +73,6 @@ class LocalEngine(EngineClass):
             self._hand_over = {"update_weights_s": seconds, "update_weights_gb_per_s": per_s}
 
     @property
-    def has_work(self) -> bool:
-        """Implement `RolloutEngine.has_work`."""
-        raise NotImplementedError
-
-    @property
     def weight_dtype(self) -> torch.dtype:
         """Implement `WeightTaker.weight_dtype`."""
         return self.twin.dtype
