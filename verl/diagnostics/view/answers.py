@@ -270,8 +270,6 @@ def _finite(values: np.ndarray) -> list[float | None]:
 
 def _offsets_and_values(table: pa.Table, name: str) -> Ragged:
     column = table[name].combine_chunks()
-    if isinstance(column, pa.ChunkedArray):
-        column = column.chunk(0)
     return column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False)
 
 
