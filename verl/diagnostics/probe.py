@@ -1,4 +1,4 @@
-"""Load and call libraries: `python -m verl.diagnostics.probe NAME=MODULE,MODULE ...`.
+"""Load and call libraries: `python -m verl.diagnostics.probe '{"NAME": ["MODULE", ...], ...}'`.
 
 The doctor runs it in a process of its own, since any of these steps may kill or hang it. Each line
 of the output is a JSON pair [name, fact]; ["begin", name] announces a step. The fact of an attempt
@@ -20,7 +20,7 @@ _IMPORT_S = 60  # for one package, while all others load
 _LONGEST = 500  # characters of an error
 
 
-def main(argv: list[str]) -> None:
+def main(packages: dict[str, Sequence[str]]) -> None:
     """Report one fact after the other. Output of the libraries goes to stderr."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     import torch
 
     report("torch", lambda: torch_build(torch))
-    report("imports", lambda: import_each(dict(_pair(argument) for argument in argv)))
+    report("imports", lambda: import_each(packages))
     if torch.version.cuda is None:
         return
     if report("cuda_error", lambda: attempt(torch.cuda.init)) is not None:
@@ -207,10 +207,5 @@ def attention_kernels(torch: ModuleType) -> dict[str, str | None]:
     }
 
 
-def _pair(argument: str) -> tuple[str, list[str]]:
-    name, _, modules = argument.partition("=")
-    return name, modules.split(",")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(json.loads(sys.argv[1]))

@@ -68,14 +68,12 @@ class Probed:
 
 def probe(installed: Iterable[str]) -> Probed:
     """Load and call the installed packages (canonical names) in a process of their own."""
-    asked = [
-        f"{name}={','.join(SUSPECTS[name])}" for name in sorted(set(SUSPECTS) & set(installed))
-    ]
+    packages = {name: SUSPECTS[name] for name in sorted(set(SUSPECTS) & set(installed))}
     # By its path, since another verl may come first; as `-c`, so that the folder of the script is
     # not on the path.
     run = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
     probe = Path(__file__).with_name("probe.py")
-    command = [sys.executable, "-c", run, str(probe), *asked]
+    command = [sys.executable, "-c", run, str(probe), json.dumps(packages)]
 
     try:
         done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False)
