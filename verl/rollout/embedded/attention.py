@@ -86,9 +86,7 @@ class LayerPages(NamedTuple):
 class Step(Protocol):
     """The computation of the current step on the queries, keys and values of a layer."""
 
-    def attend(
-        self, paging: "Paging", pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
-    ) -> Tensor:
+    def attend(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
         """Store k (Hk, N, D) and v (Hk, N, Dv), then q (N, Hq, D) -> (N, Hq, Dv).
 
         With `facts.latent`, q is (N, Hq, D + Dv) and meets keys that values continue.
@@ -140,17 +138,39 @@ class DecodeStep(Writes):
     longest: int  # largest position + 1, as a host number
     chunks: tuple[RowChunk, ...]
     page_size: int
+    paging: "Paging"  # has the memory to gather keys into
     _kept: dict[Any, Tensor] = field(default_factory=dict)
 
-    def attend(
-        self, paging: "Paging", pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
-    ) -> Tensor:
+    def attend(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
         """Implement `Step.attend`."""
         self.store(pages, k, v)
         parts = []
         for number, chunk in enumerate(self.chunks):
-            parts.append(_attend(q[chunk.rows], pages, paging, self, number, facts))
+            parts.append(self._attend_chunk(number, q[chunk.rows], pages, facts))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_chunk(self, number: int, q: Tensor, pages: LayerPages, facts: Facts) -> Tensor:
+        """Let each new token of a chunk attend to its pages: (rows, Hq, D) -> (rows, Hq, Dv)."""
+        rows = q.shape[0]
+        heads = pages.keys.shape[1]
+        index = self.gather_index(number, heads)
+        gathered = []
+
+        for name, cache in (("keys", pages.keys), ("values", pages.values)):
+            flat = cache.view(-1, cache.shape[2] * cache.shape[3])
+            out = self.paging.workspace(name, flat, (index.shape[0], flat.shape[1]))
+            torch.index_select(flat, 0, index, out=out)
+            gathered.append(out.view(rows * heads, -1, cache.shape[3]))
+
+        k, v = gathered
+        return attend_keys(
+            q,
+            k,
+            v,
+            facts,
+            visible=lambda: self.visible(number, facts.window),
+            offset=lambda dtype: self.score_offset(number, facts, heads, dtype),
+        )
 
     def gather_index(self, number: int, heads: int) -> Tensor:
         """Return the rows (rows, Hk, width) of a cache that make up chunk `number`.
@@ -339,7 +359,7 @@ def paged_attention(
     if latent is not None:
         facts = facts._replace(latent=True)
         q = latent.absorb(q)
-    out = step.attend(paging, paging.layers[module], q, key[0], value[0], facts)
+    out = step.attend(paging.layers[module], q, key[0], value[0], facts)
     if latent is not None:
         out = latent.expand_output(out)
     return out[None], None
@@ -363,32 +383,6 @@ def _store(pages: LayerPages, k: Tensor, v: Tensor, index: Tensor) -> None:
         rows = cache.view(-1, cache.shape[-1])
         by_token = new.transpose(0, 1)
         rows.index_copy_(0, index, by_token.reshape(-1, new.shape[-1]))
-
-
-def _attend(
-    q: Tensor, pages: LayerPages, paging: Paging, step: DecodeStep, number: int, facts: Facts
-) -> Tensor:
-    """Let each row's new token attend to its pages: (rows, Hq, D) -> (rows, Hq, Dv)."""
-    rows = q.shape[0]
-    heads = pages.keys.shape[1]
-    index = step.gather_index(number, heads)
-    gathered = []
-
-    for name, cache in (("keys", pages.keys), ("values", pages.values)):
-        flat = cache.view(-1, cache.shape[2] * cache.shape[3])
-        out = paging.workspace(name, flat, (index.shape[0], flat.shape[1]))
-        torch.index_select(flat, 0, index, out=out)
-        gathered.append(out.view(rows * heads, -1, cache.shape[3]))
-
-    k, v = gathered
-    return attend_keys(
-        q,
-        k,
-        v,
-        facts,
-        visible=lambda: step.visible(number, facts.window),
-        offset=lambda dtype: step.score_offset(number, facts, heads, dtype),
-    )
 
 
 def add_bias(offset: Tensor, bias: KeyBias, positions: Tensor, heads: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl.models.attention import Facts
 from verl.models.experts import Mixture
-from verl.rollout.embedded.attention import LayerPages, Paging, PrefillStep
+from verl.rollout.embedded.attention import LayerPages, PrefillStep
 from verl.rollout.embedded.fused import GEMMA_FAMILIES, FusedDecoder, Layer, Parts
 from verl.rollout.embedded.kernels.decode_launch import SplitWorkspace
 from verl.rollout.embedded.kernels.experts import mix_experts, route
@@ -64,9 +64,7 @@ class DeviceStep(NamedTuple):
     # Attention rotates and stores the new tokens.
     takes_fresh: bool
 
-    def attend(
-        self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
-    ) -> Tensor:
+    def attend(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
         """Implement `Step.attend`."""
         _store(pages, k, v, self.pages, self.offsets)
         return self.attend_stored(pages, q, facts)

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.models.attention import Facts, masked_attention, seen_keys, varlen_can
 from verl.models.kernels.attention import torch_attention
 from verl.models.layout import group_by_length
-from verl.rollout.embedded.attention import GATHER_TOKENS, LayerPages, Paging, PrefillStep
+from verl.rollout.embedded.attention import GATHER_TOKENS, LayerPages, PrefillStep
 from verl.rollout.embedded.samples import IdLists, IntArray
 from verl.utils.devices import send
 
@@ -69,9 +69,7 @@ class ExtendStep:
         """Offsets (N,) within these pages."""
         return self.new.offsets
 
-    def attend(
-        self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
-    ) -> Tensor:
+    def attend(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
         """Implement `Step.attend`."""
         self.new.store(pages, k, v)
         return self.attend_stored(pages, q, facts)

@@ -261,7 +261,7 @@ class TorchDecoder(FusedDecoder):
         q = _rotate(q, *places)
         k = _rotate(k, *places)
         pages = self.paging.layers[attention]
-        out = step.attend(self.paging, pages, q, k.transpose(0, 1), v.transpose(0, 1), layer.facts)
+        out = step.attend(pages, q, k.transpose(0, 1), v.transpose(0, 1), layer.facts)
         return F.linear(out.flatten(1), attention.o_proj.weight, attention.o_proj.bias)
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
@@ -355,7 +355,7 @@ class StackedDecoder(FusedDecoder):
             )
             out = out[0][0]
         else:
-            out = step.attend(self.paging, pages, q, k, v, facts)
+            out = step.attend(pages, q, k, v, facts)
 
         return _product(out.flatten(1), stacks.output)
 

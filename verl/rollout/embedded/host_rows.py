@@ -143,9 +143,7 @@ class KeyRows:
         values = stack.values.permute(_BY_COLUMN).numpy()
         return RowArrays(keys, values, self._starts, self._end)
 
-    def attend(
-        self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
-    ) -> Tensor:
+    def attend(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
         """Implement `Step.attend`."""
         new_keys, new_values, keys, values = self._layers[id(pages)]
         new_keys.copy_(k.transpose(0, 1))

@@ -16,7 +16,6 @@ from verl.rollout.embedded import host_lanes, invariant
 from verl.rollout.embedded.attention import (
     DecodeStep,
     LayerPages,
-    Paging,
     Step,
     plan_chunks,
 )
@@ -44,9 +43,7 @@ ROWS_BYTES = 1 << 31
 class InvariantDecodeStep(DecodeStep):
     """A decode step in which each row's bits depend on its own keys alone."""
 
-    def attend(
-        self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
-    ) -> Tensor:
+    def attend(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
         """Implement `Step.attend`."""
         self.store(pages, k, v)
         parts = []
@@ -275,6 +272,7 @@ class HostRunner(ModelRunner):
             longest=int(positions.max()) + 1,
             chunks=plan_chunks(torch.from_numpy(table), (number + 1).tolist(), size),
             page_size=size,
+            paging=self.paging,
         )
 
     def _draw(
