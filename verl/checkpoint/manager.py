@@ -50,8 +50,6 @@ _FULL_DISK_BYTES = 1 << 20
 class _Pending:
     """A checkpoint that is written in the background, and then `published` (summed and named)."""
 
-    step: int
-    temporary: Path
     final: Path
     is_written: IsWritten
     published: Background | None = None
@@ -107,18 +105,14 @@ class CheckpointManager:
         final = self.root / f"global_step_{step}"
         refuse_file(final)
         with interrupts_wait(f"checkpoint {final}"):
-            self._save(step, final, writers, is_written)
+            self._save(final, writers, is_written)
         return final
 
     def _save(
-        self,
-        step: int,
-        final: Path,
-        writers: Mapping[str, Writer],
-        is_written: IsWritten | None,
+        self, final: Path, writers: Mapping[str, Writer], is_written: IsWritten | None
     ) -> None:
-        temporary = self.root / f".tmp-{final.name}-{os.getpid()}"
-        with self._all_or_nothing(temporary, final):
+        temporary = self._temporary(final)
+        with self._all_or_nothing(final):
             self.clean()
             if self._resumed is not None:
                 # More are there if `max_to_keep` was lowered, perhaps because the disk is full.
@@ -129,9 +123,9 @@ class CheckpointManager:
                 (temporary / name).mkdir()
                 write(temporary / name)
         if is_written is None:
-            self._complete(temporary, final, step)
+            self._complete(final)
         else:
-            self._pending = _Pending(step, temporary, final, is_written)
+            self._pending = _Pending(final, is_written)
 
     def require_writable(self) -> None:
         """Create the folder.
@@ -211,12 +205,11 @@ class CheckpointManager:
 
         try:
             if pending.published is None:
-                with self._all_or_nothing(pending.temporary, pending.final):
+                with self._all_or_nothing(pending.final):
                     if not pending.is_written(wait):
                         return
-                complete = partial(self._complete, pending.temporary, pending.final, pending.step)
                 pending.published = Background()
-                pending.published.start(complete)
+                pending.published.start(partial(self._complete, pending.final))
 
             if pending.published.is_done(wait=wait):
                 self._pending = None
@@ -350,12 +343,20 @@ class CheckpointManager:
             self.release()
         self._cleaned = True
 
+    def _temporary(self, final: Path) -> Path:
+        """Return the folder in which a checkpoint is written, and later removed."""
+        return self.root / f".tmp-{final.name}-{os.getpid()}"
+
     @contextmanager
-    def _all_or_nothing(self, temporary: Path, final: Path) -> Iterator[None]:
-        """Remove `temporary` after an error. A fault of the disk becomes a CheckpointError."""
+    def _all_or_nothing(self, final: Path) -> Iterator[None]:
+        """Remove the temporary folder after an error.
+
+        A fault of the disk becomes a CheckpointError.
+        """
         try:
             yield
         except Exception as error:
+            temporary = self._temporary(final)
             reason = grown_too_large(temporary, error) or self._why_unwritten(error)
             shutil.rmtree(temporary, ignore_errors=True)
             if reason is None:
@@ -364,23 +365,24 @@ class CheckpointManager:
                 f"Checkpoint {final} was not written: {reason} Earlier ones are intact."
             ) from error
 
-    def _complete(self, temporary: Path, final: Path, step: int) -> None:
+    def _complete(self, final: Path) -> None:
         """Write the manifest, give the folder its name, and remove older checkpoints."""
-        with self._all_or_nothing(temporary, final):
+        temporary = self._temporary(final)
+        with self._all_or_nothing(final):
             check_files_of_all_hosts(temporary)
             readable, _ = self._newest_first()
             sequence = max((read_manifest(folder).sequence for folder in readable), default=0) + 1
-            write_manifest(temporary, step, sequence)
-            self._publish(temporary, final)
+            write_manifest(temporary, step_of(final), sequence)
+            self._publish(final)
         self._damaged.discard(final)
         logger.info("Saved %s", final)
         self._prune(keep=final)
 
-    def _publish(self, temporary: Path, final: Path) -> None:
+    def _publish(self, final: Path) -> None:
         replaced = self.root / f".old-{final.name}-{os.getpid()}"
         if final.exists():
             os.replace(final, replaced)
-        os.replace(temporary, final)
+        os.replace(self._temporary(final), final)
         sync(self.root)
         with whole_file(self.root / LATEST_FILE, flush=True) as latest:
             latest.write_text(final.name.removeprefix("global_step_"))
@@ -396,7 +398,7 @@ class CheckpointManager:
         others.sort(key=lambda folder: folder in self._damaged)  # stable: else newest first
         for folder in others[self.max_to_keep - 1 :]:
             # Rename it first, so that a partly removed checkpoint is not found under its name.
-            doomed = self.root / f".tmp-{folder.name}-{os.getpid()}"
+            doomed = self._temporary(folder)
             os.replace(folder, doomed)
             shutil.rmtree(doomed)
 
