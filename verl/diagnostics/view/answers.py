@@ -38,7 +38,7 @@ class Answers:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = list(runs)
         self._lock = threading.Lock()
-        self._plans: dict[int, Any] = {}
+        self._plan = functools.cache(_plan)
         self._read = functools.lru_cache(maxsize=4)(_read_file)
 
     def answer(self, question: str) -> Any:
@@ -186,9 +186,7 @@ class Answers:
 
     def plan(self, number: int) -> Answer:
         """Return the memory plan of the configuration next to the measured peaks."""
-        if number not in self._plans:
-            self._plans[number] = _plan(self._run(number))
-        return self._plans[number]
+        return self._plan(self._run(number))
 
     def advice(self, number: int) -> list[Answer]:
         """Return the findings about a run, the most important first."""
