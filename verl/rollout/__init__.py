@@ -55,9 +55,16 @@ __all__ = [
 ]
 
 _VERBS = {"submit", "step", "abort", "has_work"}
-# Methods that every engine has, next to the verbs or to `generate`.
-_CARE = ("sleep", "wake", "statistics")
-_WEIGHTS = ("weight_dtype", "update_weights", "weight_place", "weight_fingerprints")
+# For memory, metrics and weights: every engine has them, next to the verbs or to `generate`.
+_PARTS = (
+    "sleep",
+    "wake",
+    "statistics",
+    "weight_dtype",
+    "update_weights",
+    "weight_place",
+    "weight_fingerprints",
+)
 
 
 def create_rollout_engine(
@@ -87,7 +94,7 @@ def create_rollout_engine(
             f"The rollout engine '{config.name}' lacks {', '.join(missing)}. It needs submit, "
             "step, abort and has_work, or generate alone (verl.rollout.RolloutEngine)."
         )
-    _require_care(engine, config.name)
+    _require_parts(engine, config.name)
 
     if missing:
         return cast(RolloutEngine, GenerateOnly(engine))
@@ -95,9 +102,9 @@ def create_rollout_engine(
     return engine if has_all else cast(RolloutEngine, OptionalVerbs(engine))
 
 
-def _require_care(engine: Any, name: str) -> None:
-    """Raise ConfigError for an engine without the methods for weights, memory and metrics."""
-    missing = [part for part in (*_CARE, *_WEIGHTS) if not hasattr(engine, part)]
+def _require_parts(engine: Any, name: str) -> None:
+    """Raise ConfigError for an engine without one of `_PARTS`."""
+    missing = [part for part in _PARTS if not hasattr(engine, part)]
     if missing:
         raise ConfigError(
             f"The rollout engine '{name}' lacks {', '.join(missing)}. Add them as "
