@@ -102,7 +102,7 @@ class Capabilities:
     drafts: bool = False  # verifies drafted tokens (rollout.speculative)
     quantization: bool = False  # rounds its weights to eight bits (rollout.quantization)
     quantized_cache: bool = False  # keeps keys and values in eight bits (rollout.kv_cache_dtype)
-    routed_experts: bool = False  # completions can tell the experts that their tokens visited
+    routed_experts: bool = False  # completions can name the experts that their tokens visited
     aliases_weights: bool = False  # on a CPU it can compute with the trainer's own tensors
     continues: bool = False  # goes on with samples that `abort` has ended (`Continuation`)
     adapters: bool = False  # draws by LoRA adapters on top of weights that stay

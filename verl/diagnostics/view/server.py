@@ -51,7 +51,7 @@ class ViewServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/?token={self.token}"
 
     def allows(self, host: str | None, origin: str | None, token: str | None) -> bool:
-        """Check a request: sent to this address, by our page or by nobody's page, with the token.
+        """Check a request: sent to this address, by our page or by no page, with the token.
 
         A foreign page that resolves its own name to this machine sends that name as host.
         """

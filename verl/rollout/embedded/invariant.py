@@ -45,11 +45,9 @@ BLOCK_KEYS = 64  # keys of one partial sum; these are added up in the order of t
 PIECE = 1 << 14
 _VECTOR = 64
 _ALIGNMENT = 64  # bytes; a BLAS may treat the ends of unaligned rows in another way
-_INNER = (
-    # a product over a multiple of so many numbers has no unaligned rows (with 37, AVX2 code sums by
-    # a row's place)
-    16
-)
+# A product over a multiple of so many numbers has no unaligned rows (with 37, AVX2 code sums by a
+# row's place).
+_INNER = 16
 # From torch 2.12 on, keys are divided by the longest sequence of the batch by default.
 _ONE_SPLIT: dict[str, Any] = {"num_splits": 1} if declares(varlen_attn, "num_splits") else {}
 

@@ -38,7 +38,7 @@ class Draws(NamedTuple):
 
     `result` returns the tokens (b,) and their log-probs (b,). It waits while the device computes.
     `routes` (b, C) are the experts of the tokens that were fed, valid after `result`. `is_there`
-    tells whether `result` would not wait.
+    returns whether `result` would not wait.
     """
 
     slots: IntArray

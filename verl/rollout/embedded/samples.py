@@ -98,8 +98,8 @@ class Admission:
     A slot draws its first token from the hidden state of its group, or of `prefills[n]` where
     `resumed[slot] = n`.
 
-    `tokens` are to be computed. They can be `rows` more rows of a step, besides one for each
-    sample, while `are_rows`.
+    `tokens` are to be computed. They can be `rows` more rows of a step, in addition to one for
+    each sample, while `are_rows`.
     """
 
     slots: list[int] = field(default_factory=list)
