@@ -90,20 +90,15 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
             )
         config, host_before = _running[0]
         measured = measured_phases(host_before)
-    elif isinstance(config, SFTConfig):
-        return _profile_fine_tuning(config, device_gib)
-    elif not isinstance(config, TrainConfig):
+    elif not isinstance(config, (TrainConfig, SFTConfig)):
         config = config_from_keywords(config, {})
 
     shapes = ModelShapes()
+    if isinstance(config, SFTConfig):
+        plan = plan_fine_tuning(config, device_gib, shapes)
+        return MemoryProfile(plan=plan, advice=advise_fine_tuning(config, plan, shapes))
     plan = plan_memory(config, device_gib, shapes)
     return MemoryProfile(plan=plan, advice=advise(config, plan, shapes), measured=measured)
-
-
-def _profile_fine_tuning(config: SFTConfig, device_gib: float | str | None) -> MemoryProfile:
-    shapes = ModelShapes()
-    plan = plan_fine_tuning(config, device_gib, shapes)
-    return MemoryProfile(plan=plan, advice=advise_fine_tuning(config, plan, shapes))
 
 
 def measured_phases(host_before: int) -> dict[str, Peak]:
