@@ -53,10 +53,27 @@ def save_weights(
 
     At most one file, its copy while it is written, and one layer are in memory.
     """
-    files = _Files(folder, max_file_bytes)
-    for name, tensor in published(model, tensors):
-        files.add(name, tensor)
-    files.close()
+    names: list[list[str]] = []  # of the tensors of each file
+    total_bytes = 0
+    for held in _by_file(published(model, tensors), max_file_bytes):
+        save_file(held, _part(folder, len(names)), metadata={"format": "pt"})
+        names.append(list(held))
+        total_bytes += sum(tensor.nbytes for tensor in held.values())
+
+    count = len(names)
+    if count == 1:
+        _part(folder, 0).rename(folder / f"{_NAME}.safetensors")
+        return
+
+    place = {}
+    for number, own in enumerate(names):
+        file = f"{_NAME}-{number + 1:05d}-of-{count:05d}.safetensors"
+        _part(folder, number).rename(folder / file)
+        place |= dict.fromkeys(own, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": place}
+    (folder / _INDEX).write_text(
+        json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def published(
@@ -79,49 +96,29 @@ def published(
         yield from revert_weight_conversion(model, layer).items()
 
 
-class _Files:
-    """Files of at most `max_bytes` each (one tensor at least), named when their number is known."""
+def _by_file(
+    tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of one file after the other: at most `max_bytes`, or a single tensor.
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self.folder = folder
-        self.max_bytes = max_bytes
-        self._open: dict[str, torch.Tensor] = {}
-        self._names: list[list[str]] = []
-        self._open_bytes = 0
-        self._total_bytes = 0
+    It is the same dictionary each time, so that no file stays in memory.
+    """
+    held: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors:
+        if held and num_bytes + tensor.nbytes > max_bytes:
+            yield held
+            held.clear()
+            num_bytes = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._open and self._open_bytes + tensor.nbytes > self.max_bytes:
-            self._write()
         # Clone a part, because a slice would keep the whole tensor alive.
         is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
         on_host = tensor.detach().cpu()
-        self._open[name] = on_host.clone() if is_part else on_host.contiguous()
-        self._open_bytes += tensor.nbytes
+        held[name] = on_host.clone() if is_part else on_host.contiguous()
+        num_bytes += tensor.nbytes
+    yield held
 
-    def close(self) -> None:
-        self._write()
-        count = len(self._names)
-        if count == 1:
-            self._part(0).rename(self.folder / f"{_NAME}.safetensors")
-            return
 
-        place = {}
-        for number, names in enumerate(self._names):
-            file = f"{_NAME}-{number + 1:05d}-of-{count:05d}.safetensors"
-            self._part(number).rename(self.folder / file)
-            place |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": place}
-        (self.folder / _INDEX).write_text(
-            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
-
-    def _write(self) -> None:
-        save_file(self._open, self._part(len(self._names)), metadata={"format": "pt"})
-        self._names.append(list(self._open))
-        self._total_bytes += self._open_bytes
-        self._open = {}
-        self._open_bytes = 0
-
-    def _part(self, number: int) -> Path:
-        return self.folder / f".{_NAME}-{number}.part"
+def _part(folder: Path, number: int) -> Path:
+    """Return the file of this number until the number of all is known."""
+    return folder / f".{_NAME}-{number}.part"
