@@ -106,9 +106,14 @@ class Writes:
         heads = k.shape[0]
         key = ("write", heads)
         if key not in self._kept:
-            page_size = pages.keys.shape[2]
-            self._kept[key] = _token_index(self.pages, self.offsets, heads, page_size)
-        _store(pages, k, v, self._kept[key])
+            # The rows (N * Hk,) of a cache viewed as (num_pages * Hk * page_size, D), by token.
+            head = torch.arange(heads, device=self.pages.device)
+            rows = (self.pages * heads)[:, None] + head
+            self._kept[key] = (rows * pages.keys.shape[2] + self.offsets[:, None]).flatten()
+
+        for cache, new in ((pages.keys, k), (pages.values, v)):
+            by_token = new.transpose(0, 1).reshape(-1, new.shape[-1])
+            cache.view(-1, cache.shape[-1]).index_copy_(0, self._kept[key], by_token)
 
 
 @dataclass(frozen=True)
@@ -366,23 +371,6 @@ def paged_attention(
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)
-
-
-def _token_index(pages: Tensor, offsets: Tensor, heads: int, page_size: int) -> Tensor:
-    """Return the rows (N * Hk,) of a cache that N tokens go to, token by token.
-
-    The cache is viewed as (num_pages * Hk * page_size, D).
-    """
-    head = torch.arange(heads, device=pages.device)
-    rows = (pages * heads)[:, None] + head
-    return (rows * page_size + offsets[:, None]).flatten()
-
-
-def _store(pages: LayerPages, k: Tensor, v: Tensor, index: Tensor) -> None:
-    for cache, new in ((pages.keys, k), (pages.values, v)):
-        rows = cache.view(-1, cache.shape[-1])
-        by_token = new.transpose(0, 1)
-        rows.index_copy_(0, index, by_token.reshape(-1, new.shape[-1]))
 
 
 def add_bias(offset: Tensor, bias: KeyBias, positions: Tensor, heads: int) -> Tensor:
