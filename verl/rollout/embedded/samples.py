@@ -89,14 +89,14 @@ class Prefill:
     group: Group
     is_prompt: bool
     has_old_keys: bool = False
+    hidden: torch.Tensor | None = None  # (H,) of the last token, once computed
 
 
 @dataclass(slots=True)
 class Admission:
     """The samples that start to run.
 
-    A slot draws its first token from the hidden state of its group, or of `prefills[n]` where
-    `resumed[slot] = n`.
+    A slot draws its first token from the hidden state of its group, or of `resumed[slot]`.
 
     `tokens` are to be computed. They can be `rows` more rows of a step, in addition to one for
     each sample, while `are_rows`.
@@ -104,7 +104,7 @@ class Admission:
 
     slots: list[int] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
-    resumed: dict[int, int] = field(default_factory=dict)
+    resumed: dict[int, Prefill] = field(default_factory=dict)
     tokens: int = 0
     rows: int = 0
     are_rows: bool = True

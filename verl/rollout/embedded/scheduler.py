@@ -348,8 +348,9 @@ class Scheduler(RunningSamples):
         slot = heapq.heappop(self._free_slots)
         group = sample.group
         if sample.token_ids:
-            admission.resumed[slot] = len(admission.prefills) - 1
-            held = admission.prefills[-1].pages
+            prefill = admission.prefills[-1]
+            admission.resumed[slot] = prefill
+            held = prefill.pages
         else:
             assert group.pages is not None
             held = self.pages.share(group.pages)

@@ -133,39 +133,31 @@ class Steps:
 
         Returns the hidden states (b, H) that the admitted slots draw from.
         """
-        states: dict[int, torch.Tensor] = {}  # by number of the prefill
         for cached in (False, True):
-            numbers = []
-            sequences = []
-            pages = []
-            cached_tokens = []
-            prompts = []
-            for number, prefill in enumerate(admission.prefills):
-                if (prefill.cached > 0) == cached:
-                    numbers.append(number)
-                    sequences.append(prefill.token_ids)
-                    pages.append(prefill.pages)
-                    cached_tokens.append(prefill.cached)
-                    prompts.append(prefill.group)
-
-            if not numbers:
+            prefills = [each for each in admission.prefills if (each.cached > 0) == cached]
+            if not prefills:
                 continue
-            if cached:
-                shifts = [group.shift for group in prompts]
-                hidden = self._runner.extend(sequences, pages, cached_tokens, shifts)
-            else:
-                pictured = [(len(group.prompt), group.pictures) for group in prompts]
-                hidden = self._runner.prefill(sequences, pages, pictured)
-            states.update(zip(numbers, hidden))
 
-        for number, prefill in enumerate(admission.prefills):
-            if prefill.is_prompt:
-                prefill.group.hidden = states[number]
+            sequences = [prefill.token_ids for prefill in prefills]
+            pages = [prefill.pages for prefill in prefills]
+            groups = [prefill.group for prefill in prefills]
+            if cached:
+                starts = [prefill.cached for prefill in prefills]
+                shifts = [group.shift for group in groups]
+                states = self._runner.extend(sequences, pages, starts, shifts)
+            else:
+                pictured = [(len(group.prompt), group.pictures) for group in groups]
+                states = self._runner.prefill(sequences, pages, pictured)
+
+            for prefill, state in zip(prefills, states):
+                prefill.hidden = state
+                if prefill.is_prompt:
+                    prefill.group.hidden = state
 
         rows = []
         for slot in admission.slots:
             if slot in admission.resumed:
-                rows.append(states[admission.resumed[slot]])
+                rows.append(admission.resumed[slot].hidden)
             else:
                 rows.append(scheduler.group_of(slot).hidden)
         return torch.stack(rows)
