@@ -375,10 +375,8 @@ class EmbeddedEngine(LocalEngine):
         while run.flight:
             run.finished += self._steps.collect(run)
 
-    def _abandon(self, error: BaseException | None = None) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """Drop all requests and give their pages back."""
-        if self._run is None:
-            return
         if isinstance(error, RolloutError):
             # Keys may be NaN. For the next sample in the page a masked key has weight 0, and 0
             # times NaN is NaN.
