@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from verl.config.rollout import RolloutConfig
-from verl.distributed.collectives import ALONE, Axis, max_of
+from verl.distributed.collectives import Axis, max_of
 from verl.rollout.embedded.runner import ModelRunner
 from verl.rollout.embedded.samples import Sample
 from verl.rollout.types import Room
@@ -27,7 +27,7 @@ class CacheRoom:
         ranks: share the engine, and have as many pages each.
     """
 
-    def __init__(self, runner: ModelRunner, config: RolloutConfig, ranks: Axis = ALONE) -> None:
+    def __init__(self, runner: ModelRunner, config: RolloutConfig, ranks: Axis) -> None:
         self.reserved = Room()  # for requests yet to come
         self._runner = runner
         self._config = config
@@ -72,8 +72,7 @@ class CacheRoom:
 
     def _most_bytes(self) -> int:
         """Return the most bytes that the cache may take, on every rank that shares the engine."""
-        most = self._most_bytes_here()
-        return -max_of(-most, self._ranks) if self._ranks.size > 1 else most
+        return -max_of(-self._most_bytes_here(), self._ranks)
 
     def _most_bytes_here(self) -> int:
         device = self._runner.device
