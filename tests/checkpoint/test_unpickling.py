@@ -1,10 +1,13 @@
 """Pickles of a checkpoint hold only data; names that would run code are rejected."""
 
+import datetime
 import os
 import pickle
 import random
 from collections import Counter, OrderedDict
+from decimal import Decimal
 from pathlib import Path
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from verl.checkpoint.sharded import SavedTensors, write_sharded
 from verl.checkpoint.unpickling import load_state, save_state
 from verl.utils.errors import CheckpointError
 from verl.utils.seeding import rng_state
+
+MOMENT = datetime.datetime(2026, 1, 2, 3, 4, tzinfo=datetime.timezone.utc)
 
 
 class Malicious:
@@ -33,7 +38,15 @@ def test_generator_and_sampler_states_are_restored(tmp_path):
         "python": random.Random(3).getstate(),
         "numbers": [np.float32(3), np.int64(4), 2**200, 1.5, None, True, b"bytes", (1, "text")],
         "arrays": {"texts": np.array(["a", "bc"]), "objects": np.array(["a", None], dtype=object)},
-        "containers": [{1, 2}, Counter("abca"), OrderedDict(a=1)],
+        "containers": [{1, 2}, frozenset("a"), Counter("abca"), OrderedDict(a=1)],
+        "dates": [
+            MOMENT,
+            MOMENT.date(),
+            MOMENT.time(),
+            MOMENT - MOMENT,
+            Decimal("1.25"),
+            UUID(int=7),
+        ],
         "tensor": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
     }
     save_state(tmp_path / "state.pt", state)
@@ -62,7 +75,15 @@ def test_state_that_runs_code_is_rejected(tmp_path, kind):
 
 def test_unreadable_state_is_rejected_on_save(tmp_path):
     state = {"sampler": Malicious(tmp_path / "canary")}
-    with pytest.raises(CheckpointError, match=r"posix\.mkdir.*state_dict of your sampler"):
+    with pytest.raises(CheckpointError, match=r"\['sampler'\] is a .*Malicious\. Return"):
+        save_state(tmp_path / "state.pt", state)
+
+
+@pytest.mark.parametrize("value", [range(3), lambda: 1], ids=["unreadable", "unpicklable"])
+def test_the_place_of_an_unreadable_value_is_named(tmp_path, value):
+    state = {"step": 1, "ahead": {"objects": {"extra_info": [{"x": 1}, {"x": value}]}}}
+    place = r"state\['ahead'\]\['objects'\]\['extra_info'\]\[1\]\['x'\] is a builtins\."
+    with pytest.raises(CheckpointError, match=place):
         save_state(tmp_path / "state.pt", state)
 
 

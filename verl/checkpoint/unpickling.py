@@ -4,11 +4,16 @@ Unpickling may call any function that the pickle names. Both readers here accept
 that this package writes.
 """
 
+import datetime
+import io
 import pathlib
 import pickle
 import re
+from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -23,6 +28,8 @@ UNREADABLE_PICKLE = (
     *(pickle.UnpicklingError, EOFError, MemoryError, ValueError, OverflowError, RuntimeError),
     *(LookupError, TypeError, AttributeError, ImportError, AssertionError),
 )
+# Raised by pickling for a value that cannot be pickled. A full disk is an OSError or RuntimeError.
+_UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 _METADATA_CLASSES = {
     metadata.__name__: (
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
@@ -37,6 +44,11 @@ _METADATA_CLASSES = {
 # of Python and on the system.
 _PATH_MODULES = ("pathlib", "pathlib._local")
 _PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+# Values of Parquet files, which the batches of asynchronous schedules hold. None of them runs code.
+_VALUE_CLASSES = (
+    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(Decimal, UUID, set, frozenset),
+)
 
 
 def read_metadata(file: Path) -> Metadata:
@@ -72,20 +84,53 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def save_state(file: Path, state: dict[str, Any]) -> None:
-    """Write a state of numbers, texts, tensors, arrays and containers of them.
+    """Write a state of numbers, texts, dates, tensors, arrays and containers of them.
 
     Raises CheckpointError if `load_state` cannot read it back, so that a failure shows at the save.
     """
-    torch.save(state, file)
+    try:
+        torch.save(state, file)
+    except _UNPICKLABLE as error:
+        raise _no_plain_values(file, state) from error
     try:
         _load(file)
     except UNREADABLE_PICKLE as error:
-        raise CheckpointError(
-            f"{file.name} must hold numbers, texts, tensors, NumPy arrays and lists or dicts of "
-            f"them, since checkpoints are read without running code from them: "
-            f"{_reason(error)}. Return such values from the state_dict of your sampler (or of your "
-            "trainer)."
-        ) from error
+        raise _no_plain_values(file, state) from error
+
+
+def _no_plain_values(file: Path, state: dict[str, Any]) -> CheckpointError:
+    return CheckpointError(
+        f"{file.name} must hold numbers, texts, dates, tensors, NumPy arrays and lists or dicts of "
+        "them, since checkpoints are read without running code from them, but "
+        f"{_unreadable_part(state)}. Return such values from the state_dict of your sampler (or of "
+        "your trainer). Asynchronous schedules also save rows of data and results of agents: write "
+        "other values there as text."
+    )
+
+
+def _unreadable_part(value: Any, place: str = "state") -> str:
+    """Return the place and the class of the first value that cannot be read back."""
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+
+    for key, part in parts:
+        if not _can_be_read(part):
+            return _unreadable_part(part, f"{place}[{key!r}]")
+    return f"{place} is a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _can_be_read(value: Any) -> bool:
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        stream.seek(0)
+        _load(stream)
+    except (*UNREADABLE_PICKLE, *_UNPICKLABLE):
+        return False
+    return True
 
 
 def load_state(file: Path) -> dict[str, Any]:
@@ -105,13 +150,13 @@ def load_state(file: Path) -> dict[str, Any]:
     return state
 
 
-def _load(file: Path) -> Any:
+def _load(file: Path | BinaryIO) -> Any:
     with torch.serialization.safe_globals(_state_classes()):
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _state_classes() -> list[Any]:
-    """Return NumPy's classes and functions that a state may use, in addition to PyTorch's own."""
+    """Return the classes and functions that a state may use, in addition to PyTorch's own."""
     functions: list[Any] = [np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
     dtypes = [value for name, value in vars(np.dtypes).items() if name.endswith("DType")]
 
@@ -120,7 +165,7 @@ def _state_classes() -> list[Any]:
     for function in functions:
         for core in ("core", "_core"):
             aliases.append((function, f"numpy.{core}.multiarray.{function.__name__}"))
-    return [np.ndarray, np.dtype, set, *dtypes, *aliases]
+    return [np.ndarray, np.dtype, *_VALUE_CLASSES, *dtypes, *aliases]
 
 
 def _reason(error: BaseException) -> str:
