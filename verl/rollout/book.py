@@ -15,7 +15,7 @@ away:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain, groupby
 from typing import Any
@@ -49,6 +49,8 @@ class Pace:
         max_started: most groups that have started and are not consumed.
         is_bound: whether batches wait for groups that are due. If not, `max_staleness` is no bound.
         is_partial: whether unfinished samples may be frozen. If not, all that run end first.
+        first_version: of step 1. A resumed run with other `steps_per_version` counts on from the
+            versions of its checkpoint, so this is the number that step 1 would have.
     """
 
     groups_per_step: int
@@ -57,14 +59,15 @@ class Pace:
     max_started: int = 1 << 62
     is_bound: bool = True
     is_partial: bool = True
+    first_version: int = 0
 
     def version_of(self, step: int) -> int:
         """Return the version of the weights that step `step`, counted from 1, updates."""
-        return (step - 1) // self.steps_per_version
+        return self.first_version + (step - 1) // self.steps_per_version
 
     def last_step(self, version: int) -> int:
         """Return the last step that may learn from a token of `version`."""
-        return (version + self.max_staleness + 1) * self.steps_per_version
+        return (version - self.first_version + self.max_staleness + 1) * self.steps_per_version
 
 
 @dataclass(eq=False, slots=True)
@@ -153,7 +156,7 @@ class Group:
 
 # Attributes of the books that a checkpoint has as they are.
 _COUNTERS = (
-    *("version", "next_step", "admitted"),
+    *("version", "next_step", "admitted", "last_batch"),
     *("discarded_groups", "discarded_tokens", "replayed_episodes"),
 )
 
@@ -172,6 +175,7 @@ class Book:
         self.version = 0  # of the weights that generate
         self.next_step = 1  # the step whose batch is taken next
         self.admitted = 0  # groups so far
+        self.last_batch = 0  # of prompts, that was admitted
         self.discarded_groups = 0
         self.discarded_tokens = 0
         self.replayed_episodes = 0  # half-played ones that a resume began anew
@@ -181,11 +185,12 @@ class Book:
     # ---------------------------------------------------------------- admission
 
     def admit(self, step: int, row: int, payload: Any = None) -> Group:
-        """Add the prompt at `row` of batch `step`."""
+        """Add the prompt at `row` of batch `step`. No two prompts have the same place."""
         first = self.admitted * self.num_samples
         samples = [Sample(first + number) for number in range(self.num_samples)]
         group = Group(self.admitted, step, row, samples, payload)
         self.admitted += 1
+        self.last_batch = max(self.last_batch, step)
         self._add(group)
         return group
 
@@ -332,7 +337,21 @@ class Book:
         assert not self.groups
         self.next_step = step + 1
         self.admitted = step * self.pace.groups_per_step
+        self.last_batch = step
+        self.pace = replace(self.pace, first_version=0)
         self.version = self.pace.version_of(step + 1)
+
+    def num_late(self) -> int:
+        """Return how many groups that have started cannot be learned from within the bound.
+
+        None, unless a resumed run has a lower bound or smaller batches than its checkpoint.
+        """
+        num_late = 0
+        started = sorted(self._started(), key=Group.age_order)
+        for num_due, group in enumerate(started, start=1):
+            steps = max(0, self.pace.last_step(group.born or 0) - self.next_step + 1)
+            num_late = max(num_late, num_due - steps * self.pace.groups_per_step)
+        return num_late
 
     def counts(self) -> dict[str, int]:
         """Return the number of trajectories in each state; consumed ones are those that left."""
@@ -384,6 +403,10 @@ class Book:
         """Undo `state_dict`; `payloads` has one entry for each of its groups."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
+        plain = replace(self.pace, first_version=0)
+        first_version = self.version - plain.version_of(self.next_step)
+        self.pace = replace(plain, first_version=first_version)
+
         self.groups = []
         self._by_id = {}
         pictures = unpacked_pictures(state["pictures"])

@@ -2,6 +2,8 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -225,6 +227,50 @@ def test_books_keep_ended_episodes_and_admit_half_played_ones_again():
     assert restored == episode
     assert first.samples[0].token_ids == (3, 4)
     assert first.samples[0].span == 1
+
+
+def books_of_a_step(pace: Pace) -> Book:
+    """Return books after step 1, with the waiting groups of steps 2, 3 and 4."""
+    book = Book(pace, samples=1)
+    for row in range(4):
+        book.admit(step=row + 1, row=0)
+    book.start()
+    for sample_id in range(4):
+        book.finish(sample_id, [1], [-1.0])
+    book.take()
+    book.hand_over()
+    return book
+
+
+AHEAD = Pace(groups_per_step=1, max_staleness=3)
+
+
+def resumed(book: Book, **changed: Any) -> Book:
+    """Return the books as a run with another pace reads them."""
+    again = Book(replace(AHEAD, **changed), samples=1)
+    again.load_state_dict(book.state_dict(), [None] * len(book.groups))
+    return again
+
+
+def test_ages_survive_a_resume_with_fewer_hand_overs():
+    """The bound would be kept against other versions than those of the tokens."""
+    book = books_of_a_step(AHEAD)
+    book.take()
+    book.hand_over()  # version 2 learns in step 3
+
+    again = resumed(book, steps_per_version=2)
+    assert again.version == again.pace.version_of(3) == again.pace.version_of(4) == 2
+    assert again.pace.version_of(5) == 3
+    assert again.pace.last_step(0) == 6, "the last one of version 3"
+    assert resumed(again, steps_per_version=2).pace == again.pace
+
+
+def test_prompts_that_a_lower_bound_leaves_no_step_are_counted():
+    book = books_of_a_step(AHEAD)
+    assert book.num_late() == 0
+    assert resumed(book).num_late() == 0
+    assert resumed(book, max_staleness=2).num_late() == 1
+    assert resumed(book, max_staleness=0).num_late() == 3
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3])

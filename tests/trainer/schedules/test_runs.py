@@ -1,12 +1,17 @@
 """Whole runs of the asynchronous schedules: staleness 0 has the bits of the synchronous run."""
 
+import datetime
 import os
 import runpy
 import shutil
 import signal
 import sys
+from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.trainer.runs import (
@@ -20,6 +25,7 @@ from tests.trainer.runs import (
     without_times,
 )
 from verl.protocol import DataProto
+from verl.tracking.records import load_run
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.utils.errors import ConfigError
 
@@ -153,7 +159,7 @@ def test_books_that_a_changed_run_cannot_go_on_with_are_refused(
 
 
 @pytest.mark.parametrize("prompts", [1, 2, 4])
-def test_a_resumed_run_learns_from_batches_of_another_size(half_way, tmp_path, prompts):
+def test_a_resumed_run_learns_from_batches_of_another_size(half_way, tmp_path, capfd, prompts):
     shutil.copytree(half_way, tmp_path / "run")
     assert run(tmp_path / "run", *BASE, ASYNC, f"data.train_batch_size={prompts}") == 0
     lines = step_lines(tmp_path / "run")
@@ -162,6 +168,38 @@ def test_a_resumed_run_learns_from_batches_of_another_size(half_way, tmp_path, p
     saved = max(step for step in range(STEPS) if (half_way / f"global_step_{step}").exists())
     assert learned[saved - 1] == saved * 3 * 4
     assert learned[-1] == saved * 3 * 4 + (STEPS - saved) * prompts * 4
+
+    record = load_run(tmp_path / "run")
+    sizes: Counter[str] = Counter()
+    for step in record.kept_steps:
+        samples = record.samples(step)
+        sizes.update(samples[row].uid for row in range(len(samples)))
+    assert set(sizes.values()) == {4}, "no two prompts are one group"
+
+    warning = "of the prompts in the books will be learned from later"
+    assert (warning in capfd.readouterr().out) == (prompts < 3)
+
+
+@pytest.mark.parametrize("mode", ["fully_async", "one_step_off"])
+def test_a_checkpoint_holds_the_dates_of_rows(tmp_path, mode):
+    """Batches that were read ahead are saved with all columns of the data."""
+    rows = []
+    for number in range(8):
+        row = {
+            "prompt": [{"role": "user", "content": f"{number} + 1 = ?"}],
+            "data_source": "toy",
+            "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
+            "extra_info": {"day": datetime.date(2026, 1, 1), "price": Decimal("1.25")},
+            "written": datetime.datetime(2026, 1, 1, 12),
+        }
+        rows.append(row)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+
+    data = ["data.dataset_name=null", f"data.train_files={tmp_path / 'rows.parquet'}"]
+    keys = [*data, "actor_rollout_ref.model.path=toy", f"trainer.mode={mode}"]
+    saving = ["data.train_batch_size=3", "trainer.save_freq=1", *keys]
+    assert run(tmp_path / "run", "trainer.max_steps=2", *saving) == 0
+    assert run(tmp_path / "run", "trainer.max_steps=3", *saving) == 0
 
 
 def test_one_step_off_learns_from_the_last_weights_but_one(tmp_path):

@@ -94,7 +94,7 @@ class FullyAsyncTrainer(AheadTrainer):
             raise DataError(
                 f"Expected batches of data.train_batch_size={groups} prompts, got {len(prompts)}."
             )
-        step = self.book.admitted // groups + 1
+        step = self.book.last_batch + 1
         number_prompts(prompts, step)
         for row in range(groups):
             self.book.admit(step, row, prompts.slice(row, row + 1))
@@ -268,6 +268,18 @@ class FullyAsyncTrainer(AheadTrainer):
                 "resume: half-played episodes of agents cannot be saved, so they begin anew: %d in "
                 "this run so far.",
                 self.book.replayed_episodes,
+            )
+
+        options = self.config.async_training
+        late = self.book.num_late()
+        if late and options.on_stale == "wait":
+            logger.warning(
+                "resume: %d of the prompts in the books will be learned from later than "
+                "async_training.max_staleness=%d allows, since this run has a lower bound or a "
+                "smaller batch than the one that drew them. Set it as it was, or leave such tokens "
+                "out with async_training.on_stale=mask.",
+                late,
+                options.bound,
             )
 
 
