@@ -43,6 +43,27 @@ def test_item_has_ids_messages_and_all_columns(parquet, tokenizer):
     }
 
 
+def test_keys_that_parquet_adds_to_messages_do_not_reach_the_template(parquet, tokenizer):
+    calls = [{"function": {"name": "add", "arguments": {"terms": 2}}}]
+    called = [
+        {"role": "user", "content": "1 + 1 = ?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "2", "name": "add"},
+    ]
+    plain = make_row(1)
+    # As Llama 3.1 asks: a null `tool_calls` would be taken for calls.
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    files = parquet([plain, {**make_row(2), "prompt": called}])
+    dataset = RLDataset(files, tokenizer, make_config(filter_overlong_prompts=True))
+    assert [item["raw_prompt"] for item in dataset] == [plain["prompt"], called]
+    texts = [tokenizer.decode(item["raw_prompt_ids"]) for item in dataset]
+    assert texts == ["1 + 1 = ?", "1 + 1 = ?12"]
+
+
 def test_several_files_are_concatenated(parquet, tokenizer, tmp_path):
     lines = write_lines(tmp_path / "b.jsonl", [{"prompt": "Hi", "source_file": "b"}])
     dataset = RLDataset([parquet(make_rows(2)), lines], tokenizer, make_config())

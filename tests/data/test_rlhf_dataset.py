@@ -116,6 +116,13 @@ def test_a_subclass_makes_its_own_rows(tmp_path, tokenizer):
     assert dataset[2]["extra_info"]["number"] == 2
     assert (dataset[2]["data_source"], "answer" in dataset[2]) == ("renamed", False)
 
+    # Its table is Arrow's, which gives every message the keys of all.
+    calls = [{"function": {"name": "add", "arguments": {}}}]
+    rows[1]["prompt"].insert(0, {"role": "assistant", "content": "", "tool_calls": calls})
+    file.write_text("\n".join(map(json.dumps, rows)))
+    dataset = Renamed(str(file), tokenizer, {**SETTINGS, "max_prompt_length": 64})
+    assert dataset[0]["raw_prompt"] == rows[0]["prompt"]
+
     again = Renamed(str(file), tokenizer, {**SETTINGS, "max_prompt_length": 64})
     assert again.fingerprint == dataset.fingerprint
     with pytest.raises(DataError, match=r"Renamed\(.*raw.jsonl\), row 0"):

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
@@ -189,6 +191,57 @@ def test_template_receives_the_extra_columns_of_a_row(dataset):
     made = dataset(rows, tokenizer, multiturn=SFTMultiTurnConfig(enable=True))
     texts = [tokenizer.decode(made[row]["raw_prompt_ids"]) for row in (0, 1)]
     assert texts[0] == "add!" + texts[1]
+
+
+def tool(name: str, parameter: str) -> dict[str, Any]:
+    properties = {parameter: {"type": "string"}}
+    function = {"name": name, "parameters": {"type": "object", "properties": properties}}
+    return {"type": "function", "function": function}
+
+
+def dialogue_with_call(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return [DIALOGUE[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+TOOL_ROWS = [
+    {"messages": dialogue_with_call("find", {"city": "Rome"}), "tools": [tool("find", "city")]},
+    {"messages": dialogue_with_call("add", {"terms": "1, 2"}), "tools": [tool("add", "terms")]},
+]
+WITH_CALLS = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% if 'tool_calls' in m %}"
+    "{{ m.tool_calls | tojson }}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("tools_as_text", [False, True])
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_calls_and_tools_are_learnt_as_the_user_wrote_them(tmp_path, form, tools_as_text):
+    rows = copy.deepcopy(TOOL_ROWS)
+    if tools_as_text:
+        rows = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
+    file = tmp_path / f"rows.{form}"
+    if form == "parquet":
+        # Arrow gives both calls the arguments of both.
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    tokenizer = with_template(WITH_CALLS)
+    config = SFTDataConfig(multiturn=SFTMultiTurnConfig(enable=True))
+    made = SFTDataset(str(file), tokenizer, config)
+    for item, row in zip((made[0], made[1]), TOOL_ROWS):
+        text = tokenizer.decode(item["raw_prompt_ids"] + item["response_ids"])
+        asked, answer = row["messages"]
+        tools, calls = json.dumps(row["tools"]), json.dumps(answer["tool_calls"])
+        assert text == f"{tools}{asked['content']}{calls}<|im_end|>"
+
+
+@pytest.mark.parametrize("tools", ["weather", '{"name": "weather"}', ["weather"], "[1]"])
+def test_tools_that_are_no_schemas_are_an_error_of_their_row(dataset, tools):
+    rows = [{"messages": DIALOGUE, "tools": []}, {"messages": DIALOGUE, "tools": tools}]
+    with pytest.raises(DataError, match="row 1, column 'tools': .*JSON text"):
+        dataset(rows, multiturn=SFTMultiTurnConfig(enable=True))
 
 
 def test_item_is_split_at_the_first_trained_token(dataset):

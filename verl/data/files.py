@@ -55,6 +55,10 @@ class Rows(Protocol):
         """Return each value of a column of texts once, in any order."""
         ...
 
+    def as_written(self, value: Any) -> Any:
+        """Return messages or tool schemas of a row without the keys that the format added."""
+        ...
+
 
 class ArrowRows:
     """Rows of an Arrow table, in memory or mapped from disk."""
@@ -80,6 +84,9 @@ class ArrowRows:
 
     def distinct(self, name: str) -> Iterable[Any]:
         return self.table.column(name).unique().to_pylist()
+
+    def as_written(self, value: Any) -> Any:
+        return without_nulls(value)
 
 
 class FolderRows(ArrowRows):
@@ -114,6 +121,29 @@ class ListRows:
 
     def distinct(self, name: str) -> Iterable[Any]:
         return set(self.column(name))
+
+    def as_written(self, value: Any) -> Any:
+        return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Return messages or tool schemas of an Arrow table without keys that are null.
+
+    Arrow gives a dict the keys of the dicts at its place in all rows. Templates would write
+    arguments of other tools into a call, and take a `tool_calls` that is null for calls.
+    """
+    if isinstance(value, list):
+        return [without_nulls(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+
+    kept = {}
+    for name, part in value.items():
+        # Every message has a content, which may be null where it calls tools.
+        is_content = name == "content" and "role" in value
+        if part is not None or is_content:
+            kept[name] = without_nulls(part)
+    return kept
 
 
 def as_file_list(files: Any) -> list[str]:

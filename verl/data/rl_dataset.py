@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _WRITTEN_LATER = {name for name, column in COLUMNS.items() if column.written_by != "data"}
 _RESERVED = {*_WRITTEN_LATER, "raw_prompt", "raw_prompt_ids"}
 _DICT_COLUMNS = ("reward_model", "extra_info")
-_OWN_CACHE_VERSION = "3"  # raise it when `verl.data.chat` renders a conversation differently
+_OWN_CACHE_VERSION = "4"  # raise it when `verl.data.chat` renders a conversation differently
 
 
 class RLDataset(Dataset):
@@ -146,7 +146,7 @@ class RLDataset(Dataset):
         self, source: int, number: int, row: dict[str, Any]
     ) -> tuple[list[int], Messages, Pictures]:
         """Return token ids, messages and pictures of a row."""
-        prompt = row[self.config.prompt_key]
+        prompt = self._sources[source].as_written(row[self.config.prompt_key])
         with errors_at(f"{self.files[source]}, row {number}"):
             if self.pictures is None:
                 messages = as_messages(prompt)
@@ -307,7 +307,8 @@ class RLDataset(Dataset):
         )
         key = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
         rows = self._sources[source]
-        conversations = map(as_messages, rows.column(self.config.prompt_key))
+        prompts = map(rows.as_written, rows.column(self.config.prompt_key))
+        conversations = map(as_messages, prompts)
         lengths = prompt_lengths(
             self.tokenizer, conversations, count=len(rows), key=key, name=self.files[source]
         )

@@ -8,7 +8,7 @@ import torch
 
 from verl.config import DataConfig
 from verl.config.keys import flatten, owner_of
-from verl.data.files import ListRows, Rows, open_rows
+from verl.data.files import ListRows, Rows, open_rows, without_nulls
 from verl.data.pictures import reader_of
 from verl.data.rl_dataset import RLDataset
 from verl.utils.errors import DataError
@@ -73,7 +73,7 @@ class RLHFDataset(RLDataset):
         rows = [dict(row) for row in self.dataframe]
 
         self.files = [f"{type(self).__name__}({', '.join(self.files)})"]
-        return [ListRows(rows)]
+        return [_TableRows(rows)]
 
     def _fingerprints(self, split: str) -> list[str]:
         if not self._reads_itself:
@@ -109,6 +109,13 @@ class RLHFDataset(RLDataset):
             "position_ids": position_ids,
             **row,
         }
+
+
+class _TableRows(ListRows):
+    """Rows of a table of the package datasets, which is one of Arrow."""
+
+    def as_written(self, value: Any) -> Any:
+        return without_nulls(value)
 
 
 def _section(config: DataConfig | Mapping[str, Any]) -> DataConfig:

@@ -26,6 +26,7 @@ from verl.data.files import (
 from verl.data.pictures import PictureReader, messages_and_sources
 from verl.data.sampler import chosen_rows
 from verl.utils.errors import DataError
+from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class SFTDataset(Dataset):
             )
         require_column(file, rows, config.prompt_key, "data.prompt_key")
         require_column(file, rows, config.response_key, "data.response_key")
-        prompts = rows.column(config.prompt_key)
+        prompts = map(rows.as_written, rows.column(config.prompt_key))
         answers = rows.column(config.response_key)
         columns = zip(prompts, answers, self._media(rows))
         for number, (prompt, answer, media) in enumerate(columns):
@@ -234,9 +235,12 @@ class SFTDataset(Dataset):
             with errors_at(f"{file}, row {number}, column '{keys.messages_key}'"):
                 if isinstance(messages, str):
                     raise DataError(f"must be a list of messages, got a text: {messages[:80]!r}")
-                messages, sources = self._messages(messages, media)
+                messages, sources = self._messages(rows.as_written(messages), media)
 
             arguments = {name: value for name, value in zip(given, values) if value is not None}
+            if "tools" in arguments:
+                with errors_at(f"{file}, row {number}, column '{keys.tools_key}'"):
+                    arguments["tools"] = _tools(rows.as_written(arguments["tools"]))
             yield Conversation(messages, 0, arguments, sources)
 
     def _cut(self, name: str, example: Example) -> Example:
@@ -264,6 +268,22 @@ class SFTDataset(Dataset):
                 why = f"within data.max_length={limit}, data.truncation={side}"
             raise DataError(f"{name}: no token to learn ({why}). Leave the row out.")
         return Example(ids, learnt, images)
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """Return tool schemas that are a list, or the JSON text of one as in many data sets."""
+    tools = value
+    if isinstance(value, str):
+        try:
+            tools = parse_json(value)
+        except ValueError as error:
+            raise DataError(f"is no JSON text ({error}): {value[:80]!r}") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(
+            "must be a list of tool schemas such as [{'type': 'function', 'function': {...}}], or "
+            f"the JSON text of one, got {str(value)[:80]!r}"
+        )
+    return tools
 
 
 def _inner(value: Any, keys: Sequence[str] | None) -> Any:
