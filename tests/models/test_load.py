@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,28 @@ def test_an_incomplete_folder_is_named(
         file.unlink()
     with pytest.raises(ModelError, match=message):
         load_tokenizer(copy) if removed == "tokenizer" else load_causal_lm(copy, dtype="float32")
+
+
+@pytest.mark.parametrize("saved", ["sharded/.metadata", "lora_adapter/adapter_config.json"])
+@pytest.mark.parametrize(
+    "given",
+    ["", "global_step_10", "global_step_10/actor", "global_step_10/actor/huggingface"],
+)
+def test_a_folder_of_a_checkpoint_is_to_be_merged(saved: str, given: str, tmp_path: Path) -> None:
+    roles = [tmp_path / f"global_step_{step}" / "actor" for step in (9, 10)]
+    for role in roles:
+        for name in (saved, "huggingface/config.json"):
+            (role / name).parent.mkdir(parents=True, exist_ok=True)
+            (role / name).touch()
+
+    command = re.escape(f"verl merge --local_dir {roles[1]} --target_dir merged")
+    with pytest.raises(ModelError, match=f"no tokenizer.*{command}"):
+        load_tokenizer(tmp_path / given)
+
+    (roles[1] / "huggingface" / "model.safetensors").touch()
+    if given.endswith("actor"):
+        with pytest.raises(ModelError, match="Give its folder '.*/actor/huggingface'"):
+            load_tokenizer(tmp_path / given)
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./none", "a/b/c"])

@@ -36,6 +36,7 @@ from verl.checkpoint.sharded import MODEL, SHARDED_FOLDER, SavedTensors
 from verl.models.critic import VALUE_HEAD_FILE
 from verl.models.load import causal_lm_class
 from verl.models.lora import ADAPTER_FOLDER, merged_shape, merged_weight, read_adapters
+from verl.models.role_folders import is_role, nearest_role
 from verl.utils.errors import CheckpointError
 from verl.utils.json_text import parse_json
 from verl.utils.limits import grown_too_large
@@ -370,22 +371,17 @@ def _reason(error: Exception) -> str:
 
 def _role_folder(folder: Path) -> Path:
     """Return `folder` if a role saved it, else raise CheckpointError with the nearest one."""
-    if _is_role(folder):
+    if is_role(folder):
         return folder
     expected = (
         "Expected --local_dir to be a role's folder of a checkpoint (.../global_step_N/actor)"
     )
     if not folder.is_dir():
         raise CheckpointError(f"{expected}, but there is no folder {folder}.")
-    candidates = [
-        folder.parent,
-        folder / "actor",
-        *sorted(folder.glob("global_step_*/actor"), key=_step, reverse=True),
-    ]
 
-    for near in candidates:
-        if _is_role(near):
-            raise CheckpointError(f"{expected}, got {folder}. Set --local_dir {near}.")
+    near = nearest_role(folder)
+    if near is not None:
+        raise CheckpointError(f"{expected}, got {folder}. Set --local_dir {near}.")
 
     if any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise CheckpointError(
@@ -397,16 +393,6 @@ def _role_folder(folder: Path) -> Path:
         f"{expected}, got {folder} with {inside} in it, neither {SHARDED_FOLDER}/{SHARD_METADATA} "
         f"nor {ADAPTER_FOLDER}/. Checkpoints of other frameworks cannot be read."
     )
-
-
-def _is_role(folder: Path) -> bool:
-    return (folder / SHARDED_FOLDER / SHARD_METADATA).is_file() or (
-        folder / ADAPTER_FOLDER
-    ).is_dir()
-
-
-def _step(actor: Path) -> int:
-    return int(re.sub(r"\D", "", actor.parent.name) or 0)
 
 
 def _check_target(target: Path, *, in_place: bool) -> None:

@@ -27,10 +27,12 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from verl.checkpoint.hf import WEIGHTS_FOLDER
 from verl.models.attention import IMPLEMENTATION, prepare
 from verl.models.families import override, refuse_unpackable, zero_dropout, zero_module_dropout
 from verl.models.logprobs import head_of
 from verl.models.probe import check_packed
+from verl.models.role_folders import nearest_role
 from verl.models.vision import attention_settings, family_of, reads_pictures
 from verl.utils.cache import cache_folder
 from verl.utils.errors import ModelError, causes
@@ -325,16 +327,26 @@ def _need_files(source: str, patterns: tuple[str, ...], part: str, usual: str) -
     """
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
-        inner = folder / "huggingface"
-        if inner.is_dir():  # a role's folder of a checkpoint
-            way_out = f"Give its folder '{inner}'."
-        else:
-            way_out = "Copy them there, or save them with save_pretrained."
         raise ModelError(
-            f"The folder '{source}' has no {part.split(' ', 1)[-1]}: expected {usual}. {way_out}"
+            f"The folder '{source}' has no {part.split(' ', 1)[-1]}: expected {usual}. "
+            f"{_way_to_model(folder)}"
         )
     if not folder.is_dir() and folder.is_absolute():
         raise ModelError(f"Expected {part} in '{source}', but the folder does not exist.")
+
+
+def _way_to_model(folder: Path) -> str:
+    """Say how to get a model from a folder that lacks a part of one."""
+    inner = folder / WEIGHTS_FOLDER
+    if any(any(inner.glob(pattern)) for pattern in _WEIGHT_FILES):
+        return f"Give its folder '{inner}'."
+    role = nearest_role(folder)
+    if role is not None:
+        return (
+            "It belongs to a checkpoint of training. Write that as a model, and give the new "
+            f"folder: verl merge --local_dir {role} --target_dir merged"
+        )
+    return "Copy them there, or save them with save_pretrained."
 
 
 def _need_hub(source: str, part: str) -> None:
