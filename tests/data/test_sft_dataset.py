@@ -214,12 +214,16 @@ WITH_CALLS = (
 )
 
 
-@pytest.mark.parametrize("tools_as_text", [False, True])
+@pytest.mark.parametrize("is_text", [False, True])
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_calls_and_tools_are_learnt_as_the_user_wrote_them(tmp_path, form, tools_as_text):
+def test_calls_and_tools_are_learnt_as_the_user_wrote_them(tmp_path, form, is_text):
+    """Schemas, and arguments as OpenAI's, may be JSON texts."""
     rows = copy.deepcopy(TOOL_ROWS)
-    if tools_as_text:
-        rows = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
+    if is_text:
+        for row in rows:
+            row["tools"] = json.dumps(row["tools"])
+            [call] = row["messages"][1]["tool_calls"]
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     file = tmp_path / f"rows.{form}"
     if form == "parquet":
         # Arrow gives both calls the arguments of both.

@@ -1,6 +1,5 @@
 """A chat template as the boundary sees it: messages to text, text to ids, ids to text."""
 
-import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,16 +8,12 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from verl.agents.formats.base import ToolSchemas
 from verl.data.chat import Message, encode_rendered, render_conversation
-from verl.utils.errors import DataError
-
-_PROBE_VALUE = "verlArgumentValue"
 
 
 class ChatTemplate:
     """The chat template of a tokenizer with fixed variables.
 
-    Arguments of tool calls may be given as objects or as JSON texts; the template gets the form
-    that it can write. Methods that render raise DataError where the template refuses the messages.
+    Methods that render raise DataError where the template refuses the messages.
     """
 
     def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
@@ -30,7 +25,6 @@ class ChatTemplate:
         self._special_texts = tuple(self._special_tokens)
         self._anchors = self._usable_anchors()
         self._longest_token = self._characters_of_a_token()
-        self._arguments_as_text = self._wants_text_arguments()
 
     def render(
         self,
@@ -42,7 +36,7 @@ class ChatTemplate:
         """Return the text of a conversation, with the generation prompt if `generate`."""
         return render_conversation(
             self.tokenizer,
-            [self._with_arguments(message) for message in messages],
+            list(messages),
             add_generation_prompt=generate,
             tools=tools,
             template_kwargs=self._variables,
@@ -153,63 +147,6 @@ class ChatTemplate:
         splits = getattr(self.tokenizer, "split_special_tokens", False)
         is_whole = backend.padding is None and backend.truncation is None
         return is_whole and backend.encode_special_tokens == splits
-
-    # ------------------------------------------------------------ arguments of calls
-
-    def _wants_text_arguments(self) -> bool:
-        """Return whether the template writes arguments that are JSON texts, and no objects."""
-        function = {"name": "verl_probe", "arguments": {"key": _PROBE_VALUE}}
-        call = {"id": "call00000", "type": "function", "function": function}
-        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-        conversation = [{"role": "user", "content": "Hi"}, reply]
-        try:
-            text = render_conversation(
-                self.tokenizer, conversation, template_kwargs=self._variables
-            )
-        except DataError:
-            return self._takes(conversation)
-
-        # Python's own notation of a dict is the sign of a template that expected a text.
-        return f"'{_PROBE_VALUE}'" in text and "{'key'" in text and self._takes(conversation)
-
-    def _takes(self, conversation: list[Message]) -> bool:
-        """Return whether the conversation renders with arguments as text."""
-        as_text = [with_arguments(message, as_text=True) for message in conversation]
-        try:
-            render_conversation(self.tokenizer, as_text, template_kwargs=self._variables)
-        except DataError:
-            return False
-        return True
-
-    def _with_arguments(self, message: Message) -> Message:
-        if not message.get("tool_calls"):
-            return message
-        return with_arguments(message, as_text=self._arguments_as_text)
-
-
-def with_arguments(message: Message, *, as_text: bool) -> Message:
-    """Return the message with the arguments of its calls as JSON texts, or as objects."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments = function.get("arguments")
-        if as_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        elif not as_text and isinstance(arguments, str):
-            arguments = _as_object(arguments)
-
-        function = {**function, "arguments": arguments}
-        calls.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def _as_object(text: str) -> Any:
-    """Return the object of a JSON text; the text itself if it is none."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
 
 
 def _added_tokens(tokenizer: Any) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Turn chat messages into prompt token ids."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -224,11 +225,22 @@ def render_conversation(
 
 
 def as_template_reads(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> Messages:
-    """Return messages with contents of the form that the tokenizer's template writes.
+    """Return messages with contents and calls of tools in the form that the template writes.
 
     Templates of SmolVLM and LLaVA-OneVision walk over a list of parts, and write nothing of a
-    content that is a text. For these a text becomes a list of one part.
+    content that is a text. For these a text becomes a list of one part. Arguments of a call, given
+    as an object or as JSON text, become the one that the template writes.
     """
+    changed = []
+    for message in _with_contents(tokenizer, messages):
+        if message.get("tool_calls"):
+            as_text = _reads_text_arguments(tokenizer)
+            message = _with_arguments(message, as_text=as_text)
+        changed.append(message)
+    return changed
+
+
+def _with_contents(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> Messages:
     if not _reads_parts_alone(tokenizer):
         return messages
     changed = []
@@ -261,6 +273,63 @@ def _writes(tokenizer: "PreTrainedTokenizerBase", content: Any) -> bool:
     except (TemplateError, TypeError):
         return False
     return _PROBE in text
+
+
+_text_arguments: dict[str, bool] = {}  # by the text of the template
+
+
+def _reads_text_arguments(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether the template writes arguments that are JSON texts, and no objects."""
+    template = str(tokenizer.chat_template)
+    if template not in _text_arguments:
+        written = _written_call(tokenizer, as_text=False)
+        # Python's own notation of a dict is the sign of a template that expected a text.
+        is_wrong = written is None or ("{'key'" in written and f"'{_PROBE}'" in written)
+        takes_text = is_wrong and _written_call(tokenizer, as_text=True) is not None
+        _text_arguments[template] = takes_text
+    return _text_arguments[template]
+
+
+def _written_call(tokenizer: "PreTrainedTokenizerBase", *, as_text: bool) -> str | None:
+    """Return the text of a conversation with a call; None if the template refuses it."""
+    function = {"name": "verl_probe", "arguments": {"key": _PROBE}}
+    call = {"id": "call00000", "type": "function", "function": function}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+    conversation = [{"role": "user", "content": "Hi"}, _with_arguments(reply, as_text=as_text)]
+    try:
+        text: Any = tokenizer.apply_chat_template(
+            _with_contents(tokenizer, conversation), tokenize=False
+        )
+    except (TemplateError, TypeError):
+        return None
+    return text
+
+
+def _with_arguments(message: Message, *, as_text: bool) -> Message:
+    """Return the message with the arguments of its calls as JSON texts, or as objects."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            return message  # the template refuses it, or writes a form of its own
+
+        arguments = function.get("arguments")
+        if as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and isinstance(arguments, str):
+            arguments = _as_object(arguments)
+        function = {**function, "arguments": arguments}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}
+
+
+def _as_object(text: str) -> Any:
+    """Return the object of a JSON text; the text itself if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
 
 
 def check_roles(messages: Messages, render: Callable[[Messages], str]) -> None:
