@@ -8,7 +8,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from tests.shared_files import SHARED, needs_shared
-from verl.data.chat import apply_chat_template, as_messages, encode_conversations, plain_text
+from verl.data.chat import (
+    apply_chat_template,
+    as_messages,
+    encode_conversations,
+    plain_text,
+    render_conversation,
+)
 from verl.utils.errors import DataError
 from verl.utils.logging import say_once
 
@@ -153,6 +159,31 @@ SELECTIVE = (
     "{% for m in messages %}{% if m['role'] in ['user', 'developer'] %}{{ m['content'] }}"
     "{% endif %}{% endfor %}"
 )
+
+
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or () %}WRITTEN;{% endfor %}{% endfor %}"
+AS_OBJECT = CALLS.replace("WRITTEN", "{{ c.function | tojson }}")
+AS_TEXT = CALLS.replace("WRITTEN", "{{ c.function.name }}{{ c.function.arguments }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "texts"),
+    [
+        (AS_OBJECT, ('{"name": "add", "arguments": {"a": [1, null]}};', '{"name": "now"};')),
+        (AS_TEXT, ('add{"a": [1, null]};', "now;")),
+    ],
+)
+def test_templates_get_arguments_in_the_form_that_they_write(tokenizer, template, texts):
+    """Both forms of data are the same; a call without arguments stays without."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    with_text, without = texts
+    for arguments in ({"a": [1, None]}, '{"a": [1, null]}'):
+        call = {"function": {"name": "add", "arguments": arguments}}
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        assert render_conversation(tokenizer, [message]) == with_text
+    message["tool_calls"] = [{"function": {"name": "now"}}]
+    assert render_conversation(tokenizer, [message]) == without
 
 
 @pytest.mark.parametrize(("role", "is_written"), [("developer", True), ("human", False)])

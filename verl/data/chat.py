@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from verl.utils.errors import DataError
-from verl.utils.json_text import parse_json
+from verl.utils.json_text import parse_json, parse_object
 from verl.utils.logging import say_once
 
 if TYPE_CHECKING:
@@ -234,8 +234,7 @@ def as_template_reads(tokenizer: "PreTrainedTokenizerBase", messages: Messages) 
     changed = []
     for message in _with_contents(tokenizer, messages):
         if message.get("tool_calls"):
-            as_text = _reads_text_arguments(tokenizer)
-            message = _with_arguments(message, as_text=as_text)
+            message = _with_arguments(message, as_text=_reads_text_arguments(tokenizer))
         changed.append(message)
     return changed
 
@@ -285,8 +284,7 @@ def _reads_text_arguments(tokenizer: "PreTrainedTokenizerBase") -> bool:
         written = _written_call(tokenizer, as_text=False)
         # Python's own notation of a dict is the sign of a template that expected a text.
         is_wrong = written is None or ("{'key'" in written and f"'{_PROBE}'" in written)
-        takes_text = is_wrong and _written_call(tokenizer, as_text=True) is not None
-        _text_arguments[template] = takes_text
+        _text_arguments[template] = is_wrong and _written_call(tokenizer, as_text=True) is not None
     return _text_arguments[template]
 
 
@@ -313,12 +311,13 @@ def _with_arguments(message: Message, *, as_text: bool) -> Message:
         if not isinstance(function, dict):
             return message  # the template refuses it, or writes a form of its own
 
-        arguments = function.get("arguments")
-        if as_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        elif not as_text and isinstance(arguments, str):
-            arguments = _as_object(arguments)
-        function = {**function, "arguments": arguments}
+        if "arguments" in function:
+            arguments = function["arguments"]
+            if as_text and not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            elif not as_text and isinstance(arguments, str):
+                arguments = _as_object(arguments)
+            function = {**function, "arguments": arguments}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
 
@@ -326,10 +325,9 @@ def _with_arguments(message: Message, *, as_text: bool) -> Message:
 def _as_object(text: str) -> Any:
     """Return the object of a JSON text; the text itself if it is none."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_object(text)
+    except ValueError:
         return text
-    return value if isinstance(value, dict) else text
 
 
 def check_roles(messages: Messages, render: Callable[[Messages], str]) -> None:
