@@ -36,7 +36,7 @@ from verl.checkpoint.sharded import MODEL, SHARDED_FOLDER, SavedTensors
 from verl.models.critic import VALUE_HEAD_FILE
 from verl.models.load import causal_lm_class
 from verl.models.lora import ADAPTER_FOLDER, merged_shape, merged_weight, read_adapters
-from verl.models.role_folders import is_role, nearest_role
+from verl.models.role_folders import WEIGHT_FILES, has_weights, is_role, nearest_role
 from verl.utils.errors import CheckpointError
 from verl.utils.json_text import parse_json
 from verl.utils.limits import grown_too_large
@@ -44,8 +44,7 @@ from verl.utils.limits import grown_too_large
 # The parts of a critic.
 _BODY = f"{MODEL}body."
 _HEAD = f"{MODEL}value_head."
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
-_NOT_COPIED = (*_WEIGHTS, "adapter_config.json")
+_NOT_COPIED = (*WEIGHT_FILES, "adapter_config.json")
 # Errors of the readers of JSON, of configurations and of safetensors for damaged files.
 _UNREADABLE = (
     OSError,
@@ -383,7 +382,7 @@ def _role_folder(folder: Path) -> Path:
     if near is not None:
         raise CheckpointError(f"{expected}, got {folder}. Set --local_dir {near}.")
 
-    if any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+    if has_weights(folder):
         raise CheckpointError(
             f"{expected}, got {folder}, which already has complete weights: load it as it is."
         )
@@ -400,7 +399,7 @@ def _check_target(target: Path, *, in_place: bool) -> None:
         return
     if target.is_dir() and not any(target.iterdir()):
         return
-    if in_place and not any(any(target.glob(pattern)) for pattern in _WEIGHTS):
+    if in_place and not has_weights(target):
         return
     raise CheckpointError(
         f"Expected --target_dir to be a new folder, but {target} is not empty. Set another one, or "

@@ -32,7 +32,7 @@ from verl.models.attention import IMPLEMENTATION, prepare
 from verl.models.families import override, refuse_unpackable, zero_dropout, zero_module_dropout
 from verl.models.logprobs import head_of
 from verl.models.probe import check_packed
-from verl.models.role_folders import nearest_role
+from verl.models.role_folders import WEIGHT_FILES, has_weights, nearest_role
 from verl.models.vision import attention_settings, family_of, reads_pictures
 from verl.utils.cache import cache_folder
 from verl.utils.errors import ModelError, causes
@@ -49,7 +49,6 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "*.model",
 )
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -216,7 +215,7 @@ def load_transformer(
         path, trust_remote_code=trust_remote_code, override_config=override_config
     )
     source = resolve_path(path)
-    _need_files(source, _WEIGHT_FILES, "weights", "model.safetensors")
+    _need_files(source, WEIGHT_FILES, "weights", "model.safetensors")
     refuse_unpackable(config, max_length)
     kind = {
         "dtype": torch_dtype(dtype),
@@ -338,7 +337,7 @@ def _need_files(source: str, patterns: tuple[str, ...], part: str, usual: str) -
 def _way_to_model(folder: Path) -> str:
     """Say how to get a model from a folder that lacks a part of one."""
     inner = folder / WEIGHTS_FOLDER
-    if any(any(inner.glob(pattern)) for pattern in _WEIGHT_FILES):
+    if has_weights(inner):
         return f"Give its folder '{inner}'."
     role = nearest_role(folder)
     if role is not None:

@@ -1,4 +1,4 @@
-"""Find the folders in which training saved a model, such as global_step_20/actor."""
+"""Tell folders of models from those in which training saved one, such as global_step_20/actor."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,13 @@ from pathlib import Path
 from verl.checkpoint.manifest import SHARD_METADATA
 from verl.checkpoint.sharded import SHARDED_FOLDER
 from verl.models.lora import ADAPTER_FOLDER
+
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether `folder` has weights that transformers reads."""
+    return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
 def is_role(folder: Path) -> bool:
