@@ -265,13 +265,19 @@ def _reads_parts_alone(tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 def _writes(tokenizer: "PreTrainedTokenizerBase", content: Any) -> bool:
     """Return whether the template writes the probe that a message of the user contains."""
+    written = _written(tokenizer, [{"role": "user", "content": content}])
+    return written is not None and _PROBE in written
+
+
+def _written(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> str | None:
+    """Return the text that the template writes, of messages as they are; None if it refuses them."""
     try:
         text: Any = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            messages, tokenize=False, add_generation_prompt=True
         )
     except (TemplateError, TypeError):
-        return False
-    return _PROBE in text
+        return None
+    return text
 
 
 _text_arguments: dict[str, bool] = {}  # by the text of the template
@@ -294,13 +300,7 @@ def _written_call(tokenizer: "PreTrainedTokenizerBase", *, as_text: bool) -> str
     call = {"id": "call00000", "type": "function", "function": function}
     reply = {"role": "assistant", "content": "", "tool_calls": [call]}
     conversation = [{"role": "user", "content": "Hi"}, _with_arguments(reply, as_text=as_text)]
-    try:
-        text: Any = tokenizer.apply_chat_template(
-            _with_contents(tokenizer, conversation), tokenize=False
-        )
-    except (TemplateError, TypeError):
-        return None
-    return text
+    return _written(tokenizer, _with_contents(tokenizer, conversation))
 
 
 def _with_arguments(message: Message, *, as_text: bool) -> Message:
