@@ -81,6 +81,7 @@ def test_a_graph_replays_on_memory_that_was_released_and_restored(reserve):
         awake = free_bytes()
         memory.release()
         freed.append(free_bytes() - awake)
+        assert memory.mapped_bytes == 0
         # Takes the pages that were just released, so that other ones are mapped.
         others = torch.full((GIB,), 255, dtype=torch.uint8, device="cuda")
         memory.grow(GIB)

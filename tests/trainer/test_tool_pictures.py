@@ -129,7 +129,7 @@ def test_asynchronous_episodes_with_pictures_have_the_bits_of_the_synchronous_ru
     for name, keys in schedules.items():
         assert main(async_command(tmp_path / name, model, *keys)) == 0
     runs = [tmp_path / name / "run" for name in schedules]
-    # When a tool has done decides which turns share a batch, and so the last bits of a rollout.
+    # The times of tools decide which turns share a batch, and so the last bits of a rollout.
     names = ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "response_length/mean")
     sync, ours = ([[line[name] for name in names] for line in step_lines(run)] for run in runs)
     assert len(sync) == 3
