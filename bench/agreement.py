@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-# the package beside us, installed or not
+# the package next to this folder, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch

@@ -3,9 +3,9 @@
 One after the other, engines in float32, bfloat16 and fp8 get the same weights and compute the whole
 distribution of every next token of the same sequences, which the bfloat16 engine has drawn. The
 table has KL(bfloat16 || fp8) and, as the size of ordinary rounding, KL(float32 || bfloat16): means
-over tokens, and the largest ones. With `--cache`, keys and values are in eight bits in place of
-weights (fp8kv), and the distributions are those after the drawn tokens, which all engines compute
-from keys and values in their pages.
+over tokens, and the largest ones. With `--kind fp8kv`, keys and values are in eight bits in place of
+weights, with `fp8both` all three. Then the distributions are those after the drawn tokens, which
+all engines compute from keys and values in their pages.
 
 A folder with a pretrained model is taken as it is. Of a folder with a configuration alone, two sets
 of random weights are measured: those of transformers' initialization, whose layers each outweigh
@@ -13,8 +13,7 @@ the residual stream before them, so that rounding is amplified from layer to lay
 nearer to trained models: embeddings of size 1, and output projections divided by the root of twice
 the number of layers, as in GPT-2's initialization.
 
-Run `python bench/agreement_fp8.py FOLDER`. `rollout.py --engines ours,ours-fp8,ours-fp8kv` runs it
-as well.
+Run `python bench/agreement_fp8.py FOLDER`. `rollout.py` with engines in eight bits runs it as well.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-# the package beside us, installed or not
+# the package next to this folder, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -49,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "fp8": {"quantization": "fp8"},
     "fp8kv": {"kv_cache_dtype": "fp8"},
+    "fp8both": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
 
 
@@ -149,7 +149,7 @@ def measure(model: PreTrainedModel, device: torch.device, small: str = "fp8") ->
             sequences = draw(engine, prompts, DRAWN_TOKENS)
         else:
             draw(engine, prompts, 1)  # which makes the decoder
-        if small == "fp8kv":
+        if "kv_cache_dtype" in SETTINGS[small]:
             states[name] = states_from_pages(engine, sequences, PROMPT_TOKENS)
         else:
             states[name] = hidden_states(engine, sequences)
@@ -181,10 +181,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--cache", action="store_true", help="keys and values in eight bits")
+    kinds = [kind for kind in SETTINGS if kind.startswith("fp8")]
+    parser.add_argument("--kind", choices=kinds, default="fp8", help="parts in eight bits [fp8]")
     asked = parser.parse_args()
     folder: Path = asked.folder
-    small = "fp8kv" if asked.cache else "fp8"
+    small = asked.kind
     device = torch.device("cuda", 0)
     results = {}
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-# the package beside us, installed or not
+# the package next to this folder, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np

@@ -5,14 +5,14 @@ Every engine runs in a process of its own, one after the other, on random weight
 shape. All get the same prompts of random tokens and the same length of every sample
 (`rollout_work.py` says how lengths are drawn), temperature 1 and, ours and vLLM, the log-probs of
 the drawn tokens. A short run warms an engine up; then each repeat has prompts that no prefix cache
-knows, and the best repeat counts. Beside the seconds stands the bound of `roofline.py`, from speeds
+knows, and the best repeat counts. Next to the seconds stands the bound of `roofline.py`, from speeds
 measured here.
 
 Run `python bench/rollout.py`, or for example with `--models 0.5b,1.5b,7b --samples 1,8,16 --engines
 ours,vllm,hf --lengths fixed:256,tail:1024`; `--decode-step` measures one decode step of ours at 256
-rows instead. With `--engines ours,ours-fp8,ours-fp8kv` the ratios of times and the KLs per token
-(`agreement_fp8.py`) of eight-bit weights, and of eight-bit keys and values, follow; the bound is
-that of bfloat16 for all. `--tiny` tries the script on
+rows instead. With `--engines ours,ours-fp8,ours-fp8kv,ours-fp8both` the ratios of times and the KLs
+per token (`agreement_fp8.py`) of eight-bit weights, of eight-bit keys and values, and of both,
+follow; the bound is that of bfloat16 for all. `--tiny` tries the script on
 CPU. The jobs, the results as JSON and the logs of the engines lie in the folder `--out`.
 """
 
@@ -42,6 +42,7 @@ SCRIPTS = {
     "ours-deterministic": "rollout_ours.py",
     "ours-fp8": "rollout_ours.py",
     "ours-fp8kv": "rollout_ours.py",
+    "ours-fp8both": "rollout_ours.py",
     "vllm": "rollout_vllm.py",
     "hf": "rollout_hf.py",
 }
@@ -50,10 +51,16 @@ NAMES = {
     "ours-deterministic": "ours, deterministic",
     "ours-fp8": "ours, fp8",
     "ours-fp8kv": "ours, fp8 keys and values",
+    "ours-fp8both": "ours, fp8 weights, keys and values",
     "vllm": "vLLM",
     "hf": "transformers generate",
 }
-IN_EIGHT_BITS = {"ours-fp8", "ours-fp8kv"}
+# Settings of the engines in eight bits.
+IN_EIGHT_BITS: dict[str, dict[str, str]] = {
+    "ours-fp8": {"quantization": "fp8"},
+    "ours-fp8kv": {"kv_cache_dtype": "fp8"},
+    "ours-fp8both": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+}
 DEVICE_DEFAULTS = {
     "models": "1.5b",
     "lengths": "tail:1024",
@@ -236,7 +243,7 @@ def refuse_what_cannot_run(plan: Plan) -> None:
             "--tiny."
         )
 
-    if plan.device == "cpu" and not IN_EIGHT_BITS.isdisjoint(plan.engines):
+    if plan.device == "cpu" and any(engine in IN_EIGHT_BITS for engine in plan.engines):
         raise SystemExit("rollout.py: --tiny runs on CPU, where the engine has no eight bits.")
 
     if plan.device == "cpu" and "vllm" in plan.engines:
@@ -292,8 +299,7 @@ def run_side(plan: Plan, model: str, engine: str) -> dict[str, Any] | None:
         max_num_seqs=plan.max_num_seqs,
         gpu_memory_utilization=0.85,
         deterministic=engine == "ours-deterministic",
-        quantization="fp8" if engine == "ours-fp8" else None,
-        kv_cache_dtype="fp8" if engine == "ours-fp8kv" else "auto",
+        **IN_EIGHT_BITS.get(engine, {}),
         repeats=plan.repeats,
         seed=plan.seed,
         workloads=plan.workloads,
@@ -435,7 +441,7 @@ def report_model(
         }
     for engine, result in results.items():
         print(f"{NAMES[engine]}: {result['versions']}")
-    for engine in sorted(IN_EIGHT_BITS & results.keys()):
+    for engine in sorted(IN_EIGHT_BITS.keys() & results.keys()):
         if "ours" in results:
             report[engine.removeprefix("ours-")] = compare_fp8(plan, model, results, engine)
     return report
@@ -460,8 +466,7 @@ def compare_fp8(
 
     log = plan.out / model / f"agreement_{kind}.log"
     command = [str(HERE / "agreement_fp8.py"), str(plan.out / model / "model")]
-    if engine == "ours-fp8kv":
-        command.append("--cache")
+    command += ["--kind", kind]
     if run_process(command, log):
         found["kl"] = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
         for weights, values in found["kl"].items():

@@ -25,7 +25,7 @@ from verl.rollout.embedded.cuda_decoder import TritonDecoder
 from verl.rollout.embedded.kernels import paged_attention
 from verl.rollout.embedded.kernels.fp8 import quantize_rows
 from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
-from verl.rollout.fp8 import FP8, Fp8Linear, Rows, product, quantize
+from verl.rollout.fp8 import FP8, Fp8Linear, Rows, product, quantize, unscaled_product
 from verl.rollout.types import Room
 from verl.utils.devices import GIB
 
@@ -146,6 +146,9 @@ def test_products_of_a_7b_layer(columns: int, inner: int, fast: bool, monkeypatc
         errors[count] = relative_l2(product(x, weight, bias, torch.bfloat16), expected)
         plain = product(x, weight, None, torch.bfloat16)
         errors[count] = max(errors[count], relative_l2(plain, expected - bias.float()))
+        apart = unscaled_product(x, weight, torch.ones((), device="cuda"), torch.bfloat16)
+        scaled = apart.values * apart.rows * apart.columns.t()
+        errors[count] = max(errors[count], relative_l2(scaled, expected - bias.float()))
     print(f"({columns}, {inner}), fast {fast}: {errors}")
     assert max(errors.values()) < 6e-3, errors
 

@@ -33,7 +33,7 @@ from verl.rollout.base import check_engine, check_engine_model
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, TritonDecoder
 from verl.rollout.embedded.kernels.fp8 import quantize_rows
 from verl.rollout.embedded.kernels.layers import add_rms_norm, swiglu
-from verl.rollout.fp8 import FP8, Fp8Linear, Rows, product, quantize
+from verl.rollout.fp8 import FP8, Fp8Linear, Rows, product, quantize, unscaled_product
 from verl.rollout.twin import ModelTwin
 from verl.utils.errors import ConfigError
 from verl.weight_sync.fingerprint import fingerprints
@@ -137,6 +137,24 @@ def test_a_product_is_that_of_the_rounded_matrices(count: int, biased: bool):
     expected = torch.nn.functional.linear(x.wide(), weight.wide(), bias)
     out = product(x, weight, bias, torch.float32)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("place", [1, 2])
+@interpreted
+def test_the_norm_multiplies_products_by_their_scales(place: int):
+    x = quantize(spread(5, 48).clamp(-10, 10))
+    weight = quantize(spread(32, 48, seed=1).clamp(-10, 10))
+    apart = unscaled_product(x, weight, torch.ones(()), torch.float32)
+    whole = product(x, weight, None, torch.float32)
+    factors = torch.rand(32)
+    others = torch.randn(2, 5, 32)
+    results = []
+    for part in (apart, whole):
+        parts = [*others.clone()]
+        parts.insert(place, part)
+        normed = add_rms_norm(parts, factors, 1e-6, writes_sum=True)
+        results.append((normed, parts[0]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------- the twin

@@ -53,6 +53,14 @@ class Rows(NamedTuple):
         return self.values.float() * self.scales
 
 
+class Unscaled(NamedTuple):
+    """A product (M, N) that is `values * rows * columns.T`. Its reader multiplies."""
+
+    values: Tensor  # (M, N)
+    rows: Tensor  # (M, 1) float32
+    columns: Tensor  # (N, 1) float32
+
+
 def quantize(x: Tensor, out: Rows | None = None) -> Rows:
     """Round the rows of x (M, K) to eight bits."""
     rows = Rows.empty(x.shape, x.device) if out is None else out
@@ -92,6 +100,24 @@ def product(x: Rows, weight: Rows, bias: Tensor | None, dtype: torch.dtype) -> T
         out_dtype=dtype,
         use_fast_accum=FAST_ACCUMULATION,
     )
+
+
+def unscaled_product(x: Rows, weight: Rows, one: Tensor, dtype: torch.dtype) -> Unscaled:
+    """Return x W^T (M, N) of x (M, K) and W (N, K) in `dtype`, with their scales apart.
+
+    `one` () is a 1 in fp32 on their device. cuBLAS does not cut K where rows have scales: on an
+    H200, the last product of a 7B layer takes 47 us with 16 to 256 rows, more than the 38 to 54 us
+    of bfloat16. Without scales it takes 21 to 31 us.
+    """
+    values = torch._scaled_mm(
+        x.values,
+        weight.values.t(),
+        scale_a=one,
+        scale_b=one,
+        out_dtype=dtype,
+        use_fast_accum=FAST_ACCUMULATION,
+    )
+    return Unscaled(values, x.scales, weight.scales)
 
 
 class Fp8Linear(nn.Linear):

@@ -18,7 +18,7 @@ from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swigl
 from verl.rollout.embedded.kernels.paged_attention import Fresh, decode_attention
 from verl.rollout.embedded.kernels.slots import store_tokens
 from verl.rollout.embedded.tensor_parallel import TensorParallel
-from verl.rollout.fp8 import Rows, product
+from verl.rollout.fp8 import Rows, Unscaled, product, unscaled_product
 from verl.rollout.twin import ModelTwin
 from verl.utils.arithmetic import ceil_div
 
@@ -135,6 +135,7 @@ class TritonDecoder(FusedDecoder):
         )
         self._dtype = twin.dtype
         self._quantized = twin.quantized
+        self._one = torch.ones((), device=self.norm.weight.device)
         # by id of the layer: query, key and value in one, and gate and up in one
         self._projections = {}
         for layer in self.layers:
@@ -182,7 +183,7 @@ class TritonDecoder(FusedDecoder):
         """Return the positions themselves."""
         return positions
 
-    def attend(self, layer: Layer, normed: Any, places: Any, step: Any) -> Tensor:
+    def attend(self, layer: Layer, normed: Any, places: Any, step: Any) -> Tensor | Unscaled:
         """Implement `FusedDecoder.attend`."""
         pages = self.paging.layers[layer.attention]
         qkv = self._product(normed, *self._projections[id(layer)][0])
@@ -238,7 +239,7 @@ class TritonDecoder(FusedDecoder):
         )
         return out[0]
 
-    def feed_forward(self, layer: Layer, normed: Any) -> Tensor:
+    def feed_forward(self, layer: Layer, normed: Any) -> Tensor | Unscaled:
         """Implement `FusedDecoder.feed_forward`."""
         if layer.mixture is not None:
             return self._mix(layer, layer.mixture, normed)
@@ -275,8 +276,10 @@ class TritonDecoder(FusedDecoder):
             torch.mul(shared, share, out=out[-1])
         return out
 
-    def _output_projection(self, x: Tensor | Rows, linear: Any) -> Tensor:
+    def _output_projection(self, x: Tensor | Rows, linear: Any) -> Tensor | Unscaled:
         """Return x W^T + b (b, N), or the products (S, b, N) of S parts of x and W in fp32.
+
+        Rows in eight bits give a product whose scales are apart, which `add_norm` multiplies.
 
         `add_norm` sums the parts. An output of few tiles keeps few processors busy, so K is cut.
         cuBLAS cuts K, too, but sums in a separate kernel. On an H200 with 256 rows, the last
@@ -284,7 +287,9 @@ class TritonDecoder(FusedDecoder):
         7.3, 14.0 and 53.7 here, and the norm takes 0.6 to 1 us more.
         """
         if isinstance(x, Rows):
-            return product(x, linear.rows, linear.bias, self._dtype)
+            if linear.bias is not None:
+                return product(x, linear.rows, linear.bias, self._dtype)
+            return unscaled_product(x, linear.rows, self._one, self._dtype)
 
         rows, inner = x.shape
         columns = linear.weight.shape[0]

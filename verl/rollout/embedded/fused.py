@@ -118,9 +118,9 @@ def _rotary_tables(
     return tables[0], tables[1]
 
 
-# The residual stream is the sum of these tensors (b, H); some decoders leave (S, b, H), to be added
-# up first.
-Parts = tuple[Tensor, ...]
+# The residual stream is the sum of these tensors (b, H). Some decoders leave (S, b, H), to be added
+# up first, or products whose scales are apart.
+Parts = tuple[Any, ...]
 
 
 class FusedDecoder(ABC):
@@ -214,11 +214,11 @@ class FusedDecoder(ABC):
         """Return the form of the positions (b,) that the layers need."""
 
     @abstractmethod
-    def attend(self, layer: Layer, normed: Any, places: Any, step: Any) -> Tensor:
+    def attend(self, layer: Layer, normed: Any, places: Any, step: Any) -> Any:
         """Return this rank's share of attention with its output projection, for states (b, H)."""
 
     @abstractmethod
-    def feed_forward(self, layer: Layer, normed: Any) -> Tensor:
+    def feed_forward(self, layer: Layer, normed: Any) -> Any:
         """Return this rank's share of the gated feed-forward part, for normed states (b, H)."""
 
 

@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from verl.rollout.embedded.kernels.fp8 import num_warps, row_scale, scaled_down, store_row
-from verl.rollout.fp8 import Rows
+from verl.rollout.fp8 import Rows, Unscaled
 
 # Values that one program of `swiglu` computes.
 _BLOCK = 1024
 
 
 def add_rms_norm(
-    parts: Sequence[Tensor],
+    parts: Sequence[Tensor | Unscaled],
     weight: Tensor,
     eps: float,
     *,
@@ -33,7 +33,7 @@ def add_rms_norm(
 
     Args:
         parts: one to three (b, H), contiguous. All but the first may also be (S, b, H), often in
-            fp32: S sums whose sum, rounded, is the part.
+            fp32: S sums whose sum, rounded, is the part; or products whose scales are apart.
         weight: (H,).
         eps: added to the mean of squares.
         writes_sum: write the sum to the first part, and norm the written numbers rather than the
@@ -44,15 +44,16 @@ def add_rms_norm(
         rows: (b, H) in eight bits, for the result; its values are returned.
     """
     first, *others = parts
-    second, third = (*others, None, None)[:2]
+    assert isinstance(first, Tensor), "the first part is a tensor"
+    second, third = (_with_scales(part) for part in (*others, None, None)[:2])
     out, scales = (torch.empty_like(first), None) if rows is None else rows
     count, width = first.shape
     block = triton.next_power_of_2(width)
 
     _add_rms_norm[(count,)](
         first,
-        second,
-        third,
+        *second,
+        *third,
         weight,
         out,
         scales,
@@ -60,8 +61,8 @@ def add_rms_norm(
         eps,
         shift,
         inner,
-        SECOND_SPLITS=_num_splits(second),
-        THIRD_SPLITS=_num_splits(third),
+        SECOND_SPLITS=_num_splits(second[0]),
+        THIRD_SPLITS=_num_splits(third[0]),
         WRITES_SUM=writes_sum and bool(others),
         ROUND_NORMED=round_normed,
         BLOCK=block,
@@ -69,6 +70,11 @@ def add_rms_norm(
     )
 
     return out
+
+
+def _with_scales(part: Tensor | Unscaled | None) -> tuple[Tensor | None, ...]:
+    """Return the values of a part and, if they are apart, the scales of its rows and columns."""
+    return part if isinstance(part, Unscaled) else (part, None, None)
 
 
 def _num_splits(part: Tensor | None) -> int:
@@ -169,7 +175,11 @@ def rope_store(
 def _add_rms_norm(
     FIRST,
     SECOND,
+    SECOND_ROWS,
+    SECOND_COLUMNS,
     THIRD,
+    THIRD_ROWS,
+    THIRD_COLUMNS,
     WEIGHT,
     OUT,
     SCALES,
@@ -189,14 +199,18 @@ def _add_rms_norm(
     dtype = FIRST.dtype.element_ty
     wide = tl.load(FIRST + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if SECOND is not None:
-        second = _part(SECOND, row * width + column, inside, width, SECOND_SPLITS, dtype)
+        second = _part(
+            SECOND, SECOND_ROWS, SECOND_COLUMNS, row, column, inside, width, SECOND_SPLITS, dtype
+        )
         if INNER is not None:
             scale = tl.rsqrt(tl.sum(second * second, axis=0) / width + eps)
             factor = tl.load(INNER + column, mask=inside, other=0.0).to(tl.float32) + shift
             second = (second * scale * factor).to(dtype).to(tl.float32)
         wide += second
     if THIRD is not None:
-        wide += _part(THIRD, row * width + column, inside, width, THIRD_SPLITS, dtype)
+        wide += _part(
+            THIRD, THIRD_ROWS, THIRD_COLUMNS, row, column, inside, width, THIRD_SPLITS, dtype
+        )
 
     if WRITES_SUM:
         tl.store(FIRST + row * width + column, wide.to(dtype), mask=inside)
@@ -213,12 +227,25 @@ def _add_rms_norm(
 
 
 @triton.jit
-def _part(PART, at, inside, width, SPLITS: tl.constexpr, dtype: tl.constexpr):
-    """Load one row of a part, in fp32."""
+def _part(
+    PART,
+    ROWS,
+    COLUMNS,
+    row,
+    column,
+    inside,
+    width,
+    SPLITS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Load one row of a part, in fp32, times its scales if there are any."""
+    at = row * width + column
     total = tl.load(PART + at, mask=inside, other=0.0).to(tl.float32)
     for number in tl.static_range(1, SPLITS):
         part = tl.load(PART + number * tl.num_programs(0) * width + at, mask=inside, other=0.0)
         total += part.to(tl.float32)
+    if ROWS is not None:
+        total *= tl.load(ROWS + row) * tl.load(COLUMNS + column, mask=inside, other=0.0)
     return total.to(dtype).to(tl.float32)
 
 
