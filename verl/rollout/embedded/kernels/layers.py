@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.rollout.embedded.kernels.fp8 import num_warps, row_scale, scaled_down, store_row
+from verl.rollout.embedded.kernels.fp8 import num_warps, row_scale, store_row
 from verl.rollout.fp8 import Rows, Unscaled
 
 # Values that one program of `swiglu` computes.
@@ -90,10 +90,12 @@ def swiglu(gate_up: Tensor, *, gelu: bool = False, rows: Rows | None = None) -> 
     count = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     if rows is not None:
-        # One program computes a whole row, because the scale depends on all of it.
-        block = triton.next_power_of_2(width)
+        # One program computes a whole row, because the scale depends on all of it. One block would
+        # be up to half empty.
+        block = triton.next_power_of_2(width) // 2
+        rest = triton.next_power_of_2(width - block)
         _swiglu_rows[(count,)](
-            gate_up, *rows, width, GELU=gelu, BLOCK=block, num_warps=num_warps(block)
+            gate_up, *rows, width, GELU=gelu, BLOCK=block, REST=rest, num_warps=num_warps(block)
         )
         return rows.values
 
@@ -259,12 +261,24 @@ def _swiglu(GATE_UP, OUT, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_rows(GATE_UP, OUT, SCALES, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_rows(
+    GATE_UP, OUT, SCALES, width, GELU: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
+    GATE_UP += row * 2 * width
+    OUT += row * width
     column = tl.arange(0, BLOCK)
-    inside = column < width
-    active = _active(GATE_UP + row * 2 * width + column, width, inside, GELU)
-    store_row(active, OUT + row * width + column, SCALES + row, inside)
+    rest = BLOCK + tl.arange(0, REST)
+
+    active = _active(GATE_UP + column, width, column < width, GELU)
+    others = _active(GATE_UP + rest, width, rest < width, GELU)
+    largest = tl.maximum(tl.max(tl.abs(active), axis=0), tl.max(tl.abs(others), axis=0))
+    scale, factor = row_scale(largest)
+
+    dtype = OUT.dtype.element_ty
+    tl.store(SCALES + row, scale)
+    tl.store(OUT + column, (active * factor).to(dtype), mask=column < width)
+    tl.store(OUT + rest, (others * factor).to(dtype), mask=rest < width)
 
 
 @triton.jit
@@ -358,11 +372,11 @@ def _store_eight_bits(TARGET, SCALES, low, high, mask, is_head, D: tl.constexpr)
     low = low.to(tl.float32)
     high = high.to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
-    scale = row_scale(largest)[:, None]
+    scale, factor = row_scale(largest)
     dtype = TARGET.dtype.element_ty
-    tl.store(SCALES, scale, mask=is_head)
-    tl.store(TARGET, scaled_down(low, scale).to(dtype), mask=mask)
-    tl.store(TARGET + D // 2, scaled_down(high, scale).to(dtype), mask=mask)
+    tl.store(SCALES, scale[:, None], mask=is_head)
+    tl.store(TARGET, (low * factor[:, None]).to(dtype), mask=mask)
+    tl.store(TARGET + D // 2, (high * factor[:, None]).to(dtype), mask=mask)
 
 
 @triton.jit
