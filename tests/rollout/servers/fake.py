@@ -57,6 +57,10 @@ class LoadedModel:
         self.weights = dict(weights)
 
 
+# Answered by the process that listens, also where its engine hangs.
+ANSWERED_IN_FRONT = ("/v1/models", "/version", "/model_info", "/tokenize")
+
+
 class FakeServer:
     """One server at a port of this machine.
 
@@ -77,6 +81,8 @@ class FakeServer:
         self.delay_s = 0.0
         self.thawed = threading.Event()  # cleared: it takes calls and does not answer
         self.thawed.set()
+        self.engine_thawed = threading.Event()  # cleared: its engine alone does not
+        self.engine_thawed.set()
         self.asked = Counter()  # calls by path
         self.draws = 0
         self.takes_adapters = False
@@ -128,10 +134,11 @@ class FakeServer:
                 connections.append(self.connection)
 
             def _answer(self, body):
-                fake.asked[urlsplit(self.path).path] += 1
-                fake.thawed.wait()
-                answer = fake.answer(urlsplit(self.path).path, body, ended)
-                fake.thawed.wait()
+                path = urlsplit(self.path).path
+                fake.asked[path] += 1
+                fake.wait_until_thawed(path)
+                answer = fake.answer(path, body, ended)
+                fake.wait_until_thawed(path)
                 if ended.is_set():
                     self.close_connection = True
                     return
@@ -163,11 +170,18 @@ class FakeServer:
         """End as after kill -9: running draws get no answer."""
         self._ended.set()
         self.thawed.set()
+        self.engine_thawed.set()
         self._listener.shutdown()
         self._listener.server_close()
         for connection in self._connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+    def wait_until_thawed(self, path):
+        """Wait until the parts that answer a path do not hang."""
+        self.thawed.wait()
+        if path not in ANSWERED_IN_FRONT:
+            self.engine_thawed.wait()
 
     # ---------------------------------------------------------------- routes
 

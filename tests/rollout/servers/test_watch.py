@@ -49,11 +49,15 @@ def short(monkeypatch):
     """Look often, so that a server that hangs is noticed after about three seconds."""
     monkeypatch.setattr(watch, "_EVERY_S", 0.2)
     monkeypatch.setattr(watch, "_SIGN_S", 0.8)
+    monkeypatch.setattr(watch, "_MISSES_OF_ENGINE", 4)
 
 
+@pytest.mark.parametrize("part", ["it", "its engine"])
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 @pytest.mark.parametrize("others", [0, 1])
-def test_samples_of_a_server_that_hangs_are_drawn_again(settings, start, caplog, dialect, others):
+def test_samples_of_a_server_that_hangs_are_drawn_again(
+    settings, start, caplog, dialect, others, part
+):
     """Without another server, the same one draws them when it answers again."""
     servers = [start(dialect) for _ in range(others + 1)]
     settings.actor_rollout_ref.rollout.server_timeout_s = 60.0
@@ -62,20 +66,23 @@ def test_samples_of_a_server_that_hangs_are_drawn_again(settings, start, caplog,
     hangs = servers[0]
     hangs.delay_s = 0.02
     before = hangs.draws
+    thawed = hangs.thawed if part == "it" else hangs.engine_thawed
+    questions = 3 if part == "it" else 4
 
     def freeze():
         while hangs.draws < before + 3:
             time.sleep(0.005)
-        hangs.thawed.clear()
+        thawed.clear()
         while not others and rollout.engine.fleet.living():
             time.sleep(0.01)
         if not others:
-            hangs.thawed.set()
+            thawed.set()
 
     batch = draw_while(freeze, rollout)
     check_redrawn(batch, expected)
     assert largest_kl(rollout.actor, batch) < 1e-5
-    assert f"at {hangs.url} hangs: it gave no answer within 0.8 s to 3 questions" in caplog.text
+    silence = f"{part} gave no answer within 0.8 s to {questions} questions in a row"
+    assert f"at {hangs.url} hangs: {silence}" in caplog.text
 
 
 @pytest.mark.slow
@@ -240,10 +247,10 @@ def refused():
     return cause
 
 
-def look(watch, times):
+def look(look_once, times):
     for _ in range(times):
         with pytest.raises(ServerLostError):
-            watch.look()
+            look_once()
 
 
 def test_three_silences_in_a_row_are_a_verdict_and_nothing_else_is():
@@ -254,23 +261,34 @@ def test_three_silences_in_a_row_are_a_verdict_and_nothing_else_is():
             raise lost(outcomes[0])
 
     silent = urllib3.exceptions.ReadTimeoutError(None, "/", "timed out")
-    server = Watch("a server", ask)
+    server = Watch("a server", ask, ask_engine=lambda timeout_s: None)
 
     outcomes[:] = [silent]
-    look(server, 2)
+    look(server.look, 2)
     outcomes[:] = [None]
     server.look()
     outcomes[:] = [silent]
-    look(server, 2)
+    look(server.look, 2)
     outcomes[:] = [refused()]  # it starts: the machine answers
-    look(server, 5)
+    look(server.look, 5)
     outcomes[:] = [silent]
-    look(server, 2)
+    look(server.look, 2)
     with server.excused():
-        look(server, 5)
-    look(server, 2)
+        look(server.look, 5)
+    look(server.look, 2)
     assert server.hung_at < 0
 
     began = time.monotonic()
-    look(server, 1)
+    look(server.look, 1)
     assert server.hung_at >= began
+
+
+def test_an_engine_may_be_silent_for_longer_than_its_server():
+    def ask_engine(timeout_s):
+        raise lost(urllib3.exceptions.ReadTimeoutError(None, "/", "timed out"))
+
+    server = Watch("a server", lambda timeout_s: None, ask_engine)
+    look(server.look_at_engine, 3)
+    assert server.hung_at < 0
+    look(server.look_at_engine, 1)
+    assert server.hung_at > 0

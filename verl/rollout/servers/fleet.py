@@ -330,6 +330,7 @@ class Fleet:
                     self._restarter.restart(member.server.url, hung_at=watch.hung_at)
                 try:
                     watch.look()
+                    watch.look_at_engine()
                     self.make_current(member)
                 except ServerLostError as error:
                     member.fault = error

@@ -128,6 +128,8 @@ class Server(ABC):
     # Whether weights from memory must have the names of published files, not those of modules.
     needs_published_names: ClassVar[bool] = False
     largest_lora_rank: ClassVar[int] = 0  # of an adapter that it draws by; 0: it takes none
+    # Path of a question that the engine answers, not the process that listens.
+    engine_path: ClassVar[str]
     way_out: ClassVar[str] = ""  # of an error at the start; "": start another server
 
     def __init__(self, url: str, *, has_vision: bool = False) -> None:
@@ -136,7 +138,7 @@ class Server(ABC):
         self.is_owned = False  # whether the run started it, so that no one else uses it
         self.adapter: str | None = None  # that draws name; None: the model alone draws
         self.map_cache_s = 0.0  # of the last `load`, to take memory for its cache after a sleep
-        self.watch = Watch(self.name, self._ask_for_sign)
+        self.watch = Watch(self.name, self._ask_for_sign, self._ask_engine)
 
     # ---------------------------------------------------------------- a dialect defines
 
@@ -293,6 +295,10 @@ class Server(ABC):
         waits 20 s for it.
         """
         self.ask("GET", "/v1/models", timeout_s=timeout_s)
+
+    def _ask_engine(self, timeout_s: float) -> None:
+        """Ask the engine for a sign of life. A server without this route has a sign of its own."""
+        self.ask("GET", self.engine_path, timeout_s=timeout_s)
 
     def call(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = QUICK_S

@@ -35,6 +35,7 @@ class SGLangServer(Server):
     oldest_with_pictures = "0.5.16"
     keeps_features = True
     needs_published_names = True
+    engine_path = "/server_info"
 
     @classmethod
     def command(cls, python: str, model: str, port: int | str, **options: Any) -> list[str]:

@@ -37,6 +37,7 @@ class VLLMServer(Server):
     optional_flags: ClassVar[Mapping[str, str]] = {"--enable-scale-out": "0.30"}
     oldest_with_pictures = "0.32"
     largest_lora_rank = _LORA_RANKS[-1]
+    engine_path = "/is_paused"
 
     def __init__(self, url: str, *, has_vision: bool = False) -> None:
         super().__init__(url, has_vision=has_vision)
@@ -78,7 +79,7 @@ class VLLMServer(Server):
     @property
     def is_paused(self) -> bool:
         """Implement `Server.is_paused`."""
-        status, answer = self.ask("GET", "/is_paused")
+        status, answer = self.ask("GET", self.engine_path)
         return status == 200 and isinstance(answer, dict) and answer.get("is_paused") is True
 
     def draw(self, draw: Draw) -> Drawn:

@@ -1,12 +1,14 @@
 """Notices that a server hangs, for all draws that wait for it.
 
 A server that hangs keeps its connections: its machine froze, it is stopped, or the network is cut.
-A draw may take an hour, so the server itself is asked now and then for a sign of life.
+Its engine may also hang alone, in a process behind the one that answers. A draw may take an hour,
+so both are asked now and then for a sign of life.
 """
 
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -19,6 +21,8 @@ from verl.utils.watched_http import WatchedConnection, exchange_here
 # A server that hangs is noticed within 90 s; one that is silent for half a minute is not lost.
 _EVERY_S = 20.0
 _MISSES = 3  # in a row
+# An engine answers between two of its steps, and the first ones may compile kernels for minutes.
+_MISSES_OF_ENGINE = 10
 _SIGN_S = 10.0  # to wait for a sign of life
 
 
@@ -57,14 +61,18 @@ class Watch:
         name: of the server, in messages.
         ask: asks the server anything that it answers at once. Raises ServerLostError where no
             answer comes within the seconds that it is given.
+        ask_engine: asks anything that the engine of the server answers, in the same way.
     """
 
-    def __init__(self, name: str, ask: Callable[[float], object]) -> None:
+    def __init__(
+        self, name: str, ask: Callable[[float], object], ask_engine: Callable[[float], object]
+    ) -> None:
         self.hung_at = -math.inf  # time.monotonic() of the last verdict
         self._name = name
         self._ask = ask
+        self._ask_engine = ask_engine
         self._asking = threading.Lock()
-        self._misses = 0
+        self._misses: Counter[str] = Counter()  # in a row, by the part that was asked
         self._lock = threading.Lock()
         self._draws: set[_Draw] = set()
         self._num_excuses = 0
@@ -108,32 +116,37 @@ class Watch:
                 self._num_excuses -= 1
 
     def look(self) -> None:
-        """Ask for a sign of life. Raises ServerLostError if none comes.
+        """Ask the server for a sign of life. Raises ServerLostError if none comes.
 
         A server that misses several in a row hangs: its draws end, and `hung_at` is now.
         """
+        self._look_at("it", self._ask, _MISSES)
+
+    def look_at_engine(self) -> None:
+        """Do the same with the engine, which may have to end a step before it answers."""
+        self._look_at("its engine", self._ask_engine, _MISSES_OF_ENGINE)
+
+    def _look_at(self, part: str, ask: Callable[[float], object], most_misses: int) -> None:
         with self._asking:
             try:
-                self._ask(_SIGN_S)
+                ask(_SIGN_S)
             except ServerLostError as error:
                 is_silent = not _is_refused(error) and self._num_excuses == 0
-                self._misses = self._misses + 1 if is_silent else 0
-                if self._misses == _MISSES:
-                    self._misses = 0
-                    self._end_draws()
+                self._misses[part] = self._misses[part] + 1 if is_silent else 0
+                if self._misses[part] == most_misses:
+                    self._misses[part] = 0
+                    self._end_draws(
+                        f"{self._name} hangs: {part} gave no answer within {_SIGN_S:g} s to "
+                        f"{most_misses} questions in a row"
+                    )
                 raise
-            self._misses = 0
+            self._misses[part] = 0
 
-    def _end_draws(self) -> None:
+    def _end_draws(self, why: str) -> None:
         with self._lock:
             self.hung_at = time.monotonic()
             for draw in self._draws:
-                draw.break_off(
-                    ServerLostError(
-                        f"{self._name} hangs: it gave no answer within {_SIGN_S:g} s to {_MISSES} "
-                        "questions in a row"
-                    )
-                )
+                draw.break_off(ServerLostError(why))
 
     def _run(self) -> None:
         """Look now and then, as long as draws wait."""
@@ -145,6 +158,7 @@ class Watch:
                     return
             try:
                 self.look()
+                self.look_at_engine()
             except ServerLostError as error:
                 logger.debug("%s", error)
 
