@@ -83,6 +83,8 @@ class FakeServer:
         self.thawed.set()
         self.engine_thawed = threading.Event()  # cleared: its engine alone does not
         self.engine_thawed.set()
+        self.admits = threading.Event()  # cleared: requests of draws are on their way
+        self.admits.set()
         self.asked = Counter()  # calls by path
         self.draws = 0
         self.takes_adapters = False
@@ -102,6 +104,7 @@ class FakeServer:
         self.weight_version = "default"
         self.worker = Worker()
         self.running = 0  # draws
+        self.at_work = set()  # their requests
         self.cached = {}  # prompt -> weights that computed its keys
         self.is_paused = False
         self.adapters = {}  # name -> the model with that adapter in it
@@ -171,6 +174,7 @@ class FakeServer:
         self._ended.set()
         self.thawed.set()
         self.engine_thawed.set()
+        self.admits.set()
         self._listener.shutdown()
         self._listener.server_close()
         for connection in self._connections:
@@ -325,12 +329,15 @@ class FakeServer:
         return 200, {"text": "", "output_ids": ids, "meta_info": meta}
 
     def _draw(self, prompt, limit, asked, stops, request_id, adapter=None):
+        self.admits.wait()
         self.draws += 1
         self.running += 1
+        self.at_work.add(str(request_id))
         try:
             return self._draw_all(prompt, limit, asked, stops, request_id, adapter)
         finally:
             self.running -= 1
+            self.at_work.discard(str(request_id))
 
     def _draw_all(self, prompt, limit, asked, stops, request_id, adapter):
         """Draw with a generator of the seed; a cached prompt keeps the weights of its keys."""
@@ -366,7 +373,8 @@ class FakeServer:
         return self._abort(body["request_ids"], {"status": "aborted"})
 
     def _abort(self, names, answer):
-        self.aborted |= {name.removeprefix("generate-tokens-") for name in names}
+        known = {name.removeprefix("generate-tokens-") for name in names}
+        self.aborted |= known & self.at_work  # a server does not remember others
         return 200, answer
 
     # ---------------------------------------------------------------- weights

@@ -12,6 +12,7 @@ from tests.workers.batches import CPU, R, actor_of, prompts
 from verl.config import config_from_dict
 from verl.config.rollout import RolloutConfig
 from verl.rollout import check_engine, check_engine_service
+from verl.rollout.servers import engine
 from verl.rollout.servers.fleet import Member, Placement
 from verl.rollout.servers.server import ServerLostError
 from verl.rollout.types import Continuation, Request, SamplingParams
@@ -315,6 +316,23 @@ def test_a_run_ends_with_the_reason_if_no_server_comes_back(settings, start):
 def test_aborted_samples_keep_their_tokens_and_others_go_on(settings, start, dialect):
     server = start(dialect)
     check_abort_of_one_sample(rollout_on(settings, server), server)
+
+
+def test_an_abort_that_comes_before_its_request_ends_the_sample(settings, start, monkeypatch):
+    monkeypatch.setattr(engine, "_ABORT_AGAIN_S", 0.2)
+    server = start()
+    rollout = rollout_on(settings, server)
+    rollout.take_weights()
+    server.delay_s = 0.5
+    server.admits.clear()
+    requests = [Request(prompt_ids=(5, 6, 7), sample_ids=(0,))]
+    whole = SamplingParams(max_new_tokens=R, ignore_eos=True)
+    rollout.engine.submit(requests, whole, seed=0, step=0)
+
+    threading.Timer(0.5, server.admits.set).start()
+    [aborted] = rollout.engine.abort()
+    assert aborted.finish_reason == "abort"
+    assert len(aborted.token_ids) < R
 
 
 @pytest.mark.parametrize("stops", [(), (5,)])

@@ -39,6 +39,7 @@ from verl.weight_sync.fingerprint import Fingerprint
 _SECTION = "actor_rollout_ref.rollout"
 _WAIT_S = 0.002  # of a step without a completion: agents get their turn in between
 _ABORT_S = 60.0
+_ABORT_AGAIN_S = 1.0
 _MOST_ATTEMPTS = 10
 _NO_TOKENS = Drawn(token_ids=[], log_probs=[], finish_reason="abort")
 
@@ -276,18 +277,8 @@ class ServerEngine(EngineClass):
         stopping = [self._samples[sample_id] for sample_id in sorted(wanted)]
         for sample in stopping:
             sample.is_aborted = True
-        running: dict[Member, list[str]] = {}
-        for sample in stopping:
-            member = sample.member
-            if member is not None:
-                running.setdefault(member, []).append(sample.draw.request_id)
-        for member, request_ids in running.items():
-            try:
-                member.server.abort(request_ids)
-            except ServerLostError as error:
-                logger.warning("%s", error)
 
-        outcomes = self._await(wanted)
+        outcomes = self._await(stopping)
         completions = []
         for sample in stopping:
             drawn = outcomes.get(sample.sample_id, _NO_TOKENS)
@@ -298,20 +289,26 @@ class ServerEngine(EngineClass):
             self._samples.pop(sample.sample_id, None)
         return completions
 
-    def _await(self, wanted: set[int]) -> dict[int, Drawn | BaseException]:
-        """Collect the outcomes of aborted samples. Those of others go back to the queue."""
+    def _await(self, stopping: Sequence[_Sample]) -> dict[int, Drawn | BaseException]:
+        """Abort samples, and collect their outcomes. Those of others go back to the queue."""
         outcomes: dict[int, Drawn | BaseException] = {}
         others = []
+        missing = {sample.sample_id: sample for sample in stopping}
         deadline = time.monotonic() + _ABORT_S
-        while len(outcomes) < len(wanted) and time.monotonic() < deadline:
+        next_abort = time.monotonic()
+        while missing and time.monotonic() < deadline:
+            # More than once: a server forgets an abort that comes before its request.
+            if time.monotonic() >= next_abort:
+                self._abort_on_servers(missing.values())
+                next_abort = time.monotonic() + _ABORT_AGAIN_S
+
             try:
                 sample, outcome = self._ended.get(timeout=0.1)
             except Empty:
                 continue
-
             if self._samples.get(sample.sample_id) is not sample:
                 continue
-            if sample.sample_id in wanted:
+            if missing.pop(sample.sample_id, None) is not None:
                 outcomes[sample.sample_id] = outcome
             else:
                 others.append((sample, outcome))
@@ -319,6 +316,18 @@ class ServerEngine(EngineClass):
         for each in others:
             self._ended.put(each)
         return outcomes
+
+    def _abort_on_servers(self, samples: Iterable[_Sample]) -> None:
+        running: dict[Member, list[str]] = {}
+        for sample in samples:
+            member = sample.member
+            if member is not None:
+                running.setdefault(member, []).append(sample.draw.request_id)
+        for member, request_ids in running.items():
+            try:
+                member.server.abort(request_ids)
+            except ServerLostError as error:
+                logger.warning("%s", error)
 
     def _start_threads(self) -> None:
         """Have a thread for each sample at work, up to max_num_seqs; others wait for one."""
