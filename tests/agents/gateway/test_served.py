@@ -419,6 +419,25 @@ def test_other_sampling_parameters_wait_in_order(model):
     assert ended == ["warm, short", "warm, long", "cold", "warm, late"]
 
 
+def test_requests_at_work_and_requests_that_wait_end_with_the_server(model):
+    queue = ServedEngine(make_engine(model, max_model_len=256))
+
+    def draw(temperature: float):
+        params = SamplingParams(max_new_tokens=256, temperature=temperature, ignore_eos=True)
+        return asyncio.ensure_future(queue.draw([7, 8, 9], params, limit=200))
+
+    async def ask():
+        running = asyncio.ensure_future(queue.run())
+        draws = [draw(1.0), draw(0.5)]  # the second one waits for the first
+        while not queue.engine.has_work:
+            await asyncio.sleep(0)
+        running.cancel()
+        return await asyncio.wait_for(asyncio.gather(*draws, return_exceptions=True), 20)
+
+    ends = asyncio.run(ask())
+    assert [str(end) for end in ends] == ["The server is shutting down."] * 2
+
+
 def test_rejected_request_does_not_affect_others(model):
     queue = ServedEngine(make_engine(model, max_model_len=256))
     params = SamplingParams(max_new_tokens=256, ignore_eos=True)

@@ -6,7 +6,7 @@ import itertools
 import secrets
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
@@ -130,9 +130,8 @@ class ServedEngine:
                     await self._arrived.wait()
         finally:
             self.engine.abort()
-            self._running.update(enumerate(self._waiting))
-            self._waiting.clear()
-            self._fail(ApiError("The server is shutting down.", status=503))
+            error = ApiError("The server is shutting down.", status=503)
+            self._fail(error, also=self._waiting)
 
     # ---------------------------------------------------------------- inner parts
 
@@ -225,9 +224,9 @@ class ServedEngine:
             self._arrived.set()
             self.counts["aborted"] += 1
 
-    def _fail(self, error: Exception) -> None:
-        """Answer all running orders with an error."""
-        orders = set(self._running.values())
+    def _fail(self, error: Exception, also: Iterable[_Order] = ()) -> None:
+        """Answer all running orders, and others, with an error."""
+        orders = {*self._running.values(), *also}
         self._running = {}
         for order in orders:
             if not order.answer.done():
