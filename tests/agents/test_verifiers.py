@@ -1,16 +1,19 @@
 """Environments that call the model themselves: a user's own, and those of verifiers."""
 
+import asyncio
 import json
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.trainer.runs import run, step_lines
-from verl.agents.environments import make_environment
+from verl.agents.environments import make_environment, verifiers
 from verl.utils.errors import DataError, MissingDependencyError
 from verl.utils.imports import is_installed
 
@@ -126,6 +129,35 @@ def taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
 def test_verifiers_that_is_missing_is_named():
     with pytest.raises(MissingDependencyError, match=r"verifiers.v1.*pip install 'verifiers>=0.4'"):
         make_environment("verifiers", **SETTINGS)
+
+
+def test_servers_that_failed_to_start_are_started_for_the_next_episode(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    starts = 0
+
+    @asynccontextmanager
+    async def serving() -> AsyncIterator[None]:
+        nonlocal starts
+        starts += 1
+        if starts == 1:
+            raise OSError("no port is free")
+        yield
+
+    world = SimpleNamespace(taskset=(), serving=serving)
+    library = SimpleNamespace(resolve_env_config=dict, load_environment=lambda config: world)
+    monkeypatch.setattr(verifiers, "verifiers_library", lambda: library)
+    environment = verifiers.VerifiersEnvironment()
+
+    async def play_two() -> None:
+        with pytest.raises(OSError, match="no port is free"):
+            async with environment._serving():
+                pass
+        async with environment._serving():
+            pass
+
+    asyncio.run(play_two())
+    assert starts == 2
 
 
 @needs_verifiers

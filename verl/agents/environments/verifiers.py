@@ -114,9 +114,9 @@ class VerifiersEnvironment:
     async def _serving(self) -> AsyncIterator[None]:
         """Hold the environment's servers from the first episode at work to the last."""
         async with self._begins:
-            self._num_playing += 1
-            if self._num_playing == 1:
+            if self._num_playing == 0:
                 await self._open.enter_async_context(self._env.serving())
+            self._num_playing += 1
         try:
             yield
         finally:
