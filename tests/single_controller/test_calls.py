@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from verl.single_controller.calls import ANSWER_S, REPORT_S, GroupFuture, Lost
+from verl.single_controller.host import Raised
 from verl.single_controller.worker_group import start_role
-from verl.utils.errors import ConfigError, DeadlineError, WorkerLostError
+from verl.utils.errors import ConfigError, DeadlineError, WorkerError, WorkerLostError
 
 DEADLINE_S = 100.0
 
@@ -68,6 +69,14 @@ def test_a_rank_that_dies_while_stacks_are_requested_is_named_as_dead():
     ranks = Scripted({0: None}, {1: Lost("exit code 9")})
     with pytest.raises(WorkerLostError, match=r"rank 1 \(machine, pid 1\) died: exit code 9"):
         call_on(ranks).result()
+
+
+def test_the_first_rank_that_raised_is_the_cause_also_if_another_was_earlier():
+    first, other = Raised("A: 0", "", ValueError("0")), Raised("B: 1", "", ValueError("1"))
+    ranks = Scripted({1: other}, {1: other}, {0: first})
+    with pytest.raises(WorkerError, match=r"(?s)raised on rank 0 .*raised on rank 1 ") as raised:
+        call_on(ranks).result()
+    assert raised.value.__cause__ is first.error
 
 
 @pytest.mark.parametrize("given", [dict, len])

@@ -213,7 +213,8 @@ class GroupFuture(Generic[Answer]):
             ended = self._wait_for_the_others()
         lost: dict[int, Lost] = {}
         raised: dict[int, Raised] = {}
-        for rank, end in ended.items():
+        # By rank, not by time: every run of the same faults reports the same one first.
+        for rank, end in sorted(ended.items()):
             if isinstance(end, Lost):
                 lost[rank] = end
             elif isinstance(end, Raised):
