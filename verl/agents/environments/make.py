@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from verl.agents.entries import checked_roles, load_class, names_a_class, require_methods
@@ -14,13 +13,12 @@ from verl.agents.environments import number_guessing as _number_guessing  # noqa
 from verl.agents.environments.base import environments
 from verl.agents.environments.gym import GymEnvironment, check_gym
 from verl.agents.environments.openenv import check_openenv
-from verl.agents.environments.session import DEFAULT_TIMEOUT_S, EnvironmentSession
+from verl.agents.environments.session import EnvironmentSession
 from verl.agents.environments.skyrl import SkyRLEnvironment, check_skyrl
 from verl.agents.environments.verifiers import verifiers_library
 from verl.utils.errors import ConfigError
 
 _METHODS = ("reset", "step")
-_KEYS = ("name", "config", "timeout_s")
 # Checks of adapters before their first episode, by the keywords of the environment.
 _CHECKS: Mapping[str, Callable[..., Any]] = {
     "gym": check_gym,
@@ -31,60 +29,40 @@ _CHECKS: Mapping[str, Callable[..., Any]] = {
 
 
 def open_environment(
-    chosen: str | Mapping[str, Any], *, folder: Path | None = None
+    name: str, config: Mapping[str, Any], *, timeout_s: float
 ) -> EnvironmentSession:
     """Return a session, not yet begun. Its `reset` makes an environment of its own.
 
     Args:
-        chosen: a name as `make_environment` takes it, or {"name", "config", "timeout_s"}: keywords
-            of the class, and the deadline of a call in seconds.
-        folder: where a relative file of a class may lie.
+        name: see `make_environment`.
+        config: keywords of the class.
+        timeout_s: deadline of a call in seconds.
 
     Raises:
-        ConfigError: a key or the name is unknown, or a value is of another type.
+        ConfigError: the name is unknown.
     """
-    given: dict[str, Any] = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
-    for key in given:
-        if key not in _KEYS:
-            raise ConfigError(
-                f"An environment takes the keys {', '.join(_KEYS)}, got '{key}'. Keywords of its "
-                "class go into config."
-            )
-
-    name = given.get("name")
-    if not isinstance(name, str):
-        raise ConfigError(
-            f"An environment needs a name. Known: {', '.join(sorted(environments))}; or "
-            "package.module.Class, or file.py:Class."
-        )
-    timeout_s = given.get("timeout_s") or DEFAULT_TIMEOUT_S
-    if not isinstance(timeout_s, int | float) or timeout_s <= 0:
-        raise ConfigError(f"timeout_s of an environment must be above 0, got {timeout_s!r}.")
-    config: Mapping[str, Any] = given.get("config") or {}
-    make = partial(find_environment(name, folder), **config)
-    return EnvironmentSession(make=make, timeout_s=float(timeout_s))
+    return EnvironmentSession(partial(find_environment(name), **config), timeout_s)
 
 
-def make_environment(name: str, folder: Path | None = None, **config: Any) -> Any:
+def make_environment(name: str, **config: Any) -> Any:
     """Make an environment for one episode.
 
     Args:
         name: a registered name, or "package.module.Class" or "file.py:Class" of a user's class in
             verl's, gym's or SkyRL-gym's shape.
-        folder: where a relative file is looked for after the working directory.
         config: keywords of the class.
 
     Raises:
         ConfigError: no environment has this name, or the class lacks a method.
     """
-    return find_environment(name, folder)(**config)
+    return find_environment(name)(**config)
 
 
-def find_environment(name: str, folder: Path | None = None) -> Callable[..., Any]:
+def find_environment(name: str) -> Callable[..., Any]:
     """Return the maker of the environment that a name stands for; see `make_environment`."""
     if not names_a_class(name):
         return environments.get(name)
-    return adapted(load_class(name, folder), name)
+    return adapted(load_class(name), name)
 
 
 def check_environment(name: str, config: Mapping[str, Any]) -> None:

@@ -8,8 +8,6 @@ from verl.agents.user_thread import UserCall, UserSession, UserThread, is_finite
 from verl.utils.errors import RolloutError
 from verl.utils.json_text import whole_characters
 
-DEFAULT_TIMEOUT_S = 120.0
-
 
 class EnvironmentSession(UserSession):
     """Drives an environment for one trajectory. As `async with`, `close` is always called.
@@ -18,21 +16,14 @@ class EnvironmentSession(UserSession):
     belong to a thread or to an event loop.
 
     Args:
-        environment: an object with reset, step and close, as coroutines or plain functions.
-        make: makes the environment at `reset`, in the same thread, where `environment` is None: a
-            constructor may block as well.
+        make: makes the environment, an object with reset, step and close as coroutines or plain
+            functions. Called at `reset`, in the same thread: a constructor may block as well.
         timeout_s: deadline of each call, in seconds.
     """
 
-    def __init__(
-        self,
-        environment: Any = None,
-        *,
-        make: Callable[[], Any] | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, make: Callable[[], Any], timeout_s: float) -> None:
         super().__init__(UserThread("environment", serial=True), timeout_s)
-        self.environment = environment
+        self.environment: Any = None
         self.done = False
         self._make = make
         self._is_closed = False
@@ -52,13 +43,10 @@ class EnvironmentSession(UserSession):
         Raises:
             RolloutError: the environment returned something other than an Observation.
         """
-        self.done = False
-        if self.environment is None:
-            assert self._make is not None, "a session needs an environment or a way to make one"
-            made = await self._call(self._make)
-            if made.outcome != "ok":
-                return self._failed(made)
-            self.environment = made.value
+        made = await self._call(self._make)
+        if made.outcome != "ok":
+            return self._failed(made)
+        self.environment = made.value
         return await self._observe("reset", **row)
 
     async def step(self, action: str) -> Observation:

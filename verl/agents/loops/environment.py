@@ -40,16 +40,15 @@ class EnvironmentLoop:
         self.context = context
         agent = context.config.agent
         assert agent.environment.name is not None, "environment_loop has checked it"
-        self.roles = roles_of(agent.environment.name)
-        check_roles(agent.policies, self.roles, f"The environment '{agent.environment.name}'")
+        self.name = agent.environment.name
+        self.roles = roles_of(self.name)
+        check_roles(agent.policies, self.roles, f"The environment '{self.name}'")
 
     async def play(self, episode: Episode) -> list[Trajectory]:
         """See `AgentLoop.play`."""
         started = time.perf_counter()
         asked = self.context.config.agent.environment
-        session = open_environment(
-            {"name": asked.name, "config": asked.kwargs, "timeout_s": asked.timeout_s}
-        )
+        session = open_environment(self.name, asked.kwargs, timeout_s=asked.timeout_s)
         try:
             return await self._play(episode, session)
         finally:
