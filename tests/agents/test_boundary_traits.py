@@ -1,5 +1,7 @@
 """Each trait of a chat template that makes it hard to continue a conversation."""
 
+import copy
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -70,9 +72,11 @@ def test_reasoning_that_the_template_drops_stays_in_the_drawn_ids():
 
 
 def test_a_template_that_opens_reasoning_rewrites_it():
-    boundary = ChatBoundary(tokenizer_of("qwen3"), chat_template_kwargs={"enable_thinking": False})
+    tokenizer = copy.copy(tokenizer_of("qwen3"))
+    tokenizer.chat_template = "{% set enable_thinking = false %}" + tokenizer.chat_template
+    boundary = ChatBoundary(tokenizer)
     ids = boundary.prompt([USER])
-    assert tokenizer_of("qwen3").decode(ids).endswith("<think>\n\n</think>\n\n")
+    assert tokenizer.decode(ids).endswith("<think>\n\n</think>\n\n")
     assert boundary.rewrites([USER], saying("Hi."), [NEXT])
     drawn = tokenizer_of("qwen3").encode("Hi.")
     assert not boundary_of("qwen3").rewrites([USER], saying("Hi."), [NEXT], drawn=drawn)

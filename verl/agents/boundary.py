@@ -9,7 +9,7 @@ templates rewrite earlier turns (drop reasoning, move the tools, write JSON anew
 construction, and once for each shape of messages, show that this is exact for the template at hand.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from verl.agents.rendering import ChatTemplate
@@ -37,20 +37,13 @@ class ChatBoundary:
 
     Args:
         tokenizer: A transformers tokenizer, with or without chat template.
-        chat_template_kwargs: Variables of the template, such as `enable_thinking`.
         stop_ids: Ids that end a reply, in addition to the tokenizer's and the usual ones.
 
     Raises BoundaryError, here or in `extension`, where the template allows no exact continuation.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        stop_ids: Iterable[int] = (),
-    ) -> None:
-        self._template = ChatTemplate(tokenizer, chat_template_kwargs)
+    def __init__(self, tokenizer: Any, *, stop_ids: Iterable[int] = ()) -> None:
+        self._template = ChatTemplate(tokenizer)
         self._turns = Turns(self._template, stop_ids)
         self._checked = self._check()
 

@@ -166,7 +166,6 @@ class LiveEpisodes:
     ) -> None:
         self.runner = runner.apart()
         self.client = LiveClient(steps, max_model_len=max_model_len)
-        self.is_frozen = True
         self._steps = steps
         self._announce = announce
         self._thread = LoopThread("verl-episodes")
@@ -186,7 +185,6 @@ class LiveEpisodes:
         Args:
             version: of the weights that generate from now on.
         """
-        self.is_frozen = False
         self._meet(self._start(episodes, version))
 
     def advance(self, watch: GoalWatch, most_steps: int | None) -> Ended:
@@ -236,7 +234,6 @@ class LiveEpisodes:
         if had_work:
             self.client.count()
         self._meet(self.client.freeze(taken.frozen, taken.finished))
-        self.is_frozen = True
 
         if self._error is not None:
             raise self._error

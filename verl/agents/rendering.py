@@ -1,7 +1,7 @@
 """A chat template as the boundary sees it: messages to text, text to ids, ids to text."""
 
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers import models, normalizers, pre_tokenizers
@@ -11,14 +11,13 @@ from verl.data.chat import Message, encode_rendered, render_conversation
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer with fixed variables.
+    """The chat template of a tokenizer.
 
     Methods that render raise DataError where the template refuses the messages.
     """
 
-    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._variables = dict(variables or {})
         self._special_tokens = _added_tokens(tokenizer)
         # Ids that are never part of ordinary text.
         self.special_ids = frozenset(self._special_tokens.values())
@@ -39,7 +38,6 @@ class ChatTemplate:
             list(messages),
             add_generation_prompt=generate,
             tools=tools,
-            template_kwargs=self._variables,
         )
 
     def encode(self, text: str) -> list[int]:

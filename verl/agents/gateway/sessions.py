@@ -32,22 +32,17 @@ class SessionBackend:
         on_mismatch: "error": refuse a request that asks for other sampling parameters than the
             rollout's, or for anything that the engine does not do; "ignore": draw as the rollout
             does.
-        model: the name that clients get.
     """
 
+    model = "policy"  # the name that clients get
+
     def __init__(
-        self,
-        client: EngineClient,
-        recorder: SessionRecorder,
-        *,
-        on_mismatch: str = "error",
-        model: str = "policy",
+        self, client: EngineClient, recorder: SessionRecorder, *, on_mismatch: str = "error"
     ) -> None:
         self.client = client
         self.recorder = recorder
         self.wording = recorder.wording
         self.is_lenient = on_mismatch == "ignore"
-        self.model = model
 
     def admit(self, key: str, session: str | None) -> str:
         """See `Backend.admit`."""

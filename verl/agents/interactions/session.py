@@ -39,8 +39,6 @@ class InteractionSession(UserSession):
         interaction: the simulated user, shared by many sessions.
         kwargs: `interaction_kwargs` of the row.
         instance_id: id of the conversation; None makes one.
-        timeout_s: deadline of each call in seconds; None: `timeout_s` of the interaction's config,
-            or else 60.
         thread: where calls run, shared by the sessions of an interaction; None makes one.
     """
 
@@ -50,13 +48,9 @@ class InteractionSession(UserSession):
         kwargs: Mapping[str, Any] | None = None,
         *,
         instance_id: str | None = None,
-        timeout_s: float | None = None,
         thread: UserThread | None = None,
     ) -> None:
-        super().__init__(
-            thread or UserThread(type(interaction).__name__),
-            deadline_of(interaction) if timeout_s is None else timeout_s,
-        )
+        super().__init__(thread or UserThread(type(interaction).__name__), deadline_of(interaction))
         self.interaction = interaction
         self.kwargs = dict(kwargs or {})
         self.instance_id = instance_id or str(uuid4())
@@ -163,7 +157,7 @@ class InteractionSet:
 
 
 def deadline_of(interaction: BaseInteraction) -> float:
-    """Return the seconds that `timeout_s` of an interaction's config gives each call."""
+    """Return the seconds that each call may take: `timeout_s` of the interaction's config."""
     config = getattr(interaction, "config", None) or {}
     timeout_s = config.get("timeout_s", DEFAULT_TIMEOUT_S)
     if not isinstance(timeout_s, int | float) or not timeout_s > 0:
