@@ -11,7 +11,7 @@ from verl import agents
 from verl.config import ActorRolloutRefConfig, TrainConfig
 from verl.config.policies import partner_role
 from verl.distributed.collectives import gather_objects
-from verl.models.pictures import Pictures, pictures_of
+from verl.models.pictures import pictures_of
 from verl.protocol import DataProto
 from verl.rollout import assemble, generate, trajectories_of
 from verl.rollout.goal import Goal
@@ -94,15 +94,13 @@ class RolloutWorker(RolloutEngineWorker):
 
         Reports (sample id, token ids) of every response when it is finished.
         """
-        prompt_ids = [tuple(map(int, ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
-        rows = list(map(int, prompts.non_tensor_batch["prompt_row"]))
+        requests = requests_of(prompts, n)
         self.provide_weights()
 
         completions = []
-        total = len(rows) * n
+        total = len(requests) * n
         speaks = self.rollout_mesh.tensor.rank == 0  # for the ranks that share an engine
-        pictures = pictures_of(prompts)
-        for completion in self._generate(prompt_ids, rows, n, params, seed, step, pictures):
+        for completion in self._generate(requests, params, seed=seed, step=step):
             completions.append(completion)
             if speaks:
                 note_progress(len(completions), total, "responses")
@@ -111,10 +109,10 @@ class RolloutWorker(RolloutEngineWorker):
 
         local_id = {}  # sample id in the whole batch -> row of this rank's share
         prompt_of_row = []
-        for place, row in enumerate(rows):
-            prompt_of_row += [prompt_ids[place]] * n
-            for sample in range(n):
-                local_id[row * n + sample] = place * n + sample
+        for request in requests:
+            for sample_id in request.sample_ids:
+                local_id[sample_id] = len(prompt_of_row)
+                prompt_of_row.append(request.prompt_ids)
         local = [replace(each, sample_id=local_id[each.sample_id]) for each in completions]
         columns = self._columns(trajectories_of(prompt_of_row, local))
         return DataProto.from_dict(
@@ -129,12 +127,9 @@ class RolloutWorker(RolloutEngineWorker):
 
         Reads `raw_prompt_ids` and `prompt_row` as `generate_sequences` does.
         """
-        prompt_ids = list(map(tuple, prompts.non_tensor_batch["raw_prompt_ids"]))
-        rows = list(map(int, prompts.non_tensor_batch["prompt_row"]))
-
-        pictures = pictures_of(prompts)
-        completions = list(self._generate(prompt_ids, rows, n, params, seed, 0, pictures))
-        columns = text_columns(completions, rows, n, self.tokenizer, self.vocabulary)
+        requests = requests_of(prompts, n)
+        completions = self._generate(requests, params, seed=seed, step=0)
+        columns = text_columns(completions, requests, self.tokenizer, self.vocabulary)
         return DataProto.from_dict(non_tensors=columns)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_ANY_ROWS)
@@ -276,26 +271,14 @@ class RolloutWorker(RolloutEngineWorker):
             self.agents.close()
 
     def _generate(
-        self,
-        prompt_ids: Sequence[tuple[int, ...]],
-        rows: Sequence[int],
-        n: int,
-        params: SamplingParams,
-        seed: int,
-        step: int,
-        pictures: Sequence[Pictures],
+        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
     ) -> Iterator[Completion]:
-        """Sample n responses to each prompt, with the sample ids of the whole batch."""
+        """Give the completions of all requests as they are finished."""
         if not self.has_weights:
             raise RolloutError(
                 "The rollout has no weights yet. Hand the actor's over before it generates "
                 "(`sync_weights`)."
             )
-        requests = []
-        for row, ids, own in zip(rows, prompt_ids, pictures):
-            sample_ids = tuple(range(row * n, (row + 1) * n))
-            requests.append(Request(prompt_ids=ids, sample_ids=sample_ids, pictures=own))
-
         # A resumed run starts without the prefixes of earlier prompts.
         self.engine.forget_prefixes()
         with self._names_errors("generation"):
@@ -317,3 +300,20 @@ class RolloutWorker(RolloutEngineWorker):
     def _agent_metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Combine the counts of the agent loops of all engines."""
         return combine_metrics(gather_objects(own, self.rollout_mesh.data))
+
+
+def requests_of(prompts: DataProto, n: int) -> list[Request]:
+    """Return a request of n samples for each prompt, with the sample ids of the whole batch."""
+    columns = prompts.non_tensor_batch
+    requests = []
+    for ids, row, pictures in zip(
+        columns["raw_prompt_ids"], columns["prompt_row"], pictures_of(prompts)
+    ):
+        first = int(row) * n
+        request = Request(
+            prompt_ids=tuple(map(int, ids)),
+            sample_ids=tuple(range(first, first + n)),
+            pictures=pictures,
+        )
+        requests.append(request)
+    return requests
