@@ -1,7 +1,7 @@
 """Shard any module with a list of layers by FSDP2, from outside, and get full tensors back."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,13 +39,26 @@ def keeps_gathered(
     if config.reshard_after_forward is not None or mesh.device_type != "cuda":
         return config.reshard_after_forward is False
 
-    needed = 0
-    for parameter in module.parameters():
-        copy = parameter.itemsize if compute_dtype is None else compute_dtype.itemsize
-        kept = 4 if parameter.requires_grad else 1  # itself, its gradient and two moments
-        needed += parameter.numel() * (copy + parameter.itemsize * kept)
+    weights = [(each.numel(), each.itemsize, each.requires_grad) for each in module.parameters()]
+    copy = None if compute_dtype is None else compute_dtype.itemsize
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return needed <= GATHERED_SHARE * total
+    return gathered_fits(weights, copy, total)
+
+
+def gathered_fits(
+    weights: Iterable[tuple[int, int, bool]], compute_itemsize: int | None, device_bytes: int
+) -> bool:
+    """Return whether a device has room for all weights of a model and their gathered copies.
+
+    Args:
+        weights: elements, bytes of an element, and whether it learns.
+        compute_itemsize: bytes of an element of a copy; None: those of its weight.
+    """
+    needed = 0
+    for numel, itemsize, learns in weights:
+        kept = 4 if learns else 1  # itself, its gradient and two moments
+        needed += numel * (itemsize * kept + (compute_itemsize or itemsize))
+    return needed <= GATHERED_SHARE * device_bytes
 
 
 def apply_fsdp(

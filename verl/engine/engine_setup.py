@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from verl.config import FSDPConfig
-from verl.distributed.fsdp import GATHERED_SHARE
+from verl.distributed.fsdp import gathered_fits
 from verl.engine.model_shape import ModelShape
 from verl.engine.options import EngineOptions
 from verl.models.families import LLAMA_FAMILIES
@@ -105,9 +105,6 @@ def gathers_once(
     if setup.shard_ranks > 1 or not setup.on_cuda or device_bytes is None:
         return setup
 
-    needed = 0
-    for weight in shape.weights:
-        # parameter, gradient and two moments
-        copies = 4 if weight.trained else 1
-        needed += weight.numel() * (setup.compute_itemsize + weight.itemsize * copies)
-    return replace(setup, keeps_gathered=needed <= GATHERED_SHARE * device_bytes)
+    weights = [(weight.numel(), weight.itemsize, weight.trained) for weight in shape.weights]
+    fits = gathered_fits(weights, setup.compute_itemsize, device_bytes)
+    return replace(setup, keeps_gathered=fits)
