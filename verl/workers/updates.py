@@ -29,8 +29,7 @@ def mini_batches(
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         if not shuffle and rows >= len(batch):
-            if len(batch):
-                yield batch
+            yield batch
             continue
 
         if shuffle:
