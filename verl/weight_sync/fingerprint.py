@@ -121,7 +121,7 @@ class FingerprintLog:
 
 def _sum_of_bits(bits: Tensor, part: Part) -> Tensor:
     """Sum h(i) b_i of flat integers, chunk by chunk on a CPU."""
-    if not part.run and part.start + bits.numel() <= min(_CHUNK, _KEPT_HASHES):
+    if not part.run and part.start + bits.numel() <= _CHUNK:
         # Most tensors of a small model: one product.
         hashes = _hashes()[part.start : part.start + bits.numel()]
         return torch.dot(hashes, bits.to(torch.int64))

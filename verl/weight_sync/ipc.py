@@ -163,7 +163,7 @@ class SharedMemorySender:
     def _met(self) -> Sequence[Connection]:
         """Return the connections. The first call waits for receivers that are on their way."""
         if self._connections is None:
-            self._connections = ()  # the end after an error here goes to nobody
+            self._connections = ()  # after an error here no receiver gets the end
             self._connections = self._share(self._connect())
         return self._connections
 
