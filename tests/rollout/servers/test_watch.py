@@ -284,11 +284,19 @@ def test_three_silences_in_a_row_are_a_verdict_and_nothing_else_is():
 
 
 def test_an_engine_may_be_silent_for_longer_than_its_server():
+    def ask(timeout_s):
+        if has_ended:
+            raise lost(refused())
+
     def ask_engine(timeout_s):
         raise lost(urllib3.exceptions.ReadTimeoutError(None, "/", "timed out"))
 
-    server = Watch("a server", lambda timeout_s: None, ask_engine)
+    has_ended = False
+    server = Watch("a server", ask, ask_engine)
     look(server.look_at_engine, 3)
+    has_ended = True
+    look(server.look, 1)
+    look(server.look_at_engine, 3)  # of the one that was started in its place
     assert server.hung_at < 0
     look(server.look_at_engine, 1)
     assert server.hung_at > 0

@@ -131,22 +131,27 @@ class Watch:
             try:
                 ask(_SIGN_S)
             except ServerLostError as error:
-                is_silent = not _is_refused(error) and self._num_excuses == 0
-                self._misses[part] = self._misses[part] + 1 if is_silent else 0
-                if self._misses[part] == most_misses:
-                    self._misses[part] = 0
-                    self._end_draws(
-                        f"{self._name} hangs: {part} gave no answer within {_SIGN_S:g} s to "
-                        f"{most_misses} questions in a row"
-                    )
+                if _is_refused(error) or self._num_excuses:
+                    self._misses.clear()  # those of a process that has ended count no more
+                else:
+                    self._note_miss(part, most_misses)
                 raise
             self._misses[part] = 0
 
-    def _end_draws(self, why: str) -> None:
+    def _note_miss(self, part: str, most_misses: int) -> None:
+        """Count a miss. After the last one the server hangs: its draws end."""
+        self._misses[part] += 1
+        if self._misses[part] < most_misses:
+            return
+        self._misses[part] = 0
+        fault = (
+            f"{self._name} hangs: {part} gave no answer within {_SIGN_S:g} s to {most_misses} "
+            "questions in a row"
+        )
         with self._lock:
             self.hung_at = time.monotonic()
             for draw in self._draws:
-                draw.break_off(ServerLostError(why))
+                draw.break_off(ServerLostError(fault))
 
     def _run(self) -> None:
         """Look now and then, as long as draws wait."""
