@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 
 from verl.config.rollout import RolloutConfig
 from verl.rollout.servers.in_process import check_in_process, import_vllm
-from verl.rollout.servers.server import Draw, Server, ServerFacts, ServerLostError
+from verl.rollout.servers.server import Draw, Drawn, Server, ServerFacts, ServerLostError
 from verl.rollout.types import SamplingParams
 from verl.utils.addresses import is_http
 from verl.utils.errors import ConfigError, RolloutError
@@ -23,6 +23,14 @@ _SECTION = "actor_rollout_ref.rollout"
 _TEXT = "The quick brown fox: 12 + 34 = 46.\n"
 # With the temperature in the log-probs, gaps between them double at half the temperature.
 _HALF = 0.5
+_TWO_TOKENS = Draw(
+    request_id="verl-health",
+    prompt_ids=(0, 1),
+    params=SamplingParams(max_new_tokens=2, temperature=1.0),
+    limit=2,
+    seed=0,
+    stop_token_ids=(),
+)
 # Prints whether a package is installed, without the many seconds that its import would take. A
 # mere folder of that name on the search path has no origin.
 _FINDS = """
@@ -161,33 +169,13 @@ def check_server(
                 f"it so, or another run is pushing. If none is, `curl -X POST {server.url}/resume` "
                 "lets it go on."
             )
-        drawn = server.draw(
-            Draw(
-                request_id="verl-health",
-                prompt_ids=(0, 1),
-                params=SamplingParams(max_new_tokens=2, temperature=1.0),
-                limit=2,
-                seed=0,
-                stop_token_ids=(),
-            )
-        )
+        drawn = server.draw(_TWO_TOKENS)
     except ServerLostError as error:
         raise RolloutError(f"{error}. {way}") from error
     except RolloutError as error:
         raise RolloutError(f"{error} {way}") from error
 
-    if not drawn.token_ids or len(drawn.token_ids) != len(drawn.log_probs):
-        raise RolloutError(
-            f"{server.name} was asked for 2 tokens with their log-probs and returned "
-            f"{len(drawn.token_ids)} and {len(drawn.log_probs)}. {way}"
-        )
-
-    if not all(map(math.isfinite, drawn.log_probs)):
-        raise RolloutError(
-            f"{server.name} draws tokens with log-probs that are not finite: its weights are "
-            f"broken. Restart it. {way}"
-        )
-
+    _check_drawn(server, drawn, way)
     if longest is not None and facts.max_model_len is not None and facts.max_model_len < longest:
         raise ConfigError(
             f"{server.name} takes {facts.max_model_len} tokens of a prompt and its response, and "
@@ -254,6 +242,21 @@ def _check_version(server: Server, facts: ServerFacts, allow_untested: bool) -> 
             f"{server.name} is version {facts.version}; {use} are tested with versions before "
             f"{server.untested}. Install one of them in its own environment: {tested}. Or set "
             f"{_SECTION}.allow_untested_servers=True: weights and answers are checked all the same."
+        )
+
+
+def _check_drawn(server: Server, drawn: Drawn, way: str) -> None:
+    """Raise RolloutError unless tokens came, each with a finite log-prob."""
+    if not drawn.token_ids or len(drawn.token_ids) != len(drawn.log_probs):
+        raise RolloutError(
+            f"{server.name} was asked for 2 tokens with their log-probs and returned "
+            f"{len(drawn.token_ids)} and {len(drawn.log_probs)}. {way}"
+        )
+
+    if not all(map(math.isfinite, drawn.log_probs)):
+        raise RolloutError(
+            f"{server.name} draws tokens with log-probs that are not finite: its weights are "
+            f"broken. Restart it. {way}"
         )
 
 
