@@ -4,6 +4,7 @@ import json
 import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -24,9 +25,10 @@ from verl.config import (
     value_micro_batch,
 )
 from verl.config import compose as composition
+from verl.config import load as loading
 from verl.config.command_line import parse_command_line
-from verl.config.keys import nest, value_at
-from verl.config.load import ROOTS, _schema, _SchemaNode
+from verl.config.keys import keys_of, nest, value_at
+from verl.config.load import ROOTS, _fill, _resolve, _schema, _SchemaNode
 from verl.utils.errors import ConfigError
 from verl.utils.logging import configure_logging, logger
 
@@ -603,6 +605,62 @@ def test_a_key_below_a_list_is_explained(load: Load, name: str):
 def test_overrides_that_need_hydra_are_left_to_it(override: str):
     overrides = parse_command_line([override]).overrides
     assert composition.compose_overrides(overrides) is None
+
+
+_ODD_VALUES = [
+    *(None, True, False, 0, 1, -3, 2.5, 1e3, float("inf"), 10**30, b"x", Path("a/b")),
+    *("", "x", "7", "1_5", "true", "null", "???", "a\\b", "$x"),
+    *([], ["a"], [1, 2.5], [None], [[1]], ["???"]),
+    *({}, {"a": {"b": [1, None]}}, {"a": "???"}),
+    *({"p": {"trained": True}}, {"p": {"bad": 1}}, [{"name": "sft"}], [{"name": "s", "coef": 1}]),
+]
+
+
+@st.composite
+def _values_of_keys(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    root = draw(st.sampled_from([*ROOTS]))
+    keys = keys_of(ROOTS[root].schema)
+    main_keys = [path for path, key in keys.items() if key.main is None]
+    paths = draw(st.lists(st.sampled_from(main_keys), max_size=3))
+    return root, {path: draw(st.sampled_from(_ODD_VALUES)) for path in paths}
+
+
+@settings(max_examples=40)
+@example(drawn=("ppo_trainer", {}))
+@example(drawn=("sft_trainer", {"trainer.checkpoint.save_contents": ["model"]}))
+@example(drawn=("ppo_trainer", {"trainer.project_name": 7, "trainer.seed": 3}))
+@given(drawn=_values_of_keys())
+def test_values_without_interpolations_become_what_omegaconf_resolves(drawn: tuple[str, dict]):
+    root, values = drawn
+    results = []
+    for build_config in (_fill, _resolve):
+        try:
+            results.append(repr(build_config(values, {}, root)))
+        except ConfigError as error:
+            results.append(str(error))
+    assert results[0] == results[1]
+
+
+def test_interpolations_of_the_user_reach_keys_that_follow_others():
+    name = {"project_name": "${trainer.experiment_name}", "experiment_name": "tea"}
+    config = config_from_dict({"data": {"dataset_name": "toy"}, "trainer": name})
+    assert config.trainer.default_local_dir == "checkpoints/tea/tea"
+
+
+def test_plain_values_need_no_tree_of_the_whole_schema(load: Load, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "_schema", None)
+    monkeypatch.setattr(loading, "_pickled_schema", None)
+    assert load("trainer.seed=3").actor_rollout_ref.rollout.seed == 3
+
+
+def test_lists_are_never_shared():
+    """A change of a list in one configuration stays in its key and in that configuration."""
+    values = {"data": {"dataset_name": "toy"}}
+    one, other = config_from_dict(values), config_from_dict(values)
+    contents = one.actor_rollout_ref.actor.checkpoint
+    contents.save_contents.append("hf_model")
+    assert "hf_model" not in contents.load_contents
+    assert one != other
 
 
 def test_choosing_the_own_backend_changes_nothing(load: Load, tmp_path: Path):

@@ -3,6 +3,7 @@
 Only this file and `compose` know Hydra and OmegaConf.
 """
 
+import copy
 import dataclasses
 import functools
 import pickle
@@ -12,6 +13,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,6 +39,7 @@ from verl.config.keys import (
     nest,
     owner_of,
     rename_aliases,
+    value_at,
 )
 from verl.config.policies import PolicyConfig
 from verl.config.rules import RULES, RULES_OF_FILES, Rule, doubtful
@@ -256,17 +259,63 @@ def _build(values: Values, root: str, on_line: Container[str] = ()) -> tuple[Any
     given = {path: value for path, value in given.items() if not _leaves_unset(keys[path], value)}
     given = ROOTS[root].with_defaults(given)
 
+    for value in given.values():
+        remember_environment(value)
+    if any("${" in repr(value) for value in given.values()):
+        config = _resolve(given, written_as, root)
+    else:
+        config = _fill(given, written_as, root)
+    _tidy(config, keys)
+    return config, {path: name for path, name in written_as.items() if name != path}
+
+
+def _fill(given: Values, written_as: Mapping[str, str], root: str) -> Any:
+    """Return the configuration of values without interpolations.
+
+    Gives what `_resolve` gives, in a tenth of its time: OmegaConf converts given values alone.
+    """
+    schema = ROOTS[root].schema
+    keys = keys_of(schema)
+    config = schema()
+    for path, value in given.items():
+        leaf = copy.deepcopy(_leaf(root, path))
+        owner, name = owner_of(config, path)
+        _assign(leaf, name, keys[path], value, written_as.get(path, path))
+        try:
+            converted = OmegaConf.to_object(leaf)
+        except OmegaConfBaseException:  # such as a missing value in a mapping
+            return _resolve(given, written_as, root)  # raises the message with its whole path
+        setattr(owner, name, getattr(converted, name))
+
+    for key in _followers(schema):
+        if key.path in given:
+            continue
+        owner, name = owner_of(config, key.path)
+        setattr(owner, name, _followed_value(config, key))
+    return config
+
+
+def _followed_value(config: Any, key: Key) -> Any:
+    """Return the value of a key that the user leaves unset and that follows others."""
+    if key.followed is not None:
+        return copy.deepcopy(value_at(config, key.followed))
+    assert key.interpolation is not None
+    return _REFERENCE.sub(lambda match: str(value_at(config, match[1])), key.interpolation)
+
+
+def _resolve(given: Values, written_as: Mapping[str, str], root: str) -> Any:
+    """Return the configuration of values whose interpolations OmegaConf resolves."""
+    schema = ROOTS[root].schema
+    keys = keys_of(schema)
     tree = pickle.loads(_pickled_schema(root))
     for path, value in given.items():
-        remember_environment(value)
-        _assign(tree, keys[path], value, written_as.get(path, path))
+        _assign(tree, path, keys[path], value, written_as.get(path, path))
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        raise ConfigError(_resolution_message(tree, root_class)) from error
-    assert isinstance(config, root_class)
-    _tidy(config, keys)
-    return config, {path: name for path, name in written_as.items() if name != path}
+        raise ConfigError(_resolution_message(tree, schema)) from error
+    assert isinstance(config, schema)
+    return config
 
 
 def _as_written(written_as: Mapping[str, str], message: str) -> str:
@@ -292,6 +341,25 @@ def _pickled_schema(root: str) -> bytes:
     return pickle.dumps(_schema(root))
 
 
+@functools.cache
+def _leaf(root: str, path: str) -> DictConfig:
+    """Return a typed tree of one key, by its name without its section."""
+    key = keys_of(ROOTS[root].schema)[path]
+    name = path.rpartition(".")[2]
+    default = dataclasses.field(default_factory=lambda: copy.deepcopy(key.default))
+    leaf = dataclasses.make_dataclass("Leaf", [(name, key.type, default)])
+    return OmegaConf.structured(leaf)
+
+
+@functools.cache
+def _followers(schema: type) -> tuple[Key, ...]:
+    """Return the keys that follow others when unset, each after those that it follows."""
+    keys = keys_of(schema)
+    graph = {path: _REFERENCE.findall(key.interpolation or "") for path, key in keys.items()}
+    in_order = [keys[path] for path in TopologicalSorter(graph).static_order()]
+    return tuple(key for key in in_order if key.interpolation is not None)
+
+
 def _leaves_unset(key: Key, value: Any) -> bool:
     """Return whether the value is a null of a key that has none.
 
@@ -308,14 +376,15 @@ def _allows_null(key: Key) -> bool:
     return key.type is Any or type(None) in get_args(key.type)
 
 
-def _assign(tree: DictConfig, key: Key, value: Any, written_as: str) -> None:
+def _assign(tree: DictConfig, path: str, key: Key, value: Any, written_as: str) -> None:
+    """Set a key at its `path` in a tree, converted to its type. Raises ConfigError."""
     takes_int = int in (key.type, *get_args(key.type))
     if takes_int and isinstance(value, float) and value.is_integer():
         value = int(value)  # 1e3
     if _has_misfits(key, value):
         raise ConfigError(_type_message(key, value, written_as))
     try:
-        OmegaConf.update(tree, key.path, value, merge=True)
+        OmegaConf.update(tree, path, value, merge=True)
     except OmegaConfBaseException as error:
         raise ConfigError(_type_message(key, value, written_as)) from error
 
@@ -376,6 +445,7 @@ def _has_odd_underscores(text: str) -> bool:
 
 
 _LARGEST = 2**63 - 1  # of torch
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # to another key, in a default
 _TYPE_NAMES = {
     bool: "True or False",
     int: "a whole number",
@@ -429,6 +499,8 @@ def _resolution_message(tree: DictConfig, schema: type) -> str:
 def _tidy(config: Any, keys: Mapping[str, Key]) -> None:
     """Turn a single value into a list if both are accepted, and expand `~` in paths."""
     for key in (*keys.values(), *keys_of_entries(config)):
+        if not (key.setting.many or key.setting.is_path):
+            continue
         owner, name = owner_of(config, key.path)
         value = getattr(owner, name)
         if key.setting.many and not isinstance(value, list):
