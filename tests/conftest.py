@@ -26,6 +26,10 @@ from verl.utils.logging import logger, say_once
 
 torch.set_num_threads(1)
 
+# Imports and test items live until the process exits: the collector would scan them in vain. It
+# starts after the collection of tests.
+gc.disable()
+
 # pytest parses the modules of hypothesis when they are imported, some of them during a test. In
 # Python 3.11.7 a garbage collection that runs Python code meanwhile breaks the parser.
 for module in pkgutil.iter_modules(strategies.__path__, f"{strategies.__name__}."):
@@ -96,7 +100,7 @@ _LONG = (
 
 
 def pytest_collection_finish() -> None:
-    """Exempt modules and test items from garbage collection, and start it less often.
+    """Start garbage collection, seldom, and exempt modules and test items from it.
 
     They live until the process exits. The package collects garbage when memory runs out, and each
     time the collector would scan a million of these objects.
@@ -104,6 +108,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

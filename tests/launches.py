@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 # Modules of all programs: the first test that forks starts the single server of its pytest process.
-PRELOADED = [
+PROGRAMS = [
     "peft",
     "tests.rewards.batches",
     "transformers.models.qwen2.modeling_qwen2",
@@ -49,7 +49,7 @@ class Done:
 def fork_server() -> Any:
     """Return the context of forks, with the packages of all programs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.preloaded"])
     return context
 
 
