@@ -1,6 +1,7 @@
 """Collect the record of each step, and write it from a thread while the next step runs."""
 
 import copy
+import functools
 import hashlib
 import os
 import platform
@@ -307,19 +308,12 @@ class StepRecorder:
 
 def _facts(run: RecordedRun, tensor_names: Mapping[str, list[str]]) -> dict[str, Any]:
     """Return the contents of `run.json`."""
-    versions = {"verl": verl.__version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-
     loader = run.train_loader.state_dict()
     return {
         "config": config_to_show(run.config),
         "kind": type(run.config).__name__,
         "trainer": f"{type(run).__module__}.{type(run).__qualname__}",
-        "versions": versions,
+        "versions": _versions(),
         "machine": socket.gethostname(),
         "pid": os.getpid(),
         "device": describe_device(run.device),
@@ -329,6 +323,18 @@ def _facts(run: RecordedRun, tensor_names: Mapping[str, list[str]]) -> dict[str,
         "tensors": dict(tensor_names),
         "started": time.time(),
     }
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    """Return the versions of packages. Read once a process: their files take 5 ms."""
+    versions = {"verl": verl.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
 
 
 def _line(
