@@ -38,20 +38,19 @@ def worst_log_prob_error(model, completions: list[Completion], n: int, temperatu
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_greedy_tokens_equal_transformers_generate(family):
+def test_greedy_tokens_and_log_probs_equal_those_of_transformers(family):
     model = talkative_model(family)
     ours = run(make_engine(model), PROMPTS, temperature=0, max_new_tokens=40)
     assert tokens_of(ours) == [transformers_greedy(model, prompt, 40) for prompt in PROMPTS]
     assert max(len(set(tokens)) for tokens in tokens_of(ours)) >= 4, "too dull to fail"
+    assert worst_log_prob_error(model, ours, 1, 1.0) <= 1e-4
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_log_probs_equal_those_of_a_full_forward(family):
+def test_log_probs_of_samples_equal_those_of_a_full_forward(family):
     model = talkative_model(family)
     sampled = run(make_engine(model), PROMPTS, n=3, temperature=1.3)
     assert worst_log_prob_error(model, sampled, 3, 1.3) <= 1e-4
-    greedy = run(make_engine(model), PROMPTS, temperature=0)
-    assert worst_log_prob_error(model, greedy, 1, 1.0) <= 1e-4
 
 
 def test_log_probs_ignore_top_k_top_p_and_min_p():
