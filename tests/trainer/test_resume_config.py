@@ -14,7 +14,7 @@ import torch
 from tests.trainer.runs import run, same_bits, step_lines, weights
 from verl.checkpoint.manifest import write_manifest
 from verl.checkpoint.unpickling import load_state, save_state
-from verl.data.toy import TOY_MODEL
+from verl.data.toy import TOY, TOY_MODEL, packaged_files
 from verl.jobs.main_merge import main as model_merger
 from verl.trainer.api import RLTrainer
 from verl.trainer.roles import RunOfRoles
@@ -113,6 +113,35 @@ def test_a_named_checkpoint_continues_with_another_estimator(folder, log):
     named = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/global_step_1"]
     assert run(folder, *LONGER, f"{ESTIMATOR}=rloo", *named) == 0
     assert f"{ESTIMATOR} ('grpo' then, 'rloo' now)" in log.getvalue()
+
+
+def test_only_a_named_checkpoint_continues_with_a_longer_data_set(tmp_path, log, capfd):
+    (prompts,) = packaged_files(TOY, "train")
+    rows = Path(prompts).read_text().splitlines(keepends=True)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(rows[:-2]))
+    folder = tmp_path / "run"
+    own = [
+        "data.dataset_name=null",
+        f"data.train_files={data}",
+        f"data.val_files={data}",
+        f"actor_rollout_ref.model.path={TOY}",
+    ]
+    assert run(folder, *FIRST, *own) == 0
+
+    data.write_text("".join(rows))
+    capfd.readouterr()
+    assert run(folder, *LONGER, *own) == 1
+    assert "with another data set: 8 rows" in (err := capfd.readouterr().err)
+    assert "trainer.resume_mode=resume_path" in err
+
+    named = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/global_step_1"]
+    assert run(folder, *LONGER, *own, *named) == 0
+    assert "another data set (8 rows then, 10 now)" in log.getvalue()
+    state = load_state(folder / "global_step_2" / "trainer" / "state.pt")
+    assert state["train_loader"]["num_rows"] == len(rows)
+    assert state["train_loader"]["epoch"] == 0
+    assert run(folder, *FIRST[:2], "trainer.max_steps=3", *own) == 0
 
 
 def test_a_moved_model_is_the_same_and_one_of_another_name_is_not(tmp_path, capfd, log):

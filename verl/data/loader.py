@@ -138,18 +138,24 @@ class RLDataLoader:
             state["sampler"] = self.sampler.state_dict()
         return state
 
+    def has_rows_of(self, state: dict[str, Any]) -> bool:
+        """Return whether `state` was saved with the rows of this dataset."""
+        saved = (state["num_rows"], state["fingerprint"])
+        return saved == (len(self.dataset), self._fingerprint())
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to the position of `state`.
 
         Raises DataError if the dataset or its order differs from that of the checkpoint.
         """
-        here = (len(self.dataset), self._fingerprint())
-        if here != (state["num_rows"], state["fingerprint"]):
+        if not self.has_rows_of(state):
             raise DataError(
                 f"The checkpoint was made with another data set: {state['num_rows']} rows "
-                f"(fingerprint {state['fingerprint']}), this one has {here[0]} ({here[1]}). Give "
-                "the same files, tokenizer, limit of length and filter, or start over with "
-                "trainer.resume_mode=disable."
+                f"(fingerprint {state['fingerprint']}), this one has {len(self.dataset)} "
+                f"({self._fingerprint()}). Give the same files, tokenizer, limit of length and "
+                "filter; or go on with this data set from its first batch with "
+                "trainer.resume_mode=resume_path trainer.resume_from_path=<the checkpoint>; or "
+                "start over with trainer.resume_mode=disable."
             )
 
         self._epoch = state["epoch"]

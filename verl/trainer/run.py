@@ -422,6 +422,8 @@ class TrainingRun(ABC, Generic[Config]):
             group.load_checkpoint(folder / role)
 
         try:
+            if is_named and self.trains:
+                state["train_loader"] = self._position_in_data(state["train_loader"])
             self.load_state_dict(state)
         except VerlError:
             raise
@@ -447,6 +449,19 @@ class TrainingRun(ABC, Generic[Config]):
             self.total_steps,
             when_saved(folder),
         )
+
+    def _position_in_data(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return the saved position in the training data; the first batch of another data set."""
+        loader = self.train_loader
+        if loader.has_rows_of(saved):
+            return saved
+        logger.warning(
+            "The checkpoint was saved with another data set (%d rows then, %d now). Training goes "
+            "on with the first batch of this one.",
+            saved["num_rows"],
+            len(loader.dataset),
+        )
+        return loader.state_dict()
 
     def _save_driver(self, folder: Path) -> None:
         save_state(folder / STATE_FILE, self.state_dict())
