@@ -216,3 +216,19 @@ def test_the_error_for_a_table_in_text_has_the_command_that_converts_it(
     subprocess.run([sys.executable, *arguments], check=True)
     row = open_rows(file.with_suffix(".parquet")).row(0)
     assert row == {"prompt": f"1 +{separator}\n2", "answer": 3}
+
+
+def test_columns_of_one_name_are_named(tmp_path: Path):
+    names = ["prompt", "ability", "prompt"]
+    table = pa.Table.from_arrays([pa.array(["a"])] * 3, names=names)
+    pq.write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match=r"one column of each name, got several named 'prompt'"):
+        open_rows(tmp_path / "twice.parquet")
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "train.jsonl"])
+def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path):
+    file = tmp_path / name
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
+    with pytest.raises(DataError, match=rf"{name}' is a pointer of Git LFS.* git -C .* lfs pull"):
+        open_rows(file)

@@ -271,6 +271,8 @@ def test_merging_into_the_checkpoint_itself_completes_its_folder(tmp_path: Path)
     assert compare(tmp_path, target) == 27
     with pytest.raises(CheckpointError, match="is not empty"):
         merge(tmp_path, target)
+    with pytest.raises(CheckpointError, match="tokenizer.json is a file"):
+        merge(tmp_path, target / "tokenizer.json")
 
 
 def test_two_different_folders_are_distinguished(tmp_path: Path, alone, capsys):

@@ -159,6 +159,39 @@ def test_a_folder_of_a_checkpoint_is_to_be_merged(saved: str, given: str, tmp_pa
             load_tokenizer(tmp_path / given)
 
 
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_folder_of_adapters_is_to_be_merged(
+    has_tokenizer: bool, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    if has_tokenizer:
+        for file in folder.glob("tokenizer*"):
+            shutil.copy(file, tmp_path)
+    way_out = r"holds adapters \(LoRA\) and no model.*merge_and_unload.* merged$"
+    with pytest.raises(ModelError, match=way_out):
+        load_tokenizer(tmp_path)
+        load_causal_lm(tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named(name: str, folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"
+    (copy / name).write_text(pointer)
+    with pytest.raises(ModelError, match=rf"{name}' is a pointer of Git LFS.* lfs pull"):
+        load_tokenizer(copy)
+        load_causal_lm(copy, dtype="float32")
+
+
+def test_a_wrong_type_in_the_configuration_is_named(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"hidden_size": "64"}))
+    with pytest.raises(ModelError, match="'hidden_size'.*expected int, got str"):
+        load_tokenizer(copy)
+
+
 @pytest.mark.parametrize("path", ["/no/such/folder", "./none", "a/b/c"])
 def test_a_missing_folder_is_named(path: str) -> None:
     for load in (load_tokenizer, lambda path: load_causal_lm(path, dtype="float32")):

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import shlex
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 
 from verl.utils.errors import DataError, describe_error
 from verl.utils.json_text import parse_json
+from verl.utils.lfs import describe_pointers
 
 FORMATS = (
     "Parquet (.parquet), JSON lines (.jsonl, .json) or a folder written by datasets' save_to_disk"
@@ -168,6 +170,8 @@ def open_rows(file: str | Path, split: str = "train") -> Rows:
         raise DataError(
             f"Data file '{file}' is empty (0 bytes). Write it again, or remove it from the list."
         )
+    elif (pointer := describe_pointers([path])) is not None:
+        raise DataError(f"Data file {pointer}")
     elif path.suffix == ".parquet":
         rows = _open_parquet(path)
     elif path.suffix in (".json", ".jsonl"):
@@ -308,6 +312,7 @@ def _missing(file: str | Path, path: Path) -> str:
 
 def _open_parquet(path: Path) -> Rows:
     try:
+        _refuse_repeated_columns(path, pq.read_schema(path).names)
         table = pq.read_table(path)
         table.validate(full=True)  # texts in UTF-8: a tenth of a second a GB
         return ArrowRows(table)
@@ -316,6 +321,17 @@ def _open_parquet(path: Path) -> Rows:
         raise DataError(
             f"Data file '{path}' is not readable as Parquet: {reason}. Write it again."
         ) from error
+
+
+def _refuse_repeated_columns(path: Path, names: Sequence[str]) -> None:
+    """Raise DataError if several columns have one name: Arrow would not say which one it read."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise DataError(
+            f"Data file '{path}' must have one column of each name, got several named "
+            f"{', '.join(map(repr, repeated))} among {list(names)}. Rename or drop all but one, "
+            "and write it again."
+        )
 
 
 def read_json_rows(path: Path) -> list[dict[str, Any]]:

@@ -397,7 +397,11 @@ def _role_folder(folder: Path) -> Path:
 def _check_target(target: Path, *, in_place: bool) -> None:
     if not target.exists():
         return
-    if target.is_dir() and not any(target.iterdir()):
+    if not target.is_dir():
+        raise CheckpointError(
+            f"Expected --target_dir to be a new folder, but {target} is a file. Set another one."
+        )
+    if not any(target.iterdir()):
         return
     if in_place and not has_weights(target):
         return

@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import math
+import shlex
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,11 +32,13 @@ from verl.checkpoint.hf import WEIGHTS_FOLDER
 from verl.models.attention import IMPLEMENTATION, prepare
 from verl.models.families import override, refuse_unpackable, zero_dropout, zero_module_dropout
 from verl.models.logprobs import head_of
+from verl.models.lora import ADAPTER_CONFIG
 from verl.models.probe import check_packed
 from verl.models.role_folders import WEIGHT_FILES, has_weights, nearest_role
 from verl.models.vision import attention_settings, family_of, reads_pictures
 from verl.utils.cache import cache_folder
 from verl.utils.errors import ModelError, causes
+from verl.utils.lfs import describe_pointers
 from verl.utils.logging import say_once
 
 TOY = "toy"
@@ -114,7 +117,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, padding_side="left"
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, hub.StrictDataclassError) as error:
         raise _explained(source, "tokenizer", error) from error
     _ensure_pad_token(tokenizer, source)
     if custom_chat_template is not None:
@@ -345,7 +348,21 @@ def _way_to_model(folder: Path) -> str:
             "It belongs to a checkpoint of training. Write that as a model, and give the new "
             f"folder: verl merge --local_dir {role} --target_dir merged"
         )
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _way_to_merged(folder)
     return "Copy them there, or save them with save_pretrained."
+
+
+def _way_to_merged(folder: Path) -> str:
+    """Say how to merge a folder of adapters of peft into the model that they belong to."""
+    code = (
+        "import sys; from peft import AutoPeftModelForCausalLM as A; "
+        "A.from_pretrained(sys.argv[1]).merge_and_unload().save_pretrained(sys.argv[2])"
+    )
+    return (
+        "It holds adapters (LoRA) and no model. Merge them into their base model, copy its "
+        f'tokenizer, and give the new folder: python -c "{code}" {shlex.quote(str(folder))} merged'
+    )
 
 
 def _need_hub(source: str, part: str) -> None:
@@ -365,6 +382,12 @@ def _need_hub(source: str, part: str) -> None:
         # network, loading raises it again.
         if any(isinstance(cause, (socket.gaierror, ConnectionError)) for cause in causes(error)):
             raise _unreachable(source, part) from error
+
+
+def _files_of(source: str) -> list[Path]:
+    """Return the contents of a model's folder; none for a hub id."""
+    folder = Path(source)
+    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def _unreachable(source: str, part: str) -> ModelError:
@@ -394,6 +417,10 @@ def _explained(source: str, part: str, error: Exception) -> ModelError:
         )
     if is_a(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError):
         return _unreachable(source, part)
+
+    pointer = describe_pointers(file for file in _files_of(source) if file.is_file())
+    if pointer is not None:
+        return ModelError(f"Cannot load the {part} from '{source}': {pointer}")
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:

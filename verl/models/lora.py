@@ -37,7 +37,7 @@ ADAPTER_FOLDER = "lora_adapter"
 
 _ADAPTER = "default"
 _WEIGHTS_FILE = "adapter_model.safetensors"
-_CONFIG_FILE = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _SAVED_PREFIX = "base_model.model."  # peft puts it before every name in its files
 
 
@@ -258,7 +258,7 @@ def read_adapters(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor,
 
 def _read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return peft's configuration, and the factors under their names in the model."""
-    config = parse_json((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+    config = parse_json((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     _check_config(config)
     factors: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / _WEIGHTS_FILE).items():
@@ -269,11 +269,11 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _check_config(config: Any) -> None:
     """Raise ValueError unless the numbers that scale the adapters are present."""
     if not isinstance(config, dict):
-        raise ValueError(f"{_CONFIG_FILE} holds a {type(config).__name__}")
+        raise ValueError(f"{ADAPTER_CONFIG} holds a {type(config).__name__}")
     for name in ("r", "lora_alpha"):
         value = config.get(name)
         if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ValueError(f"{_CONFIG_FILE} has {name}={value!r:.50}")
+            raise ValueError(f"{ADAPTER_CONFIG} has {name}={value!r:.50}")
 
 
 @contextmanager
@@ -283,7 +283,7 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(
-            f"Expected the adapters of a LoRA run in {folder} ({_CONFIG_FILE} and "
+            f"Expected the adapters of a LoRA run in {folder} ({ADAPTER_CONFIG} and "
             f"{_WEIGHTS_FILE}), but they cannot be read ({describe_error(error)}). If they "
             "are damaged or incomplete, copy them again, or use another checkpoint."
         ) from error
@@ -311,7 +311,7 @@ def load_adapters(folder: Path, model: PreTrainedModel) -> None:
     if wrong:
         raise CheckpointError(
             f"{file} does not match the adapters of this run, first at '{wrong[0]}'. Set "
-            f"lora_rank, target_modules and exclude_modules as in {folder / _CONFIG_FILE}."
+            f"lora_rank, target_modules and exclude_modules as in {folder / ADAPTER_CONFIG}."
         )
 
     config: Any = model.peft_config[_ADAPTER]  # pyright: ignore
