@@ -27,6 +27,9 @@ number = 3
 def two(data_source, solution_str):
     return 0.0
 
+def of_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    return [0.0] * len(solution_strs)
+
 def three(data_source, solution_str, ground_truth, scale=1.0):
     return scale * len(solution_str)
 
@@ -82,6 +85,14 @@ def test_reward_kwargs_reach_every_call(reward_file):
 def test_objects_that_cannot_be_called_are_rejected_at_start(reward_file, name, message):
     with pytest.raises(ConfigError, match=message):
         load_custom_reward(reward_file, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "for_batches", "manager"), [("of_batch", False, "batch"), ("three", True, "naive")]
+)
+def test_a_function_for_another_manager_is_named_with_it(reward_file, name, for_batches, manager):
+    with pytest.raises(ConfigError, match=rf"Set reward_model\.reward_manager={manager}\.$"):
+        load_custom_reward(reward_file, name, for_batches=for_batches)
 
 
 def test_unknown_reward_kwargs_and_files_are_rejected_at_start(reward_file, tmp_path):

@@ -164,3 +164,16 @@ def test_a_file_may_be_loaded_by_its_path_and_by_its_name(tmp_path: Path, monkey
     finally:
         reward_managers.remove("loaded_twice")
         ADV_ESTIMATOR_REGISTRY.pop("loaded_twice")
+
+
+def test_a_relative_import_names_the_module_and_its_folder(tmp_path):
+    package = tmp_path / "mine" / "rewards"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "helper.py").write_text("SCORE = 1.0")
+    file = package / "exact.py"
+    file.write_text("import math\nfrom .helper import SCORE\n")
+    message = rf"exact\.py', line 2, .*Give 'mine\.rewards\.exact' .* PYTHONPATH={tmp_path}$"
+    with pytest.raises(ConfigError, match=message):
+        load_module(str(file))

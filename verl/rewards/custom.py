@@ -11,7 +11,7 @@ from verl.rewards.outcome import RewardFunction
 from verl.rewards.processes import ProcessFunction, pack
 from verl.utils.errors import ConfigError
 from verl.utils.imports import load_extern_type
-from verl.utils.signatures import check_keywords, declares, takes_any_keyword
+from verl.utils.signatures import check_keywords, declares, keywords_of, takes_any_keyword
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _BATCH_ARGUMENTS = tuple(f"{name}s" for name in _ARGUMENTS)
@@ -88,8 +88,16 @@ def check_arguments(
     It may do without `extra_info`, as functions for evaluation in verl 0.5.
     """
     arguments = _BATCH_ARGUMENTS if for_batches else _ARGUMENTS
-    if _takes_extra_info(function, extra, for_batches):
+    if not _takes_extra_info(function, extra, for_batches):
+        return
+    try:
         check_keywords(function, (*arguments, *extra), name)
+    except ConfigError as error:
+        others = _ARGUMENTS if for_batches else _BATCH_ARGUMENTS
+        if not set(others[:-1]) <= set(keywords_of(function)):
+            raise
+        manager = "naive" if for_batches else "batch"
+        raise ConfigError(f"{error} Set reward_model.reward_manager={manager}.") from error
 
 
 def _takes_extra_info(

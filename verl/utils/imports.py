@@ -1,5 +1,6 @@
 """Import optional packages and users' own files."""
 
+import ast
 import hashlib
 import importlib
 import importlib.metadata
@@ -160,6 +161,14 @@ def _explain_failure(path: Path, origin: str | None, error: BaseException) -> Ve
                 f"'{path}', line {line}: {missing[0].lower()}{missing[1:]}"
             )
 
+    if isinstance(error, ImportError) and line in _relative_imports(path):
+        module, folder = _place_in_package(path)
+        return ConfigError(
+            f"'{path}', line {line}, imports from its package, but a file that is given by its "
+            f"path belongs to none. Give '{module}' instead of the path, and add the package's "
+            f"folder to Python's search path: export PYTHONPATH={folder}"
+        )
+
     if isinstance(error, Exception | SystemExit) and not isinstance(error, VerlError):
         text = text_or_source(error, frame_of(error, origin))
         return ConfigError(
@@ -172,6 +181,23 @@ def _explain_failure(path: Path, origin: str | None, error: BaseException) -> Ve
 def _is_neighbor(file: Path, module: str) -> bool:
     neighbor = file.parent / module.split(".")[0]
     return neighbor.is_dir() or neighbor.with_suffix(".py").is_file()
+
+
+def _relative_imports(file: Path) -> set[int]:
+    """Return the lines of the file's imports such as `from .helper import same`."""
+    tree = ast.parse(file.read_bytes())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {node.lineno for node in imports if node.level > 0}
+
+
+def _place_in_package(file: Path) -> tuple[str, Path]:
+    """Return the dotted name of a package's file, and the folder that contains the package."""
+    folder = file.resolve().parent
+    names = [folder.name, file.stem]
+    while (folder.parent / "__init__.py").is_file():
+        folder = folder.parent
+        names.insert(0, folder.name)
+    return ".".join(names), folder.parent
 
 
 def load_extern_type(file_path: str, type_name: str) -> Any:
