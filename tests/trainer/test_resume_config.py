@@ -16,6 +16,7 @@ from verl.checkpoint.manifest import write_manifest
 from verl.checkpoint.unpickling import load_state, save_state
 from verl.data.toy import TOY, TOY_MODEL, packaged_files
 from verl.jobs.main_merge import main as model_merger
+from verl.jobs.main_sft import main as fine_tune
 from verl.trainer.api import RLTrainer
 from verl.trainer.roles import RunOfRoles
 from verl.utils.logging import logger
@@ -142,6 +143,26 @@ def test_only_a_named_checkpoint_continues_with_a_longer_data_set(tmp_path, log,
     assert state["train_loader"]["num_rows"] == len(rows)
     assert state["train_loader"]["epoch"] == 0
     assert run(folder, *FIRST[:2], "trainer.max_steps=3", *own) == 0
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume_path"])
+def test_fine_tuning_does_not_resume_a_checkpoint_of_training(mode, folder, capfd):
+    step = folder / "global_step_1"
+    arguments = [
+        "model.path=toy",
+        f"data.train_files={packaged_files(TOY, 'train')[0]}",
+        "data.prompt_key=data_source",
+        "data.response_key=ability",
+        "data.train_batch_size=4",
+        f"trainer.default_local_dir={folder}",
+        f"trainer.resume_mode={mode}",
+    ]
+    if mode == "resume_path":
+        arguments.append(f"trainer.resume_from_path={step}")
+    assert fine_tune(arguments) == 1
+    err = capfd.readouterr().err
+    assert "reinforcement learning saved it" in err
+    assert f"verl merge --local_dir {step}/actor" in err
 
 
 def test_a_moved_model_is_the_same_and_one_of_another_name_is_not(tmp_path, capfd, log):

@@ -36,6 +36,7 @@ _NOT_FREE = (
     *("trainer.seed", "trainer.critic_warmup", "trainer.mode"),
     "fsdp_config.compute_dtype",
 )
+_OF_TRAINING = "algorithm.adv_estimator"  # a key that fine-tuning does not have
 _MAX_LISTED = 20
 # Parts of the driver's state that only one schedule has.
 _OF_SCHEDULES = ("ahead", "book", "prompts")
@@ -73,6 +74,7 @@ def check_config(folder: Path, config: Any, *, may_differ: bool) -> None:
         logger.info("%s does not say by which configuration it was saved.", folder)
         return
 
+    _refuse_another_kind(folder, then, config)
     changes = _changes(then, config)
     if not may_differ:
         _refuse_another_run(folder, changes)
@@ -91,7 +93,22 @@ def require_same_run(folder: Path, config: Any) -> None:
     except CheckpointError:
         return
     if then is not None:
+        _refuse_another_kind(folder, then, config)
         _refuse_another_run(folder, _changes(then, config))
+
+
+def _refuse_another_kind(folder: Path, then: Mapping[str, Any], config: Any) -> None:
+    """Raise CheckpointError if fine-tuning would resume reinforcement learning.
+
+    Their data sets and steps have nothing in common, so a named checkpoint is refused as well. The
+    reverse fails at the driver's state, which has other parts.
+    """
+    if _OF_TRAINING in then and not isinstance(config, TrainConfig):
+        raise CheckpointError(
+            f"Expected a checkpoint of fine-tuning in {folder}, but reinforcement learning saved "
+            "it. Set another trainer.experiment_name or trainer.default_local_dir. To start from "
+            f"its weights, merge them: verl merge --local_dir {folder / 'actor'} --target_dir merged"
+        )
 
 
 def _refuse_another_run(folder: Path, changes: Iterable[Change]) -> None:
