@@ -1,5 +1,6 @@
 """The summary at the end of a run, and the command that it prints."""
 
+import resource
 from pathlib import Path
 
 from tests.trainer.runs import run
@@ -33,3 +34,13 @@ def test_the_command_that_a_run_prints_shows_its_worst_answers(tmp_path: Path, c
     page = (tmp_path / "run.html").read_text()
     assert '"samples/0/2"' in page
     assert '"sample/0/2/15"' in page
+
+    before = (tmp_path / "run.html").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        assert main(["view", command, "--export", str(tmp_path / "run.html")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "run.html").read_bytes() == before
+    assert f"'{tmp_path}/run.html'. Raise the limit on the size of a file" in capfd.readouterr().err

@@ -46,6 +46,7 @@ def test_message_and_traceback_are_printed_once(traceback: str, tracebacks: int)
         # the message of pyarrow
         (PermissionError(13, "Failed to open local file '/x/a.parquet'"), "Free some space, or"),
         (FileExistsError(17, "File exists", "/x/a.parquet"), "Correct the path."),
+        (OSError(27, "File too large", "/x/a.parquet"), "Raise the limit on the size of a file"),
         (OSError(24, "Too many open files", "/x/a.parquet"), "Raise the limit on open files"),
     ],
 )

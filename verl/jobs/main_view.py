@@ -31,12 +31,14 @@ def view(arguments: argparse.Namespace) -> None:
     from verl.diagnostics.view.page import exported_page
     from verl.diagnostics.view.server import ViewServer
     from verl.tracking.records import load_run
+    from verl.utils.whole_file import whole_file
 
     folders = [Path(run) for run in arguments.runs] or _recorded_runs()
     answers = Answers([load_run(folder) for folder in folders])
     if arguments.export:
         page, notes = exported_page(answers)
-        Path(arguments.export).write_text(page, encoding="utf-8")
+        with whole_file(Path(arguments.export)) as file:
+            file.write_text(page, encoding="utf-8")
         print(f"Wrote {arguments.export} ({len(page) / 2**20:.1f} MiB). {' '.join(notes)}".rstrip())
         return
 

@@ -94,6 +94,8 @@ def _way_out(error: OSError) -> str:
         return "The working directory was removed; change to one that exists"
     if isinstance(error, _WRONG_PATH):
         return "Correct the path"
+    if error.errno == errno.EFBIG:
+        return "Raise the limit on the size of a file (ulimit -f)"
     return "Free some space, or choose another folder"
 
 
