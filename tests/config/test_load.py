@@ -629,6 +629,7 @@ def _values_of_keys(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 @example(drawn=("ppo_trainer", {}))
 @example(drawn=("sft_trainer", {"trainer.checkpoint.save_contents": ["model"]}))
 @example(drawn=("ppo_trainer", {"trainer.project_name": 7, "trainer.seed": 3}))
+@example(drawn=("ppo_trainer", {"data.tokenizer": "???"}))
 @given(drawn=_values_of_keys())
 def test_values_without_interpolations_become_what_omegaconf_resolves(drawn: tuple[str, dict]):
     root, values = drawn

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from hydra.core.config_store import ConfigNode, ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import evaluation, generation, serve, sft
@@ -484,14 +484,14 @@ def _resolution_message(tree: DictConfig, schema: type) -> str:
             continue
 
         try:
-            value = OmegaConf.select(tree, key.path)
+            value = OmegaConf.select(tree, key.path, throw_on_missing=True)
             if OmegaConf.is_config(value):
                 OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             return (
-                f"{key.path}={written[key.path]} cannot be resolved to {describe_type(key)}: "
-                f"{reason}"
+                f"{key.path}={written.get(key.path, MISSING)} cannot be resolved to "
+                f"{describe_type(key)}: {reason}"
             )
     raise AssertionError("every key resolves alone, but not all together")
 
