@@ -12,6 +12,9 @@ away:
 1. A group that starts under weights v is due at the last step at which v is within the bound.
 2. It may start only where the steps until then have room for all groups that have started.
 3. A batch takes whole groups, those due first; it waits where the others could not all be in time.
+
+A step that finds nothing to learn from in some groups of its batch takes others instead (`reopen`).
+The rules hold then as well: a group that was taken makes room for another one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +49,7 @@ class Pace:
         max_staleness: most versions between the weights that drew a token and those that learn from
             it.
         steps_per_version: training steps between two hand-overs of weights.
+        total_steps: of the run.
         max_started: most groups that have started and are not consumed.
         is_bound: whether batches wait for groups that are due. If not, `max_staleness` is no bound.
         is_partial: whether unfinished samples may be frozen. If not, all that run end first.
@@ -56,6 +60,7 @@ class Pace:
     groups_per_step: int
     max_staleness: int = 1
     steps_per_version: int = 1
+    total_steps: int = 1 << 62
     max_started: int = 1 << 62
     is_bound: bool = True
     is_partial: bool = True
@@ -68,6 +73,11 @@ class Pace:
     def last_step(self, version: int) -> int:
         """Return the last step that may learn from a token of `version`."""
         return (version - self.first_version + self.max_staleness + 1) * self.steps_per_version
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether groups may start before the step that learns from them."""
+        return not self.is_bound or self.max_staleness > 0 or self.steps_per_version > 1
 
 
 @dataclass(eq=False, slots=True)
@@ -148,6 +158,11 @@ class Group:
         """Return the samples that engines draw."""
         return [sample for sample in self.samples if sample.state is State.RUNNING]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens drawn so far."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
     def age_order(self) -> tuple[int, int]:
         """Return a sort key: oldest first."""
         assert self.born is not None
@@ -174,6 +189,7 @@ class Book:
         self.num_samples = samples
         self.version = 0  # of the weights that generate
         self.next_step = 1  # the step whose batch is taken next
+        self.missing = pace.groups_per_step  # groups of that batch
         self.admitted = 0  # groups so far
         self.last_batch = 0  # of prompts, that was admitted
         self.discarded_groups = 0
@@ -197,10 +213,9 @@ class Book:
     def room(self) -> int:
         """Return how many groups may start now."""
         pace = self.pace
-        most = pace.max_started
+        most = min(pace.max_started, self._groups_until(pace.total_steps))
         if pace.is_bound:
-            steps = pace.last_step(self.version) - self.next_step + 1
-            most = min(most, steps * pace.groups_per_step)
+            most = min(most, self._groups_until(pace.last_step(self.version)))
         return max(0, most - len(self._started()))
 
     def wanted(self) -> int:
@@ -240,7 +255,7 @@ class Book:
         unfinished = [group for group in started if not group.is_whole]
         num_whole = len(started) - len(unfinished)
 
-        needs = [(len(unfinished), pace.groups_per_step - num_whole)]
+        needs = [(len(unfinished), self.missing - num_whole)]
         if not pace.is_partial:
             needs.append((len(unfinished), len(unfinished)))
         if pace.is_bound:
@@ -310,10 +325,17 @@ class Book:
         assert self.can_take(), "generation stops at its goal"
         whole = [group for group in self.groups if group.is_whole]
         whole.sort(key=Group.age_order)
-        batch = whole[: self.pace.groups_per_step]
+        batch = whole[: self.missing]
         self._remove(batch)
         self.next_step += 1
+        self.missing = self.pace.groups_per_step
         return sorted(batch, key=lambda group: group.serial)
+
+    def reopen(self, missing: int) -> None:
+        """Let the step whose batch was taken last take `missing` further groups, at most a
+        batch."""
+        self.next_step -= 1
+        self.missing = missing
 
     def discard_stale(self) -> list[Group]:
         """Drop whole groups with a token beyond the bound, count their tokens, and return them."""
@@ -325,8 +347,7 @@ class Book:
             if is_old and group.is_whole:
                 stale.append(group)
                 self.discarded_groups += 1
-                for sample in group.samples:
-                    self.discarded_tokens += len(sample.token_ids)
+                self.discarded_tokens += group.num_tokens
         self._remove(stale)
         return stale
 
@@ -349,8 +370,8 @@ class Book:
         num_late = 0
         started = sorted(self._started(), key=Group.age_order)
         for num_due, group in enumerate(started, start=1):
-            steps = max(0, self.pace.last_step(group.born or 0) - self.next_step + 1)
-            num_late = max(num_late, num_due - steps * self.pace.groups_per_step)
+            in_time = self._groups_until(self.pace.last_step(group.born or 0))
+            num_late = max(num_late, num_due - in_time)
         return num_late
 
     def counts(self) -> dict[str, int]:
@@ -424,6 +445,11 @@ class Book:
 
             place = (saved["serial"], saved["step"], saved["row"])
             self._add(Group(*place, samples, payload, saved["born"]))
+
+    def _groups_until(self, step: int) -> int:
+        """Return how many groups the steps from the next one to `step` take."""
+        later = (step - self.next_step) * self.pace.groups_per_step
+        return max(0, later + self.missing)
 
     def _started(self) -> list[Group]:
         return [group for group in self.groups if group.born is not None]

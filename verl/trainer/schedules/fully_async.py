@@ -62,6 +62,7 @@ class FullyAsyncTrainer(AheadTrainer):
             groups_per_step=groups,
             max_staleness=options.bound,
             steps_per_version=options.trigger_parameter_sync_step,
+            total_steps=self.total_steps,
             max_started=options.most_started(groups),
             is_bound=options.on_stale == "wait",
             is_partial=options.partial_rollout,
@@ -87,17 +88,21 @@ class FullyAsyncTrainer(AheadTrainer):
 
     # ---------------------------------------------------------------- prompts
 
-    def admit(self, prompts: DataProto) -> None:
-        """Enter a batch of prompts in the books."""
+    def admit(self, prompts: DataProto, first_row: int = 0) -> None:
+        """Enter a batch of prompts in the books.
+
+        Args:
+            first_row: of the prompts in their batch; above 0: the batch that was read last goes on.
+        """
         groups = self.book.pace.groups_per_step
         if len(prompts) != groups:
             raise DataError(
                 f"Expected batches of data.train_batch_size={groups} prompts, got {len(prompts)}."
             )
-        step = self.book.last_batch + 1
-        number_prompts(prompts, step)
+        step = self.book.last_batch + (first_row == 0)
+        number_prompts(prompts, step, first_row)
         for row in range(groups):
-            self.book.admit(step, row, prompts.slice(row, row + 1))
+            self.book.admit(step, first_row + row, prompts.slice(row, row + 1))
 
     # ---------------------------------------------------------------- the phases that differ
 
@@ -108,23 +113,32 @@ class FullyAsyncTrainer(AheadTrainer):
         Args:
             prompts: read in addition to those that this reads itself; usually none.
         """
+        groups, batch = self.take_groups(prompts, first_row)
+        self.note_batch(batch, groups)
+        return batch
+
+    def take_groups(self, prompts: DataProto, first_row: int) -> tuple[list[Group], DataProto]:
+        """Generate until enough groups are whole; return them, and their trajectories."""
         if len(prompts):
-            self.admit(prompts)
+            self.admit(prompts, first_row)
         self.weights.provide()
         self._generate_a_batch()
 
         groups = self.book.take()
-        if self.validation_due:
+        if self.validation_due and self.validation is None:
             self.generation.freeze()
             self.begin_validation()
         if self.is_apart:
             self._read_prompts()
             self.generation.run_ahead()
-        batch = self._batch_of(groups)
+        batch = self._batch_of(groups, first_row)
+        apply_policy(batch, self.config.async_training)
+        return groups, batch
+
+    def note_batch(self, batch: DataProto, groups: Sequence[Group]) -> None:
+        """Measure the batch of a step, and check that there are tokens to learn from."""
+        self.metrics.update(staleness_metrics(batch, groups, self.config.async_training))
         require_episodes(batch, self.config.actor_rollout_ref.rollout)
-        self.metrics.update(staleness_metrics(batch, groups))
-        self.metrics.update(apply_policy(batch, self.config.async_training))
-        return batch
 
     def correct_rollout(self, batch: DataProto) -> DataProto:
         """Weigh or reject rows, see `PPOTrainer.correct_rollout`; weigh down tokens beyond the
@@ -179,7 +193,7 @@ class FullyAsyncTrainer(AheadTrainer):
             self._start_samples()
             if not self.generation.is_running:
                 raise RolloutError(
-                    f"Step {self.global_step} needs {self.book.pace.groups_per_step} prompts with "
+                    f"Step {self.global_step} needs {self.book.missing} prompts with "
                     f"whole groups, and none is left to generate: {self.book.counts()}. The run "
                     f"reads prompts for {self.total_steps} steps."
                 )
@@ -195,24 +209,26 @@ class FullyAsyncTrainer(AheadTrainer):
 
     def _read_prompts(self) -> None:
         """Enter as many prompts in the books as may start."""
-        steps_left = self.total_steps - self.book.next_step + 1
-        groups_left = steps_left * self.book.pace.groups_per_step
         while self.book.wanted() > 0:
-            if len(self.book.groups) >= groups_left:
-                break
             self.admit(next(iter(self.train_loader)))
 
     def _discard(self) -> None:
         if self.config.async_training.on_stale == "drop":
             self.book.discard_stale()
 
-    def _batch_of(self, groups: Sequence[Group]) -> DataProto:
-        """Return the columns of phase "generate" of whole groups."""
+    def _batch_of(self, groups: Sequence[Group], first_row: int = 0) -> DataProto:
+        """Return the columns of phase "generate" of whole groups.
+
+        Args:
+            first_row: number of the first group within its step.
+        """
         rollout = self.config.actor_rollout_ref.rollout
+        first_sample = first_row * self.book.num_samples
         trajectories = []
         for place, sample in enumerate(chain.from_iterable(group.samples for group in groups)):
             if rollout.uses_agents:
-                trajectories += [replace(each, row=place) for each in sample.trajectories]
+                row = first_sample + place
+                trajectories += [replace(each, row=row) for each in sample.trajectories]
                 continue
             prompt_ids = prompt_ids_of(groups[place // self.book.num_samples])
             drawn = Trajectory(row=place, prompt_ids=prompt_ids, segments=sample.segments)
@@ -239,7 +255,7 @@ class FullyAsyncTrainer(AheadTrainer):
             prompts,
             played,
             self.book.num_samples,
-            range(len(groups)),
+            range(first_row, first_row + len(groups)),
             gives_reward=rollout.agent.gives_reward,
         )
 

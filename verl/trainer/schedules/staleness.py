@@ -10,13 +10,17 @@ from verl.rollout.book import Book, Group
 from verl.utils.errors import RolloutError
 
 
-def staleness_metrics(batch: DataProto, groups: Sequence[Group]) -> dict[str, float]:
+def staleness_metrics(
+    batch: DataProto, groups: Sequence[Group], options: AsyncTrainingConfig
+) -> dict[str, float]:
     """Describe the ages of a batch's tokens, in versions.
 
     Under verl's names `fully_async/*`: `count/stale_samples_processed` are prompts and
     `count/stale_trajectory_processed` responses of this step with a token of older weights;
     `partial/total_partial_num` and `partial_ratio` are responses that several versions drew, and
     `partial/max_partial_span` is the largest difference of these versions.
+
+    Raises RolloutError where `on_stale=mask` has left no token to learn from.
     """
     ages = batch.batch["token_age"]
     drawn = ages >= 0
@@ -25,8 +29,17 @@ def staleness_metrics(batch: DataProto, groups: Sequence[Group]) -> dict[str, fl
     for group in groups:
         spans += [sample.span for sample in group.samples]
 
-    stale_groups = set(_group_of_rows(batch, len(groups))[oldest > 0].tolist())
+    stale_groups = set(_group_of_rows(batch, len(groups[0].samples))[oldest > 0].tolist())
+    beyond = ages > options.bound
+    if options.on_stale == "mask" and beyond.any() and not batch.batch["response_mask"].any():
+        raise RolloutError(
+            f"All tokens of this step are older than async_training.max_staleness={options.bound} "
+            "allows, and on_stale=mask leaves none to learn from. Raise max_staleness, lower "
+            "staleness_threshold, or set on_stale=wait."
+        )
+
     metrics = {
+        "fully_async/tokens_beyond_bound": float(beyond.sum()),
         "fully_async/count/stale_samples_processed": float(len(stale_groups)),
         "fully_async/count/stale_trajectory_processed": float((oldest > 0).sum()),
         "fully_async/partial/total_partial_num": float(sum(span > 0 for span in spans)),
@@ -40,13 +53,10 @@ def staleness_metrics(batch: DataProto, groups: Sequence[Group]) -> dict[str, fl
     return metrics
 
 
-def _group_of_rows(batch: DataProto, num_groups: int) -> torch.Tensor:
+def _group_of_rows(batch: DataProto, samples: int) -> torch.Tensor:
     """Return the number of each row's group, (B,); an episode of agents may have several rows."""
-    episodes = batch.non_tensor_batch.get("episode")
-    if episodes is None:
-        return torch.arange(len(batch)) // (len(batch) // num_groups)
-    numbers = torch.tensor([int(episode) for episode in episodes])
-    return numbers // ((int(numbers.max()) + 1) // num_groups)
+    episodes = batch.non_tensor_batch.get("episode", range(len(batch)))
+    return torch.tensor([int(episode) for episode in episodes]) // samples
 
 
 def book_metrics(book: Book) -> dict[str, float]:
@@ -60,24 +70,17 @@ def book_metrics(book: Book) -> dict[str, float]:
     return metrics
 
 
-def apply_policy(batch: DataProto, options: AsyncTrainingConfig) -> dict[str, float]:
+def apply_policy(batch: DataProto, options: AsyncTrainingConfig) -> None:
     """Leave out or weigh down tokens beyond the bound, as `async_training.on_stale` says.
 
-    Weights go to the column `staleness_weights`. Returns metrics.
+    Weights go to the column `staleness_weights`.
     """
     excess = (batch.batch["token_age"] - options.bound).clamp(min=0)
     beyond = excess > 0
     if options.on_stale == "mask":
         batch.batch["response_mask"] = batch.batch["response_mask"] * ~beyond
-        if not batch.batch["response_mask"].any():
-            raise RolloutError(
-                f"All tokens of this step are older than async_training.max_staleness="
-                f"{options.bound} allows, and on_stale=mask leaves none to learn from. Raise "
-                "max_staleness, lower staleness_threshold, or set on_stale=wait."
-            )
     elif options.on_stale == "reweight":
         batch.batch["staleness_weights"] = 1 / (1 + excess.float())
-    return {"fully_async/tokens_beyond_bound": float(beyond.sum())}
 
 
 def with_staleness_weights(batch: DataProto) -> DataProto:
