@@ -106,16 +106,11 @@ def _may_be_stale(mode: str, threshold: float, most: int | None, on_stale: str) 
 
 def schedule_is_possible(config: TrainConfig) -> Messages:
     mode = config.trainer.mode
-    which = ""
-    if config.algorithm.adv_estimator == "remax":
-        which = "algorithm.adv_estimator=remax"
-    elif config.algorithm.filter_groups.enable:
-        which = "algorithm.filter_groups.enable=True"
-
-    if which and mode != "sync":
+    if mode != "sync" and config.algorithm.adv_estimator == "remax":
         yield (
-            f"trainer.mode={mode} generates before it is known which prompts a step needs, but "
-            f"{which} draws more within the step. Set trainer.mode=sync, or leave it out."
+            "algorithm.adv_estimator=remax compares with a greedy response by the weights that "
+            f"drew the samples, but trainer.mode={mode} may have newer ones when it scores them. "
+            "Set trainer.mode=sync, or adv_estimator=rloo."
         )
 
 

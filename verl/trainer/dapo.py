@@ -4,9 +4,6 @@ The rest of DAPO is configuration: clip-higher is `actor.clip_ratio_high`, the t
 `actor.loss_agg_mode`, and the soft punishment of overlong responses a part of the reward.
 """
 
-from itertools import count
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -36,33 +33,42 @@ class DAPOTrainer(PPOTrainer):
         See `PPOTrainer.collect`.
         """
         options = self.config.algorithm.filter_groups
-        wanted = len(prompts)
+        wanted = len(prompts) or self.config.data.train_batch_size
+        most_drawn = options.max_num_gen_batches * wanted
+        num_drawn = 0
         kept: list[DataProto] = []
         alike: list[DataProto] = []
         scores = []
 
-        for number in count(1):
-            batch = super().collect(prompts, first_row)
+        while True:
+            batch = super().collect(prompts, first_row + num_drawn)
+            num_drawn += num_prompts(batch)
             scores.append(batch.batch["token_level_scores"].sum(-1))
             differ = rows_that_differ(batch, options.metric)
             kept.append(batch.select_idxs(differ))
             alike.append(batch.select_idxs(~differ))
             num_kept = sum(map(num_prompts, kept))
-            if num_kept >= wanted or number == options.max_num_gen_batches:
+            if num_kept >= wanted or 0 < most_drawn <= num_drawn:
                 break
-            first_row += len(prompts)
-            prompts = next(iter(self.train_loader))
+            prompts = self.further_prompts(wanted - num_kept)
 
         if num_kept < wanted:
             self._report_exhausted(num_kept, wanted)
             kept += alike
 
         self.metrics |= {
-            "train/num_gen_batches": float(number),
-            "train/kept_prompts": num_kept / (first_row + len(prompts)),
+            "train/num_gen_batches": num_drawn / wanted,
+            "train/kept_prompts": num_kept / num_drawn,
             "train/score_of_all": torch.cat(scores).mean().item(),
         }
         return first_prompts(joined([part for part in kept if len(part)]), wanted)
+
+    def further_prompts(self, missing: int) -> DataProto:
+        """Return the prompts of the next round, of which `missing` must have responses that differ.
+
+        Schedules that read prompts themselves return none.
+        """
+        return next(iter(self.train_loader))
 
     def _report_exhausted(self, num_kept: int, wanted: int) -> None:
         options = self.config.algorithm.filter_groups
@@ -123,10 +129,9 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
     return np.array([uid in uids_that_differ for uid in uids], dtype=bool)
 
 
-def prompts_of(batch: DataProto) -> list[Any]:
-    """Return the prompt of every row. Roles of agents have a `uid` each for the same prompt."""
-    columns = batch.non_tensor_batch
-    return columns["prompt_row" if "prompt_row" in columns else "uid"].tolist()
+def prompts_of(batch: DataProto) -> list[str]:
+    """Return the prompt of every row: its `uid`, without the role of agents behind a slash."""
+    return [str(uid).partition("/")[0] for uid in batch.non_tensor_batch["uid"]]
 
 
 def num_prompts(batch: DataProto) -> int:

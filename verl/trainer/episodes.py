@@ -26,6 +26,13 @@ def number_prompts(prompts: DataProto, step: int, first_row: int = 0) -> None:
     prompts.non_tensor_batch["prompt_row"] = np.array(numbers, dtype=object)
 
 
+def number_episodes(batch: DataProto, first: int) -> None:
+    """Number the episodes of a batch from `first`, so that those of other rounds are others."""
+    episodes = batch.non_tensor_batch.get("episode")
+    if episodes is not None:
+        batch.non_tensor_batch["episode"] = episodes - min(episodes) + first
+
+
 def with_episodes(
     prompts: DataProto,
     played: DataProto,

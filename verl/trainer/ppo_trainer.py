@@ -89,6 +89,9 @@ class PPOTrainer(RunOfRoles):
     # A subclass that reads `old_log_probs` before the update sets this; then the pass always runs.
     reads_old_log_probs = False
 
+    # Whether `score` takes a batch in which no response could be scored.
+    rounds_may_fail: ClassVar[bool] = False
+
     def __init__(
         self,
         config: Any,
@@ -295,7 +298,7 @@ class PPOTrainer(RunOfRoles):
             batch: (B * n,) trajectories of `generate`.
         """
         result = self.reward_fn(self.add_rm_scores(batch), return_dict=True)
-        scored.record_scores(batch, result)
+        scored.record_scores(batch, result, may_fail=self.rounds_may_fail)
         with_scores_of_episodes(batch)
         if self.config.algorithm.turn_rewards:
             add_turn_rewards(batch)

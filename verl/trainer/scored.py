@@ -21,12 +21,13 @@ COLUMNS = ("uid", "data_source", "input", "output", "gts", "score")
 NUMBERS = (int, float, np.integer, np.floating, np.bool_)
 
 
-def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
+def record_scores(batch: DataProto, result: dict[str, Any], *, may_fail: bool = False) -> None:
     """Write a reward manager's result into the batch: the scores, the extra fields as object
     columns.
 
     A dropped sample loses its response mask, and with it every part in the update. An extra field
-    never replaces a column that is there already, such as `uid`: it stays out.
+    never replaces a column that is there already, such as `uid`: it stays out. Raises RewardError
+    where all samples were dropped, unless they `may_fail`.
     """
     check_result(result, batch.batch["responses"])
     batch.batch["token_level_scores"] = result["reward_tensor"]
@@ -43,7 +44,7 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
         kept.append(name)
 
     dropped = list(result.get("dropped", ()))
-    if len(dropped) == len(batch):
+    if len(dropped) == len(batch) and not may_fail:
         raise nothing_scored("this step")
     batch.batch["response_mask"][dropped] = 0
 

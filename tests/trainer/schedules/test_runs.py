@@ -283,7 +283,7 @@ def test_old_names_of_recipes_set_the_schedule(monkeypatch, capsys, name, mode):
         (["rollout.nnodes=1"], "named among those of the run: trainer.placement.rollout=[2,3]"),
         (["rollout.total_rollout_steps=9"], "the length of a run is trainer.total_training_steps"),
         (["rollout.test_freq=9"], "between two validations are trainer.test_freq"),
-        (["algorithm.filter_groups.enable=True"], "draws more within the step"),
+        (["algorithm.adv_estimator=remax"], "with a greedy response by the weights that drew"),
         (["async_training.trigger_parameter_sync_step=2"], "needs ranks of its own"),
         (["async_training.require_batches=3"], "is the batch of a step, got 3 x 3"),
         (["async_training.keep_kv_cache=True"], "gives it to the trainer"),

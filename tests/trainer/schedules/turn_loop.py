@@ -16,11 +16,13 @@ class TurnLoop:
     Args:
         is_uneven: whether prompts differ in turns, and their tools in the rounds of the event loop
             that they take. If not, all samples of a step are in the same turn.
+        is_rare: whether one episode in four has a score, so that some prompts have none.
     """
 
-    def __init__(self, context: AgentContext, is_uneven: bool) -> None:
+    def __init__(self, context: AgentContext, is_uneven: bool, is_rare: bool = False) -> None:
         self.context = context
         self.is_uneven = is_uneven
+        self.is_rare = is_rare
 
     async def play(self, episode: Episode) -> list[Trajectory]:
         """See `AgentLoop.play`."""
@@ -42,8 +44,12 @@ class TurnLoop:
         for trajectory in trajectories:
             tokens = trajectory.response_ids
             trajectory.reward = len(set(tokens)) / len(tokens)
+            if self.is_rare:
+                trajectory.reward = float(sum(tokens) % 4 == 0)
         return trajectories
 
 
 agent_loops.register("turns")(partial(TurnLoop, is_uneven=False))
 agent_loops.register("uneven_turns")(partial(TurnLoop, is_uneven=True))
+agent_loops.register("rare_turns")(partial(TurnLoop, is_uneven=False, is_rare=True))
+agent_loops.register("rare_uneven_turns")(partial(TurnLoop, is_uneven=True, is_rare=True))

@@ -13,10 +13,12 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.single_controller import GroupFuture, start
 from verl.tracking import WRITTEN_IN_STEP
+from verl.trainer.dapo import DAPOTrainer
 from verl.trainer.episodes import number_prompts
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.run import TrainingRun
 from verl.trainer.validation_pass import ValidationPass
+from verl.utils.errors import ConfigError
 
 
 class AheadTrainer(PPOTrainer):
@@ -24,6 +26,11 @@ class AheadTrainer(PPOTrainer):
 
     def __init__(self, config: Any, **parts: Any) -> None:
         super().__init__(config, **parts)
+        if self.config.algorithm.filter_groups.enable and not isinstance(self, DAPOTrainer):
+            raise ConfigError(
+                f"algorithm.filter_groups.enable=True with trainer.mode={self.mode} needs a "
+                f"trainer of verl.trainer.schedules.dynamic_sampling, got {type(self).__name__}."
+            )
         self.validation_due = 0  # step whose weights are validated next; 0: none
         self.validation: ValidationPass | None = None  # in flight
         self._drawn: list[tuple[DataProto, GroupFuture[DataProto]]] = []

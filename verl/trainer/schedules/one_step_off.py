@@ -10,7 +10,7 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.single_controller import GroupFuture, OnTold, start
 from verl.trainer import setup
-from verl.trainer.episodes import number_prompts, require_episodes
+from verl.trainer.episodes import number_episodes, number_prompts, require_episodes
 from verl.trainer.ppo_trainer import GENERATED
 from verl.trainer.schedules.ahead import AheadTrainer
 from verl.trainer.schedules.packing import packed, unpacked
@@ -34,22 +34,29 @@ class OneStepOffTrainer(AheadTrainer):
 
         Args:
             prompts: of the step after this one; usually none, and read here.
+            first_row: prompts of earlier rounds of this step. A further round has the batch that
+                the round before began, with the weights of this step.
         """
+        is_first = first_row == 0
         if self.ahead is None and self.coming is None:
             self.weights.provide()
-            self._begin_rollout(self.global_step, DataProto())
+            step = self.global_step if is_first else self.global_step + 1
+            self._begin_rollout(step, DataProto(), first_row)
         self._wait_for_generation()
         batch = self.ahead
         assert batch is not None
         self.ahead = None
 
-        self.timed("sync_weights", self.weights.sync)
+        if is_first:
+            self.timed("sync_weights", self.weights.sync)
         if self.global_step < self.total_steps:
-            self._begin_rollout(self.global_step + 1, prompts)
-        if self.validation_due:
+            self._begin_rollout(self.global_step + 1, prompts, first_row)
+        if self.validation_due and self.validation is None:
             self.begin_validation()
         self.metrics.update(batch.meta_info.pop("metrics", {}))
-        require_episodes(batch, self.config.actor_rollout_ref.rollout)
+        rollout = self.config.actor_rollout_ref.rollout
+        require_episodes(batch, rollout)
+        number_episodes(batch, first_row * rollout.n)
         return batch
 
     def sync_weights(self) -> None:
@@ -63,12 +70,12 @@ class OneStepOffTrainer(AheadTrainer):
         self.weights.sync()
         return super().validate()
 
-    def _begin_rollout(self, step: int, prompts: DataProto) -> None:
-        """Begin to generate the batch of a step."""
+    def _begin_rollout(self, step: int, prompts: DataProto, first_row: int) -> None:
+        """Begin to generate a batch, whose prompts are numbered in `step` from `first_row`."""
         if not len(prompts):
             prompts = next(iter(self.train_loader))
         rollout = self.config.actor_rollout_ref.rollout
-        number_prompts(prompts, step)
+        number_prompts(prompts, step, first_row)
         answer = start(
             self.generation_call(step),
             prompts,
