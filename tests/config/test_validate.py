@@ -136,6 +136,10 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2")
             "trainer.default_local_dir='s3://bucket/x'",
             "default_local_dir must be a local or a mounted folder",
         ),
+        (
+            "trainer.experiment_name=../other",
+            "must not lead out of it by '..', got 'verl_examples' and '../other'",
+        ),
         ("trainer.nnodes=2", "nnodes=2 needs trainer.n_gpus_per_node"),
         (
             "trainer.n_gpus_per_node=1e9",

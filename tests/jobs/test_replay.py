@@ -64,6 +64,11 @@ def test_steps_to_choose_from_are_those_of_training(tmp_path: Path):
         write_capsule(tmp_path, 0)
 
 
+def test_a_folder_is_no_file_for_a_capsule(tmp_path: Path, capfd):
+    assert main(["capsule", str(tmp_path), "--step", "1", "--output", str(tmp_path)]) == 1
+    assert f"--output must name a file, got the folder '{tmp_path}'" in capfd.readouterr().err
+
+
 def test_an_unknown_section_of_a_changed_key_is_named(trained: Path, tmp_path: Path):
     capsule = write_capsule(trained, 1, tmp_path / "capsule.zip")
     with pytest.raises(ConfigError, match="no section 'trianer'. Nearest known: trainer"):

@@ -174,6 +174,12 @@ def test_a_folder_of_adapters_is_to_be_merged(
         load_causal_lm(tmp_path, dtype="float32")
 
 
+def test_a_folder_of_gguf_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4_K_M.gguf").touch()
+    with pytest.raises(ModelError, match="GGUF, a format for inference. Download the model"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_a_pointer_of_git_lfs_is_named(name: str, folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")

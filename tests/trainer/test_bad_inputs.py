@@ -331,7 +331,8 @@ def test_a_file_in_the_place_of_a_folder_of_samples_is_named_at_the_start(tmp_pa
     path = tmp_path / "samples"
     path.write_text("")
     text = message(capfd, run(tmp_path, f"trainer.{key}={path}"))
-    assert text == f"trainer.{key}='{path}' cannot be written: File exists. Name a writable folder."
+    reason = f"cannot be written: '{path}' is a file"
+    assert text == f"trainer.{key}='{path}' {reason}. Name a writable folder."
 
 
 @pytest.mark.parametrize("odd", [-1, 1_000_000])

@@ -221,6 +221,12 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Rows:
             "trainer.default_local_dir must be a local or a mounted folder, got "
             "'{trainer.default_local_dir}'.",
         ),
+        (
+            ".." in Path(trainer.project_name, trainer.experiment_name).parts,
+            "trainer.project_name and experiment_name name the run and its folder, so they must "
+            "not lead out of it by '..', got '{trainer.project_name}' and "
+            "'{trainer.experiment_name}'. Set trainer.default_local_dir for another folder.",
+        ),
         (trainer.save_freq == 0, "trainer.save_freq must be positive, or -1 for never, got 0."),
         (trainer.test_freq == 0, "trainer.test_freq must be positive, or -1 for never, got 0."),
     )

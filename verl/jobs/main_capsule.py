@@ -29,9 +29,12 @@ def main(argv: list[str] | None = None) -> int:
 def capsule(arguments: argparse.Namespace) -> None:
     """Write the capsule. Imports are local: --help needs no torch."""
     from verl.trainer.capsule import write_capsule
+    from verl.utils.errors import ConfigError
 
     name = f"{Path(arguments.run).absolute().name}-step-{arguments.step}.zip"
     path = Path(arguments.output or name)
+    if path.is_dir():
+        raise ConfigError(f"--output must name a file, got the folder '{path}'. Name a file in it.")
     write_capsule(arguments.run, arguments.step, path, weights=arguments.weights)
     print(f"Wrote {path} ({path.stat().st_size / 2**20:.1f} MiB).")
     print(f"Execute the step again: {verl_command('replay', path)}")

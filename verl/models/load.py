@@ -350,6 +350,11 @@ def _way_to_model(folder: Path) -> str:
         )
     if (folder / ADAPTER_CONFIG).is_file():
         return _way_to_merged(folder)
+    if any(folder.glob("*.gguf")):
+        return (
+            "It holds files in GGUF, a format for inference. Download the model that they were "
+            "made from, as safetensors."
+        )
     return "Copy them there, or save them with save_pretrained."
 
 

@@ -32,6 +32,9 @@ def grown_too_large(folder: Path, error: BaseException) -> str | None:
 
 def make_writable(folder: Path) -> None:
     """Create the folder. Raises OSError if no file can be written in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, f"'{folder}' is a file", str(folder)) from error
     with tempfile.TemporaryFile(dir=folder):
         pass
