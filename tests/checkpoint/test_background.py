@@ -3,12 +3,22 @@
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from verl.checkpoint.background import Background
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt also where a shell started the tests with SIGINT ignored."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, earlier)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_the_wait_loses_no_error():
     background = Background()
     may_fail = threading.Event()

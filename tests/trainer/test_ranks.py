@@ -161,6 +161,7 @@ RAY = [
 ]
 
 
+@pytest.mark.slow
 def test_two_ray_actors_train_like_one_process(alone, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="the optional backend is not installed")
     temporary = tmp_path / "temporary"

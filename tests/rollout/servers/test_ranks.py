@@ -10,7 +10,8 @@ from tests.rollout.servers.fake import FakeServer, toy_model
 from verl.models.load import load_tokenizer, resolve_path
 
 
-@pytest.mark.parametrize("weights", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["adapter", "merged"])
 def test_two_ranks_train_lora_on_a_server(tmp_path, weights):
     server = FakeServer(toy_model, name=str(resolve_path("toy")))
     server.tokenizer = load_tokenizer("toy")

@@ -1,5 +1,6 @@
 """Servers that hang: they keep their connections, and answer nothing."""
 
+import itertools
 import os
 import signal
 import socket
@@ -52,9 +53,18 @@ def short(monkeypatch):
     monkeypatch.setattr(watch, "_MISSES_OF_ENGINE", 4)
 
 
-@pytest.mark.parametrize("part", ["it", "its engine"])
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-@pytest.mark.parametrize("others", [0, 1])
+def _in_quick_suite(others: int, dialect: str, part: str) -> bool:
+    """Return whether a case is one of two that have every value once."""
+    return (others, dialect, part) in ((0, "vllm", "its engine"), (1, "sglang", "it"))
+
+
+@pytest.mark.parametrize(
+    ("others", "dialect", "part"),
+    [
+        pytest.param(*case, marks=() if _in_quick_suite(*case) else pytest.mark.slow)
+        for case in itertools.product((0, 1), ("vllm", "sglang"), ("it", "its engine"))
+    ],
+)
 def test_samples_of_a_server_that_hangs_are_drawn_again(
     settings, start, caplog, dialect, others, part
 ):

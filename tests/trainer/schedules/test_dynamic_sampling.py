@@ -100,7 +100,7 @@ def test_staleness_zero_has_the_bits_of_the_synchronous_run(tmp_path):
     assert same_bits(weights(tmp_path / "async", STEPS), weights(tmp_path / "sync", STEPS))
 
 
-@pytest.mark.parametrize("mode", [ASYNC, ONE_STEP])
+@pytest.mark.parametrize("mode", [ASYNC, pytest.param(ONE_STEP, marks=pytest.mark.slow)])
 def test_a_killed_run_resumes_with_the_same_bits(tmp_path, mode):
     command = [BASE[0], "trainer.save_freq=2", *BASE[2:], mode]
     assert run(tmp_path / "whole", *command) == 0
@@ -220,6 +220,7 @@ def test_agents_play_further_prompts(tmp_path):
     assert_books_are_kept(tmp_path, bound=1)
 
 
+@pytest.mark.slow
 def test_agents_without_staleness_have_the_bits_of_the_synchronous_run(tmp_path):
     keys = agents("rare_turns")
     assert run(tmp_path / "sync", *keys) == 0
@@ -229,6 +230,7 @@ def test_agents_without_staleness_have_the_bits_of_the_synchronous_run(tmp_path)
     assert same_bits(weights(tmp_path / "async", STEPS), weights(tmp_path / "sync", STEPS))
 
 
+@pytest.mark.slow
 def test_agents_of_one_step_off_are_counted_once(tmp_path):
     """Rounds of two steps have the same rows, but no two episodes of a batch are one."""
     assert run(tmp_path, *agents("rare_turns"), ONE_STEP) == 0
