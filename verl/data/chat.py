@@ -197,16 +197,13 @@ def render_conversation(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text of a conversation by the tokenizer's template, or else `plain_text`.
 
-    `tools` are OpenAI schemas; `template_kwargs` are further variables of the template. Raises
-    DataError where the template refuses the messages.
+    `tools` are OpenAI schemas. Raises DataError where the template refuses the messages.
     """
     if tokenizer.chat_template is None:
         return plain_text(messages, add_generation_prompt=add_generation_prompt)
-    variables = dict(template_kwargs or {})
     offered: Any = list(tools) if tools else None
 
     def by_template(given: Messages) -> str:
@@ -215,7 +212,6 @@ def render_conversation(
             tools=offered,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            **variables,
         )
         return text
 

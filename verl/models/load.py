@@ -389,12 +389,6 @@ def _need_hub(source: str, part: str) -> None:
             raise _unreachable(source, part) from error
 
 
-def _files_of(source: str) -> list[Path]:
-    """Return the contents of a model's folder; none for a hub id."""
-    folder = Path(source)
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
 def _unreachable(source: str, part: str) -> ModelError:
     return ModelError(
         f"There is no folder '{source}' here, and the hub cannot be reached for its {part}. On a "
@@ -423,7 +417,8 @@ def _explained(source: str, part: str, error: Exception) -> ModelError:
     if is_a(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError):
         return _unreachable(source, part)
 
-    pointer = describe_pointers(file for file in _files_of(source) if file.is_file())
+    files = (file for file in sorted(Path(source).glob("*")) if file.is_file())
+    pointer = describe_pointers(files)
     if pointer is not None:
         return ModelError(f"Cannot load the {part} from '{source}': {pointer}")
 
