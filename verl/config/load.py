@@ -22,7 +22,6 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import evaluation, generation, serve, sft
-from verl.config.actor import ExtraLossConfig
 from verl.config.async_rules import (
     with_async_defaults,
     with_batch_of_a_step,
@@ -41,12 +40,12 @@ from verl.config.keys import (
     rename_aliases,
     value_at,
 )
-from verl.config.policies import PolicyConfig
 from verl.config.rules import RULES, RULES_OF_FILES, Rule, doubtful
 from verl.config.sft_engine import with_conversations
 from verl.config.toy_defaults import with_toy_defaults
 from verl.config.train import TrainConfig
 from verl.config.validate import validate
+from verl.config.value_types import allows_null, describe_type, has_misfits, type_message
 from verl.utils.errors import ConfigError, restated
 from verl.utils.logging import silenced
 from verl.utils.secrets import MASK, masked_values, remember_environment
@@ -295,6 +294,9 @@ def _fill(given: Values, written_as: Mapping[str, str], root: str) -> Any:
     return config
 
 
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # to another key, in a default
+
+
 def _followed_value(config: Any, key: Key) -> Any:
     """Return the value of a key that the user leaves unset and that follows others."""
     if key.followed is not None:
@@ -367,13 +369,9 @@ def _leaves_unset(key: Key, value: Any) -> bool:
     """
     return (
         value is None
-        and not _allows_null(key)
+        and not allows_null(key)
         and (key.setting.follows is not None or key.setting.null_is_default)
     )
-
-
-def _allows_null(key: Key) -> bool:
-    return key.type is Any or type(None) in get_args(key.type)
 
 
 def _assign(tree: DictConfig, path: str, key: Key, value: Any, written_as: str) -> None:
@@ -381,99 +379,12 @@ def _assign(tree: DictConfig, path: str, key: Key, value: Any, written_as: str) 
     takes_int = int in (key.type, *get_args(key.type))
     if takes_int and isinstance(value, float) and value.is_integer():
         value = int(value)  # 1e3
-    if _has_misfits(key, value):
-        raise ConfigError(_type_message(key, value, written_as))
+    if has_misfits(key, value):
+        raise ConfigError(type_message(key, value, written_as))
     try:
         OmegaConf.update(tree, path, value, merge=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(_type_message(key, value, written_as)) from error
-
-
-def _has_misfits(key: Key, value: Any) -> bool:
-    """Return whether values of a wrong kind passed OmegaConf.
-
-    These are numbers other than 0 and 1 for True and False, True and False for texts, integers too
-    large for torch, texts with underscores that Python reads as numbers, and entries of a list (or
-    a value that becomes one) of a wrong kind.
-    """
-    if key.setting.many:
-        if value is None:
-            return False
-        entries = value if isinstance(value, (list, tuple)) else [value]
-        return not all(isinstance(entry, (str, Path)) for entry in entries)
-    if isinstance(value, str):
-        return _plain_type(key) in (int, float) and _has_odd_underscores(value)
-    if isinstance(value, bool):
-        return _plain_type(key) is str
-    if isinstance(value, int):
-        return value not in (0, 1) if _plain_type(key) is bool else abs(value) > _LARGEST
-    if not isinstance(value, list) or _plain_type(key) not in (list[int], list[float], list[str]):
-        return False
-    are_texts = _plain_type(key) == list[str]
-    return any(_is_misfit_in_list(entry, are_texts) for entry in value)
-
-
-def _is_misfit_in_list(entry: Any, are_texts: bool) -> bool:
-    if isinstance(entry, str):
-        return not are_texts and _has_odd_underscores(entry)
-    return entry is None or isinstance(entry, (list, dict, bool) if are_texts else (list, dict))
-
-
-def _type_message(key: Key, value: Any, written_as: str) -> str:
-    hint = " Write null for no value." if value in ("None", "none") else ""
-    if value == "after_each_epoch":
-        hint = " Give the steps of an epoch: rows divided by data.train_batch_size."
-    entries = value if isinstance(value, list) else [value]
-    if any(isinstance(entry, str) and _has_odd_underscores(entry) for entry in entries):
-        hint = " Write a number without underscores, except between thousands (1_000_000)."
-    if any(isinstance(entry, bool) for entry in entries) and "text" in describe_type(key):
-        none = ", or null for none" if "null" in describe_type(key) else ""
-        hint = (
-            " Without quotes, YAML reads on, yes and true as True, and off, no and false as False. "
-            f"Write a text in quotes{none}."
-        )
-    if isinstance(value, int) and abs(value) > _LARGEST:
-        hint = f" The largest is {_LARGEST}."
-    return (
-        f"{written_as} expects {describe_type(key)}, got {value!r} ({type(value).__name__}).{hint}"
-    )
-
-
-def _has_odd_underscores(text: str) -> bool:
-    """Return whether Python reads a text such as 1_5 as a number, here 15."""
-    return "_" in text and text.replace("_", "").lstrip("+-").replace(".", "", 1).isdecimal()
-
-
-_LARGEST = 2**63 - 1  # of torch
-_REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # to another key, in a default
-_TYPE_NAMES = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    int | str: "a whole number or a text",
-    list[int]: "a list of whole numbers",
-    list[float]: "a list of numbers",
-    list[str]: "a list of texts",
-    dict[str, Any]: "a mapping of names to values",
-    dict[str, PolicyConfig]: (
-        "{role: {<key>: <value>}} with the keys " + ", ".join(keys_of(PolicyConfig))
-    ),
-    list[ExtraLossConfig]: "a list of {name: <registered loss>, coef: <number>}",
-}
-
-
-def describe_type(key: Key) -> str:
-    """Describe the values that a key expects."""
-    if key.type is Any:
-        return "a text or a list of texts" if key.setting.many else "a value or a list"
-    return _TYPE_NAMES[_plain_type(key)] + (" or null" if _allows_null(key) else "")
-
-
-def _plain_type(key: Key) -> Any:
-    """Return the type of a key that is set."""
-    parts = [part for part in get_args(key.type) if part is not type(None)]
-    return parts[0] if key.type is not Any and _allows_null(key) and parts else key.type
+        raise ConfigError(type_message(key, value, written_as)) from error
 
 
 def _resolution_message(tree: DictConfig, schema: type) -> str:
