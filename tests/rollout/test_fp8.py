@@ -86,17 +86,16 @@ def test_zeros_stay_zeros_and_broken_rows_stay_broken():
 
 
 @pytest.mark.parametrize("width", [40, 64, 5000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @interpreted
 def test_the_kernel_rounds_as_torch(width: int, dtype: torch.dtype):
-    x = spread(7, width).clamp(-6e4, 6e4).to(dtype)
+    """Ties, which are frequent among bfloat16 numbers, tell factors apart that differ by a bit."""
+    x = spread(7, width).to(dtype)
     x[3] = 0
     ours = quantize_rows(x)
     theirs = quantize(x)
-    torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-6, atol=0)
-    # a last bit of a scale moves a number over a border between two
-    assert (ours.values.float() == theirs.values.float()).float().mean() > 0.999
-    assert relative_l2(ours.wide(), theirs.wide()) < 1e-3
+    assert torch.equal(ours.scales, theirs.scales)
+    assert torch.equal(ours.values.float(), theirs.values.float())
 
 
 @pytest.mark.parametrize("writes_sum", [False, True])

@@ -72,7 +72,9 @@ def quantize(x: Tensor, out: Rows | None = None) -> Rows:
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_ROW)
     rows.scales.copy_(largest / LARGEST)
-    scaled = (wide * (LARGEST / largest)).clamp(-LARGEST, LARGEST)
+    # LARGEST / largest would be largest.reciprocal() * LARGEST, rounded twice.
+    factor = torch.tensor(LARGEST) / largest
+    scaled = (wide * factor).clamp(-LARGEST, LARGEST)
     rows.values.copy_(scaled.to(FP8))
     return rows
 
