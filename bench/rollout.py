@@ -11,9 +11,9 @@ measured here.
 Run `python bench/rollout.py`, or for example with `--models 0.5b,1.5b,7b --samples 1,8,16 --engines
 ours,vllm,hf --lengths fixed:256,tail:1024`; `--decode-step` measures one decode step of ours at 256
 rows instead. With `--engines ours,ours-fp8,ours-fp8kv,ours-fp8both` the ratios of times and the KLs
-per token (`agreement_fp8.py`) of eight-bit weights, of eight-bit keys and values, and of both,
-follow; the bound is that of bfloat16 for all. `--tiny` tries the script on
-CPU. The jobs, the results as JSON and the logs of the engines lie in the folder `--out`.
+per token (`agreement_eight_bits.py`) of eight-bit weights, of eight-bit keys and values, and of both,
+follow; the bound is that of bfloat16 for all. `int8` in place of `fp8` is the other format. `--tiny`
+tries the script on CPU. The jobs, the results as JSON and the logs of the engines lie in the folder `--out`.
 """
 
 import argparse
@@ -41,8 +41,11 @@ SCRIPTS = {
     "ours": "rollout_ours.py",
     "ours-deterministic": "rollout_ours.py",
     "ours-fp8": "rollout_ours.py",
+    "ours-int8": "rollout_ours.py",
     "ours-fp8kv": "rollout_ours.py",
     "ours-fp8both": "rollout_ours.py",
+    "ours-int8kv": "rollout_ours.py",
+    "ours-int8both": "rollout_ours.py",
     "vllm": "rollout_vllm.py",
     "hf": "rollout_hf.py",
 }
@@ -50,16 +53,22 @@ NAMES = {
     "ours": "ours",
     "ours-deterministic": "ours, deterministic",
     "ours-fp8": "ours, fp8",
+    "ours-int8": "ours, int8",
     "ours-fp8kv": "ours, fp8 keys and values",
     "ours-fp8both": "ours, fp8 weights, keys and values",
+    "ours-int8kv": "ours, int8 keys and values",
+    "ours-int8both": "ours, int8 weights, keys and values",
     "vllm": "vLLM",
     "hf": "transformers generate",
 }
 # Settings of the engines in eight bits.
 IN_EIGHT_BITS: dict[str, dict[str, str]] = {
     "ours-fp8": {"quantization": "fp8"},
+    "ours-int8": {"quantization": "int8"},
     "ours-fp8kv": {"kv_cache_dtype": "fp8"},
     "ours-fp8both": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "ours-int8kv": {"kv_cache_dtype": "int8"},
+    "ours-int8both": {"quantization": "int8", "kv_cache_dtype": "int8"},
 }
 DEVICE_DEFAULTS = {
     "models": "1.5b",
@@ -443,11 +452,11 @@ def report_model(
         print(f"{NAMES[engine]}: {result['versions']}")
     for engine in sorted(IN_EIGHT_BITS.keys() & results.keys()):
         if "ours" in results:
-            report[engine.removeprefix("ours-")] = compare_fp8(plan, model, results, engine)
+            report[engine.removeprefix("ours-")] = compare_eight_bits(plan, model, results, engine)
     return report
 
 
-def compare_fp8(
+def compare_eight_bits(
     plan: Plan, model: str, results: dict[str, dict[str, Any]], engine: str
 ) -> dict[str, Any]:
     """Print how much faster an engine in eight bits is than bfloat16, and how far off."""
@@ -465,7 +474,7 @@ def compare_fp8(
         )
 
     log = plan.out / model / f"agreement_{kind}.log"
-    command = [str(HERE / "agreement_fp8.py"), str(plan.out / model / "model")]
+    command = [str(HERE / "agreement_eight_bits.py"), str(plan.out / model / "model")]
     command += ["--kind", kind]
     if run_process(command, log):
         found["kl"] = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])

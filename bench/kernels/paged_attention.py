@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from triton.runtime.errors import OutOfResources
 
+from verl.rollout.eight_bits import FP8, cached_bytes
 from verl.rollout.embedded.kernels.decode_launch import (
     DecodeConfig,
     choose_num_splits,
@@ -35,7 +36,6 @@ from verl.rollout.embedded.kernels.decode_launch import (
     split_workspace,
 )
 from verl.rollout.embedded.kernels.paged_attention import Fresh, decode_attention
-from verl.rollout.fp8 import FP8, cached_bytes
 
 PAGE_SIZE = 16
 SHORTEST = 256

@@ -21,7 +21,7 @@ from verl.engine.options import EngineOptions
 from verl.models.critic import CriticModel
 from verl.models.lora import adapters_off, apply_lora
 from verl.models.packed import PackedCausalLM, PackedValueModel
-from verl.rollout.fp8 import Fp8Linear, quantize
+from verl.rollout.eight_bits import EightBitLinear, quantize
 from verl.rollout.twin import ModelTwin
 from verl.utils.errors import CheckpointError
 from verl.weight_sync import FingerprintLog, fingerprint
@@ -247,7 +247,7 @@ def test_a_rollout_in_eight_bits_rounds_merged_weights():
         attention="eager",
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
-        quantized=True,
+        quantization="fp8",
     )
     before = {name: part.rows.wide() for name, part in _eight_bit_layers(twin)}
     for name, parameter in model.named_parameters():
@@ -263,10 +263,10 @@ def test_a_rollout_in_eight_bits_rounds_merged_weights():
         assert not torch.equal(part.rows.wide(), before[name])
 
 
-def _eight_bit_layers(twin: ModelTwin) -> list[tuple[str, Fp8Linear]]:
+def _eight_bit_layers(twin: ModelTwin) -> list[tuple[str, EightBitLinear]]:
     found = []
     for name, part in twin.module.named_modules():
-        if isinstance(part, Fp8Linear):
+        if isinstance(part, EightBitLinear):
             found.append((name, part))
     assert found
     return found

@@ -32,12 +32,12 @@ from transformers import (
 
 from tests.rollout.interpreter import interpreted
 from verl.models.attention import Layout
+from verl.rollout.eight_bits import DTYPES, EightBitLinear, Rows
 from verl.rollout.embedded import cuda_decoder
 from verl.rollout.embedded.attention import LayerPages, Paging, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, Slots, TritonDecoder
 from verl.rollout.embedded.extension import extend_step
 from verl.rollout.embedded.kernels.decode_launch import split_workspace
-from verl.rollout.fp8 import Fp8Linear, Rows
 
 ROWS = 2
 LENGTH = 10
@@ -104,7 +104,7 @@ class Twin(SimpleNamespace):
     def stacked(self, linears: list[Any]) -> tuple[Any, Tensor | None]:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         weight: Any = torch.cat([linear.weight for linear in linears])
-        if self.quantized:
+        if self.quantization is not None:
             weight = Rows(weight, torch.cat([linear.scales for linear in linears]))
         return weight, torch.cat(biases) if biases else None
 
@@ -122,8 +122,9 @@ def make_decoder(model: PreTrainedModel, cache_dtype: torch.dtype | None = None)
         for size, dtype in shape.page_parts(PAGE_SIZE, cache_dtype or module.dtype):
             parts.append(torch.full((ROWS * WIDTH, *size), float("nan")).to(dtype))
         paging.layers[layer] = LayerPages(*parts)
-    quantized = any(isinstance(part, Fp8Linear) for part in module.modules())
-    twin = cast(Any, Twin(dtype=module.dtype, quantized=quantized))
+    small = {part.dtype for part in module.modules() if isinstance(part, EightBitLinear)}
+    names = [name for name, dtype in DTYPES.items() if dtype in small]
+    twin = cast(Any, Twin(dtype=module.dtype, quantization=names[0] if names else None))
     return TritonDecoder(twin, module, paging, dict(seen), max_positions=64)
 
 

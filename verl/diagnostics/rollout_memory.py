@@ -9,7 +9,7 @@ from verl.engine.tower_footprint import TowerFootprint
 from verl.models.load import torch_dtype
 from verl.rollout import check_engine, rollout_engines
 from verl.rollout.base import capabilities_of, plan_engine
-from verl.rollout.fp8 import CACHE_DTYPES, SCALE_BYTES, cached_bytes
+from verl.rollout.eight_bits import DTYPES, SCALE_BYTES, cached_bytes
 from verl.rollout.memory import EngineLoad
 from verl.utils.arithmetic import ceil_div
 
@@ -168,7 +168,7 @@ def _token_bytes(config: RolloutConfig, shape: ModelShape, parts: int, itemsize:
     if config.kv_cache_dtype == "auto":
         return shape.layers * shape.cached // parts * itemsize
     key_heads = shape.key * shape.heads // shape.query
-    head_bytes = cached_bytes(shape.cached // key_heads, CACHE_DTYPES[config.kv_cache_dtype])
+    head_bytes = cached_bytes(shape.cached // key_heads, DTYPES[config.kv_cache_dtype])
     return shape.layers * key_heads * head_bytes // parts
 
 

@@ -42,7 +42,7 @@ class LocalEngine(EngineClass):
             dtype=dtype,
             device=device,
             cuts=cuts,
-            quantized=config.quantization is not None,
+            quantization=config.quantization,
         )
         self._asleep = False
         self._statistics: dict[str, float] = {}

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from verl.models.alibi import set_attention
 from verl.models.load import torch_dtype
 from verl.models.lora import adapted_layers, plain_modules, plain_parameters
-from verl.rollout.fp8 import FP8, SCALE_BYTES, Fp8Linear, Rows, quantize, replace_linears
+from verl.rollout.eight_bits import SCALE_BYTES, EightBitLinear, Rows, replace_linears
 from verl.utils.arithmetic import round_up
 from verl.utils.errors import RolloutError
 from verl.utils.registry import nearest_names
@@ -56,8 +56,8 @@ class ModelTwin:
     `cuts` maps names of parameters to functions of the whole parameter. The twin has the results of
     these functions, always as copies.
 
-    `quantized`: the weights of linear layers are kept in eight bits, and every new value is rounded
-    when it comes (see `verl.rollout.fp8`).
+    `quantization`: "fp8" or "int8" for weights of linear layers in eight bits. Every new value is
+    rounded when it comes (see `verl.rollout.eight_bits`).
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class ModelTwin:
         dtype: torch.dtype,
         device: torch.device,
         cuts: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-        quantized: bool = False,
+        quantization: str | None = None,
     ) -> None:
-        assert not (quantized and cuts), "cut weights are not quantized"
+        assert not (quantization and cuts), "cut weights are not quantized"
         self.device = device
         self.dtype = dtype
-        self.quantized = quantized
+        self.quantization = quantization
         self._cuts = cuts or {}
         self._parameters = dict(plain_parameters(model))
         self._merged = {f"{name}.weight" for name in adapted_layers(model)}
@@ -88,7 +88,9 @@ class ModelTwin:
         self._num_updates = 0
         self.module = _meta_copy(model, attention)
         # by name of the weight
-        self._linears: dict[str, Fp8Linear] = replace_linears(self.module) if quantized else {}
+        self._linears: dict[str, EightBitLinear] = {}
+        if quantization is not None:
+            self._linears = replace_linears(self.module, quantization)
         # of weights in eight bits, as they came
         self._arrived: dict[str, Tensor] = {}
         self._memory: ReservedMemory | None = None
@@ -246,7 +248,7 @@ class ModelTwin:
             weights.append(linear.weight)
             if linear.bias is not None:
                 biases.append(linear.bias)
-            if isinstance(linear, Fp8Linear):
+            if isinstance(linear, EightBitLinear):
                 scales.append(linear.scales)
         assert len(biases) in (0, len(linears))
 
@@ -307,7 +309,7 @@ class ModelTwin:
             self._held[name].copy_(self._cut(name, tensor))
             return
         exact = tensor.detach().to(self.device, self.dtype)
-        quantize(exact, self._linears[name].rows)
+        self._linears[name].take(exact)
         self._arrived[name] = fingerprints([exact])
 
     def _alias(self, name: str) -> None:
@@ -335,7 +337,7 @@ class ModelTwin:
 
     def _dtype_of(self, name: str) -> torch.dtype:
         if name in self._linears:
-            return FP8
+            return self._linears[name].dtype
         parameter = self._parameters[name]
         return self.dtype if parameter.is_floating_point() else parameter.dtype
 

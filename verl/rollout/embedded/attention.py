@@ -26,9 +26,9 @@ from verl.models.attention import (
     seen_keys,
 )
 from verl.models.vision import language_parts
+from verl.rollout.eight_bits import FP8, LARGEST
 from verl.rollout.embedded import invariant
 from verl.rollout.embedded.latent import LatentLayer, is_latent
-from verl.rollout.fp8 import FP8
 
 IMPLEMENTATION = "verl_paged"
 _PAGING = "verl_paging"
@@ -54,7 +54,7 @@ class LayerShape(NamedTuple):
         """Return shape and dtype of each part of a page, in the order of `LayerPages`."""
         tokens = (self.heads, page_size)
         parts = [((*tokens, self.key_dim), dtype), ((*tokens, self.value_dim), dtype)]
-        if dtype == FP8:
+        if dtype in LARGEST:
             parts += 2 * [(tokens, torch.float32)]
         return parts
 

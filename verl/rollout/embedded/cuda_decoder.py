@@ -9,16 +9,22 @@ from torch import Tensor
 
 from verl.models.attention import Facts
 from verl.models.experts import Mixture
+from verl.rollout.eight_bits import (
+    DTYPES,
+    Rows,
+    Unscaled,
+    product,
+    quantize,
+    unscaled_product,
+)
 from verl.rollout.embedded.attention import LayerPages, PrefillStep
 from verl.rollout.embedded.fused import GEMMA_FAMILIES, FusedDecoder, Layer, Parts
 from verl.rollout.embedded.kernels.decode_launch import SplitWorkspace
 from verl.rollout.embedded.kernels.experts import mix_experts, route
-from verl.rollout.embedded.kernels.fp8 import quantize_rows
 from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
 from verl.rollout.embedded.kernels.paged_attention import Fresh, decode_attention
 from verl.rollout.embedded.kernels.slots import store_tokens
 from verl.rollout.embedded.tensor_parallel import TensorParallel
-from verl.rollout.fp8 import Rows, Unscaled, product, unscaled_product
 from verl.rollout.twin import ModelTwin
 from verl.utils.arithmetic import ceil_div
 
@@ -134,7 +140,8 @@ class TritonDecoder(FusedDecoder):
             parallel is None and not self.paging.invariant and twin.dtype != torch.float32
         )
         self._dtype = twin.dtype
-        self._quantized = twin.quantized
+        # the dtype of rows in eight bits
+        self._small = None if twin.quantization is None else DTYPES[twin.quantization]
         self._one = torch.ones((), device=self.norm.weight.device)
         # by id of the layer: query, key and value in one, and gate and up in one
         self._projections = {}
@@ -163,8 +170,8 @@ class TritonDecoder(FusedDecoder):
         """
         writes = norm not in self._inner_norms or inner is not None
         rows = None
-        if self._quantized and norm is not self.norm:
-            rows = Rows.empty(parts[0].shape, parts[0].device)
+        if self._small is not None and norm is not self.norm:
+            rows = Rows.empty(parts[0].shape, self._small, parts[0].device)
         normed = add_rms_norm(
             parts,
             norm.weight,
@@ -216,8 +223,8 @@ class TritonDecoder(FusedDecoder):
         else:
             attended = step.attend_stored(pages, q, layer.facts, fresh)
         attended = attended.flatten(1)
-        if self._quantized:
-            return self._output_projection(quantize_rows(attended), layer.attention.o_proj)
+        if self._small is not None:
+            attended = quantize(attended, dtype=self._small)
         return self._output_projection(attended, layer.attention.o_proj)
 
     def _prefill_attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -244,12 +251,14 @@ class TritonDecoder(FusedDecoder):
         if layer.mixture is not None:
             return self._mix(layer, layer.mixture, normed)
         gate_up = self._product(normed, *self._projections[id(layer)][1])
-        rows = None
-        if self._quantized:
-            half = (gate_up.shape[0], gate_up.shape[1] // 2)
-            rows = Rows.empty(half, gate_up.device)
-        active = swiglu(gate_up, gelu=self._is_gemma, rows=rows)
-        return self._output_projection(active if rows is None else rows, layer.mlp.down_proj)
+        down = layer.mlp.down_proj
+        if self._small is None:
+            return self._output_projection(swiglu(gate_up, gelu=self._is_gemma), down)
+
+        half = (gate_up.shape[0], gate_up.shape[1] // 2)
+        rows = Rows.empty(half, self._small, gate_up.device)
+        swiglu(gate_up, gelu=self._is_gemma, rows=rows, rotates=down.rotates)
+        return self._output_projection(rows, down)
 
     def _product(self, x: Any, weight: Any, bias: Tensor | None) -> Tensor:
         """Return x W^T + b of tensors, or of rows in eight bits."""
@@ -279,7 +288,7 @@ class TritonDecoder(FusedDecoder):
     def _output_projection(self, x: Tensor | Rows, linear: Any) -> Tensor | Unscaled:
         """Return x W^T + b (b, N), or the products (S, b, N) of S parts of x and W in fp32.
 
-        Rows in eight bits give a product whose scales are apart, which `add_norm` multiplies.
+        Rows in FP8 give a product whose scales are apart, which `add_norm` multiplies.
 
         `add_norm` sums the parts. An output of few tiles keeps few processors busy, so K is cut.
         cuBLAS cuts K, too, but sums in a separate kernel. On an H200 with 256 rows, the last
@@ -289,6 +298,8 @@ class TritonDecoder(FusedDecoder):
         if isinstance(x, Rows):
             if linear.bias is not None:
                 return product(x, linear.rows, linear.bias, self._dtype)
+            if self._small == torch.int8:
+                return product(x, linear.rows, None, self._dtype, may_split=self._may_split)
             return unscaled_product(x, linear.rows, self._one, self._dtype)
 
         rows, inner = x.shape

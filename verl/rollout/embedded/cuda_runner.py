@@ -25,6 +25,7 @@ from verl.models.compiled import compile_towers
 from verl.models.experts import FUSED_EXPERT_FAMILIES
 from verl.models.families import LLAMA_FAMILIES, LLAMA_VISION_FAMILIES
 from verl.models.vision import reads_pictures
+from verl.rollout.eight_bits import FP8
 from verl.rollout.embedded.attention import LayerPages, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, TritonDecoder
 from verl.rollout.embedded.device_slots import DeviceSlots
@@ -41,7 +42,6 @@ from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.samples import Answer, IdLists, IntArray, Prefill
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.several import Fed, right_draws
-from verl.rollout.fp8 import FP8
 from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
 from verl.utils.arithmetic import ceil_div
@@ -179,10 +179,10 @@ class CudaRunner(ModelRunner):
 
     def _check_eight_bits(self) -> None:
         """Refuse eight bits of weights, keys or values that this GPU or model cannot have."""
-        if self.twin.quantized:
+        if self.twin.quantization is not None:
             family = self.module.config.model_type
             fuses = can_fuse(self.module, self.fused_families)
-            check_runner(self.device, family, fuses=fuses)
+            check_runner(self.twin.quantization, self.device, family, fuses=fuses)
         if self.cache_dtype == FP8:
             check_cache_runner(self.device)
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from verl.config.rollout import RolloutConfig
 from verl.distributed.collectives import ALONE, Axis
 from verl.rollout.base import Capabilities, refuse_while_busy, rollout_engines
+from verl.rollout.eight_bits import DTYPES
 from verl.rollout.embedded.attention import IMPLEMENTATION
 from verl.rollout.embedded.cache_room import CacheRoom
 from verl.rollout.embedded.drafts import NgramDrafts
@@ -28,7 +29,6 @@ from verl.rollout.embedded.samples import Sample, samples_of
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.steps import Steps
 from verl.rollout.embedded.tensor_parallel import TensorParallel, check_tensor_parallel
-from verl.rollout.fp8 import CACHE_DTYPES
 from verl.rollout.local import LocalEngine
 from verl.rollout.memory import spare_rows
 from verl.rollout.stopping import StopRule
@@ -283,7 +283,7 @@ class EmbeddedEngine(LocalEngine):
             "deterministic": self.config.deterministic,
             "device": self.device,
             "dtype": self.twin.dtype,
-            "cache_dtype": CACHE_DTYPES.get(self.config.kv_cache_dtype),
+            "cache_dtype": DTYPES.get(self.config.kv_cache_dtype),
             "parallel": self.parallel,
             "records_routes": self.config.enable_rollout_routing_replay,
         }

@@ -55,17 +55,18 @@ def check_family(config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: boo
         )
 
 
-def check_runner(device: torch.device, family: str, *, fuses: bool) -> None:
+def check_runner(quantization: str, device: torch.device, family: str, *, fuses: bool) -> None:
     """Raise ConfigError for a GPU without eight-bit products, or modules that are a user's own."""
+    asked = f"{_SETTING}={quantization}"
     found = torch.cuda.get_device_capability(device)
     if found < _OLDEST:
         raise ConfigError(
-            f"{_SETTING}=fp8 needs an NVIDIA GPU of compute capability 9.0 or later (Hopper), got "
+            f"{asked} needs an NVIDIA GPU of compute capability 9.0 or later (Hopper), got "
             f"{torch.cuda.get_device_name(device)} of {found[0]}.{found[1]}. Set it to null."
         )
     if not fuses:
         raise ConfigError(
-            f"{_SETTING}=fp8 needs decoder layers that are transformers' own, and this model of "
+            f"{asked} needs decoder layers that are transformers' own, and this model of "
             f"the family '{family}' has other modules or another activation. Set it to null."
         )
 
@@ -94,9 +95,10 @@ def check_cache_settings(config: RolloutConfig) -> None:
 def check_cache_device(config: RolloutConfig, *, on_cuda: bool) -> None:
     """Raise ConfigError for keys and values in eight bits on a CPU."""
     if config.kv_cache_dtype != "auto" and not on_cuda:
+        needed = " of compute capability 8.9 or later" if config.kv_cache_dtype == "fp8" else ""
         raise ConfigError(
-            f"{_CACHE_SETTING}={config.kv_cache_dtype} needs an NVIDIA GPU of compute capability "
-            "8.9 or later (Ada, Hopper), and this run generates on a CPU. Set it to auto."
+            f"{_CACHE_SETTING}={config.kv_cache_dtype} needs an NVIDIA GPU{needed}, and this run "
+            "generates on a CPU. Set it to auto."
         )
 
 

@@ -18,6 +18,7 @@ from verl.models.packed import PackedBatch
 from verl.models.pictures import Pictures
 from verl.models.routing import joined, route_dtype, watch_routers
 from verl.models.vision import language_inputs, text_body
+from verl.rollout.eight_bits import cached_bytes
 from verl.rollout.embedded.attention import LayerPages, LayerShape, Paging, PrefillStep, Step
 from verl.rollout.embedded.audit import refuse_variant_operations
 from verl.rollout.embedded.extension import extend_step
@@ -27,7 +28,6 @@ from verl.rollout.embedded.invariant import make_invariant
 from verl.rollout.embedded.samples import Answer, IdLists, IntArray, Prefill
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.tensor_parallel import TensorParallel
-from verl.rollout.fp8 import cached_bytes
 from verl.rollout.types import RouteArray, SamplingParams
 from verl.utils.devices import send
 from verl.utils.logging import logger

@@ -9,9 +9,9 @@ import triton.language as tl
 
 from verl.rollout.embedded.kernels.running_softmax import weigh, weights_of
 
-# A weight times the scale of its value is at most 1/448 of the value's largest number. Products in
-# float16 take 32 times that, so usual weights are normal numbers of float16, and only values beyond
-# 900,000 make them infinite.
+# A weight times the scale of its value is at most 1/448 of the value's largest number, or 1/127.
+# Products in float16 take 32 times that, so usual weights are normal numbers of float16, and only
+# values beyond 900,000 make them infinite, or 260,000.
 _HELD = tl.constexpr(32.0)
 _SMALLEST_QUERY = tl.constexpr(1e-30)  # a padding head is 0 throughout
 
@@ -47,8 +47,8 @@ def weigh_pages(
     """Take the tokens [begin, last) into the softmax; `page` has ids for the first block.
 
     Keys and values in eight bits have scales. Products of queries that are not fp32 are then in
-    float16, which holds every number of the format. On Hopper one instruction converts two numbers
-    to float16; to bfloat16 each number takes a slow conversion of its own.
+    float16, which holds every number of both formats. On Hopper one instruction converts two FP8
+    numbers to float16; to bfloat16 each number takes a slow conversion of its own.
 
     Columns of such values are read in pairs, and even and odd ones are weighed apart. A product
     needs the values of two tokens next to each other, so they are transposed on their way from
@@ -91,13 +91,15 @@ def weigh_pages(
             of_keys = tl.load(key_scales + at, mask=seen, other=0.0)
             of_values = tl.load(value_scales + at, mask=seen, other=0.0)
 
-            p, alpha, m, total = weights_of(q, k.to(wide), seen, m, total, scale, cap, of_keys)
+            p, alpha, m, total = weights_of(
+                q, _converted(k, wide), seen, m, total, scale, cap, of_keys
+            )
             p = (p * (of_values * _HELD)[None, :]).to(wide)
             alpha = alpha[:, None]
-            even = tl.dot(p, _converted(pair, values, wide), even * alpha, input_precision="ieee")
-            odd = tl.dot(
-                p, _converted(pair >> 8, values, wide), odd * alpha, input_precision="ieee"
-            )
+            low = _converted(_low_bytes(pair, values), wide)
+            even = tl.dot(p, low, even * alpha, input_precision="ieee")
+            high = _converted(_low_bytes(pair >> 8, values), wide)
+            odd = tl.dot(p, high, odd * alpha, input_precision="ieee")
         page = next_page
 
     if key_scales is not None:
@@ -106,9 +108,20 @@ def weigh_pages(
 
 
 @triton.jit
-def _converted(pair, values, wide: tl.constexpr):
-    """Convert the low bytes, which are numbers of the type that `values` points to."""
-    return pair.to(tl.uint8).to(values.dtype.element_ty, bitcast=True).to(wide)
+def _low_bytes(pair, values):
+    """Return the low bytes, which are numbers of the type that `values` points to."""
+    return pair.to(tl.uint8).to(values.dtype.element_ty, bitcast=True)
+
+
+@triton.jit
+def _converted(small, wide: tl.constexpr):
+    """Convert numbers of eight bits."""
+    if small.dtype == tl.int8 and wide == tl.float16:
+        # Integers have slow conversions. As the last bits of 1024, x + 128 gives 1152 + x.
+        bits = small.to(tl.uint8, bitcast=True).to(tl.uint16) ^ 0x6480
+        return bits.to(tl.float16, bitcast=True) - 1152.0
+    else:
+        return small.to(wide)
 
 
 @triton.jit

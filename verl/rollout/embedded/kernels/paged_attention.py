@@ -25,16 +25,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl.rollout.eight_bits import LARGEST
 from verl.rollout.embedded.kernels.decode_launch import (
     DecodeConfig,
     SplitWorkspace,
     decode_config,
     fixed_num_splits,
 )
-from verl.rollout.embedded.kernels.fp8 import store_row
 from verl.rollout.embedded.kernels.page_blocks import weigh_pages
+from verl.rollout.embedded.kernels.rounding import store_row
 from verl.rollout.embedded.kernels.running_softmax import merged, store_mean, weigh_one
-from verl.rollout.fp8 import FP8
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -230,7 +230,8 @@ def _scale_strides(
         assert q.dtype == keys.dtype == values.dtype, (q.dtype, keys.dtype, values.dtype)
         return None, None
 
-    assert keys.dtype == values.dtype == FP8, (keys.dtype, values.dtype)
+    assert keys.dtype == values.dtype, (keys.dtype, values.dtype)
+    assert keys.dtype in LARGEST, keys.dtype
     assert key_scales.shape == value_scales.shape == keys.shape[:3], key_scales.shape
     assert key_scales.stride() == value_scales.stride(), "scales of one kind of page"
     assert key_scales.stride(2) == 1, "last dimensions must be contiguous"

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.rollout.embedded.kernels.fp8 import store_row
+from verl.rollout.embedded.kernels.rounding import store_row
 
 _ROWS = 128  # rows that one program handles
 

@@ -5,7 +5,8 @@ distribution of every next token of the same sequences, which the bfloat16 engin
 table has KL(bfloat16 || fp8) and, as the size of ordinary rounding, KL(float32 || bfloat16): means
 over tokens, and the largest ones. With `--kind fp8kv`, keys and values are in eight bits in place of
 weights, with `fp8both` all three. Then the distributions are those after the drawn tokens, which
-all engines compute from keys and values in their pages.
+all engines compute from keys and values in their pages. `int8` in place of `fp8` is the other
+format.
 
 A folder with a pretrained model is taken as it is. Of a folder with a configuration alone, two sets
 of random weights are measured: those of transformers' initialization, whose layers each outweigh
@@ -13,7 +14,7 @@ the residual stream before them, so that rounding is amplified from layer to lay
 nearer to trained models: embeddings of size 1, and output projections divided by the root of twice
 the number of layers, as in GPT-2's initialization.
 
-Run `python bench/agreement_fp8.py FOLDER`. `rollout.py` with engines in eight bits runs it as well.
+Run `python bench/agreement_eight_bits.py FOLDER`. `rollout.py` with engines in eight bits runs it as well.
 """
 
 import argparse
@@ -49,6 +50,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8"},
     "fp8kv": {"kv_cache_dtype": "fp8"},
     "fp8both": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "int8": {"quantization": "int8"},
+    "int8kv": {"kv_cache_dtype": "int8"},
+    "int8both": {"quantization": "int8", "kv_cache_dtype": "int8"},
 }
 
 
@@ -181,7 +185,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    kinds = [kind for kind in SETTINGS if kind.startswith("fp8")]
+    kinds = [kind for kind in SETTINGS if "8" in kind]
     parser.add_argument("--kind", choices=kinds, default="fp8", help="parts in eight bits [fp8]")
     asked = parser.parse_args()
     folder: Path = asked.folder

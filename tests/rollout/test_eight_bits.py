@@ -30,15 +30,28 @@ from verl.diagnostics.rollout_memory import plan_rollout
 from verl.engine.model_shape import ModelShape
 from verl.models.attention import Layout
 from verl.rollout.base import check_engine, check_engine_model
+from verl.rollout.eight_bits import (
+    DTYPES,
+    FP8,
+    ROTATED,
+    EightBitLinear,
+    Rows,
+    product,
+    quantize,
+    rotate,
+    unscaled_product,
+)
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, TritonDecoder
-from verl.rollout.embedded.kernels.fp8 import quantize_rows
 from verl.rollout.embedded.kernels.layers import add_rms_norm, swiglu
-from verl.rollout.fp8 import FP8, Fp8Linear, Rows, product, quantize, unscaled_product
+from verl.rollout.embedded.kernels.rounding import quantize_rows
 from verl.rollout.twin import ModelTwin
 from verl.utils.errors import ConfigError
 from verl.weight_sync.fingerprint import fingerprints
 
 CPU = torch.device("cpu")
+SMALL = [FP8, torch.int8]
+# of the output of a tiny model, relative
+SMALLEST_ERROR = {"fp8": 0.02, "int8": 0.005}
 FAMILIES = ["qwen2", "qwen3", "gemma2", "gemma3"]
 # Qwen2 has biases; Gemma 3 has norms per head and after each part. Attention, with Gemma 2's cap, is
 # the same with weights in eight bits: tests/rollout/test_cuda_decoder.py has it.
@@ -65,6 +78,42 @@ def relative_l2(one: Tensor, other: Tensor) -> float:
 
 
 @given(seed=st.integers(0, 2**31), rows=st.integers(1, 9), width=st.integers(1, 70))
+def test_integers_are_off_by_at_most_half_a_step(seed: int, rows: int, width: int):
+    x = spread(rows, width, seed=seed)
+    rounded = quantize(x, dtype=torch.int8)
+    assert rounded.values.dtype == torch.int8
+    assert ((rounded.wide() - x).abs() <= 0.5001 * rounded.scales).all()
+    largest = x.abs().amax(-1)
+    torch.testing.assert_close(rounded.wide().abs().amax(-1), largest, rtol=1e-6, atol=0)
+
+
+@given(seed=st.integers(0, 2**31), width=st.integers(1, 9).map(lambda count: 16 * count))
+def test_products_of_rotated_rows_are_those_of_the_rows(seed: int, width: int):
+    x = spread(3, width, seed=seed).double()
+    weight = spread(4, width, seed=seed + 1).double()
+    torch.testing.assert_close(rotate(x) @ rotate(weight).t() / ROTATED, x @ weight.t())
+    torch.testing.assert_close(rotate(rotate(x)), ROTATED * x)
+
+
+def test_a_rotation_mixes_eight_neighbors_of_each_half():
+    x = torch.zeros(64)
+    x[8 + 3] = 1.0
+    mixed = rotate(x).abs()
+    expected = torch.zeros(64)
+    expected[8:16] = expected[32 + 8 : 32 + 16] = 1.0
+    assert torch.equal(mixed, expected)
+    assert 0 < (rotate(x) < 0).sum() <= ROTATED // 2
+
+
+def test_a_rotation_shortens_tails():
+    """Products of two Gaussians, like the inputs of a last product: a third of the error."""
+    x = torch.randn(4, 4096) * torch.randn(4, 4096)
+    plain = quantize(x, dtype=torch.int8).wide()
+    rotated = rotate(quantize(rotate(x), dtype=torch.int8).wide()) / ROTATED
+    assert relative_l2(rotated, x) < 0.75 * relative_l2(plain, x)
+
+
+@given(seed=st.integers(0, 2**31), rows=st.integers(1, 9), width=st.integers(1, 70))
 def test_numbers_keep_four_bits_or_a_part_of_the_largest(seed: int, rows: int, width: int):
     """Bound the error by half a step: 2^-4 of a number, 2^-10 of the scale for the smallest."""
     x = spread(rows, width, seed=seed)
@@ -75,25 +124,29 @@ def test_numbers_keep_four_bits_or_a_part_of_the_largest(seed: int, rows: int, w
     torch.testing.assert_close(rounded.wide().abs().amax(-1), largest, rtol=1e-6, atol=0)
 
 
-def test_zeros_stay_zeros_and_broken_rows_stay_broken():
+@pytest.mark.parametrize("small", SMALL)
+@interpreted
+def test_zeros_stay_zeros_and_broken_rows_stay_broken(small: torch.dtype):
     x = torch.zeros(3, 16)
     x[1, 4] = math.nan
     x[2, 5] = math.inf
-    rounded = quantize(x).wide()
-    assert torch.equal(rounded[0], x[0])
-    assert rounded[1].isnan().any()
-    assert not rounded[2].isfinite().all()
+    by_kernel = quantize_rows(x, Rows.empty(x.shape, small, CPU))
+    for rounded in (quantize(x, dtype=small).wide(), by_kernel.wide()):
+        assert torch.equal(rounded[0], x[0])
+        assert rounded[1].isnan().any()
+        assert not rounded[2].isfinite().all()
 
 
 @pytest.mark.parametrize("width", [40, 64, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("small", SMALL)
 @interpreted
-def test_the_kernel_rounds_as_torch(width: int, dtype: torch.dtype):
+def test_the_kernel_rounds_as_torch(width: int, dtype: torch.dtype, small: torch.dtype):
     """Ties, which are frequent among bfloat16 numbers, tell factors apart that differ by a bit."""
-    x = spread(7, width).to(dtype)
+    x = spread(7, width, seed=3).to(dtype)
     x[3] = 0
-    ours = quantize_rows(x)
-    theirs = quantize(x)
+    ours = quantize_rows(x, Rows.empty(x.shape, small, CPU))
+    theirs = quantize(x, dtype=small)
     assert torch.equal(ours.scales, theirs.scales)
     assert torch.equal(ours.values.float(), theirs.values.float())
 
@@ -106,7 +159,7 @@ def test_the_norm_writes_rows(writes_sum: bool, shift: float):
     weight = torch.rand(40)
     settings: dict[str, Any] = {"writes_sum": writes_sum, "shift": shift}
     expected = quantize(add_rms_norm(parts.clone().unbind(), weight, 0.3, **settings))
-    rows = Rows.empty((6, 40), CPU)
+    rows = Rows.empty((6, 40), FP8, CPU)
     kept = parts.clone()
     values = add_rms_norm(kept.unbind(), weight, 0.3, **settings, rows=rows)
     assert values is rows.values
@@ -115,13 +168,29 @@ def test_the_norm_writes_rows(writes_sum: bool, shift: float):
 
 
 @pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("width", [16, 1488])
+@pytest.mark.parametrize("small", SMALL)
 @interpreted
-def test_the_activation_writes_rows(gelu: bool):
-    gate_up = 3 * torch.randn(5, 2 * 1500)
-    expected = quantize(swiglu(gate_up, gelu=gelu))
-    rows = Rows.empty((5, 1500), CPU)
+def test_the_activation_writes_rows(gelu: bool, width: int, small: torch.dtype):
+    gate_up = 3 * torch.randn(5, 2 * width)
+    active = swiglu(gate_up, gelu=gelu)
+    rows = Rows.empty((5, width), small, CPU)
     assert swiglu(gate_up, gelu=gelu, rows=rows) is rows.values
-    assert relative_l2(rows.wide(), expected.wide()) < 1e-3
+    assert relative_l2(rows.wide(), quantize(active, dtype=small).wide()) < 1e-3
+
+    rotated = Rows.empty((5, width), small, CPU)
+    swiglu(gate_up, gelu=gelu, rows=rotated, rotates=True)
+    assert relative_l2(rotated.wide(), quantize(rotate(active), dtype=small).wide()) < 1e-3
+
+
+@interpreted
+def test_the_activation_of_a_broken_row_is_broken():
+    gate_up = torch.ones(2, 2 * 48)
+    gate_up[1, 70] = math.nan
+    rows = Rows.empty((2, 48), torch.int8, CPU)
+    swiglu(gate_up, rows=rows, rotates=True)
+    assert rows.wide()[0].isfinite().all()
+    assert rows.wide()[1].isnan().all()
 
 
 # ---------------------------------------------------------------- products
@@ -129,9 +198,10 @@ def test_the_activation_writes_rows(gelu: bool):
 
 @pytest.mark.parametrize("count", [1, 5, 64])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_product_is_that_of_the_rounded_matrices(count: int, biased: bool):
-    x = quantize(spread(count, 48))
-    weight = quantize(spread(32, 48, seed=1))
+@pytest.mark.parametrize("small", SMALL)
+def test_a_product_is_that_of_the_rounded_matrices(count: int, biased: bool, small: torch.dtype):
+    x = quantize(spread(count, 48), dtype=small)
+    weight = quantize(spread(32, 48, seed=1), dtype=small)
     bias = torch.randn(32) if biased else None
     expected = torch.nn.functional.linear(x.wide(), weight.wide(), bias)
     out = product(x, weight, bias, torch.float32)
@@ -160,50 +230,66 @@ def test_the_norm_multiplies_products_by_their_scales(place: int):
 
 
 class Rounded(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return quantize(weight).wide()
+    """Round rows, rotated if they are wide as the inputs of the last product of a layer."""
+
+    def __init__(self, small: torch.dtype, rotates: bool) -> None:
+        super().__init__()
+        self.small = small
+        self.rotates = rotates
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        if not self.rotates:
+            return quantize(rows, dtype=self.small).wide().view_as(x)
+        return (rotate(quantize(rotate(rows), dtype=self.small).wide()) / ROTATED).view_as(x)
 
 
-def in_eight_bits(model: PreTrainedModel) -> Any:
+def in_eight_bits(model: PreTrainedModel, quantization: str = "fp8") -> Any:
     """Return a copy with the same arithmetic in plain torch: rounded inputs times rounded weights."""
     rounded: Any = copy.deepcopy(model)
-    for linear in rounded.model.layers.modules():
+    for name, linear in rounded.model.layers.named_modules():
         if isinstance(linear, nn.Linear):
-            parametrize.register_parametrization(linear, "weight", Rounded(), unsafe=True)
-            linear.register_forward_pre_hook(
-                lambda _, given: quantize(given[0].flatten(0, -2)).wide().view_as(given[0])
-            )
+            rotates = quantization == "int8" and "down_proj" in name
+            own = Rounded(DTYPES[quantization], rotates)
+            parametrize.register_parametrization(linear, "weight", own, unsafe=True)
+            linear.register_forward_pre_hook(lambda _, given, own=own: own(given[0]))
     return rounded
 
 
-def make_twin(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> ModelTwin:
-    return ModelTwin(model, attention="eager", dtype=dtype, device=CPU, quantized=True)
+def make_twin(
+    model: PreTrainedModel, dtype: torch.dtype = torch.float32, quantization: str = "fp8"
+) -> ModelTwin:
+    return ModelTwin(model, attention="eager", dtype=dtype, device=CPU, quantization=quantization)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_twin_computes_with_rounded_weights_and_inputs(family: str):
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_the_twin_computes_with_rounded_weights_and_inputs(family: str, quantization: str):
     model = make_model(family, torch.float32)
-    twin = make_twin(model)
+    twin = make_twin(model, quantization=quantization)
     ids = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
-    expected = in_eight_bits(model)(input_ids=ids).logits
+    expected = in_eight_bits(model, quantization)(input_ids=ids).logits
     exact = cast(Any, model)(input_ids=ids).logits
     found = cast(Any, twin.module)(input_ids=ids).logits
     assert relative_l2(found, expected) < 0.01
-    assert 0.02 < relative_l2(expected, exact) < 0.5, "rounding must matter"
+    assert SMALLEST_ERROR[quantization] < relative_l2(expected, exact) < 0.5, "rounding must matter"
 
-    linears = [part for part in twin.module.modules() if isinstance(part, Fp8Linear)]
+    linears = [part for part in twin.module.modules() if isinstance(part, EightBitLinear)]
     assert len(linears) == 2 * 7
-    assert all(linear.weight.dtype == FP8 for linear in linears)
+    assert all(linear.weight.dtype == DTYPES[quantization] for linear in linears)
     others = {
-        name: tensor for name, tensor in twin.module.named_parameters() if tensor.dtype != FP8
+        name: tensor
+        for name, tensor in twin.module.named_parameters()
+        if tensor.dtype != DTYPES[quantization]
     }
     assert any("embed" in name for name in others)
     assert all(tensor.dtype == torch.float32 for tensor in others.values())
 
 
-def test_a_hand_over_rounds_the_new_weights_and_proves_those_that_came():
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_a_hand_over_rounds_the_new_weights_and_proves_those_that_came(quantization: str):
     model = make_model("qwen2", torch.float32)
-    twin = make_twin(model, torch.bfloat16)
+    twin = make_twin(model, torch.bfloat16, quantization)
     version = twin.version
     name = "model.layers.1.mlp.down_proj.weight"
     linear: Any = twin.module.get_submodule(name.removesuffix(".weight"))
@@ -217,7 +303,10 @@ def test_a_hand_over_rounds_the_new_weights_and_proves_those_that_came():
                 parameter.mul_(1.5).add_(0.01 * step)
         sent = {key: tensor.bfloat16() for key, tensor in model.named_parameters()}
         twin.update(sent.items())
-        expected = quantize(sent[name])
+        exact = sent[name]
+        if quantization == "int8":
+            exact = rotate(exact.float()) / ROTATED
+        expected = quantize(exact, dtype=DTYPES[quantization])
         assert torch.equal(linear.weight.float(), expected.values.float())
         assert torch.equal(linear.scales, expected.scales)
         found = {key: own.value for key, own in twin.fingerprints().items()}
@@ -250,16 +339,17 @@ def decoded(decoder: TritonDecoder, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", DECODED)
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
 @interpreted
-def test_decode_steps_equal_the_arithmetic_in_plain_torch(family: str):
+def test_decode_steps_equal_the_arithmetic_in_plain_torch(family: str, quantization: str):
     model = make_model(family, torch.float32)
-    decoder = make_decoder(make_twin(model).module)
+    decoder = make_decoder(make_twin(model, quantization=quantization).module)
     ids = torch.randint(50, (ROWS, LENGTH))
-    expected = in_eight_bits(model).model(input_ids=ids).last_hidden_state
+    expected = in_eight_bits(model, quantization).model(input_ids=ids).last_hidden_state
     exact = cast(Any, model).model(input_ids=ids).last_hidden_state
     found = decoded(decoder, ids)
     assert relative_l2(found, expected) < 0.01
-    assert 0.02 < relative_l2(expected, exact) < 0.5, "rounding must matter"
+    assert SMALLEST_ERROR[quantization] < relative_l2(expected, exact) < 0.5, "rounding must matter"
 
 
 # ---------------------------------------------------------------- refusals

@@ -1,21 +1,21 @@
-"""Round rows to eight bits (`verl.rollout.fp8`), each by one program in one pass."""
+"""Round rows to eight bits (`verl.rollout.eight_bits`), each by one program in one pass."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.rollout.fp8 import LARGEST, SMALLEST_ROW, Rows
+from verl.rollout.eight_bits import FP8, LARGEST, SMALLEST_ROW, Rows
 
-_LARGEST = tl.constexpr(LARGEST)
+_LARGEST = tl.constexpr(LARGEST[FP8])
+_LARGEST_INTEGER = tl.constexpr(LARGEST[torch.int8])
 _SMALLEST_ROW = tl.constexpr(SMALLEST_ROW)
 
 
-def quantize_rows(x: Tensor, out: Rows | None = None) -> Rows:
-    """Round the rows of x (M, K) to eight bits."""
+def quantize_rows(x: Tensor, out: Rows) -> Rows:
+    """Round the rows of x (M, K) to `out`."""
     x = x.contiguous()
     rows, width = x.shape
-    if out is None:
-        out = Rows.empty(x.shape, x.device)
     block = triton.next_power_of_2(width)
     _quantize_rows[(rows,)](x, *out, width, BLOCK=block, num_warps=num_warps(block))
     return out
@@ -39,19 +39,33 @@ def _quantize_rows(X, VALUES, SCALES, width, BLOCK: tl.constexpr):
 def store_row(wide, VALUES, SCALE, inside):
     """Store a row of fp32 numbers, zeros where it is not `inside`, as eight bits and their scale.
 
-    A NaN stays one. In a row with an infinite number, all numbers become NaN or infinite.
+    A row with a NaN or an infinite number stays broken: its numbers or its scale are.
     """
-    scale, factor = row_scale(tl.max(tl.abs(wide), axis=0))
+    dtype = VALUES.dtype.element_ty
+    scale, factor = row_scale(tl.max(tl.abs(wide), axis=0), tl.sum(wide * 0.0, axis=0), dtype)
     tl.store(SCALE, scale)
-    tl.store(VALUES, (wide * factor).to(VALUES.dtype.element_ty), mask=inside)
+    tl.store(VALUES, rounded(wide * factor, dtype), mask=inside)
 
 
 @triton.jit
-def row_scale(largest):
+def row_scale(largest, zero, dtype: tl.constexpr):
     """Return the scale of a row by its largest absolute number, and its reciprocal.
 
     Both are rounded to nearest: Triton's `/` is off by up to two units. The numbers of a row are
     multiplied by the reciprocal, since a division of each took half of a kernel's time.
+
+    `zero` is NaN for a broken row. Integers have no NaN, so the scale becomes one.
     """
     largest = tl.maximum(largest, _SMALLEST_ROW)
-    return tl.div_rn(largest, _LARGEST), tl.div_rn(_LARGEST, largest)
+    if dtype == tl.int8:
+        return tl.div_rn(largest, _LARGEST_INTEGER) + zero, tl.div_rn(_LARGEST_INTEGER, largest)
+    else:
+        return tl.div_rn(largest, _LARGEST), tl.div_rn(_LARGEST, largest)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Round numbers that are scaled to the largest of `dtype`."""
+    if dtype == tl.int8:
+        x = tl.floor(x + 0.5)
+    return x.to(dtype)

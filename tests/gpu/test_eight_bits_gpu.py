@@ -12,20 +12,27 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
-import agreement_fp8
+import agreement_eight_bits
 
 from tests.gpu import test_paged_attention_gpu as paged
 from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of
 from tests.tiny_models import tiny_model
 from tests.trainer.runs import run as train
 from tests.trainer.runs import step_lines
-from verl.rollout import fp8
+from verl.rollout import eight_bits
+from verl.rollout.eight_bits import (
+    FP8,
+    EightBitLinear,
+    Rows,
+    product,
+    quantize,
+    rotate,
+    unscaled_product,
+)
 from verl.rollout.embedded import cuda_runner
 from verl.rollout.embedded.cuda_decoder import TritonDecoder
 from verl.rollout.embedded.kernels import paged_attention
-from verl.rollout.embedded.kernels.fp8 import quantize_rows
 from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
-from verl.rollout.fp8 import FP8, Fp8Linear, Rows, product, quantize, unscaled_product
 from verl.rollout.types import Room
 from verl.utils.devices import GIB
 
@@ -39,6 +46,7 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 # (N, K) of the products of a 7B layer: query, key and value; output; gate and up; down
 SHAPES = [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944)]
+SMALL = [FP8, torch.int8]
 WIDTHS = [64, 896, 3584, 18_944]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
 
@@ -47,8 +55,8 @@ def relative_l2(one: Tensor, other: Tensor) -> float:
     return ((one.float() - other.float()).norm() / other.float().norm()).item()
 
 
-def fp8_engine(model: PreTrainedModel, **settings: Any) -> Any:
-    return make_engine(model, device="cuda", quantization="fp8", **settings)
+def small_engine(model: PreTrainedModel, quantization: str = "fp8", **settings: Any) -> Any:
+    return make_engine(model, device="cuda", quantization=quantization, **settings)
 
 
 def bf16_engine(model: PreTrainedModel, **settings: Any) -> Any:
@@ -75,7 +83,7 @@ def realistic_model(layers: int = 8, *, untied: bool = True) -> PreTrainedModel:
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(1)
-    agreement_fp8.damp(model)
+    agreement_eight_bits.damp(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and ".layers." in name:
@@ -92,48 +100,54 @@ def realistic_model(layers: int = 8, *, untied: bool = True) -> PreTrainedModel:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_are_rounded_as_on_a_cpu(width: int, dtype: torch.dtype):
+@pytest.mark.parametrize("small", SMALL)
+def test_rows_are_rounded_as_on_a_cpu(width: int, dtype: torch.dtype, small: torch.dtype):
     x = torch.randn(37, width) * torch.logspace(-6, 3, 37)[:, None] * torch.randn(37, width).exp()
     x[5] = 0
     x = x.to(dtype)
-    ours = quantize_rows(x.cuda())
-    theirs = quantize(x)
+    ours = quantize(x.cuda(), dtype=small)
+    theirs = quantize(x, dtype=small)
     assert torch.equal(ours.scales.cpu(), theirs.scales)
     assert torch.equal(ours.values.cpu().float(), theirs.values.float())
 
 
-def test_broken_rows_stay_broken():
+@pytest.mark.parametrize("small", SMALL)
+def test_broken_rows_stay_broken(small: torch.dtype):
     x = torch.zeros(3, 64, device="cuda")
     x[1, 4] = float("nan")
     x[2, 5] = float("inf")
-    weight = quantize(torch.ones(32, 64, device="cuda"))
-    out = product(quantize_rows(x), weight, None, torch.bfloat16)
+    weight = quantize(torch.ones(32, 64, device="cuda"), dtype=small)
+    out = product(quantize(x, dtype=small), weight, None, torch.bfloat16)
     assert torch.equal(out[0], torch.zeros_like(out[0]))
     assert out[1].isnan().any()
     assert not out[2].isfinite().all()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_norms_and_activations_write_rows(width: int):
+@pytest.mark.parametrize("small", SMALL)
+def test_norms_and_activations_write_rows(width: int, small: torch.dtype):
     parts = torch.randn(3, 70, width, device="cuda", dtype=torch.bfloat16)
     weight = torch.rand(width, device="cuda", dtype=torch.bfloat16)
     exact = [part.float() for part in parts.unbind()]
     wide = add_rms_norm(exact, weight.float(), 1e-6, writes_sum=False)
-    rows = Rows.empty((70, width), CUDA)
+    rows = Rows.empty((70, width), small, CUDA)
     add_rms_norm(parts.unbind(), weight, 1e-6, writes_sum=False, rows=rows)
-    assert relative_l2(rows.wide(), quantize(wide).wide()) < 5e-3
+    assert relative_l2(rows.wide(), quantize(wide, dtype=small).wide()) < 5e-3
 
     gate_up = 2 * torch.randn(70, 2 * width, device="cuda", dtype=torch.bfloat16)
-    rows = Rows.empty((70, width), CUDA)
+    active = swiglu(gate_up.float())
+    rows = Rows.empty((70, width), small, CUDA)
     swiglu(gate_up, rows=rows)
-    assert relative_l2(rows.wide(), quantize(swiglu(gate_up.float())).wide()) < 5e-3
+    assert relative_l2(rows.wide(), quantize(active, dtype=small).wide()) < 5e-3
+    swiglu(gate_up, rows=rows, rotates=True)
+    assert relative_l2(rows.wide(), quantize(rotate(active), dtype=small).wide()) < 5e-3
 
 
 @pytest.mark.parametrize(("columns", "inner"), SHAPES)
 @pytest.mark.parametrize("fast", [False, True])
 def test_products_of_a_7b_layer(columns: int, inner: int, fast: bool, monkeypatch):
     """Compare with the product of the rounded matrices in fp32, for every size of batch."""
-    monkeypatch.setattr(fp8, "FAST_ACCUMULATION", fast)
+    monkeypatch.setattr(eight_bits, "FAST_ACCUMULATION", fast)
     weight = quantize(0.02 * torch.randn(columns, inner, device="cuda"))
     bias = torch.randn(columns, device="cuda", dtype=torch.bfloat16)
     wide = weight.wide()
@@ -151,20 +165,57 @@ def test_products_of_a_7b_layer(columns: int, inner: int, fast: bool, monkeypatc
     assert max(errors.values()) < 6e-3, errors
 
 
+@pytest.mark.parametrize(("columns", "inner"), SHAPES)
+def test_integer_products_of_a_7b_layer(columns: int, inner: int):
+    """Sums are exact, so only the rounding of the result is left."""
+    weight = quantize(0.02 * torch.randn(columns, inner, device="cuda"), dtype=torch.int8)
+    bias = torch.randn(columns, device="cuda", dtype=torch.bfloat16)
+    errors = {}
+    for count in (1, 16, 64, 65, 192, 193, 320, 321, 512, 1024):
+        x = quantize(torch.randn(count, inner, device="cuda"), dtype=torch.int8)
+        exact = torch.nn.functional.linear(x.wide().double(), weight.wide().double())
+        plain = product(x, weight, None, torch.float32)
+        parts = product(x, weight, None, torch.bfloat16, may_split=True)
+        if parts.ndim == 3:
+            parts = parts.sum(0)
+        biased = product(x, weight, bias, torch.bfloat16)
+        assert relative_l2(plain, exact) < 1e-6, count
+        errors[count] = (relative_l2(parts, exact), relative_l2(biased, exact + bias.double()))
+    print(f"({columns}, {inner}): {errors}")
+    assert max(map(max, errors.values())) < 3e-3, errors
+
+
+def test_rows_of_integers_do_not_depend_on_their_batch():
+    weight = quantize(torch.randn(4608, 3584, device="cuda"), dtype=torch.int8)
+    x = torch.randn(1024, 3584, device="cuda", dtype=torch.bfloat16)
+    whole = product(quantize(x, dtype=torch.int8), weight, None, torch.bfloat16)
+    for count in (1, 64, 300, 500):
+        part = product(quantize(x[:count], dtype=torch.int8), weight, None, torch.bfloat16)
+        assert torch.equal(part, whole[:count])
+
+
 # ---------------------------------------------------------------- the engine
 
 
-def measured_kl(model: PreTrainedModel) -> tuple[float, float]:
+def measured_kl(model: PreTrainedModel, kind: str = "fp8") -> tuple[float, float]:
     """Return the mean KL of eight bits to bfloat16, and of bfloat16 to float32."""
-    found = agreement_fp8.measure(model, CUDA)
+    found = agreement_eight_bits.measure(model, CUDA, kind)
     print(found)
-    return found["KL(bfloat16 || fp8)"], found["KL(float32 || bfloat16)"]
+    return found[f"KL(bfloat16 || {kind})"], found["KL(float32 || bfloat16)"]
 
 
 def test_kl_per_token_with_spread_weights():
     rounding, ordinary = measured_kl(realistic_model())
     # Of 4 bits against 8, an error of 13 times in each number: at most some hundred times the KL.
     assert ordinary < rounding < 300 * ordinary
+
+
+@pytest.mark.parametrize(("part", "share"), [("", 0.6), ("kv", 0.33)])
+def test_integers_are_nearer_to_bfloat16(part: str, share: float):
+    """Among Gaussians their KL is a sixth of FP8's. A few large channels cost them most of that."""
+    floats, _ = measured_kl(realistic_model(), f"fp8{part}")
+    integers, ordinary = measured_kl(realistic_model(), f"int8{part}")
+    assert ordinary / 10 < integers < share * floats
 
 
 def test_kl_per_token_of_a_tiny_model_is_above_bf16_and_bounded():
@@ -176,8 +227,11 @@ def test_kl_per_token_of_a_tiny_model_is_above_bf16_and_bounded():
     assert ordinary < rounding < 0.2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_decode_steps_draw_from_the_distribution_of_a_prefill(family: str):
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [*((family, "fp8") for family in FAMILIES), ("qwen2", "int8"), ("gemma3", "int8")],
+)
+def test_decode_steps_draw_from_the_distribution_of_a_prefill(family: str, quantization: str):
     """Recorded log-probs are those of the rounded weights, however a token is computed."""
     model = tiny_model(family, head_dim=16, hidden_size=64, intermediate_size=128).cuda()
     with torch.no_grad():
@@ -185,15 +239,17 @@ def test_decode_steps_draw_from_the_distribution_of_a_prefill(family: str):
             parameter.mul_(0.5)
         if family == "gemma3":  # its tied head makes one token certain
             model.get_input_embeddings().weight.mul_(0.1)
-    engine = fp8_engine(model)
+    engine = small_engine(model, quantization)
     drawn = run(engine, PROMPTS, n=4, ignore_eos=True)
     assert isinstance(engine.runner._body, TritonDecoder)
     sequences = [[*PROMPTS[own.sample_id // 4], *own.token_ids] for own in drawn]
-    states = agreement_fp8.hidden_states(engine, sequences)
-    log_probs = agreement_fp8.log_probs(engine, states)
+    states = agreement_eight_bits.hidden_states(engine, sequences)
+    log_probs = agreement_eight_bits.log_probs(engine, states)
     exact = bf16_engine(model)
     run(exact, PROMPTS, max_new_tokens=1)
-    other = agreement_fp8.log_probs(exact, agreement_fp8.hidden_states(exact, sequences))
+    other = agreement_eight_bits.log_probs(
+        exact, agreement_eight_bits.hidden_states(exact, sequences)
+    )
 
     near = []
     far = []
@@ -209,25 +265,28 @@ def test_decode_steps_draw_from_the_distribution_of_a_prefill(family: str):
     distance = torch.stack(near).median().item()
     to_bf16 = torch.stack(far).median().item()
     print(f"{family}: recorded to prefill {distance:.4f}, to bfloat16 {to_bf16:.4f}")
-    # Another order of sums moves a number over a border of eight bits here and there.
-    assert distance < 0.7 * to_bf16
+    # Another order of sums moves a number over a border of eight bits here and there. Integers in
+    # tiny models are as near to bfloat16 as bfloat16 is to itself.
+    assert distance < (0.7 if quantization == "fp8" else 1.5) * to_bf16
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2"])
-def test_graphs_draw_what_eager_steps_draw(family: str):
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_graphs_draw_what_eager_steps_draw(family: str, quantization: str):
     model = tiny_model(family, head_dim=16, hidden_size=64, intermediate_size=128).cuda()
-    graphs = fp8_engine(model)
-    eager = fp8_engine(model, enforce_eager=True)
+    graphs = small_engine(model, quantization)
+    eager = small_engine(model, quantization, enforce_eager=True)
     for params in ({"temperature": 0}, {}, {"top_p": 0.8, "top_k": 20}):
         drawn = run(graphs, PROMPTS, n=5, **params)
         assert tokens_of(drawn) == tokens_of(run(eager, PROMPTS, n=5, **params))
 
 
-def test_hand_overs_round_the_new_weights_at_the_same_addresses():
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_hand_overs_round_the_new_weights_at_the_same_addresses(quantization: str):
     model = realistic_model(2)
-    engine = fp8_engine(model)
+    engine = small_engine(model, quantization)
     first = run(engine, PROMPTS, n=2)
-    linears = [part for part in engine.twin.module.modules() if isinstance(part, Fp8Linear)]
+    linears = [part for part in engine.twin.module.modules() if isinstance(part, EightBitLinear)]
     addresses = [part.weight.data_ptr() for part in linears]
     before = run(engine, PROMPTS, n=2)
     assert tokens_of(first) == tokens_of(before)
@@ -241,7 +300,7 @@ def test_hand_overs_round_the_new_weights_at_the_same_addresses():
         engine.wake()
         engine.update_weights(model.named_parameters())
         drawn = run(engine, PROMPTS, n=2)
-        fresh = fp8_engine(model)
+        fresh = small_engine(model, quantization)
         assert tokens_of(drawn) == tokens_of(run(fresh, PROMPTS, n=2))
         assert tokens_of(drawn) != tokens_of(first)
         mine = engine.twin.fingerprints()
@@ -252,7 +311,7 @@ def test_hand_overs_round_the_new_weights_at_the_same_addresses():
 
 
 def test_stacked_weights_and_their_scales_lie_behind_one_another():
-    engine = fp8_engine(realistic_model(2))
+    engine = small_engine(realistic_model(2))
     attention = engine.twin.module.model.layers[1].self_attn
     linears = [attention.q_proj, attention.k_proj, attention.v_proj]
     weight, bias = engine.twin.stacked(linears)
@@ -265,7 +324,7 @@ def test_stacked_weights_and_their_scales_lie_behind_one_another():
 
 def test_weights_take_about_half_of_the_memory():
     model = realistic_model(8)
-    small = fp8_engine(model).twin
+    small = small_engine(model).twin
     large = bf16_engine(model).twin
     layers = sum(
         parameter.numel() for name, parameter in model.named_parameters() if "proj.weight" in name
@@ -292,27 +351,28 @@ class SmallCache(NamedTuple):
     truth: paged.Batch  # with the numbers that these stand for, in fp32
 
 
-def in_eight_bits(batch: paged.Batch) -> SmallCache:
+def in_eight_bits(batch: paged.Batch, small: torch.dtype) -> SmallCache:
     caches = []
     scales = {}
     exact = []
     for name, cache in (("key_scales", batch.keys), ("value_scales", batch.values)):
-        rows = quantize(cache.reshape(-1, cache.shape[-1]))
+        rows = quantize(cache.reshape(-1, cache.shape[-1]), dtype=small)
         caches.append(rows.values.view(cache.shape))
         scales[name] = rows.scales.view(cache.shape[:3])
         exact.append(rows.wide().view(cache.shape))
-    small = batch._replace(keys=caches[0], values=caches[1])
-    return SmallCache(small, scales, batch._replace(keys=exact[0], values=exact[1]))
+    rounded = batch._replace(keys=caches[0], values=caches[1])
+    return SmallCache(rounded, scales, batch._replace(keys=exact[0], values=exact[1]))
 
 
 @pytest.mark.parametrize("shape", ATTENTION_SHAPES)
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_attention_reads_eight_bits(shape: tuple[int, int, int], name: str):
+@pytest.mark.parametrize("dtype", SMALL)
+def test_attention_reads_eight_bits(shape: tuple[int, int, int], name: str, dtype: torch.dtype):
     heads, kv_heads, dim = shape
     batch = paged.make_batch(19, heads, kv_heads, dim)
     for cache in (batch.keys, batch.values):
         cache.mul_(torch.rand(*cache.shape[:3], 1, device="cuda", dtype=cache.dtype) + 0.5)
-    small = in_eight_bits(batch)
+    small = in_eight_bits(batch, dtype)
     features = paged.features_of(name, heads)
     truth = paged.expected(small.truth, **features)
     for splits in ({}, {"num_splits": 5}, {"num_splits": 64}):
@@ -322,17 +382,23 @@ def test_attention_reads_eight_bits(shape: tuple[int, int, int], name: str):
     print(f"{shape}, {name}: {rounding:.4f} off the exact keys and values")
     # Numbers are off by 1/16 at most, and by a share of 0.026 in the mean square. Values give this
     # share of the output. Scores are off by it times their spread, which is 2 here, and so are the
-    # weights. Together these are 0.06; twice as much is allowed.
-    assert 0.01 < rounding < 0.12
+    # weights. Together these are 0.06; twice as much is allowed. Integers are off by a third.
+    if dtype == FP8:
+        assert 0.01 < rounding < 0.12
+    else:
+        assert 0.003 < rounding < 0.04
 
 
 @pytest.mark.parametrize(
     ("shape", "normed"),
     [((14, 2, 64), False), ((16, 4, 96), False), ((12, 2, 128), True), ((8, 4, 256), True)],
 )
-def test_a_fresh_token_is_rounded_like_by_its_own_kernel(shape: tuple[int, int, int], normed: bool):
+@pytest.mark.parametrize("dtype", SMALL)
+def test_a_fresh_token_is_rounded_like_by_its_own_kernel(
+    shape: tuple[int, int, int], normed: bool, dtype: torch.dtype
+):
     heads, kv_heads, dim = shape
-    small = in_eight_bits(paged.make_batch(19, heads, kv_heads, dim))
+    small = in_eight_bits(paged.make_batch(19, heads, kv_heads, dim), dtype)
     batch = small.batch
     slots = batch.slots.long()
     positions = batch.positions[slots].long()
@@ -379,7 +445,10 @@ def test_a_fresh_token_is_rounded_like_by_its_own_kernel(shape: tuple[int, int, 
         one = cache.view(torch.uint8)[pages, :, offsets]
         two = other.view(torch.uint8)[pages, :, offsets]
         equal = (one == two).float().mean().item()
-        assert equal > 0.99, f"{1 - equal:.2%} of the numbers are rounded in another way"
+        # Queries and keys of bfloat16 are rounded to it in another order, which moves ties.
+        assert equal > (0.99 if dtype == FP8 else 0.97), (
+            f"{1 - equal:.2%} of the numbers are rounded in another way"
+        )
         scales = small.scales[name][pages, :, offsets]
         torch.testing.assert_close(scales, own[name][pages, :, offsets], rtol=1e-2, atol=0)
 
@@ -400,8 +469,8 @@ def test_copies_of_pages_keep_scales_on_a_gpu():
 
 def test_kl_per_token_of_eight_bit_keys_and_values():
     model = realistic_model()
-    found = agreement_fp8.measure(model, CUDA, "fp8kv")
-    weights = agreement_fp8.measure(model, CUDA)["KL(bfloat16 || fp8)"]
+    found = agreement_eight_bits.measure(model, CUDA, "fp8kv")
+    weights = agreement_eight_bits.measure(model, CUDA)["KL(bfloat16 || fp8)"]
     print(found, weights)
     rounding = found["KL(bfloat16 || fp8kv)"]
     # Numbers of 4 bits are off by 16 times as much as those of 8 bits, which gives 256 times the
@@ -435,8 +504,8 @@ def test_decode_steps_draw_from_the_distribution_of_their_pages(
         exact = make_engine(model, device="cuda", dtype="float32")
         run(exact, [prompt], n=4, max_new_tokens=1)
         for own_engine, distances in ((engine, near), (exact, far)):
-            states = agreement_fp8.states_from_pages(own_engine, sequences, len(prompt))
-            log_probs = agreement_fp8.log_probs(own_engine, states)
+            states = agreement_eight_bits.states_from_pages(own_engine, sequences, len(prompt))
+            log_probs = agreement_eight_bits.log_probs(own_engine, states)
             tokens = torch.tensor([own.token_ids for own in drawn], device="cuda")
             recorded = torch.tensor([own.log_probs for own in drawn], device="cuda")
             # The first token is drawn after the prompt, which is computed with exact numbers.
@@ -522,14 +591,16 @@ def test_preempted_samples_go_on():
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("quantization", ["null", "fp8"])
-def test_the_toy_learns_with_small_pages(tmp_path: Path, quantization: str):
+@pytest.mark.parametrize(
+    ("cache", "quantization"), [("fp8", "null"), ("fp8", "fp8"), ("int8", "int8")]
+)
+def test_the_toy_learns_with_small_pages(tmp_path: Path, cache: str, quantization: str):
     status = train(
         tmp_path,
         "trainer.device=cuda",
         "trainer.max_steps=10",
         "data.train_batch_size=8",
-        "actor_rollout_ref.rollout.kv_cache_dtype=fp8",
+        f"actor_rollout_ref.rollout.kv_cache_dtype={cache}",
         f"actor_rollout_ref.rollout.quantization={quantization}",
         "algorithm.rollout_correction.rollout_is=token",
         base=["data.dataset_name=toy"],
