@@ -17,16 +17,20 @@ A step that finds nothing to learn from in some groups of its batch takes others
 The rules hold then as well: a group that was taken makes room for another one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain, groupby
 from typing import Any
 
-import numpy as np
-
 from verl.models.pictures import Picture, packed_pictures, unpacked_pictures
 from verl.rollout.goal import Goal
+from verl.rollout.saved_trajectories import (
+    packed_segments,
+    packed_trajectory,
+    unpacked_segments,
+    unpacked_trajectory,
+)
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
 
 
@@ -401,8 +405,10 @@ class Book:
                     half_played += 1
 
                 pictures += chain.from_iterable(each.pictures for each in sample.trajectories)
-                own = [_packed_trajectory(each) for each in sample.trajectories]
-                segments = [] if own else _packed(sample.segments)  # the trajectories have them
+                own = [packed_trajectory(each) for each in sample.trajectories]
+                segments = (
+                    [] if own else packed_segments(sample.segments)
+                )  # the trajectories have them
                 samples.append((state.value, segments, own))
 
             is_new = all(state == State.ADMITTED for state, _, _ in samples)
@@ -435,9 +441,9 @@ class Book:
             samples = []
             for number, (of_sample, segments, trajectories) in enumerate(saved["samples"]):
                 sample_id = saved["serial"] * self.num_samples + number
-                sample = Sample(sample_id, State(of_sample), _unpacked(segments))
+                sample = Sample(sample_id, State(of_sample), unpacked_segments(segments))
 
-                own = [_unpacked_trajectory(each, pictures) for each in trajectories]
+                own = [unpacked_trajectory(each, pictures) for each in trajectories]
                 for trajectory in own:
                     sample.segments += [each for each in trajectory.segments if each.is_model]
                 sample.trajectories = own
@@ -471,46 +477,3 @@ class Book:
         group, sample = self._by_id[sample_id]
         assert sample.state is State.RUNNING, f"sample {sample_id} is {sample.state.value}"
         return group, sample
-
-
-def _packed(segments: Iterable[Segment]) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    packed = []
-    for segment in segments:
-        token_ids = np.asarray(segment.token_ids, np.int64)
-        packed.append((segment.version, token_ids, np.asarray(segment.log_probs, np.float32)))
-    return packed
-
-
-def _unpacked(packed: Iterable[tuple[int, np.ndarray, np.ndarray]]) -> list[Segment]:
-    segments = []
-    for version, token_ids, log_probs in packed:
-        segments.append(
-            Segment(
-                source=MODEL,
-                token_ids=token_ids.tolist(),
-                log_probs=log_probs.tolist(),
-                version=version,
-            )
-        )
-    return segments
-
-
-def _packed_trajectory(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory with its segments in plain values, and the keys of its pictures."""
-    values = _fields(trajectory)
-    values["pictures"] = [picture.key for picture in trajectory.pictures]
-    values["prompt_ids"] = list(trajectory.prompt_ids)
-    values["segments"] = [_fields(segment) for segment in trajectory.segments]
-    return values
-
-
-def _unpacked_trajectory(values: Mapping[str, Any], pictures: Mapping[str, Picture]) -> Trajectory:
-    """Undo `_packed_trajectory`."""
-    segments = [Segment(**segment) for segment in values["segments"]]
-    own = tuple(pictures[key] for key in values["pictures"])
-    return Trajectory(**{**values, "segments": segments, "pictures": own})
-
-
-def _fields(record: Segment | Trajectory) -> dict[str, Any]:
-    """Return the fields of a record; nested ones stay as they are."""
-    return {field.name: getattr(record, field.name) for field in fields(record)}
