@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.cases import cases
 from tests.rollout.interpreter import interpreted
 from tests.rollout.test_cuda_decoder import (
     LENGTH,
@@ -105,15 +106,26 @@ def uneven(batch: Batch) -> Batch:
 # ---------------------------------------------------------------- attention
 
 
+def is_quick(features: dict[str, Any], small: torch.dtype) -> bool:
+    """Return whether the quick suite has a case: of int8, it has all features at once."""
+    return small == FP8 or features == FEATURES[-1]
+
+
+ATTENTION = [
+    *((features, {"num_splits": 3}) for features in FEATURES),
+    *((features, {}) for features in FEATURES[::4]),
+    *((features, {"split_tokens": 16}) for features in FEATURES[::4]),
+]
+
+
 @pytest.mark.parametrize(
-    ("features", "splits"),
+    ("features", "splits", "dtype"),
     [
-        *((features, {"num_splits": 3}) for features in FEATURES),
-        *((features, {}) for features in FEATURES[::4]),
-        *((features, {"split_tokens": 16}) for features in FEATURES[::4]),
+        pytest.param(features, splits, small, marks=() if is_quick(features, small) else SLOW)
+        for features, splits in ATTENTION
+        for small in SMALL
     ],
 )
-@pytest.mark.parametrize("dtype", SMALL)
 @interpreted
 def test_a_row_attends_to_pages_in_eight_bits(
     features: dict[str, Any], splits: dict[str, Any], dtype: torch.dtype
@@ -151,9 +163,10 @@ def test_products_in_float16_hold_all_of_bfloat16(size: float, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("features", [{}, {"window": 1}, {"window": 5, "cap": 1.0, "sinks": True}])
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 3}])
-@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize(
+    ("features", "dtype"), cases([{}, {"window": 1}, FEATURES[-1]], SMALL, quick=is_quick)
+)
 @interpreted
 def test_a_fresh_token_is_rounded_when_it_is_stored(
     features: dict[str, Any], splits: dict[str, Any], normed: bool, dtype: torch.dtype

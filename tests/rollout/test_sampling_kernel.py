@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.rollout.interpreter import interpreted
 from verl.rollout.embedded.kernels import sampling_kernels
 from verl.rollout.embedded.kernels.sampling import DrawState, Tuning, Workspace, draw
@@ -173,20 +174,26 @@ def reference_kept(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
     return weights >= smallest_kept_weight(weights, params)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+FILTERS = [
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 30},
+    {"top_k": 99},
+    {"top_p": 0.0},
+    {"top_p": 0.3},
+    {"top_p": 0.97},
+    {"top_k": 7, "top_p": 0.6},
+    {"top_k": 50, "top_p": 0.9, "temperature": 2.0},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"top_k": 1},
-        {"top_k": 5},
-        {"top_k": 30},
-        {"top_k": 99},
-        {"top_p": 0.0},
-        {"top_p": 0.3},
-        {"top_p": 0.97},
-        {"top_k": 7, "top_p": 0.6},
-        {"top_k": 50, "top_p": 0.9, "temperature": 2.0},
-    ],
+    ("settings", "dtype"),
+    cases(
+        FILTERS,
+        [torch.float32, torch.bfloat16, torch.float16],
+        quick=lambda settings, dtype: dtype == torch.bfloat16 or settings == FILTERS[-1],
+    ),
 )
 @interpreted
 def test_the_threshold_keeps_the_tokens_of_sample_with_ties(settings, dtype):

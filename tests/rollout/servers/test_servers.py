@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.workers.batches import CPU, R, actor_of, prompts
 from verl.config import config_from_dict
@@ -21,6 +22,7 @@ from verl.workers import RolloutWorker
 
 # Dialect and version: vLLM 0.24 records no version of the weights.
 KINDS = [("vllm", "0.32.0"), ("vllm", "0.24.0"), ("sglang", "0.5.23"), ("sglang", "0.5.3")]
+FAULTS = ["dropped", "half", "stale head", "stale cache", "flush refused"]  # of a push
 PARAMS = SamplingParams(max_new_tokens=R)
 
 
@@ -80,7 +82,14 @@ def check_abort_of_one_sample(rollout, server):
 
 
 @pytest.mark.parametrize(
-    ("dialect", "version", "temperature"), [(*KINDS[0], 1.0), *((*kind, 0.7) for kind in KINDS)]
+    ("dialect", "version", "temperature"),
+    [
+        pytest.param("vllm", "0.32.0", 1.0, marks=pytest.mark.slow),
+        ("vllm", "0.32.0", 0.7),
+        pytest.param("vllm", "0.24.0", 0.7, marks=pytest.mark.slow),
+        ("sglang", "0.5.23", 0.7),
+        pytest.param("sglang", "0.5.3", 0.7, marks=pytest.mark.slow),
+    ],
 )
 def test_log_probs_are_the_trainers_after_every_push(
     settings, start, dialect, version, temperature
@@ -112,8 +121,15 @@ def test_a_server_without_the_route_of_tokens_completes(settings, start):
     assert abs(metrics["training/rollout_kl"]) < 1e-5
 
 
-@pytest.mark.parametrize("fault", ["dropped", "half", "stale head", "stale cache", "flush refused"])
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+# In the quick suite, tests/rollout/servers/test_hand_over.py has all faults of a vLLM server.
+@pytest.mark.parametrize(
+    ("dialect", "fault"),
+    cases(
+        ["vllm", "sglang"],
+        FAULTS,
+        quick=lambda dialect, fault: dialect == "sglang" or fault == "dropped",
+    ),
+)
 def test_a_push_that_did_not_arrive_whole_is_caught(settings, start, dialect, fault):
     server = start(dialect)
     actor = actor_of(settings)

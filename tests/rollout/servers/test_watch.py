@@ -1,6 +1,5 @@
 """Servers that hang: they keep their connections, and answer nothing."""
 
-import itertools
 import os
 import signal
 import socket
@@ -14,6 +13,7 @@ import pytest
 import torch
 import urllib3
 
+from tests.cases import cases
 from tests.rollout.servers.test_owned import install
 from tests.rollout.servers.test_servers import (
     PARAMS,
@@ -53,17 +53,14 @@ def short(monkeypatch):
     monkeypatch.setattr(watch, "_MISSES_OF_ENGINE", 4)
 
 
-def _in_quick_suite(others: int, dialect: str, part: str) -> bool:
-    """Return whether a case is one of two that have every value once."""
-    return (others, dialect, part) in ((0, "vllm", "its engine"), (1, "sglang", "it"))
-
-
 @pytest.mark.parametrize(
     ("others", "dialect", "part"),
-    [
-        pytest.param(*case, marks=() if _in_quick_suite(*case) else pytest.mark.slow)
-        for case in itertools.product((0, 1), ("vllm", "sglang"), ("it", "its engine"))
-    ],
+    cases(
+        [0, 1],
+        ["vllm", "sglang"],
+        ["it", "its engine"],
+        quick=lambda *case: case == (1, "sglang", "it"),
+    ),
 )
 def test_samples_of_a_server_that_hangs_are_drawn_again(
     settings, start, caplog, dialect, others, part
