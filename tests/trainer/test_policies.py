@@ -63,6 +63,7 @@ def play_against_a_frozen_judge(folder: Path, steps: int) -> list[dict[str, Any]
     return lines
 
 
+@pytest.mark.slow
 def test_the_judge_stays_the_same_to_the_bit(tmp_path: Path):
     play_against_a_frozen_judge(tmp_path, steps=2)
 

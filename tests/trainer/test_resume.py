@@ -140,9 +140,13 @@ def assert_same_end(folder: Path, whole: Path, algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "moment"),
     [
-        *(("grpo", moment) for moment in (in_update, in_weights, in_manifest, before_latest)),
-        # It leaves the same files as in_update.
-        pytest.param("grpo", in_rollout, marks=pytest.mark.slow),
+        ("grpo", in_manifest),
+        ("grpo", before_latest),
+        # The others resume from the checkpoint of in_manifest, and leave fewer files.
+        *(
+            pytest.param("grpo", moment, marks=pytest.mark.slow)
+            for moment in (in_rollout, in_update, in_weights)
+        ),
         *(
             pytest.param("ppo", moment, marks=pytest.mark.slow)
             for moment in (in_update, in_weights)

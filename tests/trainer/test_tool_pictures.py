@@ -118,6 +118,7 @@ def async_command(folder: Path, model: Path, *more: str) -> list[str]:
     return [*keys, 'trainer.logger=["console","file"]', "trainer.val_before_train=False", *more]
 
 
+@pytest.mark.slow
 def test_asynchronous_episodes_with_pictures_have_the_bits_of_the_synchronous_run(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +139,7 @@ def test_asynchronous_episodes_with_pictures_have_the_bits_of_the_synchronous_ru
     assert same_bits(weights(runs[1], 3), weights(runs[0], 3))
 
 
+@pytest.mark.slow
 def test_episodes_that_were_played_ahead_keep_their_pictures_in_a_checkpoint(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,9 +56,8 @@ def assert_learned_from_all_once(folder: Path) -> None:
     assert learned == dict.fromkeys(uids, SAMPLES)
 
 
-@pytest.mark.parametrize(
-    "algorithm", [[], pytest.param(PPO, marks=pytest.mark.slow)], ids=["grpo", "ppo"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [[], PPO], ids=["grpo", "ppo"])
 def test_staleness_zero_has_the_bits_of_the_synchronous_run(tmp_path, algorithm):
     # The bits of a log-prob depend on the turns that are drawn next to it.
     even = [*BASE, "actor_rollout_ref.rollout.agent.default_agent_loop=turns", *algorithm]

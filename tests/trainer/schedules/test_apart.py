@@ -33,9 +33,8 @@ def numbers(lines: list[dict]) -> list[dict]:
     return without_times(lines, *OF_COPIES)
 
 
-@pytest.mark.parametrize(
-    "algorithm", [[], pytest.param(PPO, marks=pytest.mark.slow)], ids=["grpo", "ppo"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [[], PPO], ids=["grpo", "ppo"])
 def test_staleness_zero_has_the_bits_of_the_synchronous_run(tmp_path, algorithm):
     steps = 20
     length = [f"trainer.max_steps={steps}", f"trainer.save_freq={steps}", *algorithm]

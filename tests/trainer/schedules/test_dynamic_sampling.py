@@ -100,7 +100,8 @@ def test_staleness_zero_has_the_bits_of_the_synchronous_run(tmp_path):
     assert same_bits(weights(tmp_path / "async", STEPS), weights(tmp_path / "sync", STEPS))
 
 
-@pytest.mark.parametrize("mode", [ASYNC, pytest.param(ONE_STEP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [ASYNC, ONE_STEP])
 def test_a_killed_run_resumes_with_the_same_bits(tmp_path, mode):
     command = [BASE[0], "trainer.save_freq=2", *BASE[2:], mode]
     assert run(tmp_path / "whole", *command) == 0

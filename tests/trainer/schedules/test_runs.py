@@ -97,7 +97,11 @@ KEPT = ["async_training.keep_kv_cache=True", "actor_rollout_ref.rollout.free_cac
 
 @pytest.mark.parametrize(
     ("mode", "keys"),
-    [("fully_async", []), ("fully_async", KEPT), ("one_step_off", [])],
+    [
+        ("fully_async", []),
+        pytest.param("fully_async", KEPT, marks=pytest.mark.slow),
+        pytest.param("one_step_off", [], marks=pytest.mark.slow),
+    ],
     ids=["fully_async", "kept", "one_step_off"],
 )
 def test_a_killed_run_resumes_with_the_same_bits(tmp_path, mode, keys):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.cases import cases
 from tests.trainer.runs import run
 from tests.trainer.schedules.test_agents import BASE
 from verl.data.toy import TOY_MODEL
@@ -15,6 +16,7 @@ from verl.protocol import DataProto
 
 STEPS = 3
 DEFAULT = "default"  # without a preset: that of decoupled_token_is
+PRESETS = [DEFAULT, "decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip", "bypass_pg_is"]
 BOUND = 2.0  # of the weights of all presets
 ROUNDING = 1e-6  # of the gradient: weights have float64, advantages and recorded log-probs fp32
 
@@ -98,16 +100,7 @@ def gradient_by_hand(update: LastUpdate, preset: str) -> dict[str, Tensor]:
     return gradient
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [
-        DEFAULT,
-        pytest.param("decoupled_token_is", marks=pytest.mark.slow),  # the default
-        "decoupled_seq_is",
-        "bypass_ppo_clip",
-        "bypass_pg_is",
-    ],
-)
+@pytest.mark.parametrize("preset", cases(PRESETS, quick=lambda preset: preset == DEFAULT))
 def test_gradient_of_stale_turns_is_that_of_the_estimator(tmp_path, monkeypatch, preset):
     update = LastUpdate()
     update.watch(monkeypatch)
