@@ -131,9 +131,9 @@ CORRECTION = [
     [
         (OwnFit, CRITIC),
         (WithoutRepeat, PENALTY),
-        (OwnFit, ADAPTERS),
-        (OwnFit, ENTROPY),
-        (OwnFit, CORRECTION),
+        pytest.param(OwnFit, ADAPTERS, marks=pytest.mark.slow),
+        pytest.param(OwnFit, ENTROPY, marks=pytest.mark.slow),
+        pytest.param(OwnFit, CORRECTION, marks=pytest.mark.slow),
     ],
     ids=["critic", "penalty", "adapters", "entropy", "correction"],
 )

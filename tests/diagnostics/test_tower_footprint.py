@@ -82,7 +82,11 @@ def footprint_of(model: Any, *, recomputing: int = 0) -> TowerFootprint:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activations_of_a_tower_are_predicted(family: str, dtype: torch.dtype):
     model = wide_vision_model(family, dtype)
@@ -153,9 +157,14 @@ def batch_of(pictures: list[Picture], rows: int) -> DataProto:
 @pytest.mark.parametrize(
     ("family", "rows", "settings"),
     [
-        ("qwen3_vl", 2, {}),
+        pytest.param("qwen3_vl", 2, {}, marks=pytest.mark.slow),
         ("qwen2_5_vl", 1, {"enable_gradient_checkpointing": True}),
-        ("qwen2_5_vl", 1, {"enable_gradient_checkpointing": True, "freezes": True}),
+        pytest.param(
+            "qwen2_5_vl",
+            1,
+            {"enable_gradient_checkpointing": True, "freezes": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["all kept", "recomputed", "frozen"],
 )

@@ -121,6 +121,7 @@ def test_compiled_layers_give_the_same_log_probs_and_gradients(family, backend, 
         plain.step(), compiled.step()
 
 
+@pytest.mark.slow
 @given(
     shapes=lists(tuples(integers(1, 20), integers(1, 20)), min_size=1, max_size=6),
     rows=integers(1, 6),
