@@ -467,12 +467,10 @@ class PPOTrainer(RunOfRoles):
 
     def write_rollouts(self, batch: DataProto) -> None:
         """Write the batch as JSON lines if `trainer.rollout_data_dir` is set."""
-        if self.config.trainer.rollout_data_dir:
-            extra = {}
-            for name in batch.meta_info.get("reward_fields", ()):
-                extra[name] = batch.non_tensor_batch[name]
-            rows = scored.sample_rows(batch, self.tokenizer, extra, self.config)
-            write_samples(Path(self.config.trainer.rollout_data_dir), self.global_step, rows)
+        folder = self.config.trainer.rollout_data_dir
+        if folder:
+            rows = scored.recorded_rows(batch, self.tokenizer, self.config)
+            write_samples(Path(folder), self.global_step, rows)
 
     def write_timeline(self) -> None:
         """Write the step as a Chrome trace into the folder of checkpoints."""

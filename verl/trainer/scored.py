@@ -116,6 +116,13 @@ def scored_rows(
     return [row for number, row in enumerate(rows) if number not in dropped]
 
 
+def recorded_rows(batch: DataProto, tokenizer: Any, config: TrainConfig) -> list[dict]:
+    """Return `sample_rows` with the fields of the reward that `record_scores` has written."""
+    names = batch.meta_info.get("reward_fields", ())
+    extra = {name: batch.non_tensor_batch[name] for name in names}
+    return sample_rows(batch, tokenizer, extra, config)
+
+
 def sample_rows(
     batch: DataProto, tokenizer: Any, extra: Mapping[str, Any], config: TrainConfig
 ) -> list[dict]:
