@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,6 +87,18 @@ def test_gsm8k_compares_values_not_spellings():
     assert default_compute_score("openai/gsm8k", "it is 1000", "1000") == 0.0
     assert default_compute_score("openai/gsm8k", "it is 1000", "1000", method="flexible") == 1.0
     assert default_compute_score("openai/gsm8k", "#### 3", "4", format_score=0.1) == 0.1
+
+
+@pytest.mark.parametrize("truth", ["four", "#### four", "", ["3", "4"], {"answer": "4"}])
+def test_gsm8k_refuses_a_ground_truth_without_a_number(truth):
+    for text in ("#### 4", "no answer"):
+        with pytest.raises(RewardError, match="expects a number as .* got .*custom_reward_func"):
+            default_compute_score("openai/gsm8k", text, truth)
+
+
+@pytest.mark.parametrize("truth", [4, 4.0, np.int64(4), np.float32(4), "4", "4 #### 4", "$4.00"])
+def test_gsm8k_takes_numbers_of_any_kind(truth):
+    assert default_compute_score("openai/gsm8k", "#### 4", truth) == 1.0
 
 
 @given(st.integers(-(10**9), 10**9))

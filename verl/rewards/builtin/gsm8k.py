@@ -2,10 +2,11 @@
 
 import re
 from decimal import Decimal, InvalidOperation
+from numbers import Number
 from typing import Any, Literal
 
 from verl.rewards.registry import answer_extractors, reward_rules
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, RewardError
 
 Method = Literal["strict", "flexible"]
 
@@ -59,11 +60,26 @@ def score(
 ) -> float:
     """Return 1 for a number equal to the ground truth, `format_score` for another, 0 for none.
 
-    `ground_truth` is the bare number, or a whole GSM8K answer with "####".
+    `ground_truth` is the bare number, or a whole GSM8K answer with "####". Raises RewardError for
+    anything else.
     """
+    gold = _gold(ground_truth)
     answer = extract_answer(solution_str, method)
     if answer is None:
         return 0.0
-    truth = str(ground_truth)
-    gold = extract_answer(truth, "strict" if "####" in truth else "flexible")
-    return 1.0 if gold is not None and _same_number(answer, gold) else format_score
+    return 1.0 if _same_number(answer, gold) else format_score
+
+
+def _gold(ground_truth: Any) -> str:
+    """Return the number of a ground truth."""
+    gold = None
+    if isinstance(ground_truth, (str, Number)):
+        truth = str(ground_truth)
+        gold = extract_answer(truth, "strict" if "####" in truth else "flexible")
+    if gold is None:
+        raise RewardError(
+            "The gsm8k rule expects a number as reward_model.ground_truth, or an answer that ends "
+            f"with '#### number', got {ground_truth!r:.80}. Correct the row, or score it with a "
+            "function of your own (custom_reward_function.path)."
+        )
+    return gold
