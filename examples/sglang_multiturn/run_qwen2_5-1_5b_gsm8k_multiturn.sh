@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K in several turns with a tool. Needs 8 GPUs of 22 GiB. Data: data_preprocess/gsm8k_multiturn_w_tool.py
 # --dry-run --device-gib L4 plans it. ENGINE names the rollout engine; the embedded one is the default.
+# It logs to wandb: run `wandb login` first, or add trainer.logger=[console,file].
 set -euo pipefail
 PROJECT_DIR=${PROJECT_DIR:-$(cd "$(dirname "$0")/../.." && pwd)}
 CONFIG_PATH=${CONFIG_PATH:-$PROJECT_DIR/examples/sglang_multiturn/config}

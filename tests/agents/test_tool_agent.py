@@ -510,6 +510,18 @@ def test_tools_and_rows_that_never_meet_are_a_warning(tools: str, caplog: pytest
         assert "row 0: the row has interaction_kwargs, but no interactions are" in caplog.text
 
 
+def test_rows_for_tools_or_a_simulated_user_give_no_warning(
+    tools: str, quiz: str, caplog: pytest.LogCaptureFixture
+):
+    """verl's rows of GSM8K have options of both, and a run configures one of them."""
+    of_both = {"tools_kwargs": {"add": {}, "fail": {}}, "interaction_kwargs": {"name": "quiz"}}
+    table = Table(extra_info=[of_both])
+    with caplog.at_level("WARNING", logger="verl"):
+        for setting, file in (("function_tool_path", tools), ("interaction_config_path", quiz)):
+            checked(chat_tokenizer(), table, **{f"multi_turn__{setting}": file})
+    assert not caplog.text
+
+
 def test_a_prompt_that_its_tools_make_too_long_is_named_before_the_start(tools: str):
     """The row is named, and one that offers fewer tools fits."""
     tokenizer = chat_tokenizer()

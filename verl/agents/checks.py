@@ -69,8 +69,8 @@ def check_rows(
         maker = agent_loops.get(name)
         if isinstance(maker, UserLoopMaker):
             maker.check()
-    _check_tools(config, tools, column)
-    _check_interactions(interactions, column)
+    _check_tools(config, tools, column, has_interactions=interactions is not None)
+    _check_interactions(interactions, tools, column)
     _check_policies(config, names)
     environment = config.agent.environment
     if environment.name is not None:
@@ -162,13 +162,16 @@ def _answering(config: RolloutConfig) -> Iterator[tuple[str, str | None, str]]:
     yield "agent.gateway.command", agent.gateway.command, GATEWAY_AGENT
 
 
-def _check_tools(config: RolloutConfig, tools: ToolSet | None, column: Column) -> None:
+def _check_tools(
+    config: RolloutConfig, tools: ToolSet | None, column: Column, *, has_interactions: bool
+) -> None:
     """Check the names of tools in the rows; warn of tools and rows that never meet."""
     _check_shapes(config, column)
     if tools is None:
-        for place, kwargs in _options(column, "tools_kwargs"):
+        asked = _options(column, "interaction_kwargs")
+        for (place, kwargs), (_, of_user) in zip(_options(column, "tools_kwargs"), asked):
             named = list(present(kwargs))
-            if named:
+            if named and not (has_interactions and of_user):
                 logger.warning(
                     "%s: tools_kwargs names the tool '%s', but no tools are configured, so the row "
                     "is played without. Set %s.multi_turn.tool_config_path.",
@@ -254,15 +257,20 @@ def _require_mapping(where: str, value: Any, expected: str) -> None:
         raise DataError(f"{where} must be {expected}, got {type(value).__name__}: {value!r:.80}.")
 
 
-def _check_interactions(interactions: InteractionSet | None, column: Column) -> None:
+def _check_interactions(
+    interactions: InteractionSet | None, tools: ToolSet | None, column: Column
+) -> None:
     """Check the interactions that the rows ask for."""
     reached = False
-    for place, kwargs in _options(column, "interaction_kwargs"):
+    asked = _options(column, "interaction_kwargs")
+    for (place, kwargs), (_, of_tools) in zip(asked, _options(column, "tools_kwargs")):
         if not kwargs:
             continue
         reached = True
 
         if interactions is None:
+            if tools is not None and present(of_tools):
+                continue  # made for either, as verl's rows of GSM8K are, and the run has chosen
             logger.warning(
                 "%s: the row has interaction_kwargs, but no interactions are configured, so no "
                 "user answers. Set %s.multi_turn.interaction_config_path.",
