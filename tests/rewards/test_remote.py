@@ -453,6 +453,14 @@ def test_images_need_a_manager_that_takes_them(monkeypatch):
     [
         ({"judge": {"url": "http://x"}}, r"needs reward_model\.judge\.model"),
         ({"overlong_buffer": {"enable": True, "len": 4}}, "reward_manager=dapo"),
+        (
+            {"reward_manager": "dapo", "overlong_buffer": {"enable": True, "len": 2000}},
+            r"at most data.max_response_length=16, got 2000. A fifth is usual: 3\.$",
+        ),
+        (
+            {"reward_manager": "dapo", "overlong_buffer": {"enable": True, "len": 0}},
+            "at least 1, .* got 0",
+        ),
         ({"sandbox": {"isolation": "docker"}}, "unknown value 'docker'"),
     ],
 )

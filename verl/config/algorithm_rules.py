@@ -254,7 +254,7 @@ def _thresholds_that_leave_nothing(config: TrainConfig) -> Rows:
 
     buffer = config.reward_model.overlong_buffer
     yield (
-        buffer.enable and buffer.len >= config.data.max_response_length,
+        buffer.enable and buffer.len == config.data.max_response_length,
         "{reward_model.overlong_buffer.len=} begins before the first of "
         "{data.max_response_length=} tokens: every response is punished.",
     )

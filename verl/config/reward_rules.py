@@ -13,6 +13,11 @@ def reward_has_what_it_needs(config: TrainConfig) -> Rows:
     is_judged = section.judge.url is not None
     is_missing = path is not None and path.endswith(".py") and not Path(path).is_file()
     ignores_length = section.reward_manager in ("naive", "batch", "prime")
+    buffer = section.overlong_buffer
+    longest = config.data.max_response_length
+    reads_buffer = section.reward_manager == "dapo" and not (
+        {"overlong_buffer_cfg", "max_resp_len"} & section.reward_kwargs.keys()
+    )
 
     return (
         (
@@ -40,9 +45,15 @@ def reward_has_what_it_needs(config: TrainConfig) -> Rows:
             "{reward_model.judge.url=} needs reward_model.judge.model, the model's name there.",
         ),
         (
-            section.overlong_buffer.enable and ignores_length,
+            buffer.enable and ignores_length,
             "reward_model.overlong_buffer.enable=True is read by reward_manager=dapo, got "
             "'{reward_model.reward_manager}'. Set reward_model.reward_manager=dapo.",
+        ),
+        (
+            buffer.enable and reads_buffer and not 0 < buffer.len <= longest,
+            "reward_model.overlong_buffer.len counts the last tokens of a response: at least 1, at "
+            "most {data.max_response_length=}, got {reward_model.overlong_buffer.len}. A fifth is "
+            f"usual: {max(longest // 5, 1)}.",
         ),
     )
 

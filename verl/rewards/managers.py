@@ -153,9 +153,8 @@ class DAPORewardManager(RewardManager):
         self.logs_penalty = bool(_entry(overlong_buffer_cfg, "log", False))
         if max_resp_len is None or not 0 < self.buffer_len <= max_resp_len:
             raise ConfigError(
-                "The overlong buffer is the last part of a response: 0 < "
-                "reward_model.overlong_buffer.len <= max_resp_len (data.max_response_length), got "
-                f"{self.buffer_len} and {max_resp_len}. The paper has 4096 of 20480."
+                "overlong_buffer_cfg.len counts the last tokens of a response: at least 1, at most "
+                f"max_resp_len={max_resp_len}, got {self.buffer_len}. A fifth is usual."
             )
 
     @phase(reads=READ)
