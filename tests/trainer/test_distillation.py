@@ -50,7 +50,7 @@ def distilling(teacher: Path, mode: str, *more: str) -> list[str]:
 WITHOUT_REWARD = f"{LOSS}.use_task_rewards=False"
 
 
-def test_the_student_approaches_the_teacher(tmp_path, teacher):
+def test_the_student_approaches_the_teacher(tmp_path, teacher, capfd):
     """Train without a reward.
 
     The KL falls in 25 steps from 2.98 to 1.05 nats a token, means of three.
@@ -68,6 +68,13 @@ def test_the_student_approaches_the_teacher(tmp_path, teacher):
     losses = [line["actor/distillation_loss"] for line in lines]
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
     assert all(line["actor/pg_loss"] == 0 for line in lines)
+
+    output = capfd.readouterr()
+    assert "Nothing to learn from" not in output.out + output.err, "nothing gave a score"
+    assert not any("critic/score/mean" in line for line in lines)
+    assert f"Distillation loss: {losses[0]:.4f}" in output.out
+    assert "Reward:" not in output.out
+    assert f"actor/distillation_loss: {losses[0]:.4f} (step 1) to {losses[-1]:.4f}" in output.out
 
 
 @pytest.mark.parametrize("mode", ["forward_kl", "jsd", "k1+", "k3"])

@@ -6,11 +6,11 @@ from verl.utils.streams import show
 Entry = tuple[str, str, tuple[str, ...]]
 
 # Entries of a step's line: form, digits, and metrics, the first present of which is shown.
-_ALWAYS: tuple[Entry, ...] = (
-    ("Actor loss: {}", ".4f", ("actor/pg_loss",)),
-    ("Reward: {}", ".4f", ("critic/score/mean", "critic/rewards/mean")),
-)
+_ALWAYS: tuple[Entry, ...] = (("Actor loss: {}", ".4f", ("actor/pg_loss",)),)
 _WHERE_MEASURED: tuple[Entry, ...] = (
+    # missing where a teacher is learned from without a reward
+    ("Reward: {}", ".4f", ("critic/score/mean", "critic/rewards/mean")),
+    ("Distillation loss: {}", ".4f", ("actor/distillation_loss",)),
     # to the reference, where there is one
     ("KL: {}", ".4f", ("actor/kl_loss", "actor/reward_kl_penalty")),
     ("Critic loss: {}", ".4f", ("critic/vf_loss",)),

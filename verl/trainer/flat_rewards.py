@@ -25,6 +25,8 @@ class FlatRewards:
 
     def watch(self, batch: DataProto, step: int) -> None:
         """Look at the scores of a step; log a warning when too many in a row were flat."""
+        if self.config.distillation.is_whole_loss:
+            return  # nothing scores the responses, and the teacher gives something to learn
         scores = batch.batch["token_level_scores"].sum(-1)
         counted = batch.batch["response_mask"].bool().any(-1)  # a dropped reward leaves no mask
         group = group_numbers(batch)

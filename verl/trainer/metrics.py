@@ -27,9 +27,14 @@ def _share(is_counted: torch.Tensor) -> float:
     return is_counted.float().mean().item()
 
 
-def data_metrics(batch: DataProto) -> dict[str, float]:
+def data_metrics(batch: DataProto, *, has_reward: bool = True) -> dict[str, float]:
     """Summarize scores, rewards, advantages, returns, values and lengths of a batch of
-    trajectories."""
+    trajectories.
+
+    Args:
+        batch: of the step.
+        has_reward: False leaves out scores and rewards, which are zeros then.
+    """
     columns = batch.batch
     mask = columns["response_mask"].bool()
     counted = mask.any(-1)  # a sample without a reward (a dropped one) has no token left
@@ -45,9 +50,12 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     prompt_length = prompt_attention.sum(-1)
     response_length = response_attention.sum(-1)
 
-    metrics = {
-        **_spread("critic/score", columns["token_level_scores"].sum(-1)[counted]),
-        **_spread("critic/rewards", columns["token_level_rewards"].sum(-1)[counted]),
+    metrics = {}
+    if has_reward:
+        metrics |= _spread("critic/score", columns["token_level_scores"].sum(-1)[counted])
+        metrics |= _spread("critic/rewards", columns["token_level_rewards"].sum(-1)[counted])
+
+    metrics |= {
         **_spread("critic/advantages", columns["advantages"][mask]),
         **_spread("critic/returns", columns["returns"][mask]),
         **_spread("response_length", response_length),

@@ -178,7 +178,8 @@ class PPOTrainer(RunOfRoles):
     def after_step(self, batch: DataProto) -> None:
         """Show the step to the curriculum, watch its rewards, and write its samples."""
         self.train_loader.tell_sampler(batch)
-        self.metrics.update(data_metrics(batch))
+        has_reward = not self.config.distillation.is_whole_loss
+        self.metrics.update(data_metrics(batch, has_reward=has_reward))
         self.metrics.update(agent_metrics(batch))
         self.flat_rewards.watch(batch, self.global_step)
         self.proposer.note_lengths(batch)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-_REWARDS = ("critic/score/mean", "train/loss")
+_REWARDS = ("critic/score/mean", "actor/distillation_loss", "train/loss")
 _VALIDATION = ("val-core/", "val/loss")
 _NOT_PHASES = ("step", "testing", "rm")  # rm: a part of reward
 _MOST_PHASES = 4
