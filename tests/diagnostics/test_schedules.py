@@ -92,8 +92,11 @@ def test_measured_steps_give_back_the_costs_that_made_them():
 
 def test_a_run_proposes_a_schedule_and_so_does_the_plan_of_its_record(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("verl.trainer.proposer.PROPOSAL_STEPS", 4)
+    monkeypatch.setattr("verl.diagnostics.proposal.Proposal.best", "timeslice")
     assert run(tmp_path, "trainer.max_steps=5", "trainer.save_freq=-1") == 0
-    assert capfd.readouterr().out.count("schedules: after 3 measured steps") == 1
+    logged = capfd.readouterr().out
+    assert logged.count("schedules: after 3 measured steps") == 1
+    assert f"plan --run {tmp_path}" in logged
 
     assert main(["--run", str(tmp_path)]) == 0
     printed = capfd.readouterr().out

@@ -8,7 +8,7 @@ import torch
 import verl
 from tests.trainer.runs import run
 from verl.cli.main import main
-from verl.jobs.compare import Tolerances, compare_runs
+from verl.jobs.compare import Comparison, Difference, Tolerances, compare_runs
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.utils.errors import ConfigError
 
@@ -45,6 +45,13 @@ def test_the_same_run_is_equal_to_the_last_bit(first: Path, tmp_path: Path, caps
     capsys.readouterr()
     assert main(["compare", str(first), str(tmp_path)]) == 0
     assert "Steps 0 to 8 are equal to the last bit." in capsys.readouterr().out
+
+
+def test_one_equal_step_is_no_range():
+    difference = Difference(step=1, phase="generate", name="rollout_log_probs", place="")
+    shown = str(Comparison([difference], keys=[], steps=[0, 1, 2], notes=[]))
+    assert shown.startswith("Step 0 is equal to the last bit.\n")
+    assert str(Comparison([], keys=[], steps=[3], notes=[])) == "Step 3 is equal to the last bit."
 
 
 def test_times_of_agents_do_not_differ(tmp_path: Path, capsys):

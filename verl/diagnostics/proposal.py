@@ -135,7 +135,7 @@ class Proposal:
             return f"schedules: after {times} none is expected to be faster than trainer.mode=sync."
         return (
             f"schedules: after {times}, {' '.join(self.keys)} is expected to be {gain:.2f}x as "
-            f"fast ({best.step_s:.3g} s a step). `verl plan --run FOLDER` shows all."
+            f"fast ({best.step_s:.3g} s a step)."
         )
 
     def table(self) -> str:

@@ -125,17 +125,22 @@ class Comparison:
             if more:
                 lines[-1] += f"; and {more} more"
         if not self.differences:
-            span = f"{self.steps[0]} to {self.steps[-1]}"
-            lines.append(f"Steps {span} are {equal}.")
+            lines.append(f"{_span(self.steps)} {equal}.")
             return "\n".join([*lines, *self.notes])
 
         first, *others = self.differences
         before = [step for step in self.steps if step < first.step]
         if before:
-            lines.append(f"Steps {before[0]} to {before[-1]} are {equal}.")
+            lines.append(f"{_span(before)} {equal}.")
         lines.append(f"The first difference: {first}")
         lines += [f"  then {other}" for other in others]
         return "\n".join([*lines, *self.notes])
+
+
+def _span(steps: list[int]) -> str:
+    """Return steps as the subject of a sentence, with its verb."""
+    first, last = steps[0], steps[-1]
+    return f"Step {first} is" if first == last else f"Steps {first} to {last} are"
 
 
 def compare_runs(one: Run, other: Run, tolerances: Tolerances | None = None) -> Comparison:

@@ -4,6 +4,7 @@ from verl.config import TrainConfig
 from verl.config.placement import rollout_is_apart
 from verl.diagnostics.proposal import MeasuredSteps
 from verl.protocol import DataProto
+from verl.utils.commands import verl_command
 from verl.utils.logging import logger
 
 PROPOSAL_STEPS = 10  # after which a run proposes a schedule
@@ -18,6 +19,8 @@ class ScheduleProposer:
     def __init__(self, config: TrainConfig, ranks: int) -> None:
         self._is_whole = config.trainer.mode == "sync" and not rollout_is_apart(config)
         self._staleness = config.async_training.staleness_threshold
+        is_recorded = config.trainer.record.enable
+        self._record = config.trainer.default_local_dir if is_recorded else None
         self._lengths: list[int] = []  # of the last step's responses, in tokens
         self._measured = MeasuredSteps(
             prompts=config.data.train_batch_size,
@@ -37,4 +40,7 @@ class ScheduleProposer:
             return
         self._measured.add(metrics, self._lengths)
         if len(self._measured.steps) == PROPOSAL_STEPS:
-            logger.info("%s", self._measured.proposal(self._staleness).line())
+            proposal = self._measured.proposal(self._staleness)
+            logger.info("%s", proposal.line())
+            if proposal.best != "sync" and self._record is not None:
+                logger.info("See all schedules: %s", verl_command("plan", "--run", self._record))
