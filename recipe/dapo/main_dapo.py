@@ -1,5 +1,8 @@
-"""`python -m recipe.dapo.main_dapo key=value ...`: `python -m verl.trainer.main_ppo` under its old
-name. Dynamic sampling, the overlong buffer and the token mean are keys."""
+"""Train as `python -m verl.trainer.main_ppo`, under the name of verl's recipe.
+
+Run `python -m recipe.dapo.main_dapo key=value ...`. Dynamic sampling, the overlong buffer and the
+token mean are keys: `examples/dapo_trainer` has them.
+"""
 
 import sys
 

@@ -1,5 +1,7 @@
-"""`python -m recipe.fully_async_policy.fully_async_main key=value ...`: `python -m verl.trainer.main_ppo` with
-`trainer.mode=fully_async`, under an old name."""
+"""Train as `python -m verl.trainer.main_ppo trainer.mode=fully_async`, under an old name.
+
+Run `python -m recipe.fully_async_policy.fully_async_main key=value ...`.
+"""
 
 import sys
 

@@ -1,5 +1,7 @@
-"""`python -m recipe.one_step_off_policy.main_ppo key=value ...`: `python -m verl.trainer.main_ppo` with
-`trainer.mode=one_step_off`, under an old name."""
+"""Train as `python -m verl.trainer.main_ppo trainer.mode=one_step_off`, under an old name.
+
+Run `python -m recipe.one_step_off_policy.main_ppo key=value ...`.
+"""
 
 import sys
 

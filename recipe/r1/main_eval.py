@@ -1,5 +1,8 @@
-"""`python -m recipe.r1.main_eval key=value ...`: `python -m verl.trainer.main_eval` under its old
-name."""
+"""Score responses as `python -m verl.jobs.main_eval`, under the name of verl's recipe.
+
+Run `python -m recipe.r1.main_eval data.path=out.parquet`. For the recipe's own data sets add
+`custom_reward_function.path=recipe/r1/reward_score.py custom_reward_function.name=reward_func`.
+"""
 
 import sys
 
