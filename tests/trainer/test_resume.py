@@ -351,17 +351,29 @@ def test_a_checkpoint_without_critic_does_not_serve_a_run_with_critic(tmp_path, 
     assert f"global_step_{LAST}/critic" in output
 
 
-def test_validation_only_validates_the_checkpoint(tmp_path, undisturbed):
+def test_validation_only_validates_the_checkpoint(tmp_path, undisturbed, capfd):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
     lines = metric_lines(tmp_path)
     expected = lines[-1]
-    assert run(tmp_path, *COMMAND, "trainer.val_only=True") == 0
+    answers = tmp_path / "answers"
+    folder = f"trainer.validation_data_dir={answers}"
+    assert run(tmp_path, *COMMAND, "trainer.val_only=True", folder) == 0
+    logged = capfd.readouterr().out
+    assert f"I Samples: {answers / f'{LAST}.jsonl'}" in logged
+    assert "No checkpoint" not in logged
+    assert (answers / f"{LAST}.jsonl").is_file()
     *before, line = metric_lines(tmp_path)
     assert before == lines, "the training's"
     assert line["step"] == LAST
     scores = {name: value for name, value in line.items() if name.startswith("val-core/")}
     assert scores
     assert scores.items() <= expected.items()
+
+
+def test_validation_only_names_the_folder_that_has_no_checkpoint(tmp_path, capfd):
+    assert run(tmp_path, *COMMAND, "trainer.val_only=True") == 0
+    expected = f"No checkpoint in {tmp_path}: actor_rollout_ref.model.path is validated as it is."
+    assert expected in capfd.readouterr().out
 
 
 def test_validation_only_takes_rows_of_its_own_and_none_to_train_on(tmp_path, undisturbed):
