@@ -82,6 +82,16 @@ def test_the_console_prints_a_few_generations(tmp_path, capsys):
     assert len(out) < 2000
 
 
+def test_the_console_prints_generations_of_different_prompts(tmp_path, capsys):
+    rows = [{"uid": f"0-{prompt}", "output": str(n)} for prompt in range(5) for n in range(4)]
+    make_tracker(tmp_path, ["console"]).log_generations(rows, 2)
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if "uid" in line] == [
+        f"  uid: 0-{prompt}" for prompt in range(3)
+    ]
+    assert out.count("output: 0") == 3
+
+
 @given(st.lists(st.dictionaries(st.text(max_size=5), st.floats(), max_size=4), max_size=4))
 def test_floats_round_trip_bit_for_bit_and_the_json_is_always_valid(rows):
     def refuse(constant):

@@ -53,7 +53,11 @@ class ConsoleBackend(TrackerBackend):
             show(f"Validation after step {step}: {' | '.join(scores)}")
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        for row in rows[:_FEW_ROWS]:
+        by_prompt = {}  # the first sample of each: trackers have the others
+        for number, row in enumerate(rows):
+            by_prompt.setdefault(row.get("uid", number), row)
+
+        for row in list(by_prompt.values())[:_FEW_ROWS]:
             show(f"[Step {step}] Sample")
             for name, value in row.items():
                 text = str(value)
