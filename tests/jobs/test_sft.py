@@ -561,7 +561,7 @@ def test_an_unsuitable_dataset_class_is_one_error(
     assert re.search(rf"^(Config|Data)Error: .*{message}", capsys.readouterr().err, re.M)
 
 
-def test_a_program_can_pass_rows_as_objects(tmp_path, rows_file):
+def test_a_program_can_pass_rows_as_objects(tmp_path, rows_file, capfd, monkeypatch):
     assert (
         main(
             command_line(
@@ -600,8 +600,11 @@ def test_a_program_can_pass_rows_as_objects(tmp_path, rows_file):
         with pytest.raises(ConfigError, match=f"{missing}.* A program may also pass train_dataset"):
             SFTTrainer(config, **given)
 
+    monkeypatch.setattr(logger, "handlers", [])  # as in a program that has run no command
+    capfd.readouterr()
     run = SFTTrainer(config, train_dataset=rows, val_dataset=rows)
     run.init_workers()
     run.fit()
+    assert "I Look at the run: " in capfd.readouterr().out, "a program shows the log, too"
     assert losses(tmp_path / "objects") == losses(tmp_path / "files")
     assert len(losses(tmp_path / "objects", "val/loss")) == 2

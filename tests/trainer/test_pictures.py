@@ -16,6 +16,7 @@ from verl.data.rgb import open_picture, upright_rgb
 from verl.data.shapes import rows, shapes_file
 from verl.diagnostics.view.run_advice import advise_on
 from verl.jobs.replay import replay
+from verl.models.shapes_model import shapes_folder
 from verl.models.vision import knows_videos
 from verl.tracking.records import load_run
 from verl.trainer import PPOTrainer, RLTrainer
@@ -40,6 +41,12 @@ def config(folder: Path, **keys: Any) -> dict[str, Any]:
         "trainer.default_local_dir": str(folder),
         **keys,
     }
+
+
+def test_the_packaged_model_is_made_without_a_progress_bar(tmp_path: Path, capfd) -> None:
+    assert (shapes_folder(tmp_path) / "model.safetensors").is_file()
+    output = capfd.readouterr()
+    assert output.out + output.err == ""
 
 
 def test_grpo_counts_the_vision_tower_and_agrees_with_the_rollout(

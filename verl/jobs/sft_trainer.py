@@ -13,7 +13,7 @@ from verl.trainer import setup
 from verl.trainer.pools import join_pool
 from verl.trainer.run import TrainingRun
 from verl.utils.errors import ConfigError
-from verl.utils.logging import logger
+from verl.utils.logging import logger, show_log
 from verl.workers.sft import SFTWorker
 
 
@@ -36,6 +36,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         train_dataset: MapDataset | None = None,
         val_dataset: MapDataset | None = None,
     ) -> None:
+        show_log()
         for given, rule in zip((train_dataset, val_dataset), RULES_OF_FILES):
             if given is not None:
                 continue

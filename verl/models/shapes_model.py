@@ -17,6 +17,8 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from verl.models.load import quiet_transformers
+
 CELLS = 3  # cells in a row and in a column of a picture
 CELL = 8  # pixels; each cell is one token
 _VERSION = 1  # raise it when the model changes
@@ -124,7 +126,8 @@ def shapes_folder(cache: Path) -> Path:
 def save_shapes_model(folder: Path, seed: int) -> None:
     """Write a model with weights of a seed, in the form that transformers and verl load."""
     tokenizer = make_tokenizer()
-    make_model(tokenizer, seed).save_pretrained(folder)
+    with quiet_transformers():
+        make_model(tokenizer, seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     pixels = (CELLS * CELL) ** 2
     size = {"shortest_edge": pixels, "longest_edge": pixels}
