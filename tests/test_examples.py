@@ -369,6 +369,22 @@ def test_the_report_of_the_stories_averages_tenths_of_short_runs_too():
     assert tenths([1.0, 2.0]) == [1.0] * 5 + [2.0] * 5
 
 
+def test_the_report_of_the_stories_names_the_steps_of_its_means(tmp_path, capsys):
+    report = load_script("stories/report.py")
+    step = {"actor/kl_loss": 0.0, "timing_s/step": 1.0, "val-core/stories/reward/mean@4": 0.5}
+    lines = [step | {"critic/score/mean": float(number)} for number in range(6)]
+    folder = tmp_path / "seed_1"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    report.print_curves([folder])
+    printed = capsys.readouterr().out
+    assert "| first 3 steps | last 3 steps |" in printed
+    assert "| 1 | 1.000 | 4.000 |" in printed
+    assert report.window_of([100, 60]) == 10
+    assert report.window_of([1]) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script",

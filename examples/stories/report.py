@@ -1,5 +1,4 @@
-"""What the runs of `run.sh` learnt: the reward of every seed, and what the model wrote before and
-after.
+"""Report the reward of every seed of `run.sh`, and texts of the model from before and after.
 
 Run `python examples/stories/report.py OUTPUT`, with the folder that `run.sh` wrote to. Prints
 Markdown.
@@ -13,7 +12,7 @@ from typing import Any
 
 from verl.utils.entry import exit_code
 
-WINDOW = 10  # steps that the first and the last figure are means of
+WINDOW = 10  # most steps that the first and the last figure are means of
 NUM_SAMPLES = 5
 
 
@@ -45,30 +44,41 @@ def tenths(values: list[float]) -> list[float]:
     return means
 
 
-def curve_row(folder: Path) -> list[float]:
+def step_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of steps, without those of validations before and between them."""
+    return [line for line in lines if "critic/score/mean" in line]
+
+
+def window_of(num_steps: list[int]) -> int:
+    """Return the steps that the first and the last figure of runs are means of: they share none."""
+    return max(1, min(WINDOW, min(num_steps) // 2))
+
+
+def curve_row(lines: list[dict[str, Any]], window: int) -> list[float]:
     """First and last reward, validation before and after, KL, seconds a step, reward of each tenth
     of the run."""
-    lines = read_lines(folder / "metrics.jsonl")
-    steps = [line for line in lines if "critic/score/mean" in line]
+    steps = step_lines(lines)
     rewards = [line["critic/score/mean"] for line in steps]
     validation = validation_score(lines)
     return [
-        mean(rewards[:WINDOW]),
-        mean(rewards[-WINDOW:]),
+        mean(rewards[:window]),
+        mean(rewards[-window:]),
         validation[0],
         validation[-1],
-        mean([line["actor/kl_loss"] for line in steps[-WINDOW:]]),
+        mean([line["actor/kl_loss"] for line in steps[-window:]]),
         mean([line["timing_s/step"] for line in steps]),
         *tenths(rewards),
     ]
 
 
 def print_curves(folders: list[Path]) -> None:
-    rows = [curve_row(folder) for folder in folders]
+    runs = [read_lines(folder / "metrics.jsonl") for folder in folders]
+    window = window_of([len(step_lines(lines)) for lines in runs])
+    rows = [curve_row(lines, window) for lines in runs]
     means = [mean([row[column] for row in rows]) for column in range(len(rows[0]))]
     print(
-        f"| seed | first {WINDOW} steps | last {WINDOW} steps | held out, before | after | KL, "
-        f"last {WINDOW} | s/step |"
+        f"| seed | first {window} steps | last {window} steps | held out, before | after | KL, "
+        f"last {window} | s/step |"
     )
     print("|---|---|---|---|---|---|---|")
     names = [folder.name.removeprefix("seed_") for folder in folders]
