@@ -9,7 +9,7 @@ import time
 import pytest
 
 import verl.utils.sigterm
-from verl.utils.entry import INTERRUPTED
+from verl.utils.entry import INTERRUPTED, exit_code
 from verl.utils.sigterm import TERMINATED, interrupts_wait, raise_swallowed, sigterm_as_exit
 
 
@@ -21,6 +21,24 @@ def test_a_signal_while_a_class_is_created_ends_the_program():
     with pytest.raises(SystemExit) as end, sigterm_as_exit():
         type("Owner", (), {"attribute": Slow()})
     assert end.value.code == TERMINATED
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGINT", INTERRUPTED), ("SIGTERM", TERMINATED)], ids=["SIGINT", "SIGTERM"]
+)
+def test_a_job_within_a_job_ends_with_the_code_of_the_signal(name, code, capfd):
+    """`verl train` runs the program `main_ppo`, and each of them returns an exit code."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def job():
+        os.kill(os.getpid(), getattr(signal, name))
+        time.sleep(5)
+
+    ended = exit_code(lambda: exit_code(job))
+    signal.signal(signal.SIGINT, before)
+
+    said = "Interrupted.\n" if name == "SIGINT" else "Ended by SIGTERM.\n"
+    assert (ended, capfd.readouterr().err) == (code, said)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

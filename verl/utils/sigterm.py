@@ -36,9 +36,14 @@ def sigterm_as_exit() -> Iterator[None]:
     """Let SIGTERM interrupt the code within as Ctrl-C does, then raise SystemExit.
 
     Either signal interrupts once, also if it is repeated within a second. A handler that the user
-    has set stays in place.
+    has set stays in place. Within another such context, the handler is that of the outer one.
     """
     handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(handler, _Interrupt):
+        with _terminated_as_exit(handler):
+            yield
+        return
+
     # Ray's handler kills processes that the run still needs, and ends in an abort.
     is_from_ray = (getattr(handler, "__module__", None) or "").startswith("ray.")
     is_free = handler is signal.SIG_DFL or is_from_ray
@@ -52,6 +57,20 @@ def sigterm_as_exit() -> Iterator[None]:
     if hears_ctrl_c:
         signal.signal(signal.SIGINT, interrupt)
     try:
+        with _terminated_as_exit(interrupt):
+            yield
+    finally:
+        # A pool that was created within may have set its own handler.
+        if signal.getsignal(signal.SIGTERM) is interrupt:
+            signal.signal(signal.SIGTERM, handler)
+        if hears_ctrl_c and signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def _terminated_as_exit(interrupt: "_Interrupt") -> Iterator[None]:
+    """Raise SystemExit for the exception by which `interrupt` has answered SIGTERM."""
+    try:
         yield
     except KeyboardInterrupt:
         if interrupt.was_called:
@@ -62,12 +81,6 @@ def sigterm_as_exit() -> Iterator[None]:
         if isinstance(error.__cause__, _Terminated):
             raise SystemExit(TERMINATED) from None
         raise
-    finally:
-        # A pool that was created within may have set its own handler.
-        if signal.getsignal(signal.SIGTERM) is interrupt:
-            signal.signal(signal.SIGTERM, handler)
-        if hears_ctrl_c and signal.getsignal(signal.SIGINT) is interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
