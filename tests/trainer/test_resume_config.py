@@ -227,6 +227,19 @@ def test_a_malformed_state_is_reported_in_one_line(folder, capfd, change):
     assert len(err.splitlines()) == 1
 
 
+def test_a_failure_while_resuming_is_before_the_first_step(folder, log):
+    """The checkpoint's step would be one that this run does not make."""
+    file = folder / "global_step_1" / "trainer" / "state.pt"
+    state = load_state(file)
+    state["global_step"] = 2
+    state["rng"].update(python=3)
+    rewrite(folder, "state.pt", state)
+
+    assert run(folder, *FIRST) == 1
+    ended = "W Stopped by CheckpointError before its first step. Newest checkpoint in"
+    assert f"{ended} {folder}: global_step_1." in log.getvalue()
+
+
 @pytest.mark.parametrize("content", [[1, 2], 3, None])
 def test_an_invalid_state_is_reported_in_one_line(folder, capfd, content):
     rewrite(folder, "state.pt", content)

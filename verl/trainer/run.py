@@ -92,6 +92,7 @@ class TrainingRun(ABC, Generic[Config]):
         self.lowered_budgets = LoweredBudgets(self.checkpoints.root)
         self.checkpoints.require_named(trainer.resume_mode, trainer.resume_from_path)
         self.global_step = 0
+        self.has_begun = False  # a step, in this process
         self.skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
         self.timer = PhaseTimer()
@@ -307,11 +308,15 @@ class TrainingRun(ABC, Generic[Config]):
         is_interrupt = isinstance(error, (KeyboardInterrupt, SystemExit))
         if not is_interrupt and self.global_step == 0:
             return  # nothing has been trained yet
+
+        # A checkpoint's step may be beyond the last step of this run.
+        place = "before its first step"
+        if self.has_begun:
+            place = f"in step {self.global_step} of {self.total_steps}"
         logger.warning(
-            "%s in step %d of %d. Newest checkpoint in %s: %s.",
+            "%s %s. Newest checkpoint in %s: %s.",
             "Interrupted" if is_interrupt else f"Stopped by {type(error).__name__}",
-            self.global_step,
-            self.total_steps,
+            place,
             self.checkpoints.root,
             self.checkpoints.newest_name() or "none",
         )
@@ -339,6 +344,7 @@ class TrainingRun(ABC, Generic[Config]):
 
     def run_step(self, prompts: DataProto) -> None:
         """Run one step with everything around it: timing, validation, checkpoint and log."""
+        self.has_begun = True
         self.global_step += 1
         self.metrics = {}
         self.timer = PhaseTimer()
