@@ -198,6 +198,20 @@ def test_a_bad_row_is_the_error_of_its_own_batch(
     assert capfd.readouterr().err == ""
 
 
+def test_the_error_is_that_of_the_first_bad_row(folder: Path, tmp_path: Path, loaders: Any) -> None:
+    """The first process reads rows 0, 2, 4, and the second one reads rows 1, 3, 5."""
+    data = pictured_rows(folder, tmp_path, 6)
+    assert data.pictures is not None
+    data.pictures._kept.clear()
+    for number in (3, 4):
+        (tmp_path / f"{number}.png").write_bytes(b"no picture")
+
+    loader = RLDataLoader(data, 6, shuffle=False, seed=1, num_workers=2)
+    loaders.append(loader)
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 3: image 0 of the row: "):
+        next(iter(loader))
+
+
 @pytest.mark.slow
 def test_a_dataset_of_a_users_file_is_read_in_processes(
     tmp_path: Path, parquet: Any, tokenizer: Any, loaders: Any

@@ -11,7 +11,7 @@ import traceback
 import weakref
 from collections import deque
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -166,8 +166,16 @@ class RowProcesses:
 
     def _receive(self, draw: Draw) -> Items:
         items: Items = [{}] * len(draw.rows)
+        refused: dict[int, Raised] = {}  # by place in the batch
         for number, link in enumerate(self._readers_of(draw)):
-            items[number :: self.count] = self._answer(link)
+            message = self._answer(link)
+            if message.kind == Kind.RESULT:
+                items[number :: self.count] = message.value()
+            else:
+                place, raised = message.value()
+                refused[number + place * self.count] = raised
+        if refused:
+            self._raise(refused[min(refused)])  # as the driver would, which reads row by row
 
         if self._pictures is not None:
             for item in items:
@@ -180,19 +188,17 @@ class RowProcesses:
         """Return the processes that read a row of a batch."""
         return self._started[0].links[: len(draw.rows)]
 
-    def _answer(self, link: Link) -> Items:
+    def _answer(self, link: Link) -> Incoming:
         try:
-            message = link.receive()
+            return link.receive()
         except (EOFError, ConnectionError) as error:
             raise self._lost() from error
 
-        value = message.value()
-        if message.kind == Kind.RESULT:
-            return value
-        if isinstance(value.error, VerlError):
-            raise value.error
-        error = value.error or DataError(f"{self._key}: a process raised {value.summary}")
-        raise error from RemoteTraceback(value.traceback)
+    def _raise(self, raised: Raised) -> NoReturn:
+        if isinstance(raised.error, VerlError):
+            raise raised.error
+        error = raised.error or DataError(f"{self._key}: a process raised {raised.summary}")
+        raise error from RemoteTraceback(raised.traceback)
 
     def _lost(self) -> WorkerLostError:
         end = describe_end(self._started[0].leader.wait())  # it ends as its forks do
@@ -262,15 +268,25 @@ def _serve(link: Link, dataset: Any, key: str) -> None:
             seed_everything(seed)
             items = _pack_items(read_rows(dataset, rows), key)
         except Exception as error:  # noqa: BLE001 - a process border: the driver raises it
-            _refuse(link, error)
+            _refuse(link, _place_of_refused(dataset, rows), error)
             return
         link.send(Kind.RESULT, 0, items)
         del items  # its pictures are not needed while this process waits
 
 
-def _refuse(link: Link, error: Exception) -> None:
+def _place_of_refused(dataset: Any, rows: list[int]) -> int:
+    """Return the place of the first row that cannot be read alone; 0 if each of them can."""
+    for place, row in enumerate(rows):
+        try:
+            dataset[row]
+        except Exception:  # noqa: BLE001 - a user's class may raise anything
+            return place
+    return 0
+
+
+def _refuse(link: Link, place: int, error: Exception) -> None:
     """Send an error, and wait for the end: the driver may first ask for another batch."""
-    link.send(Kind.RAISED, 0, Raised.from_error(error))
+    link.send(Kind.RAISED, 0, (place, Raised.from_error(error)))
     while True:
         link.receive()
 
