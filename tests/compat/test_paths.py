@@ -16,6 +16,8 @@ import pytest
 
 from tests.shared_files import SHARED, needs_shared
 from verl.compat import OLD_PATHS
+from verl.utils.errors import ConfigError
+from verl.utils.imports import load_extern_type
 
 _INDEXED = "token_level_rewards, response_mask, index, epsilon=1e-6"
 _LOSS = "old_log_prob, log_prob, advantages, response_mask"
@@ -466,6 +468,11 @@ def test_removed_name_is_an_error():
         _ = core_algos.compute_everything
     with pytest.raises(AttributeError, match="'verl.protocol' has no attribute 'DataBatch'"):
         _ = verl.protocol.DataBatch
+
+
+def test_a_misspelt_name_of_an_old_module_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"has no 'Gsm8kTol'. Nearest names in it: Gsm8kTool"):
+        load_extern_type("verl.tools.gsm8k_tool", "Gsm8kTol")
 
 
 def test_unknown_module_is_an_error():

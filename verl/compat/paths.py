@@ -365,6 +365,9 @@ class _OldModule(ModuleType):
             f"'{self.__name__}' is an old path of verl 0.5; of its names this version has: {known}."
         )
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *OLD_PATHS[self.__name__]]
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in OLD_PATHS[self.__name__]:
             super().__setattr__(name, value)

@@ -204,7 +204,7 @@ def load_extern_type(file_path: str, type_name: str) -> Any:
     """Return the object `type_name` from a user's file or module."""
     module = load_module(file_path)
     if not hasattr(module, type_name):
-        public = [name for name in vars(module) if not name.startswith("_")]
+        public = [name for name in dir(module) if not name.startswith("_")]
         raise ConfigError(
             f"'{file_path}' has no '{type_name}'. Nearest names in it: "
             f"{nearest_names(type_name, public)}."
