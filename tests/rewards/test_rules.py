@@ -37,6 +37,12 @@ def test_missing_ground_truth_is_an_error():
         default_compute_score("openai/gsm8k", "#### 1", None)
 
 
+def test_a_ground_truth_of_bytes_is_an_error():
+    """Its text is "b'5'", which no answer equals."""
+    with pytest.raises(RewardError, match=r"compares texts, .* is bytes: b'5'\. Decode it"):
+        default_compute_score("toy", "5", b"5")
+
+
 def test_exact_names_win_over_prefixes_and_longer_prefixes_over_shorter():
     rules = RuleRegistry("data source")
     for name in ("a*", "a/b*", "a/b/c"):

@@ -58,12 +58,18 @@ def default_compute_score(
 
 
 def require_truth(data_source: str, ground_truth: Any) -> None:
-    """Raise RewardError if a row has no ground truth for its rule."""
+    """Raise RewardError if a row has no ground truth for its rule, or one that equals no text."""
     if ground_truth is None:
         raise RewardError(
             f"The rule for data_source '{data_source}' needs reward_model.ground_truth, but this "
             "row has none. Add the column reward_model = {'style': 'rule', 'ground_truth': ...} to "
             "the data."
+        )
+    if isinstance(ground_truth, bytes):
+        raise RewardError(
+            f"The rule for data_source '{data_source}' compares texts, but "
+            f"reward_model.ground_truth is bytes: {ground_truth!r:.80}. Decode it: "
+            "ground_truth.decode()."
         )
 
 
