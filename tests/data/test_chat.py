@@ -109,6 +109,8 @@ def test_unsupported_content_parts_are_a_data_error(tokenizer):
         ([], "must be a list of messages"),
         ('[{"role": "user", "content": "Hi"}]', "got the JSON text of one.*Apply json.loads"),
         (7, "got int"),
+        (b"Hi", r"got bytes: .*\. Decode it: column\.map\(bytes\.decode\)$"),
+        ([{"role": "user", "content": b"Hi"}], r"lacks its content .*\. Decode it: column\.map"),
         (["Hi"], "message 0 must be a dict"),
         ([*ONE, {"content": "x"}], "message 1 lacks its role"),
         ([{"role": "user"}], "message 0 lacks its content"),

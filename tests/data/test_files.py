@@ -127,6 +127,11 @@ def test_requested_split_of_a_folder_is_read(tmp_path: Path):
             gzip.compress(b'{"prompt": "a"}', mtime=0),
             r"packed\.jsonl' must be plain text, got one packed by gzip",
         ),
+        (
+            "columns.json",
+            b'{"prompt": {"0": "a", "1": "b"}, "answer": {"0": "c", "1": "d"}}',
+            r"got one for each column, .* DataFrame\.to_json\(path, orient='records', lines=True\)",
+        ),
         ("rows.csv", b"a,b", r"got the suffix '\.csv'"),
         ("deep.json", b"[" * 10**5, r"deep\.json' is not a JSON array: it is nested too deeply"),
         ("long.jsonl", b'{"n": ' + b"9" * 5000 + b"}", "line 1, .* write it as a text, in quotes"),
@@ -141,6 +146,12 @@ def test_unreadable_file_is_named(tmp_path: Path, name: str, content: bytes | No
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         open_rows(tmp_path / name)
+
+
+def test_one_row_over_several_lines_is_read(tmp_path: Path):
+    file = tmp_path / "row.json"
+    file.write_text(json.dumps({"prompt": "a", "extra_info": {"index": 0}}, indent=2))
+    assert open_rows(file).row(0) == {"prompt": "a", "extra_info": {"index": 0}}
 
 
 def test_parquet_file_with_text_in_another_encoding_is_an_error(tmp_path: Path):

@@ -112,7 +112,11 @@ def test_reserved_column_is_dropped(parquet, tokenizer):
         ({"prompt": None}, r"row 1, column 'prompt': must be a list of messages .* got NoneType"),
         ({"data_source": 3}, r"row 1, column 'data_source': must be a text .* got int"),
         ({"data_source": "to\ud800y"}, r"row 1, column 'data_source': must be text .* half a char"),
-        ({"reward_model": "5"}, r"row 1, column 'reward_model': must be a dict, got str"),
+        ({"reward_model": "5"}, r"row 1, column 'reward_model': must be a dict, got str: '5'\.$"),
+        (
+            {"reward_model": '{"ground_truth": "5"}'},
+            r"got str: .*\. Apply json\.loads to the column",
+        ),
         ({"extra_info": [1]}, r"row 1, column 'extra_info': must be a dict, got list"),
         (
             {"images": [{"bytes": "x"}], "prompt": "<image>Hi"},
@@ -197,6 +201,22 @@ def test_missing_or_misspelled_column_is_named(parquet, tokenizer, renamed, to, 
     ]
     with pytest.raises(DataError, match=message):
         RLDataset(parquet(rows), tokenizer, make_config())
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_rows_that_are_nested_in_one_object_are_named(tmp_path, tokenizer, indent):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"version": "1.0", "data": make_rows(2)}, indent=indent))
+    with pytest.raises(
+        DataError, match=r"'prompt' is missing, .* a list of them in 'data'\. Write"
+    ):
+        RLDataset(str(path), tokenizer, make_config())
+
+
+def test_a_list_of_messages_is_no_list_of_rows(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "rows.jsonl", [{"messages": make_rows(1)[0]["prompt"]}])
+    with pytest.raises(DataError, match="columns found: messages. Rename yours"):
+        RLDataset(path, tokenizer, make_config())
 
 
 def test_a_named_reward_column_must_exist(parquet, tokenizer):

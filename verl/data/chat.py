@@ -36,7 +36,7 @@ def as_messages(value: Any) -> Messages:
     if not isinstance(value, list) or not value:
         raise DataError(
             "must be a list of messages such as [{'role': 'user', 'content': 'Hi'}], or a string, "
-            f"got {type(value).__name__}: {str(value)[:80]!r}"
+            f"got {type(value).__name__}: {str(value)[:80]!r}{way_to_convert(value)}"
         )
     return [_as_message(number, message) for number, message in enumerate(value)]
 
@@ -54,6 +54,20 @@ def _check_no_json(text: str) -> None:
             "must be a list of messages, got the JSON text of one, which the model would read as "
             f"it stands: {text[:80]!r}. Apply json.loads to the column"
         )
+
+
+def way_to_convert(value: Any) -> str:
+    """Return how to convert a column whose values were written as bytes or as JSON; "" if it has
+    others. The text goes to the end of a message that names the value."""
+    if isinstance(value, bytes):
+        return ". Decode it: column.map(bytes.decode)"
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return ""
+    try:
+        parse_json(value)
+    except ValueError:
+        return ""
+    return ". Apply json.loads to the column"
 
 
 def _as_message(number: int, message: Any) -> Message:
@@ -78,7 +92,10 @@ def _as_message(number: int, message: Any) -> Message:
         message = {**message, "content": content}
 
     if not isinstance(content, str):
-        raise DataError(f"message {number} lacks its content (a text): {str(message)[:80]}")
+        raise DataError(
+            f"message {number} lacks its content (a text): {str(message)[:80]}"
+            f"{way_to_convert(content)}"
+        )
     check_text(content, f"message {number} ")
     return message
 

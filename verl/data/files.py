@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verl.utils.errors import DataError, describe_error
-from verl.utils.json_text import parse_json
+from verl.utils.json_text import parse_json, parse_object
 from verl.utils.lfs import describe_pointers
 
 FORMATS = (
@@ -200,11 +200,25 @@ def has_split(file: str | Path, split: str) -> bool:
 
 def require_column(file: str | Path, rows: Rows, column: str, key: str) -> None:
     """Raise DataError if the rows lack the column that the configuration names in `key`."""
-    if column not in rows.columns:
-        raise DataError(
-            f"{file}: the column '{column}' is missing; columns found: "
-            f"{', '.join(rows.columns) or 'none'}. Rename yours, or name it in {key}."
-        )
+    if column in rows.columns:
+        return
+    for name in rows.columns if len(rows) == 1 else ():
+        if _is_list_of_rows(rows.row(0)[name]):
+            raise DataError(
+                f"{file}: the column '{column}' is missing, and the rows seem to be nested: the "
+                f"one row has a list of them in '{name}'. Write that list alone into a file."
+            )
+    raise DataError(
+        f"{file}: the column '{column}' is missing; columns found: "
+        f"{', '.join(rows.columns) or 'none'}. Rename yours, or name it in {key}."
+    )
+
+
+def _is_list_of_rows(value: Any) -> bool:
+    """Return whether a value is a list of dicts that are no messages of a chat."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(row, dict) and "role" not in row for row in value)
 
 
 def refuse_media(file: str | Path, rows: Rows, column: str) -> None:
@@ -347,12 +361,36 @@ def read_json_rows(path: Path) -> list[dict[str, Any]]:
             raise DataError(f"Data file '{path}' is not a JSON array: {error}.") from error
         return [_json_object(path, f"element {number}", row) for number, row in rows]
 
+    whole = _one_object(text)
+    if whole is not None:
+        _refuse_columns(path, whole)
+        return [whole]
+
     # Only "\n" ends a line: str.splitlines also cuts at separators that JSON allows in strings.
     rows = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             rows.append(_parse_line(path, number, line))
     return rows
+
+
+def _one_object(text: str) -> dict[str, Any] | None:
+    """Return the object that is the whole text, over several lines too; None for another text."""
+    try:
+        return parse_object(text)
+    except ValueError:  # of JSON lines, after the first of them
+        return None
+
+
+def _refuse_columns(path: Path, whole: dict[str, Any]) -> None:
+    """Raise DataError for an object of columns, each with its values by the number of the row."""
+    columns = list(whole.values())
+    if columns and all(isinstance(column, dict) and "0" in column for column in columns):
+        raise DataError(
+            f"Data file '{path}' must have one JSON object for each row, got one for each column, "
+            "as pandas writes them by default. Write it with "
+            "DataFrame.to_json(path, orient='records', lines=True)."
+        )
 
 
 def require_columns(row: Mapping[str, Any], names: Iterable[str], place: str) -> None:

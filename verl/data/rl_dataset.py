@@ -15,7 +15,14 @@ from torch.utils.data import Dataset
 
 from verl.columns import COLUMNS
 from verl.config import DataConfig
-from verl.data.chat import Message, Messages, apply_chat_template, as_messages, check_text
+from verl.data.chat import (
+    Message,
+    Messages,
+    apply_chat_template,
+    as_messages,
+    check_text,
+    way_to_convert,
+)
 from verl.data.files import (
     Rows,
     as_file_list,
@@ -419,7 +426,7 @@ def _check_type(file: str, column: str, rows: Rows, kind: type, expected: str) -
         if value is not None and not isinstance(value, kind):
             raise DataError(
                 f"{file}, row {number}, column '{column}': must be {expected}, "
-                f"got {type(value).__name__}: {str(value)[:80]!r}."
+                f"got {type(value).__name__}: {str(value)[:80]!r}{way_to_convert(value)}."
             )
 
 
