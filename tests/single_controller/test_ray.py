@@ -470,6 +470,8 @@ def test_a_runtime_environment_may_be_a_file(tmp_path):
         ({"excludes": "data/"}, "excludes must be a list of patterns"),
         ({"env_vars": 7}, "env_vars must map names to texts"),
         ({"env_vars": {"A": 7}}, "env_vars must map names to texts"),
+        ({"workingdir": "."}, "Ray knows no entry 'workingdir'. Nearest known: working_dir"),
+        ({"working_dir": "no/such"}, "working_dir must be a folder .* got 'no/such', which does"),
     ],
 )
 def test_an_invalid_runtime_environment_is_rejected(given, message):

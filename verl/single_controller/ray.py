@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 import yaml
+from ray.runtime_env import RuntimeEnv
 
 from verl.single_controller.ray_control import (
     LATE,
@@ -41,6 +42,7 @@ from verl.single_controller.ray_upload import EXCLUDES, refused_upload
 from verl.utils.errors import ConfigError
 from verl.utils.lazy import lazy_names
 from verl.utils.logging import logger
+from verl.utils.registry import nearest_names
 from verl.utils.sigterm import sigterm_kept
 from verl.utils.yaml_text import explain_yaml
 
@@ -55,7 +57,8 @@ def merged_runtime_env(given: Mapping[str, Any] | str | None = None) -> dict[str
     """Extend `RUNTIME_ENV` and the `forwarded` variables by those of a user.
 
     `given` is a mapping or the path of a YAML file. Excludes are joined and variables merged; all
-    other entries are the user's. Raises ConfigError for entries of the wrong type.
+    other entries are the user's. Raises ConfigError for entries of the wrong type, for those that
+    Ray does not know and would leave out, and for a missing folder.
     """
     where = f"ray_init.runtime_env={given}" if isinstance(given, str) else "ray_init.runtime_env"
     content = _read_yaml(given) if isinstance(given, str) else given
@@ -66,6 +69,7 @@ def merged_runtime_env(given: Mapping[str, Any] | str | None = None) -> dict[str
         )
 
     rest = dict(content or {})
+    _check_entries(where, rest)
     excludes = rest.pop("excludes", None) or []
     variables = rest.pop("env_vars", None) or {}
 
@@ -86,6 +90,24 @@ def merged_runtime_env(given: Mapping[str, Any] | str | None = None) -> dict[str
         "excludes": [*RUNTIME_ENV["excludes"], *excludes],
         "env_vars": {**RUNTIME_ENV["env_vars"], **forwarded(), **variables},
     }
+
+
+def _check_entries(where: str, entries: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an entry that Ray does not know, or a `working_dir` that is missing."""
+    known = sorted(RuntimeEnv.known_fields)
+    unknown = [name for name in entries if name not in known]
+    if unknown and "RAY_RUNTIME_ENV_PLUGINS" not in os.environ:  # which have entries of their own
+        raise ConfigError(
+            f"{where}: Ray knows no entry '{unknown[0]}'. Nearest known: "
+            f"{nearest_names(str(unknown[0]), known)}."
+        )
+
+    folder = entries.get("working_dir")
+    if isinstance(folder, str) and "://" not in folder and not Path(folder).exists():
+        raise ConfigError(
+            f"{where}: working_dir must be a folder of this machine, which Ray copies to its "
+            f"workers, or the address of an archive, got '{folder}', which does not exist."
+        )
 
 
 def _read_yaml(path: str) -> Any:
