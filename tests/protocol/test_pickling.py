@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import verl.protocol
 from tests.protocol.batches import as_rows, batches, dtypes, make_batch
 from verl.protocol import DataProto
+from verl.utils.errors import BatchError
 
 
 @settings(max_examples=30)
@@ -154,6 +155,15 @@ def test_load_rejects_other_files(tmp_path):
     path = tmp_path / "other.pkl"
     path.write_bytes(pickle.dumps({"x": 1}))
     with pytest.raises(ValueError, match="Expected a DataProto.*dict"):
+        DataProto.load_from_disk(path)
+
+
+@pytest.mark.parametrize("kept", [0, 40])
+def test_a_file_that_was_cut_is_named(tmp_path, kept):
+    path = tmp_path / "batch.pkl"
+    make_batch(3).save_to_disk(path)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(BatchError, match=r"batch\.pkl', found no whole pickle .*save_to_disk"):
         DataProto.load_from_disk(path)
 
 

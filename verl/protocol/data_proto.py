@@ -247,8 +247,15 @@ class DataProto(BatchColumns):
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike) -> "DataProto":
         """Read a file of `save_to_disk`. It is a pickle: load only files that you trust."""
-        with Path(filepath).open("rb") as file:
-            data = pickle.load(file)
+        try:
+            with Path(filepath).open("rb") as file:
+                data = pickle.load(file)
+        except (pickle.UnpicklingError, EOFError) as error:
+            raise BatchError(
+                f"Expected a DataProto in '{filepath}', found no whole pickle ({error}). Write the "
+                "file again with save_to_disk."
+            ) from error
+
         if not isinstance(data, DataProto):
             raise BatchError(f"Expected a DataProto in '{filepath}', found {type(data).__name__}.")
         return data
