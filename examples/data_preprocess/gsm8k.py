@@ -17,7 +17,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.files import load_from_hub, read_json_rows
+from verl.data.files import load_from_hub
+from verl.data.json_rows import read_json_rows
 from verl.rewards.builtin.gsm8k import extract_answer
 from verl.utils.entry import exit_code
 from verl.utils.errors import DataError

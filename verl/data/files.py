@@ -3,10 +3,8 @@
 In every format, a row consists of plain Python dicts, lists and scalars.
 """
 
-import gzip
 import hashlib
 import shlex
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from verl.data.json_rows import read_json_rows
 from verl.utils.errors import DataError, describe_error
-from verl.utils.json_text import parse_json, parse_object
+from verl.utils.json_text import parse_json
 from verl.utils.lfs import describe_pointers
 
 FORMATS = (
@@ -29,7 +28,6 @@ FORMATS = (
 SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
 _MARKERS = ("dataset_dict.json", "state.json")  # every `save_to_disk` folder has one of them
 _CHUNK = 1000  # rows that are encoded in one call
-_GZIP = b"\x1f\x8b"  # the first bytes of a file packed by gzip
 
 # Raised by `datasets` if the JSON files of a `save_to_disk` folder were changed.
 _DAMAGED_FOLDER = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -348,51 +346,6 @@ def _refuse_repeated_columns(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def read_json_rows(path: Path) -> list[dict[str, Any]]:
-    """Read JSON lines, or one JSON array, of objects; a file named .gz is unpacked.
-
-    Raises DataError with the line or element that is not an object.
-    """
-    text = _read_text(path)
-    if text.lstrip().startswith("["):
-        try:
-            rows = list(enumerate(parse_json(text), start=1))
-        except ValueError as error:
-            raise DataError(f"Data file '{path}' is not a JSON array: {error}.") from error
-        return [_json_object(path, f"element {number}", row) for number, row in rows]
-
-    whole = _one_object(text)
-    if whole is not None:
-        _refuse_columns(path, whole)
-        return [whole]
-
-    # Only "\n" ends a line: str.splitlines also cuts at separators that JSON allows in strings.
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            rows.append(_parse_line(path, number, line))
-    return rows
-
-
-def _one_object(text: str) -> dict[str, Any] | None:
-    """Return the object that is the whole text, over several lines too; None for another text."""
-    try:
-        return parse_object(text)
-    except ValueError:  # of JSON lines, after the first of them
-        return None
-
-
-def _refuse_columns(path: Path, whole: dict[str, Any]) -> None:
-    """Raise DataError for an object of columns, each with its values by the number of the row."""
-    columns = list(whole.values())
-    if columns and all(isinstance(column, dict) and "0" in column for column in columns):
-        raise DataError(
-            f"Data file '{path}' must have one JSON object for each row, got one for each column, "
-            "as pandas writes them by default. Write it with "
-            "DataFrame.to_json(path, orient='records', lines=True)."
-        )
-
-
 def require_columns(row: Mapping[str, Any], names: Iterable[str], place: str) -> None:
     """Raise DataError if a raw row lacks one of the columns `names`.
 
@@ -407,51 +360,6 @@ def require_columns(row: Mapping[str, Any], names: Iterable[str], place: str) ->
             f"{place}: the column {missing[0]!r} must have a value, got a row with the columns "
             f"{list(row)}. Name files of this data set, or rename the column."
         )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
-        return content.decode("utf-8-sig")  # editors on Windows write a mark of the byte order
-
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(
-            f"Data file '{path}' cannot be unpacked ({error}). Get it again, or name it without "
-            ".gz."
-        ) from error
-
-    except UnicodeDecodeError as error:
-        if error.object.startswith(_GZIP):
-            raise DataError(
-                f"Data file '{path}' must be plain text, got one packed by gzip. Unpack it."
-            ) from error
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"Data file '{path}', line {line}, must be text in UTF-8, got the byte "
-            f"0x{error.object[error.start]:02x} ({error.reason}). Convert the file, for example "
-            "with iconv -f LATIN1 -t UTF-8 or -f UTF-16."
-        ) from error
-
-
-def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        value = parse_json(line)
-    except ValueError as error:
-        raise DataError(
-            f"Data file '{path}', line {number}, must be one JSON object a line: {error}."
-        ) from error
-    return _json_object(path, f"line {number}", value)
-
-
-def _json_object(path: Path, where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise DataError(
-            f"Data file '{path}', {where}, must be a JSON object such as {{\"prompt\": [...]}}, "
-            f"got {type(value).__name__}."
-        )
-    return value
 
 
 def _open_folder(path: Path, split: str) -> Rows:

@@ -39,8 +39,8 @@ from verl.trainer.metrics import data_metrics, spans_of_processes, timing_metric
 from verl.trainer.pools import join_pool
 from verl.trainer.proposer import ScheduleProposer
 from verl.trainer.roles import RunOfRoles
-from verl.trainer.validation_pass import ValidationPass
-from verl.utils.logging import logger, show_log
+from verl.trainer.validation_pass import ValidationPass, validate_only
+from verl.utils.logging import show_log
 from verl.utils.phases import declared_phase, declared_phases, may_overlap, phase
 from verl.utils.timeline import write_trace
 
@@ -147,31 +147,9 @@ class PPOTrainer(RunOfRoles):
         if self.trains:
             super().fit()
         else:
-            self._validate_only()
+            validate_only(self)
         if self.config.actor_rollout_ref.rollout.uses_agents:
             self.rollout_wg.close_agents()
-
-    def _validate_only(self) -> None:
-        trainer = self.config.trainer
-        self.require_workers()
-        try:
-            self.load_checkpoint()
-            if self.global_step == 0 and trainer.resume_mode != "disable":
-                logger.info(
-                    "No checkpoint in %s: actor_rollout_ref.model.path is validated as it is.",
-                    self.checkpoints.root,
-                )
-            with self.reports.phase("testing"):
-                metrics = self.validate()
-            self.tracker.log(metrics, self.global_step)
-        except (Exception, KeyboardInterrupt, SystemExit):
-            self.tracker.rescue()
-            raise
-        self.tracker.finish()
-
-        if trainer.validation_data_dir:
-            file = Path(trainer.validation_data_dir) / f"{self.global_step}.jsonl"
-            logger.info("Samples: %s", file)
 
     @phase()
     def run_step(self, prompts: DataProto) -> None:

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from verl.checkpoint.hf import WEIGHTS_FOLDER
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.unpickling import load_state, save_state
 from verl.config import TrainConfig
@@ -24,6 +23,7 @@ from verl.single_controller import GroupOf, WorkerGroup
 from verl.single_controller.breadcrumbs import Progress
 from verl.single_controller.handles import AnyWorker
 from verl.tracking import Tracker, TrackerSettings
+from verl.trainer.last_lines import last_lines
 from verl.trainer.lowered_budgets import LoweredBudgets
 from verl.trainer.phase_reports import PhaseReports
 from verl.trainer.recorder import StepRecorder
@@ -35,7 +35,6 @@ from verl.trainer.resume import (
     when_saved,
 )
 from verl.trainer.summary import RunSummary
-from verl.utils.commands import verl_command
 from verl.utils.devices import describe_device, memory_metrics, visible_device
 from verl.utils.errors import (
     CheckpointError,
@@ -323,24 +322,8 @@ class TrainingRun(ABC, Generic[Config]):
 
     def log_results(self) -> None:
         """Log the summary, where the run left its files, and commands to type next."""
-        for line in self.summary.lines():
+        for line in (*self.summary.lines(), *last_lines(self)):
             logger.info("%s", line)
-        if "file" in self.config.trainer.logger:
-            logger.info("Metrics: %s", self.checkpoints.root / "metrics.jsonl")
-        name = self.checkpoints.newest_name()
-        if name is not None and self.save_freq > 0:
-            folder = self.checkpoints.root / name
-            logger.info("Checkpoint: %s", folder)
-            saved = folder / next(iter(self.checkpointed_groups()))
-
-            weights: Path | str = saved / WEIGHTS_FOLDER
-            if not any(saved.glob(f"{WEIGHTS_FOLDER}/*.safetensors")):  # hf_model was not saved
-                target = self.checkpoints.root / f"{name}_hf"
-                weights = verl_command("merge", "--local_dir", saved, "--target_dir", target)
-            logger.info("Weights for transformers: %s", weights)
-        if self.recorder.is_on:
-            folder = self.config.trainer.default_local_dir
-            logger.info("Look at the run: %s", verl_command("view", folder))
 
     def run_step(self, prompts: DataProto) -> None:
         """Run one step with everything around it: timing, validation, checkpoint and log."""

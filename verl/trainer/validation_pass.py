@@ -15,6 +15,7 @@ from verl.trainer.episodes import (
     without_failed,
 )
 from verl.trainer.validation import validation_metrics
+from verl.utils.logging import logger
 
 if TYPE_CHECKING:
     from verl.trainer.ppo_trainer import PPOTrainer
@@ -104,3 +105,27 @@ class ValidationPass:
         if self._failures:
             metrics["val-aux/dropped_episodes"] = float(len(self._failures))
         return metrics
+
+
+def validate_only(run: "PPOTrainer") -> None:
+    """Validate the weights of the newest checkpoint, or those of the model, without training."""
+    trainer = run.config.trainer
+    run.require_workers()
+    try:
+        run.load_checkpoint()
+        if run.global_step == 0 and trainer.resume_mode != "disable":
+            logger.info(
+                "No checkpoint in %s: actor_rollout_ref.model.path is validated as it is.",
+                run.checkpoints.root,
+            )
+        with run.reports.phase("testing"):
+            metrics = run.validate()
+        run.tracker.log(metrics, run.global_step)
+    except (Exception, KeyboardInterrupt, SystemExit):
+        run.tracker.rescue()
+        raise
+    run.tracker.finish()
+
+    if trainer.validation_data_dir:
+        file = Path(trainer.validation_data_dir) / f"{run.global_step}.jsonl"
+        logger.info("Samples: %s", file)
