@@ -45,11 +45,8 @@ def _check_no_json(text: str) -> None:
     """Raise DataError for a chat that was written into its column as JSON."""
     if not text.lstrip().startswith("[{"):
         return
-    try:
-        value = parse_json(text)
-    except ValueError:
-        return
-    if isinstance(value[0], dict) and {"role", "content"} <= value[0].keys():
+    value = _parsed(text)
+    if value is not None and isinstance(value[0], dict) and {"role", "content"} <= value[0].keys():
         raise DataError(
             "must be a list of messages, got the JSON text of one, which the model would read as "
             f"it stands: {text[:80]!r}. Apply json.loads to the column"
@@ -61,13 +58,19 @@ def way_to_convert(value: Any) -> str:
     others. The text goes to the end of a message that names the value."""
     if isinstance(value, bytes):
         return ". Decode it: column.map(bytes.decode)"
-    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
-        return ""
-    try:
-        parse_json(value)
-    except ValueError:
+    if not isinstance(value, str) or _parsed(value) is None:
         return ""
     return ". Apply json.loads to the column"
+
+
+def _parsed(text: str) -> Any:
+    """Return the JSON list or object that is the whole text; None for another text."""
+    if not text.lstrip().startswith(("{", "[")):
+        return None
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None
 
 
 def _as_message(number: int, message: Any) -> Message:
