@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.protocol import DataProto
 from verl.rewards.results import check_result
-from verl.tracking.samples import write_samples
+from verl.tracking.samples import samples_file, write_samples
 from verl.trainer import scored, setup
 from verl.trainer.episodes import (
     environment_metrics,
@@ -127,5 +127,4 @@ def validate_only(run: "PPOTrainer") -> None:
     run.tracker.finish()
 
     if trainer.validation_data_dir:
-        file = Path(trainer.validation_data_dir) / f"{run.global_step}.jsonl"
-        logger.info("Samples: %s", file)
+        logger.info("Samples: %s", samples_file(trainer.validation_data_dir, run.global_step))
