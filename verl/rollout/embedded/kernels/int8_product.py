@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     """The layout of a product: its tiles, and the parts that K is cut into."""
 
     tile: Tile
+    tiles: int
     splits: int
     split_inner: int
 
@@ -48,13 +49,13 @@ class Plan(NamedTuple):
 def plan(rows: int, columns: int, inner: int, *, may_split: bool) -> Plan:
     """Choose the layout of an (M, K) x (K, N) product."""
     tile = _SMALL if rows <= _MOST_SMALL else _LARGE
+    tiles = ceil_div(rows, tile.rows) * ceil_div(columns, _COLUMNS)
     splits = 1
     if may_split:
-        tiles = ceil_div(rows, tile.rows) * ceil_div(columns, _COLUMNS)
         places = tile.programs * _PROCESSORS
         splits = max(1, min(_MOST_SPLITS, inner // _SHORTEST_SPLIT, places // tiles))
     split_inner = round_up(ceil_div(inner, splits), _INNER)
-    return Plan(tile, ceil_div(inner, split_inner), split_inner)
+    return Plan(tile, tiles, ceil_div(inner, split_inner), split_inner)
 
 
 def int8_product(
@@ -76,8 +77,7 @@ def int8_product(
     out = torch.empty(shape, dtype=dtype, device=x.values.device)
 
     tile = layout.tile
-    tiles = ceil_div(rows, tile.rows) * ceil_div(columns, _COLUMNS)
-    _int8_product[(tiles, layout.splits)](
+    _int8_product[(layout.tiles, layout.splits)](
         _blocks(x.values, tile.rows),
         _blocks(weight.values, _COLUMNS),
         x.scales,
