@@ -21,6 +21,7 @@ from tests.rollout.test_cuda_decoder import (
     make_model,
     make_step,
 )
+from tests.rollout.test_eight_bits import SMALL, relative_l2
 from tests.rollout.test_paged_attention_kernel import (
     FEATURES,
     Batch,
@@ -59,7 +60,6 @@ OFFSETS = torch.tensor([3, 1, 0])
 UNTOUCHED = 0x7F  # NaN in FP8
 # of rounding, in the outputs of attention: FP8 has 4 significant bits, int8 7 of the largest
 SMALLEST_ERROR = {FP8: 0.01, torch.int8: 0.002}
-SMALL = [FP8, torch.int8]
 SLOW = pytest.mark.slow
 FAMILIES = ["qwen3", *(pytest.param(name, marks=SLOW) for name in ("gemma3", "qwen2", "gemma2"))]
 
@@ -370,10 +370,6 @@ def extended(decoder: TritonDecoder, ids: Tensor, first: int) -> Tensor:
     new = DevicePrefillStep(Layout((count,) * ROWS, ends), pages, places % PAGE_SIZE)
     step = extend_step(new, (first,) * ROWS, TABLE.tolist(), PAGE_SIZE)
     return decoder(ids[:, first:].flatten(), places, step).view(ROWS, count, -1)
-
-
-def relative_l2(one: Tensor, other: Tensor) -> float:
-    return ((one - other).norm() / other.norm()).item()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
