@@ -1,5 +1,6 @@
 """Processes that run functions together, as ranks started by torchrun."""
 
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -79,6 +80,7 @@ class Ranks:
 
 
 def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
+    faulthandler.enable()  # a crash names the place
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),

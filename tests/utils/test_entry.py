@@ -1,6 +1,7 @@
 """The exit of a command after invalid input from a user."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,28 @@ def test_any_other_error_keeps_its_traceback():
 
     with pytest.raises(BrokenPipeError):
         exit_code(job)
+
+
+CRASHES = """
+import os, sys
+from verl.utils.entry import exit_code
+def update_actor():
+    os.abort()
+sys.exit(exit_code(update_actor))
+"""
+
+
+def test_a_crash_in_compiled_code_prints_the_python_stack():
+    done = run(CRASHES)
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr.startswith("Fatal Python error: Aborted")
+    assert "in update_actor" in done.stderr
+
+
+def test_a_command_without_standard_error_crashes_alike(tmp_path: Path):
+    (tmp_path / "crashes.py").write_text(CRASHES)
+    shell = f"exec {sys.executable} {tmp_path}/crashes.py 2>&-"
+    assert subprocess.run(shell, shell=True, check=False).returncode == -signal.SIGABRT
 
 
 PRINTS = """

@@ -1,6 +1,7 @@
 """Exit codes and error messages of entry points."""
 
 import errno
+import faulthandler
 import os
 import select
 import sys
@@ -25,9 +26,12 @@ def exit_code(job: Callable[[], int | None]) -> int:
     """Run `job` and return its exit code; None counts as 0.
 
     An error that a user can cause gives exit code 1 and one line on stderr. With VERL_TRACEBACK=1
-    it is raised instead. If the reader of stdout has exited, the command ends silently.
+    it is raised instead. If the reader of stdout has exited, the command ends silently. A crash in
+    compiled code prints the Python stack of every thread.
     """
     show_every_character()
+    if sys.stderr is not None and not faulthandler.is_enabled():
+        faulthandler.enable()
     try:
         with sigterm_as_exit():
             code = job() or 0
