@@ -23,7 +23,7 @@ from verl.config.reward import RequestsConfig
 from verl.utils.addresses import is_http
 from verl.utils.deadline import call_ends, seconds_until
 from verl.utils.errors import ConfigError, RewardError
-from verl.utils.watched_http import WatchedConnection, exchange_here, watched_pools
+from verl.utils.watched_http import Breakable, exchange_here, watched_pools
 
 MAX_ANSWER_BYTES = 16 * 1024**2
 _CHUNK_BYTES = 64 * 1024
@@ -177,7 +177,7 @@ class _Exchange:
         if time.monotonic() >= self.ends:
             raise RewardError("the service did not answer before the deadline of the reward call")
 
-    def begin_attempt(self, connection: WatchedConnection) -> None:
+    def begin_attempt(self, connection: Breakable) -> None:
         """Start the alarm of one attempt. It breaks the connection, which ends any wait on it."""
         self.end_attempt()
         self.check_deadline()
@@ -200,7 +200,7 @@ class _Exchange:
         if self._alarm is not None:
             self._alarm.cancel()
 
-    def _break_off(self, connection: WatchedConnection) -> None:
+    def _break_off(self, connection: Breakable) -> None:
         self.attempt_is_late = True
         connection.break_off()
 

@@ -9,10 +9,18 @@ import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 
+class Breakable(Protocol):
+    """A wait for an answer, such as one on a connection."""
+
+    def break_off(self) -> None:
+        """End the wait, from another thread than the one that waits."""
+        ...
+
+
 class Exchange(Protocol):
     """A request and its answer, under the eyes of another thread."""
 
-    def begin_attempt(self, connection: "WatchedConnection") -> None:
+    def begin_attempt(self, connection: Breakable) -> None:
         """Note the connection, before a request is sent on it."""
         ...
 

@@ -117,6 +117,9 @@ class FakeAsyncLLM:
         assert not self.server.is_paused, "a pause takes time, and one that sleeps needs none"
         await self._ask("/pause", {})
 
+    async def is_paused(self):
+        return (await self._ask("/is_paused", {}))["is_paused"]
+
     async def resume_generation(self):
         await self._ask("/resume", {})
 
@@ -161,8 +164,10 @@ class FakeAsyncLLM:
         """Answer as the server of the same faults, in a thread, as the engine core is a process."""
         if self.is_dead:
             raise EngineDeadError("EngineCore encountered an issue.")
+        await asyncio.to_thread(self.server.wait_until_thawed, path)
         ended = threading.Event()
         status, answer = await asyncio.to_thread(self.server.answer, path, body, ended)
+        await asyncio.to_thread(self.server.wait_until_thawed, path)
         if status != 200:
             raise ValueError(str(answer))
         return answer

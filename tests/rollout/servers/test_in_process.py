@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,9 @@ from tests.rollout.servers.fake_vllm import modules
 from tests.rollout.servers.test_adapters import move as move_adapters
 from tests.rollout.servers.test_servers import (
     check_abort_of_one_sample,
+    check_redrawn,
     draw,
+    draw_while,
     largest_kl,
     move,
 )
@@ -22,7 +25,7 @@ from tests.tiny_models import tiny_tokenizer
 from tests.workers.batches import CPU, R, actor_of, prompts
 from verl.config import config_from_dict
 from verl.rollout import check_engine, check_engine_service
-from verl.rollout.servers import in_process
+from verl.rollout.servers import in_process, watch
 from verl.rollout.servers.in_process import InProcessVLLM
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
@@ -188,6 +191,36 @@ def test_the_engine_ends_with_the_run_and_a_dead_core_is_an_error(rollout_of):
     fake.is_dead = True
     with pytest.raises(RolloutError, match="engine core has ended.*gpu_memory_utilization"):
         draw(worker)
+
+
+@pytest.mark.parametrize("goes_on", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_core_that_hangs_is_named(rollout_of, monkeypatch, caplog, goes_on):
+    """Its samples are drawn again if it goes on, and the run ends if it does not."""
+    monkeypatch.setattr(watch, "_EVERY_S", 0.1)
+    monkeypatch.setattr(watch, "_SIGN_S", 0.2)
+    worker, _, fake = rollout_of(server_timeout_s=10.0 if goes_on else 1.0)
+    worker.take_weights()
+    expected = draw(worker).batch["responses"]
+    fake.server.delay_s = 0.02
+    before = fake.server.draws
+    silence = "its engine gave no answer within 0.2 s to 10 questions in a row"
+    message = f"vLLM in this process hangs: {silence}"
+
+    def freeze():
+        while fake.server.draws == before:
+            time.sleep(0.005)
+        fake.server.engine_thawed.clear()
+        while message not in caplog.text:
+            time.sleep(0.005)
+        if goes_on:
+            fake.server.engine_thawed.set()
+
+    if goes_on:
+        check_redrawn(draw_while(freeze, worker), expected)
+        return
+    with pytest.raises(RolloutError, match="No server has answered for 1 s: vLLM in this process"):
+        draw_while(freeze, worker)
+    fake.server.engine_thawed.set()
 
 
 @pytest.mark.slow

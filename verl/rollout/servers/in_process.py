@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent import futures
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -27,11 +28,13 @@ from packaging.version import InvalidVersion, Version
 from verl.config.rollout import RolloutConfig
 from verl.models.vision import reads_pictures
 from verl.rollout.servers.owned import engine_options, engine_variables
-from verl.rollout.servers.server import DRAW_S, LOAD_S, QUICK_S, WeightSource
+from verl.rollout.servers.server import LOAD_S, QUICK_S, WeightSource
 from verl.rollout.servers.vllm import VLLMServer, allowed_rank
+from verl.rollout.servers.watch import ServerLostError
 from verl.utils.devices import ALLOCATOR_SETTINGS, leave_free
 from verl.utils.errors import ConfigError, RolloutError, describe_error
 from verl.utils.signatures import keywords_of
+from verl.utils.watched_http import exchange_here
 from verl.weight_sync.vllm_worker import END_WITH, EXTENSION
 
 _SECTION = "actor_rollout_ref.rollout"
@@ -268,6 +271,8 @@ class InProcessVLLM(VLLMServer):
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         try:
             return 200, self._run(_awaited(answer, {**query, **(body or {})}), timeout_s)
+        except TimeoutError as error:
+            raise ServerLostError(f"{self.name} gave no answer to {parts.path}: {error}") from error
         except Exception as error:  # vLLM's errors have no common class
             if type(error).__name__ == "EngineDeadError":
                 raise RolloutError(
@@ -277,12 +282,17 @@ class InProcessVLLM(VLLMServer):
                 ) from error
             return 500, describe_error(error)
 
-    def ask_to_draw(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """Implement `Server.ask_to_draw`. An engine core that ends is noticed by vLLM itself."""
-        return self.ask("POST", path, body, timeout_s=DRAW_S)
-
     def _run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+        """Wait for a coroutine. Raises TimeoutError if it is late, or the wait is broken off."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        exchange = exchange_here.get()
+        if exchange is not None:
+            exchange.begin_attempt(_Call(future))
+        try:
+            return future.result(timeout_s)
+        except (futures.TimeoutError, futures.CancelledError) as error:
+            future.cancel()
+            raise TimeoutError(f"not done within {timeout_s:g} s") from error
 
     def _calls_of_engine(self, engine: Any) -> dict[str, Callable[[dict[str, Any]], Any]]:
         """Return the function of the request's body that answers each path, awaited or at once."""
@@ -293,6 +303,7 @@ class InProcessVLLM(VLLMServer):
             "/inference/v1/generate": self._draw,
             "/abort_requests": lambda body: engine.abort(body["request_ids"]),
             "/pause": lambda body: engine.pause_generation(mode=body["mode"]),
+            "/is_paused": self._is_paused_now,
             "/resume": lambda _: engine.resume_generation(),
             "/collective_rpc": self._call_workers,
             "/reset_prefix_cache": self._reset_cache,
@@ -345,6 +356,9 @@ class InProcessVLLM(VLLMServer):
         }
         return {"choices": [choice], "prompt_token_ids": output.prompt_token_ids}
 
+    async def _is_paused_now(self, body: dict[str, Any]) -> Any:
+        return {"is_paused": await self._engine.is_paused()}
+
     async def _call_workers(self, body: dict[str, Any]) -> Any:
         results = await self._engine.collective_rpc(body["method"], kwargs=body["kwargs"])
         return {"results": results}
@@ -369,6 +383,17 @@ class InProcessVLLM(VLLMServer):
         await self._engine.remove_lora(request.lora_int_id)
 
 
+class _Call:
+    """A call on the engine, as a wait that the watch over it can break off."""
+
+    def __init__(self, future: futures.Future[Any]) -> None:
+        self._future = future
+
+    def break_off(self) -> None:
+        """Implement `Breakable.break_off`."""
+        self._future.cancel()
+
+
 def _image_of(part: Mapping[str, str]) -> Any:
     """Return the image that a `data_url` holds."""
     from PIL import Image  # a run without pictures does without it
@@ -384,7 +409,7 @@ async def _awaited(answer: Callable[[dict[str, Any]], Any], body: dict[str, Any]
 
 @contextmanager
 def _start_environment(model: str, device: torch.device) -> Iterator[None]:
-    """Set what the processes that vLLM starts inherit, for as long as it starts them."""
+    """Set the variables that processes of vLLM inherit, for as long as it starts them."""
     variables = {
         **engine_variables(model),
         **os.environ,

@@ -16,7 +16,7 @@ import urllib3
 
 from verl.utils.errors import RolloutError
 from verl.utils.logging import logger
-from verl.utils.watched_http import WatchedConnection, exchange_here
+from verl.utils.watched_http import Breakable, exchange_here
 
 # A server that hangs is noticed within 90 s; one that is silent for half a minute is not lost.
 _EVERY_S = 20.0
@@ -35,9 +35,9 @@ class _Draw:
 
     def __init__(self) -> None:
         self.fault: ServerLostError | None = None  # that broke it off
-        self._connection: WatchedConnection | None = None
+        self._connection: Breakable | None = None
 
-    def begin_attempt(self, connection: WatchedConnection) -> None:
+    def begin_attempt(self, connection: Breakable) -> None:
         """Implement `Exchange.begin_attempt`."""
         self._connection = connection
         self.check_connected()
