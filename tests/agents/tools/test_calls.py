@@ -85,6 +85,69 @@ def test_trajectories_do_not_share_instances():
     assert (rewards, other_rewards) == ({"old_counter": 2.0}, {"old_counter": 1.0})
 
 
+class Shared(OldCounter):
+    """Keeps the count of a trajectory in an attribute, which all trajectories share."""
+
+    async def create(self, instance_id=None, **kwargs):
+        self.count = 0
+        return instance_id
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.count += parameters["n"]
+        return f"total {self.count}"
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return 0.0
+
+    async def release(self, instance_id, **kwargs):
+        pass
+
+
+class LateClient(OldCounter):
+    """Makes the client of all trajectories in its first call, and keeps instances as it should."""
+
+    def __init__(self, config, tool_schema):
+        super().__init__(config, tool_schema)
+        self.client = None
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.client = self.client or object()
+        self.cache = getattr(self, "cache", {})
+        return await super().execute(instance_id, parameters, **kwargs)
+
+
+@pytest.mark.parametrize(("tool_class", "warnings"), [(Shared, 1), (LateClient, 0)])
+def test_state_that_trajectories_share_is_a_warning(tool_class, warnings, caplog):
+    async def scenario(tools):
+        for name in ("first", "second"):
+            session = await tools.open(name)
+            for _ in range(2):
+                await one(session, "old_counter", n=1)
+            await session.finish()
+
+    with caplog.at_level("WARNING", logger="verl"):
+        run_with(tool_set(tool_class({}, None)), scenario)
+    assert caplog.text.count("set self.count anew in a call of 'execute'") == warnings
+    assert caplog.text.count("self.count[instance_id] = ...") == warnings
+    assert caplog.text.count("anew") == warnings
+
+
+def test_an_empty_answer_is_a_warning(caplog):
+    def forgets(n: int):
+        """Forget the return."""
+
+    async def scenario(tools):
+        session = await tools.open("row 7")
+        for _ in range(2):
+            assert (await one(session, "forgets", n=1)).text == ""
+        await session.finish()
+
+    with caplog.at_level("WARNING", logger="verl"):
+        run_with(tool_set(forgets), scenario)
+    assert caplog.text.count("'forgets' gave an empty answer in row 7") == 1
+    assert "is a return statement missing?" in caplog.text
+
+
 def test_results_have_the_order_of_the_calls():
     async def slow(delay_s: float) -> str:
         """Wait."""

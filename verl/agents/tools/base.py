@@ -10,7 +10,7 @@
 
 A trajectory has one instance of each tool that it uses: `create` when the tool is first called, or
 at the start where the row has arguments for it; `calc_reward` and `release` at its end, whatever
-happened.
+happened. One object serves all trajectories, so state of a trajectory lies under its identifier.
 
 Keys of `config` that the calls read, next to those of the class:
 
@@ -63,6 +63,8 @@ class ToolTimeoutError(RuntimeError):
 
 class BaseTool:
     """A tool of which every trajectory has an instance, known by an identifier.
+
+    One object holds the instances of all trajectories of its process.
 
     All methods are coroutines; a plain method of a subclass runs in a thread.
 

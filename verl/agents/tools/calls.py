@@ -93,7 +93,7 @@ class ToolSet:
             tool_response_truncate_side: "left" keeps the beginning, "right" the end, "middle" both.
             timeout_s: deadline of a call with its retries, unless the tool has its own.
             policy: on a tool that fails: "text" gives the model the error, "mask" also keeps the
-                trajectory out of the loss, "drop" drops it.
+                turn that made the call out of the loss, "drop" drops the trajectory.
             num_processes: helper processes, at most.
             record_path: file that all results are appended to.
             replay_path: file of such results, which stand for the tools. No tool is made.

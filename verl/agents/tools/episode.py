@@ -142,6 +142,7 @@ class Episode:
     def _result_of(self, tool: str, done: Done) -> ToolResult:
         if done.kind == "ok":
             answer: ToolAnswer = done.value
+            self._warn_of_emptiness(tool, answer)
             return ToolResult(
                 answer.text,
                 "ok",
@@ -158,6 +159,17 @@ class Episode:
             if result.consequence == "drop":
                 result.outcome = "dropped"
         return result
+
+    def _warn_of_emptiness(self, tool: str, answer: ToolAnswer) -> None:
+        """Warn once of a tool that answers nothing: mostly, its `return` is missing."""
+        is_empty = not (answer.text or answer.images or answer.videos)
+        if is_empty and self._counts.note(tool, "empty") == 1:
+            logger.warning(
+                "The tool '%s' gave an empty answer in %s, so the model reads nothing. Expected a "
+                "text or an image; is a return statement missing?",
+                tool,
+                self._name,
+            )
 
     def _note_failure(self, tool: str, done: Done, method: str = "") -> str:
         """Return the consequence of a failure, which the trajectory has from now on."""
@@ -212,7 +224,23 @@ class Episode:
         work = work._replace(parameters=parameters)
         if home.facts.takes_agent_data:
             work = work._replace(agent_data=agent_data)
-        return await home.host.perform(created.place, work)
+        return await self._perform(home, created.place, work)
+
+    async def _perform(self, home: Home, place: Any, work: Work) -> Done:
+        """Make a call, and warn once of a tool that keeps state where trajectories share it."""
+        done = await home.host.perform(place, work)
+        name = done.overwritten
+        if name and self._counts.note(work.tool, "overwritten") == 1:
+            logger.warning(
+                "The tool '%s' set self.%s anew in a call of '%s'. Its object serves all "
+                "trajectories, so each overwrites the value of the others. Keep the state of a "
+                "trajectory under its instance_id: self.%s[instance_id] = ...",
+                work.tool,
+                name,
+                work.method,
+                name,
+            )
+        return done
 
     async def _create(self, home: Home, deadline: "_Deadline") -> "_Instance | Done":
         """Return the instance of this trajectory, made anew where it is lost."""
@@ -231,8 +259,8 @@ class Episode:
             instance = self._instances.get(name)
             if instance is not None and instance.place is place:
                 return instance
-            done = await home.host.perform(
-                place, self._work(home, "create", self._key, deadline.left_s)
+            done = await self._perform(
+                home, place, self._work(home, "create", self._key, deadline.left_s)
             )
             if done.kind != "ok":
                 return done

@@ -83,13 +83,15 @@ class Done:
     """How it ended: "ok", "error", "malformed", "timeout" or "crashed".
 
     `value`: the identifier, the ToolAnswer, the reward or None. `text`: the error, as the model
-    reads it. `details`: the traceback, for the log.
+    reads it. `details`: the traceback, for the log. `overwritten`: an attribute that the call set
+    anew on the object that all trajectories share, or "".
     """
 
     kind: str
     value: Any = None
     text: str = ""
     details: str = ""
+    overwritten: str = ""
 
 
 class Host(Protocol):
@@ -186,8 +188,12 @@ class LocalHost:
         if self._watch is None or self._watch.done():
             self._watch = asyncio.ensure_future(self._watch_loops())
         token = call_ends.set(ends)  # clients of services read it
+        shared = getattr(tool, "__dict__", {})
+        before = dict(shared)
         try:
-            return await self._perform(tool, work, ends)
+            done = await self._perform(tool, work, ends)
+            done.overwritten = _overwritten(before, shared)
+            return done
         finally:
             call_ends.reset(token)
             self._under_way -= 1
@@ -237,6 +243,18 @@ class LocalHost:
             for loop in self._loops:
                 loop.check()
             await asyncio.sleep(CHECK_S)
+
+
+def _overwritten(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return an attribute that has another value than before; "" if none has.
+
+    One that was absent or None is left out: a client that the first call makes is no state of a
+    trajectory.
+    """
+    for name, value in before.items():
+        if value is not None and now.get(name) is not value:
+            return name
+    return ""
 
 
 async def _wait(waiting: "asyncio.Future[Done]", work: Work, ends: float) -> Done:

@@ -26,8 +26,8 @@ class ToolResult:
         reward: step reward, or None.
         seconds: from the call to its answer, with retries.
         failure: "error", "timeout" or "crashed" where the tool failed, else None.
-        consequence: for the trajectory: "continue", "mask" (keep it, train on none of its tokens)
-            or "drop".
+        consequence: "continue", "mask" (train on no token of the turn that made the call) or
+            "drop" (drop the trajectory).
     """
 
     text: str
