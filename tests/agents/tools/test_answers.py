@@ -1,11 +1,13 @@
 import json
+from decimal import Decimal
+from pathlib import PurePath
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from verl.agents.tools import ToolResponse
-from verl.agents.tools.answers import TextLimit, describe_failure, read_answer
+from verl.agents.tools.answers import TextLimit, describe_failure, finite, read_answer
 from verl.utils.errors import ConfigError
 
 ANY = TextLimit(None)
@@ -74,6 +76,26 @@ def test_images_and_videos_come_from_dicts_and_responses():
 def test_other_shapes_are_errors(value):
     with pytest.raises((TypeError, ValueError)):
         read_answer(value, ANY)
+
+
+@pytest.mark.parametrize("value", ["a lot", [1.0], None])
+def test_a_reward_that_is_no_number_is_named(value):
+    with pytest.raises(
+        TypeError, match="the step reward must be a number, got (str|list|NoneType)"
+    ):
+        finite(value, "the step reward")
+
+
+@pytest.mark.parametrize("value", [object(), {"found": object()}, b"12", len, lambda: "12"])
+def test_a_value_without_a_text_is_refused(value):
+    with pytest.raises(TypeError, match="must return a text, a ToolResponse, or values that JSON"):
+        read_answer(value, ANY)
+
+
+def test_a_value_with_a_text_of_its_own_is_read():
+    assert read_answer({"n": Decimal("3.5"), "p": PurePath("a")}, ANY).text == (
+        '{"n": "3.5", "p": "a"}'
+    )
 
 
 def _pieces():

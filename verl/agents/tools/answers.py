@@ -1,5 +1,6 @@
 """Read the return values of tools, in the shapes of all verl versions, as plain bounded values."""
 
+import inspect
 import json
 import math
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -96,7 +97,11 @@ def finite(value: Any, name: str) -> float:
     Raises:
         TypeError, ValueError: it is none, or not finite.
     """
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        got = f"{type(value).__name__} {text_of(value)[:50]!r}"
+        raise TypeError(f"{name} must be a number, got {got}") from error
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}")
     return number
@@ -132,8 +137,23 @@ def _read_content(value: Any) -> ToolAnswer:
 
 
 def _for_json(value: Any) -> Any:
-    """Return the numbers of an array or a tensor; text for any other value."""
-    return value.tolist() if hasattr(value, "tolist") else text_of(value)
+    """Return the numbers of an array or a tensor; text for another value that has one.
+
+    Raises:
+        TypeError: the text would be an address in memory, other in every run, or Python's notation
+            of bytes.
+    """
+    if hasattr(value, "tolist"):
+        return value.tolist()
+
+    kind = type(value)
+    has_text = kind.__str__ is not object.__str__ or kind.__repr__ is not object.__repr__
+    if not has_text or isinstance(value, bytes | bytearray) or inspect.isroutine(value):
+        raise TypeError(
+            f"a tool must return a text, a ToolResponse, or values that JSON can write, got "
+            f"{kind.__name__}. Convert it to a text first"
+        )
+    return text_of(value)
 
 
 def _plain_metrics(metrics: Any) -> dict[str, Any]:
