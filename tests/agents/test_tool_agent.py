@@ -1,5 +1,6 @@
 """Turns between model, tools and a simulated user: tokens, masks, counts and limits."""
 
+import json
 import sys
 import textwrap
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config, text_of
+from verl.agents import AgentLoopBase, register
 from verl.agents.rendering import ChatTemplate
 from verl.agents.runner import AgentRunner
 from verl.agents.tools import ToolSet
@@ -478,6 +480,66 @@ def test_an_agent_of_the_gateway_that_no_row_reaches_is_an_error(tools: str):
         checked(chat_tokenizer(), Table(agent_name=[None]), **settings)
     with pytest.raises(ConfigError, match=r"agent.gateway.path=agent.py is configured, but no row"):
         checked(chat_tokenizer(), Table(agent_name=["tool_agent"]), **settings)
+
+
+def test_an_environment_that_no_row_reaches_names_the_loops_of_the_rows():
+    settings = {"agent__environment__name": "number_guessing"}
+    with pytest.raises(
+        ConfigError, match=r"all are played by single_turn_agent\. Leave the column"
+    ):
+        checked(chat_tokenizer(), Table(agent_name=["single_turn_agent"]), **settings)
+
+
+def test_a_loop_that_no_row_reaches_is_an_error():
+    @register("unreached")
+    class Unreached(AgentLoopBase):
+        async def run(self, sampling_params, **kwargs):
+            raise NotImplementedError
+
+    own = {"mode": "async", "agent__default_agent_loop": "unreached"}
+    table = Table(agent_name=["single_turn_agent"])
+    message = r"default_agent_loop=unreached is for rows without agent_name.*one: single_turn_agent"
+    with pytest.raises(ConfigError, match=message):
+        checked(chat_tokenizer(), table, **own)
+
+    built_in = {**own, "agent__default_agent_loop": "tool_agent"}
+    checked(chat_tokenizer(), table, **built_in)
+
+
+FORGETFUL = """
+from verl.agents.tools import BaseTool
+
+
+class Forgetful(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return "noted"
+
+    async def calc_reward(self, instance_id, **kwargs):
+        raise KeyError(instance_id)
+"""
+
+
+@pytest.mark.parametrize("policy", ["text", "drop"])
+def test_a_tool_that_fails_at_its_reward_follows_the_policy(tmp_path: Path, policy: str):
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    function = {"name": "note", "description": "Note.", "parameters": {"type": "object"}}
+    entry = {
+        "class_name": f"{tmp_path}/forgetful.py:Forgetful",
+        "config": {"isolation": "thread"},
+        "tool_schema": {"type": "function", "function": function},
+    }
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [entry]}))
+    config = rollout_config(
+        multi_turn__tool_config_path=str(tmp_path / "tools.yaml"), agent__tool_error=policy
+    )
+
+    tokenizer = chat_tokenizer()
+    replies = [call("note", "{}"), "Done."]
+    (trajectory,), metrics, _ = play(
+        config, tokenizer, lambda row, turn, prompt: replies[turn], [episode(tokenizer)]
+    )
+    assert metrics["tools/note/calc_reward_error"] == 1
+    assert trajectory.is_dropped == (policy == "drop")
 
 
 @pytest.mark.parametrize(

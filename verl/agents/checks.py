@@ -28,6 +28,7 @@ _ANSWERED = "tool_agent"
 _ENVIRONMENT = "environment_agent"
 _WITHOUT_TOOLS = ("single_turn_agent", _ENVIRONMENT, GATEWAY_AGENT)
 LOOPS_WITH_PICTURES = ("single_turn_agent", _ANSWERED)
+_BUILT_IN = (*_WITHOUT_TOOLS, _ANSWERED)
 _SECTION = "actor_rollout_ref.rollout"
 # Keywords in a row's tools_kwargs, by the method of the tool that gets them.
 _SECTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
@@ -44,9 +45,9 @@ def check_rows(
     """Check that every row can be played, and that everything configured is reached by some row.
 
     Raises DataError naming file and row for an unknown loop, tool or interaction, or a loop that
-    needs what is not configured. Raises ConfigError for tools, interactions, an environment or a
-    gateway that no row reaches: the run would train on single turns without a word; also for a
-    class of a loop that cannot be made. Raises MissingDependencyError where the library of an
+    needs what is not configured. Raises ConfigError for tools, interactions, an environment, a
+    gateway or a loop of the user's that no row reaches: the run would train on single turns without
+    a word; also for a class of a loop that cannot be made. Raises MissingDependencyError where the library of an
     environment is not installed.
 
     Args:
@@ -61,9 +62,19 @@ def check_rows(
     for setting, value, loop in _answering(config):
         if value is not None and loop not in names:
             raise ConfigError(
-                f"{_SECTION}.{setting}={value} is configured, but no row has agent_name={loop}. "
-                "Leave the column and agent.default_agent_loop out, or set them so."
+                f"{_SECTION}.{setting}={value} is configured, but no row has agent_name={loop}: "
+                f"all are played by {', '.join(sorted(names))}. Leave the column of the data and "
+                "agent.default_agent_loop out, or set them so."
             )
+
+    default = config.agent.default_agent_loop
+    # verl's own configurations write a built-in loop as the default, whether rows need it or not.
+    if default is not None and default not in names and default not in _BUILT_IN:
+        raise ConfigError(
+            f"{_SECTION}.agent.default_agent_loop={default} is for rows without agent_name, but all "
+            f"rows have one: {', '.join(sorted(names))}. Take the column agent_name out of the "
+            f"data, write {default} into it, or unset the key."
+        )
 
     for name in sorted(names):
         maker = agent_loops.get(name)
