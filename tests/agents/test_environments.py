@@ -30,6 +30,7 @@ from verl.agents.environments.gym_spaces import action_reader, observation_text
 from verl.agents.environments.openenv import OpenEnvEnvironment
 from verl.utils.errors import ConfigError, MissingDependencyError, RolloutError
 from verl.utils.imports import is_installed
+from verl.utils.logging import say_once
 
 
 def play(environment, actions, timeout_s=30.0, **row):
@@ -173,8 +174,8 @@ class Plain:
         return Observation(reward=1.5, done=True)
 
     def close(self):
-        self.threads.append(threading.get_ident())
         self.closed += 1
+        self._called("close")
 
 
 def test_plain_functions_get_named_fields_and_share_a_thread():
@@ -199,6 +200,18 @@ def test_failure_ends_closes_and_counts_the_episode(method, how, outcome, caplog
     assert f"Plain.{method}" in seen[-1].info["error"]
     assert session.outcomes[outcome] == 1
     assert world.closed == 1
+
+
+@pytest.mark.parametrize("how", ["raise", "hang"])
+def test_an_episode_counts_though_its_close_fails(how, caplog):
+    say_once.cache_clear()
+    world = Plain("close", how)
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        _, seen = play(world, ["go"], timeout_s=0.2, question="Where?")
+    assert (seen[-1].done, seen[-1].reward) == (True, 1.5)
+    assert "Plain.close" in caplog.text
+    assert "count all the same, but what they hold may not be freed" in caplog.text
+    assert "end there" not in caplog.text
 
 
 def test_a_cancelled_episode_still_closes():
@@ -233,6 +246,17 @@ def test_a_cancelled_episode_still_closes():
         (Observation([], None), "must return a finite reward, got None"),  # pyright: ignore
         (Observation([], math.nan), "must return a finite reward, got nan"),
         (Observation([], 10**400), "must return a finite reward, got 1000"),
+        (Observation("hello"), "must return .* a list as messages, got str"),  # pyright: ignore
+        (
+            Observation([{"role": "user"}]),
+            "must return messages with a text as content, got .*would read",
+        ),
+        (
+            Observation([{"role": "user", "text": "Hi"}]),
+            "must return messages with a text as content",
+        ),
+        (Observation([], 1.0, "false"), "must return True or False as done, got 'false'"),  # pyright: ignore
+        (Observation([], True, 1.0), "must return .* done, got 1.0. The fields .* in this order"),  # pyright: ignore
         (Observation(None), "must return .* a list as messages, got NoneType"),  # pyright: ignore
         (Observation([], info=[1]), "must return .* a dict as info, got list"),  # pyright: ignore
         (Observation([], rewards=None), "must return .* a dict as rewards, got"),  # pyright: ignore

@@ -160,13 +160,24 @@ class UserSession:
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> UserCall:
         """Call a method with the keywords that it takes. A failure is counted and logged."""
+        effect = "Episodes in which this happens end there."
+        return await self._logged(effect, method, *args, **kwargs)
+
+    async def _call_last(self, method: Callable[..., Any], **kwargs: Any) -> UserCall:
+        """Do as `_call`, for the method that ends an episode: a failure has no effect on it."""
+        effect = "These episodes count all the same, but what they hold may not be freed."
+        return await self._logged(effect, method, **kwargs)
+
+    async def _logged(
+        self, effect: str, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> UserCall:
         accepted = taken_by(method, kwargs)
         call = await self._thread.call(method, *args, timeout_s=self.timeout_s, **accepted)
         self.outcomes[call.outcome] += 1
         if call.outcome != "ok":
             self.failure = self.failure or call
             error = call.error.rstrip(".")
-            say_once(f"{error}. Episodes in which this happens end there.", logging.WARNING)
+            say_once(f"{error}. {effect}", logging.WARNING)
         return call
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from verl.agents.environments.base import Observation, name_of
 from verl.agents.user_thread import UserCall, UserSession, UserThread, is_finite_number
 from verl.utils.errors import RolloutError
@@ -74,7 +76,7 @@ class EnvironmentSession(UserSession):
         close = getattr(self.environment, "close", None)
         try:
             if close is not None:
-                await self._call(close)
+                await self._call_last(close)
         finally:
             self._thread.stop()
 
@@ -102,7 +104,7 @@ def checked(value: Any, where: str) -> Observation:
 
     for field, kind in (("messages", Sequence), ("info", Mapping), ("rewards", Mapping)):
         given = getattr(value, field)
-        if not isinstance(given, kind):
+        if not isinstance(given, kind) or isinstance(given, str):
             name = "list" if kind is Sequence else "dict"
             raise RolloutError(
                 f"{where} must return an Observation with a {name} as {field}, got "
@@ -115,9 +117,20 @@ def checked(value: Any, where: str) -> Observation:
                 f"{where} must return messages such as {{'role': 'user', 'content': 'Hi'}}, got "
                 f"{str(message)[:80]!r}."
             )
-        if isinstance(message.get("content"), str):
-            message["content"] = whole_characters(message["content"])
+        content = message.get("content")
+        if isinstance(content, str):
+            message["content"] = whole_characters(content)
+        elif not isinstance(content, list) and not message.get("tool_calls"):
+            raise RolloutError(
+                f"{where} must return messages with a text as content, got "
+                f"{str(message)[:80]!r}. The model would read an empty message."
+            )
     for reward in (value.reward, *value.rewards.values()):
         if not is_finite_number(reward):
             raise RolloutError(f"{where} must return a finite reward, got {reward!r}.")
+    if not isinstance(value.done, bool | np.bool_):
+        raise RolloutError(
+            f"{where} must return True or False as done, got {value.done!r}. The fields of an "
+            "Observation are, in this order, messages, reward, done and info."
+        )
     return value

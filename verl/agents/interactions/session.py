@@ -108,7 +108,7 @@ class InteractionSession(UserSession):
             return
         self._is_open = False
         try:
-            await self._call(
+            await self._call_last(
                 self.interaction.finalize_interaction,
                 **{**self.kwargs, "instance_id": self.instance_id},
             )
