@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config
-from verl.agents import AgentLoopOutput, AgentRunner
+from verl.agents import AgentLoopOutput, AgentRunner, blocking
 from verl.agents.checks import check_rows
 from verl.agents.loops.user_loop import _full_config
 from verl.rollout.trajectory import DROPPED_BECAUSE
 from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.logging import say_once
 
 LOOPS = '''
+import asyncio
 import runpy
+import time
 from pathlib import Path
 
 from verl.agents import AgentLoopBase, AgentLoopOutput
@@ -222,6 +225,43 @@ class Exits(New):
         raise SystemExit(3)
 
 
+class Blocks(New):
+    async def run(self, sampling_params, **kwargs):
+        time.sleep(0.3)
+        await asyncio.sleep(0)
+        return await super().run(sampling_params, **kwargs)
+
+
+class Waits(New):
+    async def run(self, sampling_params, **kwargs):
+        try:
+            await asyncio.wait_for(asyncio.sleep(10), 0.3)
+        except asyncio.TimeoutError:
+            return await super().run(sampling_params, **kwargs)
+
+
+class Short(New):
+    async def run(self, sampling_params, **kwargs):
+        output = await super().run(sampling_params, **kwargs)
+        output.response_logprobs = [0.0] * (len(output.response_ids) + 1)
+        return output
+
+
+class Weighted(New):
+    async def run(self, sampling_params, **kwargs):
+        output = await super().run(sampling_params, **kwargs)
+        output.response_mask = [2] * len(output.response_ids)
+        return output
+
+
+class Overlong(New):
+    async def run(self, sampling_params, **kwargs):
+        output = await super().run(sampling_params, **kwargs)
+        output.response_ids = output.response_ids + [1] * 5000
+        output.response_mask = output.response_mask + [0] * 5000
+        return output
+
+
 class Asserts(New):
     async def run(self, sampling_params, **kwargs):
         return runpy.run_path(Path(__file__).with_name("helper.py"))["answer"]([])
@@ -252,6 +292,11 @@ def loops(tmp_path: Path) -> str:
         "empty": "Empty",
         "seven": "Seven",
         "asserts": "Asserts",
+        "blocks": "Blocks",
+        "waits": "Waits",
+        "short": "Short",
+        "weighted": "Weighted",
+        "overlong": "Overlong",
         "exits": "Exits",
         "plain": "Plain",
     }
@@ -400,6 +445,7 @@ def test_an_episode_may_give_several_trajectories(loops: str):
             r"The agent loop 'raises' failed in sample 0. It raised KeyError "
             r"\(.*loops.py:\d+\): 'nothing here'\. Fix the loop",
         ),
+        ("weighted", r"response_mask of the agent loop 'weighted' must have 1 .* got \[2\]"),
         ("exits", r"It raised SystemExit \(.*loops.py:\d+\): 3\. Fix the loop"),
         ("asserts", r"AssertionError \(.*helper.py:3\): assert len\(tokens\) > 0\. Fix the loop"),
     ],
@@ -407,6 +453,43 @@ def test_an_episode_may_give_several_trajectories(loops: str):
 def test_loop_that_changes_tokens_is_an_error(loops: str, name: str, message: str):
     with pytest.raises(RolloutError, match=message):
         run(loops, name)
+
+
+@pytest.mark.parametrize(("name", "warnings"), [("blocks", 1), ("waits", 0)])
+def test_a_loop_that_blocks_all_episodes_is_named(
+    loops: str,
+    name: str,
+    warnings: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    say_once.cache_clear()
+    monkeypatch.setattr(blocking, "BLOCKING_S", 0.2)
+    with caplog.at_level("WARNING", logger="verl"):
+        _, trajectories, _ = run(loops, name, episodes=2)
+    assert len(trajectories) == 2
+    assert caplog.text.count("blocks the event loop of all episodes") == warnings
+
+
+def test_log_probs_of_another_length_are_a_warning(loops: str, caplog: pytest.LogCaptureFixture):
+    say_once.cache_clear()
+    with caplog.at_level("WARNING", logger="verl"):
+        _, (trajectory,), _ = run(loops, "short")
+        run(loops, "new")
+    assert trajectory.segments[0].log_probs[0] == -1.0, "those of the engine"
+    assert caplog.text.count("response_logprobs of another length") == 1
+    assert "'new'" not in caplog.text
+
+
+def test_tokens_beyond_the_response_are_cut_with_a_warning(
+    loops: str, caplog: pytest.LogCaptureFixture
+):
+    say_once.cache_clear()
+    with caplog.at_level("WARNING", logger="verl"):
+        _, trajectories, _ = run(loops, "overlong", episodes=2)
+    (limit,) = {len(each.response_ids) for each in trajectories}
+    message = f"'overlong' returned more response_ids than the {limit} of data.max_response_length"
+    assert caplog.text.count(message) == 1
 
 
 def test_a_misspelled_field_of_an_output_is_named():

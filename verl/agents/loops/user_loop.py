@@ -2,12 +2,14 @@
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl.agents.blocking import BLOCKING_S, watched
 from verl.agents.entries import checked_roles
 from verl.agents.formats import recognise_format
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt, present
@@ -18,6 +20,7 @@ from verl.config import config_to_dict
 from verl.data.rl_dataset import RLDataset
 from verl.rollout.trajectory import MODEL, Segment, Trajectory, fields_of_user
 from verl.utils.errors import ConfigError, RolloutError, describe_error
+from verl.utils.logging import say_once
 from verl.utils.signatures import keywords_of, taken_by
 
 # What the class of a loop gets in any case, and what it gets if it declares it.
@@ -178,7 +181,15 @@ class UserLoop:
             raise RolloutError(
                 f"run of the agent loop '{self.name}' must be async: write `async def run(...)`."
             )
-        return await answer
+        return await watched(answer, self._warn_of_blocking)
+
+    def _warn_of_blocking(self) -> None:
+        say_once(
+            f"The agent loop '{self.name}' blocks the event loop of all episodes: they and the "
+            f"engine wait for more than {BLOCKING_S:g} s in one piece of its code. Await inside "
+            "it, or call slow functions by `await asyncio.to_thread(function, ...)`.",
+            logging.WARNING,
+        )
 
     def _trajectory(
         self, episode: Episode, output: Any, server: ServerManager, number: int
@@ -198,7 +209,29 @@ class UserLoop:
                 "actor_rollout_ref.rollout.agent.on_error=drop."
             )
 
-        response = response[: self.context.max_response_tokens]
+        if any(entry not in (0, 1) for entry in mask):
+            raise RolloutError(
+                f"response_mask of the agent loop '{self.name}' must have 1 for tokens that the "
+                f"model drew and 0 for all others, got {sorted(set(mask) - {0, 1})[:5]}."
+            )
+
+        log_probs = getattr(output, "response_logprobs", None)
+        if log_probs and len(log_probs) != len(response):
+            say_once(
+                f"The agent loop '{self.name}' returned response_logprobs of another length than "
+                "response_ids. They are not read: the log-probs that were recorded with the drawn "
+                "tokens count. Leave them out, or give each token one.",
+                logging.WARNING,
+            )
+
+        most = self.context.max_response_tokens
+        if len(response) > most:
+            say_once(
+                f"The agent loop '{self.name}' returned more response_ids than the {most} of "
+                "data.max_response_length, and those beyond are cut. Stop before, or raise the key.",
+                logging.WARNING,
+            )
+        response = response[:most]
         prompt = [int(token) for token in output.prompt_ids]
         check_prompt(episode, prompt, self.context.config.prompt_length)
 
