@@ -142,6 +142,7 @@ def test_a_reward_that_raises_only_on_an_odd_answer_is_suspicious():
     report = inspect(naive(failing_on(lambda text: "know" in text, KeyError("gone"))))
     assert report.faults == []
     assert "failed on 3 of" in report.suspicions[0]
+    assert report.suspicions[0].endswith("."), "another finding follows in the same line"
 
 
 def test_a_hanging_reward_costs_one_deadline():

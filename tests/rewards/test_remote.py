@@ -98,6 +98,11 @@ def says(text: str):
     )
 
 
+def cut(text: str | None):
+    message = {"role": "assistant", "content": text}
+    return lambda body: (200, {}, {"choices": [{"message": message, "finish_reason": "length"}]})
+
+
 def in_turn(*answers):
     left = list(answers)
     return lambda body: left.pop(0)(body) if len(left) > 1 else left[0](body)
@@ -200,7 +205,9 @@ def test_permanent_errors_are_not_retried(serve):
     ("respond", "message"),
     [
         (status(503), "answered 503"),
-        (says("no number"), r"score_pattern.*no number"),
+        (says("no number"), r"in the form of .*score_pattern \(Score.* got 'no number'. Ask for"),
+        (cut("Well,"), r"got 'Well,'. It was cut: raise reward_model.judge.max_tokens=64"),
+        (cut(None), r"got ''. It was cut: raise reward_model.judge.max_tokens=64"),
         (lambda body: (200, {}, {"choices": []}), "no choices"),
         (lambda body: (200, {}, b"<html>"), "did not answer a JSON object"),
     ],

@@ -281,7 +281,8 @@ def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
             if left is not None and seconds >= left and exchange.last_status is not None:
                 raise RewardError(
                     f"the service answered {exchange.last_status}, and the next attempt, in "
-                    f"{seconds:.1f} s, would come after the deadline of the call"
+                    f"{seconds:.1f} s, would come after the deadline of the call. Look at the "
+                    "service's log, or raise reward_model.timeout_s"
                 )
             return seconds if left is None else min(seconds, left)
 

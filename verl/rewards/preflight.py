@@ -301,7 +301,7 @@ def _failures(report: Report, manager: RewardManager, *, keys_may_come: bool) ->
     may_succeed = keys_may_come and lacks_key
     is_certain = bool(values) or (len(failed) == len(report.probes) and not may_succeed)
     if manager.on_error != "stop" or not is_certain:
-        report.suspicions.append(text)
+        report.suspicions.append(text.rstrip(".") + ".")
         return
 
     assert first.outcome is not None, "it was tried"

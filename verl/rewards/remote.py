@@ -149,16 +149,25 @@ class Judge:
         )
 
         try:
-            text = str(answer["choices"][0]["message"]["content"])
+            choice = answer["choices"][0]
+            content = choice["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise RewardError(
                 f"The judge's answer has no choices[0].message.content: {str(answer)[:300]}"
             ) from None
 
+        text = "" if content is None else str(content)
         found = self._pattern.findall(text)
         if not found:
+            is_cut = choice.get("finish_reason") == "length"
+            advice = (
+                f"It was cut: raise reward_model.judge.max_tokens={self.config.max_tokens}"
+                if is_cut
+                else "Ask for that form in reward_model.judge.prompt, or set another pattern"
+            )
             raise RewardError(
-                f"The judge gave no score (reward_model.judge.score_pattern) in: {text[-300:]!r}"
+                "The judge must answer with a score in the form of reward_model.judge.score_pattern "
+                f"({self.config.score_pattern}), got {text[-300:]!r}. {advice}"
             )
 
         return {"score": self._score(found[-1]), "judge_answer": text}
