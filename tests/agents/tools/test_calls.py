@@ -127,7 +127,7 @@ def test_state_that_trajectories_share_is_a_warning(tool_class, warnings, caplog
 
     with caplog.at_level("WARNING", logger="verl"):
         run_with(tool_set(tool_class({}, None)), scenario)
-    assert caplog.text.count("set self.count anew in a call of 'execute'") == warnings
+    assert caplog.text.count("The tool 'old_counter' set self.count anew in a call.") == warnings
     assert caplog.text.count("self.count[instance_id] = ...") == warnings
     assert caplog.text.count("anew") == warnings
 
@@ -146,6 +146,27 @@ def test_an_empty_answer_is_a_warning(caplog):
         run_with(tool_set(forgets), scenario)
     assert caplog.text.count("'forgets' gave an empty answer in row 7") == 1
     assert "is a return statement missing?" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "outcome", "text"),
+    [
+        ({}, "malformed", "do not fit: n: missing (KeyError: 'n')"),
+        ({"n": "two"}, "malformed", "do not fit: n: expected integer, got string (TypeError"),
+        ({"n": 1, "delay_s": "x"}, "error", "Error: TypeError"),
+        ({"n": 2.0}, "ok", "total 2.0"),
+    ],
+)
+def test_a_class_that_fails_on_arguments_of_another_type_is_not_to_blame(arguments, outcome, text):
+    async def scenario(tools):
+        session = await tools.open("test")
+        result = await one(session, "old_counter", **arguments)
+        await session.finish()
+        return result
+
+    result = run_with(tool_set(counter(), policy="drop"), scenario)
+    assert text in result.text
+    assert result.outcome == ("dropped" if outcome == "error" else outcome)
 
 
 def test_results_have_the_order_of_the_calls():

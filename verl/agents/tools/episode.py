@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from verl.agents.formats.base import ToolCall
+from verl.agents.shared_state import describe_overwriting
 from verl.agents.tools.answers import TextLimit, ToolAnswer, describe_failure
 from verl.agents.tools.homes import Home
 from verl.agents.tools.host import Done, Work
@@ -231,15 +232,7 @@ class Episode:
         done = await home.host.perform(place, work)
         name = done.overwritten
         if name and self._counts.note(work.tool, "overwritten") == 1:
-            logger.warning(
-                "The tool '%s' set self.%s anew in a call of '%s'. Its object serves all "
-                "trajectories, so each overwrites the value of the others. Keep the state of a "
-                "trajectory under its instance_id: self.%s[instance_id] = ...",
-                work.tool,
-                name,
-                work.method,
-                name,
-            )
+            logger.warning("%s", describe_overwriting(f"The tool '{work.tool}'", name))
         return done
 
     async def _create(self, home: Home, deadline: "_Deadline") -> "_Instance | Done":

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from verl.agents.shared_state import overwritten
 from verl.agents.tools.answers import TextLimit, describe_failure, finite, read_answer
 from verl.agents.tools.base import (
     BaseTool,
@@ -191,8 +192,8 @@ class LocalHost:
         shared = getattr(tool, "__dict__", {})
         before = dict(shared)
         try:
-            done = await self._perform(tool, work, ends)
-            done.overwritten = _overwritten(before, shared)
+            done = _blame(tool, work, await self._perform(tool, work, ends))
+            done.overwritten = overwritten(before, shared)
             return done
         finally:
             call_ends.reset(token)
@@ -245,16 +246,16 @@ class LocalHost:
             await asyncio.sleep(CHECK_S)
 
 
-def _overwritten(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return an attribute that has another value than before; "" if none has.
-
-    One that was absent or None is left out: a client that the first call makes is no state of a
-    trajectory.
-    """
-    for name, value in before.items():
-        if value is not None and now.get(name) is not value:
-            return name
-    return ""
+def _blame(tool: BaseTool, work: Work, done: Done) -> Done:
+    """Return the outcome of a call, "malformed" where it failed on arguments that do not fit."""
+    if done.kind != "error" or work.method != "execute":
+        return done
+    problems = tool.tool_schema.function.parameters.problems_of(work.parameters or {})
+    if not problems:
+        return done
+    cause = done.text.removeprefix("Error: ")
+    text = f"Error: the arguments of '{work.tool}' do not fit: {'; '.join(problems[:5])} ({cause})"
+    return Done("malformed", text=work.limit.cut(text))
 
 
 async def _wait(waiting: "asyncio.Future[Done]", work: Work, ends: float) -> Done:

@@ -4,9 +4,21 @@ Keys that no field declares (`items` of an array, nested objects) are kept and r
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+
+# A number without a fraction may be written as 2.0.
+_JSON_CLASSES: dict[str, Any] = {
+    "string": str,
+    "boolean": bool,
+    "integer": (int, float),
+    "number": (int, float),
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
 
 
 class _Schema(BaseModel):
@@ -26,6 +38,17 @@ class OpenAIFunctionParametersSchema(_Schema):
     properties: dict[str, OpenAIFunctionPropertySchema] = {}
     required: list[str] = []
 
+    def problems_of(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return the arguments that are missing or have another type than the schema asks for."""
+        problems = [f"{name}: missing" for name in self.required if name not in arguments]
+        for name, value in arguments.items():
+            asked = self.properties[name].type if name in self.properties else None
+            kinds = [asked] if isinstance(asked, str) else asked or []
+            known = [kind for kind in kinds if kind in _JSON_CLASSES]
+            if known and not any(isinstance(value, _JSON_CLASSES[kind]) for kind in known):
+                problems.append(f"{name}: expected {' or '.join(kinds)}, got {json_kind(value)}")
+        return problems
+
 
 class OpenAIFunctionSchema(_Schema):
     name: str
@@ -43,6 +66,14 @@ class OpenAIFunctionToolSchema(_Schema):
     def for_prompt(self) -> dict[str, Any]:
         """Return the plain values that a chat template prints: only keys that were given."""
         return self.model_dump(exclude_unset=True, exclude_none=True)
+
+
+def json_kind(value: Any) -> str:
+    """Return the name that JSON has for the type of a value."""
+    for kind, classes in _JSON_CLASSES.items():
+        if isinstance(value, classes) and kind != "integer":
+            return kind
+    return type(value).__name__
 
 
 def function_schema(
