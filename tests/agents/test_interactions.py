@@ -18,6 +18,7 @@ from verl.agents.interactions.gsm8k import RIGHT, WRONG
 from verl.agents.interactions.registry import choose_interaction
 from verl.agents.interactions.session import as_reply
 from verl.utils.errors import ConfigError, DataError, RolloutError
+from verl.utils.logging import say_once
 
 
 class Misspelled(BaseInteraction):
@@ -28,6 +29,36 @@ class Misspelled(BaseInteraction):
 class TakesLess(BaseInteraction):
     async def generate_response(self, messages):  # pyright: ignore[reportIncompatibleMethodOverride]
         return True, "", 0.0, {}
+
+
+class Patient(BaseInteraction):
+    """Counts the turns of a conversation where all conversations share it."""
+
+    turns = 0
+
+    async def start_interaction(self, instance_id=None, **kwargs):
+        self.turns = 0
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        self.turns += 1
+        return self.turns == 2, "Go on.", 0.0, {}
+
+
+class Remembering(BaseInteraction):
+    """Counts them by conversation."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.turns = {}
+
+    async def start_interaction(self, instance_id=None, **kwargs):
+        self.turns[instance_id] = 0
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        self.turns[instance_id] += 1
+        return self.turns[instance_id] == 2, "Go on.", 0.0, {}
 
 
 GSM8K = "verl.agents.interactions.gsm8k.Gsm8kInteraction"
@@ -357,3 +388,22 @@ def test_blocking_users_answer_concurrently():
 def test_a_deadline_must_be_a_number_above_zero():
     with pytest.raises(ConfigError, match=r"config.timeout_s of the interaction Recorder.*'soon'"):
         InteractionSet({"x": Recorder({"timeout_s": "soon"})})
+
+
+@pytest.mark.parametrize(("user", "warnings"), [(Patient, 1), (Remembering, 0)])
+def test_state_that_conversations_share_is_a_warning(user, warnings, caplog):
+    say_once.cache_clear()
+    interaction = user({})
+
+    async def main():
+        for _ in range(2):
+            async with InteractionSession(interaction, {}) as session:
+                for _ in range(2):
+                    reply = await session.generate_response(QUESTION)
+            assert reply.should_terminate
+
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        asyncio.run(main())
+    message = f"The interaction {user.__name__} set self.turns anew in a call."
+    assert caplog.text.count(message) == warnings
+    assert caplog.text.count("self.turns[instance_id] = ...") == warnings

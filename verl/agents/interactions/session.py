@@ -1,6 +1,7 @@
 """One conversation with a simulated user: deadlines, counted outcomes, and an end in every case."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +12,11 @@ from verl.agents.interactions.registry import (
     choose_interaction,
     initialize_interactions_from_config,
 )
-from verl.agents.user_thread import UserSession, UserThread, is_finite_number
+from verl.agents.shared_state import describe_overwriting, overwritten
+from verl.agents.user_thread import UserCall, UserSession, UserThread, is_finite_number
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.json_text import whole_characters
-from verl.utils.logging import logger
+from verl.utils.logging import logger, say_once
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -101,6 +103,18 @@ class InteractionSession(UserSession):
         assert self.failure is not None
         logger.debug("conversation %s: %s", self.instance_id, self.failure.error)
         return InteractionReply(True, "", 0.0, self.failure.facts)
+
+    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> UserCall:
+        """Do as `UserSession._call`, and warn of state that all conversations share."""
+        shared = getattr(self.interaction, "__dict__", {})
+        before = dict(shared)
+        call = await super()._call(method, *args, **kwargs)
+
+        attribute = overwritten(before, shared)
+        if attribute:
+            label = f"The interaction {type(self.interaction).__name__}"
+            say_once(describe_overwriting(label, attribute), logging.WARNING)
+        return call
 
     async def finalize(self) -> None:
         """End the conversation, once. Called also after a failure or a cancelled episode."""
