@@ -15,6 +15,7 @@ from verl.config.reward import JudgeConfig, RequestsConfig
 from verl.rewards.json_client import MAX_ANSWER_BYTES, JsonClient
 from verl.rewards.managers import NaiveRewardManager
 from verl.rewards.remote import Judge
+from verl.utils.deadline import call_ends
 from verl.utils.errors import RewardError
 
 ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n"
@@ -158,3 +159,19 @@ def test_json_nested_too_deeply_is_no_answer(server):
     server.respond = lambda send: send(head + data)
     with pytest.raises(RewardError, match="did not answer a JSON object"):
         make_client(server).post("/", {})
+
+
+def test_a_service_that_drops_connections_is_named_before_the_deadline(server):
+    requests = RequestsConfig(timeout_s=60.0, max_retries=5, backoff_s=300.0)
+    client = JsonClient(server.url, key="some.url", max_concurrent=1, requests=requests)
+    token = call_ends.set(time.monotonic() + 40)
+    began = time.monotonic()
+    message = (
+        r"the service did not answer \(\w+: .*\), and the next attempt, in .* after the deadline"
+    )
+    try:
+        with pytest.raises(RewardError, match=message):
+            client.post("/", {})
+    finally:
+        call_ends.reset(token)
+    assert time.monotonic() - began < 30

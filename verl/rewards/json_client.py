@@ -164,7 +164,7 @@ class _Exchange:
         self.wait_for_turn = wait_for_turn
         self.ends = call_ends.get()
         self.attempt_is_late = False
-        self.last_status: int | None = None  # of an answer that is retried
+        self.last_fault = ""  # of an attempt that is retried
         self.retries = _retries(self, max_retries)
         self._alarm: threading.Timer | None = None
 
@@ -249,8 +249,11 @@ def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
             exchange.end_attempt()
             more = super().increment(*args, **options)
             response = options.get("response")
-            if response is not None:
-                exchange.last_status = response.status
+            if response is None:
+                lost = options.get("error")
+                exchange.last_fault = f"did not answer ({type(lost).__name__}: {lost})"
+            else:
+                exchange.last_fault = f"answered {response.status}"
                 response.close()  # urllib3 would read all of it, at any length
             exchange.check_deadline()
             return more
@@ -278,9 +281,9 @@ def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
 
         def _in_time(self, seconds: float) -> float:
             left = exchange.time_left()
-            if left is not None and seconds >= left and exchange.last_status is not None:
+            if left is not None and seconds >= left and exchange.last_fault:
                 raise RewardError(
-                    f"the service answered {exchange.last_status}, and the next attempt, in "
+                    f"the service {exchange.last_fault}, and the next attempt, in "
                     f"{seconds:.1f} s, would come after the deadline of the call. Look at the "
                     "service's log, or raise reward_model.timeout_s"
                 )

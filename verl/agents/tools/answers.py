@@ -99,9 +99,9 @@ def finite(value: Any, name: str) -> float:
     """
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError):
         got = f"{type(value).__name__} {text_of(value)[:50]!r}"
-        raise TypeError(f"{name} must be a number, got {got}") from error
+        raise TypeError(f"{name} must be a number, got {got}") from None
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}")
     return number
