@@ -194,7 +194,7 @@ def test_a_bad_row_is_the_error_of_its_own_batch(
         next(batches)
     assert str(error.value) == str(alone.value)
     assert str(error.value).startswith(f"{tmp_path}/rows.jsonl, row 7: image 0 of the row: ")
-    assert error.value.__cause__ is None
+    assert repr(error.value.__cause__) == repr(alone.value.__cause__)
     assert capfd.readouterr().err == ""
 
 
@@ -228,10 +228,48 @@ def test_a_dataset_of_a_users_file_is_read_in_processes(
     batches = iter(make())
     drawn = [next(batches).non_tensor_batch["drawn"].tolist() for _ in range(2)]
     assert len({*drawn[0], *drawn[1]}) == 4
-    with pytest.raises(ValueError, match="^no 5$") as error:
+    message = (
+        r"The call for row 5 of the data set 'Own' \(.*own\.py\) raised ValueError in line 8: no"
+    )
+    with pytest.raises(DataError, match=message) as error:
         next(batches)
-    assert "own.py" in str(error.value.__cause__), "the traceback of the process is the cause"
+    users = error.value.__cause__
+    assert repr(users) == "ValueError('no 5')"
+    assert "own.py" in str(users.__cause__), "the traceback of the process is its cause"
     assert next(iter(make())).non_tensor_batch["drawn"].tolist() == drawn[0], "can be repeated"
+
+
+@pytest.mark.parametrize("base", ["RLDataset", "object"])
+def test_an_error_of_a_users_dataset_names_row_and_class(
+    tmp_path: Path, parquet: Any, tokenizer: Any, base: str
+) -> None:
+    """With the `__getitems__` of RLDataset, and without."""
+    (tmp_path / "own.py").write_text(OWN.replace("Own(RLDataset)", f"Own({base})"))
+    kind = load_extern_type(str(tmp_path / "own.py"), "Own")
+    if base == "RLDataset":
+        data = kind(parquet(make_rows(6)), tokenizer, DataConfig(max_prompt_length=64))
+    else:
+        data = kind()
+    data.bad = 5
+
+    message = r"^The call for row 5 of the data set 'Own' \(.*own\.py\) raised ValueError in line 8"
+    with pytest.raises(DataError, match=message) as error:
+        read_rows(data, [5, 1] if base == "object" else [1, 5])
+    assert repr(error.value.__cause__) == "ValueError('no 5')"
+
+
+def test_a_dataset_that_reads_no_batch_is_named() -> None:
+    class Batched:
+        def __getitem__(self, item: int) -> dict[str, Any]:
+            return {"row": item}
+
+        def __getitems__(self, items: list[int]) -> list[dict[str, Any]]:
+            raise KeyError("text")
+
+    message = "The call for 2 rows of the data set 'Batched' .* raised KeyError in line .*'text'"
+    with pytest.raises(DataError, match=message) as error:
+        read_rows(Batched(), [1, 5])
+    assert isinstance(error.value.__cause__, KeyError)
 
 
 def test_a_dataset_that_cannot_be_sent_is_an_error_with_the_key(

@@ -18,7 +18,7 @@ from verl.rewards.managers import (
     PrimeRewardManager,
 )
 from verl.rewards.preflight import choose_rows, gold_answers, inspect_reward, preflight
-from verl.utils.errors import ConfigError, RewardError
+from verl.utils.errors import ConfigError, DataError, RewardError
 
 
 def row(source: str, truth: Any, **extra: Any) -> dict[str, Any]:
@@ -79,6 +79,19 @@ def test_shipped_tasks_raise_no_alarm(task):
 def test_rows_are_spread_over_the_data():
     assert [number for number, _ in choose_rows(list(range(10)), 3)] == [0, 4, 9]  # pyright: ignore[reportArgumentType]
     assert [number for number, _ in choose_rows(ROWS[:1], 3)] == [0]
+
+
+def test_a_row_that_a_dataset_does_not_give_is_named():
+    class Own(list[Any]):
+        def __getitem__(self, item: Any) -> Any:
+            return super().__getitem__(item)["text"]
+
+    message = (
+        r"^The call for row 0 of the data set 'Own' \(.*\) raised KeyError in line \d+: 'text'"
+    )
+    with pytest.raises(DataError, match=message) as error:
+        choose_rows(Own(ROWS), 3)
+    assert isinstance(error.value.__cause__, KeyError)
     assert gold_answers({"extra_info": None}) == []
 
 

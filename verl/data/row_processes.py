@@ -39,6 +39,7 @@ from verl.utils.errors import (
 from verl.utils.imports import file_of_user, load_module
 from verl.utils.logging import logger
 from verl.utils.seeding import seed_everything
+from verl.utils.user_parts import errors_of_dataset, read_row
 
 Items = list[dict[str, Any]]
 
@@ -70,9 +71,25 @@ class _Started(NamedTuple):
 
 
 def read_rows(dataset: Any, rows: list[int]) -> Items:
-    """Return the items of some rows, together if the data set has torch's `__getitems__`."""
+    """Return the items of some rows, together if the data set has torch's `__getitems__`.
+
+    Raises DataError with the row and the class for an error that is not one of this package.
+    """
     several = getattr(dataset, "__getitems__", None)
-    return [dataset[row] for row in rows] if several is None else several(rows)
+    if several is None:
+        return [read_row(dataset, row) for row in rows]
+
+    try:
+        return several(rows)
+    except VerlError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        failed = error
+
+    for row in rows:
+        read_row(dataset, row)  # raises for the row that failed
+    with errors_of_dataset(dataset, f"{len(rows)} rows"):  # each of them can be read alone
+        raise failed
 
 
 class RowProcesses:
@@ -166,16 +183,16 @@ class RowProcesses:
 
     def _receive(self, draw: Draw) -> Items:
         items: Items = [{}] * len(draw.rows)
-        refused: dict[int, Raised] = {}  # by place in the batch
+        refused: dict[int, list[Any]] = {}  # the error and its cause, by place in the batch
         for number, link in enumerate(self._readers_of(draw)):
             message = self._answer(link)
             if message.kind == Kind.RESULT:
                 items[number :: self.count] = message.value()
             else:
-                place, raised = message.value()
+                place, *raised = message.value()
                 refused[number + place * self.count] = raised
         if refused:
-            self._raise(refused[min(refused)])  # as the driver would, which reads row by row
+            self._raise(*refused[min(refused)])  # as the driver would, which reads row by row
 
         if self._pictures is not None:
             for item in items:
@@ -194,11 +211,17 @@ class RowProcesses:
         except (EOFError, ConnectionError) as error:
             raise self._lost() from error
 
-    def _raise(self, raised: Raised) -> NoReturn:
-        if isinstance(raised.error, VerlError):
+    def _raise(self, raised: Raised, cause: Raised | None) -> NoReturn:
+        there = RemoteTraceback(raised.traceback)
+        if raised.error is None:
+            raise DataError(f"{self._key}: a process raised {raised.summary}") from there
+        if cause is None:
             raise raised.error
-        error = raised.error or DataError(f"{self._key}: a process raised {raised.summary}")
-        raise error from RemoteTraceback(raised.traceback)
+
+        if cause.error is None:
+            raise raised.error from there
+        cause.error.__cause__ = there
+        raise raised.error from cause.error
 
     def _lost(self) -> WorkerLostError:
         end = describe_end(self._started[0].leader.wait())  # it ends as its forks do
@@ -285,8 +308,12 @@ def _place_of_refused(dataset: Any, rows: list[int]) -> int:
 
 
 def _refuse(link: Link, place: int, error: Exception) -> None:
-    """Send an error, and wait for the end: the driver may first ask for another batch."""
-    link.send(Kind.RAISED, 0, (place, Raised.from_error(error)))
+    """Send an error with its cause, and wait for the end.
+
+    The driver may first ask for another batch.
+    """
+    cause = None if error.__cause__ is None else Raised.from_error(error.__cause__)
+    link.send(Kind.RAISED, 0, (place, Raised.from_error(error), cause))
     while True:
         link.receive()
 

@@ -22,6 +22,7 @@ from verl.rewards.texts import traceback_below
 from verl.utils.errors import ConfigError, RewardError, text_of
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state
+from verl.utils.user_parts import read_row
 
 NUM_ROWS = 3
 TIMEOUT_S = 60.0  # of a call, unless reward_model.timeout_s is shorter
@@ -143,7 +144,7 @@ def choose_rows(dataset: MapDataset, count: int) -> Rows:
     numbers: set[int] = set()
     for place in range(min(count, len(dataset))):
         numbers.add(round(place * last / max(count - 1, 1)))
-    return [(number, dataset[number]) for number in sorted(numbers)]
+    return [(number, read_row(dataset, number)) for number in sorted(numbers)]
 
 
 def inspect_reward(

@@ -1,12 +1,19 @@
-"""Errors of functions and classes that a user registers by name."""
+"""Errors of functions and classes that a user registers by name, or gives as a data set."""
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.errors import AlgorithmError, VerlError, frame_of, line_in, text_or_source
+from verl.utils.errors import (
+    AlgorithmError,
+    DataError,
+    VerlError,
+    frame_of,
+    line_in,
+    text_or_source,
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,19 @@ class NamedPart:
     def must_return(self, expected: str, got: Any) -> AlgorithmError:
         """Return the error for an answer of another kind or shape."""
         return AlgorithmError(f"{self} must return {expected}, got {describe_value(got)}.")
+
+
+def errors_of_dataset(dataset: Any, rows: str) -> AbstractContextManager[None]:
+    """Raise errors of reading `rows` as DataError with them and the class of the data set."""
+    kind = type(dataset)
+    part = NamedPart(f"call for {rows} of the data set", kind.__name__, kind, DataError)
+    return part.naming_errors()
+
+
+def read_row(dataset: Any, row: int) -> Any:
+    """Return an item of a data set. See `errors_of_dataset`."""
+    with errors_of_dataset(dataset, f"row {row}"):
+        return dataset[row]
 
 
 def describe_value(value: Any) -> str:
