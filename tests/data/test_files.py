@@ -96,7 +96,8 @@ def test_requested_split_of_a_folder_is_read(tmp_path: Path):
     ("name", "content", "message"),
     [
         ("absent.parquet", None, r"does not exist; data files in that folder: beside\.jsonl"),
-        ("none/absent.parquet", None, "nor does the folder"),
+        ("absent.parquet", None, r"Correct the path \(data\.train_files\), or make the file with"),
+        ("none/absent.parquet", None, r"nor does .*\. Correct the path \(data\.train_files\)\.$"),
         ("empty.parquet", b"", r"empty\.parquet' is empty \(0 bytes\)"),
         ("blank.jsonl", b"\n \n", "has no rows"),
         ("not.parquet", b"PAR0 nothing", r"not readable as Parquet: .*[^.]\. Write it again\.$"),

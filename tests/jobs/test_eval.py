@@ -251,6 +251,15 @@ def test_errors_in_the_inputs_are_reported(tmp_path, capsys, line, overrides, me
     assert message in capsys.readouterr().err
 
 
+def test_a_missing_file_is_named_with_the_key_that_gives_it(tmp_path, capsys):
+    path = tmp_path / "responses.parquet"
+    assert main([f"data.path={path}"]) == 1
+    assert capsys.readouterr().err.strip() == (
+        f"DataError: Data file '{path}' does not exist; no data file is in that folder. Correct "
+        "the path (data.path), or make the file with `verl generate`."
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -319,6 +319,13 @@ def test_missing_fields_of_a_file_are_reported_before_anything_is_generated(
     assert not (tmp_path / "out.parquet.parts").exists()
 
 
+def test_a_missing_file_is_named_with_the_key_that_gives_it(tmp_path, capsys):
+    assert generate(tmp_path / "out.parquet", f"data.path={tmp_path}/in.parquet") == 1
+    error = capsys.readouterr().err
+    assert "in.parquet' does not exist; no data file is" in error
+    assert "Correct the path (data.path), or make the file" in error
+
+
 def test_errors_of_shared_code_name_keys_as_this_job_spells_them(tmp_path, capsys):
     assert generate(tmp_path / "out.parquet", "rollout.name=embeded") == 1
     output = capsys.readouterr().err

@@ -154,8 +154,19 @@ def as_file_list(files: Any) -> list[str]:
     return [str(file) for file in listed]
 
 
-def open_rows(file: str | Path, split: str = "train") -> Rows:
-    """Return the rows of a file or folder; `split` selects among several in a folder.
+def open_rows(
+    file: str | Path,
+    split: str = "train",
+    *,
+    key: str | None = None,
+    made_by: str = "a script of examples/data_preprocess",
+) -> Rows:
+    """Return the rows of a file or folder.
+
+    Args:
+        split: selects among several in a folder.
+        key: configuration key that gives the file, for errors; None: that of the split.
+        made_by: program that writes such a file, for errors.
 
     Raises DataError if it is missing, unreadable or empty, or its format is unknown.
     """
@@ -163,7 +174,7 @@ def open_rows(file: str | Path, split: str = "train") -> Rows:
     if path.is_dir():
         rows: Rows = _open_folder(path, split)
     elif not path.is_file():
-        raise DataError(_missing(file, path))
+        raise DataError(_missing(file, path, key or f"data.{split}_files", made_by))
     elif path.stat().st_size == 0:
         raise DataError(
             f"Data file '{file}' is empty (0 bytes). Write it again, or remove it from the list."
@@ -303,11 +314,12 @@ def _convert(path: Path) -> str:
     return f' Convert it: python -c "{code}" {source} {target}'
 
 
-def _missing(file: str | Path, path: Path) -> str:
+def _missing(file: str | Path, path: Path, key: str, made_by: str) -> str:
     folder = path.parent
     if not folder.is_dir():
         return (
-            f"Data file '{file}' does not exist, nor does the folder '{folder}'. Correct the path."
+            f"Data file '{file}' does not exist, nor does the folder '{folder}'. Correct the path "
+            f"({key})."
         )
 
     suffixes = (".parquet", ".json", ".jsonl")
@@ -317,8 +329,8 @@ def _missing(file: str | Path, path: Path) -> str:
     else:
         found = "no data file is in that folder"
     return (
-        f"Data file '{file}' does not exist; {found}. Correct the path, or make the file with a "
-        "script of examples/data_preprocess."
+        f"Data file '{file}' does not exist; {found}. Correct the path ({key}), or make the file "
+        f"with {made_by}."
     )
 
 

@@ -70,7 +70,7 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
     """
     prompts: list[ScoredPrompt] = []
     for file in as_file_list(data.path):
-        rows = open_rows(file)
+        rows = open_rows(file, key="data.path", made_by="`verl generate`")
         require_column(file, rows, data.response_key, "data.response_key")
         for number in range(len(rows)):
             row = rows.row(number)

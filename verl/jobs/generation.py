@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from verl.config.generation import PLACE_AND_SPEED, SHARED, GenerationConfig
 from verl.config.keys import keys_of, value_at
-from verl.data.files import ArrowRows, Rows
+from verl.data.files import ArrowRows, Rows, open_rows
 from verl.data.lengths import tokenizer_fingerprint
 from verl.data.rl_dataset import RLDataset
 from verl.data.toy import TOY, toy_files
@@ -32,6 +32,9 @@ _READS_A_FILE = 32
 
 class Prompts(RLDataset):
     """The prompts as in training, and their rows as a table."""
+
+    def _open_files(self, split: str) -> list[Rows]:
+        return [open_rows(file, split, key="data.path") for file in self.files]
 
     def table(self) -> pa.Table:
         """Return all columns of the kept rows, in the types of their files.
