@@ -22,6 +22,9 @@ STDIO = {
     "env": {"KEY": "value"},
 }
 
+# It never answers, and ends with its standard input.
+SILENT = {"command": sys.executable, "args": ["-c", "import sys; list(sys.stdin)"]}
+
 
 class Shouting(MCPBaseTool):
     """A user's class with its own parser of answers."""
@@ -30,11 +33,16 @@ class Shouting(MCPBaseTool):
         return content[0].text.upper() + "!", {"parts": len(content)}
 
 
+def write_servers(folder, **servers):
+    path = folder / "servers.json"
+    path.write_text(json.dumps({"mcpServers": servers}))
+    return path
+
+
 def write_config(
     folder, server, class_name="verl.agents.tools.mcp.MCPSearchTool", *, timeout=20, **mcp
 ):
-    servers = folder / "servers.json"
-    servers.write_text(json.dumps({"mcpServers": {"small": server}}))
+    servers = write_servers(folder, small=server)
     entry = {
         "class_name": class_name,
         "config": {"type": "mcp", "rate_limit": 1000, "timeout": timeout, "isolation": "thread"},
@@ -155,6 +163,62 @@ def test_a_server_that_never_lists_its_tools_is_ended(tmp_path, monkeypatch):
     )
     with pytest.raises(ConfigError, match=r"did not list its tools within 0\.3 s"):
         ToolSet.from_config(path)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_server_that_is_still_connecting_ends_where_another_one_fails(tmp_path):
+    before = set(psutil.Process().children(recursive=True))
+    missing = {"command": str(tmp_path / "missing")}
+    path = write_servers(tmp_path, silent=SILENT, missing=missing)
+    manager = MCPClientManager()
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="missing: the MCP server cannot be reached: FileNotF"):
+        manager.connect(path, 10.0, None)
+    manager.close()
+    assert time.monotonic() - start < 4  # an end of the connection is waited for during 5 s
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_cancelled_connection_ends_its_server(tmp_path):
+    before = set(psutil.Process().children(recursive=True))
+    path = write_servers(tmp_path, silent=SILENT)
+    manager = MCPClientManager()
+
+    def started():
+        return set(psutil.Process().children(recursive=True)) - before
+
+    async def until(condition):
+        deadline = time.monotonic() + 20
+        while not condition() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        assert condition()
+
+    async def run():
+        connecting = asyncio.ensure_future(manager.initialize(path))
+        await until(started)
+        connecting.cancel()
+        await until(lambda: not started())
+
+    asyncio.run(run())
+    manager.close()
+
+
+def test_callers_that_connect_at_once_share_a_server_or_get_its_error(tmp_path):
+    before = set(psutil.Process().children(recursive=True))
+    path = write_servers(tmp_path, small=STDIO)
+    manager = MCPClientManager()
+
+    async def both(file):
+        calls = [manager.initialize(file) for _ in range(2)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert asyncio.run(both(path)) == [None, None]
+    assert len(set(psutil.Process().children(recursive=True)) - before) == 1
+    path = write_servers(tmp_path, gone={"command": sys.executable, "args": ["-c", "pass"]})
+    errors = asyncio.run(both(path))
+    manager.close()
+    assert all(isinstance(error, ConfigError) for error in errors)
+    assert all("gone: the MCP server cannot be reached: MCPError" in str(e) for e in errors)
     assert set(psutil.Process().children(recursive=True)) <= before
 
 

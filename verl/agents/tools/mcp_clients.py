@@ -175,7 +175,12 @@ class MCPClientManager:
             if server is None or server.config != config:
                 server = self._servers[path, name] = _Server(f"{path}, {name}", config)
             servers.append(server)
-        await asyncio.gather(*(server.connect() for server in servers))
+        connecting = [asyncio.ensure_future(server.connect()) for server in servers]
+        try:
+            await asyncio.gather(*connecting)
+        finally:
+            for task in connecting:
+                task.cancel()  # where one has failed, the others may still wait for their servers
 
         rate = RateLimit(rate_limit)
         for server in servers:
@@ -214,8 +219,10 @@ class _Server:
             try:
                 self._client = await asyncio.wait_for(ready, START_TIMEOUT_S)
             except Exception as error:
-                self._serving.cancel()  # it may wait for the server
                 raise ConfigError(f"{self.place}: {_no_connection(error)}") from error
+            finally:
+                if self._client is None:  # also where the caller was cancelled
+                    self._serving.cancel()  # it may wait for the server
 
     async def disconnect(self) -> None:
         """Close the connection."""
