@@ -188,6 +188,8 @@ def test_noise_follows_the_seed(untrained):
         (CHATS[0][0], "needs a list of prompts .* got {'role'"),
         ([CHATS[0], 3], "Prompt 1 must be a list of messages"),
         (CHATS[0], "Prompt 0 must be a list of messages"),
+        (["ok", ""], "Prompt 1 ends with an empty message, so there is nothing to answer"),
+        ([[{"role": "user", "content": " \n"}]], "Prompt 0 ends with an empty message"),
         (["ok", "1 + " * 30], "Prompt 1 has .* tokens, data.max_prompt_length allows 24. Raise it"),
         (
             DataProto.from_dict(non_tensors={"raw_prompt": CHATS}),

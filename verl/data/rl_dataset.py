@@ -390,7 +390,7 @@ def check_rows(
 
     for number, value in enumerate(rows.column(key)):
         try:
-            _check_prompt(value, reads_pictures=reads_pictures)
+            check_prompt(value, reads_pictures=reads_pictures)
         except DataError as error:  # `errors_at` in every round would take as long as the check
             raise DataError(f"{file}, row {number}, column '{key}': {error}.") from error
 
@@ -404,7 +404,8 @@ def check_rows(
             _check_type(file, name, rows, dict, "a dict")
 
 
-def _check_prompt(prompt: Any, *, reads_pictures: bool) -> None:
+def check_prompt(prompt: Any, *, reads_pictures: bool) -> None:
+    """Raise DataError for a value that is no prompt, or that ends with an empty message."""
     messages = without_picture_parts(prompt) if reads_pictures else as_messages(prompt)
     last = messages[-1]
     if last["role"] != "tool" and not _has_content(last):

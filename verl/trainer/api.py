@@ -17,7 +17,7 @@ from verl.config.rules import training_data_is_named
 from verl.data.chat import apply_chat_template, as_messages
 from verl.data.collate import collate
 from verl.data.pictures import PictureReader
-from verl.data.rl_dataset import cut_prompt
+from verl.data.rl_dataset import check_prompt, cut_prompt
 from verl.diagnostics.view.notebook import Page, load_run
 from verl.models.pictures import pictures_of
 from verl.protocol import DataProto
@@ -401,6 +401,7 @@ class RLTrainer:
 
     def _encoded(self, prompt: Any) -> dict[str, Any]:
         """Return a prompt's columns: token ids, messages, and pictures if the model reads them."""
+        check_prompt(prompt, reads_pictures=self._pictures is not None)
         if self._pictures is None:
             messages = as_messages(prompt)
             ids = apply_chat_template(self.tokenizer, messages)
