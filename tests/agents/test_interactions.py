@@ -192,7 +192,8 @@ def test_mistakes_name_file_entry_and_key(tmp_path, text, facts):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nothing.yaml"):
+    message = r"^multi_turn\.interaction_config_path: expected a YAML file at '.*nothing\.yaml', "
+    with pytest.raises(ConfigError, match=message):
         initialize_interactions_from_config(tmp_path / "nothing.yaml")
 
 

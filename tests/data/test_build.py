@@ -213,6 +213,28 @@ def test_unsuitable_user_dataset_is_an_error(tokenizer, own, name, error, messag
         build_dataset(config, tokenizer, split="train")
 
 
+def test_a_missing_file_of_a_users_class_is_named_with_its_key(tokenizer, parquet, tmp_path):
+    missing = str(tmp_path / "missing.py")
+    config = make_config(train_files=["x.parquet"])
+    config.data.custom_cls.path = missing
+    config.data.custom_cls.name = "Own"
+    expected = f"expected a Python file at '{missing}', found none."
+    with pytest.raises(ConfigError, match=rf"^data\.custom_cls\.path: {expected}"):
+        build_dataset(config, tokenizer, split="train")
+
+    dataset = RLDataset(parquet(make_rows(3)), tokenizer, DataConfig(max_prompt_length=64))
+    config.data.sampler.class_path = missing
+    config.data.sampler.class_name = "Own"
+    with pytest.raises(ConfigError, match=rf"^data\.sampler\.class_path: {expected}"):
+        build_sampler(config.data, dataset)
+
+    config.data.custom_cls.path = "no_such_module"
+    with pytest.raises(
+        ConfigError, match=r"^data\.custom_cls\.path: cannot import 'no_such_module'"
+    ):
+        build_dataset(config, tokenizer, split="train")
+
+
 def test_user_sampler_orders_the_rows(tokenizer, own, parquet):
     dataset = RLDataset(parquet(make_rows(3)), tokenizer, DataConfig(max_prompt_length=64))
     data = DataConfig()

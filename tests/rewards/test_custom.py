@@ -100,3 +100,11 @@ def test_unknown_reward_kwargs_and_files_are_rejected_at_start(reward_file, tmp_
         load_custom_reward(reward_file, "judge", {"temperature": 1})
     with pytest.raises(ConfigError, match="Python file"):
         load_custom_reward(str(tmp_path / "other.py"))
+
+
+def test_a_missing_file_or_module_is_named_with_its_key(tmp_path):
+    key = r"custom_reward_function\.path"
+    with pytest.raises(ConfigError, match=rf"{key}: expected a Python file at '.*missing\.py'"):
+        load_custom_reward(str(tmp_path / "missing.py"))
+    with pytest.raises(ConfigError, match=rf"{key}: cannot import 'no_such_module'"):
+        load_custom_reward("no_such_module")

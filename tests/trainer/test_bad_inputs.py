@@ -398,7 +398,10 @@ def test_a_reward_file_with_a_syntax_error(tmp_path, capfd):
             "actor_rollout_ref.model.path=./no_such_folder",
             "Expected a model folder at './no_such_folder', found none",
         ),
-        ("actor_rollout_ref.model.external_lib=no_such_module", "Cannot import 'no_such_module'"),
+        (
+            "actor_rollout_ref.model.external_lib=no_such_module",
+            "model.external_lib: cannot import 'no_such_module'",
+        ),
         ("custom_reward_function.path=no_such_file.py", "found none at 'no_such_file.py'"),
     ],
 )

@@ -12,10 +12,12 @@ from tests.trainer.runs import PPO, moments, run, same_bits, step_lines, weights
 from tests.workers import own_critic
 from tests.workers.batches import actor_of, config, critic_of, trajectories
 from tests.workers.own_critic import BoundedCritic, BoundedHead
+from verl.config import CriticConfig
 from verl.models.attention import apply_checkpointing
 from verl.models.critic import CriticModel
 from verl.models.packed import PackedBatch, PackedValueModel, PaddedValueModel
 from verl.utils.errors import ConfigError, ModelError
+from verl.workers.critic import critic_class
 
 
 def batch() -> PackedBatch:
@@ -134,6 +136,17 @@ def test_an_invalid_class_is_reported_in_one_sentence(
     with pytest.raises(error, match=message):
         actor, critic = worker(tmp_path, name)
         critic.compute_values(trajectories(actor))
+
+
+def test_a_missing_file_is_named_with_its_key() -> None:
+    settings = CriticConfig()
+    settings.model.custom_cls.path = "missing.py"
+    settings.model.custom_cls.name = "Own"
+    message = (
+        r"^critic\.model\.custom_cls\.path: expected a Python file at 'missing\.py', found none"
+    )
+    with pytest.raises(ConfigError, match=message):
+        critic_class(settings.model)
 
 
 def test_ranks_cannot_share_the_tokens_of_a_padded_row(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def read_entries(path: str | Path) -> list[Entry]:
             or a class that cannot be imported. The message names file, entry and key.
     """
     file = Path(path).expanduser()
-    content = read_yaml(path)
+    content = read_yaml(path, "multi_turn.interaction_config_path")
     found = content.get("interaction") if isinstance(content, Mapping) else None
     if not isinstance(found, list) or not found:
         raise ConfigError(

@@ -144,7 +144,9 @@ def build_sampler(data: DataConfig, dataset: MapDataset) -> Sampler | None:
     """Build the sampler of `data.sampler`; None leaves the order to seed and shuffle."""
     if data.sampler.class_path is None:
         return None
-    kind = load_extern_type(data.sampler.class_path, str(data.sampler.class_name))
+    kind = load_extern_type(
+        data.sampler.class_path, str(data.sampler.class_name), "data.sampler.class_path"
+    )
     arguments = {"data_source": dataset, "data_config": data}
     check_keywords(kind, arguments, f"data.sampler.class_name={data.sampler.class_name}")
     made = kind(**arguments)
@@ -159,7 +161,9 @@ def _custom_dataset(
     split: str,
     pictures: PictureReader | None,
 ) -> MapDataset:
-    kind = load_extern_type(str(data.custom_cls.path), str(data.custom_cls.name))
+    kind = load_extern_type(
+        str(data.custom_cls.path), str(data.custom_cls.name), "data.custom_cls.path"
+    )
     arguments: dict[str, Any] = {"data_files": files, "tokenizer": tokenizer, "config": data}
     if declares(kind, "processor"):
         arguments["processor"] = None if pictures is None else pictures.processor.processor

@@ -63,7 +63,7 @@ def load_function(
     path: str, name: str, extra: Mapping[str, Any], for_batches: bool
 ) -> RewardFunction:
     """Load a function from a user's file into this process; see `load_custom_reward`."""
-    function = load_extern_type(path, name)
+    function = load_extern_type(path, name, "custom_reward_function.path")
     if not callable(function):
         raise ConfigError(
             f"custom_reward_function.name='{name}' in '{path}' must be a function, it is "

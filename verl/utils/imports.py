@@ -63,13 +63,14 @@ def import_user_code(*named: str | Sequence[str] | None) -> None:
     paths_or_names = [part.strip() for text in texts for part in text.split(",")]
     for path_or_name in dict.fromkeys(paths_or_names):
         if path_or_name:
-            load_module(path_or_name)
+            load_module(path_or_name, "model.external_lib")
 
 
-def load_module(path_or_name: str) -> ModuleType:
+def load_module(path_or_name: str, key: str | None = None) -> ModuleType:
     """Import a user's `.py` file (once per process), or a module by its dotted name.
 
-    `pkg://package.module` and `file:///folder/file.py`, as verl writes them, are understood.
+    `pkg://package.module` and `file:///folder/file.py`, as verl writes them, are understood. `key`
+    is the configuration key that names it, for errors.
 
     Raises ConfigError if it does not exist or fails to load, and MissingDependencyError if a
     package that it imports is not installed.
@@ -77,9 +78,11 @@ def load_module(path_or_name: str) -> ModuleType:
     path_or_name = without_scheme(path_or_name)
     path = Path(path_or_name).expanduser()
     if path.suffix != ".py":
-        return _import_by_name(path_or_name)
+        return _import_by_name(path_or_name, key)
     if not path.is_file():
-        raise ConfigError(f"Expected a Python file at '{path_or_name}', found none.")
+        raise ConfigError(
+            _with_key(key, f"Expected a Python file at '{path_or_name}', found none.")
+        )
 
     # The name depends on the path, so that two users' `reward.py` never shadow each other.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
@@ -119,14 +122,20 @@ def _import_file(path: Path, name: str) -> None:
         raise explained from error
 
 
-def _import_by_name(name: str) -> ModuleType:
+def _with_key(key: str | None, message: str) -> str:
+    """Put the configuration key in front of a message, if there is one."""
+    return message if key is None else f"{key}: {message[0].lower()}{message[1:]}"
+
+
+def _import_by_name(name: str, key: str | None) -> ModuleType:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         way_out = "Give a .py file or an installed module, or add its folder to PYTHONPATH."
         if (error.name or "").split(".")[0] == "verl":
             way_out = "docs/reference/import_paths.md lists the names that this version has."
-        raise ConfigError(f"Cannot import '{name}': {error}. {way_out}") from error
+        message = f"Cannot import '{name}': {error}. {way_out}"
+        raise ConfigError(_with_key(key, message)) from error
     except VerlError:
         raise
     except (Exception, SystemExit) as error:
@@ -200,9 +209,9 @@ def _place_in_package(file: Path) -> tuple[str, Path]:
     return ".".join(names), folder.parent
 
 
-def load_extern_type(file_path: str, type_name: str) -> Any:
-    """Return the object `type_name` from a user's file or module."""
-    module = load_module(file_path)
+def load_extern_type(file_path: str, type_name: str, key: str | None = None) -> Any:
+    """Return the object `type_name` from a user's file or module. See `load_module`."""
+    module = load_module(file_path, key)
     if not hasattr(module, type_name):
         public = [name for name in dir(module) if not name.startswith("_")]
         raise ConfigError(

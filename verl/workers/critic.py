@@ -119,7 +119,7 @@ def critic_class(config: CriticModelConfig) -> type[CriticModel]:
     if path is None or name is None:
         return CriticModel
 
-    kind = load_extern_type(path, name)
+    kind = load_extern_type(path, name, "critic.model.custom_cls.path")
     if not (isinstance(kind, type) and issubclass(kind, CriticModel)):
         raise ConfigError(
             f"critic.model.custom_cls.name={name} must be a subclass of "

@@ -227,7 +227,10 @@ def test_program_is_killed_with_its_children(model, tmp_path: Path):
     [
         ({}, "Set one of .*gateway.path and .*gateway.command, got neither"),
         ({"path": "a.py", "command": "b"}, "got both"),
-        ({"path": "absent.py"}, "Expected a Python file at 'absent.py'"),
+        (
+            {"path": "absent.py"},
+            r"gateway\.path: expected a Python file at 'absent\.py', found none",
+        ),
         ({"path": "FILE", "name": "runn"}, "has no 'runn'. Nearest names in it: run"),
         ({"path": "FILE", "name": "two"}, "must be a function"),
         ({"path": "FILE", "name": "ask"}, r"must take \(base_url, api_key, row\), got \(client"),

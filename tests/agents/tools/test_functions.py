@@ -223,6 +223,10 @@ def test_wrong_files_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="twice.py': the tool name 'f' is taken"):
         load_function_tools(str(path))
 
+    message = r"^multi_turn\.function_tool_path: expected a Python file at '.*missing\.py', found"
+    with pytest.raises(ConfigError, match=message):
+        load_function_tools(str(tmp_path / "missing.py"))
+
 
 def test_functions_of_a_file_run_in_a_process_unless_they_ask_for_a_thread(tmp_path):
     path = tmp_path / "both.py"

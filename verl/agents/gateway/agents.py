@@ -63,7 +63,8 @@ def load_agent(path: str | None, name: str = "run", command: str | None = None) 
     if command is not None:
         return ProgramAgent(shlex.split(command))
     assert path is not None
-    return FunctionAgent(load_extern_type(path, name), f"'{name}' of '{path}'")
+    function = load_extern_type(path, name, f"{_KEY}.path")
+    return FunctionAgent(function, f"'{name}' of '{path}'")
 
 
 class FunctionAgent:

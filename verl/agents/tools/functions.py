@@ -157,7 +157,7 @@ def load_function_tools(path: str) -> list[BaseTool]:
     Raises:
         ConfigError: the file fails, has no function, or two of its tools have one name.
     """
-    module = load_module(path)
+    module = load_module(path, "multi_turn.function_tool_path")
     # Marks may stand on more than plain functions, such as one that functools.lru_cache wraps.
     marked = [value for value in vars(module).values() if _MARK in getattr(value, "__dict__", ())]
     public = [
