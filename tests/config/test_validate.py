@@ -602,7 +602,8 @@ def test_user_trackers_and_reward_files(build: Load, tmp_path: Path):
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
     )
-    assert build(f"custom_reward_function.path={reward}").custom_reward_function.path == str(reward)
+    for path in (str(reward), f"file://{reward}"):
+        assert build(f"custom_reward_function.path={path}").custom_reward_function.path == path
 
 
 def test_resume_from_a_folder(build: Load, tmp_path: Path):

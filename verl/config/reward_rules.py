@@ -4,6 +4,7 @@ from pathlib import Path
 
 from verl.config.rule_table import Rows, table
 from verl.config.train import TrainConfig
+from verl.utils.imports import without_scheme
 
 
 @table
@@ -11,7 +12,9 @@ def reward_has_what_it_needs(config: TrainConfig) -> Rows:
     path = config.custom_reward_function.path
     section = config.reward_model
     is_judged = section.judge.url is not None
-    is_missing = path is not None and path.endswith(".py") and not Path(path).is_file()
+    is_missing = (
+        path is not None and path.endswith(".py") and not Path(without_scheme(path)).is_file()
+    )
     ignores_length = section.reward_manager in ("naive", "batch", "prime")
     buffer = section.overlong_buffer
     longest = config.data.max_response_length
