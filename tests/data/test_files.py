@@ -75,6 +75,12 @@ def test_a_mark_of_the_byte_order_is_left_out(tmp_path: Path):
         assert open_rows(tmp_path / name).row(0) == {"a": "1"}
 
 
+def test_one_row_with_lists_alone_is_no_table_of_columns(tmp_path: Path):
+    row = {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"type": "function"}]}
+    (tmp_path / "row.json").write_text(json.dumps(row))
+    assert open_rows(tmp_path / "row.json").row(0) == row
+
+
 def test_missing_column_is_none(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "level": 2}\n')
     assert [open_rows(tmp_path / "a.jsonl").row(i)["level"] for i in range(2)] == [None, 2]
@@ -132,6 +138,12 @@ def test_requested_split_of_a_folder_is_read(tmp_path: Path):
             "columns.json",
             b'{"prompt": {"0": "a", "1": "b"}, "answer": {"0": "c", "1": "d"}}',
             r"got one for each column, .* DataFrame\.to_json\(path, orient='records', lines=True\)",
+        ),
+        (
+            "lists.json",
+            b'{"prompt": ["a", "b"], "answer": ["c", "d"]}',
+            r"one JSON object for each row, got lists of 2 values for the columns prompt, answer\. "
+            r"Write it with datasets\.Dataset\.from_dict\(columns\)\.to_json\(path\)",
         ),
         ("rows.csv", b"a,b", r"got the suffix '\.csv'"),
         ("deep.json", b"[" * 10**5, r"deep\.json' is not a JSON array: it is nested too deeply"),

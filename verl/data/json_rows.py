@@ -2,6 +2,7 @@
 
 import gzip
 import zlib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def _one_object(text: str) -> dict[str, Any] | None:
 
 
 def _refuse_columns(path: Path, whole: dict[str, Any]) -> None:
-    """Raise DataError for an object of columns, each with its values by the number of the row."""
+    """Raise DataError for an object of columns: their values in lists, or by the row's number."""
     columns = list(whole.values())
     if columns and all(isinstance(column, dict) and "0" in column for column in columns):
         raise DataError(
@@ -54,6 +55,23 @@ def _refuse_columns(path: Path, whole: dict[str, Any]) -> None:
             "as pandas writes them by default. Write it with "
             "DataFrame.to_json(path, orient='records', lines=True)."
         )
+
+    if _are_lists_of_values(columns):
+        raise DataError(
+            f"Data file '{path}' must have one JSON object for each row, got lists of "
+            f"{len(columns[0])} values for the columns {', '.join(whole)}. Write it with "
+            "datasets.Dataset.from_dict(columns).to_json(path)."
+        )
+
+
+def _are_lists_of_values(columns: list[Any]) -> bool:
+    """Return whether columns are lists of equal length, none of them the messages of one row."""
+    if len(columns) < 2 or not all(isinstance(column, list) for column in columns):
+        return False
+    if len(set(map(len, columns))) > 1:
+        return False
+    parts = chain.from_iterable(columns)
+    return not any(isinstance(part, dict) and "role" in part for part in parts)
 
 
 def _read_text(path: Path) -> str:
