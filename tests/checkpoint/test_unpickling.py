@@ -1,15 +1,19 @@
 """Pickles of a checkpoint hold only data; names that would run code are rejected."""
 
 import datetime
+import importlib.resources
+import io
 import os
 import pickle
 import random
+import zoneinfo
 from collections import Counter, OrderedDict
 from decimal import Decimal
 from pathlib import Path
 from uuid import UUID
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -56,6 +60,25 @@ def test_generator_and_sampler_states_are_restored(tmp_path):
     assert loaded["rng"]["python"] == state["rng"]["python"]
     assert np.array_equal(loaded["rng"]["numpy"][1], state["rng"]["numpy"][1])
     assert torch.equal(loaded["rng"]["torch"], state["rng"]["torch"])
+
+
+def test_dates_of_parquet_keep_their_time_zone(tmp_path):
+    """Pyarrow gives each the zone that its column names."""
+    dates = []
+    for zone in ("UTC", "Europe/Berlin", "+01:00"):
+        dates += pa.array([MOMENT], pa.timestamp("us", zone)).to_pylist()
+    save_state(tmp_path / "state.pt", {"rows": dates})
+
+    loaded = load_state(tmp_path / "state.pt")["rows"]
+    assert loaded == dates
+    assert [str(date.tzinfo) for date in loaded] == ["UTC", "Europe/Berlin", "UTC+01:00"]
+
+
+def test_a_time_zone_of_a_file_is_refused(tmp_path):
+    data = io.BytesIO(importlib.resources.files("tzdata.zoneinfo").joinpath("UTC").read_bytes())
+    zone = zoneinfo.ZoneInfo.from_file(data, key="Europe/Berlin")
+    with pytest.raises(CheckpointError, match=r"state\['zone'\] is a zoneinfo\.ZoneInfo"):
+        save_state(tmp_path / "state.pt", {"zone": zone})
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "plain pickle"])

@@ -4,6 +4,7 @@ Unpickling may call any function that the pickle names. Both readers here accept
 that this package writes.
 """
 
+import copyreg
 import datetime
 import io
 import pathlib
@@ -14,6 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import UUID
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import torch
@@ -47,8 +49,17 @@ _PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 # Values of Parquet files, which the batches of asynchronous schedules hold. None of them runs code.
 _VALUE_CLASSES = (
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
-    *(Decimal, UUID, set, frozenset),
+    *(ZoneInfo, Decimal, UUID, set, frozenset),
 )
+
+
+def _by_name(zone: ZoneInfo) -> tuple[type[ZoneInfo], tuple[str]]:
+    """Return how to make a time zone again, in place of its own way, which calls `getattr`."""
+    zone.__reduce__()  # raises for a zone of a user's file, which its name does not give
+    return ZoneInfo, (zone.key,)
+
+
+copyreg.pickle(ZoneInfo, _by_name)
 
 
 def read_metadata(file: Path) -> Metadata:
