@@ -145,6 +145,17 @@ def test_requested_split_of_a_folder_is_read(tmp_path: Path):
             r"one JSON object for each row, got lists of 2 values for the columns prompt, answer\. "
             r"Write it with datasets\.Dataset\.from_dict\(columns\)\.to_json\(path\)",
         ),
+        (
+            "twice.jsonl",
+            b'{"prompt": "a"}\n{"prompt": "b", "id": 1, "prompt": "c"}\n',
+            r"twice\.jsonl', line 2, .*: it has the key 'prompt' 2 times; keep one of them\.$",
+        ),
+        (
+            "twice.jsonl",
+            b'{"prompt": "a", "info": {"a": 1, "a": 2}}\n{"prompt": "b"}\n',
+            r"twice\.jsonl', the object at its start: it has the key 'a' 2 times",
+        ),
+        ("twice.json", b'[{"a": 1, "a": 2}]', r"array: it has the key 'a' 2 times"),
         ("rows.csv", b"a,b", r"got the suffix '\.csv'"),
         ("deep.json", b"[" * 10**5, r"deep\.json' is not a JSON array: it is nested too deeply"),
         ("long.jsonl", b'{"n": ' + b"9" * 5000 + b"}", "line 1, .* write it as a text, in quotes"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.errors import DataError
-from verl.utils.json_text import parse_json, parse_object
+from verl.utils.json_text import RepeatedKeyError, parse_data
 
 _GZIP = b"\x1f\x8b"  # the first bytes of a file packed by gzip
 
@@ -20,12 +20,12 @@ def read_json_rows(path: Path) -> list[dict[str, Any]]:
     text = _read_text(path)
     if text.lstrip().startswith("["):
         try:
-            rows = list(enumerate(parse_json(text), start=1))
+            rows = list(enumerate(parse_data(text), start=1))
         except ValueError as error:
             raise DataError(f"Data file '{path}' is not a JSON array: {error}.") from error
         return [_json_object(path, f"element {number}", row) for number, row in rows]
 
-    whole = _one_object(text)
+    whole = _one_object(path, text)
     if whole is not None:
         _refuse_columns(path, whole)
         return [whole]
@@ -38,12 +38,18 @@ def read_json_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _one_object(text: str) -> dict[str, Any] | None:
-    """Return the object that is the whole text, over several lines too; None for another text."""
+def _one_object(path: Path, text: str) -> dict[str, Any] | None:
+    """Return the object that is the whole text, over several lines too; None for another text.
+
+    Raises DataError for an object with equal keys, which may also be that of the first line.
+    """
     try:
-        return parse_object(text)
+        whole = parse_data(text)
+    except RepeatedKeyError as error:
+        raise DataError(f"Data file '{path}', the object at its start: {error}.") from error
     except ValueError:  # of JSON lines, after the first of them
         return None
+    return whole if isinstance(whole, dict) else None
 
 
 def _refuse_columns(path: Path, whole: dict[str, Any]) -> None:
@@ -102,7 +108,7 @@ def _read_text(path: Path) -> str:
 
 def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        value = parse_json(line)
+        value = parse_data(line)
     except ValueError as error:
         raise DataError(
             f"Data file '{path}', line {number}, must be one JSON object a line: {error}."

@@ -2,7 +2,25 @@
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
+
+
+class RepeatedKeyError(ValueError):
+    """An object of a JSON text has a key twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of its keys and values. Raises RepeatedKeyError."""
+    values = dict(pairs)
+    if len(values) == len(pairs):
+        return values
+    ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
+    raise RepeatedKeyError(f"it has the key {key!r} {count} times; keep one of them")
+
+
+_OF_UNIQUE_KEYS = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -10,12 +28,24 @@ def parse_json(text: str | bytes) -> Any:
 
     `json.loads` raises RecursionError for text that is nested too deeply; this raises ValueError.
     """
+    return _parse(json.loads, text)
+
+
+def parse_data(text: str) -> Any:
+    """Return the value of a JSON text as `parse_json` does, which keeps the last of equal keys.
+
+    Raises RepeatedKeyError for an object with equal keys. Reading takes a quarter longer.
+    """
+    return _parse(_OF_UNIQUE_KEYS.decode, text)
+
+
+def _parse(read: Callable[[Any], Any], text: str | bytes) -> Any:
     try:
-        return json.loads(text)
+        return read(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except ValueError as error:
-        if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
+        if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, RepeatedKeyError)):
             raise
         digits = sys.get_int_max_str_digits()
         raise ValueError(
