@@ -108,9 +108,19 @@ def test_requested_split_of_a_folder_is_read(tmp_path: Path):
         ("blank.jsonl", b"\n \n", "has no rows"),
         ("not.parquet", b"PAR0 nothing", r"not readable as Parquet: .*[^.]\. Write it again\.$"),
         (
+            "rows.parquet",
+            b'{"prompt": "a"}\n',
+            r"not readable as Parquet: .*begins as JSON does: give it a name that ends in \.jsonl",
+        ),
+        (
             "half.jsonl",
             b'{"prompt": "a"}\n{"prompt": ',
-            r"half\.jsonl', line 2, must be one JSON object",
+            r"half\.jsonl', line 2, must be one JSON object a line: Expecting value \(column 12\)\.$",
+        ),
+        (
+            "rows.jsonl",
+            b"PAR1\x15\x04\x15\x9c",
+            r"must be text, got a Parquet file\. Give it a name that ends in \.parquet\.$",
         ),
         (
             "list.jsonl",

@@ -342,9 +342,17 @@ def _open_parquet(path: Path) -> Rows:
         return ArrowRows(table)
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split()).rstrip(".")  # Arrow's may have several lines
+        way_out = "Write it again."
+        if isinstance(error, pa.ArrowInvalid) and _begins_as_json(path):
+            way_out = "It begins as JSON does: give it a name that ends in .jsonl."
         raise DataError(
-            f"Data file '{path}' is not readable as Parquet: {reason}. Write it again."
+            f"Data file '{path}' is not readable as Parquet: {reason}. {way_out}"
         ) from error
+
+
+def _begins_as_json(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(1) in (b"{", b"[")
 
 
 def _refuse_repeated_columns(path: Path, names: Sequence[str]) -> None:

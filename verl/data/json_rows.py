@@ -1,6 +1,7 @@
 """Read rows from JSON: lines of objects, an array of objects, or one object."""
 
 import gzip
+import json
 import zlib
 from itertools import chain
 from pathlib import Path
@@ -10,6 +11,7 @@ from verl.utils.errors import DataError
 from verl.utils.json_text import RepeatedKeyError, parse_data
 
 _GZIP = b"\x1f\x8b"  # the first bytes of a file packed by gzip
+_PARQUET = b"PAR1"
 
 
 def read_json_rows(path: Path) -> list[dict[str, Any]]:
@@ -98,6 +100,11 @@ def _read_text(path: Path) -> str:
             raise DataError(
                 f"Data file '{path}' must be plain text, got one packed by gzip. Unpack it."
             ) from error
+        if error.object.startswith(_PARQUET):
+            raise DataError(
+                f"Data file '{path}' must be text, got a Parquet file. Give it a name that ends in "
+                ".parquet."
+            ) from error
         line = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(
             f"Data file '{path}', line {line}, must be text in UTF-8, got the byte "
@@ -111,9 +118,16 @@ def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
         value = parse_data(line)
     except ValueError as error:
         raise DataError(
-            f"Data file '{path}', line {number}, must be one JSON object a line: {error}."
+            f"Data file '{path}', line {number}, must be one JSON object a line: {_reason(error)}."
         ) from error
     return _json_object(path, f"line {number}", value)
+
+
+def _reason(error: ValueError) -> str:
+    """Return the reason and the column; the line is 1, since the text is one line of the file."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} (column {error.colno})"
+    return str(error)
 
 
 def _json_object(path: Path, where: str, value: Any) -> dict[str, Any]:
