@@ -166,14 +166,15 @@ def test_only_rows_of_text_are_cut(folder: Path, reader: PictureReader) -> None:
 
 
 BAD = {
-    "missing": ("missing.png", r"there is no file .*missing.png' .*Correct the path"),
+    "missing": ("missing.png", r"there is no file '.*missing.png' or 'missing.png'\. Corr"),
     "truncated": ("truncated.png", r"damaged or not complete"),
     "text": ("text.png", r"no image that pillow knows"),
     "bomb": ("bomb.png", r"an image may have \d+ pixels, got .*1600000000"),
     "large": ("large.png", r"an image may have \d+ pixels, got 10000 x 10000"),
     "web": ("https://example.com/a.png", r"not fetched from the network"),
     "number": (7, r"expected a path, bytes"),
-    "keys": ({"file": "a.png"}, r"expected one of the keys"),
+    "keys": ({"file": "a.png"}, r"expected a value under one of the keys .*, got {'file': 'a\.png"),
+    "nulls": ({"bytes": None}, r"expected a value under one of the keys .*, got {'bytes': None}"),
 }
 
 
@@ -387,7 +388,8 @@ def test_a_placeholder_without_images_is_an_error(reader: PictureReader, images:
     ("source", "message"),
     [
         ("data:image/png;base64,abcde", "the base64 text of the image is damaged"),
-        ("iVBOR" * 2000, "there is no file"),
+        ("abcde" * 2000, "there is no file"),
+        ("iVBORw0KGgo" * 2000, "got the base64 text of an image without its type. Write 'data:ima"),
     ],
 )
 def test_damaged_base64_is_an_error_of_the_row(

@@ -33,6 +33,7 @@ _IN_TEXT = re.compile("(<image>|<video>)")
 # Keys of a part with its own picture or video.
 _SOURCES = ("image", "image_url", "url", "path", "bytes")
 _VIDEO_SOURCES = ("video", "path")
+_BASE64_IMAGES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # PNG, JPEG, GIF and WebP
 _BASE64 = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
@@ -351,7 +352,10 @@ def _content_of(source: Any, folder: Path) -> Any:
     if isinstance(source, dict):
         given = [source[key] for key in reversed(_SOURCES) if source.get(key) is not None]
         if not given:
-            raise DataError(f"expected one of the keys {', '.join(_SOURCES)}, got {list(source)}")
+            raise DataError(
+                f"expected a value under one of the keys {', '.join(_SOURCES)}, got "
+                f"{str(source)[:80]}"
+            )
         return _content_of(given[0], folder)
     if isinstance(source, bytes | bytearray):
         return bytes(source)
@@ -396,7 +400,12 @@ def _find_file(source: str, folder: Path) -> Path:
         with contextlib.suppress(OSError):  # a text that is too long for a path
             if place.is_file():
                 return place
-    looked = " and ".join(f"'{str(place)[:200]}'" for place in dict.fromkeys(places))
+    if source.startswith(_BASE64_IMAGES):
+        raise DataError(
+            "got the base64 text of an image without its type. Write 'data:image/png;base64,' "
+            f"before it: {source[:40]!r}"
+        )
+    looked = " or ".join(f"'{str(place)[:200]}'" for place in dict.fromkeys(places))
     raise DataError(f"there is no file {looked}. Correct the path, or write the content instead")
 
 
