@@ -354,7 +354,12 @@ TURNS: dict[str, Any] = {"multiturn": SFTMultiTurnConfig(enable=True)}
         (
             [{"messages": DIALOGUE}, {"messages": DIALOGUE[:2]}],
             TURNS,
-            "row 1: no token to learn .the assistant says",
+            r"row 1: no token to learn: no message has the role assistant, got system, user\.",
+        ),
+        (
+            [{"messages": DIALOGUE, "enable_thinking": value} for value in (True, None, "false")],
+            TURNS,
+            "row 2, column 'enable_thinking': must be true or false, got str: 'false'",
         ),
         (
             [{"messages": DIALOGUE}, {"messages": "Hi"}],

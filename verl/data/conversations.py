@@ -70,6 +70,12 @@ def render(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> 
         if _MARKER.search(template):
             return _render_marked(tokenizer, template, conversation, len(turns))
 
+        if not turns:
+            roles = dict.fromkeys(message["role"] for message in messages)
+            raise DataError(
+                f"no token to learn: no message has the role assistant, got {', '.join(roles)}. "
+                "Rename the roles, or leave the row out"
+            )
         text = _text(tokenizer, messages, arguments)
         spans = [_span(tokenizer, text, messages, turn, arguments) for turn in turns]
         return Rendered(text, spans)

@@ -241,6 +241,12 @@ class SFTDataset(Dataset):
             if "tools" in arguments:
                 with errors_at(f"{file}, row {number}, column '{keys.tools_key}'"):
                     arguments["tools"] = _tools(rows.as_written(arguments["tools"]))
+            thinks = arguments.get("enable_thinking", False)
+            if not isinstance(thinks, bool):  # a template would take the text "false" for true
+                raise DataError(
+                    f"{file}, row {number}, column '{keys.enable_thinking_key}': must be true or "
+                    f"false, got {type(thinks).__name__}: {str(thinks)[:80]!r}."
+                )
             yield Conversation(messages, 0, arguments, sources)
 
     def _cut(self, name: str, example: Example) -> Example:
