@@ -115,7 +115,7 @@ def test_requested_split_of_a_folder_is_read(tmp_path: Path):
         (
             "half.jsonl",
             b'{"prompt": "a"}\n{"prompt": ',
-            r"half\.jsonl', line 2, must be one JSON object a line: Expecting value \(column 12\)\.$",
+            r"half\.jsonl', line 2, must be one JSON object .*: Expecting value \(column 12\)\.$",
         ),
         (
             "rows.jsonl",
