@@ -47,8 +47,8 @@ def check_rows(
     Raises DataError naming file and row for an unknown loop, tool or interaction, or a loop that
     needs what is not configured. Raises ConfigError for tools, interactions, an environment, a
     gateway or a loop of the user's that no row reaches: the run would train on single turns without
-    a word; also for a class of a loop that cannot be made. Raises MissingDependencyError where the library of an
-    environment is not installed.
+    a word; also for a class of a loop that cannot be made. Raises MissingDependencyError where the
+    library of an environment is not installed.
 
     Args:
         column: of the training and the validation set together.
@@ -71,8 +71,8 @@ def check_rows(
     # verl's own configurations write a built-in loop as the default, whether rows need it or not.
     if default is not None and default not in names and default not in _BUILT_IN:
         raise ConfigError(
-            f"{_SECTION}.agent.default_agent_loop={default} is for rows without agent_name, but all "
-            f"rows have one: {', '.join(sorted(names))}. Take the column agent_name out of the "
+            f"{_SECTION}.agent.default_agent_loop={default} is for rows without agent_name, but "
+            f"all rows have one: {', '.join(sorted(names))}. Take the column agent_name out of the "
             f"data, write {default} into it, or unset the key."
         )
 

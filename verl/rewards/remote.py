@@ -166,8 +166,8 @@ class Judge:
                 else "Ask for that form in reward_model.judge.prompt, or set another pattern"
             )
             raise RewardError(
-                "The judge must answer with a score in the form of reward_model.judge.score_pattern "
-                f"({self.config.score_pattern}), got {text[-300:]!r}. {advice}"
+                "The judge must answer with a score in the form of "
+                f"reward_model.judge.score_pattern ({self.config.score_pattern}), got {text[-300:]!r}. {advice}"
             )
 
         return {"score": self._score(found[-1]), "judge_answer": text}

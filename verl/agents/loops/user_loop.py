@@ -228,7 +228,8 @@ class UserLoop:
         if len(response) > most:
             say_once(
                 f"The agent loop '{self.name}' returned more response_ids than the {most} of "
-                "data.max_response_length, and those beyond are cut. Stop before, or raise the key.",
+                "data.max_response_length, and those beyond are cut. Stop before that, or raise the "
+                "key.",
                 logging.WARNING,
             )
         response = response[:most]
