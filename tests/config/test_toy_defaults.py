@@ -9,6 +9,7 @@ from verl.config.toy_defaults import (
     TOY_DATA_DEFAULTS,
     TOY_MODEL_DEFAULTS,
 )
+from verl.utils.errors import ConfigError
 
 TOY_DEFAULTS = {**TOY_DATA_DEFAULTS, **TOY_MODEL_DEFAULTS}
 CALCULATOR_DEFAULTS = {**CALCULATOR_DATA_DEFAULTS, **TOY_MODEL_DEFAULTS}
@@ -61,6 +62,12 @@ def test_other_model_keeps_the_usual_learning_rate():
     )
     assert config.actor_rollout_ref.actor.optim.lr == 1e-6
     assert config.actor_rollout_ref.model.path == "facebook/opt-125m"
+
+
+@pytest.mark.parametrize("value", ["[toy]", "{toy: 1}"])
+def test_dataset_name_that_is_no_text_is_reported(value: str):
+    with pytest.raises(ConfigError, match="data.dataset_name expects text or null, got "):
+        load_config([f"data.dataset_name={value}"])
 
 
 def test_default_tables_name_existing_keys():

@@ -242,8 +242,20 @@ def test_responses_are_scored_in_calls_of_limited_size(tmp_path, monkeypatch):
         ({"prompt": "1 + 1"}, [], "the column 'responses' is missing"),
         (row("toy", "4"), [], "row 0, column 'responses': must be a list of texts"),
         (row("toys", "4", "4"), [], "No reward rule for data_source 'toys'"),
+        (row("toy", "4", "4"), ["data.prompt_key=question"], "the column 'question' is missing"),
+        (row("toy", "4", "4"), ["data.data_source_key=origin"], "the column 'origin' is missing"),
+        (row("toy", "4", "4"), ["data.reward_model_key=gold"], "name it in data.reward_model_key"),
+        (row("toy", "4", "4"), ["data.extra_info_key=more"], "the column 'more' is missing"),
     ],
-    ids=["no responses", "none of one row", "unknown source"],
+    ids=[
+        "no responses",
+        "none of one row",
+        "unknown source",
+        "no column of prompts",
+        "no column of sources",
+        "no column of truths",
+        "no column of extra information",
+    ],
 )
 def test_errors_in_the_inputs_are_reported(tmp_path, capsys, line, overrides, message):
     path = write_lines(tmp_path / "responses.jsonl", [line])

@@ -123,7 +123,7 @@ def test_missing_weights_are_an_error_and_not_random(folder: Path) -> None:
     [
         ("tokenizer", "no tokenizer"),
         ("model.safetensors", "no weights"),
-        ("config.json", "no configuration"),
+        ("config.json", "no configuration.*Copy the missing files there"),
     ],
 )
 def test_an_incomplete_folder_is_named(

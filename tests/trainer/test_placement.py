@@ -171,6 +171,11 @@ def test_invalid_placements_are_reported(overrides, message):
         )
 
 
+def test_rank_below_zero_leaves_the_range_of_ranks():
+    with pytest.raises(ConfigError, match=r"different ranks from 0 to 0, got \[-1\]"):
+        placed("trainer.placement.actor=[-1]")
+
+
 def test_sizes_divide_the_ranks_of_their_role():
     apart = ["trainer.placement.actor=[0,1]", "trainer.placement.critic=[2,3,4]", *PPO]
     placed(*apart, "critic.ulysses_sequence_parallel_size=3", "data.max_prompt_length=32")

@@ -27,8 +27,8 @@ def number_of_ranks(config: TrainConfig) -> int:
     if trainer.n_gpus_per_node is not None:
         return trainer.nnodes * trainer.n_gpus_per_node
     launched = int(os.environ.get(LAUNCHED_RANKS) or os.environ.get("WORLD_SIZE", "1"))
-    named = chain.from_iterable(_given(config).values())
-    return launched if launched > 1 else max(named, default=0) + 1
+    named = chain([0], *_given(config).values())
+    return launched if launched > 1 else max(named) + 1
 
 
 def ranks_of_roles(config: TrainConfig) -> dict[str, list[int]]:

@@ -86,7 +86,7 @@ def with_toy_defaults(given: Values) -> Values:
     One line of the log counts the defaults.
     """
     name = given.get("data.dataset_name")
-    if name not in _DEFAULTS:
+    if not isinstance(name, str) or name not in _DEFAULTS:
         return dict(given)
 
     for_data, for_model = _DEFAULTS[name]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from verl.config.evaluation import SHARED, EvaluationConfig, EvaluationDataConfig
-from verl.data.files import as_file_list, open_rows, require_column
+from verl.data.files import Rows, as_file_list, open_rows, require_column
 from verl.jobs.finished_batches import require_writable
 from verl.jobs.scores import MAX_VOTES, bootstrap_intervals, majority_at_k, pass_at_k
 from verl.protocol import DataProto
@@ -71,7 +71,7 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
     prompts: list[ScoredPrompt] = []
     for file in as_file_list(data.path):
         rows = open_rows(file, key="data.path", made_by="`verl generate`")
-        require_column(file, rows, data.response_key, "data.response_key")
+        check_columns(file, rows, data)
         for number in range(len(rows)):
             row = rows.row(number)
             responses = row[data.response_key]
@@ -94,6 +94,18 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
             prompts.append(ScoredPrompt(name, prompt, responses, columns))
 
     return prompts
+
+
+def check_columns(file: str, rows: Rows, data: EvaluationDataConfig) -> None:
+    """Raise DataError if the column of the responses, or one that the user named, is missing."""
+    require_column(file, rows, data.response_key, "data.response_key")
+
+    # The usual columns may be absent: a reward function of the user's own may do without them.
+    usual = EvaluationDataConfig()
+    for key in ("prompt_key", "data_source_key", "reward_model_key", "extra_info_key"):
+        column = getattr(data, key)
+        if column != getattr(usual, key):
+            require_column(file, rows, column, f"data.{key}")
 
 
 def _are_texts(value: Any) -> bool:

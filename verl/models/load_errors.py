@@ -48,7 +48,7 @@ def _way_to_model(folder: Path) -> str:
             "It holds files in GGUF, a format for inference. Download the model that they were "
             "made from, as safetensors."
         )
-    return "Copy them there, or save them with save_pretrained."
+    return "Copy the missing files there, or save them with save_pretrained."
 
 
 def _way_to_merged(folder: Path) -> str:
