@@ -356,7 +356,15 @@ def test_the_check_notices_weights_that_are_not_finite() -> None:
     model = tiny_model("qwen2")
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(ModelError, match="nan"):
+    with pytest.raises(ModelError, match="in 1 of its tensors, the first is model.norm.weight"):
+        check_packed(model)
+
+
+def test_the_check_notices_finite_weights_with_results_beyond_the_dtype() -> None:
+    model = tiny_model("qwen2").half()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(60000.0)
+    with pytest.raises(ModelError, match="not finite in torch.float16, though its weights are"):
         check_packed(model)
 
 

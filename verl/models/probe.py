@@ -176,6 +176,9 @@ def _compare(model: PreTrainedModel, fault: str, ours: Tensor, theirs: Tensor) -
 
     Single numbers are compared on the scale of their common deviation.
     """
+    if not bool(theirs.isfinite().all()):
+        raise _not_finite(model)
+
     tolerance = _TOLERANCE.get(model.dtype, 1e-3)
     ours = ours.double()
     theirs = theirs.double()
@@ -189,7 +192,21 @@ def _compare(model: PreTrainedModel, fault: str, ours: Tensor, theirs: Tensor) -
     if not bool(error <= tolerance):  # NaN fails too
         raise ModelError(
             f"The model family '{model.config.model_type}' cannot be run packed: {fault}. Relative "
-            f"error {error:.1e} in {model.dtype}, tolerance {tolerance:.0e}. If the weights are "
-            "not finite or the precision is at its limit, try float32; otherwise choose a "
-            "supported family."
+            f"error {error:.1e} in {model.dtype}, tolerance {tolerance:.0e}. If the "
+            "precision is at its limit, try float32; otherwise choose a supported family."
         )
+
+
+def _not_finite(model: PreTrainedModel) -> ModelError:
+    """Return the error for a model that computes NaN or infinity without packing, too."""
+    broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    if not broken:
+        return ModelError(
+            f"The model '{model.name_or_path}' computes numbers that are not finite in "
+            f"{model.dtype}, though its weights are finite. Load it in float32."
+        )
+    return ModelError(
+        f"The model '{model.name_or_path}' has NaN or infinity in {len(broken)} of its tensors, "
+        f"the first is {broken[0]}. Its files are damaged, or its training diverged: download it "
+        "again, or take an earlier checkpoint."
+    )
