@@ -469,7 +469,7 @@ def test_a_server_that_was_lost_during_a_push_does_not_stay_paused(settings, sta
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda server: server.end(), "does not answer.*loopback.*Start one with .*8000"),
+        (lambda server: server.end(), "does not answer.*loopback.*Start one with .*--port PORT "),
         (lambda server: server.faults.add("empty"), "in a form that is not vLLM's.*Start one"),
         (lambda server: setattr(server, "version", "0.8.4"), "version 0.8.4.*vllm>="),
         (lambda server: setattr(server, "name", "/models/other"), "runs the model '/models/other'"),
@@ -485,6 +485,7 @@ def test_a_server_that_cannot_draw_is_one_error_at_start(settings, start, break_
     rollout = settings.actor_rollout_ref.rollout
     rollout.name = name
     rollout.server_urls = [server.url]
+    message = message.replace("PORT", server.url.rpartition(":")[-1])
     with pytest.raises((RolloutError, ConfigError), match=f"(?s)vLLM at {server.url}.*{message}"):
         check_engine_service(rollout)
         server.dialect = name

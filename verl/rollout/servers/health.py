@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from packaging.version import InvalidVersion, Version
 
@@ -128,12 +129,12 @@ def _check_interpreter(server_class: type[Server], python: str) -> None:
         raise ConfigError(f"{needed}, got {python!r}, which runs no Python: {lines[-1]}.")
 
 
-def how_to_start(server_class: type[Server], model: str = "MODEL") -> str:
+def how_to_start(server_class: type[Server], model: str = "MODEL", port: int = 8000) -> str:
     """Return the command that starts a server."""
     words = []
     for name, value in server_class.environment().items():
         words.append(f"{name}={value}")
-    command = server_class.command("python", model, 8000)
+    command = server_class.command("python", model, port)
     return shlex.join([*words, *command])
 
 
@@ -155,8 +156,9 @@ def check_server(
         allow_untested: whether its version may be newer than those that were tested.
     """
     path = "MODEL" if model is None else str(model.name_or_path)
+    port = urlsplit(server.url).port or 8000
     way = server.way_out or (
-        f"Start one with `{how_to_start(type(server), path)}`, or correct "
+        f"Start one with `{how_to_start(type(server), path, port)}`, or correct "
         "actor_rollout_ref.rollout.server_urls and name."
     )
 
