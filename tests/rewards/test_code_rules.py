@@ -3,6 +3,7 @@ data sets."""
 
 import gzip
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +111,19 @@ def test_a_run_that_times_out_is_reported():
 @pytest.mark.parametrize("truth", ["[1]", {"tests": []}, {"test_list": "assert 1"}, 3])
 def test_a_malformed_ground_truth_is_an_error(truth):
     with pytest.raises(RewardError, match="The code rule expects"):
+        code.score("x", truth)
+
+
+@pytest.mark.parametrize(
+    ("truth", "part"),
+    [
+        ('{"test_list": ["assert', "ground_truth"),
+        ({"inputs": ["1\nx"], "outputs": ["1"], "fn_name": "f"}, "each line of inputs"),
+        ({"inputs": ["1"], "outputs": ["yes"], "fn_name": "f"}, "outputs"),
+    ],
+)
+def test_ground_truth_that_is_not_json_is_an_error(truth: Any, part: str):
+    with pytest.raises(RewardError, match=f"The code rule expects JSON in {part}, got"):
         code.score("x", truth)
 
 

@@ -13,7 +13,6 @@ The ground truth is a mapping, or the same as JSON text, in one of these forms:
         Arguments and results of a function, or of a method of the class Solution.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from verl.rewards.registry import reward_rules
 from verl.rewards.sandbox.runner import CodeRunner, default_runner
 from verl.utils.errors import RewardError
+from verl.utils.json_text import parse_json
 
 _BLOCK = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("python", "python3", "py", "")
@@ -73,7 +73,7 @@ def score(
     runner = runner or default_runner()
     truth = ground_truth
     if isinstance(ground_truth, str):
-        truth = json.loads(ground_truth)
+        truth = _json(ground_truth, "ground_truth")
     code = extract_code(solution_str)
 
     match truth:
@@ -146,12 +146,23 @@ def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[str
     for given, expected in zip(inputs, outputs):
         arguments = given
         if isinstance(given, str):
-            arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
+            lines = [line for line in given.splitlines() if line.strip()]
+            arguments = [_json(line, "each line of inputs") for line in lines]
         result = expected
         if isinstance(expected, str):
-            result = json.loads(expected)
+            result = _json(expected, "outputs")
         tests.append(f"assert {find}(*{_plain(arguments)!r}) == {_plain(result)!r}")
     return tests
+
+
+def _json(text: str, part: str) -> Any:
+    """Return the value of a part of the ground truth. Raises RewardError for a text not in JSON."""
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise RewardError(
+            f"The code rule expects JSON in {part}, got {text[:200]!r} ({error}). Correct the data."
+        ) from error
 
 
 def _plain(value: Any) -> Any:
