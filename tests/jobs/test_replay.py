@@ -1,5 +1,6 @@
 """Capsules: a step executed again in this and another process, with and without a planted fault."""
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -165,5 +166,18 @@ def test_a_missing_or_other_checkpoint_is_an_error(trained: Path, tmp_path: Path
         replay(capsule, checkpoint=tmp_path / "nothing")
     with pytest.raises(DataError, match="is no capsule"):
         replay(trained / "metrics.jsonl")
+
+    with zipfile.ZipFile(tmp_path / "list.zip", "w") as file:
+        file.writestr("capsule.json", "[]")
+    with pytest.raises(DataError, match="is no capsule.*list instead of an object"):
+        replay(tmp_path / "list.zip")
+
+    damaged = bytearray(capsule.read_bytes())
+    start = damaged.index(b"capsule.json") + len("capsule.json")
+    damaged[start] = 0xFF  # a type of block that deflate lacks
+    (tmp_path / "damaged.zip").write_bytes(damaged)
+    with pytest.raises(DataError, match="damaged.zip is no capsule, or is damaged.*decompressing"):
+        replay(tmp_path / "damaged.zip")
+
     with pytest.raises(DataError, match="no samples of step 9"):
         write_capsule(trained, 9, tmp_path / "no.zip")

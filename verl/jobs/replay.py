@@ -2,6 +2,7 @@
 
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +16,21 @@ from verl.trainer.capsule import CAPSULE_FILE, CHECKPOINT_FOLDER, FORMAT, ROWS_F
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.variants import trainer_class
 from verl.utils.errors import ConfigError, DataError, VerlError, describe_error
-from verl.utils.json_text import parse_json
+from verl.utils.json_text import parse_json, parse_object
 from verl.utils.logging import logger
 from verl.utils.registry import nearest_names
+
+# Errors of a file that is no archive of a capsule. A changed bit may be zlib's error, or ask for a
+# password (RuntimeError) or another compression (NotImplementedError).
+_DAMAGED = (
+    OSError,
+    EOFError,
+    KeyError,
+    ValueError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 @dataclass(frozen=True)
@@ -132,9 +145,9 @@ def _unpack(path: Path, folder: Path) -> dict[str, Any]:
     """Unpack a capsule, and return its facts."""
     try:
         with zipfile.ZipFile(path) as file:
-            facts = parse_json(file.read(CAPSULE_FILE))
+            facts = parse_object(file.read(CAPSULE_FILE))
             file.extractall(folder)  # names that lead out of the folder stay within it
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except _DAMAGED as error:
         raise DataError(
             f"{path} is no capsule, or is damaged ({error}). Write one: verl capsule RUN --step N."
         ) from error
