@@ -167,7 +167,8 @@ class Judge:
             )
             raise RewardError(
                 "The judge must answer with a score in the form of "
-                f"reward_model.judge.score_pattern ({self.config.score_pattern}), got {text[-300:]!r}. {advice}"
+                f"reward_model.judge.score_pattern ({self.config.score_pattern}), got "
+                f"{text[-300:]!r}. {advice}"
             )
 
         return {"score": self._score(found[-1]), "judge_answer": text}
