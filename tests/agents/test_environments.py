@@ -256,7 +256,7 @@ def test_a_cancelled_episode_still_closes():
             "must return messages with a text as content",
         ),
         (Observation([], 1.0, "false"), "must return True or False as done, got 'false'"),  # pyright: ignore
-        (Observation([], True, 1.0), "as done, got 1.0. The fields .* in this order"),  # pyright: ignore
+        (Observation([], True, 1.0), "must return .*got 1.0. The fields .* in this order"),  # pyright: ignore
         (Observation(None), "must return .* a list as messages, got NoneType"),  # pyright: ignore
         (Observation([], info=[1]), "must return .* a dict as info, got list"),  # pyright: ignore
         (Observation([], rewards=None), "must return .* a dict as rewards, got"),  # pyright: ignore

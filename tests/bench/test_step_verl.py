@@ -100,6 +100,7 @@ def test_the_peer_cannot_see_this_repository(tmp_path, monkeypatch):
     assert environment["PYTHONPATH"] == "/site:/elsewhere"
 
 
+@pytest.mark.slow
 def test_a_hung_peer_ends_at_its_limit_with_all_that_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(step_verl, "END_S", 0.2)
     code = (

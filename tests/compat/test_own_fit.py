@@ -129,7 +129,7 @@ CORRECTION = [
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
-        (OwnFit, CRITIC),
+        pytest.param(OwnFit, CRITIC, marks=pytest.mark.slow),
         (WithoutRepeat, PENALTY),
         pytest.param(OwnFit, ADAPTERS, marks=pytest.mark.slow),
         pytest.param(OwnFit, ENTROPY, marks=pytest.mark.slow),

@@ -173,6 +173,7 @@ def test_a_resumed_run_reads_the_batches_that_were_to_come(kind: str, make: Any)
     require_equal(next(iter(alone)), expected[2])
 
 
+@pytest.mark.slow
 def test_a_bad_row_is_the_error_of_its_own_batch(
     folder: Path, tmp_path: Path, loaders: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:

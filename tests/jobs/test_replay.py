@@ -40,7 +40,9 @@ def test_a_replay_gives_the_same_bits(trained: Path, tmp_path: Path, step: int, 
     assert "equal to the last bit" in str(replayed)
 
 
-@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("one_step_off", marks=pytest.mark.slow), "fully_async"]
+)
 def test_a_schedule_that_draws_ahead_is_replayed(tmp_path: Path, mode: str):
     assert run(tmp_path / "run", *COMMON, f"trainer.mode={mode}") == 0
     for step, steps in ((5, [4, 5]), (1, [0, 1])):

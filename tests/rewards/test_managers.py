@@ -324,7 +324,9 @@ def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(
     assert "20 of 1000 rewards failed, 10 of them late" in caplog.text
 
 
-@pytest.mark.parametrize("kind", [NaiveRewardManager, PrimeRewardManager])
+@pytest.mark.parametrize(
+    "kind", [NaiveRewardManager, pytest.param(PrimeRewardManager, marks=pytest.mark.slow)]
+)
 def test_only_hanging_calls_are_late(reward_file, kind):
     function = load_custom_reward(reward_file, "hangs_at")
     manager = kind(CharTokenizer(), 0, function, on_error="drop", timeout_s=2.0)

@@ -61,7 +61,6 @@ UNTOUCHED = 0x7F  # NaN in FP8
 # of rounding, in the outputs of attention: FP8 has 4 significant bits, int8 7 of the largest
 SMALLEST_ERROR = {FP8: 0.01, torch.int8: 0.002}
 SLOW = pytest.mark.slow
-FAMILIES = ["qwen3", *(pytest.param(name, marks=SLOW) for name in ("gemma3", "qwen2", "gemma2"))]
 
 
 def rounded(cache: Tensor, small: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -372,8 +371,14 @@ def extended(decoder: TritonDecoder, ids: Tensor, first: int) -> Tensor:
     return decoder(ids[:, first:].flatten(), places, step).view(ROWS, count, -1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("small", SMALL)
+@pytest.mark.parametrize(
+    ("small", "family"),
+    cases(
+        SMALL,
+        ["qwen3", "gemma3", "qwen2", "gemma2"],
+        quick=lambda *case: case == (FP8, "qwen3"),
+    ),
+)
 @interpreted
 def test_decode_steps_and_extensions_read_the_same_pages(family: str, small: torch.dtype):
     """Compare steps that store their token first with an extension; they differ by fp32 alone."""

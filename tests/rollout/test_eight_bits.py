@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
+from tests.cases import cases
 from tests.rollout.interpreter import interpreted
 from tests.rollout.test_cuda_decoder import (
     LENGTH,
@@ -53,13 +54,6 @@ SMALL = [FP8, torch.int8]
 # of the output of a tiny model, relative
 SMALLEST_ERROR = {"fp8": 0.02, "int8": 0.005}
 FAMILIES = ["qwen2", "qwen3", "gemma2", "gemma3"]
-# Qwen2 has biases; Gemma 3 has norms per head and after each part. Attention, with Gemma 2's cap, is
-# the same with weights in eight bits: tests/rollout/test_cuda_decoder.py has it.
-DECODED = [
-    "qwen2",
-    "gemma3",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma2")),
-]
 
 
 def spread(*shape: int, seed: int = 0) -> Tensor:
@@ -338,8 +332,16 @@ def decoded(decoder: TritonDecoder, ids: Tensor) -> Tensor:
     return torch.stack(states, dim=1)
 
 
-@pytest.mark.parametrize("family", DECODED)
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+# Qwen2 has biases; Gemma 3 has norms per head and after each part. Attention, with Gemma 2's cap, is
+# the same with weights in eight bits: tests/rollout/test_cuda_decoder.py has it.
+@pytest.mark.parametrize(
+    ("quantization", "family"),
+    cases(
+        ["fp8", "int8"],
+        ["qwen2", "gemma3", "qwen3", "gemma2"],
+        quick=lambda *case: case in [("fp8", "qwen2"), ("int8", "gemma3")],
+    ),
+)
 @interpreted
 def test_decode_steps_equal_the_arithmetic_in_plain_torch(family: str, quantization: str):
     model = make_model(family, torch.float32)

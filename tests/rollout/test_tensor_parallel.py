@@ -143,7 +143,7 @@ def in_any_batch(family: str, in_order: bool) -> list[list[Completion]]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
 def test_deterministic_gives_the_same_bits_in_every_batch(two: Ranks, family: str):
     found = [
         each

@@ -50,6 +50,7 @@ def distilling(teacher: Path, mode: str, *more: str) -> list[str]:
 WITHOUT_REWARD = f"{LOSS}.use_task_rewards=False"
 
 
+@pytest.mark.slow
 def test_the_student_approaches_the_teacher(tmp_path, teacher, capfd):
     """Train without a reward.
 

@@ -88,6 +88,7 @@ def test_a_resumed_run_meets_the_same_opponent(tmp_path: Path, policies: str):
     assert same_bits(weights(parts, 4), weights(whole, 4))
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_actor_is_renewed_every_so_many_steps(tmp_path: Path):
     own = [*DEBATE, COPY, "trainer.save_freq=2", "trainer.max_steps=4"]
     trainer = start_trainer(tmp_path, *own)

@@ -103,6 +103,7 @@ def test_two_ranks_train_like_one_process(alone, on_two):
     assert len(set(responses(alone[0] / "samples", 1))) > 3, "too dull to fail"
 
 
+@pytest.mark.slow
 def test_two_ranks_announce_responses_while_they_generate_others(on_two, tmp_path):
     """Compare the bits with a run that scores responses after their batch."""
     after = [

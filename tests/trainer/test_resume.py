@@ -140,7 +140,7 @@ def assert_same_end(folder: Path, whole: Path, algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "moment"),
     [
-        ("grpo", in_manifest),
+        pytest.param("grpo", in_manifest, marks=pytest.mark.slow),
         ("grpo", before_latest),
         # The others resume from the checkpoint of in_manifest, and leave fewer files.
         *(

@@ -73,7 +73,7 @@ def own(settings, start, monkeypatch):
     ("version", "calls"),
     [
         ("0.32.0", [COPY, FLUSH, "/update_weight_version", "/weight_info"]),
-        ("0.24.0", [COPY, FLUSH]),
+        pytest.param("0.24.0", [COPY, FLUSH], marks=pytest.mark.slow),
     ],
 )
 def test_an_idle_server_of_the_run_is_neither_paused_nor_asked_to_draw(own, version, calls):

@@ -198,12 +198,13 @@ def test_a_core_that_hangs_is_named(rollout_of, monkeypatch, caplog, goes_on):
     """Its samples are drawn again if it goes on, and the run ends if it does not."""
     monkeypatch.setattr(watch, "_EVERY_S", 0.1)
     monkeypatch.setattr(watch, "_SIGN_S", 0.2)
+    monkeypatch.setattr(watch, "_MISSES_OF_ENGINE", 4)
     worker, _, fake = rollout_of(server_timeout_s=10.0 if goes_on else 1.0)
     worker.take_weights()
     expected = draw(worker).batch["responses"]
     fake.server.delay_s = 0.02
     before = fake.server.draws
-    silence = "its engine gave no answer within 0.2 s to 10 questions in a row"
+    silence = "its engine gave no answer within 0.2 s to 4 questions in a row"
     message = f"vLLM in this process hangs: {silence}"
 
     def freeze():

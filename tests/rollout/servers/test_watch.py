@@ -220,6 +220,7 @@ def test_a_server_of_the_run_that_hangs_is_killed_and_started_again(
     owned.close()
 
 
+@pytest.mark.slow
 def test_a_draw_ends_also_where_the_server_hangs_in_the_middle_of_its_answer():
     listener = socket.create_server(("127.0.0.1", 0))
 

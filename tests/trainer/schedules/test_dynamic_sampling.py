@@ -216,6 +216,7 @@ def agents(loop: str) -> list[str]:
     return [*BASE, *others, f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}"]
 
 
+@pytest.mark.slow
 def test_agents_play_further_prompts(tmp_path):
     assert run(tmp_path, *agents("rare_uneven_turns"), ASYNC) == 0
     assert_books_are_kept(tmp_path, bound=1)

@@ -49,9 +49,8 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.parametrize(
-    "mode", ["fully_async", pytest.param("one_step_off", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mode", ["fully_async", "one_step_off"])
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_bits(tmp_path, mode):
     """Responses and batches that were generated ahead keep their pictures."""
     command = [*UNEVEN, f"trainer.mode={mode}", "trainer.save_freq=1"]

@@ -57,6 +57,7 @@ def test_staleness_zero_has_the_bits_of_the_synchronous_run(tmp_path, algorithm)
         assert line["fully_async/age/max"] == 0
 
 
+@pytest.mark.slow
 def test_a_named_checkpoint_continues_in_another_schedule(tmp_path, capfd):
     """Without anything ahead the resumed run has the bits of one that kept its schedule."""
     length = ["trainer.max_steps=4", "trainer.save_freq=2", "data.train_batch_size=3"]

@@ -96,7 +96,12 @@ def watched(folder: Path, mode: str, command: list[str]) -> int:
 
 # In the other modes the first step is that of sync.
 @pytest.mark.parametrize(
-    "mode", [pytest.param("sync", marks=pytest.mark.slow), "one_step_off", "fully_async"]
+    "mode",
+    [
+        pytest.param("sync", marks=pytest.mark.slow),
+        pytest.param("one_step_off", marks=pytest.mark.slow),
+        "fully_async",
+    ],
 )
 @pytest.mark.parametrize(
     "keys", [[], pytest.param([APART], marks=pytest.mark.slow)], ids=["together", "apart"]
