@@ -4,17 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.agents.formats.base import MalformedCallError, ToolCall, ToolSchemas, known_as, read_json
+from verl.agents.json_types import JSON_CLASSES
 
-# In the order in which several allowed types are tried: a text is anything, so it comes last.
-_CLASSES: dict[str, Any] = {
-    "null": type(None),
-    "boolean": bool,
-    "integer": (int, float),
-    "number": (int, float),
-    "object": dict,
-    "array": list,
-    "string": str,
-}
 # Null and truth values, as models also write them.
 _WORDS = {"null": None, "none": None, "true": True, "false": False}
 _PARAMETER_END = "</parameter>"
@@ -92,7 +83,7 @@ def convert(text: str, schema: Any) -> Any:
     Raises MalformedCallError where the text is no value of any allowed type.
     """
     types = allowed_types(schema)
-    kinds = [kind for kind in _CLASSES if kind in types]
+    kinds = [kind for kind in JSON_CLASSES if kind in types]
     if not kinds:
         return text
 
@@ -125,7 +116,7 @@ def allowed_types(schema: Any) -> frozenset[str]:
                     return frozenset()
                 kinds.extend(types)
 
-    if not all(kind in _CLASSES for kind in kinds):
+    if not all(kind in JSON_CLASSES for kind in kinds):
         return frozenset()
     return frozenset(kinds)
 
@@ -140,7 +131,7 @@ def _value_of(kind: str, text: str) -> Any:
         value = read_json(text)
 
     is_boolean = isinstance(value, bool)
-    if not isinstance(value, _CLASSES[kind]) or is_boolean != (kind == "boolean"):
+    if not isinstance(value, JSON_CLASSES[kind]) or is_boolean != (kind == "boolean"):
         raise MalformedCallError(f"is no {kind}")
     if kind != "integer":
         return value

@@ -9,16 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-# A number without a fraction may be written as 2.0.
-_JSON_CLASSES: dict[str, Any] = {
-    "string": str,
-    "boolean": bool,
-    "integer": (int, float),
-    "number": (int, float),
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
+from verl.agents.json_types import JSON_CLASSES, json_kind
 
 
 class _Schema(BaseModel):
@@ -44,8 +35,8 @@ class OpenAIFunctionParametersSchema(_Schema):
         for name, value in arguments.items():
             asked = self.properties[name].type if name in self.properties else None
             kinds = [asked] if isinstance(asked, str) else asked or []
-            known = [kind for kind in kinds if kind in _JSON_CLASSES]
-            if known and not any(isinstance(value, _JSON_CLASSES[kind]) for kind in known):
+            known = [kind for kind in kinds if kind in JSON_CLASSES]
+            if known and not any(isinstance(value, JSON_CLASSES[kind]) for kind in known):
                 problems.append(f"{name}: expected {' or '.join(kinds)}, got {json_kind(value)}")
         return problems
 
@@ -66,14 +57,6 @@ class OpenAIFunctionToolSchema(_Schema):
     def for_prompt(self) -> dict[str, Any]:
         """Return the plain values that a chat template prints: only keys that were given."""
         return self.model_dump(exclude_unset=True, exclude_none=True)
-
-
-def json_kind(value: Any) -> str:
-    """Return the name that JSON has for the type of a value."""
-    for kind, classes in _JSON_CLASSES.items():
-        if isinstance(value, classes) and kind != "integer":
-            return kind
-    return type(value).__name__
 
 
 def function_schema(
