@@ -139,7 +139,7 @@ def test_norms_and_activations_write_rows(width: int, small: torch.dtype):
     rows = Rows.empty((70, width), small, CUDA)
     swiglu(gate_up, rows=rows)
     assert relative_l2(rows.wide(), quantize(active, dtype=small).wide()) < 5e-3
-    swiglu(gate_up, rows=rows, rotates=True)
+    swiglu(gate_up, rows=rows, rotated=True)
     assert relative_l2(rows.wide(), quantize(rotate(active), dtype=small).wide()) < 5e-3
 
 
@@ -210,9 +210,9 @@ def test_kl_per_token_with_spread_weights():
     assert ordinary < rounding < 300 * ordinary
 
 
-@pytest.mark.parametrize(("part", "share"), [("", 0.6), ("kv", 0.33)])
+@pytest.mark.parametrize(("part", "share"), [("", 0.45), ("kv", 0.33)])
 def test_integers_are_nearer_to_bfloat16(part: str, share: float):
-    """Among Gaussians their KL is a sixth of FP8's. A few large channels cost them most of that."""
+    """Among Gaussians their KL is a sixth of FP8's. A few large channels leave a third of it."""
     floats, _ = measured_kl(realistic_model(), f"fp8{part}")
     integers, ordinary = measured_kl(realistic_model(), f"int8{part}")
     assert ordinary / 10 < integers < share * floats

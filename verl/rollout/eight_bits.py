@@ -8,9 +8,10 @@ y_ij = a_i b_j sum_k v_ik w_jk.
 
 A float8_e4m3fn is off by up to 1/16 of itself, an int8 by up to 1/254 of the row's largest number.
 Where numbers are distributed like a Gaussian, int8 is nearer: the root of their mean square is a
-quarter of the largest of some thousand. The inputs of a layer's last product, silu(gate) * up, have longer
-tails. `rotate` makes them Gaussian, as QuaRot does (Ashkboos et al. 2024, section 4): products of
-rotated inputs and rotated weights are those of the originals.
+quarter of the largest of some thousand. The inputs of products have longer tails: a few channels
+are much larger than the others, and silu(gate) * up is a product itself. `rotate` brings both
+nearer to Gaussians, as QuaRot does (Ashkboos et al. 2024, section 4): products of rotated inputs
+and rotated weights are those of the originals.
 
 Scales for blocks of 128 x 128 weights would cost more than they save. A scale for a row of 3,584
 weights adds 0.11 % to their bytes, one for a block 0.02 %. But with blocks, every sum of 128
@@ -38,8 +39,7 @@ SCALE_BYTES = 4  # of a row
 SMALLEST_ROW = 1e-12  # the largest number of a row counts at least as this: zeros have a scale, too
 LONGEST_WITH_BIAS = 16_384
 MULTIPLE = 16  # products of eight-bit matrices need sizes that are multiples of this
-ROTATED = 16  # numbers of a row that `rotate` mixes
-_ROTATED_INPUTS = "down_proj"  # the linear layers whose inputs have long tails
+ROTATED = 8  # adjacent numbers of a row that `rotate` mixes; a thread of a kernel loads as many
 # Tensor cores of Hopper add up eight-bit products with 14 bits. Moving their sums to fp32 registers
 # every 128 products costs a part of the speed, and the numbers themselves are rounded to 4 bits.
 FAST_ACCUMULATION = True
@@ -70,16 +70,26 @@ class Unscaled(NamedTuple):
     columns: Tensor  # (N, 1) float32
 
 
-def quantize(x: Tensor, *, dtype: torch.dtype = FP8, out: Rows | None = None) -> Rows:
-    """Round the rows of x (M, K) to eight bits: to `out`, or to new memory in `dtype`."""
+def rotates(dtype: torch.dtype) -> bool:
+    """Whether weights and inputs of linear layers in `dtype` are rotated before they are rounded."""
+    return dtype == torch.int8
+
+
+def quantize(
+    x: Tensor, *, dtype: torch.dtype = FP8, out: Rows | None = None, rotated: bool = False
+) -> Rows:
+    """Round the rows of x (M, K), or of `rotate(x)`, to eight bits.
+
+    They go to `out`, or to new memory in `dtype`.
+    """
     rows = Rows.empty(x.shape, dtype, x.device) if out is None else out
     if x.is_cuda:
         # Triton exists only with CUDA.
         kernels = importlib.import_module("verl.rollout.embedded.kernels.rounding")
-        return kernels.quantize_rows(x, rows)
+        return kernels.quantize_rows(x, rows, rotated=rotated)
 
     format_largest = LARGEST[rows.values.dtype]
-    wide = x.float()
+    wide = rotate(x.float()) if rotated else x.float()
     largest = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_ROW)
     rows.scales.copy_(largest / format_largest)
     # A number through a tensor would be the tensor's reciprocal times the number, rounded twice.
@@ -92,12 +102,11 @@ def quantize(x: Tensor, *, dtype: torch.dtype = FP8, out: Rows | None = None) ->
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Multiply each group of `ROTATED` numbers of x (..., K) by a Hadamard matrix of ones and -1.
+    """Multiply each `ROTATED` adjacent numbers of x (..., K) by a Hadamard matrix of ones and -1.
 
-    A group is eight adjacent numbers of the first half of a row, and those of the second half in
-    the same place: a kernel has both in one thread. Twice gives `ROTATED` times x.
+    Twice gives `ROTATED` times x.
     """
-    for distance in (x.shape[-1] // 2, 4, 2, 1):
+    for distance in (1, 2, 4):
         first, second = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
         x = torch.stack([first + second, first - second], dim=-2).flatten(-3)
     return x
@@ -175,10 +184,9 @@ class EightBitLinear(nn.Linear):
 
     scales: Tensor  # of the weight, (N, 1)
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, rotates: bool):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype):
         super().__init__(inputs, outputs, bias=bias, device="meta")
         self.dtype = dtype
-        self.rotates = rotates  # weight and inputs are those of `rotate`
 
     @property
     def rows(self) -> Rows:
@@ -187,16 +195,14 @@ class EightBitLinear(nn.Linear):
 
     def take(self, weight: Tensor) -> None:
         """Round a new weight (N, K) to the memory of the old one."""
-        if self.rotates:
-            weight = rotate(weight.float()) / ROTATED
-        quantize(weight, out=self.rows)
+        rotated = rotates(self.dtype)
+        quantize(weight / ROTATED if rotated else weight, out=self.rows, rotated=rotated)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input (..., K) times the transposed weight, (..., N), in the input's dtype."""
         x = input.reshape(-1, input.shape[-1])
-        if self.rotates:
-            x = rotate(x.float())
-        out = product(quantize(x, dtype=self.dtype), self.rows, self.bias, input.dtype)
+        rows = quantize(x, dtype=self.dtype, rotated=rotates(self.dtype))
+        out = product(rows, self.rows, self.bias, input.dtype)
         return out.view(*input.shape[:-1], -1)
 
 
@@ -223,8 +229,7 @@ def replace_linears(module: PreTrainedModel, quantization: str) -> dict[str, Eig
                 f"outputs in '{name}'. Set it to null."
             )
 
-        rotates = dtype == torch.int8 and path.endswith(_ROTATED_INPUTS)
-        mine = EightBitLinear(*sizes, bias=linear.bias is not None, dtype=dtype, rotates=rotates)
+        mine = EightBitLinear(*sizes, bias=linear.bias is not None, dtype=dtype)
         module.set_submodule(name, mine)
         replaced[f"{name}.weight"] = mine
     return replaced

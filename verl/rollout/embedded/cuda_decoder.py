@@ -15,6 +15,7 @@ from verl.rollout.eight_bits import (
     Unscaled,
     product,
     quantize,
+    rotates,
     unscaled_product,
 )
 from verl.rollout.embedded.attention import LayerPages, PrefillStep
@@ -142,6 +143,7 @@ class TritonDecoder(FusedDecoder):
         self._dtype = twin.dtype
         # the dtype of rows in eight bits
         self._small = None if twin.quantization is None else DTYPES[twin.quantization]
+        self._rotates = self._small is not None and rotates(self._small)
         self._one = torch.ones((), device=self.norm.weight.device)
         # by id of the layer: query, key and value in one, and gate and up in one
         self._projections = {}
@@ -181,6 +183,7 @@ class TritonDecoder(FusedDecoder):
             shift=self._shift,
             inner=None if inner is None else inner.weight,
             rows=rows,
+            rotated=rows is not None and self._rotates,
         )
         if writes:
             parts = parts[:1]
@@ -224,7 +227,7 @@ class TritonDecoder(FusedDecoder):
             attended = step.attend_stored(pages, q, layer.facts, fresh)
         attended = attended.flatten(1)
         if self._small is not None:
-            attended = quantize(attended, dtype=self._small)
+            attended = quantize(attended, dtype=self._small, rotated=self._rotates)
         return self._output_projection(attended, layer.attention.o_proj)
 
     def _prefill_attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -257,7 +260,7 @@ class TritonDecoder(FusedDecoder):
 
         half = (gate_up.shape[0], gate_up.shape[1] // 2)
         rows = Rows.empty(half, self._small, gate_up.device)
-        swiglu(gate_up, gelu=self._is_gemma, rows=rows, rotates=down.rotates)
+        swiglu(gate_up, gelu=self._is_gemma, rows=rows, rotated=self._rotates)
         return self._output_projection(rows, down)
 
     def _product(self, x: Any, weight: Any, bias: Tensor | None) -> Tensor:

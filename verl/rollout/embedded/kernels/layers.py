@@ -12,7 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from verl.rollout.eight_bits import Rows, Unscaled
-from verl.rollout.embedded.kernels.rounding import num_warps, rounded, row_scale, store_row
+from verl.rollout.embedded.kernels.rounding import (
+    magnitude,
+    num_warps,
+    rotate_eights,
+    rounded,
+    row_scale,
+    store_row,
+)
 
 # Values that one program of `swiglu` computes.
 _BLOCK = 1024
@@ -28,6 +35,7 @@ def add_rms_norm(
     shift: float = 0.0,
     inner: Tensor | None = None,
     rows: Rows | None = None,
+    rotated: bool = False,
 ) -> Tensor:
     """Norm a sum of tensors by RMSNorm (Zhang and Sennrich 2019, equation 4).
 
@@ -42,6 +50,7 @@ def add_rms_norm(
         shift: added to weights (Gemma has factors 1 + weight).
         inner: (H,), of another norm, which norms the last of two parts before they are added.
         rows: (b, H) in eight bits, for the result; its values are returned.
+        rotated: rotate the result before it is rounded (`verl.rollout.eight_bits.rotate`).
     """
     first, *others = parts
     assert isinstance(first, Tensor), "the first part is a tensor"
@@ -65,6 +74,7 @@ def add_rms_norm(
         THIRD_SPLITS=_num_splits(third[0]),
         WRITES_SUM=writes_sum and bool(others),
         ROUND_NORMED=round_normed,
+        ROTATED=rotated,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )
@@ -82,28 +92,27 @@ def _num_splits(part: Tensor | None) -> int:
 
 
 def swiglu(
-    gate_up: Tensor, *, gelu: bool = False, rows: Rows | None = None, rotates: bool = False
+    gate_up: Tensor, *, gelu: bool = False, rows: Rows | None = None, rotated: bool = False
 ) -> Tensor:
     """Compute silu(gate) * up (b, I) of `gate_up` (b, 2 I), the gates in front.
 
     Shazeer 2020, equation 6. `gelu`: with the tanh approximation of GELU for SiLU. `rows` (b, I) in
-    eight bits is for the result; its values are returned. `rotates`: the result is rotated before
+    eight bits is for the result; its values are returned. `rotated`: the result is rotated before
     it is rounded (`verl.rollout.eight_bits.rotate`).
     """
     count = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     if rows is not None:
-        # One program computes a whole row, because the scale depends on all of it. One block for a
-        # half would be up to half empty. A thread has eight adjacent numbers of both halves.
-        half = width // 2
-        block = max(8, triton.next_power_of_2(half) // 2)
-        rest = max(8, triton.next_power_of_2(max(1, half - block)))
+        # One program computes a whole row, because the scale depends on all of it. One block would
+        # be up to half empty.
+        block = max(8, triton.next_power_of_2(width) // 2)
+        rest = max(8, triton.next_power_of_2(max(1, width - block)))
         _swiglu_rows[(count,)](
             gate_up,
             *rows,
-            half,
+            width,
             GELU=gelu,
-            ROTATES=rotates,
+            ROTATED=rotated,
             BLOCK=block,
             REST=rest,
             num_warps=num_warps(block),
@@ -204,6 +213,7 @@ def _add_rms_norm(
     THIRD_SPLITS: tl.constexpr,
     WRITES_SUM: tl.constexpr,
     ROUND_NORMED: tl.constexpr,
+    ROTATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -236,7 +246,10 @@ def _add_rms_norm(
     if SCALES is None:
         tl.store(OUT + row * width + column, (normed * weight).to(dtype), mask=inside)
     else:
-        store_row(normed * weight, OUT + row * width + column, SCALES + row, inside)
+        normed *= weight
+        if ROTATED:
+            normed = rotate_eights(normed, BLOCK)
+        store_row(normed, OUT + row * width + column, SCALES + row, inside)
 
 
 @triton.jit
@@ -276,58 +289,30 @@ def _swiglu_rows(
     GATE_UP,
     OUT,
     SCALES,
-    half,
+    width,
     GELU: tl.constexpr,
-    ROTATES: tl.constexpr,
+    ROTATED: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Compute and round one row, in two blocks of each half."""
     row = tl.program_id(0).to(tl.int64)
-    width = 2 * half
     GATE_UP += row * 2 * width
     OUT += row * width
     column = tl.arange(0, BLOCK)
     rest = BLOCK + tl.arange(0, REST)
 
-    low, high = _active_pair(GATE_UP + column, half, column < half, GELU, ROTATES, BLOCK)
-    low_rest, high_rest = _active_pair(GATE_UP + rest, half, rest < half, GELU, ROTATES, REST)
-    largest = tl.maximum(
-        tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=0),
-        tl.max(tl.maximum(tl.abs(low_rest), tl.abs(high_rest)), axis=0),
-    )
-    zero = tl.sum((low + high) * 0.0, axis=0) + tl.sum((low_rest + high_rest) * 0.0, axis=0)
+    active = _active(GATE_UP + column, width, column < width, GELU)
+    others = _active(GATE_UP + rest, width, rest < width, GELU)
+    if ROTATED:
+        active = rotate_eights(active, BLOCK)
+        others = rotate_eights(others, REST)
+    largest = tl.maximum(tl.max(magnitude(active), axis=0), tl.max(magnitude(others), axis=0))
     dtype = OUT.dtype.element_ty
-    scale, factor = row_scale(largest, zero, dtype)
+    scale, factor = row_scale(largest, dtype)
 
     tl.store(SCALES + row, scale)
-    tl.store(OUT + column, rounded(low * factor, dtype), mask=column < half)
-    tl.store(OUT + half + column, rounded(high * factor, dtype), mask=column < half)
-    tl.store(OUT + rest, rounded(low_rest * factor, dtype), mask=rest < half)
-    tl.store(OUT + half + rest, rounded(high_rest * factor, dtype), mask=rest < half)
-
-
-@triton.jit
-def _active_pair(
-    GATE, half, inside, GELU: tl.constexpr, ROTATES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Compute a block of the first half of a row and that of the second, rotated if ROTATES."""
-    low = _active(GATE, 2 * half, inside, GELU)
-    high = _active(GATE + half, 2 * half, inside, GELU)
-    if ROTATES:
-        low, high = _rotate_eights(low + high, BLOCK), _rotate_eights(low - high, BLOCK)
-    return low, high
-
-
-@triton.jit
-def _rotate_eights(x, BLOCK: tl.constexpr):
-    """Multiply each eight adjacent numbers of x (BLOCK,) by a Hadamard matrix."""
-    cube = tl.reshape(x, (BLOCK // 8, 2, 2, 2))
-    for _ in tl.static_range(3):
-        # Add up along the last axis, which becomes the first of the three.
-        first, second = tl.split(cube)
-        cube = tl.permute(tl.join(first + second, first - second), (0, 3, 1, 2))
-    return tl.reshape(cube, (BLOCK,))
+    tl.store(OUT + column, rounded(active * factor, dtype), mask=column < width)
+    tl.store(OUT + rest, rounded(others * factor, dtype), mask=rest < width)
 
 
 @triton.jit
@@ -420,9 +405,9 @@ def _store_eight_bits(TARGET, SCALES, low, high, mask, is_head, D: tl.constexpr)
     """Store heads, given as halves with zeros outside of the mask, and their SCALES (M, 1)."""
     low = low.to(tl.float32)
     high = high.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
+    largest = tl.maximum(tl.max(magnitude(low), axis=1), tl.max(magnitude(high), axis=1))
     dtype = TARGET.dtype.element_ty
-    scale, factor = row_scale(largest, tl.sum((low + high) * 0.0, axis=1), dtype)
+    scale, factor = row_scale(largest, dtype)
     tl.store(SCALES, scale[:, None], mask=is_head)
     tl.store(TARGET, rounded(low * factor[:, None], dtype), mask=mask)
     tl.store(TARGET + D // 2, rounded(high * factor[:, None], dtype), mask=mask)
