@@ -8,8 +8,8 @@ best over all batches: what defaults are chosen by.
 
 Run `python bench/kernels/paged_attention.py`; `--shapes qwen2.5-1.5b --batches 256` does a part of
 it. With `--fresh` the rows' newest tokens come as the projections give them, and the kernel rotates
-and stores them too. With `--eight-bits` keys and values are in eight bits with their scales, which
-count as read.
+and stores them too. With `--small fp8` or `int8` keys and values are in eight bits with their
+scales, which count as read.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from triton.runtime.errors import OutOfResources
 
-from verl.rollout.eight_bits import FP8, cached_bytes
+from verl.rollout.eight_bits import DTYPES, FP8, cached_bytes
 from verl.rollout.embedded.kernels.decode_launch import (
     DecodeConfig,
     choose_num_splits,
@@ -69,7 +69,7 @@ LAUNCHES = [
 class Batch:
     """b rows in a cache of as many layers as it takes to read READ_BYTES."""
 
-    def __init__(self, shape: Shape, rows: int, *, fresh: bool, eight_bits: bool) -> None:
+    def __init__(self, shape: Shape, rows: int, *, fresh: bool, small: torch.dtype | None) -> None:
         self.shape = shape
         self.rows = rows
         with torch.device("cuda"):
@@ -77,15 +77,16 @@ class Batch:
             width = LONGEST // PAGE_SIZE
             self.table = torch.randperm(rows * width).view(rows, width).int()
             self.slots = torch.arange(rows, dtype=torch.int32)
-            dtype = FP8 if eight_bits else torch.bfloat16
+            dtype = small or torch.bfloat16
             token_bytes = shape.kv_heads * cached_bytes(2 * shape.dim, dtype)
             self.read_bytes = int((self.positions + 1).sum()) * token_bytes
             self.layers = min(shape.layers, math.ceil(READ_BYTES / self.read_bytes))
             page = (2, shape.kv_heads, PAGE_SIZE, shape.dim)
+            size = 1.0 if small in (None, FP8) else 30.0
             self.cache = torch.randn(rows * width, self.layers, *page, dtype=torch.bfloat16)
-            self.cache = self.cache.to(dtype)
+            self.cache = (self.cache * size).to(dtype)
             self.scales = None
-            if eight_bits:
+            if small is not None:
                 self.scales = torch.rand(rows * width, self.layers, *page[:-1])
             stacked = torch.randn(
                 rows, (shape.heads + 2 * shape.kv_heads) * shape.dim, dtype=torch.bfloat16
@@ -184,7 +185,7 @@ def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
         batch.shape.dim,
         batch.shape.dim,
         torch.bfloat16,
-        eight_bits=batch.scales is not None,
+        small=None if batch.scales is None else batch.cache.dtype,
         fresh_programs=fresh_programs,
     )
 
@@ -225,7 +226,7 @@ def main() -> None:
         "--fresh", action="store_true", help="rotate and store the newest tokens as well"
     )
 
-    parser.add_argument("--eight-bits", action="store_true", help="keys and values in eight bits")
+    parser.add_argument("--small", choices=DTYPES, help="keys and values in eight bits")
     parser.add_argument("--best", type=int, default=4, help="launches to print at each batch")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -241,7 +242,7 @@ def main() -> None:
         for rows in args.batches:
             results.append(
                 sweep(
-                    Batch(SHAPES[name], rows, fresh=args.fresh, eight_bits=args.eight_bits),
+                    Batch(SHAPES[name], rows, fresh=args.fresh, small=DTYPES.get(args.small)),
                     device.multi_processor_count,
                     args.best,
                 )

@@ -6,6 +6,7 @@ addresses waited for a load in the same block.
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 from verl.rollout.embedded.kernels.running_softmax import weigh, weights_of
 
@@ -13,6 +14,7 @@ from verl.rollout.embedded.kernels.running_softmax import weigh, weights_of
 # Products in float16 take 32 times that, so usual weights are normal numbers of float16, and only
 # values beyond 900,000 make them infinite, or 260,000.
 _HELD = tl.constexpr(32.0)
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 _SMALLEST_QUERY = tl.constexpr(1e-30)  # a padding head is 0 throughout
 
 
@@ -48,7 +50,8 @@ def weigh_pages(
 
     Keys and values in eight bits have scales. Products of queries that are not fp32 are then in
     float16, which holds every number of both formats. On Hopper one instruction converts two FP8
-    numbers to float16; to bfloat16 each number takes a slow conversion of its own.
+    numbers to float16; to bfloat16 each number takes a slow conversion of its own, and so does an
+    integer. Integers are converted by assembly.
 
     Columns of such values are read in pairs, and even and odd ones are weighed apart. A product
     needs the values of two tokens next to each other, so they are transposed on their way from
@@ -96,9 +99,8 @@ def weigh_pages(
             )
             p = (p * (of_values * _HELD)[None, :]).to(wide)
             alpha = alpha[:, None]
-            low = _converted(_low_bytes(pair, values), wide)
+            low, high = _converted_pairs(pair, values.dtype.element_ty, wide)
             even = tl.dot(p, low, even * alpha, input_precision="ieee")
-            high = _converted(_low_bytes(pair >> 8, values), wide)
             odd = tl.dot(p, high, odd * alpha, input_precision="ieee")
         page = next_page
 
@@ -108,20 +110,56 @@ def weigh_pages(
 
 
 @triton.jit
-def _low_bytes(pair, values):
-    """Return the low bytes, which are numbers of the type that `values` points to."""
-    return pair.to(tl.uint8).to(values.dtype.element_ty, bitcast=True)
+def _converted(small, wide: tl.constexpr):
+    """Convert numbers of eight bits.
+
+    As the last bits of 1,024 in float16, x + 128 gives 1,152 + x.
+    """
+    if small.dtype == tl.int8 and wide == tl.float16 and not _INTERPRETED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes, surplus;
+            xor.b32 bytes, $2, 0x80808080;
+            mov.b32 surplus, 0x64806480;
+            prmt.b32 $0, bytes, 0x64646464, 0x4140;
+            prmt.b32 $1, bytes, 0x64646464, 0x4342;
+            sub.f16x2 $0, $0, surplus;
+            sub.f16x2 $1, $1, surplus;
+            }""",
+            "=r,=r,r",
+            [small],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return small.to(wide)
 
 
 @triton.jit
-def _converted(small, wide: tl.constexpr):
-    """Convert numbers of eight bits."""
-    if small.dtype == tl.int8 and wide == tl.float16:
-        # Integers have slow conversions. As the last bits of 1024, x + 128 gives 1152 + x.
-        bits = small.to(tl.uint8, bitcast=True).to(tl.uint16) ^ 0x6480
-        return bits.to(tl.float16, bitcast=True) - 1152.0
+def _converted_pairs(pair, small: tl.constexpr, wide: tl.constexpr):
+    """Convert the low bytes and the high bytes, which are numbers of the type `small`."""
+    if small == tl.int8 and wide == tl.float16 and not _INTERPRETED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 high, surplus;
+            shr.b32 high, $2, 8;
+            mov.b32 surplus, 0x64806480;
+            lop3.b32 $0, $2, 0x00FF00FF, 0x64806480, 0x6A;
+            lop3.b32 $1, high, 0x00FF00FF, 0x64806480, 0x6A;
+            sub.f16x2 $0, $0, surplus;
+            sub.f16x2 $1, $1, surplus;
+            }""",
+            "=r,=r,r",
+            [pair],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     else:
-        return small.to(wide)
+        low = pair.to(tl.uint8).to(small, bitcast=True)
+        high = (pair >> 8).to(tl.uint8).to(small, bitcast=True)
+        return low.to(wide), high.to(wide)
 
 
 @triton.jit

@@ -105,7 +105,7 @@ def decode_attention(
         dim,
         value_dim,
         q.dtype,
-        eight_bits=key_scales is not None,
+        small=None if key_scales is None else keys.dtype,
         fresh_programs=fresh_programs,
     )
 
