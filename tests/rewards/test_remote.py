@@ -122,6 +122,15 @@ def make_judge(url: str, requests: RequestsConfig = FAST, **changes: Any) -> Jud
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [("Score: 7,5", 0.75), ("Score: 7, since it is right.", 0.7), ("Score: 7,\n5", 0.7)],
+)
+def test_a_judge_may_write_a_comma(serve, text: str, score: float):
+    judge = make_judge(serve(says(text)).url)
+    assert judge("poem", "four", "{it} is 4")["score"] == score
+
+
 def test_a_judge_reads_the_response_and_its_last_score_counts(serve, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-1")
     service = serve(says("Score: 3? No.\nScore: 7.5"))

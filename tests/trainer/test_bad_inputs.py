@@ -2,6 +2,7 @@
 package."""
 
 import json
+import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,6 +120,7 @@ def test_a_data_source_without_a_rule(tmp_path, capfd):
         ({"data_source": "tey"}, "No reward rule for data_source 'tey'"),
         ({"data_source": None}, "There is no data_source"),
         ({"reward_model": None}, "needs reward_model.ground_truth"),
+        ({"reward_model": {"ground_truth": math.nan}}, "needs reward_model.ground_truth"),
     ],
 )
 def test_a_row_that_no_rule_scores_is_named_at_start(tmp_path, capfd, change, expected):

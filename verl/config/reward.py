@@ -101,8 +101,8 @@ class JudgeConfig:
         "{response}; null: a plain request for a number from 0 to 10",
     )
     score_pattern: str = setting(
-        r"Score:\s*(-?\d+(?:\.\d+)?)",
-        "regular expression; the first group of its last match is the score",
+        r"Score:\s*(-?\d+(?:[.,]\d+)?)",
+        "regular expression; the first group of its last match is the score, 7.5 or 7,5",
     )
     score_scale: float = setting(10.0, "the parsed number is divided by this", above=0)
     api_key_env: str | None = setting(None, "environment variable that holds the service's key")

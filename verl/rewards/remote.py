@@ -183,7 +183,7 @@ class Judge:
         highest = self.config.score_scale
         lowest = 0.0 if self.config.prompt is None else -highest
         try:
-            value = float(number)
+            value = float(number.replace(",", "."))
         except ValueError:
             value = math.nan
         if not lowest <= value <= highest:

@@ -1,5 +1,6 @@
 """Check the results of reward functions and managers, and read the data that they get."""
 
+import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -21,11 +22,13 @@ _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 def ground_truth_of(reward_model: Any) -> Any:
     """Return the ground truth of an entry of `reward_model`; None if there is no such column.
 
-    Data for a custom function need not have it.
+    Data for a custom function need not have it. NaN is none: tables have it in empty cells.
     """
     if not isinstance(reward_model, Mapping):
         return None
-    return reward_model.get("ground_truth")
+    truth = reward_model.get("ground_truth")
+    is_nan = isinstance(truth, float) and math.isnan(truth)
+    return None if is_nan else truth
 
 
 def check_result(result: Any, responses: Tensor) -> None:
