@@ -29,7 +29,7 @@ HERE := not gpu and not multi_gpu and not vllm
 VLLM_VENV ?= .venv-vllm
 VLLM_PINS := tests/rollout_servers/requirements.txt tests/rollout_servers/overrides.txt
 
-.PHONY: quickstart install smoke test test-slow test-vllm check format bench docs clean
+.PHONY: quickstart install smoke test test-slow test-vllm lint check format bench docs clean
 
 quickstart: install
 	$(BIN)/python -m verl.trainer.main_ppo data.dataset_name=toy data.train_batch_size=4 \
@@ -43,18 +43,20 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install -q -e '.[dev]' $(TRITON)
 	touch $@
 
-check: install
+lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+
+check: lint
 	$(BIN)/pyright
 
 # Property tests draw the same examples every time here; plain pytest draws others.
 smoke: install
 	$(TEST) $(SMOKE)
 
-# A test listed at the end of `make test` may need the marker `slow`.
-test: check
+# The types are checked by a test. Another one that is listed at the end may need the marker `slow`.
+test: lint
 	$(TEST) -m '$(HERE) and not slow' --durations=10 --durations-min=3
 
 # Whole matrices of ranks, Ray and compilation, and faults at random moments.

@@ -63,6 +63,7 @@ def _own_log() -> Iterator[None]:
 # Files that start ranks or compute for long come first, the longest at the head: at the end, one
 # would leave the other of two processes without work.
 _LONG = (
+    "test_types.py",
     "test_compile.py",
     "test_ray.py",
     "test_ranks.py",
