@@ -152,3 +152,17 @@ def test_a_custom_tracker_is_finished_even_if_the_run_fails(tmp_path):
     ]
     assert run(tmp_path, *breaks, *own) == 1
     assert (tmp_path / "diary").read_text() == "1 end"
+
+
+def test_a_dropped_sample_has_no_score(tmp_path):
+    reward = reward_file(tmp_path, "return None if '1' in solution_str else 1.0")
+    folder = tmp_path / "rollouts"
+    changes = [*reward, "reward_model.on_error=drop", f"trainer.rollout_data_dir={folder}"]
+    assert run(tmp_path, *changes) == 0
+
+    scores = set()
+    for path in folder.iterdir():
+        for row in rows_of(path):
+            assert row["score"] == (None if "1" in row["output"] else 1.0)
+            scores.add(row["score"])
+    assert scores == {None, 1.0}

@@ -150,7 +150,9 @@ class TrainerConfig(RunConfig):
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     log_val_generations: int = setting(0, "validation samples that trackers show", at_least=0)
     rollout_data_dir: str | None = setting(
-        None, "folder for the training samples of each step", is_path=True
+        None,
+        "folder for the training samples of each step; the score of a dropped one is null",
+        is_path=True,
     )
     validation_data_dir: str | None = setting(
         None, "folder for the validation samples", is_path=True

@@ -117,10 +117,17 @@ def scored_rows(
 
 
 def recorded_rows(batch: DataProto, tokenizer: Any, config: TrainConfig) -> list[dict]:
-    """Return `sample_rows` with the fields of the reward that `record_scores` has written."""
+    """Return `sample_rows` with the fields of the reward that `record_scores` has written.
+
+    The score of a dropped sample is None.
+    """
     names = batch.meta_info.get("reward_fields", ())
     extra = {name: batch.non_tensor_batch[name] for name in names}
-    return sample_rows(batch, tokenizer, extra, config)
+    rows = sample_rows(batch, tokenizer, extra, config)
+    for row, counts in zip(rows, batch.batch["response_mask"].bool().any(-1).tolist()):
+        if not counts:
+            row["score"] = None
+    return rows
 
 
 def sample_rows(
