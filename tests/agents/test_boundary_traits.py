@@ -30,6 +30,11 @@ def continued(name, reply, new, drawn_text, tools=None, history=(USER,)):
     )
 
 
+def rewritten(name, reply, new, drawn_text, tools=None, history=(USER,)):
+    drawn = tokenizer_of(name).encode(drawn_text, add_special_tokens=False)
+    return boundary_of(name).rewrites(list(history), reply, new, tools, drawn=drawn)
+
+
 @pytest.mark.parametrize(
     ("drawn", "expected"),
     [
@@ -60,7 +65,6 @@ def test_reasoning_that_the_template_drops_stays_in_the_drawn_ids():
     drawn = tokenizer.encode(text + "<|im_end|>")
     reply = saying(text)
     assert boundary.rewrites([USER], reply, [NEXT], drawn=drawn)
-    assert boundary.rewrites([USER], reply, [NEXT])
     assert continued("qwen3", reply, [NEXT], text + "<|im_end|>").startswith("\n<|im_start|>user")
 
     # Within a turn that calls tools the reasoning stays.
@@ -68,7 +72,6 @@ def test_reasoning_that_the_template_drops_stays_in_the_drawn_ids():
     drawn = tokenizer.encode(written + "<|im_end|>")
     called = saying(text, [call({})])
     assert not boundary.rewrites([USER], called, [result("a")], TOOLS, drawn=drawn)
-    assert not boundary.rewrites([USER], called, [result("a")], TOOLS)
 
 
 def test_a_template_that_opens_reasoning_rewrites_it():
@@ -77,8 +80,8 @@ def test_a_template_that_opens_reasoning_rewrites_it():
     boundary = ChatBoundary(tokenizer)
     ids = boundary.prompt([USER])
     assert tokenizer.decode(ids).endswith("<think>\n\n</think>\n\n")
-    assert boundary.rewrites([USER], saying("Hi."), [NEXT])
     drawn = tokenizer_of("qwen3").encode("Hi.")
+    assert boundary.rewrites([USER], saying("Hi."), [NEXT], drawn=drawn)
     assert not boundary_of("qwen3").rewrites([USER], saying("Hi."), [NEXT], drawn=drawn)
 
 
@@ -111,12 +114,13 @@ def test_mistral_repeats_neither_its_tools_nor_its_system_message():
     for history in ([USER], [system, USER]):
         extension = continued("mistral", saying("Hi."), [NEXT], "Hi.</s>", TOOLS, history)
         assert extension == "[INST]And next?[/INST]"
-    assert boundary_of("mistral").rewrites([system, USER], saying("Hi."), [NEXT])
-    assert boundary_of("mistral").rewrites([USER], saying("Hi."), [NEXT], TOOLS)
-    assert not boundary_of("mistral").rewrites([USER], saying("Hi."), [NEXT])
+    assert rewritten("mistral", saying("Hi."), [NEXT], "Hi.</s>", history=[system, USER])
+    assert rewritten("mistral", saying("Hi."), [NEXT], "Hi.</s>", TOOLS)
+    assert not rewritten("mistral", saying("Hi."), [NEXT], "Hi.</s>")
 
     called = saying("", [call({})])
-    assert not boundary_of("mistral").rewrites([USER], called, [result("a")], TOOLS)
+    written = '[TOOL_CALLS][{"name": "search", "arguments": {}, "id": "call0000a"}]</s>'
+    assert not rewritten("mistral", called, [result("a")], written, TOOLS)
     assert continued("mistral", called, [result("a")], "x</s>", TOOLS).startswith("[TOOL_RESULTS]")
     with pytest.raises(BoundaryError, match="IDs must have length 9"):
         continued("mistral", saying("", [call({}, "1")]), [result("a", "1")], "x</s>", TOOLS)

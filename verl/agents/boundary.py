@@ -100,20 +100,18 @@ class ChatBoundary:
         new: Messages,
         tools: Tools = None,
         *,
-        drawn: Sequence[int] | None = None,
+        drawn: Sequence[int],
     ) -> bool:
         """Return whether rendering the whole conversation changes the text before `new`.
 
-        Then a caller that follows the template has to begin a new sample. With `drawn`, compares
-        with the text that was drawn, to the last character; without, with the reply as the template
-        writes it while nothing follows. Raises DataError where the template refuses the messages.
+        Then a caller that follows the template has to begin a new sample. Compares with the text
+        that was drawn, to the last character. Raises DataError where the template refuses the
+        messages.
         """
         prompt = self._template.render(history, tools=tools)
         whole = self._template.render([*history, reply, *new], tools=tools)
         if not whole.startswith(prompt):
             return True
-        if drawn is None:
-            return self._rewrites_reply(prompt, whole, history, reply, tools)
 
         try:
             plan = self._turns.plan(reply, new, tools)
@@ -175,22 +173,6 @@ class ChatBoundary:
             if is_end and tuple(drawn[-length:]) == end:
                 return length
         return 0
-
-    def _rewrites_reply(
-        self, prompt: str, whole: str, history: Messages, reply: Message, tools: Tools
-    ) -> bool:
-        """Return whether a reply is written otherwise while nothing follows it."""
-        content = reply.get("content") or ""
-        if content not in whole[len(prompt) :]:
-            return True
-
-        alone = self._template.render([*history, reply], tools=tools, generate=False)
-        if content and not reply.get("tool_calls"):
-            end = alone.rfind(content) + len(content)
-        else:
-            tail = self._turns.tail
-            end = len(alone) - len(tail) if alone.endswith(tail) else len(prompt)
-        return not whole.startswith(alone[:end])
 
     def _generation_prompt(self) -> str:
         prompt = self._template.encode(self._template.render(self._turns.start))

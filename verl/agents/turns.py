@@ -113,8 +113,8 @@ class _Behind:
 class Turns:
     """Finds the text between turns. Methods raise BoundaryError where the template has none.
 
-    `start` is the shortest history that the template accepts, `tail` is the text behind a reply
-    which nothing follows, `stop_ids` are the ids that may end a reply.
+    `start` is the shortest history that the template accepts, `stop_ids` are the ids that may end a
+    reply.
     """
 
     def __init__(self, template: ChatTemplate, stop_ids: Iterable[int]) -> None:
@@ -122,7 +122,6 @@ class Turns:
         self._plans: dict[Any, TurnPlan] = {}
         self.start = self._shortest_history()
         self._longer = self._longer_histories()
-        self.tail = self._text_behind(self.start, saying(REPLY), [], generate=False)
         self.stop_ids = self._collect_stop_ids(stop_ids)
 
     def plan(self, reply: Message, new: Messages, tools: Tools) -> TurnPlan:
@@ -344,19 +343,17 @@ class Turns:
         if eos_id is not None:
             ends |= {eos_id}
 
+        tail = self._text_behind(self.start, saying(REPLY), [], generate=False)
+        try:
+            head = self._probe([asking("verlQuestion")], saying(REPLY)).head
+        except BoundaryError:
+            head = tail
+
         # A template with a token of its own: the last that stands behind a reply.
-        head = self._head_of_a_question()
         if ends.isdisjoint(self.template.encode_part(head)):
-            tail_ids = self.template.encode_part(self.tail)
+            tail_ids = self.template.encode_part(tail)
             ends |= set([each for each in tail_ids if each in self.template.special_ids][-1:])
         return ends | self.template.known_ids(NEXT_ROLES)
-
-    def _head_of_a_question(self) -> str:
-        """Return the text between a reply and a question, or else all that is behind a reply."""
-        try:
-            return self._probe([asking("verlQuestion")], saying(REPLY)).head
-        except BoundaryError:
-            return self.tail
 
 
 def _system() -> Message:
