@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from verl.agents.environments import check_environment, roles_of
@@ -32,8 +33,30 @@ _BUILT_IN = (*_WITHOUT_TOOLS, _ANSWERED)
 _SECTION = "actor_rollout_ref.rollout"
 # Keywords in a row's tools_kwargs, by the method of the tool that gets them.
 _SECTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+# Options of a row: columns of their own, or entries of extra_info.
+_OPTIONS = ("tools_kwargs", "need_tools_kwargs", "tool_selection", "interaction_kwargs")
 # Prompts that are rendered with their tools before the start, those with the most characters.
 _NUM_RENDERED = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """How one row is played: its loop, and the options in the order of `_OPTIONS`.
+
+    `place` is its file and row, for messages.
+    """
+
+    place: str
+    loop: str
+    tools_kwargs: Any
+    need_tools_kwargs: Any
+    tool_selection: Any
+    interaction_kwargs: Any
+
+    @property
+    def offered(self) -> list[str] | None:
+        """Names of the tools that the row offers; None: all."""
+        return offered_tools(self.tool_selection, self.tools_kwargs)
 
 
 def check_rows(
@@ -81,7 +104,7 @@ def check_rows(
         if isinstance(maker, UserLoopMaker):
             maker.check()
     _check_tools(config, tools, column, has_interactions=interactions is not None)
-    _check_interactions(interactions, tools, column)
+    _check_interactions(config, interactions, tools, column)
     _check_policies(config, names)
     environment = config.agent.environment
     if environment.name is not None:
@@ -139,21 +162,20 @@ def prompts_too_long(
     tools = context.tools
     if tools is None:
         return
-    rows = []
+    sized = []
     characters: dict[str, int] = {}
-    for (place, messages), (_, loop), offered in zip(
-        column(prompt_key), _loops_of_rows(context.config, column), _offered(column)
-    ):
-        if loop != _ANSWERED:
+    for row, (place, messages) in zip(_rows(context.config, column), column(prompt_key)):
+        if row.loop != _ANSWERED:
             continue
+        offered = row.offered
         key = str(offered)
         if key not in characters:
             characters[key] = len(json.dumps(tools.schemas(offered)))
-        rows.append((len(str(messages)) + characters[key], place, messages, offered))
+        sized.append((len(str(messages)) + characters[key], place, messages, offered))
 
-    rows.sort(key=lambda row: row[0], reverse=True)
+    sized.sort(key=lambda entry: entry[0], reverse=True)
     fitting = 0
-    for _, place, messages, offered in rows:
+    for _, place, messages, offered in sized:
         # A picture counts as its placeholder here: its size is known when it is read.
         read = as_messages if context.pictures is None else with_placeholders
         prompt_ids = context.boundary.prompt(read(messages), tools.schemas(offered))
@@ -179,14 +201,13 @@ def _check_tools(
     """Check the names of tools in the rows; warn of tools and rows that never meet."""
     _check_shapes(config, column)
     if tools is None:
-        asked = _options(column, "interaction_kwargs")
-        for (place, kwargs), (_, of_user) in zip(_options(column, "tools_kwargs"), asked):
-            named = list(present(kwargs))
-            if named and not (has_interactions and of_user):
+        for row in _rows(config, column):
+            named = list(present(row.tools_kwargs))
+            if named and not (has_interactions and row.interaction_kwargs):
                 logger.warning(
                     "%s: tools_kwargs names the tool '%s', but no tools are configured, so the row "
                     "is played without. Set %s.multi_turn.tool_config_path.",
-                    place,
+                    row.place,
                     named[0],
                     _SECTION,
                 )
@@ -195,17 +216,15 @@ def _check_tools(
 
     known = list(tools.names)
     unused = set(known)
-    loops = _loops_of_rows(config, column)
-    for (place, kwargs), (_, loop), offered in zip(
-        _options(column, "tools_kwargs"), loops, _offered(column)
-    ):
-        unknown = sorted({*present(kwargs), *(offered or ())} - set(known))
+    for row in _rows(config, column):
+        offered = row.offered
+        unknown = sorted({*present(row.tools_kwargs), *(offered or ())} - set(known))
         if unknown:
             raise DataError(
-                f"{place}: tools_kwargs names the tool '{unknown[0]}', which no configured file "
+                f"{row.place}: tools_kwargs names the tool '{unknown[0]}', which no configured file "
                 f"has. Nearest known: {nearest_names(unknown[0], known)}."
             )
-        if loop not in _WITHOUT_TOOLS:
+        if row.loop not in _WITHOUT_TOOLS:
             unused -= set(known if offered is None else offered)
 
     if unused:
@@ -217,24 +236,22 @@ def _check_tools(
 
 
 def _check_shapes(config: RolloutConfig, column: Column) -> None:
-    """Check that the rows' options of tools have the shape that agents read."""
-    for place, selected in _options(column, "tool_selection"):
-        if isinstance(selected, str):
-            raise DataError(
-                f"{place}: tool_selection must be a list of tools, such as ['{selected}'], got "
-                f"{selected!r}."
-            )
-
+    """Check that the rows' options have the shape that agents read."""
     has_warned = False
-    loops = _loops_of_rows(config, column)
-    all_kwargs = _options(column, "tools_kwargs")
-    all_needs = _options(column, "need_tools_kwargs")
-    for (place, kwargs), (_, needs), (_, loop) in zip(all_kwargs, all_needs, loops):
+    for row in _rows(config, column):
+        place = row.place
+        kwargs = row.tools_kwargs
+        if isinstance(row.tool_selection, str):
+            raise DataError(
+                f"{place}: tool_selection must be a list of tools, such as "
+                f"['{row.tool_selection}'], got {row.tool_selection!r}."
+            )
+        _require_mapping(f"{place}: interaction_kwargs", row.interaction_kwargs, "{name: ..., ...}")
         _require_mapping(f"{place}: tools_kwargs", kwargs, "{tool: {create_kwargs: {...}, ...}}")
-        if loop != _ANSWERED:  # a loop of the user's may read other keys
+        if row.loop != _ANSWERED:  # a loop of the user's may read other keys
             continue
 
-        if needs and not present(kwargs) and not has_warned:
+        if row.need_tools_kwargs and not present(kwargs) and not has_warned:
             has_warned = True
             logger.warning("%s: need_tools_kwargs is set, but the row has no tools_kwargs.", place)
         for tool, sections in present(kwargs).items():
@@ -242,9 +259,6 @@ def _check_shapes(config: RolloutConfig, column: Column) -> None:
             expected = "{create_kwargs: {...}, execute_kwargs: {...}, ...}"
             _require_mapping(f"{place}: {where}", sections, expected)
             _check_sections(place, where, sections)
-
-    for place, asked in _options(column, "interaction_kwargs"):
-        _require_mapping(f"{place}: interaction_kwargs", asked, "{name: ..., ...}")
 
 
 def _check_sections(place: str, where: str, sections: Mapping[str, Any]) -> None:
@@ -269,30 +283,32 @@ def _require_mapping(where: str, value: Any, expected: str) -> None:
 
 
 def _check_interactions(
-    interactions: InteractionSet | None, tools: ToolSet | None, column: Column
+    config: RolloutConfig,
+    interactions: InteractionSet | None,
+    tools: ToolSet | None,
+    column: Column,
 ) -> None:
     """Check the interactions that the rows ask for."""
     reached = False
-    asked = _options(column, "interaction_kwargs")
-    for (place, kwargs), (_, of_tools) in zip(asked, _options(column, "tools_kwargs")):
-        if not kwargs:
+    for row in _rows(config, column):
+        if not row.interaction_kwargs:
             continue
         reached = True
 
         if interactions is None:
-            if tools is not None and present(of_tools):
+            if tools is not None and present(row.tools_kwargs):
                 continue  # made for either, as verl's rows of GSM8K are, and the run has chosen
             logger.warning(
                 "%s: the row has interaction_kwargs, but no interactions are configured, so no "
                 "user answers. Set %s.multi_turn.interaction_config_path.",
-                place,
+                row.place,
                 _SECTION,
             )
             return
         try:
-            interactions.session(kwargs)
+            interactions.session(row.interaction_kwargs)
         except VerlError as error:
-            raise DataError(f"{place}: {error}") from error
+            raise DataError(f"{row.place}: {error}") from error
 
     if interactions is not None and not reached:
         raise ConfigError(
@@ -331,7 +347,7 @@ def _roles_of_loop(config: RolloutConfig, name: str) -> tuple[str, ...] | None:
     if name == _ENVIRONMENT:
         assert config.agent.environment.name is not None, "the rows were checked"
         return roles_of(config.agent.environment.name)
-    if name in (*_WITHOUT_TOOLS, _ANSWERED):
+    if name in _BUILT_IN:
         return ()
     return getattr(agent_loops.get(name), "roles", None)
 
@@ -360,16 +376,14 @@ def _loops_of_rows(config: RolloutConfig, column: Column) -> Iterator[tuple[str,
         yield place, chosen
 
 
-def _offered(column: Column) -> Iterator[list[str] | None]:
-    """Give the names of the tools that each row offers; None: all."""
-    selections = _options(column, "tool_selection")
-    for (_, selected), (_, kwargs) in zip(selections, _options(column, "tools_kwargs")):
-        yield offered_tools(selected, kwargs)
-
-
-def _options(column: Column, name: str) -> Iterator[tuple[str, Any]]:
-    """Give an option of every row: its own column, or else its entry in extra_info."""
-    for (place, value), (_, extra) in zip(column(name), column("extra_info")):
-        if value is None and isinstance(extra, dict):
-            value = extra.get(name)
-        yield place, value
+def _rows(config: RolloutConfig, column: Column) -> Iterator[_Row]:
+    """Give the loop and the options of every row."""
+    columns = [column(name) for name in ("extra_info", *_OPTIONS)]
+    loops = _loops_of_rows(config, column)
+    for (place, loop), (_, extra), *given in zip(loops, *columns):
+        options = {}
+        for name, (_, value) in zip(_OPTIONS, given):
+            if value is None and isinstance(extra, dict):
+                value = extra.get(name)
+            options[name] = value
+        yield _Row(place=place, loop=loop, **options)
