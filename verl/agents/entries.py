@@ -1,48 +1,16 @@
-"""Import the classes that a user names, alone or in a YAML list, and check them."""
+"""Read the files and import the classes that a user names, and check them."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from verl.utils.errors import ConfigError, MissingDependencyError
+from verl.utils.errors import ConfigError
 from verl.utils.imports import load_extern_type, require, without_scheme
-from verl.utils.registry import refuse_unknown
 from verl.utils.yaml_text import explain_yaml
-
-_KEYS = ("name", "class_name", "config")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One entry of a file: a class, its settings, and the name that rows pick it by."""
-
-    where: str  # "entry 2 of 'interactions.yaml'", for errors
-    cls: type
-    name: str | None
-    config: dict[str, Any]
-
-
-def read_entries(path: str | Path) -> list[Entry]:
-    """Return the entries of the list `interaction` in a YAML file, each with its class imported.
-
-    Raises:
-        ConfigError: the file is missing or is not YAML, or an entry has an unknown or missing key,
-            or a class that cannot be imported. The message names file, entry and key.
-    """
-    file = Path(path).expanduser()
-    content = read_yaml(path, "multi_turn.interaction_config_path")
-    found = content.get("interaction") if isinstance(content, Mapping) else None
-    if not isinstance(found, list) or not found:
-        raise ConfigError(
-            f"'{path}' must have a list 'interaction:' with at least one entry, such as "
-            f"'- class_name: package.module.Class', got {_shown(content or None)}."
-        )
-    return [_entry(number, entry, file) for number, entry in enumerate(found, start=1)]
 
 
 def read_yaml(path: str | Path, setting: str | None = None) -> Any:
@@ -165,33 +133,3 @@ def _split(reference: str) -> tuple[str, str, str]:
     reference = without_scheme(reference)
     place, separator, name = reference.rpartition(":")
     return (place, separator, name) if separator else reference.rpartition(".")
-
-
-def _entry(number: int, entry: Any, file: Path) -> Entry:
-    where = f"interaction entry {number} of '{file}'"
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where} must be keys and values, got {_shown(entry)}.")
-    refuse_unknown(where, entry, _KEYS)
-
-    class_name = entry.get("class_name")
-    if not isinstance(class_name, str):
-        raise ConfigError(
-            f"{where}: class_name must be 'package.module.Class' or 'file.py:Class', got "
-            f"{_shown(class_name)}."
-        )
-    config = entry.get("config")
-    if config is not None and not isinstance(config, Mapping):
-        raise ConfigError(f"{where}: config must be keys and values, got {_shown(config)}.")
-    given_name = entry.get("name")
-    if given_name is not None and not isinstance(given_name, str):
-        raise ConfigError(f"{where}: name must be a text, got {_shown(given_name)}.")
-
-    try:
-        cls = load_class(class_name, file.resolve().parent)
-    except (ConfigError, MissingDependencyError) as error:
-        raise type(error)(f"{where}: class_name: {error}") from error
-    return Entry(where=where, cls=cls, name=given_name, config=dict(config or {}))
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else f"{type(value).__name__}: {str(value)[:80]!r}"

@@ -1,20 +1,33 @@
 """Interactions of a YAML file, and the one that a row picks."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.agents.entries import load_class, read_entries, require_calls, require_methods
+from verl.agents.entries import load_class, read_yaml, require_calls, require_methods
 from verl.agents.interactions.base import BaseInteraction
-from verl.utils.errors import ConfigError, DataError, describe_error
+from verl.utils.errors import ConfigError, DataError, MissingDependencyError, describe_error
+from verl.utils.registry import refuse_unknown
 from verl.utils.signatures import call_by_name
 
 DEFAULT_NAME = "gsm8k"  # picked by rows without a name, as in verl 0.5
+_KEYS = ("name", "class_name", "config")
 _METHODS = ("start_interaction", "generate_response", "finalize_interaction")
 _CALLS = {
     "start_interaction": ("instance_id",),
     "generate_response": ("instance_id", "messages"),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """One entry of a file: a class, its settings, and the name that rows pick it by."""
+
+    where: str  # "interaction entry 2 of 'interactions.yaml'", for errors
+    cls: type
+    name: str
+    config: dict[str, Any]
 
 
 def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInteraction]:
@@ -28,33 +41,74 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
     Raises:
         ConfigError: with the file, entry and key that are wrong, or a name that comes twice.
     """
+    file = Path(path).expanduser()
+    content = read_yaml(path, "multi_turn.interaction_config_path")
+    found = content.get("interaction") if isinstance(content, Mapping) else None
+    if not isinstance(found, list) or not found:
+        raise ConfigError(
+            f"'{path}' must have a list 'interaction:' with at least one entry, such as "
+            f"'- class_name: package.module.Class', got {_shown(content or None)}."
+        )
+
     interactions: dict[str, BaseInteraction] = {}
-    for entry in read_entries(path):
+    for entry in [_read(number, value, file) for number, value in enumerate(found, start=1)]:
         require_methods(entry.cls, _METHODS, f"{entry.where}: class_name")
-        name = entry.name or default_name(entry.cls)
-        if name in interactions:
+        if entry.name in interactions:
             raise ConfigError(
-                f"{entry.where}: Duplicate interaction name '{name}' found. Set another `name:`."
+                f"{entry.where}: Duplicate interaction name '{entry.name}' found. Set another "
+                "`name:`."
             )
-        interactions[name] = _make(entry.cls, {**entry.config, "name": name}, entry.where)
+        interactions[entry.name] = _make(entry)
     return interactions
 
 
-def _make(cls: type, config: dict[str, Any], where: str) -> BaseInteraction:
+def _read(number: int, entry: Any, file: Path) -> _Entry:
+    """Check the keys of an entry and import its class. Raises ConfigError."""
+    where = f"interaction entry {number} of '{file}'"
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where} must be keys and values, got {_shown(entry)}.")
+    refuse_unknown(where, entry, _KEYS)
+
+    class_name = entry.get("class_name")
+    if not isinstance(class_name, str):
+        raise ConfigError(
+            f"{where}: class_name must be 'package.module.Class' or 'file.py:Class', got "
+            f"{_shown(class_name)}."
+        )
+    config = entry.get("config")
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(f"{where}: config must be keys and values, got {_shown(config)}.")
+    name = entry.get("name")
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"{where}: name must be a text, got {_shown(name)}.")
+
+    try:
+        cls = load_class(class_name, file.resolve().parent)
+    except (ConfigError, MissingDependencyError) as error:
+        raise type(error)(f"{where}: class_name: {error}") from error
+    return _Entry(where=where, cls=cls, name=name or default_name(cls), config=dict(config or {}))
+
+
+def _make(entry: _Entry) -> BaseInteraction:
+    cls = entry.cls
     if cls.generate_response is BaseInteraction.generate_response:  # pyright: ignore[reportAttributeAccessIssue]
         raise ConfigError(
-            f"{where}: {cls.__name__} must override generate_response(instance_id, messages, "
+            f"{entry.where}: {cls.__name__} must override generate_response(instance_id, messages, "
             "**kwargs), which answers the model and returns (should_terminate, content, score, "
             "data)."
         )
     try:
-        made = call_by_name(cls, config=config)
+        made = call_by_name(cls, config={**entry.config, "name": entry.name})
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise ConfigError(
-            f"{where}: {cls.__name__}(config) raised {describe_error(error)}"
+            f"{entry.where}: {cls.__name__}(config) raised {describe_error(error)}"
         ) from error
-    require_calls(made, _CALLS, where)
+    require_calls(made, _CALLS, entry.where)
     return made
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__}: {str(value)[:80]!r}"
 
 
 def get_interaction_class(class_name: str) -> type:
