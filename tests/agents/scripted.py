@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from tests.agents.templates import FAMILIES
 from tests.agents.tokenizers import word_tokenizer
 from verl.agents import AgentRunner, EngineClient, EngineSteps, Episode
@@ -19,8 +21,11 @@ class ScriptedEngine:
     """Answers every request by a function of its row, its turn and the text of its prompt.
 
     The log-prob of a token is -its position - 1, so that each is known. A reply that is longer than
-    its limit is cut; otherwise the end-of-turn token follows.
+    its limit is cut; otherwise the end-of-turn token follows. With `names_experts`, the expert of a
+    token has its id.
     """
+
+    names_experts = False
 
     def __init__(self, tokenizer: Any, script: Script) -> None:
         self.tokenizer = tokenizer
@@ -55,6 +60,7 @@ class ScriptedEngine:
                         token_ids=drawn,
                         log_probs=[-1.0 - place for place in range(len(drawn))],
                         finish_reason="stop" if len(drawn) == len(whole) else "length",
+                        routed_experts=np.array(drawn)[:, None] if self.names_experts else None,
                     )
                 )
 

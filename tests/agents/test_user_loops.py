@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config
+from tests.agents.scripted import ScriptedEngine, chat_tokenizer, episode, play, rollout_config
 from verl.agents import AgentLoopOutput, AgentRunner, blocking
 from verl.agents.checks import check_rows
 from verl.agents.loops.user_loop import _full_config
@@ -341,10 +341,14 @@ def test_a_loop_reads_the_recognized_format(loops: str):
     assert _full_config(context).actor_rollout_ref.rollout.multi_turn.format == "glm"
 
 
-def test_an_output_may_end_within_a_turn(loops: str):
+def test_an_output_may_end_within_a_turn(loops: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ScriptedEngine, "names_experts", True)
     _, (trajectory,), _ = run(loops, "old", response_length=7)
     assert len(trajectory.response_ids) == 7
-    assert trajectory.segments[0].log_probs == [-1.0 - place for place in range(7)]
+    (segment,) = trajectory.segments
+    assert segment.log_probs == [-1.0 - place for place in range(7)]
+    assert segment.routed_experts is not None
+    assert segment.routed_experts.flatten().tolist() == segment.token_ids
 
 
 def test_loop_of_later_versions_returns_score_and_fields(loops: str):

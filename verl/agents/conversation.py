@@ -8,7 +8,7 @@ from verl.agents.formats.base import ToolSchemas
 from verl.data.chat import Message
 from verl.data.pictures import PictureReader
 from verl.models.pictures import Pictures
-from verl.rollout.trajectory import DROPPED_BECAUSE, MODEL, Segment, Trajectory
+from verl.rollout.trajectory import DROPPED_BECAUSE, Segment, Trajectory
 from verl.utils.errors import RolloutError
 
 
@@ -79,16 +79,7 @@ class Conversation:
         """Append a turn of the model."""
         if not drawn.token_ids:
             raise RolloutError(f"The engine drew no token for turn {self.turns} of row {self.row}.")
-        segment = Segment(
-            source=MODEL,
-            token_ids=drawn.token_ids,
-            log_probs=drawn.log_probs,
-            version=drawn.version,
-            versions=drawn.versions,
-            turn=self.turns,
-            routed_experts=drawn.routed_experts,
-        )
-        self._current.segments.append(segment)
+        self._current.segments.append(drawn.segment(self.turns))
         self._ids += drawn.token_ids
         self.turns += 1
 

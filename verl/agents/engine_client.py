@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from verl.models.pictures import Pictures
 from verl.rollout.base import RolloutEngine
 from verl.rollout.checks import checked_ids
+from verl.rollout.trajectory import MODEL, Segment
 from verl.rollout.types import Completion, Continuation, Request, SamplingParams
 from verl.utils.errors import RolloutError
 
@@ -94,6 +95,30 @@ class Generated:
     version: int = 0
     versions: list[int] | None = None
     routed_experts: NDArray[np.integer] | None = None
+
+    def first(self, count: int) -> "Generated":
+        """Return the first `count` tokens alone."""
+        versions = self.versions
+        experts = self.routed_experts
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            log_probs=self.log_probs[:count],
+            versions=None if versions is None else versions[:count],
+            routed_experts=None if experts is None else experts[:count],
+        )
+
+    def segment(self, turn: int) -> Segment:
+        """Return the tokens as those of a turn of a trajectory."""
+        return Segment(
+            source=MODEL,
+            token_ids=self.token_ids,
+            log_probs=self.log_probs,
+            version=self.version,
+            versions=self.versions,
+            turn=turn,
+            routed_experts=self.routed_experts,
+        )
 
 
 def merged(requests: Sequence[Request]) -> list[Request]:

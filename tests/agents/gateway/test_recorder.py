@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import DataObject, data, integers, sampled_from
@@ -51,6 +52,7 @@ class Client:
                 finish_reason="stop",
                 version=choice,
                 versions=[choice, *range(len(ids) - 1)],
+                routed_experts=np.array(ids)[:, None],
             )
             drawn.append(generated)
             replies.append(WORDING.reply(turn.prompt_ids, generated))
@@ -93,6 +95,8 @@ def test_each_drawn_token_is_trained_once_in_its_context(values: DataObject):
                 learned.append((list(seen), list(segment.token_ids)))
                 assert segment.version == segment.turn
                 assert segment.versions == [segment.turn, *range(len(segment.token_ids) - 1)]
+                assert segment.routed_experts is not None
+                assert segment.routed_experts.flatten().tolist() == segment.token_ids
             seen += segment.token_ids
     assert sorted(learned) == sorted(client.drawn)
 

@@ -16,7 +16,7 @@ from verl.agents.gateway.errors import TOO_LONG, ApiError
 from verl.agents.gateway.requests import canonical, template_message
 from verl.agents.gateway.wording import Reply, Wording
 from verl.data.chat import Message
-from verl.rollout.trajectory import MODEL, Segment, Trajectory
+from verl.rollout.trajectory import Segment, Trajectory
 from verl.utils.errors import VerlError
 
 Messages = Sequence[Message]
@@ -119,15 +119,7 @@ class Turn:
 
         for number, reply, each in zip(self.numbers, replies, drawn):
             path = self._path_of(number)
-            segment = Segment(
-                source=MODEL,
-                token_ids=list(reply.token_ids),
-                log_probs=list(reply.log_probs),
-                version=each.version,
-                versions=each.versions,
-                turn=number,
-            )
-            path.segments.append(segment)
+            path.segments.append(each.segment(number))
             self._note(path, reply)
 
     def drop(self) -> None:

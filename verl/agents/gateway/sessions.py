@@ -128,13 +128,7 @@ class SessionBackend:
         token_ids = np.array(drawn.token_ids)
         for count in range(1, len(token_ids) + 1):
             if rule.completes_string(token_ids[:count]):
-                return replace(
-                    drawn,
-                    token_ids=drawn.token_ids[:count],
-                    log_probs=drawn.log_probs[:count],
-                    versions=None if drawn.versions is None else drawn.versions[:count],
-                    finish_reason="stop",
-                )
+                return replace(drawn.first(count), finish_reason="stop")
         return drawn
 
     def _check_draw(self, draw: DrawSettings) -> None:

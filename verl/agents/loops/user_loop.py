@@ -18,7 +18,7 @@ from verl.agents.loops.user_base import TrainerConfig
 from verl.agents.user_thread import is_finite_number
 from verl.config import config_to_dict
 from verl.data.rl_dataset import RLDataset
-from verl.rollout.trajectory import MODEL, Segment, Trajectory, fields_of_user
+from verl.rollout.trajectory import Segment, Trajectory, fields_of_user
 from verl.utils.errors import ConfigError, RolloutError, describe_error
 from verl.utils.logging import say_once
 from verl.utils.signatures import keywords_of, taken_by
@@ -291,21 +291,13 @@ class UserLoop:
         before = [*prompt, *response[:place]]
         shown = response[place:end]
         for turn, asked in turns:
-            drawn = asked.drawn
-            own = drawn.token_ids
+            own = asked.drawn.token_ids
             count = min(len(own), len(shown))
 
             # The output may end within a turn, at the limit of the response.
             is_whole = count == len(own) or end == len(response)
             if asked.prompt_ids == before and own[:count] == shown[:count] and is_whole and count:
-                return Segment(
-                    source=MODEL,
-                    token_ids=own[:count],
-                    log_probs=drawn.log_probs[:count],
-                    version=drawn.version,
-                    versions=None if drawn.versions is None else drawn.versions[:count],
-                    turn=turn,
-                )
+                return asked.drawn.first(count).segment(turn)
 
         text = self.context.tokenizer.decode(shown[:8])
         raise RolloutError(
