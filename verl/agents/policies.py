@@ -90,12 +90,12 @@ class EnginePolicy:
         self._template = ChatTemplate(tokenizer)
         self._seed = _seed_of(role, config.seed)
         self._sleeps = sleeps
-        self._is_asleep = False
         self._client: EngineClient | None = None
         self.engine: RolloutEngine = create_rollout_engine(
             config, model=model, tokenizer=tokenizer, device=device
         )
-        self._rest()
+        if sleeps:
+            self.engine.sleep()
 
     async def reply(self, messages: Sequence[Message], *, step: int, row: int, turn: int) -> str:
         """See `FrozenPolicy.reply`."""
@@ -114,15 +114,16 @@ class EnginePolicy:
 
     async def serve(self, work: Awaitable[Any], *, steps: EngineSteps, num_episodes: int) -> Any:
         """See `FrozenPolicy.serve`."""
-        self._rise()
-        self.engine.forget_prefixes()  # a resumed run starts without them
-        self.engine.reserve(Room(sequences=num_episodes, tokens=self.longest))
-        own = EngineSteps(self.engine, self.params, self._seed, steps.step)
-        self._client = EngineClient(own, max_model_len=self.longest)
+        if self._sleeps:
+            self.engine.wake()
         try:
+            self.engine.update_weights(plain_parameters(self.model))
+            own = EngineSteps(self.engine, self.params, self._seed, steps.step)
+            self._client = _client_of_batch(own, num_episodes, self.longest)
             return await self._client.serve(work)
         finally:
-            self._rest()
+            if self._sleeps:
+                self.engine.sleep()
 
     @torch.no_grad()
     def take(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -131,17 +132,6 @@ class EnginePolicy:
         for name, tensor in named_tensors:
             own.pop(name).copy_(tensor)
         assert not own, f"weights without a new value: {sorted(own)[:3]}"
-
-    def _rise(self) -> None:
-        if self._is_asleep:
-            self.engine.wake()
-            self._is_asleep = False
-        self.engine.update_weights(plain_parameters(self.model))
-
-    def _rest(self) -> None:
-        if self._sleeps:
-            self.engine.sleep()
-            self._is_asleep = True
 
 
 class PartnerPolicy:
@@ -166,10 +156,8 @@ class PartnerPolicy:
         max_model_len: int,
     ) -> Any:
         """Draw turns until `work` is done, with the sampling parameters of the actor."""
-        self.engine.forget_prefixes()  # a resumed run starts without them
-        self.engine.reserve(Room(sequences=num_episodes, tokens=max_model_len))
         own = EngineSteps(self.engine, steps.params, _seed_of(self.role, steps.seed), steps.step)
-        self.client = EngineClient(own, max_model_len=max_model_len)
+        self.client = _client_of_batch(own, num_episodes, max_model_len)
         return await self.client.serve(work)
 
 
@@ -368,6 +356,13 @@ def host_dtype(
     if device.type == "cuda":
         return torch.bfloat16
     return on_cpu or torch.float32
+
+
+def _client_of_batch(steps: EngineSteps, num_episodes: int, max_model_len: int) -> EngineClient:
+    """Return the client of an engine for one batch, with room for all its episodes."""
+    steps.engine.forget_prefixes()  # a resumed run starts without them
+    steps.engine.reserve(Room(sequences=num_episodes, tokens=max_model_len))
+    return EngineClient(steps, max_model_len=max_model_len)
 
 
 def _engine_config(config: RolloutConfig) -> RolloutConfig:
