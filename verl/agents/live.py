@@ -196,10 +196,7 @@ class LiveEpisodes:
         ended: Ended = []
 
         def is_over() -> bool:
-            if self._error is not None:
-                raise self._error
-            news = self._ended
-            self._ended = []
+            news = self._take_ended()
             ended.extend(news)
             watch.note(row for row, _ in news)
             return watch.is_reached or not self._tasks or steps == most_steps
@@ -234,12 +231,7 @@ class LiveEpisodes:
         if had_work:
             self.client.count()
         self._meet(self.client.freeze(taken.frozen, taken.finished))
-
-        if self._error is not None:
-            raise self._error
-        ended = self._ended
-        self._ended = []
-        return ended
+        return self._take_ended()
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the engine's counters and the agents' metrics since the last call."""
@@ -249,6 +241,14 @@ class LiveEpisodes:
         """End all episodes."""
         self._meet(self._cancel())
         self._thread.close()
+
+    def _take_ended(self) -> Ended:
+        """Return the episodes that have ended since the last call, or raise the error of one."""
+        if self._error is not None:
+            raise self._error
+        ended = self._ended
+        self._ended = []
+        return ended
 
     # ---------------------------------------------------------------- in the agents' loop
 
