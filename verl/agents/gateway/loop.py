@@ -19,8 +19,6 @@ from verl.utils.errors import VerlError
 if TYPE_CHECKING:
     from verl.agents.loops.base import Episode
 
-_LEAST_WAIT_S = 0.01
-
 
 class GatewayLoop:
     """Play each episode as a session of a running gateway.
@@ -90,9 +88,8 @@ class GatewayLoop:
 
     async def _until_over(self, session: str, playing: "asyncio.Future[Any]") -> None:
         """Wait until an agent ends, or until its session does, because it was abandoned."""
-        interval_s = max(self.recorder.idle_s / 4, _LEAST_WAIT_S)
         while not playing.done() and self.recorder.is_open(session):
-            await asyncio.wait({playing}, timeout=interval_s)
+            await asyncio.wait({playing}, timeout=self.recorder.look_interval_s)
 
     def _drop(self, session: str, cause: str, error: VerlError | None) -> None:
         """End a session of which nothing is learned."""

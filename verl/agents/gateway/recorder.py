@@ -185,6 +185,7 @@ class SessionRecorder:
         self.max_prompt_tokens = max_prompt_tokens
         self.max_response_tokens = max_response_tokens
         self.idle_s = idle_s
+        self.look_interval_s = max(idle_s / 4, 0.01)  # between two looks for abandoned sessions
         self.clock = clock
 
         self._sessions: dict[str, _Session] = {}

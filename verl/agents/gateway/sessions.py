@@ -55,7 +55,7 @@ class SessionBackend:
     async def run(self) -> None:
         """See `Backend.run`: drop abandoned sessions."""
         while True:
-            await asyncio.sleep(max(self.recorder.idle_s / 4, 0.01))
+            await asyncio.sleep(self.recorder.look_interval_s)
             self.recorder.drop_idle()
 
     async def chat(
