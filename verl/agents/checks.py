@@ -9,11 +9,10 @@ from typing import Any
 from verl.agents.environments import check_environment, roles_of
 from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, agent_loops
-from verl.agents.loops.base import present
 from verl.agents.loops.gateway import GATEWAY_AGENT
-from verl.agents.loops.tool_agent import offered_tools
 from verl.agents.loops.user_loop import UserLoopMaker
 from verl.agents.policies import check_roles
+from verl.agents.row_options import offered_tools, option_of, present
 from verl.agents.tools import ToolSet
 from verl.config.rollout import RolloutConfig
 from verl.data.chat import as_messages
@@ -378,12 +377,9 @@ def _loops_of_rows(config: RolloutConfig, column: Column) -> Iterator[tuple[str,
 
 def _rows(config: RolloutConfig, column: Column) -> Iterator[_Row]:
     """Give the loop and the options of every row."""
-    columns = [column(name) for name in ("extra_info", *_OPTIONS)]
-    loops = _loops_of_rows(config, column)
-    for (place, loop), (_, extra), *given in zip(loops, *columns):
-        options = {}
-        for name, (_, value) in zip(_OPTIONS, given):
-            if value is None and isinstance(extra, dict):
-                value = extra.get(name)
-            options[name] = value
+    names = ("extra_info", *_OPTIONS)
+    columns = [column(name) for name in names]
+    for (place, loop), *given in zip(_loops_of_rows(config, column), *columns):
+        fields = {name: value for name, (_, value) in zip(names, given)}
+        options = {name: option_of(fields, name) for name in _OPTIONS}
         yield _Row(place=place, loop=loop, **options)

@@ -17,10 +17,10 @@ from tests.agents.tools.user_tools import (
     tool_set,
 )
 from verl.agents.formats.base import ToolCall
+from verl.agents.row_options import plain_row_kwargs
 from verl.agents.tools import BaseTool, ToolSet
 from verl.agents.tools.functions import as_tool
 from verl.agents.tools.host import facts_of
-from verl.agents.tools.results import plain_row_kwargs
 from verl.utils.errors import ConfigError, DataError, RolloutError
 from verl.utils.threads import LoopThread
 

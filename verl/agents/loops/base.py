@@ -13,6 +13,7 @@ from verl.agents.formats.base import ToolSchemas, without_end
 from verl.agents.formats.tool_parser import decoded
 from verl.agents.interactions import InteractionSet
 from verl.agents.policies import FrozenPolicy, PartnerPolicy
+from verl.agents.row_options import option_of
 from verl.agents.tools import ToolSet
 from verl.agents.user_thread import UserCall
 from verl.config.model import ModelConfig
@@ -70,10 +71,7 @@ class Episode:
 
     def option(self, name: str) -> Any:
         """Return a field of the row or, where it has none, of its `extra_info`."""
-        value = self.fields.get(name)
-        if value is None:
-            value = (self.fields.get("extra_info") or {}).get(name)
-        return value
+        return option_of(self.fields, name)
 
 
 @dataclass(kw_only=True)
@@ -134,9 +132,12 @@ class AgentContext:
         tools: ToolSchemas = (),
     ) -> Conversation:
         """Begin the conversation of an episode, by default with its own prompt."""
+        is_own = messages is None and not tools
+        if messages is None:
+            messages = episode.messages
+
         prompt_ids = episode.prompt_ids
-        if messages is not None or tools:
-            messages = episode.messages if messages is None else messages
+        if not is_own:
             prompt_ids = self.boundary.prompt(messages, tools)
             if self.pictures is not None:
                 prompt_ids = self.pictures.expand(prompt_ids, episode.pictures)
@@ -144,7 +145,7 @@ class AgentContext:
 
         return Conversation(
             episode.row,
-            episode.messages if messages is None else messages,
+            messages,
             prompt_ids,
             self.boundary,
             tools=tools,
@@ -220,11 +221,6 @@ class AgentContext:
         if self.format is None or not tools:
             return ParsedReply(content=self.text_of(token_ids), calls=())
         return await parse_reply(self.format, self.tokenizer, token_ids, tools)
-
-
-def present(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Leave out None: Parquet gives every row the fields of all rows."""
-    return {name: value for name, value in (kwargs or {}).items() if value is not None}
 
 
 def check_prompt(episode: Episode, prompt_ids: Sequence[int], limit: int) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from verl.agents.conversation import Conversation
 from verl.agents.engine_client import Generated
 from verl.agents.formats import ParsedReply, ToolCall, new_call_id
 from verl.agents.interactions import InteractionSession
-from verl.agents.loops.base import AgentContext, Episode, agent_loops, present, require_sound
+from verl.agents.loops.base import AgentContext, Episode, agent_loops, require_sound
+from verl.agents.row_options import offered_tools
 from verl.agents.tools import ToolResult, ToolSession
 from verl.agents.tools.agent_data import AgentData
 from verl.data.chat import Message
@@ -303,20 +303,6 @@ def _content_of(result: ToolResult) -> Any:
     if result.text:
         parts.append({"type": "text", "text": result.text})
     return parts
-
-
-def offered_tools(
-    selected: Iterable[str] | None, kwargs: Mapping[str, Any] | None
-) -> list[str] | None:
-    """Name the tools that a row offers to the model; None: all.
-
-    Args:
-        selected: `tool_selection` of the row.
-        kwargs: its `tools_kwargs`; a tool without any may have None.
-    """
-    if selected is not None:
-        return list(selected)
-    return list(present(kwargs)) or None
 
 
 def message_of(parsed: ParsedReply, turn: int) -> Message:

@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 from verl.agents.blocking import BLOCKING_S, watched
 from verl.agents.entries import checked_roles
 from verl.agents.formats import recognise_format
-from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt, present
+from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt
 from verl.agents.loops.server_manager import NumberedTurns, ServerManager, sampling_dict
 from verl.agents.loops.user_base import TrainerConfig
+from verl.agents.row_options import present
 from verl.agents.user_thread import is_finite_number
 from verl.config import config_to_dict
 from verl.data.rl_dataset import RLDataset

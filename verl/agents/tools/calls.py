@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl.agents.formats.base import ToolCall
+from verl.agents.row_options import plain_row_kwargs
 from verl.agents.tools.answers import TextLimit
 from verl.agents.tools.config_file import read_tool_config
 from verl.agents.tools.episode import CallSettings, Episode
@@ -29,7 +30,6 @@ from verl.agents.tools.results import (
     ToolResult,
     consequence_of,
     heavier,
-    plain_row_kwargs,
 )
 from verl.utils.errors import ConfigError, DataError, RolloutError
 from verl.utils.registry import nearest_names

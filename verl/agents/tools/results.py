@@ -2,7 +2,6 @@
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,17 +108,3 @@ class ToolCounts:
                 for counter in (self._events, self._seconds, self._calls, self._longest_s):
                     counter.clear()
         return values
-
-
-def plain_row_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return {tool: {section: keywords}} of a row's `tools_kwargs`.
-
-    Parquet gives every row the fields of all rows, so None stands for a field that is absent.
-    """
-    rows: dict[str, dict[str, dict[str, Any]]] = {}
-    for tool, sections in (kwargs or {}).items():
-        if sections is None:
-            continue
-        given = {name: dict(value) for name, value in sections.items() if value is not None}
-        rows[tool] = given
-    return rows
