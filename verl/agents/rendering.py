@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers import models, normalizers, pre_tokenizers
 
 from verl.agents.formats.base import ToolSchemas
+from verl.agents.formats.tool_parser import decoded
 from verl.data.chat import Message, encode_rendered, render_conversation
 
 
@@ -76,10 +77,7 @@ class ChatTemplate:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
-        text: str = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+        return decoded(self.tokenizer, token_ids)
 
     def decode_part(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids that stand behind other ids.
