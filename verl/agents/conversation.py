@@ -8,7 +8,7 @@ from verl.agents.formats.base import ToolSchemas
 from verl.data.chat import Message
 from verl.data.pictures import PictureReader
 from verl.models.pictures import Pictures
-from verl.rollout.trajectory import DROPPED_BECAUSE, Segment, Trajectory
+from verl.rollout.trajectory import Segment, Trajectory
 from verl.utils.errors import RolloutError
 
 
@@ -158,15 +158,3 @@ class Conversation:
         self._current = Trajectory(row=self.row, prompt_ids=rendered[:width], segments=segments)
         self._ids = rendered
         return True
-
-
-def failed(row: int, prompt_ids: Sequence[int], filler: int, why: str) -> Trajectory:
-    """Return the trajectory of an episode that failed: one token that is never learned from."""
-    segment = Segment(source="template", token_ids=[filler])
-    return Trajectory(
-        row=row,
-        prompt_ids=prompt_ids,
-        segments=[segment],
-        is_dropped=True,
-        extra={DROPPED_BECAUSE: why},
-    )

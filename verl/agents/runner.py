@@ -20,7 +20,6 @@ from verl.agents.checks import (
     play_single_rows,
     prompts_too_long,
 )
-from verl.agents.conversation import failed
 from verl.agents.engine_client import EngineClient
 from verl.agents.formats import ToolFormat, recognise_format, tool_format, tool_formats
 from verl.agents.formats.tool_parser import ParserFormat
@@ -36,7 +35,7 @@ from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.train import TrainConfig
 from verl.data.pictures import PictureReader
-from verl.rollout.trajectory import DROPPED_BECAUSE, Trajectory
+from verl.rollout.trajectory import DROPPED_BECAUSE, Segment, Trajectory
 from verl.utils.errors import ConfigError, RolloutError, VerlError, describe_error
 from verl.utils.logging import logger, say_once
 
@@ -299,10 +298,17 @@ class AgentRunner:
         ) from error
 
     def _drop(self, episode: Episode, why: str) -> list[Trajectory]:
+        """Return a trajectory in place of an episode: one token that is never learned from."""
         self._note_dropped(episode, why)
-        filler = self.tokenizer.pad_token_id
-        prompt_ids = list(episode.prompt_ids)[: self.config.prompt_length]
-        return [failed(episode.row, prompt_ids, filler, why)]
+        filler = Segment(source="template", token_ids=[self.tokenizer.pad_token_id])
+        trajectory = Trajectory(
+            row=episode.row,
+            prompt_ids=list(episode.prompt_ids)[: self.config.prompt_length],
+            segments=[filler],
+            is_dropped=True,
+            extra={DROPPED_BECAUSE: why},
+        )
+        return [trajectory]
 
     def _note_dropped(self, episode: Episode, why: str) -> None:
         counts = self.context.tally.counts
