@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
-from verl.utils.whole_file import whole_file
+from verl.utils.whole_file import cut_unfinished_line, whole_file
 
 # The metric of lines that were written during a later step than their own: the number of that step.
 WRITTEN_IN_STEP = "val-aux/written_in_step"
@@ -63,12 +62,9 @@ def repair_last_line(path: Path) -> None:
     """
     if not path.exists():
         return
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        whole = content[: content.rfind(b"\n") + 1]
-        num_bytes = len(content) - len(whole)
+    num_bytes = cut_unfinished_line(path)
+    if num_bytes:
         logger.warning("%s ended in the middle of a line; cut off its %d bytes.", path, num_bytes)
-        os.truncate(path, len(whole))
 
 
 def drop_lines_after(path: Path, step: int) -> None:

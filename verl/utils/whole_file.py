@@ -1,10 +1,12 @@
-"""Write a file that other processes never see in part."""
+"""Write a file that other processes never see in part; repair one that a crash cut off."""
 
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_BLOCK_BYTES = 65536
 
 
 @contextmanager
@@ -41,6 +43,25 @@ def errors_name(path: Path) -> Iterator[None]:
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
+
+
+def cut_unfinished_line(path: Path) -> int:
+    """Cut off an incomplete last line, which a crash left behind. Return its number of bytes."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        end = size
+        while end > 0:
+            begin = max(end - _BLOCK_BYTES, 0)
+            file.seek(begin)
+            found = file.read(end - begin).rfind(b"\n")
+            if found >= 0:
+                end = begin + found + 1
+                break
+            end = begin
+
+    if end < size:
+        os.truncate(path, end)
+    return size - end
 
 
 def sync(path: Path) -> None:

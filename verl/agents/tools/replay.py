@@ -20,6 +20,7 @@ from verl.agents.formats.base import ToolCall, ToolSchemas
 from verl.agents.tools.results import ToolResult
 from verl.utils.errors import DataError, describe_error
 from verl.utils.logging import say_once
+from verl.utils.whole_file import cut_unfinished_line
 
 _VERSION = 1
 # Modes of images that PNG keeps as they are.
@@ -50,9 +51,9 @@ class Recorder:
         self._lock = threading.Lock()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._file = os.open(self._path, flags, 0o644)
-            _drop_unfinished_line(self._file)
+            cut_unfinished_line(self._path)
         except OSError as error:
             raise DataError(
                 f"The record of tool calls '{path}' cannot be written: {error}. Name a file in a "
@@ -228,22 +229,6 @@ def _canonical(question: Mapping[str, Any]) -> str:
 def _describe(question: Mapping[str, Any]) -> str:
     arguments = json.dumps(question["arguments"], sort_keys=True)
     return f"{question['tool']}({arguments[:300]})"
-
-
-def _drop_unfinished_line(file: int) -> None:
-    """Cut off the part of a line that a run that died has left at the end."""
-    size = os.fstat(file).st_size
-    end = size
-    while end > 0:
-        begin = max(end - 65536, 0)
-        block = os.pread(file, end - begin, begin)
-        found = block.rfind(b"\n")
-        if found >= 0:
-            end = begin + found + 1
-            break
-        end = begin
-    if end < size:
-        os.ftruncate(file, end)
 
 
 def _pack_media(value: Any, key: CallKey) -> Any:
