@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from verl.agents.boundary import ChatBoundary
 from verl.agents.conversation import Conversation
 from verl.agents.engine_client import EngineClient, Generated
-from verl.agents.formats import ParsedReply, ToolFormat, parse_reply
+from verl.agents.formats import ParsedReply, ToolFormat, parse_reply, recognise_format
 from verl.agents.formats.base import ToolSchemas, without_end
 from verl.agents.formats.tool_parser import decoded
 from verl.agents.interactions import InteractionSet
@@ -124,6 +124,11 @@ class AgentContext:
     def max_response_tokens(self) -> int:
         """Most tokens after the prompt, those of tools included."""
         return self.config.response_length
+
+    @property
+    def format_name(self) -> str | None:
+        """Name of the configured tool-call format, or else of the one that the template shows."""
+        return self.config.multi_turn.format or recognise_format(self.tokenizer.chat_template)
 
     def conversation(
         self,

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from verl.agents.formats import recognise_format, tool_format
+from verl.agents.formats import tool_format
 from verl.agents.gateway import require_aiohttp
 from verl.agents.gateway.wording import Wording
 from verl.agents.loops.base import AgentContext, Episode, EpisodeDropped, agent_loops
@@ -80,7 +80,7 @@ class GatewayAgentLoop:
 
 def _parser(context: AgentContext) -> Any:
     """Return the parser of tool calls; None where the chat template shows no known format."""
-    name = context.config.multi_turn.format or recognise_format(context.tokenizer.chat_template)
+    name = context.format_name
     return None if name is None else tool_format(name, context.tokenizer).parse
 
 

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from verl.agents.blocking import BLOCKING_S, watched
 from verl.agents.entries import checked_roles
-from verl.agents.formats import recognise_format
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt
 from verl.agents.loops.server_manager import NumberedTurns, ServerManager, sampling_dict
 from verl.agents.loops.user_base import TrainerConfig
@@ -362,8 +361,7 @@ def _full_config(context: AgentContext) -> Any:
 
     whole = {} if context.run is None else config_to_dict(context.run)
     tree = OmegaConf.merge(whole, own)
-    if rollout.multi_turn.format is None:  # verl's loops read a name, by default hermes
-        shown = recognise_format(context.tokenizer.chat_template)
-        tree.actor_rollout_ref.rollout.multi_turn.format = shown or "hermes"
+    # verl's loops read a name, by default hermes.
+    tree.actor_rollout_ref.rollout.multi_turn.format = context.format_name or "hermes"
     tree.data.apply_chat_template_kwargs = {}  # those of the run are part of the template
     return tree
