@@ -86,7 +86,7 @@ class AgentRunner:
             register_loops(config.agent.agent_loop_config_path)
         agent_loops.get(config.agent_loop)
 
-        tools = build_tools(config)
+        tools = _tools_of(config)
         with ExitStack() as opened:
             if tools is not None:
                 opened.callback(tools.close)
@@ -99,7 +99,7 @@ class AgentRunner:
                 boundary=boundary,
                 format=_format_of(config, tokenizer, boundary) if tools is not None else None,
                 tools=tools,
-                interactions=build_interactions(config),
+                interactions=_interactions_of(config),
                 pictures=pictures,
                 policies=policies or {},
                 partners=partners or {},
@@ -231,8 +231,8 @@ class AgentRunner:
     # ---------------------------------------------------------------- inner parts
 
     def _open_again(self) -> None:
-        self.context.tools = build_tools(self.config)
-        self.context.interactions = build_interactions(self.config)
+        self.context.tools = _tools_of(self.config)
+        self.context.interactions = _interactions_of(self.config)
         self._is_closed = False
         atexit.register(self.close)
 
@@ -335,7 +335,7 @@ async def _played(loop: AgentLoop, episode: Episode) -> list[Trajectory] | Failu
         return error
 
 
-def build_tools(config: RolloutConfig) -> ToolSet | None:
+def _tools_of(config: RolloutConfig) -> ToolSet | None:
     """Make the tools that the configuration names; None without any."""
     turns = config.multi_turn
     agent = config.agent
@@ -356,7 +356,7 @@ def build_tools(config: RolloutConfig) -> ToolSet | None:
     )
 
 
-def build_interactions(config: RolloutConfig) -> InteractionSet | None:
+def _interactions_of(config: RolloutConfig) -> InteractionSet | None:
     """Make the interactions that the configuration names; None without any."""
     path = config.multi_turn.interaction_config_path
     if path is None:

@@ -21,7 +21,7 @@ from verl.agents.formats.base import ToolCall
 from verl.agents.row_options import plain_row_kwargs
 from verl.agents.tools.answers import TextLimit
 from verl.agents.tools.config_file import read_tool_config
-from verl.agents.tools.episode import CallSettings, Episode
+from verl.agents.tools.episode import CallSettings, EpisodeTools
 from verl.agents.tools.homes import Home, make_homes
 from verl.agents.tools.processes import NUM_PROCESSES
 from verl.agents.tools.replay import CallKey, Recorder, Recording
@@ -181,7 +181,7 @@ class ToolSet:
 
         offered = self._known(names)
         homes = {name: self._homes[name] for name in offered if name in self._homes}
-        tools = Episode(episode, homes, row_kwargs, self.settings, self.tool_counts)
+        tools = EpisodeTools(episode, homes, row_kwargs, self.settings, self.tool_counts)
         session = ToolSession(self, tools, step=step, row=row)
         self._open.add(session)
 
@@ -256,7 +256,7 @@ class ToolSet:
 class ToolSession:
     """The tools of one trajectory. `finish` must be called, whatever happens."""
 
-    def __init__(self, tool_set: ToolSet, tools: Episode, *, step: int, row: int) -> None:
+    def __init__(self, tool_set: ToolSet, tools: EpisodeTools, *, step: int, row: int) -> None:
         self.tools = tools
         self._set = tool_set
         self._step = step

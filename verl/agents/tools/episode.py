@@ -47,7 +47,7 @@ class _Instance:
     place: Any
 
 
-class Episode:
+class EpisodeTools:
     """Answers the calls of one trajectory.
 
     Args:
