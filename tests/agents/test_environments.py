@@ -246,6 +246,7 @@ def test_a_cancelled_episode_still_closes():
         (Observation([], None), "must return a finite reward, got None"),  # pyright: ignore
         (Observation([], math.nan), "must return a finite reward, got nan"),
         (Observation([], 10**400), "must return a finite reward, got 1000"),
+        (Observation([], np.ones(2)), r"must return a finite reward, got array\(\[1"),  # pyright: ignore
         (Observation("hello"), "must return .* a list as messages, got str"),  # pyright: ignore
         (
             Observation([{"role": "user"}]),

@@ -187,7 +187,8 @@ def is_finite_number(value: Any) -> bool:
         return False
     try:
         return math.isfinite(float(value))
-    except OverflowError:  # a whole number beyond all floats
+    # An array of several numbers, or a whole number beyond all floats.
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
 
 

@@ -259,7 +259,7 @@ def test_results(result: Any, reward: float | None, extra: dict[str, Any]):
     assert read_reward(result) == (reward, extra)
 
 
-@pytest.mark.parametrize("result", ["1.0", math.nan, math.inf, [1], {"reward": "high"}])
+@pytest.mark.parametrize("result", ["1.0", math.nan, math.inf, 10**400, [1], {"reward": "high"}])
 def test_invalid_results_are_errors(result: Any):
     with pytest.raises(AgentError, match="must return a finite number"):
         read_reward(result)

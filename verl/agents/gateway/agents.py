@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import json
-import math
 import os
 import shlex
 import tempfile
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.agents.user_thread import UserThread
+from verl.agents.user_thread import UserThread, is_finite_number
 from verl.utils.children import describe_end, kill_session
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.imports import load_extern_type
@@ -183,16 +182,12 @@ def read_reward(value: Any) -> tuple[float | None, dict[str, Any]]:
     if value is None:
         return None, extra
 
-    try:
-        reward = float(value)
-    except (TypeError, ValueError):
-        reward = math.nan
-    if isinstance(value, str) or not math.isfinite(reward):
+    if not is_finite_number(value):
         shown = repr(value)[:80]
         raise AgentError(
             f"The agent must return a finite number, a dict with 'reward', or None, got {shown}."
         )
-    return reward, extra
+    return float(value), extra
 
 
 def row_as_json(row: Mapping[str, Any]) -> str:
