@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -640,6 +641,21 @@ def test_values_without_interpolations_become_what_omegaconf_resolves(drawn: tup
         except ConfigError as error:
             results.append(str(error))
     assert results[0] == results[1]
+
+
+def test_the_time_of_hydra_is_resolved_with_and_without_a_file(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for resolver in ("now", "hydra", "python_version"):  # that an earlier composition has left
+        OmegaConf.clear_resolver(resolver)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("defaults: [ppo_trainer]")
+    name = "trainer.experiment_name=tea_${now:%Y}"
+
+    bare = load(name).trainer.experiment_name
+
+    assert re.fullmatch(r"tea_\d{4}", bare)
+    assert load("run.yaml", name).trainer.experiment_name == bare
 
 
 def test_interpolations_of_the_user_reach_keys_that_follow_others():

@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra import version as hydra_version
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import setup_globals
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf import _utils as omegaconf_utils
@@ -76,6 +77,7 @@ def compose_overrides(overrides: list[str]) -> dict[str, Any] | None:
             return None
 
     hydra_version.setbase(HYDRA_VERSION)
+    setup_globals()  # for ${now:%H}, which a composition by Hydra knows
     tree = OmegaConf.create({})
     try:
         for override in OverridesParser.create().parse_overrides(overrides):
