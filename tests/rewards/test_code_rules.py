@@ -100,6 +100,30 @@ def test_a_function_by_arguments_and_results():
         assert code.score("def join(a, b):\n    return [a]", truth)["score"] == 0.0
 
 
+def test_lines_of_input_and_output_may_be_a_list():
+    truth = {"inputs": [["2", "1 2"]], "outputs": [["3", "2"]]}
+    program = "n = int(input())\nprint(sum(map(int, input().split())))\nprint(n)"
+    assert code.score(program, truth)["score"] == 1.0
+    assert code.score("print(3)", truth)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("expected", "right", "wrong"),
+    [
+        ([3], "3", "4"),  # a list of one, as APPS and TACO write a result
+        ([[1, 2]], "[1, 2]", "[1]"),
+        ([1, 2], "(1, 2)", "1"),
+        ("[[1, 2]]", "(1, 2)", "(2, 1)"),
+        ([True], "True", "False"),
+    ],
+)
+def test_a_result_may_be_in_a_list_of_one_and_a_tuple_is_a_list(expected, right, wrong):
+    truth = {"inputs": [[1]], "outputs": [expected], "fn_name": "f"}
+    for value, score in ((right, 1.0), (wrong, 0.0)):
+        program = f"list = 0\ndef f(x):\n    return {value}"
+        assert code.score(program, truth)["score"] == score
+
+
 def test_a_run_that_times_out_is_reported():
     runner = Recorder(
         Run(status="timeout", passed=[True]), Run(status="failed", passed=[True, True])
@@ -175,6 +199,11 @@ def test_mbpp_solutions_are_gold():
     [
         ("so \\boxed{B}", "B", "B"),
         ("\\boxed{\\text{C}} is right", "C", "C"),
+        ("\\boxed{\\textbf{C}}", "C", "C"),
+        ("\\boxed{\\mathrm{C}}", "C", "C"),
+        ("\\boxed{C. Paris}", "C", "C"),
+        ("\\boxed{Berlin}", None, None),
+        ("The answer is: $C$", "C", "C"),
         ("<answer>(D) because</answer>", "D", "D"),
         ("The answer is (A). No: the answer is B", "B", "B"),
         ("**Answer:** C", "C", "C"),
@@ -221,10 +250,12 @@ def test_search_answers_are_normalized_like_squad():
         ["Beatles"],
         "Beatles",
         {"target": "Beatles"},
+        '{"target": ["Queen", "Beatles"]}',
+        '["Queen", "Beatles"]',
     ):
         assert default_compute_score("searchR1_nq", "<answer>Beatles</answer>", same) == 1.0
 
-    for wrong in ({"answers": ["x"]}, [], {"target": None}, 3):
+    for wrong in ({"answers": ["x"]}, [], {"target": None}, 3, "{'target': ['x']}", "[]"):
         with pytest.raises(RewardError, match="The search rule expects"):
             score("<answer>x</answer>", wrong)
 
