@@ -107,6 +107,12 @@ def test_gsm8k_takes_numbers_of_any_kind(truth):
     assert default_compute_score("openai/gsm8k", "#### 4", truth) == 1.0
 
 
+@pytest.mark.parametrize(("answer", "truth"), [("0.00001", 1e-5), ("3" + "0" * 20, 3e20)])
+def test_gsm8k_takes_numbers_with_an_exponent(answer, truth):
+    assert default_compute_score("openai/gsm8k", f"#### {answer}", truth) == 1.0
+    assert default_compute_score("openai/gsm8k", "#### 5", truth) == 0.0
+
+
 @given(st.integers(-(10**9), 10**9))
 def test_gsm8k_reads_every_integer_back(number):
     for text in (
@@ -158,9 +164,22 @@ def test_countdown_scores():
     )
 
 
-def test_countdown_without_a_task_is_an_error():
-    with pytest.raises(RewardError, match="target"):
-        countdown.score("<answer>1</answer>", {"goal": 3})
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {"goal": 3},
+        {"target": 3},
+        {"target": "x", "numbers": [3]},
+        {"target": 3, "numbers": 3},
+        {"target": 3, "numbers": "[3]"},
+        "24",
+        "no JSON",
+        None,
+    ],
+)
+def test_countdown_without_a_task_is_an_error(truth):
+    with pytest.raises(RewardError, match="expects ground_truth = {'target': 24"):
+        countdown.score("<answer>1</answer>", truth)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +248,9 @@ def test_last_boxed_balances_its_brackets():
         math.last_boxed("\\boxed{1} then \\boxed{\\sqrt{\\frac{a}{b}}} end")
         == "\\sqrt{\\frac{a}{b}}"
     )
+    cases = "f = \\left\\{ {a \\atop b} \\right."
+    assert math.last_boxed(f"\\boxed{{{cases}}}.") == cases
+    assert math.last_boxed("\\boxed{\\{1, 2\\}}") == "\\{1, 2\\}"
     assert math.last_boxed("\\boxed 7$ and") == "7"
     assert math.last_boxed("\\boxed{7") is None
     assert math.last_boxed("7") is None

@@ -11,11 +11,13 @@ Method = Literal["strict", "flexible"]
 # Each optional part of a pattern includes the blanks that follow it. A run of blanks can then match
 # in one way only, so the time of a search is linear in the length of the text.
 _LETTER = r"(?:[\(\[]\s*)?([A-Z])"
-_BOXED = re.compile(rf"\\boxed\{{\s*(?:\\text\{{\s*)?{_LETTER}")
+_BOXED = re.compile(
+    rf"\\boxed\{{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{{\s*)?{_LETTER}(?![A-Za-z'])"
+)
 _TAGGED = re.compile(rf"<answer>\s*{_LETTER}(?![A-Za-z])[^<]*</answer>")
 _NAMED = re.compile(
     r"\b(?:[Aa]nswer|ANSWER|[Cc]hoice|[Oo]ption)\b(?:\s+(?:is|would be))?"
-    rf"\s*(?::\s*)?(?:\*+\s*)?{_LETTER}(?![A-Za-z'])"
+    rf"\s*(?::\s*)?(?:\*+\s*)?\$?{_LETTER}(?![A-Za-z'])"
 )
 # Marks of an answer, from the clearest to the weakest; the last match of a pattern counts.
 _MARKED = (_BOXED, _TAGGED, _NAMED)
@@ -69,7 +71,7 @@ def extract_choice(text: str, method: Method = "strict") -> str | None:
 def gold_letter(ground_truth: Any) -> str:
     """Return the letter of a ground truth, which is a letter or the option's number from 0."""
     truth = str(ground_truth).strip()
-    if truth.isdigit() and int(truth) < 26:
+    if truth.isdecimal() and int(truth) < 26:
         return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[int(truth)]
     match = _WHOLE.fullmatch(truth.upper())
     if match is None:

@@ -1,15 +1,14 @@
 """Countdown: reach a target with the four operations and the given numbers."""
 
 import ast
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
 from verl.rewards.builtin.search_qa import extract_answer
 from verl.rewards.registry import answer_extractors, reward_rules
 from verl.utils.errors import RewardError
+from verl.utils.json_text import parse_json
 
 # No task has equations of this length; the bound limits the time and stack that hostile input uses.
 MAX_EQUATION_CHARACTERS = 500
@@ -74,18 +73,15 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
 
 def _task(ground_truth: Any) -> tuple[Fraction, list[int]]:
     """Return target and numbers of a row's ground truth: a mapping, or the same as JSON text."""
-    task = ground_truth
-    if isinstance(ground_truth, str):
-        task = json.loads(ground_truth)
-    numbers = None
-    if isinstance(task, Mapping):
-        numbers = task.get("numbers", task.get("nums"))
-    if not isinstance(task, Mapping) or "target" not in task or not isinstance(numbers, Iterable):
+    try:
+        task = parse_json(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        numbers = task["numbers"] if "numbers" in task else task["nums"]
+        return Fraction(str(task["target"])), [int(number) for number in numbers]
+    except (KeyError, TypeError, ValueError) as error:
         raise RewardError(
-            f"The countdown rule expects ground_truth = {{'target': 24, 'numbers': [3, 8, 1]}}, "
-            f"got {ground_truth!r}."
-        )
-    return Fraction(str(task["target"])), [int(number) for number in numbers]
+            f"The countdown rule expects ground_truth = {{'target': 24, 'numbers': [3, 8, 1]}}, or "
+            f"the same as JSON text, got {ground_truth!r:.200}. Correct the row."
+        ) from error
 
 
 @reward_rules.register(*_SOURCES)

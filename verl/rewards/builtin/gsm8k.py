@@ -75,6 +75,8 @@ def _gold(ground_truth: Any) -> str:
     gold = None
     if isinstance(ground_truth, (str, Number)):
         truth = str(ground_truth)
+        if isinstance(ground_truth, Number) and "e" in truth:
+            truth = f"{Decimal(truth):f}"  # 1e-05
         gold = extract_answer(truth, "strict" if "####" in truth else "flexible")
     if gold is None:
         raise RewardError(

@@ -20,6 +20,7 @@ MAX_ANSWER_CHARACTERS = 1000
 # A character, or a pair that is not two digits, repeated more than 30 times. No answer has such a
 # run; looping responses do, and math-verify can take seconds for it.
 _RUN = re.compile(r"(\D|\d\D|\D\d|\D\D)\1{30,}")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character: \left\{ has no end
 _SOURCES = (
     "math",
     "MATH",
@@ -46,10 +47,10 @@ def last_boxed(text: str) -> str | None:
         return after_blank.split("$")[0].strip() or None
 
     depth = 0
-    for position in range(opening, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    for mark in _BRACE.finditer(text, opening):
+        depth += {"{": 1, "}": -1}.get(mark.group(), 0)
         if depth == 0:
-            return text[opening + 1 : position]
+            return text[opening + 1 : mark.start()]
     return None
 
 

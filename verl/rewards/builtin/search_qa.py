@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.rewards.registry import answer_extractors, reward_rules
 from verl.utils.errors import RewardError
+from verl.utils.json_text import parse_json
 
 _SOURCES = (
     "searchR1_*",
@@ -45,8 +46,21 @@ def extract_answer(text: str) -> str | None:
 
 
 def _golds(ground_truth: Any) -> list[str]:
-    """Return the answers of {"target": ...}, one answer, or a list (Parquet: array) of answers."""
-    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    """Return the answers of {"target": ...}, one answer, or a list (Parquet: array) of answers.
+
+    A text in braces or brackets is the JSON of such a mapping or list.
+    """
+    truth = ground_truth
+    if isinstance(truth, str) and truth.lstrip().startswith(("{", "[")):
+        try:
+            truth = parse_json(truth)
+        except ValueError as error:
+            raise RewardError(
+                f"The search rule expects JSON in a ground_truth that begins with a bracket, got "
+                f"{truth[:200]!r} ({error}). Write an answer that begins so as {{'target': [...]}}."
+            ) from error
+
+    target = truth.get("target") if isinstance(truth, Mapping) else truth
     if isinstance(target, str):
         return [target]
 
