@@ -1,9 +1,11 @@
 """The value model: values before response tokens, a replaceable head, and its folder."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tests.models.rows import RESPONSE_LENGTH, padded_rows
 from tests.tiny_models import save_tiny, tiny_model
@@ -11,6 +13,7 @@ from verl.models.attention import apply_checkpointing
 from verl.models.critic import VALUE_HEAD_FILE, CriticModel
 from verl.models.packed import PackedBatch, PackedValueModel
 from verl.utils.errors import ModelError
+from verl.utils.logging import logger
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "qwen2", "gemma2", "qwen3_moe"])
@@ -69,6 +72,52 @@ def test_a_saved_critic_gives_the_same_values(tmp_path: Path) -> None:
     assert loaded.config.model_type == "qwen2"
 
 
+@pytest.mark.parametrize(
+    "auto_class", [AutoModelForSequenceClassification, AutoModelForTokenClassification]
+)
+def test_the_score_of_a_classifier_is_the_value_head(tmp_path: Path, auto_class: Any) -> None:
+    config = tiny_model("qwen2").config
+    config.num_labels = 1
+    classifier = auto_class.from_config(config).float().eval()
+    for parameter in classifier.score.parameters():
+        torch.nn.init.normal_(parameter)
+    classifier.save_pretrained(tmp_path / "classifier")
+    ids, mask = padded_rows()
+    ids[mask == 0] = config.pad_token_id or 0
+
+    critic = CriticModel.from_pretrained(tmp_path / "classifier")
+    critic.save_pretrained(tmp_path / "critic")
+    again = CriticModel.from_pretrained(tmp_path / "critic")
+
+    with torch.no_grad():
+        states = classifier.base_model(
+            input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+        ).last_hidden_state
+        expected = classifier.score(states).squeeze(-1)[mask.bool()]
+        for loaded in (critic, again):
+            values = loaded(ids, mask)[mask.bool()]
+            torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
+
+    empty = CriticModel.from_pretrained(tmp_path / "critic", weights=False)
+    assert empty.state_dict().keys() == critic.state_dict().keys(), "ranks have one structure"
+
+
+def test_a_head_of_a_users_own_stays_new_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bounded(CriticModel):
+        def __init__(self, body: Any) -> None:
+            super().__init__(body)
+            self.value_head = torch.nn.Sequential(self.value_head, torch.nn.Tanh())
+
+    config = tiny_model("qwen2").config
+    config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with caplog.at_level("WARNING", logger=logger.name):
+        Bounded.from_pretrained(tmp_path)
+    assert "its value head is new" in caplog.text
+
+
 def test_gathered_weights_are_saved_instead_of_local_ones(tmp_path: Path) -> None:
     critic = CriticModel.from_causal_lm(tiny_model("qwen2"))
     doubled = {name: 2 * value for name, value in critic.state_dict().items()}
@@ -80,7 +129,7 @@ def test_gathered_weights_are_saved_instead_of_local_ones(tmp_path: Path) -> Non
 
 def test_a_saved_head_of_another_shape_is_an_error(tmp_path: Path) -> None:
     critic = CriticModel.from_causal_lm(tiny_model("qwen2"))
-    critic.value_head = torch.nn.Linear(32, 1)
+    critic.value_head = torch.nn.Sequential(torch.nn.Linear(32, 1), torch.nn.Tanh())
     critic.save_pretrained(tmp_path)
     assert (tmp_path / VALUE_HEAD_FILE).is_file()
     with pytest.raises(ModelError, match="another head"):

@@ -6,12 +6,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from verl.models.alibi import set_attention
-from verl.models.load import load_transformer, resolve_path
+from verl.models.load import load_model_config, load_transformer, resolve_path
 from verl.models.probe import check_packed
 from verl.utils.errors import ModelError
+from verl.utils.logging import logger
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 _HEAD_PREFIX = "value_head."
@@ -50,17 +56,33 @@ class CriticModel(nn.Module):
         check: bool = True,
         weights: bool = True,
     ) -> "CriticModel":
-        """Load a critic from a saved critic, or from a causal LM with a new value head.
+        """Load a critic from a saved critic, a classifier with one label, or a causal LM.
 
-        It is in eval mode and can be called on padded rows. The arguments are those of
-        `load_causal_lm`. Raises ModelError with the fix.
+        The value head of a classifier is its `score`: a reward model, or a critic that verl 0.5
+        wrote. That of a causal LM is new. The critic is in eval mode and can be called on padded
+        rows. The arguments are those of `load_causal_lm`. Raises ModelError with the fix.
         """
-        body = load_transformer(
-            AutoModel, path, dtype, device, trust_remote_code, override_config, max_length, weights
+        saved = Path(resolve_path(path)) / VALUE_HEAD_FILE
+        auto_class = AutoModel
+        if not saved.is_file():
+            config = load_model_config(
+                path, trust_remote_code=trust_remote_code, override_config=override_config
+            )
+            auto_class = _class_with_head(config)
+        model = load_transformer(
+            *(auto_class, path, dtype, device, trust_remote_code, override_config, max_length),
+            weights,
         )
+        body = model if auto_class is AutoModel else model.base_model
+        assert isinstance(body, PreTrainedModel)
         if check:
             check_packed(body)
+
         critic = cls(body)
+        if auto_class is not AutoModel:
+            critic._take_score(model, path)
+        elif saved.is_file() and "bias" in load_file(saved):
+            critic._add_bias()
         critic.value_head.to(body.device, body.dtype)
         known = (_BODY_PREFIX, _HEAD_PREFIX)
         strays = [name for name in critic.state_dict() if not name.startswith(known)]
@@ -75,6 +97,24 @@ class CriticModel(nn.Module):
             critic.load_value_head(resolve_path(path))
         critic.use_own_attention()
         return critic.eval()
+
+    def _take_score(self, classifier: PreTrainedModel, path: str | Path) -> None:
+        """Make the score of a classifier the value head, where this class has no other head."""
+        score = getattr(classifier, "score", None)
+        if isinstance(score, nn.Linear) and type(self.value_head) is nn.Linear:
+            self.value_head = score
+            return
+        logger.warning(
+            "The critic does not use the score of '%s', a %s: its value head is new.",
+            path,
+            type(classifier).__name__,
+        )
+
+    def _add_bias(self) -> None:
+        """Give the linear head a bias, as that of a saved critic has one."""
+        head = self.value_head
+        if type(head) is nn.Linear and head.bias is None:
+            self.value_head = nn.Linear(head.in_features, head.out_features)
 
     @classmethod
     def from_causal_lm(cls, model: PreTrainedModel) -> "CriticModel":
@@ -164,6 +204,20 @@ class CriticModel(nn.Module):
 
         self.value_head.load_state_dict(saved)
         return True
+
+
+def _class_with_head(config: Any) -> Any:
+    """Return the class of transformers that loads a checkpoint with its score of one number.
+
+    For other checkpoints, that is the class that loads the body alone.
+    """
+    if config.num_labels == 1:
+        for name in getattr(config, "architectures", None) or []:
+            if name.endswith("ForSequenceClassification"):
+                return AutoModelForSequenceClassification
+            if name.endswith("ForTokenClassification"):
+                return AutoModelForTokenClassification
+    return AutoModel
 
 
 def new_value_head(config: Any) -> nn.Linear:
