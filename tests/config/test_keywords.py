@@ -179,6 +179,8 @@ APART = HYBRID | {"critic_placement": [2, 3]}
             {"actor_placment": [0]},
             "Unknown keyword 'actor_placment'. Nearest known: actor_placement",
         ),
+        ({"learning_rate": 1e-6}, "Unknown keyword 'learning_rate'. Nearest known: lr"),
+        ({"model": "toy"}, "Nearest known: actor_rollout_ref.model.path"),
         ({"max_step": 2}, "Unknown keyword 'max_step'. Nearest known: trainer.max_steps"),
         (
             {"mode": "sync"},

@@ -47,6 +47,16 @@ UNNAMED = ("trainer", "data", "algorithm", _ROLLOUT)
 # Other names of keys within those of `SECTIONS`.
 _SHORT = {"backend": "name", "gradient_clip_val": "grad_clip", "lr": "optim.lr"}
 _BATCHES = ("micro_batch_size", "gradient_accumulation_steps")
+# Names of other libraries, which are not taken: the keyword or key to give instead.
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "batch_size": "data.train_batch_size",
+    "epochs": "trainer.total_epochs",
+    "model": "actor_rollout_ref.model.path",
+    "model_path": "actor_rollout_ref.model.path",
+    "num_generations": f"{_ROLLOUT}.n",
+    "output_dir": "trainer.default_local_dir",
+}
 # The values that keys stand in for are known only with the whole configuration.
 OPTIONS = ("enable_hybrid_engine", "amp", *_BATCHES)
 
@@ -177,7 +187,8 @@ def _paths(values: Values) -> Iterator[tuple[str, str, Any]]:
         elif (way := absent_key(name)) is not None:
             raise ConfigError(f"Unknown keyword '{name}': {way}")
         else:
-            near = nearest_keys(name, [*KEYWORDS, *SECTIONS, *OPTIONS, *tops, *known])
+            near = _ELSEWHERE.get(name)
+            near = near or nearest_keys(name, [*KEYWORDS, *SECTIONS, *OPTIONS, *tops, *known])
             raise ConfigError(f"Unknown keyword '{name}'. Nearest known: {near}.")
 
 
