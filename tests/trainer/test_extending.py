@@ -9,6 +9,7 @@ import torch
 
 from tests.trainer.runs import run, same_bits, start_trainer, step_lines, weights
 from verl.trainer import PPOTrainer, RayPPOTrainer
+from verl.utils.errors import ConfigError
 from verl.utils.phases import phase
 from verl.workers import ActorWorker
 
@@ -102,6 +103,25 @@ class OwnAdvantages(PPOTrainer):
             1 - batch.batch["old_log_probs"].exp()
         )
         return batch
+
+
+@pytest.mark.parametrize("key", ["filter_groups.enable=True", "adv_estimator=remax"])
+def test_a_subclass_of_the_plain_trainer_does_not_leave_out_the_step_of_dapo_or_remax(
+    tmp_path, key
+):
+    with pytest.raises(ConfigError, match=f"algorithm.{key} needs .* got OwnAdvantages"):
+        start_trainer(tmp_path, f"algorithm.{key}", kind=OwnAdvantages)
+
+
+class OwnDynamicSampling(PPOTrainer):
+    """Draw prompts in a way of its own."""
+
+    def collect(self, prompts, first_row=0):
+        return super().collect(prompts, first_row)
+
+
+def test_a_collect_of_ones_own_may_do_dynamic_sampling(tmp_path):
+    start_trainer(tmp_path, "algorithm.filter_groups.enable=True", kind=OwnDynamicSampling)
 
 
 def test_a_custom_estimate_advantages_finds_old_log_probs(tmp_path, monkeypatch):

@@ -108,8 +108,9 @@ class PPOTrainer(RunOfRoles):
         setup.load_user_code(config)
         setup.check_names(config)
         setup.check_mode(config, type(self))
+        setup.check_step(config, type(self))
         if type(self) is PPOTrainer:
-            setup.check_step(config)
+            setup.check_partners(config)
         self.pool = join_pool(config, self.device)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
 

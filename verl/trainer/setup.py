@@ -138,16 +138,29 @@ def check_mode(config: TrainConfig, kind: Any) -> None:
         )
 
 
-def check_step(config: TrainConfig) -> None:
-    """Check that the algorithm's step is the one of PPOTrainer itself."""
-    for key, asked, kind in (
+def check_step(config: TrainConfig, kind: type) -> None:
+    """Check that the class of a synchronous trainer has the step that the algorithm needs.
+
+    Raises ConfigError where nothing in the class chooses rows: the steps of DAPO and ReMax do. An
+    undeclared method may.
+    """
+    if config.trainer.mode != "sync":
+        return  # AheadTrainer has a check of its own
+    phases = declared_phases(kind, "fit", "run_step", "step", "collect")
+    chooses_rows = phases is None or any(each.chooses_rows for each in phases)
+    for key, asked, needed in (
         ("filter_groups.enable=True", config.algorithm.filter_groups.enable, "dapo.DAPOTrainer"),
         ("adv_estimator=remax", config.algorithm.adv_estimator == "remax", "remax.ReMaxTrainer"),
     ):
-        if asked:
+        if asked and not chooses_rows:
             raise ConfigError(
-                f"algorithm.{key} needs verl.trainer.{kind} or a subclass, got PPOTrainer."
+                f"algorithm.{key} needs verl.trainer.{needed} or a subclass, got {kind.__name__}. "
+                "Derive yours from it, or override `collect`, `step` or `fit` to do the same."
             )
+
+
+def check_partners(config: TrainConfig) -> None:
+    """Raise ConfigError for trained policies next to the actor."""
     if partners := config.actor_rollout_ref.rollout.agent.partners:
         raise ConfigError(
             "actor_rollout_ref.rollout.agent.policies names trained policies next to the actor "
