@@ -4,6 +4,7 @@ samples."""
 import os
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -514,8 +515,11 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
     check_result(good, responses)
 
     for change, message in (
-        ({"reward_tensor": torch.ones(2)}, r"of shape \(2, 3\), got shape \(2,\)"),
-        ({"reward_tensor": torch.ones(3, 3)}, r"got shape \(3, 3\)"),
+        ({"reward_tensor": torch.ones(2)}, r"shape \(2, 3\), got torch.float32 of shape \(2,\)"),
+        ({"reward_tensor": torch.ones(3, 3)}, r"got torch.float32 of shape \(3, 3\)"),
+        ({"reward_tensor": torch.ones(2, 3).long()}, r"got torch.int64 of shape \(2, 3\)"),
+        ({"reward_tensor": torch.ones(2, 3).bool()}, r"got torch.bool of shape \(2, 3\)"),
+        ({"reward_tensor": torch.ones(2, 3).numpy()}, "got ndarray"),
         ({"reward_tensor": [1, 2]}, "got list"),
         ({"reward_tensor": torch.full((2, 3), torch.nan)}, "row 0 is nan, not a finite float32"),
         ({"reward_tensor": torch.full((2, 3), -torch.inf)}, "row 0 is inf, not a finite float32"),
@@ -527,12 +531,36 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
             {"reward_extra_info": {"a": [1]}},
             r"'a' must have one entry for each of 2 responses, got\s+1",
         ),
+        ({"reward_extra_info": {"a": 3}}, "'a' must have one entry for each of 2 .* got 3"),
+        ({"dropped": [0, 2]}, "dropped rows must be among the 2 of the batch, from 0, got 2"),
     ):
         with pytest.raises(RewardError, match=message):
             check_result(good | change, responses)
 
-    with pytest.raises(RewardError, match="got Tensor|got shape"):
+    with pytest.raises(RewardError, match="of shape"):
         check_result(torch.ones(2, 3), responses)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": [1.0]}, "got 1 scores and 2 dicts"),
+        ({"extra": [{}]}, "got 2 scores and 1 dicts"),
+        ({"scores": ["1", "2"]}, "got scores that are no numbers"),
+        ({"scores": [(1, 2), (3, 4)]}, "got 2 scores and 2 dicts"),
+        (None, "got NoneType"),
+    ],
+    ids=["one score", "one dict", "texts", "pairs", "nothing"],
+)
+def test_a_manager_of_ones_own_scores_every_response(change, message):
+    class Own(NaiveRewardManager):
+        def score(self, samples, data):
+            result = super().score(samples, data)
+            return None if change is None else replace(result, **change)
+
+    manager = Own(CharTokenizer(), 0, lambda **_: 1.0)
+    with pytest.raises(RewardError, match=f"Own.score must return Scores .* {message}"):
+        manager(make_batch(["one", "two"], ["1", "2"]))
 
 
 def test_a_shorter_deadline_for_some_calls():

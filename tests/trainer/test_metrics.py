@@ -206,6 +206,13 @@ def test_record_scores_keeps_extra_fields_but_never_replaces_a_column():
     assert scored.group_numbers(batch).unique().numel() == 3, "the dropped row is out of its group"
 
 
+def test_record_scores_takes_scores_alone_and_computes_in_float32():
+    batch = batch_of()
+    scored.record_scores(batch, {"reward_tensor": torch.ones(3, 4, dtype=torch.bfloat16)})
+    assert batch.batch["token_level_scores"].dtype == torch.float32
+    assert scored.reward_metrics({"reward_tensor": torch.ones(3, 4)}) == {}
+
+
 def test_record_scores_rejects_a_batch_without_any_score():
     with pytest.raises(RewardError, match="All samples of this step were dropped"):
         scored.record_scores(

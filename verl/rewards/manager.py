@@ -136,11 +136,12 @@ class RewardManager:
         else:
             samples = self.read(data)
             result = self.score(samples, data)
+            scores = self._scores_of(result, len(samples))
             reward_tensor = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
             if samples:
                 rows = [sample.row for sample in samples]
                 columns = [sample.last_token for sample in samples]
-                reward_tensor[rows, columns] = torch.tensor(result.scores, dtype=torch.float32)
+                reward_tensor[rows, columns] = scores
             self.print_examples(samples, result.scores, data)
 
         if not return_dict:
@@ -347,6 +348,24 @@ class RewardManager:
                     on_one_line(sample.ground_truth),
                     score,
                 )
+
+    def _scores_of(self, result: Any, count: int) -> torch.Tensor:
+        """Return the scores that `score` gave, of a subclass perhaps, as float32 of (count,)."""
+        found = type(result).__name__
+        if isinstance(result, Scores):
+            found = f"{len(result.scores)} scores and {len(result.extra)} dicts"
+            try:
+                scores = torch.as_tensor(result.scores, dtype=torch.float32)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                found = f"scores that are no numbers ({error})"
+            else:
+                if scores.shape == (count,) and len(result.extra) == count:
+                    return scores
+
+        raise RewardError(
+            f"{type(self).__name__}.score must return Scores with one number in `scores` and one "
+            f"dict in `extra` for each of {count} responses, got {found}."
+        )
 
     def _given_scores(self, data: DataProto) -> torch.Tensor:
         given = data.batch["rm_scores"]

@@ -1,7 +1,7 @@
 """Check the results of reward functions and managers, and read the data that they get."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any
 
@@ -35,18 +35,25 @@ def check_result(result: Any, responses: Tensor) -> None:
     """Check that a manager's result under `return_dict` matches the (B, R) responses.
 
     Raises:
-        RewardError: the scores are not finite, too large for advantages, or not (B, R), or a field
-            does not have one allowed value for each response.
+        RewardError: the scores are not finite, too large for advantages, or no floats of shape
+            (B, R), a field does not have one allowed value for each response, or a dropped row is
+            none of the batch.
     """
     tensor = result.get("reward_tensor") if isinstance(result, Mapping) else None
-    if not isinstance(tensor, Tensor) or tensor.shape != responses.shape:
-        if isinstance(tensor, Tensor):
-            found = f"shape {tuple(tensor.shape)}"
+    if (
+        not isinstance(tensor, Tensor)
+        or not tensor.is_floating_point()
+        or tensor.shape != responses.shape
+    ):
+        got = result if tensor is None else tensor
+        if isinstance(got, Tensor):
+            found = f"{got.dtype} of shape {tuple(got.shape)}"
         else:
-            found = type(tensor or result).__name__
+            found = type(got).__name__
         raise RewardError(
             "The reward must be {'reward_tensor': ..., 'reward_extra_info': ...}, with one score "
-            f"for each token of the responses, of shape {tuple(responses.shape)}, got {found}."
+            "for each token of the responses, a tensor of floats of shape "
+            f"{tuple(responses.shape)}, got {found}."
         )
 
     largest = tensor.abs().amax(-1).tolist() if tensor.numel() else []
@@ -55,14 +62,22 @@ def check_result(result: Any, responses: Tensor) -> None:
             raise RewardError(f"The reward of row {row} is {magnitude:g}, {fault}.")
 
     for name, values in result.get("reward_extra_info", {}).items():
-        if len(values) != len(responses):
+        found = len(values) if isinstance(values, Collection) else shown(values)
+        if found != len(responses):
             raise RewardError(
                 f"The reward's field '{name}' must have one entry for each of {len(responses)} "
-                f"responses, got {len(values)}."
+                f"responses, got {found}."
             )
         for row, value in enumerate(values):
             if fault := fault_of(value):
                 raise RewardError(f"The reward's field '{name}' of row {row} {fault}")
+
+    unknown = sorted(set(result.get("dropped", ())).difference(range(len(responses))))
+    if unknown:
+        raise RewardError(
+            f"The reward's dropped rows must be among the {len(responses)} of the batch, from 0, got "
+            f"{unknown[0]}."
+        )
 
 
 class _NotAScore(Exception):

@@ -30,10 +30,10 @@ def record_scores(batch: DataProto, result: dict[str, Any], *, may_fail: bool = 
     where all samples were dropped, unless they `may_fail`.
     """
     check_result(result, batch.batch["responses"])
-    batch.batch["token_level_scores"] = result["reward_tensor"]
+    batch.batch["token_level_scores"] = result["reward_tensor"].float()
     kept = batch.meta_info["reward_fields"] = list[str]()
 
-    for name, values in result["reward_extra_info"].items():
+    for name, values in result.get("reward_extra_info", {}).items():
         if name in batch.non_tensor_batch or name in batch.batch.keys():
             say_once(
                 f"The reward's field '{name}' has the name of a column and is not kept.",
@@ -77,7 +77,7 @@ def reward_metrics(
         counted: rows that are averaged; None: all.
     """
     metrics: dict[str, float] = dict(result.get("metrics", {}))
-    for name, of_rows in result["reward_extra_info"].items():
+    for name, of_rows in result.get("reward_extra_info", {}).items():
         values = of_rows if counted is None else [of_rows[row] for row in counted]
         if all(isinstance(value, NUMBERS) for value in values):
             numbers = [float(value) for value in values if not math.isnan(value)]
@@ -111,7 +111,7 @@ def scored_rows(
     batch: DataProto, tokenizer: Any, result: Mapping[str, Any], config: TrainConfig
 ) -> list[dict]:
     """Return `sample_rows` of the trajectories that have a reward."""
-    rows = sample_rows(batch, tokenizer, result["reward_extra_info"], config)
+    rows = sample_rows(batch, tokenizer, result.get("reward_extra_info", {}), config)
     dropped = set(result.get("dropped", ()))
     return [row for number, row in enumerate(rows) if number not in dropped]
 
