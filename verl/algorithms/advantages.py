@@ -29,8 +29,9 @@ class AdvantageInputs(NamedTuple):
     # rewards of several kinds, which gdpo keeps apart
     components: Float[Tensor, "B K"] | None = None
     component_weights: Float[Tensor, " K"] | None = None
-    # any other column that a user's own estimator reads
-    columns: Mapping[str, Tensor] = MappingProxyType({})
+    # any other column that a user's own estimator reads: tensors, and arrays of objects, such as
+    # the fields that the reward returns
+    columns: Mapping[str, Any] = MappingProxyType({})
     config: Any = None  # the run's section `algorithm`, for a user's own estimator
 
 
@@ -45,7 +46,7 @@ advantage_estimators: Registry[AdvantageEstimator] = Registry(
 def formula(text: str) -> Callable[[Function], Function]:
     """Attach the formula of an estimator or a loss, for the log at start.
 
-    `{name}` in it stands for a setting.
+    `{name}` in it stands for a setting of that name; other braces stay.
     """
 
     def note(function: Function) -> Function:
@@ -53,6 +54,14 @@ def formula(text: str) -> Callable[[Function], Function]:
         return function
 
     return note
+
+
+def formula_of(function: Callable[..., Any], otherwise: str, settings: Mapping[str, Any]) -> str:
+    """Return the formula of an estimator or a loss with its settings, or `otherwise`."""
+    text = getattr(function, "formula", otherwise)
+    for name, value in settings.items():
+        text = text.replace("{" + name + "}", str(value))
+    return text
 
 
 @advantage_estimators.register("gae")

@@ -3,9 +3,16 @@
 import zlib
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from verl.algorithms.advantages import AdvantageEstimator, AdvantageInputs, advantage_estimators
+from verl.algorithms.advantages import (
+    AdvantageEstimator,
+    AdvantageInputs,
+    advantage_estimators,
+    formula_of,
+)
 from verl.algorithms.entropy import AdaptiveEntropyController, FixedEntropyController
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, apply_kl_penalty, kl_penalty
 from verl.algorithms.pf_ppo import pf_ppo_rows, pf_ppo_weights
@@ -24,16 +31,17 @@ def describe_algorithm(config: TrainConfig) -> list[str]:
     """Return the advantage and the loss as formulas, a line each."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
-    formula = getattr(advantage_estimators.get(name), "formula", "an estimator of your own")
     by_std = ", divided by the group's std + 1e-6" if algorithm.norm_adv_by_std_in_grpo else ""
+    formula = formula_of(
+        advantage_estimators.get(name),
+        "an estimator of your own",
+        {"gamma": algorithm.gamma, "lam": algorithm.lam, "by_std": by_std},
+    )
     loss = describe_loss(
         config.actor_rollout_ref.actor, distillation_term(config), rollout_reinforce(config)
     )
     lines = [
-        (
-            f"Advantage A = {name}: "
-            f"{formula.format(gamma=algorithm.gamma, lam=algorithm.lam, by_std=by_std)}"
-        ),
+        f"Advantage A = {name}: {formula}",
         f"Loss of a token, where r = pi / pi_old: {loss}",
     ]
     if config.distillation.is_whole_loss:
@@ -128,7 +136,7 @@ def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
         components=components,
         component_weights=component_weights,
-        columns=dict(columns.items()),
+        columns={**batch.non_tensor_batch, **dict(columns.items())},
         config=algorithm,
     )
 
@@ -138,8 +146,8 @@ def estimated(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (advantages, returns), (B, R) each, with the configured estimator.
 
-    Raises AlgorithmError where a user's raised, or gave another shape, or NaN or infinity for
-    finite rewards.
+    Both are 0 where `response_mask` is. Raises AlgorithmError where a user's raised, changed its
+    inputs in place, or gave another shape or type, or NaN or infinity for finite rewards.
     """
     if config.distillation.is_whole_loss:
         nothing = torch.zeros_like(inputs.token_level_rewards)
@@ -147,23 +155,23 @@ def estimated(
 
     part = NamedPart("advantage estimator", config.algorithm.adv_estimator, estimator)
     rewards = inputs.token_level_rewards
-    with part.naming_errors():
+    with part.naming_errors(), part.keeping({**inputs._asdict(), **inputs.columns}):
         answer = estimator(inputs)
 
-    shapes = []
+    pair = []
     if isinstance(answer, (tuple, list)):
-        shapes = [getattr(column, "shape", None) for column in answer]
-    if shapes != [rewards.shape, rewards.shape]:
+        pair = [_as_floats(column) for column in answer]
+    if [column.shape for column in pair] != [rewards.shape, rewards.shape]:
         expected = (
-            f"a pair (advantages, returns), both of shape {tuple(rewards.shape)} (rows, response "
-            "tokens)"
+            f"a pair (advantages, returns), both floats of shape {tuple(rewards.shape)} (rows, "
+            "response tokens)"
         )
         raise part.must_return(expected, answer)
 
-    advantages, returns = map(torch.as_tensor, answer)
     own = inputs.response_mask.bool()
+    advantages, returns = (torch.where(own, column, 0.0) for column in pair)
     is_finite = advantages.isfinite() & returns.isfinite()
-    wrong = (~is_finite & own).any(-1).nonzero().flatten().tolist()
+    wrong = (~is_finite).any(-1).nonzero().flatten().tolist()
 
     # A critic that diverged is for the engine, which skips the update.
     if wrong and all(
@@ -175,6 +183,15 @@ def estimated(
         )
 
     return advantages, returns
+
+
+def _as_floats(column: Any) -> Tensor:
+    """Return a tensor or array of floats as a tensor; an empty one for anything else."""
+    if isinstance(column, np.ndarray) and column.dtype.kind == "f":
+        column = torch.from_numpy(column)
+    if isinstance(column, Tensor) and column.is_floating_point():
+        return column.detach()
+    return torch.empty(0)
 
 
 def estimated_by_episode(
@@ -201,7 +218,10 @@ def estimated_by_episode(
         response_mask=inputs.response_mask[last],
         group=None if inputs.group is None else inputs.group[last],
         components=None if inputs.components is None else inputs.components[last],
-        columns={name: column[last] for name, column in inputs.columns.items()},
+        columns={
+            name: column[last if isinstance(column, Tensor) else last.numpy()]
+            for name, column in inputs.columns.items()
+        },
     )
     advantages, returns = estimated(estimator, config, last_rows)
 

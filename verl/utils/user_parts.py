@@ -1,10 +1,13 @@
 """Errors of functions and classes that a user registers by name, or gives as a data set."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from verl.utils.errors import (
     AlgorithmError,
@@ -60,6 +63,24 @@ class NamedPart:
                 "VERL_TRACEBACK=1 shows where."
             ) from error
 
+    @contextmanager
+    def keeping(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Raise `error_class` if the function changes one of the tensors in place.
+
+        Others read them afterwards. Changes through a NumPy array that shares memory are not seen.
+        """
+        versions = {}
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and not value.is_inference():
+                versions[name] = value._version
+        yield
+        changed = [name for name in versions if inputs[name]._version != versions[name]]
+        if changed:
+            raise self.error_class(
+                f"{self} must leave its inputs as they are, and changed {changed[0]} in place. "
+                f"Change a copy: {changed[0]}.clone()."
+            )
+
     def must_return(self, expected: str, got: Any) -> AlgorithmError:
         """Return the error for an answer of another kind or shape."""
         return AlgorithmError(f"{self} must return {expected}, got {describe_value(got)}.")
@@ -79,10 +100,14 @@ def read_row(dataset: Any, row: int) -> Any:
 
 
 def describe_value(value: Any) -> str:
-    """Describe a value by its type, and tensors by their shapes as well."""
+    """Describe a value by its type, tensors and arrays by their shapes and types as well."""
     name = type(value).__name__
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)) and len(value) <= 4:
         return f"a {name} of {len(value)}: {', '.join(map(describe_value, value))}"
 
-    shape = getattr(value, "shape", None)
-    return name if shape is None else f"{name} of shape {tuple(shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {name} of {len(value)}"
+
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{name} of shape {tuple(value.shape)}, {value.dtype}"
+    return name

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from verl.algorithms.advantages import formula_of
 from verl.algorithms.divergences import DIVERGENCES
 from verl.algorithms.kl import cut_log_ratio, kl_penalty
 from verl.algorithms.padded import loss_settings
@@ -104,8 +105,7 @@ def describe_loss(
     """Describe the actor's loss: the formula of a token, r = pi / pi_old, and the aggregation."""
     name = config.policy_loss.loss_mode
     loss = policy_losses.get(name)
-    formula = getattr(loss, "formula", "a loss of your own")
-    terms = [f"{name}: {formula.format(**loss_settings(config))}"]
+    terms = [f"{name}: {formula_of(loss, 'a loss of your own', loss_settings(config))}"]
     if reinforce is not None:
         terms = [reinforce.describe()]
     if distillation is not None:
