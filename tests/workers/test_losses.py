@@ -16,6 +16,7 @@ from verl.config import ActorConfig, ExtraLossConfig, PolicyLossConfig
 from verl.distributed.collectives import Axis
 from verl.protocol import DataProto
 from verl.utils.errors import AlgorithmError
+from verl.utils.logging import say_once
 from verl.workers.objective import ValueObjective
 from verl.workers.policy_objective import PolicyObjective
 from verl.workers.policy_terms import DistillationTerm
@@ -71,7 +72,11 @@ def test_a_policy_loss_reports_numbers_of_its_own():
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="test_reports"))
     objective = PolicyObjective(config)
     outputs, columns, sequence = packed()
-    returned = {"share": 0.5, "mine/spread": torch.tensor(2.0), "mine/gain": columns["advantages"]}
+    returned = {
+        "share": np.float32(0.5),
+        "mine/spread": torch.tensor(2.0),
+        "mine/gain": columns["advantages"],
+    }
     means = objective(outputs, columns, sequence).means
     assert means["actor/share"].tolist() == [0.5] * 6
     assert means["mine/spread"].tolist() == [2.0] * 6
@@ -79,13 +84,96 @@ def test_a_policy_loss_reports_numbers_of_its_own():
 
     for wrong, message in (
         ({"share": 0.5}, "must return the same metrics each time, got share after mine/gain, mine"),
-        ({"share": torch.zeros(2)}, r"as means\['share'\], got Tensor of shape \(2,\)"),
+        ({"share": torch.zeros(2)}, r"as means\['share'\], got Tensor of shape \(2,\), .*float32"),
         ({"share": "half"}, r"as means\['share'\], got str"),
         (None, "a dict of metrics as means, got NoneType"),
     ):
         returned = wrong
         with pytest.raises(AlgorithmError, match=message):
             objective(outputs, columns, sequence)
+
+
+def objective_of(loss, *, is_extra: bool) -> PolicyObjective:
+    """Return the objective with a function as its policy loss, or as its extra term."""
+    name = f"test_{len(list(policy_losses)) + len(list(extra_losses))}"
+    if is_extra:
+        extra_losses.register(name)(lambda inputs, columns: loss(inputs))
+        return PolicyObjective(ActorConfig(loss_extra=[ExtraLossConfig(name=name, coef=1.0)]))
+    policy_losses.register(name)(lambda inputs, **_: PolicyLossOutput(loss(inputs), {}))
+    return PolicyObjective(ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name)))
+
+
+def plain_loss(inputs):
+    return (-inputs.advantages * inputs.log_probs * inputs.weights).sum()
+
+
+def plain_loss_in_place(inputs):
+    inputs.weights.mul_(0.5)
+    return plain_loss(inputs)
+
+
+@pytest.mark.parametrize("is_extra", [False, True])
+def test_a_loss_of_ones_own_may_be_a_tensor_of_one_number(is_extra):
+    result = objective_of(lambda inputs: plain_loss(inputs)[None], is_extra=is_extra)(*packed())
+    assert result.loss.shape == ()
+    assert all(value.shape == () for value in result.sums.values())
+
+
+@pytest.mark.parametrize("is_extra", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda inputs: plain_loss(inputs).detach(), "without a gradient"),
+        (lambda inputs: None, "NoneType"),
+        (lambda inputs: -inputs.log_probs, r"got Tensor of shape \(6,\)"),
+        (plain_loss_in_place, r"changed weights in place. Change a copy: weights.clone\(\)"),
+    ],
+    ids=["detached", "nothing", "a vector", "in place"],
+)
+def test_a_loss_of_ones_own_that_cannot_be_learnt_from_is_an_error(loss, message, is_extra):
+    with pytest.raises(AlgorithmError, match=message):
+        objective_of(loss, is_extra=is_extra)(*packed())
+
+
+def test_an_extra_term_of_zero_needs_no_gradient():
+    result = objective_of(lambda inputs: 0.0, is_extra=True)(*packed())
+    torch.testing.assert_close(result.loss, PolicyObjective(ActorConfig())(*packed()).loss)
+
+
+def probed(objective, sequence, caplog) -> str:
+    """Return the warning of a loss on responses, or an empty text."""
+    say_once.cache_clear()
+    outputs, columns, _ = packed()
+    columns["selected"] = torch.zeros(6)
+    before = torch.random.get_rng_state()
+    objective(outputs, columns, torch.tensor(sequence))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    return caplog.text
+
+
+@pytest.mark.parametrize("sequence", [[0, 0, 1, 1, 1, 2], [0] * 6])
+@pytest.mark.parametrize("is_extra", [False, True])
+def test_a_loss_that_ignores_the_weights_is_warned_of(is_extra, sequence, caplog):
+    def mean(inputs):
+        return (-inputs.advantages * inputs.log_probs).mean()
+
+    assert "number of ranks" in probed(objective_of(mean, is_extra=is_extra), sequence, caplog)
+
+
+@pytest.mark.parametrize("is_extra", [False, True])
+def test_a_loss_with_a_statistic_of_the_micro_batch_is_warned_of(is_extra, caplog):
+    def centered(inputs):
+        gains = inputs.advantages - inputs.advantages.mean()
+        return (-gains * inputs.log_probs * inputs.weights).sum()
+
+    sequence = [0, 0, 1, 1, 1, 2]
+    assert "number of ranks" in probed(objective_of(centered, is_extra=is_extra), sequence, caplog)
+
+
+@pytest.mark.parametrize("name", [name for name in policy_losses if not name.startswith("test_")])
+def test_our_losses_do_not_depend_on_micro_batches(name, caplog):
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name))
+    assert probed(PolicyObjective(config), [0, 0, 1, 1, 1, 2], caplog) == ""
 
 
 @pytest.mark.parametrize("kind", ["k3", "reverse_kl"])

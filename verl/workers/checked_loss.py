@@ -2,16 +2,23 @@
 
 import logging
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.algorithms.policy_losses import PolicyLossInputs, PolicyLossOutput, policy_losses
+from verl.algorithms.policy_losses import (
+    PolicyLossInputs,
+    PolicyLossOutput,
+    extra_losses,
+    policy_losses,
+)
 from verl.engine.memory import shortage_of
 from verl.utils.errors import AlgorithmError
 from verl.utils.logging import say_once
 from verl.utils.user_parts import NamedPart
+from verl.workers.loss_probe import LossProbe
 from verl.workers.objective import Columns
 
 
@@ -26,13 +33,14 @@ class CheckedLoss:
         self._part = NamedPart("policy loss", name, self._function)
         self._settings = settings
         self._metric_names: list[str] | None = None
+        self._probe = LossProbe(self._part)
 
     def __call__(self, inputs: PolicyLossInputs, *, is_looking: bool = False) -> PolicyLossOutput:
         """Return the loss, and its metrics with a value for each token.
 
         With `is_looking` for the rows to blame, warn of a loss that is not finite.
         """
-        with self._part.naming_errors(passes=is_shortage):
+        with self._part.naming_errors(passes=is_shortage), self._part.keeping(inputs._asdict()):
             policy = self._function(inputs, **self._settings)
 
         loss = getattr(policy, "loss", None)
@@ -47,7 +55,14 @@ class CheckedLoss:
 
         if is_looking:
             self._warn_of_non_finite(loss, inputs)
-        return policy._replace(means=self._per_token(policy.means, inputs.log_probs.detach()))
+        elif loss.requires_grad:
+            with self._part.naming_errors(passes=is_shortage):
+                self._probe(self._loss_alone, inputs, {})
+        means = self._per_token(policy.means, inputs.log_probs.detach())
+        return policy._replace(loss=loss.reshape(()), means=means)
+
+    def _loss_alone(self, inputs: PolicyLossInputs, columns: Columns) -> Tensor:
+        return self._function(inputs, **self._settings).loss
 
     def _per_token(self, means: Any, log_probs: Tensor) -> Columns:
         """Return the metrics of a policy loss, each as wide as `log_probs`.
@@ -71,7 +86,7 @@ class CheckedLoss:
 
     def _widened(self, name: str, value: Any, log_probs: Tensor) -> Tensor:
         """Return the values of a metric, one for each token."""
-        if isinstance(value, Tensor | int | float):
+        if isinstance(value, Tensor | Real):
             tensor = torch.as_tensor(value).detach().to(log_probs.device)
             if tensor.numel() == 1:
                 tensor = tensor.reshape(()).expand_as(log_probs)
@@ -87,6 +102,41 @@ class CheckedLoss:
                 f"{self._part} gave {loss.item()} for finite log-probs and advantages.",
                 logging.WARNING,
             )
+
+
+class CheckedTerm:
+    """An extra loss term of a name.
+
+    Raises AlgorithmError where it returns anything but a scalar that can be learnt from.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._function = extra_losses.get(name)
+        self._part = NamedPart("extra loss term", name, self._function)
+        self._probe = LossProbe(self._part)
+
+    def __call__(
+        self, inputs: PolicyLossInputs, columns: Columns, *, is_looking: bool = False
+    ) -> Tensor:
+        """Return the term of one micro-batch."""
+        read = {**inputs._asdict(), **columns}
+        with self._part.naming_errors(passes=is_shortage), self._part.keeping(read):
+            term = self._function(inputs, columns)
+
+        scalar = torch.as_tensor(term) if isinstance(term, Tensor | Real) else None
+        if scalar is None or scalar.numel() != 1:
+            raise self._part.must_return("a scalar", term)
+        # Zero: nothing of this micro-batch counts.
+        if inputs.log_probs.requires_grad and not scalar.requires_grad and scalar != 0:
+            raise AlgorithmError(
+                f"{self._part} must return a term that depends on inputs.log_probs, or nothing is "
+                "learnt from it, got one without a gradient (was it detached?)."
+            )
+
+        if scalar.requires_grad and not is_looking:
+            with self._part.naming_errors(passes=is_shortage):
+                self._probe(self._function, inputs, columns)
+        return scalar.reshape(())
 
 
 def is_shortage(error: Exception) -> bool:

@@ -10,7 +10,6 @@ from verl.algorithms.padded import loss_settings
 from verl.algorithms.policy_losses import (
     PolicyLossInputs,
     PolicyLossOutput,
-    extra_losses,
     means_of,
     selections,
 )
@@ -18,8 +17,7 @@ from verl.config import ActorConfig
 from verl.distributed.collectives import ALONE, Axis
 from verl.engine.base import LossOutput
 from verl.protocol import DataProto
-from verl.utils.user_parts import NamedPart
-from verl.workers.checked_loss import CheckedLoss, is_shortage
+from verl.workers.checked_loss import CheckedLoss, CheckedTerm
 from verl.workers.mismatch import SeenTokens
 from verl.workers.objective import Columns, Objective
 from verl.workers.policy_terms import DistillationTerm, LoglinearProximal, RolloutReinforce
@@ -47,10 +45,7 @@ class PolicyObjective(Objective):
         if name in selections:
             self._selection = partial(selections.get(name), **settings)
 
-        self._extra_terms: list[tuple[NamedPart, float]] = []
-        for term in config.loss_extra:
-            part = NamedPart("extra loss term", term.name, extra_losses.get(term.name))
-            self._extra_terms.append((part, term.coef))
+        self._extra_terms = [(CheckedTerm(term.name), term.coef) for term in config.loss_extra]
 
         self._is_looking_for_offenders = False
 
@@ -118,12 +113,9 @@ class PolicyObjective(Objective):
             loss = loss + self.distillation.coef * distance
             sums["actor/distillation_loss"] = distance.detach()
 
-        for part, coef in self._extra_terms:
-            with part.naming_errors(passes=is_shortage):
-                term = part.function(inputs, columns)
-            if isinstance(term, Tensor) and term.numel() != 1:
-                raise part.must_return("a scalar", term)
-            loss = loss + coef * term
+        for term, coef in self._extra_terms:
+            value = term(inputs, columns, is_looking=self._is_looking_for_offenders)
+            loss = loss + coef * value
 
         return LossOutput(loss=loss, means=means, sums=sums)
 
