@@ -7,7 +7,7 @@ import functools
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from verl.distributed.sequence_parallel import apply_sequence_parallel
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
 from verl.engine.options import EngineOptions
+from verl.engine.totals import LossOutput
 from verl.models.critic import CriticModel
 from verl.models.load import load_causal_lm
 from verl.models.lora import apply_lora
@@ -264,6 +265,19 @@ def values_gradient(sequence: int, shapes: Sequence[Shape], deal: Deal) -> dict[
 
 def error_of_update(shapes: Sequence[Shape], deal: Deal, rows: int | None) -> str:
     return _error(lambda: update(Setup(), shapes, deal, "token-mean", rows))
+
+
+def error_of_metrics(shapes: Sequence[Shape], deal: Deal) -> str:
+    """Return the error of a loss that has a metric on the second rank alone."""
+    engine = new_engine(Setup())
+    own = {"only_here": torch.ones(())} if engine.mesh.data.rank == 1 else {}
+
+    def loss_fn(*args: Any) -> LossOutput:
+        output = smooth_loss(*args)
+        return replace(output, sums={**output.sums, **own})
+
+    rows = own_rows(engine, make_batch(shapes), deal)
+    return _error(lambda: engine.forward_backward(rows, WHOLE, loss_fn, COLUMNS))
 
 
 def error_of_heads() -> str:

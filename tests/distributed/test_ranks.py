@@ -270,6 +270,12 @@ def test_update_is_normalized_over_all_ranks(two_ranks: Ranks, mode: str):
         assert worst_relative_l2(found["parameters"], expected["parameters"]) <= 1e-6
 
 
+def test_other_metrics_on_another_rank_are_an_error_on_all_ranks(two_ranks: Ranks):
+    error = "AlgorithmError: A loss must return the same metrics on every rank, got only_here on"
+    for found in two_ranks.call(jobs.error_of_metrics, SHAPES, UNEVEN):
+        assert found.startswith(error)
+
+
 def test_indivisible_mini_batches_are_errors_on_all_ranks(two_ranks: Ranks):
     assert (
         two_ranks.call(jobs.error_of_update, SHAPES, UNEVEN, None) == ["DataError: got 1 to 4"] * 2

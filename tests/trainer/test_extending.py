@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.trainer.runs import run, same_bits, start_trainer, step_lines, weights
+from verl.algorithms.policy_losses import extra_losses
 from verl.trainer import PPOTrainer, RayPPOTrainer
 from verl.utils.errors import ConfigError
 from verl.utils.phases import phase
@@ -111,6 +112,21 @@ def test_a_subclass_of_the_plain_trainer_does_not_leave_out_the_step_of_dapo_or_
 ):
     with pytest.raises(ConfigError, match=f"algorithm.{key} needs .* got OwnAdvantages"):
         start_trainer(tmp_path, f"algorithm.{key}", kind=OwnAdvantages)
+
+
+class Difficulty(PPOTrainer):
+    """Add a column with one number for each row."""
+
+    def estimate_advantages(self, batch):
+        batch = super().estimate_advantages(batch)
+        batch.batch["difficulty"] = torch.ones(len(batch))
+        return batch
+
+
+def test_a_column_of_one_number_a_row_does_not_disturb_an_extra_term(tmp_path):
+    extra_losses.register("test_old")(lambda inputs, columns: (columns["returns"] * 0).sum())
+    train(Difficulty, tmp_path, "actor_rollout_ref.actor.loss_extra=[{name: test_old, coef: 1.0}]")
+    assert len(step_lines(tmp_path)) == 2
 
 
 class OwnDynamicSampling(PPOTrainer):

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from verl.distributed.collectives import all_reduce_sum
+from verl.distributed.collectives import all_reduce_sum, gather_objects
 from verl.distributed.mesh import Mesh
+from verl.utils.errors import AlgorithmError
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,11 @@ class Totals:
             self._sums[name] = self._sums.get(name, self._zero) + value.detach()
 
     def read(self) -> tuple[dict[str, float], bool]:
-        """Return the means and sums over all ranks, and whether the loss is finite."""
+        """Return the means and sums over all ranks, and whether the loss is finite.
+
+        Raises AlgorithmError, on every rank, where a loss has other metrics on another rank.
+        """
+        self._require_same_names()
         mine = [self._loss, self._tokens, *self._means.values(), *self._sums.values()]
         everything = torch.stack(mine)
         loss, tokens, *numbers = all_reduce_sum(everything, self._axis).tolist()
@@ -60,3 +65,15 @@ class Totals:
             metrics[name] = number / max(tokens, 1.0)
         metrics.update(zip(self._sums, numbers[num_means:]))
         return metrics, math.isfinite(loss)
+
+    def _require_same_names(self) -> None:
+        """Compare the names of metrics, which ranks add up in their order."""
+        by_rank = gather_objects([*self._means, *self._sums], self._axis)
+        for rank, names in enumerate(by_rank):
+            only_one = sorted(set(names).symmetric_difference(by_rank[0]))
+            if only_one:
+                raise AlgorithmError(
+                    "A loss must return the same metrics on every rank, got "
+                    f"{', '.join(only_one)} on rank 0 or on rank {rank} alone. Return 0 for one "
+                    "without a value."
+                )

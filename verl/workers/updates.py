@@ -128,7 +128,11 @@ def run_updates(
             infer = partial(engine.infer, mini_batch, budget, **forward_arguments)
             objective.begin(mini_batch, infer, engine.mesh.data)
 
-            columns = objective.columns(set(mini_batch.batch.keys()))
+            # A column of a user's own may have one value for each row, which no token reads.
+            of_tokens = {
+                name for name, column in mini_batch.batch.items() if column.shape[:2] == mask.shape
+            }
+            columns = objective.columns(of_tokens)
             metrics = engine.forward_backward(
                 mini_batch,
                 budget,
