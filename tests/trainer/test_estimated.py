@@ -4,13 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.runs import run, step_lines
+from tests.trainer.runs import TOY, run, step_lines
 from verl.algorithms.advantages import AdvantageInputs, advantage_estimators, formula, formula_of
 from verl.algorithms.group_advantages import grpo
-from verl.config import TrainConfig
+from verl.algorithms.policy_losses import output_of, policy_losses
+from verl.compat.registries import register_adv_est
+from verl.config import TrainConfig, load_config
 from verl.trainer.algorithm import estimated, estimated_by_episode
 from verl.trainer.episodes import EpisodeRows
-from verl.utils.errors import AlgorithmError
+from verl.trainer.setup import check_names
+from verl.utils.errors import AlgorithmError, ConfigError
 
 INPUTS = AdvantageInputs(
     token_level_rewards=torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.5], [0.0, 0.0, 0.0]]),
@@ -95,6 +98,54 @@ def test_episodes_are_compared_by_the_fields_of_their_last_rows():
 
     estimated_by_episode(looks, TrainConfig(), INPUTS._replace(columns={"fields": fields}), rows)
     assert seen == [{"a": 2}, {"a": 3}]
+
+
+@advantage_estimators.register("test_scaled")
+def scaled(inputs, *, scale=1.0):
+    advantages = scale * grpo(inputs)[0]
+    return advantages, advantages
+
+
+@policy_losses.register("test_scaled")
+def scaled_loss(inputs, *, scale=1.0, **_):
+    return output_of(inputs, -scale * inputs.advantages * inputs.log_ratio().exp())
+
+
+def test_parts_of_ones_own_take_keywords_of_the_configuration(tmp_path):
+    loss = "actor_rollout_ref.actor.policy_loss"
+    own = ["algorithm.adv_estimator=test_scaled", f"{loss}.loss_mode=test_scaled"]
+    norms = []
+    for name, keys in (
+        ("plain", []),
+        ("estimator", ["algorithm.adv_kwargs.scale=2.0"]),
+        ("loss", [f"{loss}.loss_kwargs.scale=2.0"]),
+    ):
+        assert run(tmp_path / name, *own, *keys, "trainer.max_steps=1") == 0
+        norms.append(step_lines(tmp_path / name)[0]["actor/grad_norm"])
+    assert norms[1:] == pytest.approx([2 * norms[0]] * 2)
+
+
+@pytest.mark.parametrize(
+    "key", ["algorithm.adv_kwargs.size", "actor_rollout_ref.actor.policy_loss.loss_kwargs.size"]
+)
+def test_a_keyword_that_no_part_takes_is_an_error(key):
+    with pytest.raises(ConfigError, match=rf"{key}: the function takes inputs"):
+        check_names(load_config([*TOY, f"{key}=2.0"]))
+
+
+@register_adv_est("test_padded_scale")
+def padded_scale(token_level_rewards, response_mask, scale=1.0, **_):
+    advantages = scale * token_level_rewards.sum(-1, keepdim=True) * response_mask
+    return advantages, advantages
+
+
+def test_an_estimator_of_verls_signature_takes_them_by_name():
+    config = load_config(
+        [*TOY, "algorithm.adv_estimator=test_padded_scale", "algorithm.adv_kwargs.scale=3.0"]
+    )
+    check_names(config)
+    advantages, _ = estimated(advantage_estimators.get("test_padded_scale"), config, INPUTS)
+    assert advantages.max() == 3.0
 
 
 REWARD = """

@@ -37,7 +37,8 @@ class AdvantageInputs(NamedTuple):
 
 # advantages and returns, both 0 where response_mask is 0
 Advantages = tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]
-AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
+# estimator(AdvantageInputs, **algorithm.adv_kwargs) -> Advantages
+AdvantageEstimator = Callable[..., Advantages]
 advantage_estimators: Registry[AdvantageEstimator] = Registry(
     "advantage estimator (algorithm.adv_estimator)"
 )

@@ -51,6 +51,7 @@ def loss_settings(config: Any = None) -> dict[str, Any]:
     policy_loss = _field(config, "policy_loss", {})
     for name, default in asdict(defaults.policy_loss).items():
         settings[name] = _field(policy_loss, name, default)
+    settings |= settings.pop("loss_kwargs")
 
     settings["actor"] = config  # for users' padded losses, which take the section itself
     return settings
@@ -262,7 +263,7 @@ class PaddedEstimator:
         self.function = function
         self.__module__ = function.__module__  # a user's
 
-    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: AdvantageInputs, **own: Any) -> tuple[Tensor, Tensor]:
         section = inputs.config or AlgorithmConfig(
             gamma=inputs.gamma, lam=inputs.lam, norm_adv_by_std_in_grpo=inputs.norm_by_std
         )
@@ -278,4 +279,4 @@ class PaddedEstimator:
         }
 
         known = {name: value for name, value in given.items() if value is not None}
-        return self.function(**taken_by(self.function, known))
+        return self.function(**taken_by(self.function, {**known, **own}))

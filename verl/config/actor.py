@@ -51,6 +51,9 @@ class PolicyLossConfig:
         0.05, "dppo_kl: divergence beyond which a token moves no further", at_least=0
     )
     dro_beta: float = setting(0.05, "dro: weight of the squared log ratio", at_least=0, finite=True)
+    loss_kwargs: dict[str, Any] = setting(
+        {}, "further keyword arguments of a policy loss of your own"
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -207,6 +207,9 @@ class AlgorithmConfig:
     adv_estimator: str = setting(
         "gae", "registered advantage estimator: gae (PPO, with a critic), grpo, ..."
     )
+    adv_kwargs: dict[str, Any] = setting(
+        {}, "further keyword arguments of an advantage estimator of your own"
+    )
     gamma: float = setting(1.0, "discount", at_least=0, at_most=1)
     lam: float = setting(1.0, "lambda of generalised advantage estimation", at_least=0, at_most=1)
     norm_adv_by_std_in_grpo: bool = setting(

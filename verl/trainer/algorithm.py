@@ -156,7 +156,7 @@ def estimated(
     part = NamedPart("advantage estimator", config.algorithm.adv_estimator, estimator)
     rewards = inputs.token_level_rewards
     with part.naming_errors(), part.keeping({**inputs._asdict(), **inputs.columns}):
-        answer = estimator(inputs)
+        answer = estimator(inputs, **config.algorithm.adv_kwargs)
 
     pair = []
     if isinstance(answer, (tuple, list)):

@@ -8,7 +8,7 @@ import torch
 
 from verl import agents
 from verl.algorithms.advantages import advantage_estimators
-from verl.algorithms.padded import PaddedPolicyLoss
+from verl.algorithms.padded import PaddedEstimator, PaddedPolicyLoss
 from verl.algorithms.policy_losses import extra_losses, policy_losses
 from verl.config import RewardModelConfig, RolloutConfig, TrainConfig
 from verl.config.batch_rules import uneven_mini_batches
@@ -38,6 +38,7 @@ from verl.utils.imports import import_user_code
 from verl.utils.limits import make_writable
 from verl.utils.logging import logger
 from verl.utils.phases import declared_phase, declared_phases, phase
+from verl.utils.signatures import keywords_of
 from verl.workers.trained import model_source
 
 # Classes of `verl.trainer` by `trainer.mode`.
@@ -94,6 +95,30 @@ def check_names(config: TrainConfig) -> None:
             "weigh its tokens, which algorithm.rollout_correction.rollout_is asks for. Register it "
             "by verl.algorithms.policy_losses.policy_losses, or set rollout_is=null."
         )
+    check_keywords_of_parts(config)
+
+
+def check_keywords_of_parts(config: TrainConfig) -> None:
+    """Check that estimator and policy loss take the keywords that the configuration gives them."""
+    algorithm = config.algorithm
+    policy_loss = config.actor_rollout_ref.actor.policy_loss
+    estimator: Any = advantage_estimators.get(algorithm.adv_estimator)
+    loss: Any = policy_losses.get(policy_loss.loss_mode)
+    if isinstance(estimator, PaddedEstimator):
+        estimator = estimator.function
+
+    for key, part, given in (
+        ("algorithm.adv_kwargs", estimator, algorithm.adv_kwargs),
+        ("actor_rollout_ref.actor.policy_loss.loss_kwargs", loss, policy_loss.loss_kwargs),
+    ):
+        # A loss of verl's signature reads its section of the configuration instead.
+        known = keywords_of(part)
+        wrong = [] if isinstance(part, PaddedPolicyLoss) else sorted(given.keys() - set(known))
+        if wrong:
+            raise ConfigError(
+                f"{key}.{wrong[0]}: the function takes {', '.join(known)}. Declare a keyword of "
+                "that name, or correct the key."
+            )
 
 
 def check_rollout_model(config: TrainConfig, device: torch.device) -> None:
