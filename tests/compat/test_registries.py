@@ -314,7 +314,9 @@ def test_user_padded_loss_that_returns_its_own_metrics():
     }
 
     metrics = {"mine/spread": torch.zeros(2)}
-    with pytest.raises(AlgorithmError, match=r"the metric 'mine/spread', got Tensor of shape \(2,"):
+    with pytest.raises(
+        AlgorithmError, match=r"the metric 'mine/spread', got torch.float32 Tensor of shape \(2,"
+    ):
         loss(inputs, loss_agg_mode="token-mean")
 
 

@@ -179,13 +179,14 @@ def test_a_reward_function_that_sleeps(tmp_path, capfd):
         (
             "lone",
             "rewards",
-            "must return a pair (advantages, returns), both of shape (16, 8) (rows, response "
-            "tokens), got Tensor of shape (16, 8).",
+            "must return a pair (advantages, returns), both floats of shape (16, 8) (rows, "
+            "response tokens), got torch.float32 Tensor of shape (16, 8).",
         ),
         (
             "flat",
             "(rewards.sum(-1), rewards)",
-            "got a tuple of 2: Tensor of shape (16,), Tensor of shape (16, 8).",
+            "got a tuple of 2: torch.float32 Tensor of shape (16,), torch.float32 Tensor of shape "
+            "(16, 8).",
         ),
         ("nothing", "None", "got NoneType."),
         (
@@ -227,12 +228,13 @@ def estimator(inputs):
         (
             "vector",
             "PolicyLossOutput(loss=terms, means={})",
-            "a scalar tensor as loss, got Tensor of shape (",
+            "a scalar tensor as loss, got torch.float32 Tensor of shape (",
         ),
         (
             "bare",
             "terms.sum()",
-            "must return a PolicyLossOutput with a scalar tensor as loss, got Tensor of shape ().",
+            "must return a PolicyLossOutput with a scalar tensor as loss, got torch.float32 Tensor "
+            "of shape ().",
         ),
         ("number", "PolicyLossOutput(loss=1.0, means={})", "got float."),
         ("words", "'a loss'", "a scalar tensor as loss, got str."),

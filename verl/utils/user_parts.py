@@ -109,5 +109,5 @@ def describe_value(value: Any) -> str:
         return f"a {name} of {len(value)}"
 
     if isinstance(value, Tensor | np.ndarray):
-        return f"{name} of shape {tuple(value.shape)}, {value.dtype}"
+        return f"{value.dtype} {name} of shape {tuple(value.shape)}"
     return name
