@@ -185,6 +185,23 @@ def test_a_custom_fit_composes_the_phases(tmp_path):
     assert all(line["actor/grad_norm"] > 0 for line in step_lines(tmp_path))
 
 
+class ForgetfulFit(PPOTrainer):
+    """Train on one epoch, from its beginning."""
+
+    def fit(self):
+        for prompts in self.train_loader:
+            self.run_step(prompts)
+
+
+def test_a_custom_fit_does_not_pass_over_a_checkpoint(tmp_path):
+    train(ForgetfulFit, tmp_path, "trainer.save_freq=1")
+    with pytest.raises(ConfigError, match=r"ForgetfulFit.fit begins with step 1 .*load_checkpoint"):
+        train(ForgetfulFit, tmp_path, "trainer.save_freq=1")
+
+    assert [line["step"] for line in step_lines(tmp_path)] == [1, 2]
+    train(ForgetfulFit, tmp_path, "trainer.save_freq=1", "trainer.resume_mode=disable")
+
+
 LIBRARY = '''
 import torch
 from verl.algorithms.advantages import advantage_estimators

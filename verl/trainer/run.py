@@ -92,6 +92,7 @@ class TrainingRun(ABC, Generic[Config]):
         self.checkpoints.require_named(trainer.resume_mode, trainer.resume_from_path)
         self.global_step = 0
         self.has_begun = False  # a step, in this process
+        self.has_resumed = False  # or has found nothing to resume
         self.skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
         self.timer = PhaseTimer()
@@ -327,6 +328,7 @@ class TrainingRun(ABC, Generic[Config]):
 
     def run_step(self, prompts: DataProto) -> None:
         """Run one step with everything around it: timing, validation, checkpoint and log."""
+        self.require_resume()
         self.has_begun = True
         self.global_step += 1
         self.metrics = {}
@@ -351,6 +353,19 @@ class TrainingRun(ABC, Generic[Config]):
         if self._is_due(self.save_freq):
             with self.reports.phase("save_checkpoint"):
                 self.save_checkpoint()
+
+    def require_resume(self) -> None:
+        """Raise ConfigError where the `fit` of a subclass passes over a checkpoint of this run."""
+        trainer = self.config.trainer
+        if self.has_resumed or self.has_begun or trainer.resume_mode == "disable":
+            return
+        found = trainer.resume_from_path or self.checkpoints.newest_readable()
+        if found is not None:
+            raise ConfigError(
+                f"{type(self).__name__}.fit begins with step {self.global_step + 1} and passes "
+                f"over the checkpoint {found}. Call self.load_checkpoint() first to go on from "
+                "there, or set trainer.resume_mode=disable."
+            )
 
     def timed(self, name: str, phase: Callable[..., Result], *args: Any) -> Result:
         """Run one phase under its name in `timing_s/*`."""
@@ -398,6 +413,7 @@ class TrainingRun(ABC, Generic[Config]):
     def load_checkpoint(self) -> None:
         """Go back to the newest sound checkpoint, or to the one that `trainer.resume_from_path`
         names."""
+        self.has_resumed = True
         trainer = self.config.trainer
         folder = self.checkpoints.resolve(trainer.resume_mode, trainer.resume_from_path)
         if folder is None:
