@@ -10,7 +10,7 @@ import torch
 from tests.trainer.runs import run, same_bits, start_trainer, step_lines, weights
 from verl.algorithms.policy_losses import extra_losses
 from verl.trainer import PPOTrainer, RayPPOTrainer
-from verl.utils.errors import ConfigError
+from verl.utils.errors import AlgorithmError, ConfigError
 from verl.utils.phases import phase
 from verl.workers import ActorWorker
 
@@ -127,6 +127,58 @@ def test_a_column_of_one_number_a_row_does_not_disturb_an_extra_term(tmp_path):
     extra_losses.register("test_old")(lambda inputs, columns: (columns["returns"] * 0).sum())
     train(Difficulty, tmp_path, "actor_rollout_ref.actor.loss_extra=[{name: test_old, coef: 1.0}]")
     assert len(step_lines(tmp_path)) == 2
+
+
+class Written(PPOTrainer):
+    """Write a column as a function gives it, after a phase."""
+
+    column = ""
+
+    def write(self, batch, name):
+        if name == self.column:
+            batch.batch[name] = self.changed(batch.batch[name])
+        return batch
+
+    def score(self, batch):
+        return self.write(super().score(batch), "token_level_scores")
+
+    def estimate_advantages(self, batch):
+        return self.write(super().estimate_advantages(batch), "advantages")
+
+
+@pytest.mark.parametrize(
+    ("column", "phase_name"),
+    [("token_level_scores", "score"), ("advantages", "estimate_advantages")],
+)
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        (lambda column: column.sum(-1), r"torch.float32 Tensor of shape \(16,\)"),
+        (lambda column: column[:, :1], r"torch.float32 Tensor of shape \(16, 1\)"),
+        (lambda column: column.long(), r"torch.int64 Tensor of shape \(16, 8\)"),
+    ],
+    ids=["one a row", "one column", "whole numbers"],
+)
+def test_a_phase_writes_floats_for_each_token(tmp_path, column, phase_name, changed, found):
+    kind = type("Own", (Written,), {"column": column, "changed": staticmethod(changed)})
+    with pytest.raises(
+        AlgorithmError, match=rf"`{phase_name}` must write .*{column}.* got {found}"
+    ):
+        train(kind, tmp_path)
+
+
+class Silent(PPOTrainer):
+    """Forget to return the batch."""
+
+    def estimate_advantages(self, batch):
+        super().estimate_advantages(batch)
+
+
+def test_a_phase_without_a_return_is_named(tmp_path):
+    with pytest.raises(
+        AlgorithmError, match="`estimate_advantages` must return its batch, got None"
+    ):
+        train(Silent, tmp_path)
 
 
 class OwnDynamicSampling(PPOTrainer):

@@ -386,6 +386,7 @@ class PPOTrainer(RunOfRoles):
         Args:
             batch: scored trajectories with the log-probs and values of `evaluate_policies`.
         """
+        scored.require_floats(batch, "token_level_scores", "score")
         columns = batch.batch
         columns["token_level_rewards"], metrics = penalised_scores(
             batch, self.config, self.kl_controller
@@ -408,6 +409,7 @@ class PPOTrainer(RunOfRoles):
         Args:
             batch: trajectories with `advantages` and `returns`.
         """
+        scored.require_floats(batch, "advantages", "estimate_advantages")
         roles = self.config.actor_rollout_ref
         deal = partial(dealt_for_update, played=batch, samples=roles.rollout.n)
         batch = chosen_samples(batch, self.config, self.global_step)

@@ -13,8 +13,9 @@ from verl.config import TrainConfig
 from verl.protocol import DataProto
 from verl.rewards.results import check_result, ground_truth_of
 from verl.utils.column_dicts import object_column
-from verl.utils.errors import RewardError
+from verl.utils.errors import AlgorithmError, RewardError
 from verl.utils.logging import say_once
+from verl.utils.user_parts import describe_value
 
 # Columns of `sample_rows` that are no fields of the reward.
 COLUMNS = ("uid", "data_source", "input", "output", "gts", "score")
@@ -47,6 +48,19 @@ def record_scores(batch: DataProto, result: dict[str, Any], *, may_fail: bool = 
     if len(dropped) == len(batch) and not may_fail:
         raise nothing_scored("this step")
     batch.batch["response_mask"][dropped] = 0
+
+
+def require_floats(batch: DataProto, name: str, phase: str) -> None:
+    """Raise AlgorithmError unless a phase, of a user's own perhaps, has written floats (B, R)."""
+    if not isinstance(batch, DataProto):
+        raise AlgorithmError(f"`{phase}` must return its batch, got {type(batch).__name__}.")
+    column = batch.batch.get(name, None)
+    shape = batch.batch["response_mask"].shape
+    if column is None or column.shape != shape or not column.is_floating_point():
+        raise AlgorithmError(
+            f"`{phase}` must write the column '{name}', floats of shape {tuple(shape)} (rows, "
+            f"response tokens), got {describe_value(column)}."
+        )
 
 
 def nothing_scored(part: str, failures: Sequence[str] = ()) -> RewardError:
