@@ -222,10 +222,8 @@ def test_every_part_has_the_score_of_the_last_one():
 
 
 def estimates(batch: DataProto, name: str) -> torch.Tensor:
-    config: Any = SimpleNamespace(
-        distillation=SimpleNamespace(is_whole_loss=False),
-        algorithm=SimpleNamespace(adv_estimator=name),
-    )
+    config = TrainConfig()
+    config.algorithm.adv_estimator = name
     inputs = AdvantageInputs(
         token_level_rewards=batch.batch["token_level_scores"],
         response_mask=batch.batch["response_mask"],
