@@ -220,8 +220,8 @@ def _check_tools(
         unknown = sorted({*present(row.tools_kwargs), *(offered or ())} - set(known))
         if unknown:
             raise DataError(
-                f"{row.place}: tools_kwargs names the tool '{unknown[0]}', which no configured file "
-                f"has. Nearest known: {nearest_names(unknown[0], known)}."
+                f"{row.place}: tools_kwargs names the tool '{unknown[0]}', which no configured "
+                f"file has. Nearest known: {nearest_names(unknown[0], known)}."
             )
         if row.loop not in _WITHOUT_TOOLS:
             unused -= set(known if offered is None else offered)

@@ -26,9 +26,13 @@ def ground_truth_of(reward_model: Any) -> Any:
     """
     if not isinstance(reward_model, Mapping):
         return None
-    truth = reward_model.get("ground_truth")
-    is_nan = isinstance(truth, float) and math.isnan(truth)
-    return None if is_nan else truth
+    return without_nan(reward_model.get("ground_truth"))
+
+
+def without_nan(value: Any) -> Any:
+    """Return a value, or None in place of NaN."""
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return None if is_nan else value
 
 
 def check_result(result: Any, responses: Tensor) -> None:
@@ -75,8 +79,8 @@ def check_result(result: Any, responses: Tensor) -> None:
     unknown = sorted(set(result.get("dropped", ())).difference(range(len(responses))))
     if unknown:
         raise RewardError(
-            f"The reward's dropped rows must be among the {len(responses)} of the batch, from 0, got "
-            f"{unknown[0]}."
+            f"The reward's dropped rows must be among the {len(responses)} of the batch, from 0, "
+            f"got {unknown[0]}."
         )
 
 

@@ -71,7 +71,7 @@ class Unscaled(NamedTuple):
 
 
 def rotates(dtype: torch.dtype) -> bool:
-    """Whether weights and inputs of linear layers in `dtype` are rotated before they are rounded."""
+    """Return whether weights and inputs of linear layers in `dtype` are rotated first."""
     return dtype == torch.int8
 
 

@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
 from verl.single_controller import GroupFuture, OnTold, start
 from verl.tracking.samples import write_samples
-from verl.trainer import scored, setup
+from verl.trainer import class_checks, scored, setup
 from verl.trainer.algorithm import (
     advantage_inputs,
     chosen_samples,
@@ -107,10 +107,10 @@ class PPOTrainer(RunOfRoles):
         super().__init__(config, setup.checkpoints_to_keep(config))
         setup.load_user_code(config)
         setup.check_names(config)
-        setup.check_mode(config, type(self))
-        setup.check_step(config, type(self))
+        class_checks.check_mode(config, type(self))
+        class_checks.check_step(config, type(self))
         if type(self) is PPOTrainer:
-            setup.check_partners(config)
+            class_checks.check_partners(config)
         self.pool = join_pool(config, self.device)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
 

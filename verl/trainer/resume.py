@@ -1,4 +1,4 @@
-"""Compare the configuration of a run with the one that saved the checkpoint it resumes from."""
+"""Compare a run with the one that saved the checkpoint it resumes from, or passes over."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from verl.config.keys import Key, keys_of
 from verl.config.load import config_to_show
 from verl.config.placement import inactive_sections
 from verl.config.train import TrainConfig
-from verl.utils.errors import CheckpointError
+from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.json_text import parse_object
 from verl.utils.logging import logger
 
@@ -95,6 +95,20 @@ def require_same_run(folder: Path, config: Any) -> None:
     if then is not None:
         _refuse_another_kind(folder, then, config)
         _refuse_another_run(folder, _changes(then, config))
+
+
+def refuse_to_pass_over(run: Any) -> None:
+    """Raise ConfigError where the `fit` of a subclass passes over a checkpoint of its run."""
+    trainer = run.config.trainer
+    if trainer.resume_mode == "disable":
+        return
+    found = trainer.resume_from_path or run.checkpoints.newest_readable()
+    if found is not None:
+        raise ConfigError(
+            f"{type(run).__name__}.fit begins with step {run.global_step + 1} and passes over the "
+            f"checkpoint {found}. Call self.load_checkpoint() first to go on from there, or set "
+            "trainer.resume_mode=disable."
+        )
 
 
 def _refuse_another_kind(folder: Path, then: Mapping[str, Any], config: Any) -> None:

@@ -30,6 +30,7 @@ from verl.trainer.recorder import StepRecorder
 from verl.trainer.resume import (
     check_config,
     in_schedule_of,
+    refuse_to_pass_over,
     require_same_run,
     save_config,
     when_saved,
@@ -328,7 +329,8 @@ class TrainingRun(ABC, Generic[Config]):
 
     def run_step(self, prompts: DataProto) -> None:
         """Run one step with everything around it: timing, validation, checkpoint and log."""
-        self.require_resume()
+        if not self.has_resumed and not self.has_begun:
+            refuse_to_pass_over(self)
         self.has_begun = True
         self.global_step += 1
         self.metrics = {}
@@ -353,19 +355,6 @@ class TrainingRun(ABC, Generic[Config]):
         if self._is_due(self.save_freq):
             with self.reports.phase("save_checkpoint"):
                 self.save_checkpoint()
-
-    def require_resume(self) -> None:
-        """Raise ConfigError where the `fit` of a subclass passes over a checkpoint of this run."""
-        trainer = self.config.trainer
-        if self.has_resumed or self.has_begun or trainer.resume_mode == "disable":
-            return
-        found = trainer.resume_from_path or self.checkpoints.newest_readable()
-        if found is not None:
-            raise ConfigError(
-                f"{type(self).__name__}.fit begins with step {self.global_step + 1} and passes "
-                f"over the checkpoint {found}. Call self.load_checkpoint() first to go on from "
-                "there, or set trainer.resume_mode=disable."
-            )
 
     def timed(self, name: str, phase: Callable[..., Result], *args: Any) -> Result:
         """Run one phase under its name in `timing_s/*`."""

@@ -11,7 +11,7 @@ import torch
 from verl.algorithms.group_advantages import group_ids
 from verl.config import TrainConfig
 from verl.protocol import DataProto
-from verl.rewards.results import check_result, ground_truth_of
+from verl.rewards.results import check_result, ground_truth_of, without_nan
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import AlgorithmError, RewardError
 from verl.utils.logging import say_once
@@ -105,10 +105,8 @@ def vote(answer: Any) -> str | None:
 
     Anything may be an answer, also a list; None and NaN are none.
     """
-    is_nan = isinstance(answer, float) and math.isnan(answer)
-    if answer is None or is_nan:
-        return None
-    return str(answer)
+    given = without_nan(answer)
+    return None if given is None else str(given)
 
 
 def group_numbers(batch: DataProto) -> torch.Tensor:

@@ -41,13 +41,6 @@ from verl.utils.phases import declared_phase, declared_phases, phase
 from verl.utils.signatures import keywords_of
 from verl.workers.trained import model_source
 
-# Classes of `verl.trainer` by `trainer.mode`.
-_SCHEDULES = {
-    "sync": "PPOTrainer",
-    "one_step_off": "schedules.one_step_off.OneStepOffTrainer",
-    "fully_async": "schedules.fully_async.FullyAsyncTrainer",
-}
-
 
 def load_user_code(config: TrainConfig) -> None:
     """Import the modules or .py files that `model.external_lib` of the roles names."""
@@ -151,47 +144,6 @@ def check_sample_folders(config: TrainConfig) -> None:
                 f"trainer.{key}='{folder}' cannot be written: {error.strerror}. Name a writable "
                 "folder."
             ) from error
-
-
-def check_mode(config: TrainConfig, kind: Any) -> None:
-    """Check that the trainer's class has the schedule that `trainer.mode` names."""
-    asked = config.trainer.mode
-    if asked != kind.mode:
-        raise ConfigError(
-            f"trainer.mode={asked} needs verl.trainer.{_SCHEDULES[asked]} or a subclass of it, got "
-            f"{kind.__name__}, which runs trainer.mode={kind.mode}."
-        )
-
-
-def check_step(config: TrainConfig, kind: type) -> None:
-    """Check that the class of a synchronous trainer has the step that the algorithm needs.
-
-    Raises ConfigError where nothing in the class chooses rows: the steps of DAPO and ReMax do. An
-    undeclared method may.
-    """
-    if config.trainer.mode != "sync":
-        return  # AheadTrainer has a check of its own
-    phases = declared_phases(kind, "fit", "run_step", "step", "collect")
-    chooses_rows = phases is None or any(each.chooses_rows for each in phases)
-    for key, asked, needed in (
-        ("filter_groups.enable=True", config.algorithm.filter_groups.enable, "dapo.DAPOTrainer"),
-        ("adv_estimator=remax", config.algorithm.adv_estimator == "remax", "remax.ReMaxTrainer"),
-    ):
-        if asked and not chooses_rows:
-            raise ConfigError(
-                f"algorithm.{key} needs verl.trainer.{needed} or a subclass, got {kind.__name__}. "
-                "Derive yours from it, or override `collect`, `step` or `fit` to do the same."
-            )
-
-
-def check_partners(config: TrainConfig) -> None:
-    """Raise ConfigError for trained policies next to the actor."""
-    if partners := config.actor_rollout_ref.rollout.agent.partners:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.agent.policies names trained policies next to the actor "
-            f"({', '.join(partners)}), which need verl.trainer.partners.PartnersTrainer or a "
-            "subclass, got PPOTrainer."
-        )
 
 
 def build_tokenizer(config: TrainConfig) -> Any:

@@ -28,7 +28,7 @@ class LossProbe:
         self._tries_left = MOST_TRIES
 
     def __call__(self, loss: ScalarLoss, inputs: PolicyLossInputs, columns: Columns) -> None:
-        """Try the loss on every second response with half its weights, until there is a gradient."""
+        """Try the loss on every second response with half its weights, until it has a gradient."""
         if not self._tries_left:
             return
 
