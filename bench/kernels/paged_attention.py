@@ -179,14 +179,20 @@ def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
     print(f"  b = {batch.rows}, {batch.read_bytes / 1e6:.1f} MB a layer, {batch.layers} layers")
     for config, count in sorted(times, key=times.__getitem__)[:best]:
         print(f"    {launch(config):>9} splits {count:2d} {speed(batch, times[config, count])}")
-    count = choose_num_splits(batch.rows, batch.shape.kv_heads, num_sms)
-    fresh_programs = 0 if batch.fresh is None else programs * count
+    count = choose_num_splits(
+        batch.rows,
+        batch.shape.kv_heads,
+        num_sms,
+        widest=batch.shape.dim,
+        eight_bits=batch.scales is not None,
+    )
     config = decode_config(
         batch.shape.dim,
         batch.shape.dim,
         torch.bfloat16,
         small=None if batch.scales is None else batch.cache.dtype,
-        fresh_programs=fresh_programs,
+        programs=programs * count,
+        takes_fresh=batch.fresh is not None,
     )
 
     us = batch.microseconds(config=config, num_splits=count)

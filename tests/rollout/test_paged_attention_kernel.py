@@ -255,11 +255,17 @@ def test_a_row_without_keys_gives_zero():
         assert (out[1] != 0).all(), splits
 
 
-def test_splits_fill_the_device():
+@pytest.mark.parametrize(
+    ("widest", "eight_bits", "most"), [(128, False, 4), (128, True, 2), (256, False, 2)]
+)
+def test_splits_fill_the_device(widest, eight_bits, most):
     for rows in range(1, 2000, 7):
         for kv_heads in (1, 2, 8):
-            splits = decode_launch.choose_num_splits(rows, kv_heads, 132)
-            assert splits == 1 or rows * kv_heads * splits <= 2 * 132
+            splits = decode_launch.choose_num_splits(
+                rows, kv_heads, 132, widest=widest, eight_bits=eight_bits
+            )
+            most_programs = 132 * (most if splits <= 4 else 2)
+            assert splits == 1 or rows * kv_heads * splits <= most_programs
             assert rows * kv_heads * splits >= 132 or splits == 32
 
 

@@ -372,9 +372,13 @@ class CudaRunner(ModelRunner):
         rows = len(pages)
         shapes = self.layer_shapes().values()
         fewest = min(shape.heads for shape in shapes)
+        widest = max(max(shape.key_dim, shape.value_dim) for shape in shapes)
         fixed = FIXED_SPLIT if self.deterministic else None
         if fixed is None:
-            splits = choose_num_splits(rows, fewest, self._num_sms)
+            eight_bits = self.cache_dtype.itemsize == 1
+            splits = choose_num_splits(
+                rows, fewest, self._num_sms, widest=widest, eight_bits=eight_bits
+            )
         else:
             splits = fixed_num_splits(self.slots.state.table.shape[1], self.page_size, fixed)
 
@@ -382,7 +386,6 @@ class CudaRunner(ModelRunner):
         if splits > 1:
             heads: int = self.module.config.get_text_config().num_attention_heads
             heads //= 1 if self.parallel is None else self.parallel.axis.size
-            widest = max(shape.value_dim for shape in shapes)
             workspace = split_workspace(rows, heads, widest, splits, self.device)
 
         takes_fresh = fixed is None and rows * fewest <= FRESH_PROGRAMS * self._num_sms

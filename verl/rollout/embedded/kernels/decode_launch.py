@@ -6,11 +6,13 @@ import torch
 import triton
 from torch import Tensor
 
-# More splits fill the device at small batches, but their results must be merged.
-_PROGRAMS_PER_SM = 2
+# More splits fill the device at small batches, but their results must be merged. Many splits pay up
+# to two programs on each multiprocessor, a few of them up to four.
 _MAX_SPLITS = 32
-# Programs with fresh tokens that run at once in three stages: three on each multiprocessor of an
-# H100 or H200.
+_PROGRAMS_OF_MANY = 2
+_FEW_SPLITS = 4
+_PROGRAMS_OF_FEW = 4
+# Programs that run at once in three stages: three on each multiprocessor of an H100 or H200.
 _THREE_STAGES = 3 * 132
 
 
@@ -50,12 +52,22 @@ def split_workspace(
     )
 
 
-def choose_num_splits(rows: int, kv_heads: int, num_sms: int) -> int:
+def choose_num_splits(
+    rows: int, kv_heads: int, num_sms: int, *, widest: int, eight_bits: bool = False
+) -> int:
     """Return the number of splits of a row's keys that gives all multiprocessors a few.
 
-    It depends on the batch alone, because only the device knows the lengths of the rows.
+    It depends on the batch and on the `widest` head alone, because only the device knows the
+    lengths of the rows. With a single split, multiprocessors of one program wait for those of two:
+    80 rows of 3,900 tokens, two key heads of 128, took 108 us on an H200, and 83 with three splits.
+    Keys and values in `eight_bits` have no such gain: an int8 rollout to 8,192 tokens took 25.4 s,
+    and 25.9 with more splits.
     """
-    return max(1, min(_MAX_SPLITS, _PROGRAMS_PER_SM * num_sms // (rows * kv_heads)))
+    programs = rows * kv_heads
+    splits = min(_MAX_SPLITS, _PROGRAMS_OF_MANY * num_sms // programs)
+    if widest <= 128 and not eight_bits:
+        splits = max(splits, min(_FEW_SPLITS, _PROGRAMS_OF_FEW * num_sms // programs))
+    return max(1, splits)
 
 
 def fixed_num_splits(
@@ -76,17 +88,19 @@ def decode_config(
     dtype: torch.dtype,
     *,
     small: torch.dtype | None = None,
-    fresh_programs: int = 0,
+    programs: int,
+    takes_fresh: bool,
 ) -> DecodeConfig:
     """Choose blocks and warps for a layer.
 
     They never depend on the batch, since others give other bits. Stages do not change the bits.
 
-    `fresh_programs` is the number of programs with fresh tokens. Three stages load more keys of
-    the longest rows ahead, which a step waits for (64 rows of 256 to 1,280 tokens, heads of 128, on
-    an H200: 25 us instead of 27, and 39 instead of 46 at 7B). But with fresh tokens and heads of
-    128 they need more registers than a multiprocessor has for four programs: 512 programs then run
-    in two waves, and took 39 us instead of 32.
+    Three stages load more keys of the longest rows ahead, which a step waits for (64 rows of 256 to
+    1,280 tokens, heads of 128, on an H200: 25 us instead of 27, and 39 instead of 46 at 7B). But a
+    multiprocessor then has room for three programs, not four: 512 `programs` of rows of 750 tokens
+    ran in two waves, and took 70 us instead of 55. Programs without a fresh token are slower by two
+    stages up to two waves of three (640: 72 us instead of 67), and with more faster where rows are
+    as long as one another (1,024: 76 us instead of 85).
 
     Keys and values in eight bits, of the dtype `small`, take as many registers again for their
     conversion. With two warps a program, six programs fit on a multiprocessor, and reductions join
@@ -106,6 +120,7 @@ def decode_config(
             return DecodeConfig(block_n=128, num_warps=4, num_stages=3)
         return DecodeConfig(block_n=64, num_warps=2, num_stages=3)
 
-    crowded = 64 < widest <= 128 and fresh_programs > _THREE_STAGES
+    waves = 1 if takes_fresh else 2
+    crowded = 64 < widest <= 128 and programs > waves * _THREE_STAGES
     block_n = 64 if widest <= 128 else 32
     return DecodeConfig(block_n=block_n, num_warps=4, num_stages=2 if crowded else 3)

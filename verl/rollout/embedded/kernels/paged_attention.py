@@ -100,13 +100,13 @@ def decode_attention(
     scale_strides = _scale_strides(q, keys, values, key_scales, value_scales)
     rows, heads, dim = q.shape
     kv_heads, page_size, value_dim = values.shape[1:]
-    fresh_programs = 0 if fresh is None else rows * kv_heads * num_splits
     config = config or decode_config(
         dim,
         value_dim,
         q.dtype,
         small=None if key_scales is None else keys.dtype,
-        fresh_programs=fresh_programs,
+        programs=rows * kv_heads * num_splits,
+        takes_fresh=fresh is not None,
     )
 
     if split_tokens is not None:
