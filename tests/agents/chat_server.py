@@ -33,7 +33,7 @@ def serving() -> Iterator[tuple[str, type[Chat]]]:
     """Serve, and give the base URL and the handler with its requests."""
     handler = type("OneChat", (Chat,), {"asked": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/v1", handler
     finally:

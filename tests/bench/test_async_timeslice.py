@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 import async_timeslice
 from timeslice_report import IDLE, imposed_tokens, measured, read_lines
 
+from tests.cases import cases
 from tests.launches import launch
 
 SHORT = ["--tiny", "--warm-up", "1", "--counted", "2", "--drained", "1"]
@@ -23,7 +24,9 @@ def model(tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("schedule", ["sync", "fully_async"])
+@pytest.mark.parametrize(
+    "schedule", cases(["sync", "fully_async"], quick=lambda schedule: schedule == "fully_async")
+)
 def test_two_ranks_train_on_responses_of_the_imposed_lengths(model, schedule):
     words = [*SHORT, "--ranks", "2", "--out", str(model)]
     done = launch(2, async_timeslice.main, ["--only", schedule, *words])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cases import cases
 from tests.distributed import picture_jobs
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_ranks import worst_relative_l2
@@ -10,7 +11,9 @@ ALL_ROWS = ((0, 1, 2, 3),)
 UNEVEN = ((0, 1, 2), (3,))  # with one row per micro-batch: three micro-batches and one
 
 
-@pytest.mark.parametrize("kept_on", [(0, 1), (0,), (1,), ()])
+@pytest.mark.parametrize(
+    "kept_on", cases([(0, 1), (0,), (1,), ()], quick=lambda ranks: len(ranks) == 1)
+)
 def test_ranks_learn_the_same_whatever_features_they_have(
     two_ranks: Ranks, kept_on: tuple[int, ...]
 ) -> None:

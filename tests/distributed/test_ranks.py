@@ -229,10 +229,10 @@ def test_all_ranks_skip_a_bad_step_and_name_its_row(
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [
-        ({}, None),
+        pytest.param({}, None, marks=pytest.mark.slow),
         (None, {}),
         ({"sequence": 2, **OFFLOAD}, {"fsdp_size": 1}),
-        ({"offload_policy": True}, {"offload_policy": True}),
+        pytest.param({"offload_policy": True}, {"offload_policy": True}, marks=pytest.mark.slow),
     ],
     ids=["2 to 1", "1 to 2", "ulysses with off-load to hsdp", "off-load policy"],
 )

@@ -87,7 +87,12 @@ def assert_same_parameters(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"fsdp_size": 1}, {"family": "qwen3_moe"}, {"lora": True}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"fsdp_size": 1},
+        {"family": "qwen3_moe"},
+        pytest.param({"lora": True}, marks=pytest.mark.slow),
+    ],
     ids=["fsdp", "hsdp", "experts", "LoRA"],
 )
 def test_one_process_resumes_and_merges_shards_of_two_ranks(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.cases import cases
 from tests.rollout.engines import make_engine, play_turns, talkative_model
 from verl.rollout.embedded import engine as engine_module
 from verl.rollout.embedded.host_runner import HostRunner
@@ -48,8 +49,14 @@ class JoiningRunner(HostRunner):
         return draws.take(np.flatnonzero(ends))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt2"])
-@pytest.mark.parametrize("settings", [{}, {"num_pages": 40}, {"max_num_seqs": 4}])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    cases(
+        ["qwen2", "gemma2", "gpt2"],
+        [{}, {"num_pages": 40}, {"max_num_seqs": 4}],
+        quick=lambda family, settings: family == "gemma2" or (family == "gpt2" and not settings),
+    ),
+)
 def test_turns_that_join_a_step_draw_what_a_prefill_gives(
     family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):

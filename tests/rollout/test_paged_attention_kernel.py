@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.cases import cases
 from tests.rollout.interpreter import interpreted
 from verl.rollout.embedded.kernels import decode_launch
 from verl.rollout.embedded.kernels import paged_attention as kernels
@@ -222,9 +223,15 @@ def store_newest(batch: Batch, fresh: kernels.Fresh) -> Batch:
     return batch._replace(q=turned(batch.q, fresh.query_norm))
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("features", [{}, {"window": 1}, {"window": 5, "cap": 1.0, "sinks": True}])
-@pytest.mark.parametrize("splits", [{}, {"num_splits": 3}, {"split_tokens": 16}])
+@pytest.mark.parametrize(
+    ("normed", "features", "splits"),
+    cases(
+        [False, True],
+        [{}, {"window": 1}, {"window": 5, "cap": 1.0, "sinks": True}],
+        [{}, {"num_splits": 3}, {"split_tokens": 16}],
+        quick=lambda normed, features, splits: normed == bool(splits) or "num_splits" in splits,
+    ),
+)
 @interpreted
 def test_a_fresh_token_is_rotated_stored_and_seen(
     features: dict[str, Any], splits: dict[str, Any], normed: bool

@@ -78,9 +78,9 @@ def run(
     ("settings", "dtype"),
     [
         *((settings, torch.bfloat16) for settings in SETTINGS),
-        ({}, torch.float32),
+        pytest.param({}, torch.float32, marks=pytest.mark.slow),
         (SETTINGS[-1], torch.float32),
-        (SETTINGS[-1], torch.float16),
+        pytest.param(SETTINGS[-1], torch.float16, marks=pytest.mark.slow),
     ],
 )
 @interpreted

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import cases
 from tests.trainer.runs import PPO, run, step_lines, weights, without_times
 from tests.trainer.test_extending import train
 from verl.trainer import PPOTrainer
@@ -49,7 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder_of
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", cases(ALGORITHMS, quick=lambda name: name == "grpo"))
 @pytest.mark.parametrize(
     "sizes",
     [

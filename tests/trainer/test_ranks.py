@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.launches import Done, launch
 from tests.trainer.runs import command_line, same_bits, step_lines, weights, without_times
 from tests.trainer.test_overlap import scoring_begins_within_generation
@@ -142,7 +143,7 @@ def test_two_ranks_resume_a_checkpoint_of_one_process(alone, tmp_path):
     assert_same(resumed, alone[1][2:])
 
 
-@pytest.mark.parametrize("ranks_an_engine", [1, 2])
+@pytest.mark.parametrize("ranks_an_engine", cases([1, 2], quick=lambda ranks: ranks == 2))
 def test_generation_is_distributed_over_engines_independently_of_training(
     alone, tmp_path, ranks_an_engine
 ):

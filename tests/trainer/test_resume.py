@@ -15,6 +15,7 @@ import verl.checkpoint.manager
 import verl.checkpoint.sharded
 import verl.engine.base
 import verl.workers.rollout
+from tests.cases import cases
 from tests.launches import launch, run_module
 from tests.trainer.runs import (
     command_line,
@@ -208,7 +209,7 @@ def test_a_run_killed_during_a_background_save_ends_with_the_same_bits(
     ]
 
 
-@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("in_background", cases([True, False], quick=lambda background: background))
 def test_sigterm_waits_for_a_save(tmp_path, undisturbed, capfd, in_background):
     command = [*COMMAND, f"trainer.async_save={in_background}", "trainer.save_freq=1"]
     with pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import cases
 from tests.launches import launch
 from tests.trainer.runs import PPO, command_line, metric_lines, same_bits, weights, without_times
 from verl.config import load_config
@@ -43,7 +44,9 @@ def together(tmp_path_factory) -> tuple[Path, list[dict]]:
     return folder, train(1, folder)
 
 
-@pytest.mark.parametrize("transport", ["null", "broadcast", "disk"])
+@pytest.mark.parametrize(
+    "transport", cases(["null", "broadcast", "disk"], quick=lambda transport: transport == "disk")
+)
 def test_under_torchrun(together, tmp_path, transport):
     folder, expected = together
     way = f"actor_rollout_ref.rollout.weight_transport={transport}"

@@ -21,7 +21,7 @@ from verl.utils.errors import ConfigError, DataError
 def server(tmp_path: Path) -> Iterator[ViewServer]:
     write_record(tmp_path / "run", texts=[HOSTILE])
     server = ViewServer(Answers([load_run(tmp_path / "run")]))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield server
     server.shutdown()

@@ -40,7 +40,7 @@ MESSAGES = [
 def serving(*folders: Path) -> Iterator[str]:
     """Serve the page of these runs; gives its address."""
     server = ViewServer(Answers([load_run(folder) for folder in folders]))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield server.url

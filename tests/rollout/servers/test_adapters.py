@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.rollout.servers.test_servers import draw, largest_kl, rollout_on, updated_rollout
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_vision_models import tiny_vision_model
@@ -41,8 +42,10 @@ def server_with_adapters(start, *arguments):
     return server
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("fault", [None, "no scale out"])
+@pytest.mark.parametrize(
+    ("version", "fault"),
+    cases(VERSIONS, [None, "no scale out"], quick=lambda version, _: version == VERSIONS[0]),
+)
 def test_only_the_adapter_travels_and_log_probs_are_the_trainers(lora, start, version, fault):
     server = server_with_adapters(start, "vllm", version)
     server.faults.add(fault)

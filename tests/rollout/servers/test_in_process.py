@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.rollout.servers.conftest import untied_copy
 from tests.rollout.servers.fake import FakeServer
 from tests.rollout.servers.fake_vllm import modules
@@ -66,7 +67,9 @@ def rollout_of(vllm, settings):
         worker.engine.fleet.members[0].server.close()
 
 
-@pytest.mark.parametrize("transport", [None, "disk"])
+@pytest.mark.parametrize(
+    "transport", cases([None, "disk"], quick=lambda transport: transport is None)
+)
 def test_log_probs_are_the_trainers_after_every_push(rollout_of, transport):
     worker, actor, _ = rollout_of(temperature=0.7, weight_transport=transport)
     params = SamplingParams(max_new_tokens=R, temperature=0.7)

@@ -182,11 +182,11 @@ def install(folder: Path, version: str | None, program: str = OLD_SERVER) -> Non
 @pytest.mark.parametrize(
     ("version", "num_starts"),
     [
-        ("0.20.0", 1),
+        pytest.param("0.20.0", 1, marks=pytest.mark.slow),
         ("0.29.0", 1),
         ("0.29.1.dev7+g123", 2),  # may be after the commit that brought the flag
-        ("0.30.0rc1", 2),
-        (None, 2),
+        pytest.param("0.30.0rc1", 2, marks=pytest.mark.slow),
+        pytest.param(None, 2, marks=pytest.mark.slow),
     ],
 )
 def test_an_older_server_starts_once_where_its_version_is_known(

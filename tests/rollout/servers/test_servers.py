@@ -154,7 +154,7 @@ def test_a_push_to_another_model_is_caught(settings, start):
         rollout.take_weights()
 
 
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+@pytest.mark.parametrize("dialect", cases(["vllm", "sglang"], quick=lambda name: name == "vllm"))
 def test_weights_can_come_through_memory(settings, start, dialect):
     server = start(dialect)
     actor = actor_of(settings)
@@ -199,7 +199,10 @@ def test_a_server_that_cannot_connect_to_the_trainer_ends_the_wait(settings, sta
         rollout.take_weights()
 
 
-@pytest.mark.parametrize(("dialect", "version"), KINDS)
+@pytest.mark.parametrize(
+    ("dialect", "version"),
+    [*KINDS[::2], *(pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS[1::2])],
+)
 def test_a_restarted_server_gets_the_weights_before_it_draws(settings, start, dialect, version):
     server = start(dialect, version)
     rollout = updated_rollout(settings, server)
@@ -229,8 +232,10 @@ def test_a_restart_between_two_draws_is_noticed_by_a_server_that_names_no_weight
     assert_a_restart_is_noticed(engine, server)
 
 
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize(
+    ("dialect", "others"),
+    cases(["vllm", "sglang"], [0, 1], quick=lambda *case: case in {("vllm", 1), ("sglang", 0)}),
+)
 def test_samples_of_a_server_that_ends_are_drawn_again(settings, start, dialect, others):
     """End it in the middle of its draws; without another server, it comes back with old weights."""
     servers = [start(dialect) for _ in range(others + 1)]
