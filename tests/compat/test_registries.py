@@ -18,7 +18,7 @@ from verl.algorithms.padded import PaddedEstimator
 from verl.algorithms.policy_losses import PolicyLossInputs, policy_losses
 from verl.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
 from verl.config.load import config_from_dict
-from verl.trainer.setup import check_names
+from verl.diagnostics.parts import check_names
 from verl.utils.errors import AlgorithmError, ConfigError
 
 with warnings.catch_warnings():

@@ -258,6 +258,15 @@ def test_old_log_probs_are_planned_when_computed(tmp_path: Path, overrides, expe
     assert ("old log-probs" in phases) is expected
 
 
+def test_a_part_that_is_not_registered_has_no_plan(tmp_path: Path, capsys):
+    config = make_config(tmp_path, QWEN_7B, "algorithm.adv_estimator=grop")
+    with pytest.raises(ConfigError, match=r"algorithm.adv_estimator\) 'grop'. Nearest known: grpo"):
+        profile_memory(config)
+    keys = ["data.dataset_name=toy", "actor_rollout_ref.rollout.name=embeded"]
+    assert command.main(keys) == 1
+    assert "'embeded'. Nearest known: embedded" in capsys.readouterr().err
+
+
 def test_unknown_family_gives_a_bound_by_analogy(tmp_path: Path):
     save_tiny(tmp_path, "gpt2")
     config = config_from_dict(

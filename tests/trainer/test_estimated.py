@@ -10,9 +10,9 @@ from verl.algorithms.group_advantages import grpo
 from verl.algorithms.policy_losses import output_of, policy_losses
 from verl.compat.registries import register_adv_est
 from verl.config import TrainConfig, load_config
+from verl.diagnostics.parts import check_names
 from verl.trainer.algorithm import estimated, estimated_by_episode
 from verl.trainer.episodes import EpisodeRows
-from verl.trainer.setup import check_names
 from verl.utils.errors import AlgorithmError, ConfigError
 
 INPUTS = AdvantageInputs(

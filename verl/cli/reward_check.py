@@ -10,10 +10,11 @@ from verl.config.load import load_config
 from verl.config.train import TrainConfig
 from verl.data.build import build_dataset, data_files
 from verl.data.files import as_file_list, open_rows
+from verl.diagnostics.parts import load_user_code
 from verl.rewards.build import build_reward
 from verl.rewards.manager import RewardManager
 from verl.rewards.preflight import NUM_ROWS, Report, choose_rows, inspect_reward
-from verl.trainer.setup import build_tokenizer, load_user_code, picture_reader
+from verl.trainer.setup import build_tokenizer, picture_reader
 from verl.utils.entry import exit_code
 from verl.utils.errors import ConfigError
 

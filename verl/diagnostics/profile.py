@@ -11,6 +11,7 @@ from verl.config.sft import SFTConfig
 from verl.diagnostics.advice import Advice, advise
 from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
 from verl.diagnostics.model_shapes import ModelShapes
+from verl.diagnostics.parts import check_names, load_user_code
 from verl.diagnostics.report import as_json, render
 from verl.diagnostics.sft_plan import advise_fine_tuning, plan_fine_tuning
 from verl.utils.errors import ConfigError
@@ -77,7 +78,8 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
             visible one.
 
     Raises:
-        ConfigError: no trainer runs here; the card is unknown; ranks and rows do not divide.
+        ConfigError: no trainer runs here; the card is unknown; ranks and rows do not divide; a part
+            is not registered.
         ModelError: a model is missing.
     """
     measured = None
@@ -97,6 +99,9 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
     if isinstance(config, SFTConfig):
         plan = plan_fine_tuning(config, device_gib, shapes)
         return MemoryProfile(plan=plan, advice=advise_fine_tuning(config, plan, shapes))
+    if measured is None:
+        load_user_code(config)
+        check_names(config)
     plan = plan_memory(config, device_gib, shapes)
     return MemoryProfile(plan=plan, advice=advise(config, plan, shapes), measured=measured)
 

@@ -7,6 +7,7 @@ from verl.data import RLDataLoader
 from verl.data.build import build_picture_reader, build_sft_dataset
 from verl.data.collate import pad_examples
 from verl.data.loader import MapDataset
+from verl.diagnostics.parts import load_user_code
 from verl.protocol import DataProto
 from verl.single_controller import GroupOf
 from verl.trainer import setup
@@ -48,7 +49,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
 
         super().__init__(config, config.trainer.max_ckpt_to_keep)
         self.train_config = train = as_train_config(config)  # for parts that RL training shares
-        setup.load_user_code(train)
+        load_user_code(train)
         self.pool = join_pool(train, self.device)
         self.tokenizer = tokenizer or setup.build_tokenizer(train)
         data = config.data

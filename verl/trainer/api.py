@@ -18,6 +18,7 @@ from verl.data.chat import apply_chat_template, as_messages
 from verl.data.collate import collate
 from verl.data.pictures import PictureReader
 from verl.data.rl_dataset import check_prompt, cut_prompt
+from verl.diagnostics.parts import load_user_code
 from verl.diagnostics.view.notebook import Page, load_run
 from verl.models.pictures import pictures_of
 from verl.protocol import DataProto
@@ -107,7 +108,7 @@ class RLTrainer:
         self.has_own_reward = reward_fn is not None
 
         if self.missing:
-            setup.load_user_code(self.config)
+            load_user_code(self.config)
             tokenizer = tokenizer or setup.build_tokenizer(self.config)
             reward_fn = reward_fn or setup.build_reward(self.config, tokenizer, num_examine=0)
             train_dataset = _NoRows(self.config.data.train_batch_size)

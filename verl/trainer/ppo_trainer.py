@@ -10,6 +10,7 @@ from verl.algorithms.advantages import advantage_estimators
 from verl.algorithms.kl import get_kl_controller
 from verl.config import TrainConfig
 from verl.config.keywords import config_from_keywords
+from verl.diagnostics.parts import check_names, load_user_code
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
 from verl.single_controller import GroupFuture, OnTold, start
@@ -105,8 +106,8 @@ class PPOTrainer(RunOfRoles):
         show_log()
         config = config if isinstance(config, TrainConfig) else config_from_keywords(config, {})
         super().__init__(config, setup.checkpoints_to_keep(config))
-        setup.load_user_code(config)
-        setup.check_names(config)
+        load_user_code(config)
+        check_names(config)
         class_checks.check_mode(config, type(self))
         class_checks.check_step(config, type(self))
         if type(self) is PPOTrainer:

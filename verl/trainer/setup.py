@@ -7,20 +7,17 @@ from typing import Any
 import torch
 
 from verl import agents
-from verl.algorithms.advantages import advantage_estimators
-from verl.algorithms.padded import PaddedEstimator, PaddedPolicyLoss
-from verl.algorithms.policy_losses import extra_losses, policy_losses
 from verl.config import RewardModelConfig, RolloutConfig, TrainConfig
 from verl.config.batch_rules import uneven_mini_batches
 from verl.data import RLDataLoader, RLDataset
 from verl.data.build import build_dataset, build_picture_reader, build_sampler
 from verl.data.chat import apply_chat_template, as_messages
 from verl.data.pictures import PictureReader
+from verl.diagnostics.parts import load_user_code
 from verl.models.load import load_model_config, load_tokenizer
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward as build_reward
 from verl.rewards.manager import RewardManager
-from verl.rewards.managers import reward_managers
 from verl.rewards.preflight import preflight
 from verl.rewards.results import ground_truth_of
 from verl.rewards.rules import find_rule, require_truth
@@ -34,18 +31,10 @@ from verl.rollout.stopping import StopRule
 from verl.rollout.types import SamplingParams
 from verl.utils.devices import visible_device
 from verl.utils.errors import ConfigError, RewardError
-from verl.utils.imports import import_user_code
 from verl.utils.limits import make_writable
 from verl.utils.logging import logger
 from verl.utils.phases import declared_phase, declared_phases, phase
-from verl.utils.signatures import keywords_of
 from verl.workers.trained import model_source
-
-
-def load_user_code(config: TrainConfig) -> None:
-    """Import the modules or .py files that `model.external_lib` of the roles names."""
-    roles = (config.actor_rollout_ref, config.critic, config.reward_model)
-    import_user_code(*(role.model.external_lib for role in roles))
 
 
 def prepare_for_generation(trainer: Any, config: TrainConfig) -> torch.device:
@@ -64,54 +53,6 @@ def prepare_for_generation(trainer: Any, config: TrainConfig) -> torch.device:
     check_engine(config.actor_rollout_ref.rollout)
     check_engine_service(config.actor_rollout_ref.rollout)
     return device
-
-
-def check_names(config: TrainConfig) -> None:
-    """Check every name in the configuration against its registry.
-
-    Raises ConfigError before any weight is loaded.
-    """
-    actor = config.actor_rollout_ref.actor
-    advantage_estimators.get(config.algorithm.adv_estimator)
-    for term in actor.loss_extra:
-        extra_losses.get(term.name)
-    reward_managers.get(config.reward_model.reward_manager)
-    check_engine(config.actor_rollout_ref.rollout)
-    loss = policy_losses.get(actor.policy_loss.loss_mode)
-
-    if (
-        isinstance(loss, PaddedPolicyLoss)
-        and config.algorithm.rollout_correction.rollout_is is not None
-    ):
-        raise ConfigError(
-            f"The policy loss '{actor.policy_loss.loss_mode}' of verl's padded signature cannot "
-            "weigh its tokens, which algorithm.rollout_correction.rollout_is asks for. Register it "
-            "by verl.algorithms.policy_losses.policy_losses, or set rollout_is=null."
-        )
-    check_keywords_of_parts(config)
-
-
-def check_keywords_of_parts(config: TrainConfig) -> None:
-    """Check that estimator and policy loss take the keywords that the configuration gives them."""
-    algorithm = config.algorithm
-    policy_loss = config.actor_rollout_ref.actor.policy_loss
-    estimator: Any = advantage_estimators.get(algorithm.adv_estimator)
-    loss: Any = policy_losses.get(policy_loss.loss_mode)
-    if isinstance(estimator, PaddedEstimator):
-        estimator = estimator.function
-
-    for key, part, given in (
-        ("algorithm.adv_kwargs", estimator, algorithm.adv_kwargs),
-        ("actor_rollout_ref.actor.policy_loss.loss_kwargs", loss, policy_loss.loss_kwargs),
-    ):
-        # A loss of verl's signature reads its section of the configuration instead.
-        known = keywords_of(part)
-        wrong = [] if isinstance(part, PaddedPolicyLoss) else sorted(given.keys() - set(known))
-        if wrong:
-            raise ConfigError(
-                f"{key}.{wrong[0]}: the function takes {', '.join(known)}. Declare a keyword of "
-                "that name, or correct the key."
-            )
 
 
 def check_rollout_model(config: TrainConfig, device: torch.device) -> None:
