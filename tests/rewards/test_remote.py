@@ -464,6 +464,21 @@ def test_images_need_a_manager_that_takes_them(monkeypatch):
         build_reward(config(images=True), CharTokenizer(), num_examine=0)
 
 
+def test_a_manager_gets_what_its_constructor_takes(monkeypatch):
+    class Alone:
+        def __init__(self, tokenizer):
+            self.tokenizer = tokenizer
+
+    monkeypatch.setattr(build, "reward_managers", SimpleNamespace(get=lambda name: Alone))
+    tokenizer = CharTokenizer()
+    assert build_reward(config(), tokenizer, num_examine=0).tokenizer is tokenizer
+    judged = config(judge={"url": "http://x", "model": "m"})
+    with pytest.raises(
+        ConfigError, match=r"judge\.url=http://x: .* takes no argument compute_score"
+    ):
+        build_reward(judged, tokenizer, num_examine=0)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [

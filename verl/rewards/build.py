@@ -15,15 +15,21 @@ from verl.rewards.sandbox.runner import CodeRunner, LocalRunner
 from verl.utils.errors import ConfigError
 from verl.utils.signatures import keywords_of, takes_any_keyword
 
+# Arguments of a manager that `reward_kwargs` cannot set.
+_NOT_KEYWORDS = {"self", "tokenizer", "num_examine", "compute_score", "reward_fn_key"}
+
 
 def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> Any:
     """Build the configured reward manager around the user's function, the judge or the rules.
 
-    Raises ConfigError for an entry of `reward_kwargs` that the manager does not accept.
+    Raises ConfigError for an entry of `reward_kwargs`, a reward function or a judge that the
+    manager does not accept.
     """
     section = config.reward_model
     manager = reward_managers.get(section.reward_manager)
     ours = {
+        "num_examine": num_examine,
+        "reward_fn_key": config.data.reward_fn_key,
         "timeout_s": section.timeout_s,
         "on_error": section.on_error,
         "max_retries": section.max_retries,
@@ -34,10 +40,10 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
 
     accepted = _accepted(manager)
     for name in section.reward_kwargs:
-        if accepted is not None and name not in accepted:
+        if accepted is not None and name not in accepted - _NOT_KEYWORDS:
             raise ConfigError(
                 f"reward_model.reward_kwargs.{name}: the manager '{section.reward_manager}' takes "
-                f"{', '.join(sorted(accepted))}."
+                f"{', '.join(sorted(accepted - _NOT_KEYWORDS))}."
             )
 
     if section.images and accepted is not None and "images" not in accepted:
@@ -47,15 +53,23 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
             "key out."
         )
 
+    functions = {
+        "custom_reward_function.path": config.custom_reward_function.path,
+        "reward_model.judge.url": section.judge.url,
+    }
+    if accepted is None or "compute_score" in accepted:
+        ours["compute_score"] = build_reward_function(config)
+    else:
+        for key in [key for key, value in functions.items() if value is not None]:
+            raise ConfigError(
+                f"{key}={functions[key]}: the manager '{section.reward_manager}' takes no argument "
+                "compute_score, so it would not call that. Let its class take one, or leave the "
+                "key out."
+            )
+
     # A user's manager gets those of our settings that its signature names.
     taken = {name: value for name, value in ours.items() if accepted is None or name in accepted}
-    return manager(
-        tokenizer,
-        num_examine=num_examine,
-        compute_score=build_reward_function(config),
-        reward_fn_key=config.data.reward_fn_key,
-        **{**taken, **section.reward_kwargs},
-    )
+    return manager(tokenizer, **{**taken, **section.reward_kwargs})
 
 
 def _accepted(manager: Callable[..., Any]) -> set[str] | None:
@@ -74,7 +88,7 @@ def _accepted(manager: Callable[..., Any]) -> set[str] | None:
             continue
         names.update(keywords_of(constructor))
         if not takes_any_keyword(constructor):
-            return names - {"self", "tokenizer", "num_examine", "compute_score", "reward_fn_key"}
+            return names
     return None
 
 
