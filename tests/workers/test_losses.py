@@ -96,6 +96,18 @@ def test_a_policy_loss_reports_numbers_of_its_own():
             objective(outputs, columns, sequence)
 
 
+@pytest.mark.parametrize("name", ["entropy", "actor/grad_norm"])
+def test_a_policy_loss_may_not_report_a_metric_of_the_update(name):
+    @policy_losses.register(f"test_reports_{name}")
+    def reports(inputs, **_):
+        return PolicyLossOutput(weighted(-inputs.log_probs, inputs), {name: 1.0})
+
+    loss_mode = PolicyLossConfig(loss_mode=f"test_reports_{name}")
+    objective = PolicyObjective(ActorConfig(policy_loss=loss_mode))
+    with pytest.raises(AlgorithmError, match=f"returns a metric '{name}', which every update"):
+        objective(*packed())
+
+
 def objective_of(loss, *, is_extra: bool) -> PolicyObjective:
     """Return the objective with a function as its policy loss, or as its extra term."""
     name = f"test_{len(list(policy_losses)) + len(list(extra_losses))}"

@@ -21,6 +21,17 @@ from verl.utils.user_parts import NamedPart
 from verl.workers.loss_probe import LossProbe
 from verl.workers.objective import Columns
 
+# Metrics `actor/<name>` of every update.
+_OF_THE_UPDATE = {
+    "pg_loss",
+    "entropy",
+    "kl_loss",
+    "distillation_loss",
+    "grad_norm",
+    "lr",
+    "skipped_updates",
+}
+
 
 class CheckedLoss:
     """The policy loss of a name, with its settings.
@@ -75,6 +86,7 @@ class CheckedLoss:
 
         names = sorted(per_token)
         if self._metric_names is None:
+            self._refuse_metrics_of_the_update(names)
             self._metric_names = names
         if names != self._metric_names:
             raise AlgorithmError(
@@ -83,6 +95,14 @@ class CheckedLoss:
                 "Return 0 for one without a value."
             )
         return {name: per_token[name] for name in names}
+
+    def _refuse_metrics_of_the_update(self, names: list[str]) -> None:
+        for name in names:
+            if name.removeprefix("actor/") in _OF_THE_UPDATE:
+                raise AlgorithmError(
+                    f"{self._part} returns a metric '{name}', which every update reports itself, "
+                    "and only one value can be kept. Give it another name, or leave it out."
+                )
 
     def _widened(self, name: str, value: Any, log_probs: Tensor) -> Tensor:
         """Return the values of a metric, one for each token."""
