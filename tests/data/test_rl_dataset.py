@@ -15,6 +15,7 @@ from verl.data import RLDataset
 from verl.data.files import ArrowRows
 from verl.data.rl_dataset import check_rows, truncate
 from verl.utils.errors import DataError
+from verl.utils.logging import say_once
 
 
 def make_config(**settings) -> DataConfig:
@@ -234,6 +235,13 @@ def test_similar_column_names_are_accepted(parquet, tokenizer):
 
 
 LONG = [make_row(0), make_row(1, "x" * 100), make_row(2), make_row(3, "y" * 200)]
+
+
+def test_a_prompt_that_ends_with_an_answer_is_warned_of(parquet, tokenizer, caplog):
+    say_once.cache_clear()
+    answered = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    RLDataset(parquet([{"prompt": answered}, {"prompt": answered}]), tokenizer, make_config())
+    assert caplog.text.count("ends with a message of the assistant") == 1
 
 
 def test_long_prompt_is_an_error_with_a_way_out(parquet, tokenizer):

@@ -405,12 +405,21 @@ def check_rows(
 
 
 def check_prompt(prompt: Any, *, reads_pictures: bool) -> None:
-    """Raise DataError for a value that is no prompt, or that ends with an empty message."""
+    """Raise DataError for a value that is no prompt, or that ends with an empty message.
+
+    Warns once of a prompt that ends with an answer.
+    """
     messages = without_picture_parts(prompt) if reads_pictures else as_messages(prompt)
     last = messages[-1]
     if last["role"] != "tool" and not _has_content(last):
         raise DataError(
             f"ends with an empty message, so there is nothing to answer: {str(last)[:80]}"
+        )
+    if last["role"] == "assistant":
+        say_once(
+            "A prompt ends with a message of the assistant. The model does not continue it: the "
+            "chat template begins a further answer. Leave that message out if it is the solution.",
+            logging.WARNING,
         )
 
 
