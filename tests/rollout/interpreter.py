@@ -72,3 +72,19 @@ def _start_interpreting() -> None:
         return rounded.view(torch.uint8).numpy()
 
     interpreter._convert_float = converted
+    builder = interpreter.InterpreterBuilder
+    load = builder.create_masked_load
+    store = builder.create_masked_store
+
+    def as_bool(mask: Any) -> Any:
+        """Convert a mask: Triton 3.9 gives integers for `&` of a mask and a scalar."""
+        if not isinstance(mask, interpreter.TensorHandle):  # Triton 3.6 masks blocks by arrays
+            return mask
+        return interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    builder.create_masked_load = lambda self, pointers, mask, *rest, **named: load(
+        self, pointers, as_bool(mask), *rest, **named
+    )
+    builder.create_masked_store = lambda self, pointers, value, mask, *rest, **named: store(
+        self, pointers, value, as_bool(mask), *rest, **named
+    )

@@ -147,7 +147,7 @@ def _tiles(
         y *= slope
         if bound is not None:
             # Compute tanh by an exponential that cannot overflow.
-            small = tl.exp2(-2 * _LOG2_E * tl.abs(y) / bound)
+            small = tl.exp2(tl.abs(y) * (-2 * _LOG2_E) / bound)
             y = tl.where(y < 0, -bound, bound) * ((1 - small) / (1 + small))
 
         rows = row * TOKENS + tl.arange(0, TOKENS)
