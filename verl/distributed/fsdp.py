@@ -235,8 +235,8 @@ def reshard(module: nn.Module) -> None:
 def recover(module: nn.Module) -> None:
     """Reset FSDP2 after an exception within a pass; the caller drops the gradients.
 
-    This calls the callback that autograd runs at the end of a backward pass. Without it every unit
-    would take the next forward pass for a recomputation, and leave its weights ungathered.
+    Otherwise every unit would take the next forward pass for a recomputation, and leave its weights
+    ungathered.
     """
     root = next((child for child in module.modules() if isinstance(child, FSDPModule)), None)
     if root is None:
@@ -252,14 +252,18 @@ def recover(module: nn.Module) -> None:
         if group is None:
             continue
         for parameter in group.fsdp_params:
-            # Of this pass, and of those before it whose gradients were not synchronized.
-            parameter.unsharded_accumulated_grad = None
+            # Of this pass, and of those before it whose gradients were not synchronized. From torch
+            # 2.15 on, autograd has both.
+            if "unsharded_accumulated_grad" in vars(parameter):
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
-    state._root_post_backward_final_callback()
-    # which the end of the forward pass would have cleared
-    state._state_ctx.iter_forward_root = None
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:  # torch 2.11: do what autograd does at the end of a backward and of a forward pass
+        state._root_post_backward_final_callback()
+        state._state_ctx.iter_forward_root = None
     reshard(module)
 
 
