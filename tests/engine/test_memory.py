@@ -283,8 +283,18 @@ def test_memory_errors_are_recognized(error: BaseException, asked: int | None):
     assert shortage.asked == asked
     assert shortage.on_device == ("CUDA" in str(error))
     expected = pytest.raises(OutOfMemoryError, match="Out of .* memory in generation.*Lower it")
-    with expected, reports_out_of_memory("generation", CPU, "Lower it."):
+    with expected, reports_out_of_memory("generation", CPU, lambda _: "Lower it."):
         raise error
+
+
+@pytest.mark.parametrize(
+    ("shortage", "is_advised"), [(torch.OutOfMemoryError(ON_CUDA), True), (MemoryError(), False)]
+)
+def test_off_loading_is_no_way_out_of_a_full_host(shortage: BaseException, is_advised: bool):
+    guard = PassGuard(CPU, Axis(), ["fsdp_config.param_offload=True"])
+    with pytest.raises(OutOfMemoryError) as caught, guard.reports("the optimizer's step"):
+        raise shortage
+    assert ("param_offload=True" in str(caught.value)) == is_advised
 
 
 def test_other_errors_are_not_memory_errors():

@@ -87,16 +87,43 @@ def test_evaluations_name_their_phase_and_key(tmp_path, caplog, make, call, phas
         getattr(role, call)(batch)
 
 
-def test_generation_names_the_keys_of_the_rollout(tmp_path, monkeypatch):
-    rollout = rollout_of(actor_of(config(tmp_path)))
+@pytest.mark.parametrize(
+    ("shortage", "engine", "expected", "absent"),
+    [
+        (
+            SHORTAGE,
+            "embedded",
+            "Out of GPU memory in generation: 2.00 GiB.*gpu_memory_utilization.*param_offload=True",
+            "off-load less",
+        ),
+        (
+            MemoryError(),
+            "embedded",
+            "Out of host memory in generation.*gpu_memory_utilization.*off-load less",
+            "param_offload",
+        ),
+        # It has no pages, and splits no prompts.
+        (
+            MemoryError(),
+            "hf",
+            "Lower actor_rollout_ref.rollout.max_num_seqs, or off-load less",
+            "gpu_memory_utilization",
+        ),
+    ],
+)
+def test_generation_names_the_keys_that_help(
+    tmp_path, monkeypatch, shortage, engine, expected, absent
+):
+    settings = config(tmp_path)
+    settings.actor_rollout_ref.rollout.name = engine
+    rollout = rollout_of(actor_of(settings))
 
     def step():
-        raise SHORTAGE
+        raise shortage
 
     monkeypatch.setattr(rollout.engine, "step", step)
-    with pytest.raises(
-        OutOfMemoryError, match="Out of GPU memory in generation: 2.00 GiB.*gpu_memory_utilization"
-    ):
+    with pytest.raises(OutOfMemoryError, match=expected) as caught:
         rollout.generate_sequences(
             prompts(), n=1, params=SamplingParams(max_new_tokens=R), seed=0, step=1
         )
+    assert absent not in str(caught.value)

@@ -68,9 +68,9 @@ def shortage_of(error: BaseException, device: torch.device) -> Shortage | None:
 
 @contextmanager
 def reports_out_of_memory(
-    phase: str, device: torch.device, way_out: str, *, rank: str = ""
+    phase: str, device: torch.device, way_out: Callable[[Shortage], str], *, rank: str = ""
 ) -> Iterator[None]:
-    """Turn a shortage within into an OutOfMemoryError with the phase and `way_out`.
+    """Turn a shortage within into an OutOfMemoryError with the phase and its `way_out`.
 
     The phase's peak is kept (`verl.utils.peaks`).
     """
@@ -81,7 +81,7 @@ def reports_out_of_memory(
         shortage = shortage_of(error, device)
         if shortage is None:
             raise
-        raise OutOfMemoryError(f"{_headline(shortage, phase, rank)} {way_out}") from error
+        raise OutOfMemoryError(f"{_headline(shortage, phase, rank)} {way_out(shortage)}") from error
 
 
 class PassGuard:
@@ -106,9 +106,11 @@ class PassGuard:
 
     def reports(self, phase: str) -> AbstractContextManager[None]:
         """Turn a shortage within work that cannot be made smaller into an OutOfMemoryError."""
-        return reports_out_of_memory(
-            phase, self.device, f"Set {'; '.join(self.hints)}.", rank=self.rank
-        )
+
+        def way_out(shortage: Shortage) -> str:
+            return f"Set {'; '.join(self._ways(shortage))}."
+
+        return reports_out_of_memory(phase, self.device, way_out, rank=self.rank)
 
     def run(
         self,
@@ -178,11 +180,7 @@ class PassGuard:
         lengths: Sequence[int],
         smaller: TokenBudget | None,
     ) -> str:
-        ways = list(self.hints)
-        if not shortage.on_device:
-            ways = [hint for hint in ways if "offload" not in hint]
-            ways.append("less off-loading, which takes host memory")
-
+        ways = self._ways(shortage)
         if smaller is not None:
             advice = f"Lower {_key(smaller)} to {_size(smaller)}"
         else:
@@ -194,6 +192,13 @@ class PassGuard:
             f"{_headline(shortage, budget.phase, self.rank)} The largest pass has "
             f"{most_tokens(rows, lengths)} tokens. {advice}, or set {'; '.join(ways)}."
         )
+
+    def _ways(self, shortage: Shortage) -> list[str]:
+        """Return the hints that help against `shortage`: off-loading takes memory of the host."""
+        if shortage.on_device:
+            return list(self.hints)
+        ways = [hint for hint in self.hints if "offload" not in hint]
+        return [*ways, "less off-loading, which takes host memory"]
 
 
 def memory_hints(options: EngineOptions) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from verl.config import ActorRolloutRefConfig
 from verl.distributed.collectives import gather_objects
 from verl.distributed.mesh import init_mesh, init_rollout_mesh
-from verl.engine.memory import reports_out_of_memory
+from verl.engine.memory import Shortage, reports_out_of_memory
 from verl.models.features import use_store
 from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
 from verl.rollout import (
@@ -39,17 +39,6 @@ from verl.workers.actor import ActorWorker
 from verl.workers.counters import combine_counters
 from verl.workers.served import server_sender
 from verl.workers.trained import model_source
-
-_WAY_OUT = (
-    "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or "
-    "max_num_batched_tokens (without the section's name for verl generate), or split the model "
-    "over more GPUs: rollout.tensor_model_parallel_size."
-)
-_WAY_OUT_NEXT_TO_THE_ACTOR = (
-    "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or "
-    "max_num_batched_tokens, or keep the trainer's weights and moments on the host meanwhile: "
-    "actor_rollout_ref.actor.fsdp_config.param_offload=True, optimizer_offload=True."
-)
 
 
 class RolloutEngineWorker(Worker):
@@ -222,14 +211,32 @@ class RolloutEngineWorker(Worker):
         check_vocabulary(model, self.tokenizer)
         return model
 
+    def _way_out(self, shortage: Shortage) -> str:
+        """Return the keys that save memory of this engine, where memory ran out."""
+        lower = "max_num_seqs"
+        if self.config.rollout.name != "hf":  # which has no pages and splits no prompts
+            lower = "gpu_memory_utilization, max_num_seqs or max_num_batched_tokens"
+        advice = f"Lower actor_rollout_ref.rollout.{lower}"
+
+        if self.actor is None:
+            return (
+                f"{advice} (without the section's name for verl generate), or split the model over "
+                "more GPUs: rollout.tensor_model_parallel_size."
+            )
+        if not shortage.on_device:
+            return f"{advice}, or off-load less of the trainer, which takes host memory."
+        return (
+            f"{advice}, or keep the trainer's weights and moments on the host meanwhile: "
+            "actor_rollout_ref.actor.fsdp_config.param_offload=True, optimizer_offload=True."
+        )
+
     @contextmanager
     def _names_errors(self, phase: str) -> Iterator[None]:
         """Name the phase in which memory runs out, and the engine in whose file an error arises."""
-        way_out = _WAY_OUT if self.actor is None else _WAY_OUT_NEXT_TO_THE_ACTOR
         rank = rank_title(self.rank, self.world_size)
 
         name = self.config.rollout.name
         part = NamedPart("rollout engine", name, rollout_engines.get(name), RolloutError)
         naming = part.naming_errors(passes=lambda error: not part.runs_in(error))
-        with naming, reports_out_of_memory(phase, self.device, way_out, rank=rank):
+        with naming, reports_out_of_memory(phase, self.device, self._way_out, rank=rank):
             yield
