@@ -53,6 +53,13 @@ GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
         ),
         ([*DISTILLED, f"{ACTOR}.policy_loss.loss_mode=gpg"], ["policy_loss.loss_mode=gpg"]),
         ([*DISTILLED, f"{ACTOR}.clip_ratio=0.3"], ["clip_ratio=0.3"]),
+        (
+            [DISTILLED[2], "distillation.distillation_loss.jsd_beta=0.9"],
+            [
+                "distillation.teacher_models.teacher_model.model_path=toy",
+                "distillation.distillation_loss.jsd_beta=0.9",
+            ],
+        ),
         ([f"{ALGORITHM}.pf_ppo.weight_pow=3"], [f"{ALGORITHM}.pf_ppo.weight_pow=3.0"]),
         (
             [*PF_PPO, f"{ALGORITHM}.pf_ppo.weight_pow=3"],
@@ -68,7 +75,8 @@ def test_each_value_that_nothing_reads_has_one_line(
 ):
     build(*overrides)
     lines = [record.message for record in log.records if "has no effect" in record.message]
-    keys = [f"{ACTOR}.{value}" if not value.startswith(ALGORITHM) else value for value in unread]
+    whole = (ALGORITHM, "distillation")
+    keys = [value if value.startswith(whole) else f"{ACTOR}.{value}" for value in unread]
     assert [line.partition(" ")[0] for line in lines] == keys
 
 

@@ -44,6 +44,13 @@ _ASYNC = (
     "keep_kv_cache",
 )
 _LORA = ("lora_alpha", "target_modules", "exclude_modules")
+_DISTILLATION = (
+    "teacher_models.teacher_model.model_path",
+    "distillation_loss.loss_mode",
+    "distillation_loss.use_task_rewards",
+    "distillation_loss.distillation_loss_coef",
+    "distillation_loss.use_policy_gradient",
+)
 _WITH_TASK_REWARDS = "distillation.distillation_loss.use_task_rewards=True"
 
 
@@ -94,6 +101,7 @@ def _switched(config: TrainConfig) -> Iterator[Part]:
         ("algorithm.filter_groups", ("metric",), "algorithm.filter_groups.enable"),
         ("reward_model.overlong_buffer", ("len",), "reward_model.overlong_buffer.enable"),
         ("reward_model", ("max_length", "model.path"), "reward_model.enable"),
+        ("distillation", _DISTILLATION, "distillation.enabled"),
     ):
         yield Part(section, names, value_at(config, switch), f"{switch}=True")
 
@@ -106,6 +114,13 @@ def _switched(config: TrainConfig) -> Iterator[Part]:
     reader = "algorithm.entropy_ctrl.type=adaptive"
     names = ("target_entropy", "delta")
     yield Part("algorithm.entropy_ctrl", names, entropy.type == "adaptive", reader)
+
+    distillation = config.distillation
+    has_mixture = distillation.enabled and distillation.distillation_loss.loss_mode == "jsd"
+    reader = "distillation.distillation_loss.loss_mode=jsd"
+    if not distillation.enabled:
+        reader = f"distillation.enabled=True {reader}"
+    yield Part("distillation.distillation_loss", ("jsd_beta",), has_mixture, reader)
 
     by_parts = config.algorithm.adv_estimator == "gdpo"
     yield Part("algorithm", ("gdpo_reward_keys",), by_parts, "algorithm.adv_estimator=gdpo")
