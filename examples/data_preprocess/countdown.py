@@ -116,6 +116,12 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{meaning}; {default}")
 
     options = parser.parse_args(arguments)
+    for name in ("train_size", "test_size", "num_numbers", "max_number", "max_target"):
+        least = 2 if name == "num_numbers" else 1
+        number = getattr(options, name)
+        if number < least:
+            parser.error(f"--{name} must be at least {least}, got {number}")
+
     endless = problems(
         random.Random(options.seed),
         num_numbers=options.num_numbers,

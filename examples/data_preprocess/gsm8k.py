@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.files import load_from_hub
+from verl.data.files import load_from_hub, require_columns
 from verl.data.json_rows import read_json_rows
 from verl.rewards.builtin.gsm8k import extract_answer
 from verl.utils.entry import exit_code
@@ -48,11 +48,13 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
 def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     """One row as the trainer reads it. DataError for one without question, or without an answer
     with its number."""
-    for column in ("question", "answer"):
-        if not isinstance(raw.get(column), str):
+    columns = ("question", "answer")
+    require_columns(raw, columns, f"{split} row {index}")
+    for column in columns:
+        if not isinstance(raw[column], str):
             raise DataError(
                 f"{split} row {index}: the column '{column}' must be a text, got "
-                f"{raw.get(column)!r:.80}."
+                f"{raw[column]!r:.80}. Write the text, or take the row out."
             )
 
     ground_truth = extract_answer(raw["answer"])

@@ -21,6 +21,7 @@ from verl.data.files import load_from_hub, require_columns
 from verl.data.json_rows import read_json_rows
 from verl.rewards.builtin.math import last_boxed
 from verl.utils.entry import exit_code
+from verl.utils.errors import DataError
 
 DATA_SOURCE = "lighteval/MATH"
 HUB_NAME = "DigitalLearningGmbH/MATH-lighteval"
@@ -79,9 +80,16 @@ def make_rows(raw_rows: Iterable[dict[str, Any]], split: str) -> list[dict[str, 
             f"left out {len(without)} of {len(answers):,} {split} problems that have no answer: "
             f"rows {without}"
         )
-    return [
+
+    rows = [
         make_row(raw, answer, split, index) for index, raw, answer in answers if answer is not None
     ]
+    if not rows:
+        raise DataError(
+            f"The split {split} has no problem with an answer, got {len(answers):,} rows without. "
+            "Each needs an 'answer', or a 'solution' with \\boxed{}."
+        )
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> None:

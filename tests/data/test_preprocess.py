@@ -129,7 +129,8 @@ def test_gsm8k_answer_without_a_number_is_named():
     ("line", "message"),
     [
         ('{"question": "?", "ans', r"train\.jsonl', line 2, must be one JSON object a line"),
-        ('{"question": "?"}', "train row 1: the column 'answer' must be a text, got None"),
+        ('{"question": "?"}', r"train row 1: the column 'answer' must have a value, .*'question'"),
+        ('{"question": 3, "answer": "#### 1"}', "'question' must be a text, got 3. Write the text"),
     ],
 )
 def test_incomplete_raw_gsm8k_line_is_named(tmp_path, line, message):
@@ -254,6 +255,22 @@ def test_countdown_is_solvable_seeded_and_split(tmp_path, tokenizer):
         used: list[Any] = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
         assert sorted(used) == sorted(truth["numbers"])
         assert eval(compile(tree, "solution", "eval")) == pytest.approx(truth["target"])
+
+
+def test_math_without_an_answer_is_an_error(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"problem": "?", "solution": "no box"}\n')
+    main = load_script("data_preprocess/math_dataset.py").main
+    with pytest.raises(DataError, match="split train has no problem with an answer, got 1 rows"):
+        main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("name", ["train_size", "test_size", "num_numbers", "max_number"])
+def test_countdown_refuses_numbers_that_are_too_small(tmp_path, capsys, name):
+    main = load_script("data_preprocess/countdown.py").main
+    with pytest.raises(SystemExit):
+        main(["--local_save_dir", str(tmp_path), f"--{name}", "0"])
+    assert f"--{name} must be at least " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_countdown_reports_too_few_problems(tmp_path, capsys):
