@@ -38,3 +38,13 @@ def test_replay_brings_training_near_to_the_rollout(tmp_path):
 def test_recording_and_replay_go_together(tmp_path, capsys):
     assert run(tmp_path, f"{REPLAY}=R3") != 0
     assert "Set both, or neither" in capsys.readouterr().err
+
+
+def test_replay_without_a_pass_that_records_is_warned_of(tmp_path, capsys):
+    path = save_model(tmp_path / "model")
+    whole_batch = [path, *COMMON, f"{REPLAY}=R2", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    assert run(tmp_path / "one", *whole_batch) == 0
+    assert f"{REPLAY}=R2 has no effect" in "".join(capsys.readouterr())
+
+    assert run(tmp_path / "two", path, *COMMON, f"{REPLAY}=R2") == 0
+    assert "has no effect" not in "".join(capsys.readouterr())

@@ -4,6 +4,7 @@ from typing import Any
 
 from verl.config import TrainConfig
 from verl.utils.errors import ConfigError
+from verl.utils.logging import logger
 from verl.utils.phases import declared_phases
 
 # Classes of `verl.trainer` by `trainer.mode`.
@@ -52,4 +53,17 @@ def check_partners(config: TrainConfig) -> None:
             "actor_rollout_ref.rollout.agent.policies names trained policies next to the actor "
             f"({', '.join(partners)}), which need verl.trainer.partners.PartnersTrainer or a "
             "subclass, got PPOTrainer."
+        )
+
+
+def check_replay(config: TrainConfig, needs_old_log_probs: bool) -> None:
+    """Warn where the experts of `router_replay.mode=R2` are recorded by no pass."""
+    mode = config.actor_rollout_ref.actor.router_replay.mode
+    if mode == "R2" and not needs_old_log_probs:
+        logger.warning(
+            "actor_rollout_ref.actor.router_replay.mode=R2 has no effect: it records experts in "
+            "the pass for old log-probs, which this run does not make. Set mode=R3 to record them "
+            "in the rollout; or have several updates a batch, by a smaller "
+            "actor_rollout_ref.actor.ppo_mini_batch_size or more ppo_epochs, without "
+            "algorithm.rollout_correction.bypass_mode."
         )

@@ -114,6 +114,7 @@ class PPOTrainer(RunOfRoles):
             class_checks.check_partners(config)
         self.pool = join_pool(config, self.device)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
+        class_checks.check_replay(config, self.needs_old_log_probs())
 
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.entropy_controller = entropy_controller(config)
