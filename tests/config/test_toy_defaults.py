@@ -83,3 +83,12 @@ def test_calculator_dataset_has_its_own_defaults():
         ["data.dataset_name=calculator", "actor_rollout_ref.model.path=facebook/opt-125m"]
     )
     assert other.actor_rollout_ref.actor.optim.lr == 1e-6
+
+
+def test_a_misspelt_task_is_named_where_its_model_is_missing():
+    with pytest.raises(ConfigError, match=r"one of toy, calculator, shapes; got 'toi'\."):
+        load_config(["data.dataset_name=toi"])
+    with pytest.raises(ConfigError, match=r"'toy' for the packaged one\.$"):
+        load_config([f"data.dataset_name={__file__}"])
+    with pytest.raises(ConfigError, match=r"'toy' for the packaged one\.$"):
+        load_config(["data.dataset_name=toy", "actor_rollout_ref.model.path=null"])

@@ -130,6 +130,14 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2")
             "trainer.resume_mode=resume_path trainer.resume_from_path=no/such",
             "found none at 'no/such'",
         ),
+        (
+            f"{ACTOR}.checkpoint.save_contents=[model,optimiser]",
+            f"^{ACTOR}.checkpoint.save_contents: unknown part 'optimiser'. Known: [a-z_, ]+\\.$",
+        ),
+        (
+            f"{ACTOR}.checkpoint.load_contents=[model,optimiser]",
+            f"^{ACTOR}.checkpoint.load_contents: unknown part 'optimiser'",
+        ),
         ("trainer.total_epochs=null", "The run has no end"),
         ("trainer.logger=[console,wandbb]", "unknown 'wandbb'. Nearest known: wandb"),
         (
@@ -609,6 +617,14 @@ def test_user_trackers_and_reward_files(build: Load, tmp_path: Path):
 def test_resume_from_a_folder(build: Load, tmp_path: Path):
     config = build("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
     assert config.trainer.resume_from_path == str(tmp_path)
+
+
+def test_a_missing_checkpoint_names_those_next_to_it(build: Load, tmp_path: Path):
+    for step in (4, 10):
+        (tmp_path / f"global_step_{step}").mkdir()
+    asked = f"trainer.resume_from_path={tmp_path}/global_step_5"
+    with pytest.raises(ConfigError, match=r"Found there: global_step_4, global_step_10\."):
+        build("trainer.resume_mode=resume_path", asked)
 
 
 def test_configuration_built_in_code_is_validated():

@@ -29,6 +29,7 @@ from verl.config.placement import (
 from verl.config.reward_rules import reward_doubts, reward_has_what_it_needs
 from verl.config.rollout import RolloutConfig, SamplingValConfig
 from verl.config.rule_table import Messages, Rows, Rule, table
+from verl.config.toy_defaults import PACKAGED_TASKS
 from verl.config.train import TrainConfig
 from verl.config.unread import unread_keys
 from verl.utils.registry import nearest_names
@@ -45,10 +46,18 @@ def training_data_is_named(config: TrainConfig) -> Messages:
 
 @table
 def model_and_data_are_named(config: TrainConfig) -> Rows:
+    name = config.data.dataset_name
+    hint = ""
+    is_known = name is None or name in PACKAGED_TASKS or Path(name).expanduser().exists()
+    if not is_known:
+        hint = (
+            " A packaged task sets one, too: data.dataset_name is one of "
+            f"{', '.join(PACKAGED_TASKS)}; got '{{data.dataset_name}}'."
+        )
     yield (
         not config.actor_rollout_ref.model.path,  # also an empty text: $MODEL that is not set
         "actor_rollout_ref.model.path is not set. Give a folder or hub name of a Hugging Face "
-        "causal LM, or 'toy' for the packaged one.",
+        f"causal LM, or 'toy' for the packaged one.{hint}",
     )
     yield (
         bool(config.data.train_files) and config.data.dataset_name is not None,
@@ -188,6 +197,17 @@ def adapters_can_be_trained(config: TrainConfig) -> Messages:
             )
 
 
+def _checkpoints_next_to(folder: str | None) -> str:
+    """Return a sentence that names the checkpoints in the parent of a folder; "" without any."""
+    if folder is None:
+        return ""
+    found = [path.name for path in Path(folder).expanduser().parent.glob("global_step_*")]
+    if not found:
+        return ""
+    found.sort(key=lambda name: (len(name), name))
+    return f" Found there: {', '.join(found)}."
+
+
 @table
 def run_has_an_end_and_a_start(config: TrainConfig) -> Rows:
     trainer = config.trainer
@@ -214,7 +234,7 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Rows:
         (
             folder is not None and by_path and not Path(folder).is_dir(),
             "trainer.resume_from_path must be a global_step_N folder, found none at "
-            "'{trainer.resume_from_path}'.",
+            f"'{{trainer.resume_from_path}}'.{_checkpoints_next_to(folder)}",
         ),
         (
             "://" in trainer.default_local_dir,
@@ -253,15 +273,18 @@ def validation_has_data(config: TrainConfig) -> Rows:
 
 
 def checkpoint_parts_are_known(config: TrainConfig) -> Messages:
-    for key in (
-        "actor_rollout_ref.actor.checkpoint.save_contents",
-        "actor_rollout_ref.actor.checkpoint.load_contents",
-        "critic.checkpoint.save_contents",
-        "critic.checkpoint.load_contents",
-    ):
-        for part in value_at(config, key):
+    known = ", ".join(CHECKPOINT_PARTS)
+    for section in ("actor_rollout_ref.actor.checkpoint", "critic.checkpoint"):
+        saved = value_at(config, f"{section}.save_contents")
+        loaded = value_at(config, f"{section}.load_contents")
+        for part in saved:
             if part not in CHECKPOINT_PARTS:
-                yield f"{key}: unknown part '{part}'. Known: {', '.join(CHECKPOINT_PARTS)}."
+                yield f"{section}.save_contents: unknown part '{part}'. Known: {known}."
+
+        for part in loaded:
+            # Left unset, the parts to load are those saved: one typing error, one message.
+            if part not in CHECKPOINT_PARTS and part not in saved:
+                yield f"{section}.load_contents: unknown part '{part}'. Known: {known}."
 
 
 def loggers_are_known(config: TrainConfig) -> Messages:
