@@ -91,6 +91,16 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path: Path):
         load_run(tmp_path / "elsewhere")
 
 
+def test_a_folder_without_a_record_names_the_runs_in_it_or_next_to_it(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name / "records").mkdir(parents=True)
+        (tmp_path / name / "records/run.json").write_text("{}")
+    with pytest.raises(DataError, match=r"Recorded runs in it: first, second\."):
+        load_run(tmp_path)
+    with pytest.raises(DataError, match=rf"Nearest in {tmp_path}: second\."):
+        load_run(tmp_path / "secnd")
+
+
 def test_objects_become_json_and_shared_ones_are_written_once():
     shared = {"a": {1}, "half": "\ud800", 2: np.float32(0.5)}
     fields = {"same": [shared] * 3, "own": [float("nan"), np.bool_(True), None]}

@@ -31,6 +31,7 @@ from verl.tracking.json_lines import (
 )
 from verl.utils.errors import DataError
 from verl.utils.json_text import parse_json, parse_object
+from verl.utils.registry import nearest_names
 from verl.utils.whole_file import whole_file
 
 FOLDER = "records"
@@ -39,6 +40,7 @@ STEPS_FILE = "steps.jsonl"
 SAMPLES_FOLDER = "steps"
 FORMAT = 2
 SUFFIX = ".arrow"
+_SHOWN_RUNS = 8  # that an error lists at most
 REWARD_PARTS = "reward_parts"  # columns of JSON objects: the parts of the reward, and all else
 FIELDS = "fields"
 # Keys of a file's metadata; each holds JSON.
@@ -423,8 +425,26 @@ def run_folder(path: Path | str) -> Path:
         raise DataError(
             f"Expected the folder of a recorded run, found no {FOLDER}/{RUN_FILE} in {folder}. "
             "Give the run's trainer.default_local_dir; trainer.record.enable=true records."
+            f"{_runs_near(folder)}"
         )
     return folder
+
+
+def _runs_near(folder: Path) -> str:
+    """Return a sentence that names the recorded runs in a folder, or else those next to it."""
+    inside = _names_of_runs(folder)
+    if inside:
+        more = ", ..." if len(inside) > _SHOWN_RUNS else ""
+        return f" Recorded runs in it: {', '.join(inside[:_SHOWN_RUNS])}{more}."
+
+    nearby = _names_of_runs(folder.parent)
+    if nearby:
+        return f" Nearest in {folder.parent}: {nearest_names(folder.name, nearby)}."
+    return ""
+
+
+def _names_of_runs(folder: Path) -> list[str]:
+    return sorted(path.parent.parent.name for path in folder.glob(f"*/{FOLDER}/{RUN_FILE}"))
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
