@@ -770,3 +770,8 @@ def test_packages_of_an_environment_are_named_before_an_episode(tmp_path, monkey
         check_environment("skyrl", {"env": "search"})
     with pytest.raises(MissingDependencyError, match=rf"actions\.py', line 1.*{message}"):
         check_environment("openenv", {**asked, "action_class": f"{file}:Action"})
+
+
+def test_a_file_without_its_class_is_an_error():
+    with pytest.raises(ConfigError, match=r"must be 'file\.py:Class'.*, got 'countdown\.py'"):
+        check_environment("countdown.py", {})

@@ -482,6 +482,12 @@ def test_an_agent_of_the_gateway_that_no_row_reaches_is_an_error(tools: str):
         checked(chat_tokenizer(), Table(agent_name=["tool_agent"]), **settings)
 
 
+def test_a_missing_file_of_the_gateways_agent_is_an_error_before_the_models_load():
+    settings = {"agent__gateway__path": "agnt.py"}
+    with pytest.raises(ConfigError, match=r"gateway\.path: expected a Python file at 'agnt\.py'"):
+        checked(chat_tokenizer(), Table(agent_name=["gateway_agent"]), **settings)
+
+
 def test_an_environment_that_no_row_reaches_names_the_loops_of_the_rows():
     settings = {"agent__environment__name": "number_guessing"}
     with pytest.raises(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.agents.environments import check_environment, roles_of
+from verl.agents.gateway.agents import load_agent
 from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, agent_loops
 from verl.agents.loops.gateway import GATEWAY_AGENT
@@ -108,6 +109,9 @@ def check_rows(
     environment = config.agent.environment
     if environment.name is not None:
         check_environment(environment.name, environment.kwargs)
+    gateway = config.agent.gateway
+    if gateway.path is not None or gateway.command is not None:
+        load_agent(gateway.path, gateway.name, gateway.command)
 
 
 def play_single_rows(config: RolloutConfig, column: Column) -> bool:
@@ -221,7 +225,8 @@ def _check_tools(
         if unknown:
             raise DataError(
                 f"{row.place}: tools_kwargs names the tool '{unknown[0]}', which no configured "
-                f"file has. Nearest known: {nearest_names(unknown[0], known)}."
+                f"file has. Nearest known: {nearest_names(unknown[0], known)}. Add the tool to the "
+                "file, or correct the row."
             )
         if row.loop not in _WITHOUT_TOOLS:
             unused -= set(known if offered is None else offered)

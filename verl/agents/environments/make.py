@@ -60,6 +60,11 @@ def make_environment(name: str, **config: Any) -> Any:
 
 def find_environment(name: str) -> Callable[..., Any]:
     """Return the maker of the environment that a name stands for; see `make_environment`."""
+    if name.endswith(".py"):
+        raise ConfigError(
+            "actor_rollout_ref.rollout.agent.environment.name must be 'file.py:Class' for a class "
+            f"in a file, got '{name}'. Add ':' and the name of the class."
+        )
     if not names_a_class(name):
         return environments.get(name)
     return adapted(load_class(name), name)

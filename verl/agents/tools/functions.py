@@ -171,7 +171,8 @@ def load_function_tools(path: str) -> list[BaseTool]:
     if not chosen:
         raise ConfigError(
             f"multi_turn.function_tool_path: '{path}' defines no function. Write one with "
-            "@function_tool (verl.agents.tools)."
+            "@function_tool (verl.agents.tools); a class is named in a YAML file, "
+            "multi_turn.tool_config_path."
         )
 
     tools = []
