@@ -29,7 +29,7 @@ HERE := not gpu and not multi_gpu and not vllm
 VLLM_VENV ?= .venv-vllm
 VLLM_PINS := tests/rollout_servers/requirements.txt tests/rollout_servers/overrides.txt
 
-.PHONY: quickstart install smoke test test-slow test-vllm lint check format bench docs clean
+.PHONY: quickstart install smoke test test-slow test-vllm lint check format bench chaos docs clean
 
 quickstart: install
 	$(BIN)/python -m verl.trainer.main_ppo data.dataset_name=toy data.train_batch_size=4 \

@@ -57,7 +57,7 @@ def undocumented(folder: Path) -> set[str]:
 
 
 def test_the_pages_have_commands_for_every_kind_of_part():
-    assert len(COMMANDS) == 6, "algorithm, reward function and manager, data, engine, agent loop"
+    assert len(COMMANDS) == 7, "algorithm, reward function and manager, data, engine, tool, loop"
 
 
 @pytest.mark.parametrize(("files", "words"), COMMANDS)
