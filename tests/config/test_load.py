@@ -18,6 +18,7 @@ from tests.config.conftest import BASE, Load
 from verl.config import (
     ExtraLossConfig,
     TrainConfig,
+    build,
     config_from_dict,
     config_to_dict,
     load_config,
@@ -26,10 +27,10 @@ from verl.config import (
     value_micro_batch,
 )
 from verl.config import compose as composition
-from verl.config import load as loading
+from verl.config.build import SchemaNode, fill, resolve, typed_tree
 from verl.config.command_line import parse_command_line
 from verl.config.keys import keys_of, nest, value_at
-from verl.config.load import ROOTS, _fill, _resolve, _schema, _SchemaNode
+from verl.config.load import ROOTS
 from verl.utils.errors import ConfigError
 from verl.utils.logging import configure_logging, logger
 
@@ -559,9 +560,10 @@ def test_user_hydra_program_finds_the_schema(tmp_path: Path, load: Load):
 
 
 def test_schema_is_built_when_hydra_asks_for_it():
-    node = _SchemaNode("serve")
+    schema = ROOTS["serve"].schema
+    node = SchemaNode("serve", schema)
     assert "node" not in vars(node)
-    assert node.node is _schema("serve")
+    assert node.node is typed_tree(schema)
 
     for root, about in ROOTS.items():
         stored = ConfigStore.instance().load(f"{root}.yaml")
@@ -635,9 +637,9 @@ def _values_of_keys(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 def test_values_without_interpolations_become_what_omegaconf_resolves(drawn: tuple[str, dict]):
     root, values = drawn
     results = []
-    for build_config in (_fill, _resolve):
+    for build_by in (fill, resolve):
         try:
-            results.append(repr(build_config(values, {}, root)))
+            results.append(repr(build_by(values, ROOTS[root].schema, {})))
         except ConfigError as error:
             results.append(str(error))
     assert results[0] == results[1]
@@ -665,8 +667,8 @@ def test_interpolations_of_the_user_reach_keys_that_follow_others():
 
 
 def test_plain_values_need_no_tree_of_the_whole_schema(load: Load, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loading, "_schema", None)
-    monkeypatch.setattr(loading, "_pickled_schema", None)
+    monkeypatch.setattr(build, "typed_tree", None)
+    monkeypatch.setattr(build, "_pickled_tree", None)
     assert load("trainer.seed=3").actor_rollout_ref.rollout.seed == 3
 
 

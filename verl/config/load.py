@@ -1,25 +1,20 @@
 """From a command line or a dictionary to a checked configuration.
 
-Only this file and `compose` know Hydra and OmegaConf.
+Only this file, `build` and `compose` know Hydra and OmegaConf.
 """
 
-import copy
 import dataclasses
-import functools
-import pickle
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from hydra.core.config_store import ConfigNode, ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
 
 from verl.config import evaluation, generation, serve, sft
 from verl.config.async_rules import (
@@ -27,25 +22,16 @@ from verl.config.async_rules import (
     with_batch_of_a_step,
     with_correction_forms,
 )
+from verl.config.build import SchemaNode, build_config, typed_tree
 from verl.config.command_line import USAGE, CommandLine, parse_command_line
 from verl.config.compose import compose_files, plain_values
-from verl.config.keys import (
-    Key,
-    Values,
-    flatten,
-    keys_of,
-    keys_of_entries,
-    nest,
-    owner_of,
-    rename_aliases,
-    value_at,
-)
+from verl.config.keys import Key, Values, flatten, keys_of, nest, rename_aliases
 from verl.config.rules import RULES, RULES_OF_FILES, Rule, doubtful
 from verl.config.sft_engine import with_conversations
 from verl.config.toy_defaults import with_toy_defaults
 from verl.config.train import TrainConfig
 from verl.config.validate import validate
-from verl.config.value_types import allows_null, describe_type, has_misfits, type_message
+from verl.config.value_types import allows_null
 from verl.utils.errors import ConfigError, restated
 from verl.utils.logging import silenced
 from verl.utils.secrets import MASK, masked_values, remember_environment
@@ -218,7 +204,7 @@ def given_values(values: Values | DictConfig, *, root: str = "ppo_trainer") -> d
         return {str(name): value for name, value in values.items()}
     schema = ROOTS[root].schema
     plain = plain_values(values)
-    sections = plain_values(_schema(root))
+    sections = plain_values(typed_tree(schema))
     # keywords, or mistakes
     others = {name: plain.pop(name) for name in [*plain] if name not in sections}
     defaults = flatten(sections, schema)
@@ -242,9 +228,6 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-# ---- building ------------------------------------------------------------------------------------
-
-
 def _build(values: Values, root: str, on_line: Container[str] = ()) -> tuple[Any, dict[str, str]]:
     """Resolve schema defaults, then those of the toy set, then `values`.
 
@@ -252,114 +235,16 @@ def _build(values: Values, root: str, on_line: Container[str] = ()) -> tuple[Any
     are not checked yet. A name of a key that is `on_line` overrules other names of it, which come
     from files.
     """
-    root_class = ROOTS[root].schema
-    keys = keys_of(root_class)
-    given, written_as = rename_aliases(flatten(values, root_class), keys, on_line)
+    schema = ROOTS[root].schema
+    keys = keys_of(schema)
+    given, written_as = rename_aliases(flatten(values, schema), keys, on_line)
     given = {path: value for path, value in given.items() if not _leaves_unset(keys[path], value)}
     given = ROOTS[root].with_defaults(given)
 
     for value in given.values():
         remember_environment(value)
-    if any("${" in repr(value) for value in given.values()):
-        config = _resolve(given, written_as, root)
-    else:
-        config = _fill(given, written_as, root)
-    _tidy(config, keys)
+    config = build_config(given, schema, written_as)
     return config, {path: name for path, name in written_as.items() if name != path}
-
-
-def _fill(given: Values, written_as: Mapping[str, str], root: str) -> Any:
-    """Return the configuration of values without interpolations.
-
-    Gives what `_resolve` gives, in a tenth of its time: OmegaConf converts given values alone.
-    """
-    schema = ROOTS[root].schema
-    keys = keys_of(schema)
-    config = schema()
-    for path, value in given.items():
-        leaf = copy.deepcopy(_leaf(root, path))
-        owner, name = owner_of(config, path)
-        _assign(leaf, name, keys[path], value, written_as.get(path, path))
-        try:
-            converted = OmegaConf.to_object(leaf)
-        except OmegaConfBaseException:  # such as a missing value in a mapping
-            return _resolve(given, written_as, root)  # raises the message with its whole path
-        setattr(owner, name, getattr(converted, name))
-
-    for key in _followers(schema):
-        if key.path in given:
-            continue
-        owner, name = owner_of(config, key.path)
-        setattr(owner, name, _followed_value(config, key))
-    return config
-
-
-_REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # to another key, in a default
-
-
-def _followed_value(config: Any, key: Key) -> Any:
-    """Return the value of a key that the user leaves unset and that follows others."""
-    if key.followed is not None:
-        return copy.deepcopy(value_at(config, key.followed))
-    assert key.interpolation is not None
-    return _REFERENCE.sub(lambda match: str(value_at(config, match[1])), key.interpolation)
-
-
-def _resolve(given: Values, written_as: Mapping[str, str], root: str) -> Any:
-    """Return the configuration of values whose interpolations OmegaConf resolves."""
-    schema = ROOTS[root].schema
-    keys = keys_of(schema)
-    tree = pickle.loads(_pickled_schema(root))
-    for path, value in given.items():
-        _assign(tree, path, keys[path], value, written_as.get(path, path))
-    try:
-        config = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_resolution_message(tree, schema)) from error
-    assert isinstance(config, schema)
-    return config
-
-
-def _as_written(written_as: Mapping[str, str], message: str) -> str:
-    """Rewrite a message with the names of keys that the user wrote."""
-    for path, name in written_as.items():
-        message = re.sub(rf"(?<![\w.]){re.escape(path)}(?!\w|\.\w)", name, message)
-    return message
-
-
-@functools.cache
-def _schema(root: str) -> DictConfig:
-    """Return the typed tree of defaults, with interpolations for keys that follow others."""
-    tree = OmegaConf.structured(ROOTS[root].schema())
-    for key in keys_of(ROOTS[root].schema).values():
-        if key.interpolation is not None:
-            OmegaConf.update(tree, key.path, key.interpolation)
-    return tree
-
-
-@functools.cache
-def _pickled_schema(root: str) -> bytes:
-    """Return the pickled tree: OmegaConf's copy of one takes seven times as long as its pickle."""
-    return pickle.dumps(_schema(root))
-
-
-@functools.cache
-def _leaf(root: str, path: str) -> DictConfig:
-    """Return a typed tree of one key, by its name without its section."""
-    key = keys_of(ROOTS[root].schema)[path]
-    name = path.rpartition(".")[2]
-    default = dataclasses.field(default_factory=lambda: copy.deepcopy(key.default))
-    leaf = dataclasses.make_dataclass("Leaf", [(name, key.type, default)])
-    return OmegaConf.structured(leaf)
-
-
-@functools.cache
-def _followers(schema: type) -> tuple[Key, ...]:
-    """Return the keys that follow others when unset, each after those that it follows."""
-    keys = keys_of(schema)
-    graph = {path: _REFERENCE.findall(key.interpolation or "") for path, key in keys.items()}
-    in_order = [keys[path] for path in TopologicalSorter(graph).static_order()]
-    return tuple(key for key in in_order if key.interpolation is not None)
 
 
 def _leaves_unset(key: Key, value: Any) -> bool:
@@ -374,76 +259,13 @@ def _leaves_unset(key: Key, value: Any) -> bool:
     )
 
 
-def _assign(tree: DictConfig, path: str, key: Key, value: Any, written_as: str) -> None:
-    """Set a key at its `path` in a tree, converted to its type. Raises ConfigError."""
-    takes_int = int in (key.type, *get_args(key.type))
-    if takes_int and isinstance(value, float) and value.is_integer():
-        value = int(value)  # 1e3
-    if has_misfits(key, value):
-        raise ConfigError(type_message(key, value, written_as))
-    try:
-        OmegaConf.update(tree, path, value, merge=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(type_message(key, value, written_as)) from error
-
-
-def _resolution_message(tree: DictConfig, schema: type) -> str:
-    """Name the key that cannot be resolved, and the reason."""
-    written = flatten(plain_values(tree), schema)
-    for key in keys_of(schema).values():
-        if key.main is not None:
-            continue
-
-        try:
-            value = OmegaConf.select(tree, key.path, throw_on_missing=True)
-            if OmegaConf.is_config(value):
-                OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            return (
-                f"{key.path}={written.get(key.path, MISSING)} cannot be resolved to "
-                f"{describe_type(key)}: {reason}"
-            )
-    raise AssertionError("every key resolves alone, but not all together")
-
-
-def _tidy(config: Any, keys: Mapping[str, Key]) -> None:
-    """Turn a single value into a list if both are accepted, and expand `~` in paths."""
-    for key in (*keys.values(), *keys_of_entries(config)):
-        if not (key.setting.many or key.setting.is_path):
-            continue
-        owner, name = owner_of(config, key.path)
-        value = getattr(owner, name)
-        if key.setting.many and not isinstance(value, list):
-            if value is not None:
-                value = [value]
-            elif key.default is not None:
-                value = []
-        if key.setting.is_path:
-            if isinstance(value, list):
-                value = [_expanded(item) for item in value]
-            else:
-                value = _expanded(value)
-        setattr(owner, name, value)
-
-
-def _expanded(path: Any) -> Any:
-    return str(Path(path).expanduser()) if isinstance(path, str) and path.startswith("~") else path
-
-
-class _SchemaNode(ConfigNode):
-    """A schema in Hydra's ConfigStore, built when Hydra asks for it."""
-
-    def __init__(self, root: str) -> None:
-        self.name = f"{root}.yaml"
-        self.group = self.package = self.provider = None
-        self.root = root
-
-    @functools.cached_property
-    def node(self) -> DictConfig:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return _schema(self.root)
+def _as_written(written_as: Mapping[str, str], message: str) -> str:
+    """Rewrite a message with the names of keys that the user wrote."""
+    for path, name in written_as.items():
+        message = re.sub(rf"(?<![\w.]){re.escape(path)}(?!\w|\.\w)", name, message)
+    return message
 
 
 # Users' own Hydra programs find the schema by name in their `defaults:` lists.
-for _root in ROOTS:
-    ConfigStore.instance().repo[f"{_root}.yaml"] = _SchemaNode(_root)
+for _name, _root in ROOTS.items():
+    ConfigStore.instance().repo[f"{_name}.yaml"] = SchemaNode(_name, _root.schema)
