@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.absent_keys import absent_key
-from verl.config.keys import Values, flatten, keys_of, nearest_keys, nest, owner_of, value_at
+from verl.config.keys import (
+    Values,
+    flatten,
+    is_inherited,
+    keys_of,
+    nearest_keys,
+    nest,
+    owner_of,
+    value_at,
+)
 from verl.config.load import config_from_dict, given_values, merge_values, read_yaml
 from verl.config.placement import ranks_of_roles, trained_sections
 from verl.config.train import TrainConfig
@@ -85,12 +94,14 @@ def with_options(config: TrainConfig, options: Values) -> TrainConfig:
     for name in ("enable_hybrid_engine", "amp"):
         if given.get(name, True) not in (True, False):
             raise ConfigError(f"{name} must be True or False, got {given[name]!r}.")
+    for name in _BATCHES:
+        value = given.get(name, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} must be a whole number above 0, got {value!r}.")
 
     if "enable_hybrid_engine" in given:
         _check_hybrid_engine(config, given["enable_hybrid_engine"])
-    values = dict(
-        _update_sizes(config, **{name: given[name] for name in _BATCHES if name in given})
-    )
+    values: dict[str, Any] = dict(_update_sizes(config, *map(given.get, _BATCHES)))
     if "amp" in given:
         values |= _compute_dtypes(config, given["amp"])
     if not values:
@@ -115,16 +126,12 @@ def _given(config: Any) -> dict[str, Any]:
         return {}
     if isinstance(config, TrainConfig):
         # Keys that follow another one are left out, so that they continue to follow it.
-        keys = keys_of(TrainConfig)
-
-        def value(path):
-            return value_at(config, path)
-
-        return {
-            path: value(path)
-            for path, key in keys.items()
-            if not key.followed or value(path) != value(key.followed)
-        }
+        given: dict[str, Any] = {}
+        for path, key in keys_of(TrainConfig).items():
+            value = value_at(config, path)
+            if not is_inherited(config, key, value):
+                given[path] = value
+        return given
 
     if isinstance(config, Mapping):
         return given_values(config)
@@ -236,31 +243,19 @@ def _check_hybrid_engine(config: TrainConfig, enabled: bool) -> None:
 
 
 def _update_sizes(
-    config: TrainConfig,
-    micro_batch_size: int | None = None,
-    gradient_accumulation_steps: int | None = None,
+    config: TrainConfig, micro_batch_size: int | None, gradient_accumulation_steps: int | None
 ) -> Iterator[tuple[str, int]]:
-    """Return keys for passes of `micro_batch_size` responses.
+    """Yield keys for passes of `micro_batch_size` responses, with their values.
 
     An update of one rank has as many passes as accumulation steps.
     """
     ranks = ranks_of_roles(config)
     for section in trained_sections(config):
         role = value_at(config, section)
-        micro = role.ppo_micro_batch_size_per_gpu if micro_batch_size is None else micro_batch_size
-        for name, value in (
-            ("micro_batch_size", micro_batch_size),
-            (_BATCHES[1], gradient_accumulation_steps),
-        ):
-            if value is not None and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
-                raise ConfigError(f"{name} must be a whole number above 0, got {value!r}.")
-
         if micro_batch_size is not None:
             if role.use_dynamic_bsz:
                 raise ConfigError(
-                    f"micro_batch_size={micro} counts responses, but "
+                    f"micro_batch_size={micro_batch_size} counts responses, but "
                     f"{section}.use_dynamic_bsz=True fills passes by tokens. Set "
                     "use_dynamic_bsz=False, or leave micro_batch_size out."
                 )
@@ -268,6 +263,7 @@ def _update_sizes(
 
         if gradient_accumulation_steps is None:
             continue
+        micro = role.ppo_micro_batch_size_per_gpu if micro_batch_size is None else micro_batch_size
         if micro is None:
             raise ConfigError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps} counts passes of "
@@ -278,7 +274,6 @@ def _update_sizes(
         shares = len(members) // role.ulysses_sequence_parallel_size
         rows = micro * gradient_accumulation_steps * shares
         n = config.actor_rollout_ref.rollout.n
-
         if rows % n:
             steps = next(
                 count
