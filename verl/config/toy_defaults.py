@@ -73,10 +73,10 @@ SHAPES_DATA_DEFAULTS: Values = {
     "trainer.total_training_steps": 100,
 }
 # Data set and its packaged model have the same name.
-_DEFAULTS = {
-    TOY: (TOY_DATA_DEFAULTS, TOY_MODEL_DEFAULTS),
-    CALCULATOR: (CALCULATOR_DATA_DEFAULTS, TOY_MODEL_DEFAULTS),
-    SHAPES: (SHAPES_DATA_DEFAULTS, TOY_MODEL_DEFAULTS),
+_DATA_DEFAULTS = {
+    TOY: TOY_DATA_DEFAULTS,
+    CALCULATOR: CALCULATOR_DATA_DEFAULTS,
+    SHAPES: SHAPES_DATA_DEFAULTS,
 }
 PACKAGED_TASKS = tuple(_DEFAULTS)
 
@@ -87,13 +87,12 @@ def with_toy_defaults(given: Values) -> Values:
     One line of the log counts the defaults.
     """
     name = given.get("data.dataset_name")
-    if not isinstance(name, str) or name not in _DEFAULTS:
+    if not isinstance(name, str) or name not in _DATA_DEFAULTS:
         return dict(given)
 
-    for_data, for_model = _DEFAULTS[name]
-    defaults = dict(for_data)
+    defaults = dict(_DATA_DEFAULTS[name])
     if given.get("actor_rollout_ref.model.path", name) == name:
-        defaults |= for_model
+        defaults |= TOY_MODEL_DEFAULTS
     if "trainer.total_epochs" in given:
         del defaults["trainer.total_training_steps"]
     applied = {path: value for path, value in defaults.items() if path not in given}
