@@ -53,7 +53,6 @@ def compose_files(command: CommandLine, root: str) -> dict[str, Any]:
     The schema stays out of the composition. So the values of the user can be distinguished from
     defaults, and every error message is ours.
     """
-    values = None
     if _names_a_file_of_verl(command, root):
         logger.warning(
             "No folder '%s' here: --config-name=%s stands for the built-in defaults.",
@@ -63,7 +62,9 @@ def compose_files(command: CommandLine, root: str) -> dict[str, Any]:
         command = replace(command, config_path=None, config_name=None)
     if not _asks_for_files(command):
         values = compose_overrides([*without_backends(command.overrides, root)])
-    return compose_by_hydra(command, root) if values is None else values
+        if values is not None:
+            return values
+    return compose_by_hydra(command, root)
 
 
 def compose_overrides(overrides: list[str]) -> dict[str, Any] | None:
@@ -104,15 +105,10 @@ def compose_by_hydra(command: CommandLine, root: str) -> dict[str, Any]:
 
     folder = _config_folder(command)
     overrides = list(command.overrides)
-    groups = (
-        {path.name for path in folder.iterdir() if path.is_dir()}
-        if _asks_for_files(command)
-        else set()
-    )
-
+    groups = _subfolders(folder) if _asks_for_files(command) else set()
     if command.config_path and command.config_dir:
         further = _folder(command.config_dir, "--config-dir")
-        groups |= {path.name for path in further.iterdir() if path.is_dir()}
+        groups |= _subfolders(further)
         overrides.append(f"hydra.searchpath=[file://{further}]")
 
     overrides = [
@@ -232,6 +228,11 @@ def _folder(path: str, option: str) -> Path:
             f"{option} must be an existing folder, got '{path}' (looked at {folder})."
         )
     return folder
+
+
+def _subfolders(folder: Path) -> set[str]:
+    """Return the names of folders in a folder, which Hydra takes for config groups."""
+    return {path.name for path in folder.iterdir() if path.is_dir()}
 
 
 def _is_hydra_setting(override: str) -> bool:

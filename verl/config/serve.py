@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.gateway import GatewayConfig
+from verl.config.generation import SHARED as SHARED
 from verl.config.generation import ServedModelConfig
 from verl.config.rollout import EngineConfig
 from verl.config.rule_table import Messages
 from verl.config.setting import as_in, setting
-from verl.config.shared_keys import SharedKeys
 from verl.config.trainer import DeviceConfig
 from verl.utils.addresses import is_loopback
 
@@ -58,11 +58,6 @@ class ServeConfig:
     rollout: ServeRolloutConfig = field(default_factory=ServeRolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     trainer: DeviceConfig = field(default_factory=DeviceConfig)
-
-
-SHARED = SharedKeys(
-    (("model.", "actor_rollout_ref.model."), ("rollout.", "actor_rollout_ref.rollout."))
-)
 
 
 def model_is_named(config: ServeConfig) -> Messages:

@@ -282,8 +282,5 @@ RULES = (
 # A command line must name the training set and the validation set; a program may give them as
 # objects.
 RULES_OF_FILES = (training_data_is_named, SHARED.rule_here(rules.validation_has_data))
-
-
-def doubtful(config: SFTConfig) -> Messages:
-    """Yield combinations that run, but are rarely intended."""
-    yield from SHARED.rule_here(rules.doubtful)(config)
+# Yields combinations that run, but are rarely intended.
+doubtful = SHARED.rule_here(rules.doubtful)

@@ -39,13 +39,12 @@ def validate(
         only_to_plan: log features that this version lacks, because nothing will run.
     """
     problems = contradictions(config, rules, only_to_plan=only_to_plan)
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
     if problems:
-        raise ConfigError(
-            problems[0]
-            if len(problems) == 1
-            else f"{len(problems)} problems in the configuration:\n"
-            + "\n".join(f"- {problem}" for problem in problems)
-        )
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        raise ConfigError(f"{len(problems)} problems in the configuration:\n{listed}")
+
     if only_to_plan:
         for message in _not_available(config):
             logger.warning("%s The plan takes it so; a run would end here.", message)
