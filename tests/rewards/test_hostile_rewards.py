@@ -181,7 +181,7 @@ def test_a_batch_is_sent_to_its_process_in_few_messages(counting, kind, monkeypa
         return call_each(self, calls, timeout_s, stop_at_failure)
 
     monkeypatch.setattr(ProcessFunction, "call_each", counted)
-    monkeypatch.setattr("verl.rewards.calls.CHUNK_S", 60.0)
+    monkeypatch.setattr("verl.rewards.threads.CHUNK_S", 60.0)
     texts = [str(number) for number in range(500)]
     texts[300] = "exits"
     batch = make_batch(texts)

@@ -11,9 +11,9 @@ import torch
 
 from verl.protocol import DataProto
 from verl.rewards.ahead import CallsAhead
-from verl.rewards.calls import Caller, Outcome
+from verl.rewards.calls import Caller
 from verl.rewards.fields import collect_extra
-from verl.rewards.outcome import Outcomes, RewardFunction
+from verl.rewards.outcome import Outcome, Outcomes, RewardFunction
 from verl.rewards.registry import answer_extractors, reward_managers
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, scores_by_rule

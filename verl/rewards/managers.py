@@ -5,10 +5,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from verl.protocol import DataProto
-from verl.rewards.calls import Caller, Outcome
+from verl.rewards.calls import Caller
 from verl.rewards.fields import shown
 from verl.rewards.manager import READ, NaiveRewardManager, RewardManager, Scores
-from verl.rewards.outcome import RewardFunction
+from verl.rewards.outcome import Outcome, RewardFunction
 from verl.rewards.processes import ProcessFunction
 from verl.rewards.registry import (
     REWARD_MANAGER_REGISTRY,

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 from verl.config.algorithm import SCORE_METRICS
 from verl.config.train import TrainConfig
-from verl.rewards.calls import Outcome
 from verl.rewards.manager import RewardManager
-from verl.rewards.outcome import RewardFunction
+from verl.rewards.outcome import Outcome, RewardFunction
 from verl.rewards.processes import ProcessFunction, pack_function
 from verl.rewards.results import check_outcome, ground_truth_of
 from verl.rewards.rules import check_options, find_rule
