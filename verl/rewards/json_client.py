@@ -98,7 +98,7 @@ class JsonClient:
         """
         address = f"{self.url + path} ({self.key})"
         try:
-            with _watch(self.requests, wait_for_turn=self._wait_for_turn) as exchange:
+            with self._watched(self.requests.max_retries) as exchange:
                 self._wait_for_turn()
                 status, data = self._exchange(self.url + path, exchange, body)
         except (urllib3.exceptions.HTTPError, zlib.error) as error:
@@ -118,7 +118,7 @@ class JsonClient:
     def check_reachable(self) -> None:
         """Raise ConfigError unless the service answers; any answer counts."""
         try:
-            with _watch(self.requests, max_retries=0) as exchange:
+            with self._watched(max_retries=0) as exchange:
                 self._http.request(
                     "GET", self.url, retries=exchange.retries, preload_content=False, redirect=False
                 ).close()
@@ -127,6 +127,17 @@ class JsonClient:
                 f"{self.key}={self.url} cannot be reached: {_describe(error)}. Start the service, "
                 "or correct the address."
             ) from error
+
+    @contextlib.contextmanager
+    def _watched(self, max_retries: int) -> Iterator["_Exchange"]:
+        """Yield an exchange that watches the connections of this thread."""
+        exchange = _Exchange(self.requests, max_retries, self._wait_for_turn)
+        token = exchange_here.set(exchange)
+        try:
+            yield exchange
+        finally:
+            exchange.end_attempt()
+            exchange_here.reset(token)
 
     def _exchange(
         self, url: str, exchange: "_Exchange", body: Mapping[str, Any]
@@ -214,25 +225,6 @@ def _describe(error: Exception) -> str:
     if len(reason.args) == 2 and isinstance(reason.args[1], str):
         text = reason.args[1]  # (connection, text)
     return _CONNECTION.sub("", text).rstrip(".")
-
-
-@contextlib.contextmanager
-def _watch(
-    requests: RequestsConfig,
-    *,
-    max_retries: int | None = None,
-    wait_for_turn: Callable[[], None] = lambda: None,
-) -> Iterator[_Exchange]:
-    """Yield the exchange that watches the connections of this thread."""
-    if max_retries is None:
-        max_retries = requests.max_retries
-    exchange = _Exchange(requests, max_retries, wait_for_turn)
-    token = exchange_here.set(exchange)
-    try:
-        yield exchange
-    finally:
-        exchange.end_attempt()
-        exchange_here.reset(token)
 
 
 def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
