@@ -15,15 +15,18 @@ _SIGNAL_USERS = {"signal", "math_verify", "timeout_decorator"}
 
 def runs_here(function: RewardFunction) -> bool:
     """Return whether code of a user runs in this process: a function, or a registered rule."""
-    if calls_rules(function):
-        return bool(rules_of_users())
-    return not _is_ours(module_name(function))
+    return any(not _is_ours(module) for module in modules_of(function))
 
 
 def uses_signals(function: RewardFunction) -> bool:
     """Return whether the file of `function`, or of a user's rule, imports a module of signals."""
+    return any(_imports_signals(module) for module in modules_of(function))
+
+
+def modules_of(function: RewardFunction) -> list[str]:
+    """Return the names of the modules with the code of a function, or with the users' rules."""
     functions = rules_of_users() if calls_rules(function) else [function]
-    return any(_imports_signals(module_name(each)) for each in functions)
+    return list(dict.fromkeys(map(module_name, functions)))
 
 
 def rules_of_users() -> list[Rule]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.rewards.helper import Helper, HelperDied, HelperPool, HelperTimeout, start_module
-from verl.rewards.origin import calls_rules, module_name, rules_of_users
+from verl.rewards.origin import calls_rules, module_name, modules_of
 from verl.rewards.outcome import Outcome, RewardFunction
 from verl.rewards.texts import describe_briefly
 from verl.utils.children import describe_end
@@ -232,11 +232,7 @@ def _modules_to_load(function: RewardFunction) -> list[str]:
     rule.
     """
     loaded: list[str] = []
-    if calls_rules(function):
-        names = dict.fromkeys(module_name(rule) for rule in rules_of_users())
-    else:
-        names = dict.fromkeys([module_name(function)])
-    for name in names:
+    for name in modules_of(function):
         file = file_of_user(name)
         if file:
             loaded.append(file)
