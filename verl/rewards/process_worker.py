@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from verl.rewards.outcome import RewardFunction
@@ -27,10 +26,10 @@ def main() -> None:
     sys.path[:] = first["path"]
     # after the search path is set
     from verl.rewards.origin import is_coroutine_function
-    from verl.rewards.processes import pack, unpack
+    from verl.rewards.processes import pack
 
     try:
-        function = _load(first, unpack)
+        function = _load(first)
     # Ctrl-C does not reach this process: an interrupt is the file's own. The parent raises it.
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  (a user's code)
         print(json.dumps(["error", pack(_with_traceback(error))]), file=answers)
@@ -74,8 +73,10 @@ def _call(function: RewardFunction, call: str, loop: asyncio.AbstractEventLoop) 
         return "error", pack(_with_traceback(error))
 
 
-def _load(first: dict[str, Any], unpack: Callable[[str], Any]) -> RewardFunction:
+def _load(first: dict[str, Any]) -> RewardFunction:
+    """Load the function that the first message of the parent names, and call it to warm up."""
     from verl.rewards.custom import load_function
+    from verl.rewards.processes import unpack
     from verl.utils.imports import load_module
 
     if first["source"] is not None:

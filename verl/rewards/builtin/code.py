@@ -111,17 +111,9 @@ def score(
                 f"'outputs'}}, got {str(ground_truth)[:200]!r}."
             )
 
-    passed = 0.0
-    if verdicts:
-        passed = sum(verdicts) / len(verdicts)
-    score = passed
-    if not partial_credit:
-        score = float(passed == 1.0)
-    return {
-        "score": score,
-        "passed": passed,
-        "timed_out": float(late),
-    }
+    passed = sum(verdicts) / max(len(verdicts), 1)
+    score = passed if partial_credit else float(passed == 1.0)
+    return {"score": score, "passed": passed, "timed_out": float(late)}
 
 
 def _is_list(value: Any) -> bool:
@@ -195,10 +187,10 @@ def _by_output(
     late = False
     for given, expected in zip(inputs, outputs):
         run = runner.run(code, [], stdin=_joined(given))
-        is_right = run.status == "finished" and _same_output(run.output, _joined(expected))
+        is_right = run.status == "finished" and _lines(run.output) == _lines(_joined(expected))
         verdicts.append(is_right)
         late |= run.status == "timeout"
-        if stop_early and not verdicts[-1]:
+        if stop_early and not is_right:
             break
     return verdicts, late
 
@@ -208,10 +200,6 @@ def _joined(text: Any) -> str:
     return "\n".join(map(str, text)) if _is_list(text) else str(text)
 
 
-def _same_output(printed: str, expected: str) -> bool:
-    """Compare line by line; ignore blanks at the ends of lines and around the text."""
-    return _lines(printed) == _lines(expected)
-
-
 def _lines(text: str) -> list[str]:
+    """Return the lines to compare, without blanks at their ends and around the text."""
     return [line.rstrip() for line in text.strip().splitlines()]

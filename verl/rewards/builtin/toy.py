@@ -4,12 +4,12 @@ from typing import Any
 
 from verl.rewards.registry import answer_extractors, reward_rules
 
-answer_extractors.register("toy")(str.strip)
-answer_extractors.register("shapes")(str.strip)
+_SOURCES = ("toy", "shapes")
+
+answer_extractors.register(*_SOURCES)(str.strip)
 
 
-@reward_rules.register("toy")
-@reward_rules.register("shapes")
+@reward_rules.register(*_SOURCES)
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """Return 1 if the response without surrounding blanks equals the ground truth, else 0."""
     return float(solution_str.strip() == str(ground_truth).strip())
