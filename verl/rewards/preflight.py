@@ -52,7 +52,7 @@ class Probe:
     score: float = 0.0
     fields: Sequence[str] = ()  # further ones that it returned
     failure: str | None = None  # None: `score` is valid
-    outcome: Outcome | None = None  # None: not tried
+    outcome: Outcome = field(default_factory=Outcome)  # empty until it was tried
 
     def __str__(self) -> str:
         return (
@@ -71,6 +71,11 @@ class Report:
     suspicions: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds_a_call: float = 0.0
+
+    @property
+    def sound(self) -> list[Probe]:
+        """Return the answers that have a score."""
+        return [probe for probe in self.probes if probe.failure is None]
 
 
 def preflight(config: TrainConfig, dataset: MapDataset, manager: Any) -> None:
@@ -123,10 +128,9 @@ def _check_filter_metric(config: TrainConfig, report: Report, manager: RewardMan
         return
 
     returned = dict.fromkeys(["score", *manager.ADDED_FIELDS])
-    sound = [probe for probe in report.probes if probe.failure is None]
-    for probe in sound:
+    for probe in report.sound:
         returned |= dict.fromkeys(probe.fields)
-    if sound and options.metric not in returned:
+    if report.sound and options.metric not in returned:
         raise ConfigError(
             f"algorithm.filter_groups.metric='{options.metric}' is no field of the reward, which "
             f'returns: {", ".join(returned)}. Return it in addition to "score", or set '
@@ -169,7 +173,7 @@ def inspect_reward(
 
     # Try the first one alone: it may load something, and if it hangs, the others hang too.
     _try(report.probes[:1], manager)
-    if any(probe.outcome and probe.outcome.timed_out for probe in report.probes):
+    if any(probe.outcome.timed_out for probe in report.probes[:1]):
         del report.probes[1:]
 
     began = time.perf_counter()
@@ -290,34 +294,28 @@ def _failures(report: Report, manager: RewardManager, *, keys_may_come: bool) ->
 
     # A value that is no score is the function's own fault. An error may be due to our answer, which
     # no model would give.
-    values = [probe for probe in failed if probe.outcome and not probe.outcome.failed]
+    values = [probe for probe in failed if not probe.outcome.failed]
     first = values[0] if values else failed[0]
     text = (
         f"the reward function failed on {len(failed)} of {len(report.probes)} answers tried. "
         f"{first}: {first.failure}"
     )
 
-    lacks_key = all(isinstance(_cause(probe), KeyError) for probe in failed)
+    lacks_key = all(isinstance(probe.outcome.error, KeyError) for probe in failed)
     may_succeed = keys_may_come and lacks_key
     is_certain = bool(values) or (len(failed) == len(report.probes) and not may_succeed)
     if manager.on_error != "stop" or not is_certain:
         report.suspicions.append(text.rstrip(".") + ".")
         return
 
-    assert first.outcome is not None, "it was tried"
     text += traceback_below(first.outcome.error)
     if first.outcome.timed_out:
         text += " reward_model.timeout_s sets the time limit of a call."
     report.faults.append(text)
 
 
-def _cause(probe: Probe) -> BaseException | None:
-    """Return the error that a call raised."""
-    return None if probe.outcome is None else probe.outcome.error
-
-
 def _gold_above_wrong(report: Report) -> None:
-    sound = [probe for probe in report.probes if probe.failure is None]
+    sound = report.sound
     scores: set[float] = set()
     kinds: set[str] = set()
     rows: dict[int, None] = {}
