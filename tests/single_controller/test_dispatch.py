@@ -26,8 +26,8 @@ from verl.single_controller import (
     update_dispatch_mode,
 )
 from verl.single_controller.dispatch import CALL_PLAN, MODES, find_dispatch_mode
+from verl.single_controller.in_process import InProcess
 from verl.single_controller.spmd import LocalPool
-from verl.single_controller.worker_group import InProcess
 from verl.utils.errors import ConfigError
 from verl.utils.pickling import pack_tensor, unpack_tensor
 

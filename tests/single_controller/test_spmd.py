@@ -27,9 +27,9 @@ from verl.single_controller.breadcrumbs import (
 )
 from verl.single_controller.calls import GroupFuture, Lost
 from verl.single_controller.host import Raised
+from verl.single_controller.in_process import InProcess
 from verl.single_controller.spmd import LocalPool, join
 from verl.single_controller.wire import Kind
-from verl.single_controller.worker_group import InProcess
 from verl.utils.errors import ConfigError, WorkerLostError
 
 

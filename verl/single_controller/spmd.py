@@ -28,6 +28,7 @@ from verl.single_controller.breadcrumbs import (
 )
 from verl.single_controller.calls import ANSWER_S, Ends, Lost, Ranks
 from verl.single_controller.host import Host, OnTold, found_here
+from verl.single_controller.in_process import Background
 from verl.single_controller.links import Links, Peers
 from verl.single_controller.parts import split_launch
 from verl.single_controller.rank_thread import RankThread
@@ -35,7 +36,7 @@ from verl.single_controller.shares import Arguments, each_argument
 from verl.single_controller.spmd_rank import connect_all, serve
 from verl.single_controller.wire import Incoming, Kind, Outgoing
 from verl.single_controller.worker import Worker
-from verl.single_controller.worker_group import DEADLINE_S, Background, WorkerGroup, start_role
+from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_role
 from verl.utils.errors import WorkerLostError
 from verl.utils.launcher import end_with_launcher, launched_rank
 from verl.utils.logging import logger
