@@ -135,7 +135,7 @@ class GroupFuture(Generic[Answer]):
     def done(self) -> bool:
         """Return whether `result()` would return or raise at once."""
         ended = self.ranks.wait(self._replies, 0.0) if self._replies else {}
-        return len(ended) == len(self._replies) or _any_failed(ended)
+        return len(ended) == len(self._replies) or any_failed(ended)
 
     def result(self) -> Answer:
         """Wait for the answers and return them collected.
@@ -202,7 +202,7 @@ class GroupFuture(Generic[Answer]):
     def _wait(self) -> None:
         ended = self._wait_until(self._asks_at, self._replies)
         stacks: dict[int, str] | None = None
-        if len(ended) < len(self._replies) and not _any_failed(ended):
+        if len(ended) < len(self._replies) and not any_failed(ended):
             # Ask before the deadline, because it takes ANSWER_S to find that a stuck rank does not
             # answer. The call may still succeed in that time.
             stacks = self.ranks.stacks(ANSWER_S)
@@ -249,10 +249,7 @@ class GroupFuture(Generic[Answer]):
         return ended
 
     def _describe_deaths(self, lost: dict[int, Lost], raised: dict[int, Raised]) -> str:
-        deaths = []
-        for rank, end in lost.items():
-            deaths.append(f"rank {rank} ({self.ranks.describe(rank)}) died: {end.reason}")
-        headline = f"{self.label}: " + "; ".join(deaths)
+        headline = f"{self.label}: {'; '.join(describe_deaths(self.ranks, lost))}"
         if not raised:
             return headline
         return f"{headline}\nAlso: {self._describe_errors(raised)}"
@@ -299,8 +296,17 @@ class GroupFuture(Generic[Answer]):
         raise kind(headline) from cause
 
 
-def _any_failed(ended: Ends) -> bool:
+def any_failed(ended: Ends) -> bool:
+    """Return whether one of these calls has failed."""
     return any(end is not None for end in ended.values())
+
+
+def describe_deaths(ranks: Ranks, lost: Mapping[int, Lost]) -> list[str]:
+    """Describe each rank that has died."""
+    deaths = []
+    for rank, end in lost.items():
+        deaths.append(f"rank {rank} ({ranks.describe(rank)}) died: {end.reason}")
+    return deaths
 
 
 def _whereabouts(ranks: Ranks, stacks: dict[int, str]) -> list[str]:

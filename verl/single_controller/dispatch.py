@@ -102,7 +102,7 @@ class DispatchMode:
 
 def answered_by_one(mode: DispatchMode) -> DispatchMode:
     """Return the mode for a call on one rank: a list of all answers becomes the answer."""
-    return replace(mode, collect=first_answer) if mode.collect is all_answers else mode
+    return replace(mode, collect=first_answer) if mode.lists_answers else mode
 
 
 _PROTOS = DispatchMode(split_protos, join_protos, by_data_rank=True, takes_any_deal=True)

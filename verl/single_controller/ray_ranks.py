@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from verl.single_controller.breadcrumbs import Progress, read_breadcrumbs, read_progress
-from verl.single_controller.calls import ANSWER_S, Ends, Lost, Ranks
+from verl.single_controller.calls import ANSWER_S, Ends, Lost, Ranks, any_failed
 from verl.single_controller.host import OnTold
 from verl.single_controller.links import Links
 from verl.single_controller.ray_calls import (
@@ -209,7 +209,7 @@ class RayRanks:
 
         waiting = dict(replies)
         ended = self._all_at_once(waiting, timeout_s)
-        while waiting and not any(end is not None for end in ended.values()):
+        while waiting and not any_failed(ended):
             self._check_control()
             for reply in waiting.values():
                 reply.hear()
@@ -231,8 +231,7 @@ class RayRanks:
         while True:
             left = ends_at - time.monotonic()
             ended = links.wait(replies, min(left, _CHECK_S))
-            failed = any(end is not None for end in ended.values())
-            if failed or len(ended) == len(replies) or left <= _CHECK_S:
+            if any_failed(ended) or len(ended) == len(replies) or left <= _CHECK_S:
                 return ended
             self._check_control()
 

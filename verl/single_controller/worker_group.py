@@ -194,21 +194,17 @@ class WorkerGroup:
         self, futures: Mapping[int, GroupFuture], num_shares: int
     ) -> tuple[dict[int, list[Any]], Any] | None:
         """Return the shares of all futures and the order they have in common, or None."""
-        found = [future.handed_on(self._ranks) for future in futures.values()]
         shares: dict[int, list[Any]] = {}
         orders = []
-        for key, dealt in zip(futures, found):
-            if dealt is None:
+        for key, future in futures.items():
+            dealt = future.handed_on(self._ranks)
+            if dealt is None or len(dealt[0]) != num_shares:
                 return None
-            own_shares, order = dealt
-            if len(own_shares) != num_shares:
-                return None
-            shares[key] = own_shares
+            shares[key], order = dealt
             orders.append(order)
 
-        if not orders or any(order != orders[0] for order in orders):
-            return None
-        return shares, orders[0]
+        are_alike = all(order == orders[0] for order in orders)
+        return (shares, orders[0]) if are_alike else None
 
     @property
     def processes(self) -> Hashable:
