@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config import evaluation, generation, serve, sft
-from verl.config.async_rules import (
+from verl.config.async_defaults import (
     with_async_defaults,
     with_batch_of_a_step,
     with_correction_forms,
