@@ -11,8 +11,9 @@ from verl.config.keys import keys_of, value_at
 from verl.config.placement import SHARDED
 from verl.config.rules import RULES, Rule
 from verl.config.validate import contradictions
-from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
+from verl.diagnostics.memory_plan import plan_memory
 from verl.diagnostics.model_shapes import ModelShapes
+from verl.diagnostics.phase_plan import MemoryPlan
 from verl.utils.errors import ConfigError
 from verl.utils.units import GIB
 

@@ -9,9 +9,10 @@ from verl.config import TrainConfig
 from verl.config.keywords import config_from_keywords
 from verl.config.sft import SFTConfig
 from verl.diagnostics.advice import Advice, advise
-from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
+from verl.diagnostics.memory_plan import plan_memory
 from verl.diagnostics.model_shapes import ModelShapes
 from verl.diagnostics.parts import check_names, load_user_code
+from verl.diagnostics.phase_plan import MemoryPlan
 from verl.diagnostics.report import as_json, render
 from verl.diagnostics.sft_plan import advise_fine_tuning, plan_fine_tuning
 from verl.utils.errors import ConfigError

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from verl.diagnostics.advice import Advice
-from verl.diagnostics.memory_plan import MemoryPlan, PhasePlan
+from verl.diagnostics.phase_plan import MemoryPlan, PhasePlan
 from verl.utils.peaks import Peak
 from verl.utils.text_table import aligned
 from verl.utils.units import GIB

@@ -8,8 +8,9 @@ from verl.config.sft import RULES, SHARED, SFTConfig, as_train_config
 from verl.diagnostics.advice import Advice, Change, find_advice, moves
 from verl.diagnostics.batch import BatchPlan
 from verl.diagnostics.hosts import Placement
-from verl.diagnostics.memory_plan import MemoryPlan, PhasePlan, Planner
+from verl.diagnostics.memory_plan import Planner
 from verl.diagnostics.model_shapes import ModelShapes
+from verl.diagnostics.phase_plan import MemoryPlan, PhasePlan
 from verl.diagnostics.picture_memory import PictureMemory
 from verl.diagnostics.roles import Work, roles_of, work_of
 
