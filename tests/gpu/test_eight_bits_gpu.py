@@ -34,7 +34,7 @@ from verl.rollout.embedded.cuda_decoder import TritonDecoder
 from verl.rollout.embedded.kernels import paged_attention
 from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
 from verl.rollout.types import Room
-from verl.utils.devices import GIB
+from verl.utils.units import GIB
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from verl.utils.devices import GIB
 from verl.utils.errors import RolloutError
 from verl.utils.reserved_memory import ReservedMemory
+from verl.utils.units import GIB
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import torch
 
 from verl.utils.errors import ConfigError
 from verl.utils.peaks import phase_peaks
-from verl.utils.units import GIB as GIB
+from verl.utils.units import GIB
 
 ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from verl.utils.arithmetic import round_up
-from verl.utils.devices import GIB
 from verl.utils.errors import RolloutError
 from verl.utils.imports import require
+from verl.utils.units import GIB
 
 
 class ReservedMemory:
@@ -61,7 +61,7 @@ class ReservedMemory:
                 self._properties,
                 self._driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
             )
-            self.num_bytes = self._round_up(num_bytes)
+            self.num_bytes = round_up(num_bytes, self.granularity)
             self._address = int(self._call("cuMemAddressReserve", self.num_bytes, 0, 0, 0))
 
     @property
@@ -78,7 +78,7 @@ class ReservedMemory:
         """
         assert self._address, "grow() after close()"
         assert 0 <= num_bytes <= self.num_bytes, f"{num_bytes} bytes of a range of {self.num_bytes}"
-        missing = self._round_up(num_bytes) - self.mapped_bytes
+        missing = round_up(num_bytes, self.granularity) - self.mapped_bytes
         if missing <= 0:
             return
         handle = self._create(missing)
@@ -222,9 +222,6 @@ class ReservedMemory:
             f"{total / GIB:.2f} GiB are free. Lower "
             "actor_rollout_ref.rollout.gpu_memory_utilization, or stop other users of the device."
         )
-
-    def _round_up(self, num_bytes: int) -> int:
-        return round_up(num_bytes, self.granularity)
 
 
 class _DeviceBytes:

@@ -11,8 +11,8 @@ from verl.rollout.embedded.runner import ModelRunner
 from verl.rollout.embedded.samples import Sample
 from verl.rollout.types import Room
 from verl.utils.arithmetic import ceil_div
-from verl.utils.devices import GIB
 from verl.utils.errors import RolloutError
+from verl.utils.units import GIB
 
 # Share of a CPU machine's memory that the cache may take when num_pages is not given.
 CPU_MEMORY_SHARE = 0.25

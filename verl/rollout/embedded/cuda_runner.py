@@ -45,11 +45,11 @@ from verl.rollout.embedded.several import Fed, right_draws
 from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
 from verl.utils.arithmetic import ceil_div
-from verl.utils.devices import GIB
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.garbage import not_collecting
 from verl.utils.logging import logger
 from verl.utils.reserved_memory import ReservedMemory
+from verl.utils.units import GIB
 
 # Batch sizes with a graph of their own, up to the largest that is ever needed. Rows in between are
 # filled up.

@@ -33,10 +33,10 @@ from verl.rollout.local import LocalEngine
 from verl.rollout.memory import spare_rows
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import Completion, Request, Room, SamplingParams
-from verl.utils.devices import GIB
 from verl.utils.errors import RolloutError
 from verl.utils.imports import require
 from verl.utils.logging import logger
+from verl.utils.units import GIB
 from verl.weight_sync.base import NamedTensors
 
 _COUNTS = ("prefill_tokens", "cached_tokens", "decode_steps", "generated_tokens", "copied_pages")
