@@ -1,8 +1,6 @@
 """`python -m verl.trainer.main_ppo [--dry-run] key=value ...`: train with PPO, GRPO and their kin,
 or plan it."""
 
-import logging
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,7 +9,7 @@ from verl.utils.entry import exit_code
 from verl.utils.garbage import loading_packages
 from verl.utils.launcher import end_with_launcher
 from verl.utils.lazy import lazy_names
-from verl.utils.logging import configure_logging
+from verl.utils.logging import configure_logging, level_of_rank
 from verl.utils.openmp import limit_spinning
 
 if TYPE_CHECKING:
@@ -30,9 +28,7 @@ def main(argv: list[str] | None = None, job: Callable[[list[str]], None] | None 
 
         return plan.main([argument for argument in given if argument != DRY_RUN])
 
-    # One rank logs for all.
-    is_first = os.environ.get("RANK", "0") == "0"
-    configure_logging(logging.INFO if is_first else logging.WARNING)
+    configure_logging(level_of_rank())
     limit_spinning()
     return exit_code(lambda: (job or train)(given))
 

@@ -57,9 +57,13 @@ def show_log() -> None:
     shown_already = logger.hasHandlers() and logger.isEnabledFor(logging.INFO)
     if logger.handlers or shown_already:
         return
+    configure_logging(logger.level or level_of_rank())
+
+
+def level_of_rank() -> int:
+    """Return the level of this process's log: one rank logs for all, the others only warn."""
     is_first = os.environ.get("RANK", "0") == "0"
-    default_level = logging.INFO if is_first else logging.WARNING
-    configure_logging(logger.level or default_level)
+    return logging.INFO if is_first else logging.WARNING
 
 
 @contextmanager
