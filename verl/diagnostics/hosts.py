@@ -41,6 +41,8 @@ FILLED_SHARE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
+    """The ranks of every role on devices and hosts."""
+
     roles: Mapping[str, tuple[int, ...]]  # the ranks of every role
     ranks: int
     ranks_a_host: int

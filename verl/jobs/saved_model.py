@@ -217,6 +217,7 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
+    """Return the class and the first line of an error."""
     # shutil.Error has a list of all files that could not be copied, each with the cause.
     if isinstance(error, shutil.Error):
         return str(error.args[0][0][-1])

@@ -43,6 +43,7 @@ class Coroutines:
         return index
 
     def run(self) -> None:
+        """Wait until every added sample has an outcome; abandon a loop that a coroutine blocks."""
         poll_s = 0.05 if self.timeout_s < 1 else 0.5
         while concurrent.futures.wait(self._calls, timeout=poll_s).not_done:
             # A coroutine that blocks without awaiting stops the loop and its deadlines.

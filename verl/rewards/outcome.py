@@ -18,6 +18,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
+        """Return whether the call raised or was late. A value may still be no score."""
         return self.timed_out or self.error is not None
 
 

@@ -31,6 +31,7 @@ class RuleRegistry(Registry[T]):
         return add
 
     def get(self, name: str) -> T:
+        """Return the entry of a data source. Raises ConfigError, with the nearest, for none."""
         return super().get(self._entry_for(name) or name)
 
     def __contains__(self, name: object) -> bool:

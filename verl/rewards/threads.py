@@ -79,6 +79,10 @@ class Threads:
             return len(self._calls) - 1
 
     def run(self) -> None:
+        """Wait until every added sample has an outcome, or none needs one after a failure.
+
+        Raises RewardError if no thread could be started.
+        """
         with self._changed:
             self._is_whole = True
             self._changed.notify_all()

@@ -208,6 +208,8 @@ def functions_of(mode: DispatchMode) -> tuple[Callable[..., Any], Callable[..., 
 def mode_of_functions(
     dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], by_data_rank: bool = False
 ) -> DispatchMode:
+    """Return the mode of a pair in verl's form; see `register_dispatch_mode`."""
+
     def split(num_shares: int, args: Args, kwargs: Kwargs) -> tuple[list[Arguments], Any]:
         group = SimpleNamespace(world_size=num_shares)
         columns, named = dispatch_fn(group, *args, **kwargs)

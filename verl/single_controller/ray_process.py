@@ -104,6 +104,7 @@ class RankProcess:
         return Place(socket.gethostname(), address, free_port(""), os.getpid(), node)
 
     def set_environment(self, values: dict[str, str], defaults: dict[str, str]) -> None:
+        """Set `values`, and those of `defaults` that this node or its runtime_env has not set."""
         os.environ.update({**defaults, **os.environ, **values})
 
     def connect(self, entrance: Entrance) -> str | None:
@@ -172,6 +173,7 @@ class RankProcess:
 
     @ray.method(concurrency_group="watch")
     def whereabouts(self) -> tuple[str, dict[int, str]]:
+        """Return the stacks of this process, and the last notes of all ranks of this machine."""
         return format_stacks(), read_breadcrumbs(self.folder)
 
     @ray.method(concurrency_group="watch")

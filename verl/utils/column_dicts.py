@@ -39,6 +39,7 @@ def tensors_and_arrays(
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes of all elements; a view counts as much as a copy of it."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -84,6 +84,7 @@ class Registry(Generic[T]):
         return self._entries.pop(name)
 
     def get(self, name: str) -> T:
+        """Return an entry. Raises ConfigError, with the nearest names, for an unknown one."""
         if name not in self._entries:
             raise ConfigError(
                 f"Unknown {self.kind} '{name}'. Nearest known: {nearest_names(name, list(self))}."

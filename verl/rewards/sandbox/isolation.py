@@ -85,6 +85,7 @@ def mount_scratch(folder: str) -> None:
 
 
 def unmount_scratch(folder: str) -> None:
+    """Undo `mount_scratch`: the files of the run are gone."""
     check(libc.umount2(folder.encode(), _MNT_DETACH), "umount2")
 
 

@@ -60,6 +60,7 @@ class ThreadLimit:
                 raise
 
     def is_exceeded(self, child: int, starting: int = 0) -> bool:
+        """Return whether a child has too many threads, those that wait to start included."""
         return self._count(child) + starting > MAX_THREADS
 
     def _count(self, child: int) -> int:
