@@ -14,7 +14,7 @@ from verl.config.fsdp import FSDPConfig
 from verl.config.optim import OptimConfig
 from verl.config.setting import alias, setting
 
-ALWAYS_CHUNKED = "entropy is always computed in recomputed chunks"
+_ALWAYS_CHUNKED = "entropy is always computed in recomputed chunks"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,10 +148,10 @@ class ActorConfig:
         1, "ranks that share the tokens of a sequence", above=0
     )
     entropy_from_logits_with_chunking: bool = setting(
-        False, "entropy in chunks", no_effect=ALWAYS_CHUNKED, also=(True,)
+        False, "entropy in chunks", no_effect=_ALWAYS_CHUNKED, also=(True,)
     )
     entropy_checkpointing: bool = setting(
-        False, "recompute entropy", no_effect=ALWAYS_CHUNKED, also=(True,)
+        False, "recompute entropy", no_effect=_ALWAYS_CHUNKED, also=(True,)
     )
     calculate_sum_pi_squared: bool = setting(
         False,

@@ -3,13 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config.actor import ActorConfig
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.choices import LOSS_AGGREGATIONS, STRATEGIES
+from verl.config.choices import LOSS_AGGREGATIONS
 from verl.config.fsdp import FSDPConfig
 from verl.config.model import TrainedModelConfig
 from verl.config.optim import OptimConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.setting import alias, setting
+from verl.config.setting import alias, as_in, setting
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,9 +76,7 @@ class CriticConfig:
         None, "train a critic; null: only where adv_estimator=gae needs one"
     )
     rollout_n: int = setting(1, "G", follows="actor_rollout_ref.rollout.n")
-    strategy: str = setting(
-        "fsdp", "how weights are sharded; fsdp and fsdp2 both mean FSDP2", choices=STRATEGIES
-    )
+    strategy: str = as_in(ActorConfig, "strategy")
     optim: OptimConfig = field(default_factory=_critic_optim)
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     ppo_mini_batch_size: int | None = setting(
@@ -87,11 +86,7 @@ class CriticConfig:
         follows="actor_rollout_ref.actor.ppo_mini_batch_size",
     )
     ppo_micro_batch_size: Any = alias("critic.ppo_micro_batch_size_per_gpu")
-    ppo_micro_batch_size_per_gpu: int | None = setting(
-        None,
-        "responses a forward-backward pass; null: as many as fit ppo_max_token_len_per_gpu",
-        above=0,
-    )
+    ppo_micro_batch_size_per_gpu: int | None = as_in(ActorConfig, "ppo_micro_batch_size_per_gpu")
     forward_micro_batch_size: Any = alias("critic.forward_micro_batch_size_per_gpu")
     forward_micro_batch_size_per_gpu: int | None = setting(
         None, "responses a forward pass", above=0, follows=".ppo_micro_batch_size_per_gpu"
@@ -101,11 +96,7 @@ class CriticConfig:
         "micro-batches by tokens; null: unless their rows are given",
         follows="actor_rollout_ref.actor.use_dynamic_bsz",
     )
-    ppo_max_token_len_per_gpu: int | None = setting(
-        None,
-        "tokens a forward-backward pass; null: as many as fit the GPU, by measurement",
-        above=0,
-    )
+    ppo_max_token_len_per_gpu: int | None = as_in(ActorConfig, "ppo_max_token_len_per_gpu")
     forward_max_token_len_per_gpu: int | None = setting(
         None,
         "tokens a forward pass; null: as many as fit the GPU",
@@ -129,9 +120,7 @@ class CriticConfig:
         choices=LOSS_AGGREGATIONS,
         follows="actor_rollout_ref.actor.loss_agg_mode",
     )
-    grad_clip: float = setting(1.0, "largest L2 norm of the gradient", above=0)
-    ulysses_sequence_parallel_size: int = setting(
-        1, "ranks that share the tokens of a sequence", above=0
-    )
+    grad_clip: float = as_in(ActorConfig, "grad_clip")
+    ulysses_sequence_parallel_size: int = as_in(ActorConfig, "ulysses_sequence_parallel_size")
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.choices import DISTILLATION_LOSSES, EXACT_DIVERGENCES
+from verl.config.model import LoadedModelConfig
 from verl.config.ref import FrozenPassConfig
-from verl.config.setting import setting
+from verl.config.setting import as_in, setting
 
 
 @dataclass(kw_only=True, slots=True)
@@ -15,8 +16,8 @@ class TeacherModelConfig:
         "folder or hub name of the teacher, a causal LM with the actor's vocabulary",
         is_path=True,
     )
-    trust_remote_code: bool = setting(False, "run Python code that comes with a model")
-    override_config: dict[str, Any] = setting({}, "entries of the model's config.json to replace")
+    trust_remote_code: bool = as_in(LoadedModelConfig, "trust_remote_code")
+    override_config: dict[str, Any] = as_in(LoadedModelConfig, "override_config")
     dtype: str | None = setting(
         None,
         "dtype of the parameters; null: bfloat16 on CUDA, float32 on a CPU",

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.actor import ALWAYS_CHUNKED
+from verl.config.actor import ActorConfig
 from verl.config.choices import STRATEGIES
 from verl.config.fsdp import FSDPConfig
-from verl.config.setting import alias, setting
+from verl.config.setting import alias, as_in, setting
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,9 +54,7 @@ class RefConfig(FrozenPassConfig):
     log_prob_micro_batch_size: Any = alias(
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
     )
-    entropy_from_logits_with_chunking: bool = setting(
-        False, "entropy in chunks", no_effect=ALWAYS_CHUNKED, also=(True,)
+    entropy_from_logits_with_chunking: bool = as_in(
+        ActorConfig, "entropy_from_logits_with_chunking"
     )
-    entropy_checkpointing: bool = setting(
-        False, "recompute entropy", no_effect=ALWAYS_CHUNKED, also=(True,)
-    )
+    entropy_checkpointing: bool = as_in(ActorConfig, "entropy_checkpointing")

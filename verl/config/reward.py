@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.choices import STRATEGIES
+from verl.config.critic import CriticModelConfig
 from verl.config.fsdp import FSDPConfig
+from verl.config.model import LoadedModelConfig, TrainedModelConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.setting import alias, setting
+from verl.config.setting import alias, as_in, setting
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,22 +25,10 @@ class RewardModelModelConfig:
         "folder or hub name of the reward model, a sequence classifier with one label",
         is_path=True,
     )
-    external_lib: Any = setting(
-        None,
-        "module imported at start",
-        follows="actor_rollout_ref.model.external_lib",
-        many=True,
-        is_path=True,
-    )
-    trust_remote_code: bool = setting(False, "run Python code that comes with a model")
-    use_shm: bool = setting(
-        False, "copy weights to /dev/shm first", no_effect="weights are read once a process"
-    )
-    use_remove_padding: bool = setting(
-        True,
-        "compute on packed sequences",
-        no_effect="sequences are always packed; there is no padded path",
-    )
+    external_lib: Any = as_in(CriticModelConfig, "external_lib")
+    trust_remote_code: bool = as_in(LoadedModelConfig, "trust_remote_code")
+    use_shm: bool = as_in(CriticModelConfig, "use_shm")
+    use_remove_padding: bool = as_in(TrainedModelConfig, "use_remove_padding")
     use_fused_kernels: bool = setting(
         True,
         "fused log-probs",

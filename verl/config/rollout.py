@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.multi_turn import AgentConfig, MultiTurnConfig
-from verl.config.setting import alias, setting
+from verl.config.ref import FrozenPassConfig
+from verl.config.setting import alias, as_in, setting
 
 _OWN_MEMORY = "vllm and sglang are servers here, which manage their own memory"
 _ONE_COPY = "the engine takes its weights straight from the trainer's module"
@@ -148,13 +149,9 @@ class DrawConfig(EngineConfig):
     n: int = setting(1, "G: responses a prompt", above=0)
     do_sample: bool = setting(True, "False: greedy")
     temperature: float = setting(1.0, "divides the logits, in every log-prob too", at_least=0)
-    top_k: int = setting(-1, "sample among the k likeliest tokens; -1: all", at_least=-1)
-    top_p: float = setting(
-        1.0, "sample among the likeliest tokens that make up this probability", above=0, at_most=1
-    )
-    min_p: float = setting(
-        0.0, "drop tokens below this share of the likeliest one", at_least=0, at_most=1
-    )
+    top_k: int = as_in(SamplingValConfig, "top_k")
+    top_p: float = as_in(SamplingValConfig, "top_p")
+    min_p: float = as_in(SamplingValConfig, "min_p")
     stop: Any = setting([], "text (or list of texts) that ends a response and is kept", many=True)
     ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
     prompt_length: int = setting(512, "P", alias_of="data.max_prompt_length")
@@ -245,11 +242,7 @@ class RolloutConfig(DrawConfig):
         "responses a forward pass for old log-probs; null: as many as fit the token budget",
         above=0,
     )
-    log_prob_use_dynamic_bsz: bool | None = setting(
-        None,
-        "micro-batches by tokens; null: unless their rows are given",
-        follows="actor_rollout_ref.actor.use_dynamic_bsz",
-    )
+    log_prob_use_dynamic_bsz: bool | None = as_in(FrozenPassConfig, "log_prob_use_dynamic_bsz")
     log_prob_max_token_len_per_gpu: int | None = setting(
         None,
         "tokens a forward pass for old log-probs; null: as many as fit the GPU",
