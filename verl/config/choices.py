@@ -18,6 +18,9 @@ POLICY_LOSSES = (
     *("dppo", "dppo_tv", "dppo_kl", "dro"),
 )
 SEQUENCE_LOSSES = ("gspo", "geo_mean")  # of one ratio a response, written for seq-mean-token-mean
+DTYPES = ("float32", "bfloat16", "float64")  # of models that are trained or frozen
+ENGINE_DTYPES = ("float32", "bfloat16", "float16", "float64")
+TRUNCATIONS = ("error", "left", "right", "middle")
 ATTENTION_KERNELS = ("auto", "flash4", "cudnn", "torch")
 OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon")
 SCHEDULES = ("constant", "cosine", "wsd")

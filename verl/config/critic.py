@@ -5,7 +5,7 @@ from typing import Any
 
 from verl.config.actor import ActorConfig
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.choices import LOSS_AGGREGATIONS
+from verl.config.choices import DTYPES, LOSS_AGGREGATIONS
 from verl.config.fsdp import FSDPConfig
 from verl.config.model import TrainedModelConfig
 from verl.config.optim import OptimConfig
@@ -46,7 +46,7 @@ class CriticModelConfig(TrainedModelConfig):
     dtype: str | None = setting(
         None,
         "dtype of the trained parameters; null: float32",
-        choices=("float32", "bfloat16", "float64"),
+        choices=DTYPES,
         follows="actor_rollout_ref.model.dtype",
     )
     trust_remote_code: bool = setting(

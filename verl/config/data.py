@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config.choices import TRUNCATIONS
 from verl.config.setting import alias, setting
 
 _IN_MEMORY = "the latest prepared images always stay in memory"
@@ -41,7 +42,7 @@ class PromptsConfig:
     truncation: str = setting(
         "error",
         "treatment of a longer prompt; left and right name the side cut off",
-        choices=("error", "left", "right", "middle"),
+        choices=TRUNCATIONS,
     )
     trust_remote_code: bool = setting(
         False, "run Python code that comes with a tokenizer (model.trust_remote_code does too)"

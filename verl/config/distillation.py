@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.choices import DISTILLATION_LOSSES, EXACT_DIVERGENCES
+from verl.config.choices import DISTILLATION_LOSSES, DTYPES, EXACT_DIVERGENCES
 from verl.config.model import LoadedModelConfig
 from verl.config.ref import FrozenPassConfig
 from verl.config.setting import as_in, setting
@@ -21,7 +21,7 @@ class TeacherModelConfig:
     dtype: str | None = setting(
         None,
         "dtype of the parameters; null: bfloat16 on CUDA, float32 on a CPU",
-        choices=("float32", "bfloat16", "float64"),
+        choices=DTYPES,
     )
 
 

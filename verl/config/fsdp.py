@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from verl.config.choices import DTYPES
 from verl.config.setting import setting
 
 
@@ -39,7 +40,7 @@ class FSDPConfig:
             "dtype of forward and backward passes, whatever that of the parameters; null: bfloat16 "
             "on CUDA, else theirs"
         ),
-        choices=("float32", "bfloat16", "float64"),
+        choices=DTYPES,
     )
     fsdp_size: int = setting(
         -1, "ranks that hold one copy of the weights (HSDP where fewer than all); -1: all"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.choices import ATTENTION_KERNELS, MAX_LORA_RANK
+from verl.config.choices import ATTENTION_KERNELS, DTYPES, MAX_LORA_RANK
 from verl.config.setting import setting
 
 _SHM = "weights are read through the page cache once a process"
@@ -52,7 +52,7 @@ class TrainedModelConfig(LoadedModelConfig):
             "dtype of the parameters; null: float32, computed in bfloat16 on CUDA (frozen ones of "
             "LoRA there: bfloat16)"
         ),
-        choices=("float32", "bfloat16", "float64"),
+        choices=DTYPES,
     )
     enable_gradient_checkpointing: bool = setting(
         True, "recompute activations in the backward pass"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.choices import STRATEGIES
+from verl.config.choices import STRATEGIES, TRUNCATIONS
 from verl.config.critic import CriticModelConfig
 from verl.config.fsdp import FSDPConfig
 from verl.config.model import LoadedModelConfig, TrainedModelConfig
@@ -178,7 +178,7 @@ class RewardModelConfig(RewardFunctionConfig):
     truncation: str = setting(
         "error",
         "treatment of a longer input; left and right name the side cut off",
-        choices=("error", "left", "right", "middle"),
+        choices=TRUNCATIONS,
     )
     use_dynamic_bsz: bool | None = setting(
         None,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config.choices import ENGINE_DTYPES
 from verl.config.multi_turn import AgentConfig, MultiTurnConfig
 from verl.config.ref import FrozenPassConfig
 from verl.config.setting import alias, as_in, setting
@@ -98,7 +99,7 @@ class EngineConfig:
     dtype: str | None = setting(
         None,
         "dtype of the weights; null: bfloat16 on CUDA, float32 on CPU",
-        choices=("float32", "bfloat16", "float16", "float64"),
+        choices=ENGINE_DTYPES,
     )
     gpu_memory_utilization: float = setting(
         0.85,
@@ -185,7 +186,7 @@ class RolloutConfig(DrawConfig):
     dtype: str | None = setting(
         None,
         "dtype of the engine's weights; null: bfloat16 on CUDA, the trainer's on CPU",
-        choices=("float32", "bfloat16", "float16", "float64"),
+        choices=ENGINE_DTYPES,
     )
     quantization: str | None = setting(
         None,
