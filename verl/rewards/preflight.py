@@ -14,7 +14,7 @@ from verl.config.train import TrainConfig
 from verl.rewards.manager import RewardManager
 from verl.rewards.outcome import Outcome, RewardFunction
 from verl.rewards.processes import ProcessFunction, pack_function
-from verl.rewards.results import check_outcome, ground_truth_of
+from verl.rewards.results import check_outcome, ground_truth_of, no_such_field
 from verl.rewards.rules import check_options, find_rule
 from verl.rewards.sample import Sample, fields_of_plain_episode, with_images
 from verl.rewards.texts import traceback_below
@@ -131,11 +131,7 @@ def _check_filter_metric(config: TrainConfig, report: Report, manager: RewardMan
     for probe in report.sound:
         returned |= dict.fromkeys(probe.fields)
     if report.sound and options.metric not in returned:
-        raise ConfigError(
-            f"algorithm.filter_groups.metric='{options.metric}' is no field of the reward, which "
-            f'returns: {", ".join(returned)}. Return it in addition to "score", or set '
-            "algorithm.filter_groups.metric=score."
-        )
+        raise no_such_field(options.metric, returned)
 
 
 def choose_rows(dataset: MapDataset, count: int) -> Rows:

@@ -1,7 +1,7 @@
 """Check the results of reward functions and managers, and read the data that they get."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from verl.rewards.fields import fault_of, shown
 from verl.rewards.outcome import Outcome
 from verl.rewards.texts import describe_briefly, on_one_line
-from verl.utils.errors import RewardError
+from verl.utils.errors import ConfigError, RewardError
 
 # Advantages and their means are computed in float32: the squares of a million scores of this size
 # still have a finite sum there.
@@ -82,6 +82,15 @@ def check_result(result: Any, responses: Tensor) -> None:
             f"The reward's dropped rows must be among the {len(responses)} of the batch, from 0, "
             f"got {unknown[0]}."
         )
+
+
+def no_such_field(metric: str, returned: Iterable[str]) -> ConfigError:
+    """Return the error for a metric of dynamic sampling that is no field of the reward."""
+    return ConfigError(
+        f"algorithm.filter_groups.metric='{metric}' is no field of the reward, which returns: "
+        f'{", ".join(returned)}. Return it in addition to "score", or set '
+        "algorithm.filter_groups.metric=score."
+    )
 
 
 class _NotAScore(Exception):

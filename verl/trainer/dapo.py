@@ -9,6 +9,7 @@ import torch
 
 from verl.config.algorithm import SCORE_METRICS
 from verl.protocol import DataProto
+from verl.rewards.results import no_such_field
 from verl.trainer.episodes import episode_rows
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
 from verl.trainer.scored import group_numbers
@@ -95,12 +96,7 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
     elif metric in batch.non_tensor_batch:
         values = batch.non_tensor_batch[metric].tolist()
     else:
-        returned = ", ".join(["score", *batch.meta_info.get("reward_fields", ())])
-        raise ConfigError(
-            f"algorithm.filter_groups.metric='{metric}' is no field of the reward, which returns: "
-            f'{returned}. Return it in addition to "score", or set '
-            "algorithm.filter_groups.metric=score."
-        )
+        raise no_such_field(metric, ["score", *batch.meta_info.get("reward_fields", ())])
 
     values_of: dict[int, set] = {}
     groups = group_numbers(batch).tolist()
