@@ -1,6 +1,6 @@
 """Contradictions and doubts about agent loops, tools and environments."""
 
-from verl.config.keys import value_at
+from verl.config.keys import value_at, written
 from verl.config.policies import SELF, PolicyConfig
 from verl.config.rule_table import Messages, Rows, table
 from verl.config.train import TrainConfig
@@ -158,10 +158,9 @@ def _copies_can_be_made(config: TrainConfig, key: str, freq: int | None) -> Mess
     for name, wanted in needed.items():
         given = value_at(config, name)
         if given != wanted:
-            shown = "null" if wanted is None else wanted
             yield (
                 f"{key}.path={SELF} copies whole weights from the engine of the rollout, which "
-                f"{name}={given} does not have in one place. Set it to {shown}."
+                f"{name}={given} does not have in one place. Set it to {written(wanted)}."
             )
     saved_every = config.trainer.save_freq
     if freq is not None and saved_every > 0 and saved_every % freq:

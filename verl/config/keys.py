@@ -95,6 +95,11 @@ def value_at(config: Any, path: str) -> Any:
     return getattr(*owner_of(config, path))
 
 
+def written(value: Any) -> str:
+    """Return a value as a command line has it."""
+    return "null" if value is None else str(value)
+
+
 def is_inherited(config: Any, key: Key, value: Any) -> bool:
     """Return whether the value comes from the followed key, which is checked itself."""
     return key.followed is not None and value == value_at(config, key.followed)

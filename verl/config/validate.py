@@ -13,6 +13,7 @@ from verl.config.keys import (
     keys_of,
     keys_of_entries,
     value_at,
+    written,
 )
 from verl.config.placement import inactive_sections
 from verl.config.rule_table import Messages
@@ -130,7 +131,7 @@ def _not_available(config: Any) -> Messages:
         if reason is None or not is_changed(config, key, value):
             continue
         if not key.path.startswith(unread):
-            default = _written(key.default)
+            default = written(key.default)
             yield (
                 f"{key.path}={value} is not available in this version: {reason}. Set "
                 f"{key.path}={default}."
@@ -162,8 +163,4 @@ def _without_effect(config: Any) -> Messages:
         value = value_at(config, key.path)
         reason = key.setting.no_effect
         if reason is not None and is_changed(config, key, value):
-            yield f"{key.path}={_written(value)} has no effect: {reason}."
-
-
-def _written(value: Any) -> str:
-    return "null" if value is None else str(value)
+            yield f"{key.path}={written(value)} has no effect: {reason}."

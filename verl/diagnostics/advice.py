@@ -3,11 +3,11 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, starmap
+from itertools import chain, combinations
 from typing import Any
 
 from verl.config import TrainConfig
-from verl.config.keys import keys_of, value_at
+from verl.config.keys import keys_of, value_at, written
 from verl.config.placement import SHARDED
 from verl.config.rules import RULES, Rule
 from verl.config.validate import contradictions
@@ -84,7 +84,8 @@ def find_advice(
             planned = replan(again, device_gib, shapes)
         except ConfigError:  # ranks that do not divide rows or heads
             return None
-        return Advice(changes=tuple(starmap(_written, pairs)), plan=planned)
+        changes = tuple(f"{key}={written(value)}" for key, value in pairs)
+        return Advice(changes=changes, plan=planned)
 
     possible = [move for move in single if changed(move) is not None]
     for count in range(1, MOST_CHANGES + 1):
@@ -101,10 +102,6 @@ def find_advice(
         if found:
             return found
     return []
-
-
-def _written(key: str, value: object) -> str:
-    return f"{key}={'null' if value is None else value}"
 
 
 def _changed(config: Any, key: str, value: object) -> Any:
