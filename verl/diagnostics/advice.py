@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
 
-from verl.config import TrainConfig
+from verl.config import RolloutConfig, TrainConfig
 from verl.config.keys import keys_of, value_at, written
 from verl.config.placement import SHARDED
 from verl.config.rules import RULES, Rule
@@ -22,6 +22,7 @@ MOST_CHANGES = 3
 MOST_ADVICE = 3
 # Factors by which ranks are added, in whole hosts.
 MORE_RANKS = (2, 4, 8)
+_ROLLOUT = "actor_rollout_ref.rollout"
 # Sections of the roles that are trained, and may need less memory.
 _MODELS = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
 
@@ -128,7 +129,6 @@ def _changed(config: Any, key: str, value: object) -> Any:
 def moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     """Yield single changes that save memory, the cheapest first."""
     roles = config.actor_rollout_ref
-    rollout = "actor_rollout_ref.rollout"
     models = [model for role, model in _MODELS.items() if role in plan.roles]
     trained = []
     frozen = []
@@ -137,28 +137,16 @@ def moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
             sections = trained if role in _MODELS else frozen
             sections.append(f"{section}.fsdp_config")
 
-    switches = [f"{rollout}.free_cache_engine"]
+    yield from _turned_on(config, f"{_ROLLOUT}.free_cache_engine")
     for model in models:
-        switches.append(f"{model}.enable_gradient_checkpointing")
+        yield from _turned_on(config, f"{model}.enable_gradient_checkpointing")
     for section in trained:
-        switches.append(f"{section}.optimizer_offload")
+        yield from _turned_on(config, f"{section}.optimizer_offload")
     for section in (*frozen, *trained):
-        switches.append(f"{section}.param_offload")
-
-    for key in switches:
-        if not value_at(config, key):
-            yield ((key, True),)
+        yield from _turned_on(config, f"{section}.param_offload")
 
     yield from _smaller_passes(config, plan)
-    if roles.rollout.gpu_memory_utilization > 0.3:
-        yield ((f"{rollout}.gpu_memory_utilization", 0.3),)
-    if roles.rollout.num_pages is not None:
-        yield ((f"{rollout}.num_pages", None),)
-
-    for most in (256, 64, 16):
-        if roles.rollout.max_num_seqs > most:
-            yield ((f"{rollout}.max_num_seqs", most),)
-
+    yield from _smaller_rollout(roles.rollout)
     for model in models:
         if not value_at(config, f"{model}.enable_activation_offload"):
             keys = (f"{model}.enable_gradient_checkpointing", f"{model}.enable_activation_offload")
@@ -166,25 +154,43 @@ def moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
 
     parts = roles.rollout.tensor_model_parallel_size
     for size in (2 * parts, 4 * parts, 8 * parts):
-        yield ((f"{rollout}.tensor_model_parallel_size", size),)
-    if (
-        plan.placement.ranks == 1
-        and roles.actor.optim.optimizer == "AdamW"
-        and roles.model.lora_rank == 0
-    ):
+        yield ((f"{_ROLLOUT}.tensor_model_parallel_size", size),)
+    is_plain = roles.actor.optim.optimizer == "AdamW" and roles.model.lora_rank == 0
+    if plan.placement.ranks == 1 and is_plain:
         yield (("actor_rollout_ref.actor.optim.optimizer", "AdamW8bit"),)
 
-    if config.trainer.n_gpus_per_node is not None:
-        for factor in MORE_RANKS:
-            yield (("trainer.nnodes", config.trainer.nnodes * factor),)
-    elif plan.placement.ranks == 1:
-        for factor in MORE_RANKS:
-            yield (("trainer.n_gpus_per_node", factor),)
-
+    yield from _more_ranks(config, plan)
     # The optimizer steps on the host then, which takes longest of all.
     for section in trained:
-        if not value_at(config, f"{section}.offload_policy"):
-            yield ((f"{section}.offload_policy", True),)
+        yield from _turned_on(config, f"{section}.offload_policy")
+
+
+def _turned_on(config: TrainConfig, key: str) -> Iterator[Change]:
+    """Yield True for a key that is False."""
+    if not value_at(config, key):
+        yield ((key, True),)
+
+
+def _smaller_rollout(rollout: RolloutConfig) -> Iterator[Change]:
+    """Yield less room for pages, and fewer samples at once."""
+    if rollout.gpu_memory_utilization > 0.3:
+        yield ((f"{_ROLLOUT}.gpu_memory_utilization", 0.3),)
+    if rollout.num_pages is not None:
+        yield ((f"{_ROLLOUT}.num_pages", None),)
+
+    for most in (256, 64, 16):
+        if rollout.max_num_seqs > most:
+            yield ((f"{_ROLLOUT}.max_num_seqs", most),)
+
+
+def _more_ranks(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
+    """Yield more hosts or, for a single process, more ranks on its host."""
+    trainer = config.trainer
+    for factor in MORE_RANKS:
+        if trainer.n_gpus_per_node is not None:
+            yield (("trainer.nnodes", trainer.nnodes * factor),)
+        elif plan.placement.ranks == 1:
+            yield (("trainer.n_gpus_per_node", factor),)
 
 
 def _smaller_passes(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
