@@ -72,9 +72,9 @@ class RewardManager:
             times, and drops samples that still fail.
         images: whether `extra_info` gets the images of a row, see `reward_model.images`.
 
-    A subclass that replaces one of the methods in `DECLARED` declares what that reads and writes
-    (`verl.utils.phases.phase`). Without a declaration it is taken to change the batch, so that the
-    reward overlaps with nothing.
+    A subclass that replaces one of the methods in `DECLARED` declares the columns that this method
+    reads and writes (`verl.utils.phases.phase`). Without a declaration it is taken to change the
+    batch, so that the reward overlaps with nothing.
     """
 
     ADDED_FIELDS: tuple[str, ...] = ()  # by `score`, to those that the function returns

@@ -155,7 +155,7 @@ def inspect_reward(
     """Score gold and wrong answers of these rows and report findings. Keeps the random states.
 
     Args:
-        plays_episodes: agents play the rows. `extra_info` then has what an episode adds, and a
+        plays_episodes: agents play the rows. `extra_info` then has the entries of an episode, and a
             missing key is no fault: tools and loops may add keys of their own.
     """
     state = rng_state()
