@@ -78,7 +78,7 @@ _DATA_DEFAULTS = {
     CALCULATOR: CALCULATOR_DATA_DEFAULTS,
     SHAPES: SHAPES_DATA_DEFAULTS,
 }
-PACKAGED_TASKS = tuple(_DEFAULTS)
+PACKAGED_TASKS = tuple(_DATA_DEFAULTS)
 
 
 def with_toy_defaults(given: Values) -> Values:
