@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard, debug, distribute_tensor
 
 from verl.distributed.collectives import ALONE, all_reduce_sum, gather_objects, max_of, sum_of
 from verl.distributed.mesh import close_process_group, init_mesh
@@ -51,3 +52,12 @@ def test_collectives_of_a_single_rank_return_their_input():
     values = torch.tensor([1.0, 2.0])
     assert all_reduce_sum(values, ALONE) is values
     assert (sum_of(3, ALONE), max_of(-3, ALONE), gather_objects("a", ALONE)) == (3, -3, ["a"])
+
+
+def test_no_cached_operation_keeps_a_closed_mesh():
+    mesh = init_mesh(CPU)
+    sharded = distribute_tensor(torch.ones(4), mesh.weights, [Shard(0)])
+    assert (sharded + 1).full_tensor().tolist() == [2.0] * 4
+    assert debug._get_fast_path_sharding_prop_cache_stats() != (0, 0)
+    close_process_group()
+    assert debug._get_fast_path_sharding_prop_cache_stats() == (0, 0)

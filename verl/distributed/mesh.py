@@ -2,7 +2,9 @@
 
 import atexit
 import functools
+import importlib
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -104,8 +106,21 @@ def close_process_group() -> None:
     """Undo `init_mesh`; meshes made before cannot be used afterwards."""
     _build.cache_clear()
     _build_rollout.cache_clear()
+    _forget_meshes()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _forget_meshes() -> None:
+    """Clear torch's cache of operations on sharded tensors, whose meshes hold process groups.
+
+    The cache belongs to a thread. A process that is forked in another one frees it, and with it the
+    last reference to a closed group, which then waits for threads that only the parent has: the
+    child ends by SIGSEGV.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        debug._clear_sharding_prop_cache()
 
 
 # Cached: the engines of actor, critic and reference share groups, and with them NCCL's buffers.
