@@ -91,7 +91,7 @@ def test_another_process_replays_with_the_weights_inside(trained: Path, tmp_path
     capsule = tmp_path / "capsule.zip"
     arguments = ["capsule", str(trained), "--step", "5", "--weights", "--output", str(capsule)]
     assert main(arguments) == 0
-    assert f"/verl replay {capsule}" in capsys.readouterr().out
+    assert f"verl replay {capsule}" in capsys.readouterr().out
     hidden = trained.rename(trained.with_name("hidden"))  # nothing but the capsule is there
     try:
         done = launch(1, run_module, "verl.jobs.main_replay", [str(capsule)], folder=tmp_path)

@@ -133,6 +133,18 @@ def test_a_keyword_that_no_part_takes_is_an_error(key):
         check_names(load_config([*TOY, f"{key}=2.0"]))
 
 
+def test_a_policy_loss_that_does_not_take_its_settings_is_an_error():
+    @policy_losses.register("test_two_settings")
+    def narrow(inputs, clip_ratio_low, clip_ratio_high):
+        return output_of(inputs, -inputs.advantages * inputs.log_probs)
+
+    keys = [*TOY, "actor_rollout_ref.actor.policy_loss.loss_mode=test_two_settings"]
+    with pytest.raises(
+        ConfigError, match=r"does not take all settings .* such as clip_ratio_c\. .*`\*\*_`"
+    ):
+        check_names(load_config(keys))
+
+
 @register_adv_est("test_padded_scale")
 def padded_scale(token_level_rewards, response_mask, scale=1.0, **_):
     advantages = scale * token_level_rewards.sum(-1, keepdim=True) * response_mask

@@ -3,14 +3,14 @@
 from typing import Any
 
 from verl.algorithms.advantages import advantage_estimators
-from verl.algorithms.padded import PaddedEstimator, PaddedPolicyLoss
+from verl.algorithms.padded import PaddedEstimator, PaddedPolicyLoss, loss_settings
 from verl.algorithms.policy_losses import extra_losses, policy_losses
 from verl.config import TrainConfig
 from verl.rewards.managers import reward_managers
 from verl.rollout import check_engine
 from verl.utils.errors import ConfigError
 from verl.utils.imports import import_user_code
-from verl.utils.signatures import keywords_of
+from verl.utils.signatures import keywords_of, takes_any_keyword
 
 
 def load_user_code(config: TrainConfig) -> None:
@@ -46,9 +46,10 @@ def check_names(config: TrainConfig) -> None:
 
 
 def _check_keywords(config: TrainConfig) -> None:
-    """Check that estimator and policy loss take the keywords that the configuration gives them."""
+    """Check that estimator and policy loss take the keywords that they will get."""
     algorithm = config.algorithm
-    policy_loss = config.actor_rollout_ref.actor.policy_loss
+    actor = config.actor_rollout_ref.actor
+    policy_loss = actor.policy_loss
     estimator: Any = advantage_estimators.get(algorithm.adv_estimator)
     loss: Any = policy_losses.get(policy_loss.loss_mode)
     if isinstance(estimator, PaddedEstimator):
@@ -66,3 +67,12 @@ def _check_keywords(config: TrainConfig) -> None:
                 f"{key}.{wrong[0]}: the function takes {', '.join(known)}. Declare a keyword of "
                 "that name, or correct the key."
             )
+
+    declared = keywords_of(loss)
+    refused = [name for name in (*loss_settings(actor), "loss_agg_mode") if name not in declared]
+    if refused and not takes_any_keyword(loss):
+        raise ConfigError(
+            f"The policy loss '{policy_loss.loss_mode}' does not take all settings that every loss "
+            f"gets, such as {refused[0]}. Let its function take those that it does not read as "
+            "`**_`."
+        )
