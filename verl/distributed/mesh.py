@@ -2,7 +2,6 @@
 
 import atexit
 import functools
-import importlib
 import os
 import sys
 from dataclasses import dataclass
@@ -119,7 +118,8 @@ def _forget_meshes() -> None:
     child ends by SIGSEGV.
     """
     if "torch.distributed.tensor" in sys.modules:
-        debug = importlib.import_module("torch.distributed.tensor.debug")
+        from torch.distributed.tensor import debug
+
         debug._clear_sharding_prop_cache()
 
 

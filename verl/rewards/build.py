@@ -53,19 +53,19 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
             "key out."
         )
 
-    functions = {
-        "custom_reward_function.path": config.custom_reward_function.path,
-        "reward_model.judge.url": section.judge.url,
-    }
-    if accepted is None or "compute_score" in accepted:
-        ours["compute_score"] = build_reward_function(config)
-    else:
-        for key in [key for key, value in functions.items() if value is not None]:
+    takes_function = accepted is None or "compute_score" in accepted
+    for key, value in (
+        ("custom_reward_function.path", config.custom_reward_function.path),
+        ("reward_model.judge.url", section.judge.url),
+    ):
+        if value is not None and not takes_function:
             raise ConfigError(
-                f"{key}={functions[key]}: the manager '{section.reward_manager}' takes no argument "
+                f"{key}={value}: the manager '{section.reward_manager}' takes no argument "
                 "compute_score, so it would not call that. Let its class take one, or leave the "
                 "key out."
             )
+    if takes_function:
+        ours["compute_score"] = build_reward_function(config)
 
     # A user's manager gets those of our settings that its signature names.
     taken = {name: value for name, value in ours.items() if accepted is None or name in accepted}
