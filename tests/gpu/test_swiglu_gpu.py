@@ -19,6 +19,15 @@ def test_output(size: tuple[int, int]):
     assert swiglu._difference(DEVICE, *size) < 5e-3
 
 
+@pytest.mark.parametrize("rows", [65, 512, 1000])
+def test_rows_of_a_decode_step(rows: int):
+    x = torch.randn(rows, 1536, device=DEVICE, dtype=torch.float16)
+    weight = torch.randn(2 * 8960, 1536, device=DEVICE, dtype=torch.float16) / 1536**0.5
+    gate, up = (x.float() @ weight.float().t()).chunk(2, dim=-1)
+    exact = torch.nn.functional.silu(gate) * up
+    assert relative_l2(swiglu.gated_product(x, weight).float(), exact) < 2e-3
+
+
 def test_an_engine_with_the_fused_kernel():
     plain = make_engine("cuda", use_torch_compile=True)
     fused = make_engine("cuda", use_torch_compile=True, use_fused_kernels=True)

@@ -20,6 +20,7 @@ from verl.rollout.eight_bits import DTYPES, Rows
 from verl.rollout.embedded.kernels.decode_launch import split_workspace
 from verl.rollout.embedded.kernels.int8_product import int8_product
 from verl.rollout.embedded.kernels.layers import add_rms_norm, swiglu
+from verl.rollout.embedded.kernels.narrow_swiglu import gated_product
 from verl.rollout.embedded.kernels.paged_attention import Fresh, decode_attention
 from verl.rollout.embedded.kernels.rounding import quantize_rows
 
@@ -125,3 +126,13 @@ def test_a_product_of_integers_runs_on_tensor_cores(compiled, rows, may_split):
     weight = Rows.empty((1536, 8960), torch.int8, CPU)
     int8_product(x, weight, None, torch.bfloat16, may_split=may_split)
     assert ".s32.s8.s8" in assembly_of(compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_product_of_few_rows_runs_on_tensor_cores(compiled, rows):
+    x = torch.zeros(rows, 1536, dtype=torch.bfloat16)
+    gated_product(x, torch.zeros(2 * 8960, 1536, dtype=torch.bfloat16))
+    assembly = assembly_of(compiled)
+    assert "wgmma" in assembly
+    assert "cp.async" in assembly, "weights are loaded ahead"

@@ -23,6 +23,8 @@ from verl.rollout.embedded.kernels.rounding import (
 
 # Values that one program of `swiglu` computes.
 _BLOCK = 1024
+# With so many rows or fewer, the programs of a norm all run at once.
+_FEW_ROWS = 512
 
 
 def add_rms_norm(
@@ -36,6 +38,7 @@ def add_rms_norm(
     inner: Tensor | None = None,
     rows: Rows | None = None,
     rotated: bool = False,
+    may_vary: bool = False,
 ) -> Tensor:
     """Norm a sum of tensors by RMSNorm (Zhang and Sennrich 2019, equation 4).
 
@@ -51,6 +54,8 @@ def add_rms_norm(
         inner: (H,), of another norm, which norms the last of two parts before they are added.
         rows: (b, H) in eight bits, for the result; its values are returned.
         rotated: rotate the result before it is rounded (`verl.rollout.eight_bits.rotate`).
+        may_vary: let the last bits of a row depend on the number of rows. Few rows are then shared
+            by more threads, which takes 1.2 us less at H = 1,536 on an H200.
     """
     first, *others = parts
     assert isinstance(first, Tensor), "the first part is a tensor"
@@ -58,6 +63,7 @@ def add_rms_norm(
     out, scales = (torch.empty_like(first), None) if rows is None else rows
     count, width = first.shape
     block = triton.next_power_of_2(width)
+    by_warp = 256 if may_vary and rows is None and count <= _FEW_ROWS else 512
 
     _add_rms_norm[(count,)](
         first,
@@ -76,7 +82,7 @@ def add_rms_norm(
         ROUND_NORMED=round_normed,
         ROTATED=rotated,
         BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
+        num_warps=min(16, max(1, block // by_warp)),
     )
 
     return out
@@ -317,14 +323,20 @@ def _swiglu_rows(
 
 @triton.jit
 def _active(GATE, width, inside, GELU: tl.constexpr):
-    """Compute silu(gate) * up, or gelu(gate) * up, in fp32; zeros outside."""
-    wide = tl.load(GATE, mask=inside, other=0.0).to(tl.float32)
+    """Load gates and their factors, and compute `gated`; zeros outside."""
+    gate = tl.load(GATE, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(GATE + width, mask=inside, other=0.0).to(tl.float32)
-    exponent = wide
+    return gated(gate, up, GELU)
+
+
+@triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """Compute silu(gate) * up, or gelu(gate) * up, in fp32."""
+    exponent = gate
     if GELU:
         # x / 2 * (1 + tanh(y)) = x / (1 + exp(-2 y)), y = sqrt(2 / pi) (x + 0.044715 x^3)
-        exponent = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
-    return wide / (1.0 + tl.exp(-exponent)) * up
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-exponent)) * up
 
 
 @triton.jit
