@@ -13,7 +13,7 @@ from verl.algorithms.policy_losses import (
     weighted,
 )
 from verl.config import ActorConfig, ExtraLossConfig, PolicyLossConfig
-from verl.distributed.collectives import Axis
+from verl.distributed.collectives import ALONE, Axis
 from verl.protocol import DataProto
 from verl.utils.errors import AlgorithmError
 from verl.utils.logging import say_once
@@ -234,6 +234,26 @@ def test_without_old_log_probs_the_ratio_is_one():
     expected = (outputs["log_probs"].exp() - columns["rollout_log_probs"].exp()).abs().max().item()
     assert mismatch["training/rollout_probs_diff_max"] == pytest.approx(expected)
     assert objective.take_mismatch() == {}, "reported once"
+
+
+def test_a_restart_forgets_the_tokens_of_one_mini_batch_alone():
+    undisturbed = PolicyObjective(ActorConfig())
+    restarted = PolicyObjective(ActorConfig())
+    for number in range(3):
+        outputs, columns, sequence = packed()
+        columns["rollout_log_probs"] += number
+        columns["token_age"] = torch.tensor([0, 0, 0, 1, 1, 1])
+        for objective in (undisturbed, restarted):
+            objective.begin(mini_batch(number), dict, ALONE)
+            objective(outputs, columns, sequence)
+        restarted.restart()
+        restarted(outputs, columns, sequence)
+        undisturbed.end()
+        restarted.end()
+
+    expected = undisturbed.take_mismatch()
+    assert {"fully_async/age_0/kl", "fully_async/age_1/ess"} <= expected.keys()
+    assert restarted.take_mismatch() == expected
 
 
 def test_only_columns_that_are_read_are_packed():

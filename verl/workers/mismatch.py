@@ -22,6 +22,7 @@ class SeenTokens:
         self._tokens: list[tuple[Tensor, Tensor, Tensor]] = []
         self._by_age: list[tuple[Tensor, ...]] = []
         self._num_updates = 0  # mini-batches since `take`
+        self._num_ended = (0, 0)  # entries of `_tokens` and `_by_age` from these
 
     def add(self, log_probs: Tensor, columns: Columns) -> None:
         """Keep the tokens of a pass."""
@@ -33,18 +34,20 @@ class SeenTokens:
             self._by_age.append((*seen, columns["token_age"]))
 
     def restart(self) -> None:
-        """Forget the tokens of this mini-batch."""
-        if self._num_updates == 0:
-            self._tokens = []
-        self._by_age = []
+        """Forget the tokens of this mini-batch, but not those of earlier ones."""
+        tokens, by_age = self._num_ended
+        del self._tokens[tokens:]
+        del self._by_age[by_age:]
 
     def end(self) -> None:
         """End a mini-batch."""
         self._num_updates += 1
+        self._num_ended = (len(self._tokens), len(self._by_age))
 
     def take(self, data: Axis) -> dict[str, float]:
         """Compare the kept tokens of all ranks along `data`, and forget them."""
         self._num_updates = 0
+        self._num_ended = (0, 0)
         tokens = self._tokens
         self._tokens = []
         by_age = mismatch_by_age(self._by_age, data)
