@@ -160,6 +160,19 @@ def test_evaluation_restarts_with_half_the_rows():
         engine.infer(batch, rows)
 
 
+def test_lower_number_of_rows_is_no_number_of_tokens():
+    engine = make_engine()
+    engine.module.room = 40
+    engine.infer(make_batch(SHAPES), TokenBudget(rows=8, key=KEY))
+    rows_key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    assert engine.sizes.guard.lowered == {rows_key: 2}
+
+    engine.module.room = 1000
+    engine.module.sizes.clear()
+    engine.infer(make_batch(SHAPES), TOKENS)
+    assert engine.module.sizes == [106]
+
+
 def test_longer_row_is_tried_before_an_error():
     engine = make_engine()
     engine.module.room = 20

@@ -10,12 +10,13 @@ import torch
 from tests.shared_files import SHARED, needs_shared
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_reward_models import other_tokenizer, save_reward_model
-from verl.config import RewardModelConfig
+from verl.config import RewardModelConfig, TrainConfig
+from verl.config.keys import keys_of
 from verl.data.chat import encode_conversations
 from verl.models.load import load_tokenizer
 from verl.models.reward_model import RewardModel
 from verl.protocol import DataProto
-from verl.utils.errors import DataError, RewardError
+from verl.utils.errors import DataError, OutOfMemoryError, RewardError
 from verl.workers import RewardModelWorker
 from verl.workers.reward_inputs import compute_reward
 
@@ -138,6 +139,21 @@ def test_micro_batches_change_nothing(folder: Path, keys: dict[str, Any]) -> Non
         scores_of(role, trajectories()), expected_scores(folder), atol=1e-5, rtol=0
     )
     assert len(calls) == (3 if "micro_batch_size_per_gpu" in keys else 2)
+
+
+def test_out_of_memory_names_the_key_of_the_rows(folder: Path) -> None:
+    role = worker(folder, use_dynamic_bsz=False, micro_batch_size_per_gpu=3)
+    shortage = torch.OutOfMemoryError("CUDA out of memory.")
+
+    def run_out(*_: Any) -> None:
+        raise shortage
+
+    role.engine.module.register_forward_pre_hook(run_out)
+    role.engine.sizes.guard.can_restart = False  # as on several ranks
+    with pytest.raises(OutOfMemoryError, match="Lower (.*) to 1, ") as caught:
+        role.compute_rm_score(trajectories())
+    assert list(caught.value.lowered) == ["reward_model.micro_batch_size_per_gpu"]
+    assert caught.value.lowered.keys() <= keys_of(TrainConfig).keys()
 
 
 def test_an_overlong_input_is_an_error_unless_it_may_be_truncated(

@@ -97,10 +97,10 @@ class PassGuard:
         self.can_restart = world.size == 1
         self.rank = rank_title(world.rank, world.size)
         self.hints = hints
-        self.lowered: dict[str, int] = {}  # key of a budget -> tokens or rows
+        self.lowered: dict[str, int] = {}  # `TokenBudget.size_key` -> tokens or rows
 
     def lower(self, sizes: Mapping[str, int]) -> None:
-        """Begin with at most these sizes of passes, {key of a budget: tokens or rows}."""
+        """Begin with at most these sizes of passes, {configuration key: tokens or rows}."""
         for key, size in sizes.items():
             self.lowered[key] = min(size, self.lowered.get(key, size))
 
@@ -130,19 +130,19 @@ class PassGuard:
         """
         while True:
             current = self._lowered(budget, lengths)
-            rows = plan(current)
+            passes = plan(current)
             try:
-                return attempt(rows)
+                return attempt(passes)
             except (RuntimeError, MemoryError, OSError) as error:
                 shortage = shortage_of(error, self.device)
                 if shortage is None:
                     raise
-                smaller = _halved(current, rows, lengths)
+                smaller = _halved(current, passes, lengths)
                 if smaller is None or not self.can_restart:
-                    message = self._message(shortage, current, rows, lengths, smaller)
+                    message = self._message(shortage, current, passes, lengths, smaller)
                     failure = OutOfMemoryError(message)
                     if smaller is not None:
-                        failure.lowered = {budget.key: _size(smaller)}
+                        failure.lowered = {current.size_key: smaller}
                     raise failure from error
 
             # Only here, where the exception is gone: its traceback holds every tensor of the pass.
@@ -151,19 +151,19 @@ class PassGuard:
                 torch.cuda.empty_cache()
             recover()
 
-            size = self.lowered[budget.key] = _size(smaller)
+            self.lowered[current.size_key] = smaller
             logger.warning(
                 "%s The passes restart from the beginning with at most %d %s, which stays so for "
                 "the rest of the run. Set %s=%d to start with it.",
                 _headline(shortage, budget.phase, self.rank),
-                size,
-                smaller.unit,
-                _key(smaller),
-                size,
+                smaller,
+                current.unit,
+                current.size_key,
+                smaller,
             )
 
     def _lowered(self, budget: TokenBudget, lengths: Sequence[int]) -> TokenBudget:
-        size = self.lowered.get(budget.key)
+        size = self.lowered.get(budget.size_key)
         if size is None:
             return budget
         if budget.rows is not None:
@@ -176,13 +176,13 @@ class PassGuard:
         self,
         shortage: Shortage,
         budget: TokenBudget,
-        rows: Plan,
+        passes: Plan,
         lengths: Sequence[int],
-        smaller: TokenBudget | None,
+        smaller: int | None,
     ) -> str:
         ways = self._ways(shortage)
         if smaller is not None:
-            advice = f"Lower {_key(smaller)} to {_size(smaller)}"
+            advice = f"Lower {budget.size_key} to {smaller}"
         else:
             advice = (
                 f"A single row of {max(lengths)} tokens does not fit: shorten "
@@ -190,7 +190,7 @@ class PassGuard:
             )
         return (
             f"{_headline(shortage, budget.phase, self.rank)} The largest pass has "
-            f"{most_tokens(rows, lengths)} tokens. {advice}, or set {'; '.join(ways)}."
+            f"{most_tokens(passes, lengths)} tokens. {advice}, or set {'; '.join(ways)}."
         )
 
     def _ways(self, shortage: Shortage) -> list[str]:
@@ -222,29 +222,16 @@ def _headline(shortage: Shortage, phase: str, rank: str) -> str:
     return f"Out of {kind} memory in {phase}{place}: {shortage}."
 
 
-def _halved(budget: TokenBudget, rows: Plan, lengths: Sequence[int]) -> TokenBudget | None:
+def _halved(budget: TokenBudget, passes: Plan, lengths: Sequence[int]) -> int | None:
     """Return half the size of the largest pass, at least one row; None where that was one row."""
     if budget.rows is not None:
-        most = max(len(group) for group in rows)
-        return replace(budget, rows=most // 2) if most > 1 else None
+        most = max(len(rows) for rows in passes)
+        return most // 2 if most > 1 else None
 
     assert budget.max_tokens is not None
-    most = min(budget.max_tokens, most_tokens(rows, lengths))
-    if most <= max(lengths):
-        return None
-    return replace(budget, max_tokens=max(most // 2, *lengths))
-
-
-def _size(budget: TokenBudget) -> int:
-    assert budget.size is not None
-    return budget.size
-
-
-def _key(budget: TokenBudget) -> str:
-    """Return the key that sets the size: the one of tokens, or its sibling of rows."""
-    if budget.rows is None:
-        return budget.key
-    return budget.key.replace("max_token_len", "micro_batch_size")
+    most = min(budget.max_tokens, most_tokens(passes, lengths))
+    longest = max(lengths)
+    return max(most // 2, longest) if most > longest else None
 
 
 def _bytes_in(text: str, before: str) -> int | None:

@@ -20,13 +20,15 @@ class TokenBudget:
     Args:
         max_tokens: most packed tokens.
         rows: rows of each; the last may have fewer.
-        key: the configuration key that errors name: that of the tokens, also where rows are given.
+        key: the configuration key of the tokens, also where rows are given.
+        rows_key: the key of the rows; None: named like `key`.
         phase: purpose of the passes, for messages.
     """
 
     max_tokens: int | None = None
     rows: int | None = None
     key: str = "the key *_max_token_len_per_gpu of this role"
+    rows_key: str | None = None
     phase: str = "a pass over the model"
 
     def __post_init__(self) -> None:
@@ -38,7 +40,7 @@ class TokenBudget:
         if self.size is not None and self.size < 1:
             raise ConfigError(
                 f"A micro-batch needs room for at least one token or row, got {self.size}. Raise "
-                f"{self.key}."
+                f"{self.size_key}."
             )
 
     @property
@@ -47,8 +49,15 @@ class TokenBudget:
         return self.max_tokens if self.rows is None else self.rows
 
     @property
+    def size_key(self) -> str:
+        """Return the configuration key of `size`."""
+        if self.rows is None:
+            return self.key
+        return self.rows_key or self.key.replace("max_token_len", "micro_batch_size")
+
+    @property
     def unit(self) -> str:
-        """The unit of `size`."""
+        """Return the unit of `size`."""
         return "tokens" if self.rows is None else "rows"
 
     @property

@@ -122,6 +122,7 @@ class RewardModelWorker(EngineWorker):
         budget = TokenBudget(
             *reward_micro_batch(self.config),
             key="reward_model.forward_max_token_len_per_gpu",
+            rows_key="reward_model.micro_batch_size_per_gpu",
             phase="the reward model",
         )
 
