@@ -254,8 +254,10 @@ def test_non_finite_values_skip_the_step_and_name_the_row(budget):
     assert not engine.step().skipped
 
 
-def test_missing_column_and_long_row_are_named(engine32):
+def test_missing_rows_and_column_and_a_long_row_are_named(engine32):
     batch = make_batch(SHAPES)
+    with pytest.raises(DataError, match="rank 0 of 1 got none for a pass over the model"):
+        engine32.infer(batch.select_idxs([]), WHOLE)
     with pytest.raises(DataError, match="returns"):
         engine32.forward_backward(batch, WHOLE, smooth_loss, ["returns"])
     with pytest.raises(ConfigError, match="row 2 has 32"):

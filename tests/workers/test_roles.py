@@ -108,7 +108,9 @@ def test_an_update_moves_the_policy_and_the_rollout_follows(settings):
     batch = trajectories(actor)
     batch = batch.union(reference_of(settings).compute_ref_log_prob(batch))
     before = actor.compute_log_prob(batch).batch["old_log_probs"]
+    columns = dict(batch.batch)
     metrics = actor.update_actor(batch)
+    assert dict(batch.batch).keys() == columns.keys(), "no further column"
     assert metrics["actor/lr"] == 1e-3
     assert metrics["actor/grad_norm"] > 0
     assert metrics["actor/skipped_updates"] == 0

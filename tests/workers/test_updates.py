@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.algorithms.masked import AGGREGATION_MODES, aggregation_weights
-from verl.distributed.collectives import ALONE
+from verl.distributed.collectives import ALONE, Axis
 from verl.protocol import DataProto
-from verl.workers.updates import global_weights, mini_batches
+from verl.utils.errors import ConfigError, DataError
+from verl.workers.updates import global_weights, mini_batches, rows_of_a_rank
 
 
 def rows(count: int) -> DataProto:
@@ -49,12 +50,28 @@ def test_shuffled_epochs_differ_and_repeat_with_the_seed():
     assert orders(0) != orders(1)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_the_batch_itself_is_unchanged(shuffle):
-    batch = rows(4)
-    for piece in mini_batches(batch, 2, epochs=1, shuffle=shuffle, seed=0):
-        piece.batch["x"] += 100
-    assert batch.batch["x"].tolist() == [0, 1, 2, 3] or not shuffle
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """Return the axis of two ranks with equally many rows."""
+    monkeypatch.setattr("verl.workers.updates.max_of", lambda number, axis: number)
+    return Axis(size=2)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 4), (2, 1), (6, 3), (7, 4), (8, 4)])
+def test_a_mini_batch_is_dealt_evenly(two_ranks, asked, expected):
+    """Also where the whole batch leaves out a row that pads it."""
+    assert rows_of_a_rank(rows(4), asked, two_ranks) == expected
+
+
+@pytest.mark.parametrize(("asked", "fitting"), [(1, "fit: 2 rows"), (5, "fit: 4 or 6 rows")])
+def test_a_mini_batch_that_ranks_do_not_divide_is_an_error(two_ranks, asked, fitting):
+    with pytest.raises(ConfigError, match=f"got 2 and {asked}. Nearest that {fitting}"):
+        rows_of_a_rank(rows(4), asked, two_ranks)
+
+
+def test_an_update_without_rows_is_an_error():
+    with pytest.raises(DataError, match="got a batch without any"):
+        rows_of_a_rank(rows(0), None, ALONE)
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)

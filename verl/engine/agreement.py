@@ -47,10 +47,11 @@ def plan_of_all_ranks(
         asked: the configured budget, which ranks compare.
         current: the most that a pass may take on one rank now.
     """
-    if mesh.data.size > 1 and not len(mini_batch):
+    if not len(mini_batch):
         raise DataError(
             f"Every data-parallel rank needs rows of each mini-batch, but rank {mesh.data.rank} of "
-            f"{mesh.data.size} got none. Deal the rows evenly, or train on fewer ranks."
+            f"{mesh.data.size} got none for {asked.phase}. Deal the rows evenly, train on fewer "
+            "ranks, or leave out a batch without rows."
         )
 
     if current.max_tokens is not None:

@@ -51,16 +51,16 @@ def global_weights(response_mask: torch.Tensor, mode: str, data: Axis) -> torch.
     return aggregation_weights(mask, mode, num_sequences=sequences)
 
 
-def rows_of_a_rank(engine: TrainEngine, batch: DataProto, mini_batch_rows: int | None) -> int:
-    """Return how many of a mini-batch's rows each data-parallel rank has, dealt evenly.
+def rows_of_a_rank(batch: DataProto, mini_batch_rows: int | None, data: Axis) -> int:
+    """Return how many of a mini-batch's rows each rank along `data` has, dealt evenly.
 
     Args:
+        batch: rows of this rank.
         mini_batch_rows: rows of all ranks together; None: all that each has. A mini-batch of the
             whole batch may leave out the rows of padding.
 
     Raises ConfigError or DataError, on every rank, where mini-batches would not be the same on all.
     """
-    data = engine.mesh.data
     most = max_of(len(batch), data)
     fewest = -max_of(-len(batch), data)
     if most != fewest:
@@ -69,16 +69,19 @@ def rows_of_a_rank(engine: TrainEngine, batch: DataProto, mini_batch_rows: int |
             f"to {most}. Pad the batch with rows that have response_mask 0, or choose a "
             "train_batch_size that the ranks divide."
         )
+    if not len(batch):
+        raise DataError("An update needs rows, got a batch without any. Leave the update out.")
     # The ranks pad the batch by fewer rows than they are.
     if mini_batch_rows is None or mini_batch_rows > (len(batch) - 1) * data.size:
         return len(batch)
 
     if mini_batch_rows % data.size:
         below = mini_batch_rows // data.size * data.size
+        above = below + data.size
+        fitting = f"{below} or {above}" if below else f"{above}"
         raise ConfigError(
             "The data-parallel ranks must divide the rows of a mini-batch (ppo_mini_batch_size * "
-            f"rollout.n), got {data.size} and {mini_batch_rows}. Nearest that fit: {below} or "
-            f"{below + data.size} rows."
+            f"rollout.n), got {data.size} and {mini_batch_rows}. Nearest that fit: {fitting} rows."
         )
     return mini_batch_rows // data.size
 
@@ -116,7 +119,7 @@ def run_updates(
     collected: dict[str, list[float]] = {}
     skipped = 0
     lr = 0.0
-    rows = rows_of_a_rank(engine, batch, mini_batch_rows)
+    rows = rows_of_a_rank(batch, mini_batch_rows, engine.mesh.data)
     with engine.on_device(optimizer=True):
         order = mini_batches(batch, rows, epochs=epochs, shuffle=shuffle, seed=_seed(batch))
         total = epochs * ceil_div(len(batch), rows)
