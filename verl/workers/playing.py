@@ -21,12 +21,6 @@ from verl.utils.errors import RolloutError
 from verl.workers.stream import follow
 from verl.workers.trained import model_source
 
-_EPISODE_COLUMNS = (
-    *("episode", "episode_part", "agent_role", "num_turns"),
-    *("agent_info", "agent_reward", "turn_rewards"),
-    *("__num_turns__", "reward_scores"),
-)
-
 # Trajectories, and the counters of the engine that drew them.
 Played = tuple[list[Trajectory], dict[str, float]]
 
@@ -97,9 +91,11 @@ def lead(
         max_model_len: most tokens of a prompt and its response together.
         version: number of the weights.
     """
-    announce = partial(gather_objects, axis=sharing) if sharing.size > 1 else None
     client = agents.EngineClient(
-        steps, max_model_len=max_model_len, version=version, announce=announce
+        steps,
+        max_model_len=max_model_len,
+        version=version,
+        announce=partial(gather_objects, axis=sharing),
     )
     ended = 0
 
@@ -131,19 +127,23 @@ def episode_columns(
     trajectories: Sequence[Trajectory], with_pictures: bool = False
 ) -> dict[str, np.ndarray]:
     """Return the object columns of `RolloutWorker.play_episodes`, `with_pictures` those too."""
-    columns: dict[str, list[Any]] = {name: [] for name in _EPISODE_COLUMNS}
+    infos: list[dict[str, Any]] = []
     for each in trajectories:
-        columns["episode"].append(each.row)
-        columns["episode_part"].append(each.part)
-        columns["agent_role"].append(each.role)
-        columns["num_turns"].append(each.num_turns)
-        info = {**fields_of_plain_episode(), **each.extra, "num_turns": each.num_turns}
-        columns["agent_info"].append(info)
-        columns["agent_reward"].append(each.reward)
-        columns["turn_rewards"].append(each.turn_rewards)
+        infos.append({**fields_of_plain_episode(), **each.extra, "num_turns": each.num_turns})
+
+    num_turns = [each.num_turns for each in trajectories]
+    columns: dict[str, list[Any]] = {
+        "episode": [each.row for each in trajectories],
+        "episode_part": [each.part for each in trajectories],
+        "agent_role": [each.role for each in trajectories],
+        "num_turns": num_turns,
+        "agent_info": infos,
+        "agent_reward": [each.reward for each in trajectories],
+        "turn_rewards": [each.turn_rewards for each in trajectories],
         # The names of verl, for users' reward managers.
-        columns["__num_turns__"].append(each.num_turns)
-        columns["reward_scores"].append(info["rollout_reward_scores"])
+        "__num_turns__": num_turns,
+        "reward_scores": [info["rollout_reward_scores"] for info in infos],
+    }
     if with_pictures:
         columns["prepared_pictures"] = [each.pictures for each in trajectories]
     return {name: object_column(values) for name, values in columns.items()}

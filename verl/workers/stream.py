@@ -91,7 +91,7 @@ def advance(engine: RolloutEngine, goal: Goal, most_steps: int | None) -> list[C
     return finished
 
 
-def freeze(engine: RolloutEngine, *, keep: bool = False) -> Progressed:
+def freeze(engine: RolloutEngine, *, keep: bool) -> Progressed:
     """Take all samples out of an engine. Some may have ended since its last step.
 
     `keep` holds their keys and values, see `EmbeddedEngine.freeze`.
@@ -129,21 +129,28 @@ class EpisodeStream:
         self._vocabulary = vocabulary
         self._steps: agents.EngineSteps | None = None
         self._live: agents.LiveEpisodes | None = None  # on the rank that plays them
-        self.is_frozen = True
+        self._is_frozen = True
 
     def start(self, orders: EpisodeOrders) -> None:
         """Begin episodes, next to those at work, which go on."""
-        if self.is_frozen:
+        if self._is_frozen:
             self._engine.forget_prefixes()
             self._engine.reserve(Room(sequences=orders.num_at_work, tokens=self._longest))
-            self.is_frozen = False
+            self._is_frozen = False
+
         if self._steps is None:
             # Each turn has the step of its own episode.
             self._steps = agents.EngineSteps(
                 self._engine, orders.params, orders.seed, step=0, vocabulary=self._vocabulary
             )
             if self._sharing.rank == 0:
-                self._live = self._begin(self._steps)
+                self._live = agents.LiveEpisodes(
+                    self._runner,
+                    self._steps,
+                    max_model_len=self._longest,
+                    announce=partial(gather_objects, axis=self._sharing),
+                )
+
         if self._live is not None:
             self._live.start(episodes_to_begin(orders), orders.version)
 
@@ -157,7 +164,7 @@ class EpisodeStream:
 
     def freeze(self, *, keep: bool) -> list[tuple[int, list[Trajectory]]]:
         """Take all turns out of the engine; see `freeze`. The agents keep their tokens."""
-        self.is_frozen = True
+        self._is_frozen = True
         take_out = partial(freeze, self._engine, keep=keep)
         if self._live is not None:
             return self._live.freeze(take_out)
@@ -174,14 +181,6 @@ class EpisodeStream:
         """End all episodes."""
         if self._live is not None:
             self._live.close()
-
-    def _begin(self, steps: "agents.EngineSteps") -> "agents.LiveEpisodes":
-        announce = None
-        if self._sharing.size > 1:
-            announce = partial(gather_objects, axis=self._sharing)
-        return agents.LiveEpisodes(
-            self._runner, steps, max_model_len=self._longest, announce=announce
-        )
 
 
 def episodes_to_begin(orders: EpisodeOrders) -> list["agents.Episode"]:
