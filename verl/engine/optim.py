@@ -130,18 +130,17 @@ def restore_moments(
     """
     from_saved = getattr(optimizer, "moment_from_saved", _moment_from_saved)
     parameters = dict(named_parameters)
-    kinds: dict[int, set[str]] = {}
-    for part in _parts(optimizer):
-        kinds |= dict.fromkeys(map(id, _parameters(part)), _keys(part))
+    names = _moment_names(optimizer)
 
     optimizer.state.clear()
     for name, moments in saved.items():
         parameter = parameters.get(name)
-        if parameter is None or set(moments) != kinds.get(id(parameter)):
-            is_trained = id(parameter) in kinds
-            fact = "does not keep" if is_trained else "does not train"
+        expected = None if parameter is None else names.get(parameter)
+        if parameter is None or expected != set(moments):
+            fact = "does not keep"
             keys = "optim.optimizer"
-            if not is_trained:
+            if expected is None:
+                fact = "does not train"
                 keys = "optim.optimizer, freeze_vision_tower and lora_rank"
             raise CheckpointError(
                 f"The checkpoint has moments {sorted(moments)} of '{name}', which this run {fact}. "
@@ -166,18 +165,14 @@ def _moment_from_saved(key: str, saved: Any, parameter: Tensor) -> Tensor:
     return shard_like(saved, parameter.detach())
 
 
-def _parts(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    return optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    parameters: list[nn.Parameter] = []
-    for group in optimizer.param_groups:
-        parameters += group["params"]
-    return parameters
-
-
-def _keys(optimizer: torch.optim.Optimizer) -> set[str]:
-    if isinstance(optimizer, torch.optim.Muon):
-        return {"momentum_buffer"}
-    return {"step", "exp_avg", "exp_avg_sq"}
+def _moment_names(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, set[str]]:
+    """Return the names of the moments that the optimizer keeps for each of its parameters."""
+    parts = optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,)
+    names: dict[nn.Parameter, set[str]] = {}
+    for part in parts:
+        kept = {"step", "exp_avg", "exp_avg_sq"}
+        if isinstance(part, torch.optim.Muon):
+            kept = {"momentum_buffer"}
+        for group in part.param_groups:
+            names |= dict.fromkeys(group["params"], kept)
+    return names
