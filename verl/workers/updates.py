@@ -128,23 +128,7 @@ def run_updates(
             mini_batch = mini_batch.select()  # the caller's batch gets no further column
             mask = mini_batch.batch["response_mask"]
             mini_batch.batch["weights"] = global_weights(mask, loss_agg_mode, engine.mesh.data)
-            infer = partial(engine.infer, mini_batch, budget, **forward_arguments)
-            objective.begin(mini_batch, infer, engine.mesh.data)
-
-            # A column of a user's own may have one value for each row, which no token reads.
-            of_tokens = {
-                name for name, column in mini_batch.batch.items() if column.shape[:2] == mask.shape
-            }
-            columns = objective.columns(of_tokens)
-            metrics = engine.forward_backward(
-                mini_batch,
-                budget,
-                objective,
-                columns,
-                on_restart=objective.restart,
-                **forward_arguments,
-            )
-            objective.end()
+            metrics = _forward_backward(engine, mini_batch, objective, budget, forward_arguments)
 
             result = engine.step()
             lr = result.lr
@@ -158,6 +142,32 @@ def run_updates(
     engine.step_schedule()
     means = {key: sum(values) / len(values) for key, values in collected.items()}
     return {**means, f"{name}/lr": lr, f"{name}/skipped_updates": float(skipped)}
+
+
+def _forward_backward(
+    engine: TrainEngine,
+    mini_batch: DataProto,
+    objective: Objective,
+    budget: TokenBudget,
+    forward_arguments: dict[str, Any],
+) -> dict[str, float]:
+    """Compute the gradients of a mini-batch with `weights`; return the metrics of its loss."""
+    infer = partial(engine.infer, mini_batch, budget, **forward_arguments)
+    objective.begin(mini_batch, infer, engine.mesh.data)
+
+    # A column of a user's own may have one value for each row, which no token reads.
+    shape = mini_batch.batch["response_mask"].shape
+    of_tokens = {name for name, column in mini_batch.batch.items() if column.shape[:2] == shape}
+    metrics = engine.forward_backward(
+        mini_batch,
+        budget,
+        objective,
+        objective.columns(of_tokens),
+        on_restart=objective.restart,
+        **forward_arguments,
+    )
+    objective.end()
+    return metrics
 
 
 def _warn_of_skipped_step(engine: TrainEngine, name: str, offenders: list[str]) -> None:
