@@ -470,7 +470,7 @@ class TrainEngine:
         groups = [rows for rows in pending.plan if rows]
         with self._passes():
             rows = find_offenders_in_turns(groups, is_finite, self.mesh)
-        return names_on_all_ranks(rows, pending.mini_batch.describe, self.mesh)
+        return names_on_all_ranks(rows, pending.mini_batch.uids, self.mesh.data)
 
     def _bytes_to_come(self) -> int:
         """Return the bytes of moments that first optimizer steps in this process will make."""

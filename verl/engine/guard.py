@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from verl.distributed.collectives import gather_objects, sum_of
+import numpy as np
+
+from verl.distributed.collectives import ALONE, Axis, gather_objects, sum_of
 from verl.distributed.mesh import Mesh
 
 MOST_OFFENDERS = 8  # that are looked for on a rank
@@ -62,14 +64,18 @@ def find_offenders_in_turns(
     return found
 
 
-def names_on_all_ranks(
-    rows: Sequence[int], describe: Callable[[int], str], mesh: Mesh
-) -> list[str]:
-    """Return the names of the rows of all ranks. Every rank must call it."""
-    place = f" of data-parallel rank {mesh.data.rank}" if mesh.data.size > 1 else ""
-    mine = [describe(row) + place for row in rows]
+def row_name(row: int, uids: np.ndarray | None, data: Axis = ALONE) -> str:
+    """Return the name of a row in messages, with its rank where it is not alone along `data`."""
+    uid = "" if uids is None else f" (uid {uids[row]})"
+    place = "" if data.size == 1 else f" of data-parallel rank {data.rank}"
+    return f"row {row}{uid}{place}"
+
+
+def names_on_all_ranks(rows: Sequence[int], uids: np.ndarray | None, data: Axis) -> list[str]:
+    """Return the names of the rows of all ranks along `data`. Every rank must call it."""
+    mine = [row_name(row, uids, data) for row in rows]
 
     names: list[str] = []
-    for found in gather_objects(mine, mesh.data):
+    for found in gather_objects(mine, data):
         names += found
     return names

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.columns import COLUMNS
 from verl.distributed.collectives import ALONE, Axis
+from verl.engine.guard import row_name
 from verl.engine.microbatch import SharedPrompts, tokens_of
 from verl.models.packed import PackedBatch
 from verl.models.pictures import num_in_prompt, pictures_of, row_picture_tokens
@@ -152,7 +153,8 @@ class MiniBatch:
         for row, own in enumerate(self.pictures):
             if own and self.lengths[row]:
                 ids = self.input_ids[row][self.attention_mask[row].bool()]
-                row_picture_tokens(ids, self.prompt_lengths[row], own, self.describe(row))
+                name = row_name(row, self.uids)
+                row_picture_tokens(ids, self.prompt_lengths[row], own, name)
 
     def _find_shared_prompts(self) -> SharedPrompts | None:
         """Find rows with equal prompts, token for token, where sharing saves enough; else None."""
@@ -176,7 +178,3 @@ class MiniBatch:
         if number == unshared:
             return None
         return SharedPrompts(number, self.prompt_lengths)
-
-    def describe(self, row: int) -> str:
-        """Return the name of a row in messages."""
-        return f"row {row}" if self.uids is None else f"row {row} (uid {self.uids[row]})"

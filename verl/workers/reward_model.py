@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from verl.config import RewardModelConfig, reward_micro_batch
 from verl.engine.base import TrainEngine
+from verl.engine.guard import row_name
 from verl.engine.microbatch import TokenBudget
 from verl.engine.options import EngineOptions
 from verl.models.load import load_tokenizer
@@ -72,7 +74,8 @@ class RewardModelWorker(EngineWorker):
         """
         responses = batch.batch["responses"]
         lengths = batch.batch["attention_mask"][:, -responses.shape[1] :].sum(-1)
-        describe = self._names(batch)
+        uids = batch.non_tensor_batch.get("uid")
+        describe = partial(row_name, uids=uids, data=self.engine.mesh.data)
         if bool((lengths == 0).any()):
             raise RewardError(
                 f"The response of {describe(int(lengths.argmin()))} has no token to be scored at."
@@ -132,13 +135,3 @@ class RewardModelWorker(EngineWorker):
             scores, lambda row: f"{describe(row)}, which ends {decode(sequences[row][-40:])!r},"
         )
         return scores
-
-    def _names(self, batch: DataProto) -> Describe:
-        uids = batch.non_tensor_batch.get("uid")
-        place = f" of data-parallel rank {self.data_rank}" if self.data_size > 1 else ""
-
-        def describe(row: int) -> str:
-            uid = "" if uids is None else f" (uid {uids[row]})"
-            return f"row {row}{uid}{place}"
-
-        return describe
