@@ -271,6 +271,9 @@ def test_texts_alone_are_turns_of_the_assistant(folder: Path) -> None:
         ),
         (["a", "b"], ["q"], DataError, "one prompt a response, got 1 and 2"),
         (["a"], [[5, 6]], DataError, "Prompt 0 is given in token ids and response 0 as a text"),
+        ([[5], [6]], [None, torch.tensor([7, 8])], RewardError, "Prompt 0 is missing"),
+        ([[5], [6]], [chats()[0], [7, 8]], RewardError, "Prompt 0 must be a text or token ids"),
+        ([[5], [6]], torch.tensor([7, 8]), RewardError, "Prompt 0 must be a text or token ids"),
         (["a"], [{"role": "user"}], DataError, "prompt of response 0 must be a list of messages"),
     ],
 )

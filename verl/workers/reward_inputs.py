@@ -39,14 +39,16 @@ class RewardReader:
 
     def fit(self, sequences: Sequence[Sequence[int]], describe: Describe) -> list[list[int]]:
         """Cut rows to `max_length`, and log it. Raises RewardError where none may be cut."""
-        rows = list(map(list, sequences))
+        rows = [list(ids) for ids in sequences]
         limit = self.max_length
         if limit is None:
             return rows
-
         too_long = [row for row, ids in enumerate(rows) if len(ids) > limit]
-        if too_long and self.truncation in ("error", None):
-            longest = max(map(len, rows))
+        if not too_long:
+            return rows
+
+        if self.truncation is None or self.truncation == "error":
+            longest = max(len(ids) for ids in rows)
             cut = ""
             if self.truncation:
                 cut = ", or set reward_model.truncation=left or right to have inputs cut"
@@ -57,14 +59,12 @@ class RewardReader:
                 f"the positions, shorten data.max_prompt_length or data.max_response_length{cut}."
             )
 
-        if too_long:
-            say_once(
-                f"Inputs of more than {limit} tokens are cut for the reward model, as "
-                f"reward_model.truncation={self.truncation} asks.",
-                logging.WARNING,
-            )
+        say_once(
+            f"Inputs of more than {limit} tokens are cut for the reward model, as "
+            f"reward_model.truncation={self.truncation} asks.",
+            logging.WARNING,
+        )
         for row in too_long:
-            assert self.truncation is not None
             rows[row] = truncate(rows[row], limit, self.truncation)
         return rows
 
@@ -128,7 +128,7 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
         )
     reader = RewardReader(model.tokenizer, model.max_length)
     before: Any = [None] * len(answers) if prompts is None else prompts
-    if isinstance(before, Tensor) or _is_ids(before[0]):
+    if any(_is_ids(prompt) for prompt in before):
         before = _texts_or_ids(before, "prompt", model.tokenizer)
 
     conversations: dict[int, Messages] = {}
@@ -195,38 +195,43 @@ def _is_ids(value: Any) -> bool:
 
 def _texts_or_ids(values: Any, kind: str, tokenizer: Any) -> list[str | list[int]]:
     """Check texts and token ids; give texts as they are, token ids as lists."""
+    if isinstance(values, Tensor) and values.ndim == 2:
+        values = [_without_padding(row.tolist(), tokenizer.pad_token_id) for row in values]
+
     checked: list[str | list[int]] = []
     for number, value in enumerate(values):
         name = f"{kind} {number}".capitalize()
-        ids = value
         if isinstance(value, Tensor):
-            ids = value.tolist()
-        if ids is None:
+            value = value.tolist()
+        if value is None:
             raise RewardError(f"{name} is missing.")
-        if isinstance(ids, (str, list, tuple)) and not ids:
+        if isinstance(value, (str, list, tuple)) and not value:
             raise RewardError(f"{name} is empty.")
-        if isinstance(ids, str):
-            checked.append(ids)
-            continue
-
-        is_list = isinstance(ids, (list, tuple))
-        if not is_list or not all(isinstance(token, int) for token in ids):
-            raise RewardError(f"{name} must be a text or token ids (T,), got {value!r:.80}.")
-
-        if isinstance(values, Tensor):  # rows that were padded to one length
-            real = [place for place, token in enumerate(ids) if token != tokenizer.pad_token_id]
-            ids = ids[real[0] : real[-1] + 1] if real else []
-        if not ids:
-            raise RewardError(f"{name} is empty.")
-
-        lowest = min(ids)
-        highest = max(ids)
-        if lowest < 0 or highest >= len(tokenizer):
-            raise RewardError(
-                f"{name} has the token ids {lowest} to {highest}, but the reward model's "
-                f"tokenizer has {len(tokenizer)}: they are of another tokenizer. Decode them, and "
-                "give texts."
-            )
-        checked.append(list(ids))
-
+        if isinstance(value, str):
+            checked.append(value)
+        else:
+            checked.append(_checked_ids(value, name, len(tokenizer)))
     return checked
+
+
+def _without_padding(ids: list[int], pad_token_id: int) -> list[int]:
+    """Cut pad tokens from both ends of a row."""
+    real = [place for place, token in enumerate(ids) if token != pad_token_id]
+    return ids[real[0] : real[-1] + 1] if real else []
+
+
+def _checked_ids(value: Any, name: str, vocabulary: int) -> list[int]:
+    """Return token ids as a list. Raises RewardError unless the tokenizer has all of them."""
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or not all(isinstance(token, int) for token in value):
+        raise RewardError(f"{name} must be a text or token ids (T,), got {value!r:.80}.")
+
+    lowest = min(value)
+    highest = max(value)
+    if lowest < 0 or highest >= vocabulary:
+        raise RewardError(
+            f"{name} has the token ids {lowest} to {highest}, but the reward model's "
+            f"tokenizer has {vocabulary}: they are of another tokenizer. Decode them, and "
+            "give texts."
+        )
+    return list(value)
