@@ -34,15 +34,15 @@ class SFTWorker(TrainedWorker):
         device: torch.device,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self.actor = actor = config.actor
+        self.config = config
         self.tokenizer = tokenizer
-        self.checkpoint = actor.checkpoint
+        self.checkpoint = config.actor.checkpoint
         self.objective = LanguageModelObjective()
 
         model = self.load_policy(config, device, max_length=max_length)
         self.engine = TrainEngine(
             PackedCausalLM(model, attention_kernel=config.model.attention_kernel),
-            EngineOptions.of(actor, device, policy=config),
+            EngineOptions.of(config.actor, device, policy=config),
             total_steps=total_steps,
         )
 
@@ -72,5 +72,5 @@ class SFTWorker(TrainedWorker):
 
     def _budget(self, phase: str) -> TokenBudget:
         return TokenBudget(
-            *update_micro_batch(self.actor), key="data.max_token_len_per_gpu", phase=phase
+            *update_micro_batch(self.config.actor), key="data.max_token_len_per_gpu", phase=phase
         )
