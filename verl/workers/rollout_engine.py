@@ -38,7 +38,7 @@ from verl.weight_sync import (
 from verl.workers.actor import ActorWorker
 from verl.workers.counters import combine_counters
 from verl.workers.served import server_sender
-from verl.workers.trained import model_source
+from verl.workers.trained import model_source, parameter_dtype
 
 
 class RolloutEngineWorker(Worker):
@@ -198,13 +198,11 @@ class RolloutEngineWorker(Worker):
             use_store(self.engine.twin.module, self.actor.features)
 
     def _load(self, weights: bool) -> Any:
+        config = self.config.model
         rollout = self.config.rollout
-        dtype = rollout.dtype or self.config.model.dtype
-        if dtype is None:
-            dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         model = load_causal_lm(
-            **model_source(self.config.model),
-            dtype=dtype,
+            **model_source(config),
+            dtype=rollout.dtype or parameter_dtype(config, self.device, is_trained=False),
             max_length=rollout.longest_sequence,
             weights=weights,
         )
