@@ -103,11 +103,6 @@ def test_the_reverse_is_the_inverse(order):
     assert [order[i] for i in reverse] == [reverse[i] for i in order] == list(range(len(order)))
 
 
-@given(integers(0, 10**20), integers(1, 10**6))
-def test_ceil_div(a, b):
-    assert (ceil_div(a, b) - 1) * b < a <= ceil_div(a, b) * b
-
-
 def test_too_long_row_is_named():
     with pytest.raises(
         ConfigError, match="at most 20 tokens, but row 1 has 30. Raise max_token_len to at least 30"

@@ -45,12 +45,8 @@ def rearrange_micro_batches(
         ConfigError: a row is longer than `max_token_len`.
         DataError: there are fewer rows than micro-batches must be.
     """
-    lengths: list[int] = batch["attention_mask"].sum(-1).tolist()
-    plan = plan_micro_batches(lengths, TokenBudget(max_tokens=max_token_len, key="max_token_len"))
-    if use_dynamic_bsz_balance:
-        plan = _differenced(lengths, max_token_len, below=len(plan)) or plan
-    else:
-        plan = _in_order(lengths, max_token_len)
+    lengths = _lengths_of(batch)
+    plan = _plan(lengths, max_token_len, even=use_dynamic_bsz_balance)
 
     count = max(len(plan), min_num_micro_batch or 0)
     if dp_group is not None and same_micro_num_in_dp:
@@ -62,8 +58,8 @@ def rearrange_micro_batches(
 
 
 def prepare_dynamic_batch(data: DataProto, max_token_len: int) -> tuple[list[DataProto], Plan]:
-    """Call `rearrange_micro_batches`; parts keep their object columns and meta_info."""
-    _, plan = rearrange_micro_batches(data.batch, max_token_len)
+    """Cut as `rearrange_micro_batches` does; parts keep their object columns and meta_info."""
+    plan = _plan(_lengths_of(data.batch), max_token_len, even=True)
     return [data.select_idxs(rows) for rows in plan], plan
 
 
@@ -72,6 +68,18 @@ def restore_dynamic_batch(
 ) -> Shaped[Tensor, "B ..."]:
     """Put the joined answers of micro-batches into the order of the rows before."""
     return data[get_reverse_idx(list(itertools.chain(*batch_idx_list)))]
+
+
+def _lengths_of(batch: TensorDict) -> list[int]:
+    return batch["attention_mask"].sum(-1).tolist()
+
+
+def _plan(lengths: Sequence[int], max_tokens: int, *, even: bool) -> Plan:
+    """Return the rows of each micro-batch. Raises ConfigError for a row that is too long."""
+    plan = plan_micro_batches(lengths, TokenBudget(max_tokens=max_tokens, key="max_token_len"))
+    if not even:
+        return _in_order(lengths, max_tokens)
+    return _differenced(lengths, max_tokens, below=len(plan)) or plan
 
 
 def _differenced(lengths: Sequence[int], max_tokens: int, below: int) -> Plan | None:
