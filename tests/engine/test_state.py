@@ -208,6 +208,7 @@ def test_missing_parts_are_named(tmp_path: Path):
     [
         *("[]", "null", "{}", "[" * 10**5, "9" * 5000, '{"has_optimizer": 1}'),
         '{"has_optimizer": true, "schedule_position": "3"}',
+        '{"has_optimizer": true, "schedule_position": true}',
         '{"has_optimizer": true, "lowered_budgets": []}',
         '{"has_optimizer": true, "token_budgets": {"update": null}}',
     ],

@@ -1,7 +1,7 @@
 """Write an engine's state and read it back: weights or adapters, moments, schedule position."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +139,12 @@ def _read_progress(file: Path) -> dict[str, Any]:
     try:
         progress = parse_object(file.read_bytes())
         for name, expected in _PROGRESS_TYPES.items():
-            value = progress.get(name, expected() if name != "has_optimizer" else None)
-            entries = value.values() if isinstance(value, dict) else ()
-            if not isinstance(value, expected) or not all(type(size) is int for size in entries):
+            if name not in progress and name != "has_optimizer":
+                continue
+
+            value = progress.get(name)
+            sizes = value.values() if isinstance(value, dict) else ()
+            if type(value) is not expected or not all(type(size) is int for size in sizes):
                 raise ValueError(f"{name} is {value!r:.50}")
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -184,7 +187,7 @@ def _save_merged(folder: Path, hf_model: Any, *, writes: bool) -> None:
     body = "body." if isinstance(hf_model, CriticModel) else ""
     head: dict[str, Tensor] = {}
 
-    def tensors() -> Any:
+    def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor, whole in merged_state(hf_model):
             if id(tensor) in seen:
                 continue
