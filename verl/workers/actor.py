@@ -195,17 +195,27 @@ class ActorWorker(TrainedWorker):
         if self.features is not None:
             self.features.begin_round()
 
-        lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        flops = actor.ppo_epochs * self.flops.train(lengths)
-        # The average rank's; those along the sequence axis share the work on their rows.
-        total = all_reduce_sum(torch.tensor(flops), self.engine.mesh.data).item()
-        flops = total / self.engine.mesh.world.size
-
-        share = model_flops_utilization(flops, time.perf_counter() - started, self.engine.device)
-        if share is not None:
-            metrics["perf/mfu/actor"] = share
+        metrics |= self._utilization(batch, started)
         metrics |= self.peak_memory()
         return {**metrics, **self.objective.take_mismatch(self.engine.mesh.data)}
+
+    def _utilization(self, batch: DataProto, started: float) -> dict[str, float]:
+        """Return the model FLOPs utilization of an update, where the device's peak is known.
+
+        Every rank must call it at the end of the update.
+
+        Args:
+            started: `time.perf_counter` at its beginning.
+        """
+        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        flops = torch.tensor(self.config.actor.ppo_epochs * self.flops.train(lengths))
+        # The average rank's; those along the sequence axis share the work on their rows.
+        total = all_reduce_sum(flops, self.engine.mesh.data).item()
+        average = total / self.engine.mesh.world.size
+
+        seconds = time.perf_counter() - started
+        share = model_flops_utilization(average, seconds, self.engine.device)
+        return {} if share is None else {"perf/mfu/actor": share}
 
     def peak_memory(self) -> dict[str, float]:
         """Return the largest peak of all ranks since the last update, see `memory_metrics`."""
