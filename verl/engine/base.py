@@ -180,13 +180,14 @@ class TrainEngine:
     ) -> dict[str, Tensor]:
         """Compute the outputs of the module for every response token.
 
-        `columns` names those of the batch that the module reads in addition to its tokens.
-
-        They are (B, R) fp32 on the host, zero where no token is; vectors are (B, R, H) in their own
-        dtype.
+        Outputs are (B, R) fp32 on the host, zero where no token is; vectors are (B, R, H) in their
+        own dtype.
 
         no_grad rather than inference_mode: rollout engines alias these weights, and inference
         tensors would leak.
+
+        Args:
+            columns: those of the batch that the module reads in addition to its tokens.
         """
         self.module.train()
         mini_batch = self._mini_batch(batch, columns)

@@ -130,7 +130,7 @@ class MiniBatch:
         return result
 
     def _pack_tokens(self, rows: Sequence[int], chosen: Tensor) -> PackedBatch:
-        """Pack the tokens of `rows`, which `chosen` holds as a tensor, with what they share."""
+        """Pack the tokens of `rows` (`chosen` as a tensor), their pictures and shared prompts."""
         if not rows:
             return PackedBatch.from_sequences([[0]])
 

@@ -34,8 +34,8 @@ class LossProbe:
 
         self._tries_left -= 1
         chosen = torch.isin(inputs.sequence, inputs.sequence.unique()[::2])
-        given = {name: of for name, of in inputs._asdict().items() if of is not None}
-        part = {name: of[chosen] for name, of in given.items()}
+        given = {name: value for name, value in inputs._asdict().items() if value is not None}
+        part = {name: value[chosen] for name, value in given.items()}
         part_columns = {name: column[chosen] for name, column in columns.items()}
 
         among_others = _gradient(loss, inputs, columns)[chosen]

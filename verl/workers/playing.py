@@ -85,7 +85,7 @@ def lead(
     Reports (sample id, None) of every episode when it has ended.
 
     Args:
-        runner: of this rank's agents.
+        runner: plays the episodes of this rank.
         steps: the calls on the engine.
         sharing: the ranks that share the engine.
         max_model_len: most tokens of a prompt and its response together.
@@ -126,7 +126,11 @@ def follow_to_the_end(steps: "agents.EngineSteps", sharing: Axis) -> Played:
 def episode_columns(
     trajectories: Sequence[Trajectory], with_pictures: bool = False
 ) -> dict[str, np.ndarray]:
-    """Return the object columns of `RolloutWorker.play_episodes`, `with_pictures` those too."""
+    """Return the object columns of `RolloutWorker.play_episodes`.
+
+    Args:
+        with_pictures: also return `prepared_pictures`.
+    """
     infos: list[dict[str, Any]] = []
     for each in trajectories:
         infos.append({**fields_of_plain_episode(), **each.extra, "num_turns": each.num_turns})

@@ -110,12 +110,12 @@ class RolloutEngineWorker(Worker):
 
     @property
     def data_rank(self) -> int:
-        """Return `Worker.data_rank`: ranks that share an engine (tensor parallel) have the same."""
+        """Return the number of the engine; ranks that share it (tensor parallel) have the same."""
         return self.rollout_mesh.data.rank
 
     @property
     def data_size(self) -> int:
-        """Return `Worker.data_size`."""
+        """Return the number of engines."""
         return self.rollout_mesh.data.size
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -107,7 +107,7 @@ class EpisodeStream:
     """Episodes on one engine. Ranks that share it make the engine's calls as the first one does.
 
     Args:
-        runner: of this rank's agents.
+        runner: plays the episodes of this rank.
         engine: with weights.
         sharing: the ranks that share the engine.
         longest: most tokens of a prompt and its response together.

@@ -31,12 +31,12 @@ class EngineWorker(Worker):
 
     @property
     def data_rank(self) -> int:
-        """Return `Worker.data_rank`."""
+        """Return the engine's place along the data axis; see `Worker.data_rank`."""
         return self.engine.mesh.data.rank
 
     @property
     def data_size(self) -> int:
-        """Return `Worker.data_size`."""
+        """Return the size of the engine's data axis."""
         return self.engine.mesh.data.size
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
