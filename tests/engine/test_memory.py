@@ -30,6 +30,7 @@ CPU = torch.device("cpu")
 SHAPES = [(5, 9), (1, 3), (12, 20), (7, 1), (3, 14), (6, 6), (9, 2), (4, 4)]
 KEY = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 TOKENS = TokenBudget(max_tokens=16384, key=KEY, phase="the actor's update")
+FROZEN = EngineOptions(device=CPU)
 ON_CUDA = (
     "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.81 GiB of "
     "which 512.00 MiB is free. Including non-PyTorch memory, this process has 139.30 GiB memory in "
@@ -230,7 +231,7 @@ def test_resumed_run_keeps_the_lower_budget(tmp_path):
 
 
 def test_several_ranks_stop_and_name_the_rank():
-    guard = PassGuard(CPU, Axis(size=4, rank=2), ["key=value"])
+    guard = PassGuard(CPU, Axis(size=4, rank=2), FROZEN)
     attempts = []
 
     def attempt(plan):
@@ -238,7 +239,7 @@ def test_several_ranks_stop_and_name_the_rank():
         raise torch.OutOfMemoryError(ON_CUDA)
 
     for plan, way_out in (
-        ([[0, 1], [2], []], f"Lower {KEY} to 20, or set key=value"),
+        ([[0, 1], [2], []], f"Lower {KEY} to 20, or set fsdp_config.param_offload=True"),
         ([[0], [1]], "A single row"),
     ):
         with pytest.raises(OutOfMemoryError, match=f"on rank 2 of 4: 1.50 GiB asked.*{way_out}"):
@@ -253,7 +254,7 @@ def test_several_ranks_stop_and_name_the_rank():
 
 
 def test_lowered_budget_reaches_the_next_start():
-    guard = PassGuard(CPU, Axis(size=4, rank=2), [])
+    guard = PassGuard(CPU, Axis(size=4, rank=2), FROZEN)
 
     def attempt(plan):
         raise torch.OutOfMemoryError(ON_CUDA)
@@ -264,7 +265,7 @@ def test_lowered_budget_reaches_the_next_start():
     lowered = pickle.loads(pickle.dumps(found.value)).lowered
     assert lowered == {KEY: 20}
     sizes = []
-    again = PassGuard(CPU, Axis(size=4, rank=2), [])
+    again = PassGuard(CPU, Axis(size=4, rank=2), FROZEN)
     again.lower(lowered)
     again.lower({KEY: 40})
     again.run(
@@ -304,7 +305,7 @@ def test_memory_errors_are_recognized(error: BaseException, asked: int | None):
     ("shortage", "is_advised"), [(torch.OutOfMemoryError(ON_CUDA), True), (MemoryError(), False)]
 )
 def test_off_loading_is_no_way_out_of_a_full_host(shortage: BaseException, is_advised: bool):
-    guard = PassGuard(CPU, Axis(), ["fsdp_config.param_offload=True"])
+    guard = PassGuard(CPU, Axis(), FROZEN)
     with pytest.raises(OutOfMemoryError) as caught, guard.reports("the optimizer's step"):
         raise shortage
     assert ("param_offload=True" in str(caught.value)) == is_advised
@@ -320,15 +321,27 @@ def test_other_errors_are_not_memory_errors():
 
 
 def test_hints_name_unset_keys():
+    on_gpu = shortage_of(torch.OutOfMemoryError(ON_CUDA), CPU)
+    on_host = shortage_of(MemoryError(), CPU)
+    assert on_gpu is not None
+    assert on_host is not None
+
     plain = EngineOptions(device=CPU, optim=OptimConfig())
     full = replace(
         plain,
         fsdp_config=FSDPConfig(param_offload=True, optimizer_offload=True),
         enable_gradient_checkpointing=True,
     )
-    assert len(memory_hints(full)) == 1
-    assert len(memory_hints(plain)) == 4
-    assert len(memory_hints(replace(plain, optim=None))) == 2, "there is no backward pass"
+    assert len(memory_hints(full, on_gpu)) == 1
+    assert len(memory_hints(plain, on_gpu)) == 4
+    assert len(memory_hints(FROZEN, on_gpu)) == 2, "there is no backward pass"
+    by_fsdp = replace(plain, fsdp_config=FSDPConfig(offload_policy=True))
+    assert len(memory_hints(by_fsdp, on_gpu)) == 2, "off-loading is on"
+
+    lesser = "less off-loading, which takes host memory"
+    for options in (full, by_fsdp, replace(plain, enable_activation_offload=True)):
+        assert lesser in memory_hints(options, on_host)
+    assert lesser not in memory_hints(plain, on_host), "nothing is off-loaded"
 
 
 def test_real_host_memory_limit(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from verl.engine.apply import apply_to_module
 from verl.engine.engine_setup import EngineSetup
 from verl.engine.footprint import EngineFootprint
 from verl.engine.guard import find_offenders_in_turns, names_on_all_ranks
-from verl.engine.memory import Result, memory_hints
+from verl.engine.memory import Result
 from verl.engine.microbatch import Plan, TokenBudget
 from verl.engine.model_shape import ModelShape
 from verl.engine.optim import build_optimizer, moment_tensors
@@ -112,7 +112,7 @@ class TrainEngine:
         self._is_adapted = bool(adapted_layers(self.hf_model))
         # Listing them takes a third of a hand-over.
         self._named_parameters = list(plain_parameters(self.hf_model))
-        self.sizes = PassSizes(self.mesh, memory_hints(options), self._bytes_to_come)
+        self.sizes = PassSizes(self.mesh, options, self._bytes_to_come)
         _engines.add(self)
 
         # A plain module lies on the host anyway, and rollout engines may alias its weights.

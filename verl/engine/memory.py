@@ -88,15 +88,16 @@ class PassGuard:
     """Run the passes of one engine, with budgets that shortages lower for the rest of the run.
 
     Args:
+        device: of this rank.
         world: all ranks; only one that is alone can restart.
-        hints: further keys that save memory, as `key=value`.
+        options: of the engine; messages name those that would save memory.
     """
 
-    def __init__(self, device: torch.device, world: Axis, hints: Sequence[str]) -> None:
+    def __init__(self, device: torch.device, world: Axis, options: EngineOptions) -> None:
         self.device = device
         self.can_restart = world.size == 1
         self.rank = rank_title(world.rank, world.size)
-        self.hints = hints
+        self.options = options
         self.lowered: dict[str, int] = {}  # `TokenBudget.size_key` -> tokens or rows
 
     def lower(self, sizes: Mapping[str, int]) -> None:
@@ -108,7 +109,7 @@ class PassGuard:
         """Turn a shortage within work that cannot be made smaller into an OutOfMemoryError."""
 
         def way_out(shortage: Shortage) -> str:
-            return f"Set {'; '.join(self._ways(shortage))}."
+            return f"Set {'; '.join(memory_hints(self.options, shortage))}."
 
         return reports_out_of_memory(phase, self.device, way_out, rank=self.rank)
 
@@ -180,7 +181,7 @@ class PassGuard:
         lengths: Sequence[int],
         smaller: int | None,
     ) -> str:
-        ways = self._ways(shortage)
+        hints = memory_hints(self.options, shortage)
         if smaller is not None:
             advice = f"Lower {budget.size_key} to {smaller}"
         else:
@@ -190,30 +191,32 @@ class PassGuard:
             )
         return (
             f"{_headline(shortage, budget.phase, self.rank)} The largest pass has "
-            f"{most_tokens(passes, lengths)} tokens. {advice}, or set {'; '.join(ways)}."
+            f"{most_tokens(passes, lengths)} tokens. {advice}, or set {'; '.join(hints)}."
         )
 
-    def _ways(self, shortage: Shortage) -> list[str]:
-        """Return the hints that help against `shortage`: off-loading takes memory of the host."""
-        if shortage.on_device:
-            return list(self.hints)
-        ways = [hint for hint in self.hints if "offload" not in hint]
-        return [*ways, "less off-loading, which takes host memory"]
 
+def memory_hints(options: EngineOptions, shortage: Shortage) -> list[str]:
+    """Return the settings that help against `shortage`, other than the size of passes.
 
-def memory_hints(options: EngineOptions) -> list[str]:
-    """Return the keys that save memory and are not set, other than the size of passes."""
+    Off-loading helps a GPU, where it is not on yet, and takes memory of the host.
+    """
+    fsdp = options.fsdp_config
     hints = []
     if options.learns and not options.enable_gradient_checkpointing:
         hints.append("model.enable_gradient_checkpointing=True")
-    if not options.fsdp_config.param_offload:
-        hints.append("fsdp_config.param_offload=True")
-    if options.learns and not options.fsdp_config.optimizer_offload:
-        hints.append("fsdp_config.optimizer_offload=True")
-    return [
-        *hints,
-        "a lower actor_rollout_ref.rollout.gpu_memory_utilization, with free_cache_engine=True",
-    ]
+
+    if shortage.on_device and not fsdp.offload_policy:
+        if not fsdp.param_offload:
+            hints.append("fsdp_config.param_offload=True")
+        if options.learns and not fsdp.optimizer_offload:
+            hints.append("fsdp_config.optimizer_offload=True")
+
+    off_loads = fsdp.param_offload or fsdp.optimizer_offload or fsdp.offload_policy
+    if not shortage.on_device and (off_loads or options.enable_activation_offload):
+        hints.append("less off-loading, which takes host memory")
+
+    rollout = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    return [*hints, f"a lower {rollout}, with free_cache_engine=True"]
 
 
 def _headline(shortage: Shortage, phase: str, rank: str) -> str:

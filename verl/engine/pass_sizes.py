@@ -1,6 +1,6 @@
 """The sizes of an engine's passes: as asked for, measured, or lowered where memory ran out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from verl.distributed.mesh import Mesh
@@ -8,6 +8,7 @@ from verl.engine.agreement import plan_of_all_ranks
 from verl.engine.budget import AutomaticBudgets, CudaMeter
 from verl.engine.memory import PassGuard, Result
 from verl.engine.microbatch import Plan, TokenBudget
+from verl.engine.options import EngineOptions
 from verl.engine.packing import MiniBatch
 from verl.utils.arithmetic import ceil_div
 from verl.utils.peaks import phase_peaks
@@ -17,14 +18,16 @@ class PassSizes:
     """Run the passes over mini-batches in sizes that fit, and remember these sizes.
 
     Args:
-        hints: further keys that save memory, see `PassGuard`.
+        options: of the engine.
         bytes_to_come: bytes that will lie on the device for good, and do not yet.
     """
 
-    def __init__(self, mesh: Mesh, hints: Sequence[str], bytes_to_come: Callable[[], int]) -> None:
+    def __init__(
+        self, mesh: Mesh, options: EngineOptions, bytes_to_come: Callable[[], int]
+    ) -> None:
         meter = CudaMeter(mesh.device, bytes_to_come) if mesh.device.type == "cuda" else None
         self.budgets = AutomaticBudgets(meter, mesh.world)
-        self.guard = PassGuard(mesh.device, mesh.world, hints)
+        self.guard = PassGuard(mesh.device, mesh.world, options)
         self._mesh = mesh
 
     def run(
