@@ -607,7 +607,7 @@ def test_a_tool_that_cannot_be_made_ends_the_start_without_threads(tmp_path):
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before, "no thread more"
 
 
 class Passes(BaseTool):
