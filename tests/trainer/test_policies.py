@@ -18,8 +18,11 @@ from tests.trainer.runs import (
     weights,
     without_times,
 )
+from verl.config import load_config
 from verl.models.load import load_causal_lm
+from verl.trainer import PPOTrainer
 from verl.trainer.main_ppo import main
+from verl.utils.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 DEBATE = [
@@ -194,6 +197,19 @@ def test_two_ranks_meet_the_same_judge_as_one_process(tmp_path: Path, sharing: i
 LONGER = f"{ROLLOUT}.multi_turn.max_tokens_per_turn=24"
 PARTNER = against("trained: true, path: toy")
 STILL = against("trained: true, path: toy, lr: 0")
+
+
+class Clamped(PPOTrainer):
+    """Stand for a user's subclass, which starts one policy."""
+
+
+@pytest.mark.parametrize("kind", [PPOTrainer, Clamped])
+def test_a_trainer_of_one_policy_refuses_a_second_one_before_models_load(tmp_path: Path, kind):
+    config = load_config(command_line(tmp_path, *DEBATE, PARTNER))
+    with pytest.raises(
+        ConfigError, match=rf"\(judge\), .*PartnersTrainer .*, got {kind.__name__}\.$"
+    ):
+        kind(config)
 
 
 def num_differing(saved: dict[str, torch.Tensor]) -> int:

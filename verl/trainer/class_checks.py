@@ -46,13 +46,14 @@ def check_step(config: TrainConfig, kind: type) -> None:
             )
 
 
-def check_partners(config: TrainConfig) -> None:
-    """Raise ConfigError for trained policies next to the actor."""
-    if partners := config.actor_rollout_ref.rollout.agent.partners:
+def check_partners(config: TrainConfig, kind: Any) -> None:
+    """Raise ConfigError for policies next to the actor that the trainer's class does not train."""
+    partners = config.actor_rollout_ref.rollout.agent.partners
+    if partners and not kind.trains_partners:
         raise ConfigError(
             "actor_rollout_ref.rollout.agent.policies names trained policies next to the actor "
             f"({', '.join(partners)}), which need verl.trainer.partners.PartnersTrainer or a "
-            "subclass, got PPOTrainer."
+            f"subclass, got {kind.__name__}."
         )
 
 

@@ -24,6 +24,8 @@ class PartnersTrainer(PPOTrainer):
     role, so a batch falls apart by role where policies are evaluated and updated.
     """
 
+    trains_partners = True
+
     partners: dict[str, GroupOf[ActorWorker]]  # by role
     partner_rollouts: dict[str, GroupOf[RolloutWorker]]
 

@@ -93,6 +93,9 @@ class PPOTrainer(RunOfRoles):
     # Whether `score` takes a batch in which no response could be scored.
     rounds_may_fail: ClassVar[bool] = False
 
+    # Whether the trained policies next to the actor are started, updated and handed over.
+    trains_partners: ClassVar[bool] = False
+
     def __init__(
         self,
         config: Any,
@@ -110,8 +113,7 @@ class PPOTrainer(RunOfRoles):
         check_names(config)
         class_checks.check_mode(config, type(self))
         class_checks.check_step(config, type(self))
-        if type(self) is PPOTrainer:
-            class_checks.check_partners(config)
+        class_checks.check_partners(config, type(self))
         self.pool = join_pool(config, self.device)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         class_checks.check_replay(config, self.needs_old_log_probs())
