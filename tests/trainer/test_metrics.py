@@ -237,6 +237,7 @@ def test_reward_metrics_are_means_of_numeric_fields():
         "acc": [True, False, np.float32(1.0)],
         "pred": ["1", "2", "3"],
         "some": [2.0, math.nan, 4.0],
+        "parsed": [None, 3.0, None],
         "none": [math.nan],
         "complex": [np.complex64(1)],
     }
@@ -248,4 +249,5 @@ def test_reward_metrics_are_means_of_numeric_fields():
         "reward/num_errors": 0,
         "reward/acc/mean": pytest.approx(2 / 3),
         "reward/some/mean": 3.0,
+        "reward/parsed/mean": 3.0,
     }

@@ -91,13 +91,28 @@ def reward_metrics(
         counted: rows that are averaged; None: all.
     """
     metrics: dict[str, float] = dict(result.get("metrics", {}))
-    for name, of_rows in result.get("reward_extra_info", {}).items():
-        values = of_rows if counted is None else [of_rows[row] for row in counted]
-        if all(isinstance(value, NUMBERS) for value in values):
-            numbers = [float(value) for value in values if not math.isnan(value)]
-            if numbers:
-                metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)
+    for name, values in result.get("reward_extra_info", {}).items():
+        rows = range(len(values)) if counted is None else counted
+        numbers = numbers_of({row: values[row] for row in rows})
+        if numbers:
+            metrics[f"reward/{name}/mean"] = sum(numbers.values()) / len(numbers)
     return metrics
+
+
+def numbers_of(values: Mapping[int, Any]) -> dict[int, float]:
+    """Return the numbers among the values of a field, by sample.
+
+    None and NaN stand for an absent value. Returns none where any other value is no number.
+    """
+    numbers = {}
+    for sample, value in values.items():
+        if value is None:
+            continue
+        if not isinstance(value, NUMBERS):
+            return {}
+        if not math.isnan(value):
+            numbers[sample] = float(value)
+    return numbers
 
 
 def vote(answer: Any) -> str | None:

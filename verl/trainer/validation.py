@@ -1,13 +1,12 @@
 """Scores of a validation set, per data source: mean@n, best@n and maj@n."""
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from verl.trainer.scored import NUMBERS
+from verl.trainer.scored import numbers_of
 
 
 def validation_metrics(
@@ -40,7 +39,7 @@ def validation_metrics(
     for source, rows in rows_of.items():
         variables: dict[str, Mapping[int, float]] = {"reward": {i: scores[i] for i in rows}}
         for name, values in (fields or {}).items():
-            numbers = _numbers({i: values[i] for i in rows})
+            numbers = numbers_of({i: values[i] for i in rows})
             if numbers:
                 variables.setdefault(name, numbers)
 
@@ -51,19 +50,6 @@ def validation_metrics(
                 metrics[f"{section}/{source}/{name}/{statistic}"] = value
 
     return metrics
-
-
-def _numbers(values: Mapping[int, Any]) -> dict[int, float]:
-    """Return the numbers among the values of a field, by sample; none if some are no numbers."""
-    numbers = {}
-    for i, value in values.items():
-        if value is None:
-            continue
-        if not isinstance(value, NUMBERS):
-            return {}
-        if not math.isnan(value):
-            numbers[i] = float(value)
-    return numbers
 
 
 def _statistics(
