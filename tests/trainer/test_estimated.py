@@ -1,5 +1,7 @@
 """Advantage estimators of a user's own: what they get, and the checks of their answers."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,10 @@ from verl.algorithms.policy_losses import output_of, policy_losses
 from verl.compat.registries import register_adv_est
 from verl.config import TrainConfig, load_config
 from verl.diagnostics.parts import check_names
-from verl.trainer.algorithm import estimated, estimated_by_episode
+from verl.protocol import DataProto
+from verl.trainer.algorithm import advantage_inputs, estimated, estimated_by_episode
 from verl.trainer.episodes import EpisodeRows
-from verl.utils.errors import AlgorithmError, ConfigError
+from verl.utils.errors import AlgorithmError, ConfigError, RewardError
 
 INPUTS = AdvantageInputs(
     token_level_rewards=torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.5], [0.0, 0.0, 0.0]]),
@@ -98,6 +101,33 @@ def test_episodes_are_compared_by_the_fields_of_their_last_rows():
 
     estimated_by_episode(looks, TrainConfig(), INPUTS._replace(columns={"fields": fields}), rows)
     assert seen == [{"a": 2}, {"a": 3}]
+
+
+def scored(field: list) -> DataProto:
+    """Return four scored samples of two prompts, the last one dropped, with a field "acc"."""
+    mask = torch.ones(4, 2)
+    mask[3] = 0
+    return DataProto.from_dict(
+        tensors={"token_level_rewards": torch.ones(4, 2), "response_mask": mask},
+        non_tensors={"uid": ["a", "a", "b", "b"], "acc": field},
+    )
+
+
+GDPO = TrainConfig()
+GDPO.algorithm.gdpo_reward_keys = ["acc", "score"]
+
+
+def test_kinds_of_reward_may_be_any_numbers():
+    field = [np.float32(0.5), np.int64(2), np.bool_(True), None]
+    components = advantage_inputs(scored(field), GDPO).components
+    assert components.tolist() == [[0.5, 2.0], [2.0, 2.0], [1.0, 2.0], [0.0, 2.0]]
+
+
+@pytest.mark.parametrize("absent", [math.nan, np.float32("nan"), None, "high"])
+def test_a_sample_without_a_kind_of_reward_is_named(absent):
+    """Expect no NaN to reach the estimator, whose error would blame its divisor."""
+    with pytest.raises(RewardError, match=r"a number as field 'acc', got .* for row 2\. Return it"):
+        advantage_inputs(scored([1.0, 0.0, absent, 1.0]), GDPO)
 
 
 @advantage_estimators.register("test_scaled")

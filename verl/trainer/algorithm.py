@@ -1,5 +1,6 @@
 """The configuration's section `algorithm`, as functions of a batch."""
 
+import math
 import zlib
 from typing import Any
 
@@ -21,7 +22,7 @@ from verl.config import TrainConfig
 from verl.protocol import DataProto
 from verl.trainer.episodes import EpisodeRows, episode_rows
 from verl.trainer.frozen_models import distillation_term
-from verl.trainer.scored import group_numbers
+from verl.trainer.scored import NUMBERS, group_numbers
 from verl.utils.errors import AlgorithmError, ConfigError, RewardError
 from verl.utils.user_parts import NamedPart
 from verl.workers.policy_terms import LoglinearProximal, RolloutReinforce, describe_loss
@@ -275,7 +276,7 @@ def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:
         for row, value in enumerate(values):
             if not counted[row]:
                 numbers.append(0.0)
-            elif isinstance(value, (int, float)):
+            elif isinstance(value, NUMBERS) and not math.isnan(value):
                 numbers.append(float(value))
             else:
                 returned = ", ".join(["score", *batch.meta_info.get("reward_fields", ())])
