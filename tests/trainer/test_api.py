@@ -402,6 +402,8 @@ def test_custom_data_and_a_custom_reward_need_no_configuration(tmp_path):
         PPOTrainer(keys | {"algorithm.adv_estimator": "grpo"})
     batch = trainer.rollout(ASKED, as_batch=True)
     assert trainer.compute_reward(batch).tolist() == batch.batch["response_mask"].sum(-1).tolist()
+    with pytest.raises(ConfigError, match="reads prompts for texts, but the responses are a batch"):
+        trainer.compute_reward(batch, ASKED)
     with pytest.raises(ConfigError, match="reward_fn reads batches of tokens"):
         trainer.compute_reward(["a"])
 

@@ -268,7 +268,7 @@ class RLTrainer:
             responses: texts, or a batch of `rollout(..., as_batch=True)`. A reward model also
                 takes token ids of its own tokenizer, see
                 `verl.workers.reward_inputs.compute_reward`.
-            prompts: B texts or chats.
+            prompts: B texts or chats; a batch has its own.
             data_source: picks the reward rule; one value for all responses, or a list of B.
             ground_truth: the right answer; one value for all responses, or a list of B.
             extra_info: further input of the reward function; one value for all, or a list of B.
@@ -287,23 +287,20 @@ class RLTrainer:
             "extra_info": extra_info,
         }
         by_model = self.config.reward_model.enable
-        in_batch = isinstance(responses, DataProto)
-        given = [name for name, value in columns.items() if value is not None]
-
-        if given and (by_model or in_batch):
-            reason = "here the reward model scores"
-            if in_batch:
-                reason = "the responses are a batch with columns of its own"
-            raise ConfigError(
-                f"compute_reward reads {' and '.join(given)} for texts and a reward function, but "
-                f"{reason}. Leave them out."
+        if isinstance(responses, DataProto):
+            _refuse_unread(
+                {"prompts": prompts, **columns},
+                "for texts, but the responses are a batch with columns of its own",
             )
+            if by_model:
+                self._load_models()
+            return scores_of(self.ppo.reward_fn, self.ppo.add_rm_scores(responses.select()))
 
         if by_model:
+            _refuse_unread(
+                columns, "for texts and a reward function, but here the reward model scores"
+            )
             self._load_models()
-        if in_batch:
-            return scores_of(self.ppo.reward_fn, self.ppo.add_rm_scores(responses.select()))
-        if by_model:
             return compute_reward(self._reward_model, responses, prompts)
 
         if self.has_own_reward:
@@ -466,6 +463,14 @@ def _listed(call: str, contents: str, given: Any) -> list[Any]:
     if not entries:
         raise DataError(f"{call} needs a list of {contents}, at least one, got {given!r:.80}.")
     return entries
+
+
+def _refuse_unread(columns: Mapping[str, Any], reason: str) -> None:
+    """Raise ConfigError for inputs of `compute_reward` that this call does not read."""
+    given = [name for name, value in columns.items() if value is not None]
+    if given:
+        names = " and ".join(given)
+        raise ConfigError(f"compute_reward reads {names} {reason}. Leave out {names}.")
 
 
 class _NoRows:
