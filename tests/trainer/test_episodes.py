@@ -16,7 +16,7 @@ from verl.config.gateway import GatewayConfig
 from verl.protocol import DataProto
 from verl.rollout.trajectory import DROPPED_BECAUSE, ENVIRONMENT_INFO, Trajectory
 from verl.trainer.algorithm import chosen_samples, estimated_by_episode
-from verl.trainer.dapo import first_prompts, num_prompts, rows_that_differ
+from verl.trainer.dapo import first_prompts, rows_that_differ
 from verl.trainer.episodes import (
     add_turn_rewards,
     agent_metrics,
@@ -29,6 +29,7 @@ from verl.trainer.episodes import (
     without_failed,
 )
 from verl.trainer.metrics import data_metrics
+from verl.trainer.rows import num_prompts
 from verl.trainer.scored import reward_metrics
 from verl.utils.errors import RewardError, RolloutError
 from verl.workers.playing import episode_columns

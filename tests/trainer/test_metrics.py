@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from verl.protocol import DataProto
 from verl.trainer import scored
 from verl.trainer.metrics import data_metrics, explained_variance, timing_metrics
+from verl.trainer.rows import group_numbers
 from verl.trainer.validation import validation_metrics
 from verl.utils.errors import RewardError
 
@@ -203,7 +204,7 @@ def test_record_scores_keeps_extra_fields_but_never_replaces_a_column():
     assert batch.non_tensor_batch["matrix"].shape == (3,)
     assert batch.batch["response_mask"].sum(-1).tolist() == [2, 0, 1]
     assert batch.batch["attention_mask"].sum(-1).tolist() == [3, 6, 3]
-    assert scored.group_numbers(batch).unique().numel() == 3, "the dropped row is out of its group"
+    assert group_numbers(batch).unique().numel() == 3, "the dropped row is out of its group"
 
 
 def test_record_scores_takes_scores_alone_and_computes_in_float32():

@@ -22,7 +22,8 @@ from verl.config import TrainConfig
 from verl.protocol import DataProto
 from verl.trainer.episodes import EpisodeRows, episode_rows
 from verl.trainer.frozen_models import distillation_term
-from verl.trainer.scored import NUMBERS, group_numbers
+from verl.trainer.rows import counted_rows, group_numbers
+from verl.trainer.scored import NUMBERS
 from verl.utils.errors import AlgorithmError, ConfigError, RewardError
 from verl.utils.user_parts import NamedPart
 from verl.workers.policy_terms import LoglinearProximal, RolloutReinforce, describe_loss
@@ -264,7 +265,7 @@ def distilled(
 
 def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:
     """Stack (B, K) numeric fields of the reward, `score` among them; 0 for dropped samples."""
-    counted = batch.batch["response_mask"].bool().any(-1).tolist()
+    counted = counted_rows(batch).tolist()
     components = []
     for name in names:
         if name == "score":
@@ -299,7 +300,7 @@ def chosen_samples(batch: DataProto, config: TrainConfig, step: int) -> DataProt
         return batch
 
     scores = batch.batch["token_level_scores"].sum(-1)
-    counted = batch.batch["response_mask"].bool().any(-1)
+    counted = counted_rows(batch)
     episodes = episode_rows(batch)
     if episodes is not None:
         scores = scores[episodes.last]

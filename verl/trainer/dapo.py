@@ -12,7 +12,7 @@ from verl.protocol import DataProto
 from verl.rewards.results import no_such_field
 from verl.trainer.episodes import episode_rows
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
-from verl.trainer.scored import group_numbers
+from verl.trainer.rows import group_numbers, num_prompts, prompts_of
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.logging import logger
 from verl.utils.phases import phase
@@ -123,15 +123,6 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
         if len(values_of.get(group, ())) > 1:
             uids_that_differ.add(uid)
     return np.array([uid in uids_that_differ for uid in uids], dtype=bool)
-
-
-def prompts_of(batch: DataProto) -> list[str]:
-    """Return the prompt of every row: its `uid`, without the role of agents behind a slash."""
-    return [str(uid).partition("/")[0] for uid in batch.non_tensor_batch["uid"]]
-
-
-def num_prompts(batch: DataProto) -> int:
-    return len(set(prompts_of(batch)))
 
 
 def first_prompts(batch: DataProto, wanted: int) -> DataProto:

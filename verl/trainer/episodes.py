@@ -11,6 +11,7 @@ from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.rollout.assemble import NO_TURN
 from verl.rollout.trajectory import DROPPED_BECAUSE, ENVIRONMENT_INFO
+from verl.trainer.rows import counted_rows, response_lengths
 from verl.utils.arithmetic import ceil_div, round_up
 from verl.utils.errors import RewardError, RolloutError
 from verl.utils.logging import say_once
@@ -104,10 +105,10 @@ def with_given_scores(batch: DataProto, *, required: bool = False) -> DataProto:
     is nothing to score, and all scores are 0.
     """
     rewards = batch.non_tensor_batch["agent_reward"]
-    is_learned = batch.batch["response_mask"].bool().any(-1).tolist()
+    is_counted = counted_rows(batch).tolist()
     episodes = _episodes_of_rows(batch) or range(len(rewards))
     reward_of = dict(zip(episodes, rewards))  # that of the last part stays
-    learned = {episode for episode, counts in zip(episodes, is_learned) if counts}
+    learned = {episode for episode, counts in zip(episodes, is_counted) if counts}
     given = [reward_of[episode] is not None for episode in learned]
 
     if given and not any(given):
@@ -154,10 +155,8 @@ def require_episodes(batch: DataProto, rollout: RolloutConfig) -> None:
 
 def at_last_token(batch: DataProto, scores: list[float]) -> torch.Tensor:
     """Place one score for each row on its last real token, (B, R) fp32."""
-    width = batch.batch["responses"].shape[1]
-    lengths = batch.batch["attention_mask"][:, -width:].sum(-1)
     placed = torch.zeros(batch.batch["responses"].shape)
-    placed[torch.arange(len(batch)), lengths - 1] = torch.tensor(scores)
+    placed[torch.arange(len(batch)), response_lengths(batch) - 1] = torch.tensor(scores)
     return placed
 
 
@@ -185,7 +184,7 @@ def add_turn_rewards(batch: DataProto) -> None:
     scores = batch.batch["token_level_scores"]
     turns = batch.batch["turn_of_token"]
     columns = batch.non_tensor_batch
-    last = batch.batch["attention_mask"][:, -scores.shape[1] :].sum(-1) - 1
+    last = response_lengths(batch) - 1
 
     for row, rewards in enumerate(columns["turn_rewards"]):
         for turn, reward in rewards.items():

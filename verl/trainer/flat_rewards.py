@@ -5,7 +5,7 @@ import torch
 from verl.algorithms.group_advantages import group_max
 from verl.config import TrainConfig
 from verl.protocol import DataProto
-from verl.trainer.scored import group_numbers
+from verl.trainer.rows import counted_rows, group_numbers
 from verl.utils.logging import logger
 
 # Steps in a row; the next warnings come after twice as many each, also where a lucky step lies
@@ -28,7 +28,7 @@ class FlatRewards:
         if self.config.distillation.is_whole_loss:
             return  # nothing scores the responses, and the teacher gives something to learn
         scores = batch.batch["token_level_scores"].sum(-1)
-        counted = batch.batch["response_mask"].bool().any(-1)  # a dropped reward leaves no mask
+        counted = counted_rows(batch)
         group = group_numbers(batch)
         if self.config.algorithm.adv_estimator in _OVER_THE_BATCH:
             group = torch.zeros_like(group)

@@ -7,6 +7,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.trainer.episodes import episode_rows
+from verl.trainer.rows import counted_rows, response_lengths
 from verl.utils.timeline import Recorded, recorded_since
 
 
@@ -37,18 +38,17 @@ def data_metrics(batch: DataProto, *, has_reward: bool = True) -> dict[str, floa
     """
     columns = batch.batch
     mask = columns["response_mask"].bool()
-    counted = mask.any(-1)  # a sample without a reward (a dropped one) has no token left
+    counted = counted_rows(batch)
     rows = episode_rows(batch)
     if rows is not None:  # the parts of an episode have its score each
         is_last = torch.zeros(len(batch), dtype=torch.bool)
         is_last[rows.last] = True
         counted &= is_last
 
+    response_length = response_lengths(batch)
+    prompt_length = columns["attention_mask"].sum(-1) - response_length
+    response_width = columns["responses"].shape[1]
     prompt_width = columns["prompts"].shape[1]
-    prompt_attention = columns["attention_mask"][:, :prompt_width]
-    response_attention = columns["attention_mask"][:, prompt_width:]
-    prompt_length = prompt_attention.sum(-1)
-    response_length = response_attention.sum(-1)
 
     metrics = {}
     if has_reward:
@@ -61,7 +61,7 @@ def data_metrics(batch: DataProto, *, has_reward: bool = True) -> dict[str, floa
         **_spread("response_length", response_length),
         **_spread("prompt_length", prompt_length),
         # A response that fills its whole width was most likely cut off.
-        "response_length/clip_ratio": _share(response_length == response_attention.shape[1]),
+        "response_length/clip_ratio": _share(response_length == response_width),
         "prompt_length/clip_ratio": _share(prompt_length == prompt_width),
     }
 
@@ -94,10 +94,8 @@ def timing_metrics(
     batch: DataProto, seconds: Mapping[str, float], num_devices: int
 ) -> dict[str, float]:
     """Compute seconds per phase, milliseconds per token and tokens per second per device."""
-    attention_mask = batch.batch["attention_mask"]
-    prompt_width = batch.batch["prompts"].shape[1]
-    num_response_tokens = int(attention_mask[:, prompt_width:].sum())
-    num_total_tokens = int(attention_mask.sum())
+    num_response_tokens = int(response_lengths(batch).sum())
+    num_total_tokens = int(batch.batch["attention_mask"].sum())
 
     metrics = {}
     for name, value in seconds.items():

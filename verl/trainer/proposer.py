@@ -4,6 +4,7 @@ from verl.config import TrainConfig
 from verl.config.placement import rollout_is_apart
 from verl.diagnostics.proposal import MeasuredSteps
 from verl.protocol import DataProto
+from verl.trainer.rows import response_lengths
 from verl.utils.commands import verl_command
 from verl.utils.logging import logger
 
@@ -30,8 +31,7 @@ class ScheduleProposer:
 
     def note_lengths(self, batch: DataProto) -> None:
         """Note the lengths of a step's responses."""
-        width = batch.batch["responses"].shape[1]
-        self._lengths = batch.batch["attention_mask"][:, -width:].sum(-1).tolist()
+        self._lengths = response_lengths(batch).tolist()
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
         """Note the metrics of that step; log the proposal when enough steps are measured."""

@@ -12,6 +12,7 @@ from verl.rewards.results import check_result
 from verl.trainer import setup
 from verl.trainer.episodes import add_turn_rewards, whole_episodes
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
+from verl.trainer.rows import counted_rows
 from verl.utils.errors import RewardError
 from verl.utils.phases import phase
 
@@ -31,7 +32,7 @@ class ReMaxTrainer(PPOTrainer):
         greedy = self.timed("gen_max", self.generate_greedy, prompts, first_row)
         result = self.timed("reward_max", self.score_greedy, greedy)
         scores = result["reward_tensor"].sum(-1)
-        counted = greedy.batch["response_mask"].bool().any(-1)  # an episode of agents may fail
+        counted = counted_rows(greedy)  # an episode of agents may fail
         counted[list(result.get("dropped", ()))] = False
         _require_any(counted)
 

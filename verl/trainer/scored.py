@@ -1,4 +1,4 @@
-"""A batch with its rewards: scores, groups, metrics, and readable rows."""
+"""A batch with its rewards: scores, metrics, and readable rows."""
 
 import logging
 import math
@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from verl.algorithms.group_advantages import group_ids
 from verl.config import TrainConfig
 from verl.protocol import DataProto
 from verl.rewards.results import check_result, ground_truth_of, without_nan
+from verl.trainer.rows import counted_rows
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import AlgorithmError, RewardError
 from verl.utils.logging import say_once
@@ -124,16 +123,6 @@ def vote(answer: Any) -> str | None:
     return None if given is None else str(given)
 
 
-def group_numbers(batch: DataProto) -> torch.Tensor:
-    """Return (B,) int64 numbers of the prompts that rows answer.
-
-    A dropped row stands alone, so it shifts no other row's baseline.
-    """
-    group = group_ids(batch.non_tensor_batch["uid"])
-    dropped = ~batch.batch["response_mask"].bool().any(-1)
-    return torch.where(dropped, len(group) + torch.arange(len(group)), group)
-
-
 def scored_rows(
     batch: DataProto, tokenizer: Any, result: Mapping[str, Any], config: TrainConfig
 ) -> list[dict]:
@@ -151,7 +140,7 @@ def recorded_rows(batch: DataProto, tokenizer: Any, config: TrainConfig) -> list
     names = batch.meta_info.get("reward_fields", ())
     extra = {name: batch.non_tensor_batch[name] for name in names}
     rows = sample_rows(batch, tokenizer, extra, config)
-    for row, counts in zip(rows, batch.batch["response_mask"].bool().any(-1).tolist()):
+    for row, counts in zip(rows, counted_rows(batch).tolist()):
         if not counts:
             row["score"] = None
     return rows

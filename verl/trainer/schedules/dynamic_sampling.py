@@ -9,8 +9,9 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.rollout.book import Group
 from verl.single_controller import OnTold
-from verl.trainer.dapo import DAPOTrainer, prompts_of
+from verl.trainer.dapo import DAPOTrainer
 from verl.trainer.ppo_trainer import GENERATED
+from verl.trainer.rows import prompts_of
 from verl.trainer.schedules.fully_async import FullyAsyncTrainer
 from verl.trainer.schedules.one_step_off import OneStepOffTrainer
 from verl.trainer.scored import nothing_scored
