@@ -1,12 +1,14 @@
 """Measures of batches with tokens of several versions of the weights, and their treatment."""
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 
 from verl.config.async_training import AsyncTrainingConfig
 from verl.protocol import DataProto
 from verl.rollout.book import Book, Group
+from verl.trainer.rows import prompts_of
 from verl.utils.errors import RolloutError
 
 
@@ -29,7 +31,8 @@ def staleness_metrics(
     for group in groups:
         spans += [sample.span for sample in group.samples]
 
-    stale_groups = set(_group_of_rows(batch, len(groups[0].samples))[oldest > 0].tolist())
+    is_stale = oldest > 0
+    stale_prompts = set(compress(prompts_of(batch), is_stale.tolist()))
     beyond = ages > options.bound
     if options.on_stale == "mask" and beyond.any() and not batch.batch["response_mask"].any():
         raise RolloutError(
@@ -40,8 +43,8 @@ def staleness_metrics(
 
     metrics = {
         "fully_async/tokens_beyond_bound": float(beyond.sum()),
-        "fully_async/count/stale_samples_processed": float(len(stale_groups)),
-        "fully_async/count/stale_trajectory_processed": float((oldest > 0).sum()),
+        "fully_async/count/stale_samples_processed": float(len(stale_prompts)),
+        "fully_async/count/stale_trajectory_processed": float(is_stale.sum()),
         "fully_async/partial/total_partial_num": float(sum(span > 0 for span in spans)),
         "fully_async/partial/partial_ratio": sum(span > 0 for span in spans) / len(spans),
         "fully_async/partial/max_partial_span": float(max(spans)),
@@ -51,12 +54,6 @@ def staleness_metrics(
     for age, count in enumerate(torch.bincount(ages[drawn]).tolist()):
         metrics[f"fully_async/age/tokens_{age}"] = float(count)
     return metrics
-
-
-def _group_of_rows(batch: DataProto, samples: int) -> torch.Tensor:
-    """Return the number of each row's group, (B,); an episode of agents may have several rows."""
-    episodes = batch.non_tensor_batch.get("episode", range(len(batch)))
-    return torch.tensor([int(episode) for episode in episodes]) // samples
 
 
 def book_metrics(book: Book) -> dict[str, float]:
