@@ -55,6 +55,24 @@ def test_a_run_is_recorded_as_it_was(tmp_path: Path):
         assert record.steps[2].weights[role] != record.steps[1].weights[role]
 
 
+def test_a_dropped_sample_makes_no_group_differ(tmp_path: Path):
+    """Score 1 for every answer that is scored: no group has anything to learn from."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, **_):\n"
+        "    assert len(solution_str) != 2\n"
+        "    return 1\n"
+    )
+    own = [f"custom_reward_function.path={reward}", "reward_model.on_error=drop"]
+    assert run(tmp_path / "run", *own) == 0
+    steps = step_lines(tmp_path / "run")
+    assert any(line["reward/num_errors"] > 0 for line in steps), "nothing is dropped"
+
+    record = verl.load_run(tmp_path / "run")
+    for step in (1, 2):
+        assert record.steps[step].metrics["groups/flat_share"] == 1.0
+
+
 def test_two_ranks_record_the_digests_of_whole_tensors(tmp_path: Path):
     done = launch(2, main, command_line(tmp_path, "trainer.save_freq=2"))
     assert done.returncode == 0, done.stderr

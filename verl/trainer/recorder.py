@@ -36,6 +36,7 @@ from verl.tracking.records import (
 )
 from verl.trainer.capsule import write_capsule
 from verl.trainer.metrics import spans_of_processes
+from verl.trainer.rows import counted_rows
 from verl.utils.commands import verl_command
 from verl.utils.devices import describe_device
 from verl.utils.errors import DataError, describe_error
@@ -152,7 +153,7 @@ class StepRecorder:
                 columns, lanes=_lanes(spans, started_ns), prompts=drawn, pieces=texts
             )
             self._writer.add_samples(step, table)
-            metrics.update(_group_metrics(columns))
+            metrics.update(_group_metrics(batch))
             line = _line(step, metrics, weights=digests, columns=_column_digests(columns))
             self._writer.add_line(line)
             if any(skipped.values()):
@@ -245,7 +246,7 @@ class StepRecorder:
 
     def _columns(self, batch: DataProto) -> dict[str, Any]:
         """Return the batch without padding, as arrays by name; nothing without responses."""
-        if batch.batch is None or "responses" not in batch.batch.keys():
+        if not _has_responses(batch):
             return {}
 
         tensors = batch.batch.cpu()
@@ -370,15 +371,24 @@ def _fields(batch: DataProto) -> tuple[dict[str, list[Any]], dict[str, list[Any]
     return rewards, others
 
 
-def _group_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
-    """Return the share of groups in which all samples have one score."""
-    if "uid" not in columns:
+def _group_metrics(batch: DataProto) -> dict[str, float]:
+    """Return the share of groups in which all samples have one score. Dropped ones have none."""
+    if not _has_responses(batch):
         return {}
+    uids = batch.non_tensor_batch["uid"]
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
     scores_of: dict[str, set[float]] = {}
-    for uid, score in zip(columns["uid"].to_pylist(), columns["score"].to_pylist()):
-        scores_of.setdefault(uid, set()).add(score)
-    flat = sum(len(scores) == 1 for scores in scores_of.values())
-    return {"groups/flat_share": flat / len(scores_of)}
+    for uid, score, counts in zip(uids, scores, counted_rows(batch).tolist()):
+        if counts:
+            scores_of.setdefault(uid, set()).add(score)
+
+    flat = sum(len(each) == 1 for each in scores_of.values())
+    return {"groups/flat_share": flat / len(scores_of)} if scores_of else {}
+
+
+def _has_responses(batch: DataProto) -> bool:
+    """Return whether a batch has rollouts; that of fine-tuning has none."""
+    return batch.batch is not None and "responses" in batch.batch.keys()
 
 
 def _narrow(tensor: torch.Tensor) -> np.ndarray:
