@@ -46,22 +46,38 @@ def test_a_run_with_nothing_to_learn_reports_it(tmp_path: Path, capfd, score, st
         assert "rollout.n is too small" in line
 
 
-def test_lucky_steps_between_flat_ones_bring_no_further_warnings(caplog):
-    config = config_from_dict(
-        {"data": {"dataset_name": "toy"}, "actor_rollout_ref": {"model": {"path": "toy"}}}
+def watcher() -> FlatRewards:
+    return FlatRewards(
+        config_from_dict(
+            {"data": {"dataset_name": "toy"}, "actor_rollout_ref": {"model": {"path": "toy"}}}
+        )
     )
-    watcher = FlatRewards(config)
 
-    def scored(*scores: float) -> DataProto:
-        columns = {
-            "token_level_scores": torch.tensor(scores)[:, None],
-            "response_mask": torch.ones(len(scores), 1),
-        }
-        uids = torch.arange(len(scores)) // 2
-        return DataProto.from_dict(columns, {"uid": uids.numpy().astype(object)})
 
+def scored(*scores: float) -> DataProto:
+    """Return responses of two tokens, the first one from a tool; two to a prompt."""
+    size = len(scores)
+    columns = {
+        "token_level_scores": torch.tensor(scores)[:, None],
+        "responses": torch.ones(size, 2, dtype=torch.int64),
+        "attention_mask": torch.ones(size, 3, dtype=torch.int64),
+        "response_mask": torch.tensor([[0, 1]] * size),
+    }
+    uids = torch.arange(size) // 2
+    return DataProto.from_dict(columns, {"uid": uids.numpy().astype(object)})
+
+
+def test_responses_of_agents_that_were_cut_are_named_as_a_cause(caplog):
+    watching = watcher()
+    for step in range(3):
+        watching.watch(scored(1.0, 1.0), step)
+    assert "responses are cut (100% fill data.max_response_length" in caplog.text
+
+
+def test_lucky_steps_between_flat_ones_bring_no_further_warnings(caplog):
+    watching = watcher()
     for step in range(400):
         lucky = step % 5 == 4
-        watcher.watch(scored(1.0, 0.0 if lucky else 1.0), step)
+        watching.watch(scored(1.0, 0.0 if lucky else 1.0), step)
     warnings = [each for each in caplog.records if "Nothing to learn" in each.message]
     assert len(warnings) == 1

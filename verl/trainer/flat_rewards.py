@@ -5,7 +5,7 @@ import torch
 from verl.algorithms.group_advantages import group_max
 from verl.config import TrainConfig
 from verl.protocol import DataProto
-from verl.trainer.rows import counted_rows, group_numbers
+from verl.trainer.rows import counted_rows, group_numbers, response_lengths
 from verl.utils.logging import logger
 
 # Steps in a row; the next warnings come after twice as many each, also where a lucky step lies
@@ -47,8 +47,7 @@ class FlatRewards:
         fact = "no prompt has responses of different scores"
         if low == high:
             fact = f"all responses score {low:g}"
-        mask = batch.batch["response_mask"].bool()
-        is_cut = mask.sum(-1) == mask.shape[1]
+        is_cut = response_lengths(batch) == batch.batch["responses"].shape[1]
 
         return (
             f"Nothing to learn from in the last {self.steps_in_a_row} steps, to step {step}: "
