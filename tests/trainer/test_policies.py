@@ -22,7 +22,8 @@ from verl.config import load_config
 from verl.models.load import load_causal_lm
 from verl.trainer import PPOTrainer
 from verl.trainer.main_ppo import main
-from verl.utils.errors import ConfigError
+from verl.trainer.partners import PartnersTrainer
+from verl.utils.errors import AlgorithmError, ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 DEBATE = [
@@ -210,6 +211,19 @@ def test_a_trainer_of_one_policy_refuses_a_second_one_before_models_load(tmp_pat
         ConfigError, match=rf"\(judge\), .*PartnersTrainer .*, got {kind.__name__}\.$"
     ):
         kind(config)
+
+
+class Silent(PartnersTrainer):
+    """Forget to return the batch."""
+
+    def estimate_advantages(self, batch):
+        super().estimate_advantages(batch)
+
+
+def test_a_phase_of_several_policies_without_a_return_is_named(tmp_path: Path):
+    trainer = start_trainer(tmp_path, *DEBATE, PARTNER, kind=Silent)
+    with pytest.raises(AlgorithmError, match="`estimate_advantages` must return its batch"):
+        trainer.fit()
 
 
 def num_differing(saved: dict[str, torch.Tensor]) -> int:

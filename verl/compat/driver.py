@@ -16,7 +16,7 @@ from verl.config import RolloutConfig, config_to_dict
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
 from verl.trainer import setup
-from verl.trainer.dealing import dealt_for_update
+from verl.trainer.updates import update_actor
 from verl.trainer.weights import ActorRolloutGroups
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import BatchError, ConfigError
@@ -188,16 +188,9 @@ class ActorRollout(ActorRolloutGroups):
         and the controller of the entropy bonus gets the entropy.
         """
         trainer = self._trainer
-        roles = trainer.config.actor_rollout_ref
         corrected = trainer.correct_rollout(batch)
-        dealt, mini = dealt_for_update(
-            corrected,
-            trainer.actor_wg,
-            played=batch,
-            mini_prompts=roles.actor.ppo_mini_batch_size,
-            samples=roles.rollout.n,
-        )
-        metrics = trainer.actor_wg.update_actor(dealt, trainer.entropy_controller.value, mini)
+        coeff = trainer.entropy_controller.value
+        metrics = update_actor(trainer.actor_wg, corrected, batch, trainer.config, coeff)
         trainer.entropy_controller.update(metrics["actor/entropy"])
         trainer.sync_weights()
         return UpdateMetrics(metrics)

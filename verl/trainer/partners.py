@@ -9,8 +9,8 @@ from verl.config.policies import PolicyConfig, partner_role
 from verl.models.load import load_tokenizer
 from verl.protocol import DataProto
 from verl.single_controller import Colocated, GroupOf, WorkerGroup, start
-from verl.trainer.dealing import dealt_for_update
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
+from verl.trainer.scored import require_floats
 from verl.utils.phases import phase
 from verl.workers import ActorWorker, RolloutWorker, TrainedWorker
 from verl.workers.teacher import check_same_vocabulary
@@ -100,18 +100,10 @@ class PartnersTrainer(PPOTrainer):
 
         A policy without a row in the batch keeps its weights.
         """
-        samples = self.config.actor_rollout_ref.rollout.n
-        mini_prompts = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+        require_floats(batch, "advantages", "estimate_advantages")
         batch = self.correct_rollout(batch)
-
         for role, group, own in self.shares(batch):
-            part = batch.select_idxs(own)
-            rows, mini = dealt_for_update(
-                part, group, played=batch, mini_prompts=mini_prompts, samples=samples
-            )
-            coeff = self.entropy_controller.value
-            metrics = self.timed("update_actor", group.update_actor, rows, coeff, mini)
-            self._note(role, metrics)
+            self._note(role, self.update_policy(group, batch.select_idxs(own), batch))
         if "actor/entropy" in self.metrics:
             self.entropy_controller.update(self.metrics["actor/entropy"])
 

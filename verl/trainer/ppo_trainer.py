@@ -13,7 +13,7 @@ from verl.config.keywords import config_from_keywords
 from verl.diagnostics.parts import check_names, load_user_code
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
-from verl.single_controller import GroupFuture, OnTold, start
+from verl.single_controller import GroupFuture, GroupOf, OnTold, start
 from verl.tracking.samples import write_samples
 from verl.trainer import class_checks, scored, setup
 from verl.trainer.algorithm import (
@@ -25,7 +25,6 @@ from verl.trainer.algorithm import (
     estimated_by_episode,
     penalised_scores,
 )
-from verl.trainer.dealing import dealt_for_update
 from verl.trainer.episodes import (
     add_turn_rewards,
     agent_metrics,
@@ -40,10 +39,12 @@ from verl.trainer.metrics import data_metrics, spans_of_processes, timing_metric
 from verl.trainer.pools import join_pool
 from verl.trainer.proposer import ScheduleProposer
 from verl.trainer.roles import RunOfRoles
+from verl.trainer.updates import update_actor, update_critic
 from verl.trainer.validation_pass import ValidationPass, validate_only
 from verl.utils.logging import show_log
 from verl.utils.phases import declared_phase, declared_phases, may_overlap, phase
 from verl.utils.timeline import write_trace
+from verl.workers import ActorWorker
 
 # The columns that `generate` writes.
 GENERATED = (
@@ -414,23 +415,24 @@ class PPOTrainer(RunOfRoles):
             batch: trajectories with `advantages` and `returns`.
         """
         scored.require_floats(batch, "advantages", "estimate_advantages")
-        roles = self.config.actor_rollout_ref
-        deal = partial(dealt_for_update, played=batch, samples=roles.rollout.n)
-        batch = chosen_samples(batch, self.config, self.global_step)
-
+        chosen = chosen_samples(batch, self.config, self.global_step)
         if self.critic_wg is not None:
-            mini_prompts = self.config.critic.ppo_mini_batch_size
-            rows, mini = deal(batch, self.critic_wg, mini_prompts=mini_prompts)
-            update = self.critic_wg.update_critic
-            self.metrics.update(self.timed("update_critic", update, rows, mini))
+            metrics = self.timed(
+                "update_critic", update_critic, self.critic_wg, chosen, batch, self.config
+            )
+            self.metrics.update(metrics)
 
         if self.global_step > self.config.trainer.critic_warmup:
-            batch = self.correct_rollout(batch)
-            rows, mini = deal(batch, self.actor_wg, mini_prompts=roles.actor.ppo_mini_batch_size)
-            update = self.actor_wg.update_actor
-            coeff = self.entropy_controller.value
-            self.metrics.update(self.timed("update_actor", update, rows, coeff, mini))
+            chosen = self.correct_rollout(chosen)
+            self.metrics.update(self.update_policy(self.actor_wg, chosen, batch))
             self.entropy_controller.update(self.metrics["actor/entropy"])
+
+    def update_policy(
+        self, actor: GroupOf[ActorWorker], batch: DataProto, played: DataProto
+    ) -> dict[str, float]:
+        """Update the actor or another trained policy; see `updates.update_actor`."""
+        coeff = self.entropy_controller.value
+        return self.timed("update_actor", update_actor, actor, batch, played, self.config, coeff)
 
     def correct_rollout(self, batch: DataProto) -> DataProto:
         """Weigh or reject rows as `algorithm.rollout_correction` says, before the update."""
