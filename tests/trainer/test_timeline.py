@@ -8,7 +8,7 @@ import pytest
 from tests.single_controller import workers
 from tests.single_controller.launch import launch
 from tests.trainer.runs import PPO, run
-from verl.trainer.metrics import spans_of_processes
+from verl.trainer.timeline import spans_of_processes
 from verl.utils import timeline
 from verl.utils.timeline import Recorded, Span, write_trace
 

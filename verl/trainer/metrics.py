@@ -1,14 +1,12 @@
 """The numbers of a step, under the names that verl's users plot."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from verl.protocol import DataProto
 from verl.trainer.episodes import episode_rows
 from verl.trainer.rows import counted_rows, response_lengths
-from verl.utils.timeline import Recorded, recorded_since
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
@@ -109,22 +107,3 @@ def timing_metrics(
     metrics["perf/time_per_step"] = seconds["step"]
     metrics["perf/throughput"] = num_total_tokens / device_seconds
     return metrics
-
-
-def spans_of_processes(groups: Iterable[Any], since_wall_ns: int) -> list[tuple[str, Recorded]]:
-    """Return the driver's phases and calls, and the methods of every rank, process by process."""
-    ours = recorded_since(since_wall_ns)
-    driver = (ours.machine, ours.pid)
-    names: dict[tuple[str, int], list[str]] = {driver: ["driver"]}
-    found: dict[tuple[str, int], Recorded] = {driver: ours}
-    for group in dict.fromkeys(groups):
-        for rank, recorded in enumerate(group.recent_spans(since_wall_ns)):
-            key = (recorded.machine, recorded.pid)
-            names.setdefault(key, []).append(f"{group.role} {rank}")
-            found.setdefault(key, recorded)
-
-    processes = []
-    for key, recorded in found.items():
-        roles = ", ".join(names[key])
-        processes.append((f"{roles} (pid {recorded.pid})", recorded))
-    return processes

@@ -35,15 +35,15 @@ from verl.trainer.episodes import (
     with_scores_of_episodes,
 )
 from verl.trainer.flat_rewards import FlatRewards
-from verl.trainer.metrics import data_metrics, spans_of_processes, timing_metrics
+from verl.trainer.metrics import data_metrics, timing_metrics
 from verl.trainer.pools import join_pool
 from verl.trainer.proposer import ScheduleProposer
 from verl.trainer.roles import RunOfRoles
+from verl.trainer.timeline import write_timeline
 from verl.trainer.updates import update_actor, update_critic
 from verl.trainer.validation_pass import ValidationPass, validate_only
 from verl.utils.logging import show_log
 from verl.utils.phases import declared_phase, declared_phases, may_overlap, phase
-from verl.utils.timeline import write_trace
 from verl.workers import ActorWorker
 
 # The columns that `generate` writes.
@@ -167,7 +167,9 @@ class PPOTrainer(RunOfRoles):
         super().run_step(prompts)
         self.proposer.note_metrics(self.metrics)
         if self.global_step in (self.config.trainer.profile_steps or ()):
-            self.write_timeline()
+            folder = Path(self.config.trainer.default_local_dir)
+            started_ns = self.timer.started_at_ns
+            write_timeline(folder, self.global_step, self.worker_groups(), started_ns)
 
     def after_step(self, batch: DataProto) -> None:
         """Show the step to the curriculum, watch its rewards, and write its samples."""
@@ -469,12 +471,6 @@ class PPOTrainer(RunOfRoles):
         if folder:
             rows = scored.recorded_rows(batch, self.tokenizer, self.config)
             write_samples(Path(folder), self.global_step, rows)
-
-    def write_timeline(self) -> None:
-        """Write the step as a Chrome trace into the folder of checkpoints."""
-        folder = Path(self.config.trainer.default_local_dir) / "timeline"
-        path = folder / f"global_step_{self.global_step}.json"
-        write_trace(path, spans_of_processes(self.worker_groups(), self.timer.started_at_ns))
 
     def load_checkpoint(self) -> None:
         """Go back to a checkpoint, see `TrainingRun.load_checkpoint`, and hand its weights over."""

@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,19 +34,17 @@ from verl.tracking.records import (
     token_lists,
 )
 from verl.trainer.capsule import write_capsule
-from verl.trainer.metrics import spans_of_processes
 from verl.trainer.rows import counted_rows
+from verl.trainer.timeline import lanes_of, spans_of_processes
 from verl.utils.commands import verl_command
 from verl.utils.devices import describe_device
 from verl.utils.errors import DataError, describe_error
 from verl.utils.json_text import whole_characters
 from verl.utils.logging import logger
-from verl.utils.timeline import Recorded, clock_shift_ns
 from verl.utils.timing import PhaseTimer
 from verl.utils.units import MIB
 
 _PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "tensordict", "ray")
-_MOST_SPANS = 2000  # of a process; the longest stay
 # Columns that are views of others, or too large: hidden states.
 _LEFT_OUT = ("prompts", "responses", "input_ids", "attention_mask", "position_ids")
 _LEFT_OUT_FIELDS = (
@@ -150,7 +147,7 @@ class StepRecorder:
             columns = self._columns(batch)
             texts = self._pieces_of(columns)
             table = samples_table(
-                columns, lanes=_lanes(spans, started_ns), prompts=drawn, pieces=texts
+                columns, lanes=lanes_of(spans, started_ns), prompts=drawn, pieces=texts
             )
             self._writer.add_samples(step, table)
             metrics.update(_group_metrics(batch))
@@ -412,22 +409,3 @@ def _column_digests(columns: Mapping[str, Any]) -> dict[str, str]:
             digest.update(column.offsets.to_numpy())
             digests[name] = digest.hexdigest()
     return digests
-
-
-def _lanes(processes: Sequence[tuple[str, Recorded]], started_ns: int) -> list[dict[str, Any]]:
-    """Return the spans of each process, in microseconds from the start of the step."""
-    _, reference = processes[0]
-    origin_ns = started_ns - reference.wall_offset_ns
-    lanes = []
-    for name, recorded in processes:
-        shift_ns = clock_shift_ns(recorded, reference) - origin_ns
-        kept = recorded.spans
-        if len(kept) > _MOST_SPANS:
-            kept = sorted(kept, key=lambda span: span.start_ns - span.end_ns)[:_MOST_SPANS]
-        spans = []
-        for label, row, start_ns, end_ns, _ in kept:
-            start_us = (start_ns + shift_ns) // 1000
-            spans.append((label, row, start_us, (end_ns + shift_ns) // 1000))
-        spans.sort(key=itemgetter(2))
-        lanes.append({"name": name, "spans": spans})
-    return lanes
