@@ -1,6 +1,6 @@
 """The trainer: six phases, repeated for every batch of prompts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -280,11 +280,16 @@ class PPOTrainer(RunOfRoles):
             return partial(self.rollout_wg.play_episodes, record_step=record_step)
         return self.rollout_wg.generate_sequences
 
-    def with_prompts(self, prompts: DataProto, drawn: DataProto, n: int) -> DataProto:
-        """Put the columns of the prompts next to the trajectories of a `generation_call`."""
+    def with_prompts(
+        self, prompts: DataProto, drawn: DataProto, n: int, rows: Sequence[int] | None = None
+    ) -> DataProto:
+        """Put the columns of the prompts next to the trajectories of a `generation_call`.
+
+        `rows` number the prompts, see `with_episodes`.
+        """
         rollout = self.config.actor_rollout_ref.rollout
         if rollout.uses_agents:
-            return with_episodes(prompts, drawn, n, gives_reward=rollout.agent.gives_reward)
+            return with_episodes(prompts, drawn, n, rows, gives_reward=rollout.agent.gives_reward)
         return prompts.repeat(n, interleave=True).union(drawn)
 
     @phase(reads="prompts responses attention_mask rm_scores", writes="token_level_scores")

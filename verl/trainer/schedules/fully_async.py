@@ -8,7 +8,6 @@ generating while the trainer learns, and is interrupted for the hand-over of wei
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from verl.config import RolloutConfig
@@ -20,7 +19,7 @@ from verl.rollout.base import capabilities_of
 from verl.rollout.book import Book, Group, Pace, State
 from verl.single_controller import OnTold
 from verl.trainer import setup
-from verl.trainer.episodes import number_prompts, require_episodes, with_episodes
+from verl.trainer.episodes import number_prompts, require_episodes
 from verl.trainer.ppo_trainer import GENERATED
 from verl.trainer.schedules.ahead import AheadTrainer
 from verl.trainer.schedules.generation import EpisodeGeneration, Generation, prompt_ids_of
@@ -216,24 +215,14 @@ class FullyAsyncTrainer(AheadTrainer):
         if self.config.async_training.on_stale == "drop":
             self.book.discard_stale()
 
-    def _batch_of(self, groups: Sequence[Group], first_row: int = 0) -> DataProto:
+    def _batch_of(self, groups: Sequence[Group], first_row: int) -> DataProto:
         """Return the columns of phase "generate" of whole groups.
 
         Args:
             first_row: number of the first group within its step.
         """
         rollout = self.config.actor_rollout_ref.rollout
-        first_sample = first_row * self.book.num_samples
-        trajectories = []
-        for place, sample in enumerate(chain.from_iterable(group.samples for group in groups)):
-            if rollout.uses_agents:
-                row = first_sample + place
-                trajectories += [replace(each, row=row) for each in sample.trajectories]
-                continue
-            prompt_ids = prompt_ids_of(groups[place // self.book.num_samples])
-            drawn = Trajectory(row=place, prompt_ids=prompt_ids, segments=sample.segments)
-            trajectories.append(drawn)
-
+        trajectories = self._trajectories_of(groups, first_row)
         columns = assemble(
             trajectories,
             prompt_length=rollout.prompt_length,
@@ -243,21 +232,30 @@ class FullyAsyncTrainer(AheadTrainer):
             version=self.book.pace.version_of(self.global_step),
             vocabulary=self.vocabulary,
         )
+        objects = None
+        if rollout.uses_agents:
+            has_pictures = any(each.pictures for each in trajectories)
+            objects = episode_columns(trajectories, has_pictures)
+
         prompts = DataProto.concat([group.payload for group in groups])
-        if not rollout.uses_agents:
-            repeated = prompts.repeat(self.book.num_samples, interleave=True)
-            return repeated.union(DataProto.from_dict(tensors=columns))
-        has_pictures = any(each.pictures for each in trajectories)
-        played = DataProto.from_dict(
-            tensors=columns, non_tensors=episode_columns(trajectories, has_pictures)
-        )
-        return with_episodes(
-            prompts,
-            played,
-            self.book.num_samples,
-            range(first_row, first_row + len(groups)),
-            gives_reward=rollout.agent.gives_reward,
-        )
+        drawn = DataProto.from_dict(tensors=columns, non_tensors=objects)
+        rows = range(first_row, first_row + len(groups))
+        return self.with_prompts(prompts, drawn, self.book.num_samples, rows)
+
+    def _trajectories_of(self, groups: Sequence[Group], first_row: int) -> list[Trajectory]:
+        """Return the trajectories of whole groups, numbered by their place in the step."""
+        trajectories: list[Trajectory] = []
+        row = first_row * self.book.num_samples
+        for group in groups:
+            prompt_ids = prompt_ids_of(group)
+            for sample in group.samples:
+                if self.config.actor_rollout_ref.rollout.uses_agents:
+                    trajectories += [replace(each, row=row) for each in sample.trajectories]
+                else:
+                    drawn = Trajectory(row=row, prompt_ids=prompt_ids, segments=sample.segments)
+                    trajectories.append(drawn)
+                row += 1
+        return trajectories
 
     # ---------------------------------------------------------------- checkpoints
 
