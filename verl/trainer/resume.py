@@ -1,6 +1,7 @@
-"""Compare a run with the one that saved the checkpoint it resumes from, or passes over."""
+"""Read the checkpoint of a run that resumes, and compare both runs."""
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.manifest import read_manifest
+from verl.checkpoint.unpickling import load_state
 from verl.config.keys import Key, keys_of
 from verl.config.load import config_to_show
 from verl.config.placement import inactive_sections
@@ -137,7 +139,56 @@ def _refuse_another_run(folder: Path, changes: Iterable[Change]) -> None:
         )
 
 
-def in_schedule_of(own: Mapping[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+def read_state(file: Path, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the driver's part of a checkpoint in the form of the run that resumes from it.
+
+    Args:
+        file: that holds it.
+        own: the state of the run that resumes, before its first step.
+
+    Raises:
+        CheckpointError: another kind of run saved it.
+    """
+    state = _in_schedule_of(own, load_state(file))
+    for name, expected in own.items():
+        found = state.get(name)
+        fits = name in state
+        if isinstance(expected, (int, dict)):
+            fits = isinstance(found, type(expected))
+        if isinstance(found, dict) and isinstance(expected, dict):
+            fits = expected.keys() <= found.keys()
+        if not fits:
+            raise CheckpointError(
+                f"Expected the state of a run of this kind in {file}, but its '{name}' is "
+                f"{found!r:.50}. Another kind of run saved it (fine-tuning, say): set another "
+                "trainer.default_local_dir, or trainer.resume_mode=disable."
+            )
+
+    return state
+
+
+def log_resumed(run: Any, folder: Path) -> None:
+    """Log the checkpoint from which a run goes on.
+
+    A program without log hears of a resume that nothing in its arguments asked for.
+    """
+    trainer = run.config.trainer
+    default_folder = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+    is_asked_for = trainer.resume_mode == "resume_path" or (
+        trainer.default_local_dir != default_folder
+    )
+    logger.log(
+        logging.INFO if is_asked_for else logging.WARNING,
+        "Resumed from %s: step %d of %d, written %s. To start from the beginning: "
+        "trainer.resume_mode=disable, or another trainer.experiment_name.",
+        folder,
+        run.global_step,
+        run.total_steps,
+        _when_saved(folder),
+    )
+
+
+def _in_schedule_of(own: Mapping[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Return the driver's part of a checkpoint in the form of the schedule that resumes from it.
 
     `trainer.mode` may change with `trainer.resume_mode=resume_path`. Responses that another
@@ -167,7 +218,7 @@ def in_schedule_of(own: Mapping[str, Any], saved: dict[str, Any]) -> dict[str, A
     return state
 
 
-def when_saved(folder: Path) -> str:
+def _when_saved(folder: Path) -> str:
     """Return the date and time at which a checkpoint was written, by the clock of that time."""
     seconds = read_manifest(folder).saved_at_ns / 1e9
     try:

@@ -1,7 +1,6 @@
 """The loop around the step of any training run: resume, validate, log, save, and stop when updates
 are not finite."""
 
-import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -13,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.unpickling import load_state, save_state
+from verl.checkpoint.unpickling import save_state
 from verl.config import TrainConfig
 from verl.config.load import config_to_show
 from verl.config.sft import SFTConfig
@@ -29,11 +28,11 @@ from verl.trainer.phase_reports import PhaseReports
 from verl.trainer.recorder import StepRecorder
 from verl.trainer.resume import (
     check_config,
-    in_schedule_of,
+    log_resumed,
+    read_state,
     refuse_to_pass_over,
     require_same_run,
     save_config,
-    when_saved,
 )
 from verl.trainer.summary import RunSummary
 from verl.utils.devices import describe_device, memory_metrics, visible_device
@@ -52,11 +51,6 @@ from verl.utils.timing import PhaseTimer
 from verl.workers.trained import TrainedWorker
 
 STATE_FILE = "state.pt"  # the driver's own part of a checkpoint
-
-
-def default_folder(trainer: Any) -> str:
-    """Return the folder of checkpoints of a run that names none."""
-    return f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
 
 
 Result = TypeVar("Result")
@@ -146,7 +140,20 @@ class TrainingRun(ABC, Generic[Config]):
     def start_tracker(self) -> None:
         """Start the trackers. Runs before models load, so a missing package or an unwritable folder
         fails within seconds."""
+        self._log_device()
+        self._check_folder()
         trainer = self.config.trainer
+        settings = TrackerSettings(
+            project_name=trainer.project_name,
+            experiment_name=trainer.experiment_name,
+            config=config_to_show(self.config),
+            folder=Path(trainer.default_local_dir).expanduser(),
+            total_steps=self.total_steps,
+            log_interval=trainer.log_interval,
+        )
+        self.tracker = Tracker(trainer.logger, settings)
+
+    def _log_device(self) -> None:
         # Under torchrun the launcher knows the number of nodes.
         nodes = int(os.environ.get("GROUP_WORLD_SIZE", self.config.trainer.nnodes))
         logger.info(
@@ -157,25 +164,18 @@ class TrainingRun(ABC, Generic[Config]):
             nodes,
             "s" if nodes > 1 else "",
         )
+
+    def _check_folder(self) -> None:
+        """Raise CheckpointError for a folder that this run cannot write into or resume from."""
         if self.save_freq > 0:
             self.checkpoints.require_writable()
         if self.trains and self.writes_into_folder:
             # `fit` claims the folder. Another run is reported here, before models load.
             self.checkpoints.refuse_others()
-        if self.trains and trainer.resume_mode == "auto":
+        if self.trains and self.config.trainer.resume_mode == "auto":
             newest = self.checkpoints.newest_readable()
             if newest is not None:
                 require_same_run(newest, self.config)
-
-        settings = TrackerSettings(
-            project_name=trainer.project_name,
-            experiment_name=trainer.experiment_name,
-            config=config_to_show(self.config),
-            folder=Path(trainer.default_local_dir).expanduser(),
-            total_steps=self.total_steps,
-            log_interval=trainer.log_interval,
-        )
-        self.tracker = Tracker(trainer.logger, settings)
 
     # ---------------------------------------------------------------- defined by a trainer
 
@@ -411,7 +411,7 @@ class TrainingRun(ABC, Generic[Config]):
         is_named = trainer.resume_mode == "resume_path"
         # A run that only validates writes no checkpoint that others resume from.
         check_config(folder, self.config, may_differ=is_named or not self.trains)
-        state = self._read_state(folder / "trainer" / STATE_FILE)
+        state = read_state(folder / "trainer" / STATE_FILE, self.state_dict())
         for role, group in self.checkpointed_groups().items():
             group.load_checkpoint(folder / role)
 
@@ -429,20 +429,7 @@ class TrainingRun(ABC, Generic[Config]):
                 "failed."
             ) from error
 
-        # A program without log hears of a resume that nothing in its arguments asked for.
-        in_default_folder = trainer.default_local_dir == default_folder(trainer)
-        level = logging.INFO
-        if in_default_folder and not is_named:
-            level = logging.WARNING
-        logger.log(
-            level,
-            "Resumed from %s: step %d of %d, written %s. To start from the beginning: "
-            "trainer.resume_mode=disable, or another trainer.experiment_name.",
-            folder,
-            self.global_step,
-            self.total_steps,
-            when_saved(folder),
-        )
+        log_resumed(self, folder)
 
     def _position_in_data(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the saved position in the training data; the first batch of another data set."""
@@ -460,27 +447,6 @@ class TrainingRun(ABC, Generic[Config]):
     def _save_driver(self, folder: Path) -> None:
         save_state(folder / STATE_FILE, self.state_dict())
         save_config(folder, self.config)
-
-    def _read_state(self, file: Path) -> dict[str, Any]:
-        """Return the driver's part of a checkpoint; CheckpointError where another kind of run saved
-        it."""
-        own = self.state_dict()
-        state = in_schedule_of(own, load_state(file))
-        for name, expected in own.items():
-            found = state.get(name)
-            fits = name in state
-            if isinstance(expected, (int, dict)):
-                fits = isinstance(found, type(expected))
-            if isinstance(found, dict) and isinstance(expected, dict):
-                fits = expected.keys() <= found.keys()
-            if not fits:
-                raise CheckpointError(
-                    f"Expected the state of a run of this kind in {file}, but its '{name}' is "
-                    f"{found!r:.50}. Another kind of run saved it (fine-tuning, say): set another "
-                    "trainer.default_local_dir, or trainer.resume_mode=disable."
-                )
-
-        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's own part of a checkpoint."""
