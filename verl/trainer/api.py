@@ -102,12 +102,12 @@ class RLTrainer:
     ) -> None:
         show_log()
         self.config: TrainConfig = config_from_keywords(config, keywords)
-        self.missing: list[str] = []
+        self.missing: str | None = None  # how to name training data, if there is none
         if train_dataset is None:
-            self.missing = list(training_data_is_named(self.config))
+            self.missing = next(iter(training_data_is_named(self.config)), None)
         self.has_own_reward = reward_fn is not None
 
-        if self.missing:
+        if self.missing is not None:
             load_user_code(self.config)
             tokenizer = tokenizer or setup.build_tokenizer(self.config)
             reward_fn = reward_fn or setup.build_reward(self.config, tokenizer, num_examine=0)
@@ -187,8 +187,8 @@ class RLTrainer:
                 "trainer.total_training_steps it goes on from the newest checkpoint."
             )
 
-        if self.missing:
-            raise DataError(self.missing[0])
+        if self.missing is not None:
+            raise DataError(self.missing)
         self._set_options(
             micro_batch_size=micro_batch_size,
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -368,20 +368,7 @@ class RLTrainer:
     def _prompts(self, prompts: Any) -> DataProto:
         """Build a batch of prompts, none too long."""
         if isinstance(prompts, DataProto) and len(prompts):
-            if "raw_prompt_ids" not in prompts.non_tensor_batch:
-                raise DataError(
-                    "A batch for rollout needs the object column raw_prompt_ids (lists of token "
-                    f"ids), got {list(prompts.non_tensor_batch)}. Give the prompts as texts or "
-                    "chats."
-                )
-
-            batch = prompts.select()
-            pictures = pictures_of(batch)
-            fitted = []
-            for number, ids in enumerate(batch.non_tensor_batch["raw_prompt_ids"]):
-                fitted.append(self._fitted(number, ids, has_pictures=bool(pictures[number])))
-            batch.non_tensor_batch["raw_prompt_ids"] = object_column(fitted)
-            return batch
+            return self._fitted_batch(prompts)
 
         rows = []
         for number, prompt in enumerate(_listed("rollout", "prompts (texts or chats)", prompts)):
@@ -407,7 +394,23 @@ class RLTrainer:
         ids, messages, pictures = self._pictures.encode(prompt, None, Path())
         return {"raw_prompt_ids": ids, "raw_prompt": messages, "prepared_pictures": pictures}
 
-    def _fitted(self, number: int, ids: list[int], *, has_pictures: bool = False) -> list[int]:
+    def _fitted_batch(self, prompts: DataProto) -> DataProto:
+        if "raw_prompt_ids" not in prompts.non_tensor_batch:
+            raise DataError(
+                "A batch for rollout needs the object column raw_prompt_ids (lists of token "
+                f"ids), got {list(prompts.non_tensor_batch)}. Give the prompts as texts or chats."
+            )
+
+        batch = prompts.select()
+        pictures = pictures_of(batch)
+        fitted = []
+        for number, ids in enumerate(batch.non_tensor_batch["raw_prompt_ids"]):
+            fitted.append(self._fitted(number, ids, has_pictures=bool(pictures[number])))
+        batch.non_tensor_batch["raw_prompt_ids"] = object_column(fitted)
+        return batch
+
+    def _fitted(self, number: int, ids: list[int], *, has_pictures: bool) -> list[int]:
+        """Return the tokens of a prompt, cut where `data.truncation` allows it."""
         limit = self.config.data.max_prompt_length
         truncation = self.config.data.truncation
         if len(ids) <= limit:
