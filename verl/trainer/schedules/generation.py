@@ -105,8 +105,7 @@ class Generation:
             self._error = error
 
     def _advance(self, goals: Sequence[Goal], most_steps: int | None) -> None:
-        steps = [most_steps] * len(goals)
-        answers = self._on_engines(list(goals), steps)
+        answers = self._advance_engines(list(goals), [most_steps] * len(goals))
         for news in answers:
             _enter(self.book.finish, news.finished)
         self.seconds += max(news.seconds for news in answers)
@@ -115,9 +114,9 @@ class Generation:
         """Return the part of each engine in the goal of the book."""
         return self.book.goal().shares(num_shares(self._rollout))
 
-    def _on_engines(self, *shares: list[Any]) -> list[Progressed]:
-        """Advance all engines, each with its part of every list."""
-        return of_each_share(self._rollout.advance_samples, *shares)
+    def _advance_engines(self, goals: list[Goal], most_steps: list[int | None]) -> list[Progressed]:
+        """Advance each engine to its goal, by as many steps at most; None: no limit."""
+        return of_each_share(self._rollout.advance_samples, goals, most_steps)
 
     def freeze(self) -> None:
         """Take all samples out of the engines."""
@@ -137,11 +136,12 @@ class Generation:
             self.metrics = answers[0].metrics  # of all engines
         self._has_started = False
 
-    def _keep(self) -> list[bool]:
+    def _keeps(self) -> list[bool]:
+        """Return for each engine whether it holds the keys and values of frozen samples."""
         return [self.keep_kv_cache] * num_shares(self._rollout)
 
     def _freeze_engines(self) -> list[Progressed]:
-        answers = of_each_share(self._rollout.freeze_samples, self._keep())
+        answers = of_each_share(self._rollout.freeze_samples, self._keeps())
         for news in answers:
             _enter(self.book.finish, news.finished)
             _enter(self.book.freeze, news.frozen)
@@ -238,13 +238,13 @@ class EpisodeGeneration(Generation):
             homes.append(self._homes[sample_ids[0] // self.book.num_samples])
         return goal.shares(num_shares(self._rollout), homes)
 
-    def _on_engines(self, *shares: list[Any]) -> list[Progressed]:
-        answers = of_each_share(self._rollout.advance_episodes, *shares)
+    def _advance_engines(self, goals: list[Goal], most_steps: list[int | None]) -> list[Progressed]:
+        answers = of_each_share(self._rollout.advance_episodes, goals, most_steps)
         self._enter_episodes(answers)
         return answers
 
     def _freeze_engines(self) -> list[Progressed]:
-        answers = of_each_share(self._rollout.freeze_episodes, self._keep())
+        answers = of_each_share(self._rollout.freeze_episodes, self._keeps())
         self._enter_episodes(answers)
         for group in self.book.groups:
             for sample in group.running:
