@@ -1,6 +1,6 @@
 """From configuration to the parts a trainer is made of."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +126,6 @@ def training_reward(config: TrainConfig, tokenizer: Any) -> Any:
     if config.distillation.is_whole_loss:
         return NoReward()
     return build_reward(config, tokenizer, num_examine=0)
-
-
-def has_rule(batch: DataProto) -> bool:
-    """Check whether the rows have a ground truth for a rule, not in the style "model"."""
-    truths = batch.non_tensor_batch.get("reward_model", ())
-    return len(truths) > 0 and all(
-        isinstance(truth, Mapping) and truth.get("style") != "model" for truth in truths
-    )
 
 
 def picture_reader(config: TrainConfig, tokenizer: Any) -> PictureReader | None:

@@ -73,7 +73,7 @@ class ValidationPass:
             return
         self._turns += list(batch.non_tensor_batch.get("num_turns", ()))
         self._infos += list(batch.non_tensor_batch.get("agent_info", ()))
-        if not setup.has_rule(batch):
+        if not _has_rule(batch):
             batch = trainer.add_rm_scores(batch)
         result = trainer.val_reward_fn(batch, return_dict=True)
         check_result(result, batch.batch["responses"])
@@ -128,3 +128,11 @@ def validate_only(run: "PPOTrainer") -> None:
 
     if trainer.validation_data_dir:
         logger.info("Samples: %s", samples_file(trainer.validation_data_dir, run.global_step))
+
+
+def _has_rule(batch: DataProto) -> bool:
+    """Check whether the rows have a ground truth for a rule, not in the style "model"."""
+    truths = batch.non_tensor_batch.get("reward_model", ())
+    return len(truths) > 0 and all(
+        isinstance(truth, Mapping) and truth.get("style") != "model" for truth in truths
+    )
