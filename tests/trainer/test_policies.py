@@ -20,7 +20,7 @@ from tests.trainer.runs import (
 )
 from verl.config import load_config
 from verl.models.load import load_causal_lm
-from verl.trainer import PPOTrainer
+from verl.trainer import PPOTrainer, RLTrainer
 from verl.trainer.main_ppo import main
 from verl.trainer.partners import PartnersTrainer
 from verl.utils.errors import AlgorithmError, ConfigError
@@ -211,6 +211,16 @@ def test_a_trainer_of_one_policy_refuses_a_second_one_before_models_load(tmp_pat
         ConfigError, match=rf"\(judge\), .*PartnersTrainer .*, got {kind.__name__}\.$"
     ):
         kind(config)
+
+
+def test_every_trained_policy_reads_the_sizes_that_a_program_gives(tmp_path: Path):
+    trainer = RLTrainer(
+        load_config(command_line(tmp_path, *DEBATE, PARTNER, "trainer.max_steps=1"))
+    )
+    trainer.rollout(["3 + 11 = ?"])  # loads the models
+    trainer.train(micro_batch_size=2, gradient_accumulation_steps=4)
+    for group in (trainer.ppo.actor_wg, *trainer.ppo.partners.values()):
+        assert group.worker.config.actor.ppo_micro_batch_size_per_gpu == 2
 
 
 class Silent(PartnersTrainer):

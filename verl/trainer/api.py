@@ -361,9 +361,7 @@ class RLTrainer:
 
         assign(self.config, changed)
         if self.has_models:
-            self.ppo.actor_wg.set_config(self.config.actor_rollout_ref)
-            if self.ppo.critic_wg is not None:
-                self.ppo.critic_wg.set_config(self.config.critic)
+            self.ppo.renew_sizes()
 
     def _prompts(self, prompts: Any) -> DataProto:
         """Build a batch of prompts, none too long."""

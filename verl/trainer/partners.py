@@ -72,6 +72,13 @@ class PartnersTrainer(PPOTrainer):
             actor=Colocated(name),
         )
 
+    def renew_sizes(self) -> None:
+        """See `RunOfRoles.renew_sizes`."""
+        super().renew_sizes()
+        roles = self.config.actor_rollout_ref
+        for role, policy in roles.rollout.agent.partners.items():
+            self.partners[role].set_config(partner_section(roles, policy))
+
     def begin_passes(self, batch: DataProto) -> None:
         """Begin no pass early: each policy has a share of the rows alone."""
 

@@ -154,6 +154,12 @@ class RunOfRoles(TrainingRun[TrainConfig]):
             self.checkpoints.root / "rollout_weights",
         )
 
+    def renew_sizes(self) -> None:
+        """Let the workers that train read sizes of updates and passes again, after a change."""
+        self.actor_wg.set_config(self.config.actor_rollout_ref)
+        if self.critic_wg is not None:
+            self.critic_wg.set_config(self.config.critic)
+
     @property
     def actor_rollout_wg(self) -> "ActorRolloutGroups":
         """Both groups, under the name that verl 0.5 has for one group with both tasks."""
