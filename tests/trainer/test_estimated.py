@@ -1,4 +1,4 @@
-"""Advantage estimators of a user's own: what they get, and the checks of their answers."""
+"""Advantage estimators of a user's own: their inputs, and the checks of their answers."""
 
 import math
 

@@ -196,7 +196,7 @@ def _in_schedule_of(own: Mapping[str, Any], saved: dict[str, Any]) -> dict[str, 
 
     Args:
         own: the state of the run that resumes, before its first step.
-        saved: what the checkpoint holds.
+        saved: the state in the checkpoint.
     """
     state = dict(saved)
     groups = (state.get("book") or {}).get("groups", ())

@@ -58,8 +58,9 @@ Config = TypeVar("Config", TrainConfig, SFTConfig)
 
 
 class TrainingRun(ABC, Generic[Config]):
-    """The loop around a step, which subclasses say; whatever they set up before `fit` stands in the
-    annotations.
+    """Runs the loop around a training step.
+
+    A subclass defines the step, and sets the annotated attributes before `fit`.
 
     Args:
         config: the whole configuration, already validated.
@@ -305,7 +306,7 @@ class TrainingRun(ABC, Generic[Config]):
             )
 
     def log_end(self, error: BaseException) -> None:
-        """Log in which step an error or an interrupt ended the run, and what can be resumed."""
+        """Log the step in which an error or an interrupt ended the run, and the checkpoint to resume."""
         is_interrupt = isinstance(error, (KeyboardInterrupt, SystemExit))
         if not is_interrupt and self.global_step == 0:
             return  # nothing has been trained yet

@@ -28,8 +28,8 @@ def validation_metrics(
         answers: the extracted answer of each sample, where the reward gives one: maj@n is the mean
             score of the most frequent answer (ties go to the first seen; None does not vote, and a
             prompt without any answer counts its mean score). A source without answers has no maj@n.
-        fields: what the reward returned in addition, by name. None and NaN stand for an absent
-            value; a source in which a field has other values than numbers leaves it out.
+        fields: further values of the reward, by name. None and NaN stand for an absent value; a
+            source in which a field has other values than numbers leaves it out.
     """
     rows_of: dict[str, list[int]] = defaultdict(list)
     for i, source in enumerate(sources):

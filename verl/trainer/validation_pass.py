@@ -28,7 +28,7 @@ class ValidationPass:
 
     Args:
         trainer: has the rows, and the reward.
-        step: after which the weights were taken that generate.
+        step: the training step after which the rollout got its weights.
     """
 
     def __init__(self, trainer: "PPOTrainer", step: int) -> None:

@@ -22,7 +22,7 @@ from verl.utils.errors import ConfigError
 
 
 class AheadTrainer(PPOTrainer):
-    """PPOTrainer whose `generate` returns what was generated earlier."""
+    """PPOTrainer whose `generate` returns responses of earlier steps."""
 
     def __init__(self, config: Any, **parts: Any) -> None:
         super().__init__(config, **parts)

@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling in asynchronous schedules: the rounds of a step take what is ahead.
+"""DAPO's dynamic sampling in asynchronous schedules: rounds take groups generated ahead.
 
 A round that leaves prompts out is followed by another one, of prompts that were generated earlier
 or are generated now. Every round of a step precedes its update, so no token gets older by it.
@@ -77,8 +77,8 @@ class FullyAsyncDAPOTrainer(DAPOTrainer, FullyAsyncTrainer):
         return DataProto()
 
     def _size_of_round(self, missing: int) -> int:
-        """Return how many groups a further round takes: at most a batch, and what is left of
-        `max_num_gen_batches`."""
+        """Return how many groups a further round takes: at most a batch, and no more than
+        `max_num_gen_batches` leaves."""
         batch = self.book.pace.groups_per_step
         drawn = len(self._groups_of_step)
         kept = batch - missing
