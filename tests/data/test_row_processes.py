@@ -40,6 +40,16 @@ class Own(RLDataset):
             raise ValueError(f"no {item}")
         return {**super().__getitem__(item), "drawn": random.random()}
 
+from verl.utils.errors import DataError
+
+class Logged(RLDataset):
+    def __getitem__(self, item):
+        with open(self.log, "a") as log:
+            log.write(f"{item} ")
+        if item in (2, 4):
+            raise DataError(f"no {item}")
+        return super().__getitem__(item)
+
 class Open(RLDataset):
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
@@ -199,18 +209,21 @@ def test_a_bad_row_is_the_error_of_its_own_batch(
     assert capfd.readouterr().err == ""
 
 
-def test_the_error_is_that_of_the_first_bad_row(folder: Path, tmp_path: Path, loaders: Any) -> None:
-    """The first process reads rows 0, 2, 4, and the second one reads rows 1, 3, 5."""
-    data = pictured_rows(folder, tmp_path, 6)
-    assert data.pictures is not None
-    data.pictures._kept.clear()
-    for number in (3, 4):
-        (tmp_path / f"{number}.png").write_bytes(b"no picture")
+def test_the_error_is_that_of_the_first_bad_row_which_is_read_once(
+    tmp_path: Path, parquet: Any, tokenizer: Any, loaders: Any
+) -> None:
+    """The first process reads rows 0, 1 and 2, and the second one rows 3, 4 and 5."""
+    (tmp_path / "own.py").write_text(OWN)
+    kind = load_extern_type(str(tmp_path / "own.py"), "Logged")
+    data = kind(parquet(make_rows(6)), tokenizer, DataConfig(max_prompt_length=64))
+    data.log = str(tmp_path / "log")
 
     loader = RLDataLoader(data, 6, shuffle=False, seed=1, num_workers=2)
     loaders.append(loader)
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 3: image 0 of the row: "):
+    with pytest.raises(DataError, match="no 2"):
         next(iter(loader))
+    read = (tmp_path / "log").read_text().split()
+    assert [number for number in read if number in ("0", "1", "2")] == ["0", "1", "2"]
 
 
 @pytest.mark.slow
@@ -271,6 +284,16 @@ def test_a_dataset_that_reads_no_batch_is_named() -> None:
     with pytest.raises(DataError, match=message) as error:
         read_rows(Batched(), [1, 5])
     assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_a_dataset_that_gives_another_number_of_items_is_named() -> None:
+    class Batched:
+        def __getitems__(self, items: list[int]) -> list[dict[str, Any]]:
+            return [{"row": items[0]}]
+
+    message = "'Batched' must return an item for each row, got 1 for 2 rows"
+    with pytest.raises(DataError, match=message):
+        read_rows(Batched(), [1, 5])
 
 
 def test_a_dataset_that_cannot_be_sent_is_an_error_with_the_key(

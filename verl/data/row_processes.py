@@ -73,27 +73,33 @@ class _Started(NamedTuple):
 def read_rows(dataset: Any, rows: list[int]) -> Items:
     """Return the items of some rows, together if the data set has torch's `__getitems__`.
 
-    Raises DataError with the row and the class for an error that is not one of this package.
+    Raises DataError with the row and the class for an error that is not one of this package, and
+    for another number of items than of rows.
     """
     several = getattr(dataset, "__getitems__", None)
     if several is None:
         return [read_row(dataset, row) for row in rows]
 
     try:
-        return several(rows)
+        items = several(rows)
     except VerlError:
         raise
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        failed = error
+    except Exception as error:  # a user's class may raise anything
+        for row in rows:
+            read_row(dataset, row)  # raises for the row that failed
+        with errors_of_dataset(dataset, f"{len(rows)} rows"):  # each of them can be read alone
+            raise error
 
-    for row in rows:
-        read_row(dataset, row)  # raises for the row that failed
-    with errors_of_dataset(dataset, f"{len(rows)} rows"):  # each of them can be read alone
-        raise failed
+    if len(items) != len(rows):
+        raise DataError(
+            f"__getitems__ of the data set '{type(dataset).__name__}' must return an item for each "
+            f"row, got {len(items)} for {len(rows)} rows."
+        )
+    return items
 
 
 class RowProcesses:
-    """Processes that read rows and prepare their pictures, each batch in equal shares.
+    """Processes that read rows and prepare their pictures, each an equal share of every batch.
 
     They start with the first batch: a fresh program unpickles the data set, and is forked. It has
     no threads and no CUDA context, which would not survive that, and it does not import the user's
@@ -173,26 +179,23 @@ class RowProcesses:
 
     def _ask(self, draw: Draw) -> None:
         self._asked.append(draw)
-        for number, link in enumerate(self._readers_of(draw)):
+        shares = np.array_split(draw.rows, self.count)
+        for number, (link, share) in enumerate(zip(self._readers_of(draw), shares)):
             place = [self._seed, draw.epoch, draw.taken, number]
             seed = int(np.random.SeedSequence(place).generate_state(1)[0])
             try:
-                link.send(Kind.CALL, 0, (seed, draw.rows[number :: self.count]))
+                link.send(Kind.CALL, 0, (seed, share.tolist()))
             except ConnectionError as error:
                 raise self._lost() from error
 
     def _receive(self, draw: Draw) -> Items:
-        items: Items = [{}] * len(draw.rows)
-        refused: dict[int, list[Any]] = {}  # the error and its cause, by place in the batch
-        for number, link in enumerate(self._readers_of(draw)):
+        items: Items = []
+        # The shares are consecutive rows, so the first error is that of the first bad row.
+        for link in self._readers_of(draw):
             message = self._answer(link)
-            if message.kind == Kind.RESULT:
-                items[number :: self.count] = message.value()
-            else:
-                place, *raised = message.value()
-                refused[number + place * self.count] = raised
-        if refused:
-            self._raise(*refused[min(refused)])  # as the driver would, which reads row by row
+            if message.kind == Kind.RAISED:
+                self._raise(*message.value())
+            items += message.value()
 
         if self._pictures is not None:
             for item in items:
@@ -291,29 +294,19 @@ def _serve(link: Link, dataset: Any, key: str) -> None:
             seed_everything(seed)
             items = _pack_items(read_rows(dataset, rows), key)
         except Exception as error:  # noqa: BLE001 - a process border: the driver raises it
-            _refuse(link, _place_of_refused(dataset, rows), error)
+            _refuse(link, error)
             return
         link.send(Kind.RESULT, 0, items)
         del items  # its pictures are not needed while this process waits
 
 
-def _place_of_refused(dataset: Any, rows: list[int]) -> int:
-    """Return the place of the first row that cannot be read alone; 0 if each of them can."""
-    for place, row in enumerate(rows):
-        try:
-            dataset[row]
-        except Exception:  # noqa: BLE001 - a user's class may raise anything
-            return place
-    return 0
-
-
-def _refuse(link: Link, place: int, error: Exception) -> None:
+def _refuse(link: Link, error: Exception) -> None:
     """Send an error with its cause, and wait for the end.
 
     The driver may first ask for another batch.
     """
     cause = None if error.__cause__ is None else Raised.from_error(error.__cause__)
-    link.send(Kind.RAISED, 0, (place, Raised.from_error(error), cause))
+    link.send(Kind.RAISED, 0, (Raised.from_error(error), cause))
     while True:
         link.receive()
 
