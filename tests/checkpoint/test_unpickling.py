@@ -19,7 +19,7 @@ import torch
 
 from verl.checkpoint.sharded import SavedTensors, write_sharded
 from verl.checkpoint.unpickling import load_state, save_state
-from verl.utils.errors import CheckpointError
+from verl.utils.errors import CheckpointError, OutOfMemoryError
 from verl.utils.seeding import rng_state
 
 MOMENT = datetime.datetime(2026, 1, 2, 3, 4, tzinfo=datetime.timezone.utc)
@@ -60,6 +60,15 @@ def test_generator_and_sampler_states_are_restored(tmp_path):
     assert loaded["rng"]["python"] == state["rng"]["python"]
     assert np.array_equal(loaded["rng"]["numpy"][1], state["rng"]["numpy"][1])
     assert torch.equal(loaded["rng"]["torch"], state["rng"]["torch"])
+
+
+def test_a_lack_of_memory_at_the_read_back_is_no_fault_of_the_values(tmp_path, monkeypatch):
+    def fail(*arguments, **keywords):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64")
+
+    monkeypatch.setattr("torch.load", fail)
+    with pytest.raises(OutOfMemoryError, match=r"ran out while '.*state\.pt' was read"):
+        save_state(tmp_path / "state.pt", {"number": 1})
 
 
 def test_dates_of_parquet_keep_their_time_zone(tmp_path):

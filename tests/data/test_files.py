@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict
 
 from tests.data.rows import make_rows
 from verl.data.files import as_file_list, content_fingerprint, has_split, open_rows
-from verl.utils.errors import DataError
+from verl.utils.errors import DataError, OutOfMemoryError
 
 ROWS = make_rows(3)
 
@@ -201,6 +201,19 @@ def test_empty_parquet_file_is_an_error(tmp_path: Path):
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
     with pytest.raises(DataError, match="has no rows"):
         open_rows(tmp_path / "none.parquet")
+
+
+def test_a_lack_of_memory_is_no_damage(tmp_path: Path, parquet, monkeypatch: pytest.MonkeyPatch):
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    file = parquet(ROWS)
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    monkeypatch.setattr("pyarrow.parquet.read_table", fail)
+    monkeypatch.setattr("datasets.load_from_disk", fail)
+    for path in (file, tmp_path / "saved"):
+        with pytest.raises(OutOfMemoryError, match=rf"ran out while '{path}' was read \(malloc"):
+            open_rows(path)
 
 
 def test_unknown_folder_is_an_error(tmp_path: Path):

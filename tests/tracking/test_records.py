@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from tests.diagnostics.view.toy_records import toy_table, write_record
@@ -14,7 +15,7 @@ from verl.tracking.records import (
     pack_digests,
     unpack_digests,
 )
-from verl.utils.errors import DataError
+from verl.utils.errors import DataError, OutOfMemoryError
 
 
 def test_a_record_reads_back_as_written(tmp_path: Path):
@@ -89,6 +90,16 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path: Path):
         load_run(tmp_path)
     with pytest.raises(DataError, match="found no records/run.json"):
         load_run(tmp_path / "elsewhere")
+
+
+def test_a_lack_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(file: pa.NativeFile) -> None:
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    write_record(tmp_path, steps=1)
+    monkeypatch.setattr("pyarrow.ipc.open_file", fail)
+    with pytest.raises(OutOfMemoryError, match=r"ran out while '.*/1\.arrow' was read"):
+        load_run(tmp_path).samples(1)
 
 
 def test_a_folder_without_a_record_names_the_runs_in_it_or_next_to_it(tmp_path):

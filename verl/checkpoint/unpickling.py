@@ -22,7 +22,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
-from verl.utils.errors import CheckpointError
+from verl.utils.errors import CheckpointError, OutOfMemoryError, shortage_while_reading
 
 # Raised by unpickling if bytes are missing, changed or forbidden. An OSError (no access) already
 # names its file.
@@ -97,14 +97,18 @@ class _MetadataUnpickler(pickle.Unpickler):
 def save_state(file: Path, state: dict[str, Any]) -> None:
     """Write a state of numbers, texts, dates, tensors, arrays and containers of them.
 
-    Raises CheckpointError if `load_state` cannot read it back, so that a failure shows at the save.
+    Raises CheckpointError if `load_state` cannot read it back, so that a failure shows at the save,
+    and OutOfMemoryError if the host lacks the memory for that.
     """
     try:
         torch.save(state, file)
     except _UNPICKLABLE as error:
         raise _no_plain_values(file, state) from error
     try:
-        _load(file)
+        with shortage_while_reading(file):
+            _load(file)
+    except OutOfMemoryError:
+        raise
     except UNREADABLE_PICKLE as error:
         raise _no_plain_values(file, state) from error
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verl.data.json_rows import read_json_rows
-from verl.utils.errors import DataError, describe_error
+from verl.utils.errors import DataError, describe_error, shortage_while_reading
 from verl.utils.json_text import parse_json
 from verl.utils.lfs import describe_pointers
 
@@ -168,7 +168,8 @@ def open_rows(
         key: configuration key that gives the file, for errors; None: that of the split.
         made_by: program that writes such a file, for errors.
 
-    Raises DataError if it is missing, unreadable or empty, or its format is unknown.
+    Raises DataError if it is missing, unreadable or empty, or its format is unknown, and
+    OutOfMemoryError if it does not fit into the memory of the host.
     """
     path = Path(file).expanduser()
     if path.is_dir():
@@ -184,7 +185,8 @@ def open_rows(
     elif path.suffix == ".parquet":
         rows = _open_parquet(path)
     elif path.suffix in (".json", ".jsonl"):
-        rows = ListRows(read_json_rows(path))
+        with shortage_while_reading(path):
+            rows = ListRows(read_json_rows(path))
     else:
         raise DataError(
             f"Data file '{file}' must be {FORMATS}, got the suffix '{path.suffix}'.{_convert(path)}"
@@ -336,9 +338,10 @@ def _missing(file: str | Path, path: Path, key: str, made_by: str) -> str:
 
 def _open_parquet(path: Path) -> Rows:
     try:
-        _refuse_repeated_columns(path, pq.read_schema(path).names)
-        table = pq.read_table(path)
-        table.validate(full=True)  # texts in UTF-8: a tenth of a second a GB
+        with shortage_while_reading(path):
+            _refuse_repeated_columns(path, pq.read_schema(path).names)
+            table = pq.read_table(path)
+            table.validate(full=True)  # texts in UTF-8: a tenth of a second a GB
         return ArrowRows(table)
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split()).rstrip(".")  # Arrow's may have several lines
@@ -412,7 +415,8 @@ def _open_folder(path: Path, split: str) -> Rows:
 def _damage_errors(folder: Path) -> Iterator[None]:
     """Raise DataError for any error of reading a `save_to_disk` folder with a damaged file."""
     try:
-        yield
+        with shortage_while_reading(folder):
+            yield
     except (*_DAMAGED_FOLDER, OSError, pa.ArrowException) as error:
         raise DataError(
             f"Folder '{folder}' must be complete, as datasets' save_to_disk writes it, but cannot "

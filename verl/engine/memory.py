@@ -5,7 +5,6 @@ Only a rank that is alone can do so. Several ranks are in the middle of a collec
 others wait for the one that failed, so that it can only stop the run and name itself.
 """
 
-import errno
 import gc
 import re
 import resource
@@ -20,7 +19,7 @@ import torch
 from verl.distributed.collectives import Axis
 from verl.engine.microbatch import Plan, TokenBudget, most_tokens
 from verl.engine.options import EngineOptions
-from verl.utils.errors import OutOfMemoryError, VerlError
+from verl.utils.errors import OutOfMemoryError, VerlError, lacks_host_memory
 from verl.utils.launcher import rank_title
 from verl.utils.logging import logger
 from verl.utils.peaks import phase_peaks
@@ -33,7 +32,6 @@ _DEVICE_SIGNS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-_HOST_SIGNS = ("can't allocate memory", "Cannot allocate memory")
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,7 @@ def shortage_of(error: BaseException, device: torch.device) -> Shortage | None:
         asked = _bytes_in(text, r"[Tt]ried to allocate")
         return Shortage(True, asked, _free_on_device(text, device))
 
-    is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    has_sign = any(sign in text for sign in _HOST_SIGNS)
-    is_allocator = isinstance(error, RuntimeError) and has_sign
-    if isinstance(error, MemoryError) or is_system or is_allocator:
+    if lacks_host_memory(error):
         return Shortage(False, _bytes_in(text, r"tried to allocate"), _free_on_host())
     return None
 

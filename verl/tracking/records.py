@@ -29,7 +29,7 @@ from verl.tracking.json_lines import (
     to_json,
     to_json_line,
 )
-from verl.utils.errors import DataError
+from verl.utils.errors import DataError, shortage_while_reading
 from verl.utils.json_text import parse_json, parse_object
 from verl.utils.registry import nearest_names
 from verl.utils.whole_file import whole_file
@@ -213,7 +213,7 @@ class StepSamples:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with pa.OSFile(str(path)) as file:
+            with shortage_while_reading(path), pa.OSFile(str(path)) as file:
                 self.table = pa.ipc.open_file(file).read_all()
             metadata = self.table.schema.metadata or {}
             self._notes = {name: metadata[name] for name in (_LANES, _PROMPTS, _PIECES)}

@@ -4,6 +4,7 @@ Every class is also the builtin that a caller would catch, and pickles across pr
 `assert` is for our own mistakes.
 """
 
+import errno
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 from verl.utils.secrets import masked
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
+_SHORTAGE_SIGNS = ("can't allocate memory", "Cannot allocate memory")  # of torch's allocator
 
 
 class VerlError(Exception):
@@ -171,6 +173,31 @@ def text_of(value: Any) -> str:
 def describe_error(error: BaseException) -> str:
     """Return the class of an error, and its text if it has any."""
     return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
+
+
+def lacks_host_memory(error: BaseException) -> bool:
+    """Return whether an error of Python, Arrow, torch or the system is a lack of host memory."""
+    if isinstance(error, RuntimeError):
+        return any(sign in str(error) for sign in _SHORTAGE_SIGNS)
+    is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return is_system or isinstance(error, MemoryError)
+
+
+@contextmanager
+def shortage_while_reading(file: Path | str) -> Iterator[None]:
+    """Raise OutOfMemoryError with the file if the host's memory runs out in the block.
+
+    Readers of files raise such an error as one of a damaged file.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, VerlError) or not lacks_host_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"The memory of the host ran out while '{file}' was read ({error}). Free some, or use "
+            "a host with more."
+        ) from error
 
 
 @contextmanager
