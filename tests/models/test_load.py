@@ -205,6 +205,17 @@ def test_a_missing_folder_is_named(path: str) -> None:
             load(path)
 
 
+def test_the_models_next_to_a_missing_folder_are_named(tmp_path: Path) -> None:
+    for name in ("Qwen2.5-1.5B", "Qwen3-4B", "notes"):
+        (tmp_path / name).mkdir()
+    for name in ("Qwen2.5-1.5B", "Qwen3-4B"):
+        (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=rf"none\. Nearest in {tmp_path}: Qwen2\.5-1\.5B, Q"):
+        load_tokenizer(tmp_path / "Qwen2.5-15B")
+    with pytest.raises(ModelError, match=r"found none\. Give"):
+        load_tokenizer(tmp_path / "notes" / "Qwen3-4B")
+
+
 def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)

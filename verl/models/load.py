@@ -34,6 +34,7 @@ from verl.models.vision import attention_settings, family_of, reads_pictures
 from verl.utils.cache import cache_folder
 from verl.utils.errors import ModelError
 from verl.utils.logging import say_once
+from verl.utils.registry import nearest_names
 
 TOY = "toy"
 _DATA = Path(__file__).parents[1] / "data"
@@ -79,10 +80,16 @@ def resolve_path(path: str | Path) -> str:
     if looks_local or folder.exists():
         found = "a file" if folder.exists() else "none"
         raise ModelError(
-            f"Expected a model folder at '{text}', found {found}. Give a folder in Hugging Face "
-            "format, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or 'toy'."
+            f"Expected a model folder at '{text}', found {found}.{_models_near(folder)} Give a "
+            "folder in Hugging Face format, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or 'toy'."
         )
     return text
+
+
+def _models_near(folder: Path) -> str:
+    """Return a sentence that names the models next to a missing folder; "" if there are none."""
+    names = [file.parent.name for file in folder.parent.glob("*/config.json")]
+    return f" Nearest in {folder.parent}: {nearest_names(folder.name, names)}." if names else ""
 
 
 def load_tokenizer(
