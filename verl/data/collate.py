@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from verl.data.chat import as_messages
+from verl.models.packed import padded_rows
 from verl.protocol import DataProto
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import DataError
@@ -63,25 +64,19 @@ def pad_examples(batch: DataProto) -> DataProto:
     and `response_mask` (B, R), which is 1 where a token is learnt. Raises DataError for items that
     have no such columns.
     """
-    columns = dict(batch.non_tensor_batch)
+    columns: dict[str, Any] = dict(batch.non_tensor_batch)
     if batch.batch is not None:  # tensors of equal lengths were stacked
         columns.update(batch.batch.items())
     _check_examples(columns)
-    prompts = columns["raw_prompt_ids"]
-    responses = columns["response_ids"]
-    width = max(map(len, prompts))
-    shape = (len(prompts), width + max(map(len, responses)))
 
-    ids = torch.zeros(shape, dtype=torch.int64)
-    attention = torch.zeros_like(ids)
-    learnt = torch.zeros_like(ids)
-    for row, (prompt, response, mask) in enumerate(zip(prompts, responses, columns["learnt"])):
-        own = slice(width - len(prompt), width + len(response))
-        ids[row, own] = torch.tensor([*prompt, *response])
-        attention[row, own] = 1
-        learnt[row, width : own.stop] = torch.tensor(mask, dtype=torch.int64)
-
-    tensors = {"input_ids": ids, "attention_mask": attention, "response_mask": learnt[:, width:]}
+    prompts, prompt_mask = padded_rows(columns["raw_prompt_ids"], side="left")
+    responses, response_mask = padded_rows(columns["response_ids"])
+    learnt, _ = padded_rows(columns["learnt"])
+    tensors = {
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
+        "response_mask": learnt,
+    }
     kept = {key: columns[key] for key in ("uid", "prepared_pictures") if key in columns}
     return DataProto.from_dict(tensors=tensors, non_tensors=kept)
 
@@ -107,26 +102,18 @@ def _with_prompt_ids(
     item: dict[str, Any], encode: Callable[[Any], list[int]] | None, prompt_key: str
 ) -> dict[str, Any]:
     ids = item.get("raw_prompt_ids")
-    if ids is None and "input_ids" not in item and encode is not None:
+    if ids is None and "input_ids" in item:
+        ids = _without_padding(item)
+    elif ids is None and encode is not None:
         item = _with_messages(item, prompt_key)
         if item.get("raw_prompt"):
             ids = encode(item["raw_prompt"])
 
     if ids is None:
-        if "input_ids" not in item:
-            raise DataError(
-                "An item needs raw_prompt_ids (a list of token ids), input_ids, raw_prompt or "
-                f"{prompt_key} (messages), got keys {list(item)}."
-            )
-        padded = torch.as_tensor(item["input_ids"])
-        mask = torch.as_tensor(item.get("attention_mask", torch.ones_like(padded)))
-        if padded.dim() != 1 or mask.shape != padded.shape:
-            raise DataError(
-                "An item's input_ids and attention_mask must be 1-D and of equal length, got "
-                f"shapes {tuple(padded.shape)} and {tuple(mask.shape)}."
-            )
-        ids = padded[mask.bool()]
-
+        raise DataError(
+            "An item needs raw_prompt_ids (a list of token ids), input_ids, raw_prompt or "
+            f"{prompt_key} (messages), got keys {list(item)}."
+        )
     if not isinstance(ids, list):
         ids = torch.as_tensor(ids).tolist()
     if not ids:
@@ -139,6 +126,18 @@ def _with_prompt_ids(
         if key not in ("raw_prompt_ids", *_PADDED):
             columns[key] = value
     return columns
+
+
+def _without_padding(item: dict[str, Any]) -> torch.Tensor:
+    """Return the token ids of `input_ids` under `attention_mask`."""
+    padded = torch.as_tensor(item["input_ids"])
+    mask = torch.as_tensor(item.get("attention_mask", torch.ones_like(padded)))
+    if padded.dim() != 1 or mask.shape != padded.shape:
+        raise DataError(
+            "An item's input_ids and attention_mask must be 1-D and of equal length, got "
+            f"shapes {tuple(padded.shape)} and {tuple(mask.shape)}."
+        )
+    return padded[mask.bool()]
 
 
 def _with_messages(item: dict[str, Any], prompt_key: str) -> dict[str, Any]:

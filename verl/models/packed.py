@@ -37,7 +37,7 @@ def padded_rows(sequences: Sequence[Sequence[int]], side: str = "right") -> tupl
 
     `side` is the one that is padded, "left" or "right".
     """
-    rows = [torch.tensor(sequence, dtype=torch.int64) for sequence in sequences]
+    rows = [torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences]
     real = [torch.ones_like(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_side=side)
     return ids, pad_sequence(real, batch_first=True, padding_side=side)
