@@ -122,22 +122,23 @@ def data_files(data: DataConfig, split: str) -> Any:
             return [folder]
         return None
 
-    files = data.train_files or data.dataset_name
-    reads_name = not data.train_files and data.custom_cls.path is None
-    if files and reads_name and not Path(files).expanduser().exists():
-        known = ", ".join(f"'{name}'" for name in PACKAGED)
-        raise DataError(
-            f"data.dataset_name must be {known}, a file, or a folder written by datasets' "
-            f"save_to_disk, found none at '{files}'. The scripts of examples/data_preprocess "
-            "make files of data sets on the hub."
-        )
-
-    if not files:
+    if data.train_files:
+        return data.train_files
+    name = data.dataset_name
+    if not name:
         raise DataError(
             "No training data. Set data.train_files (Parquet, JSON lines) or data.dataset_name=toy."
         )
 
-    return files
+    # A dataset of the user may give the name another meaning.
+    if data.custom_cls.path is None and not Path(name).expanduser().exists():
+        known = ", ".join(map(repr, PACKAGED))
+        raise DataError(
+            f"data.dataset_name must be {known}, a file, or a folder written by datasets' "
+            f"save_to_disk, found none at '{name}'. The scripts of examples/data_preprocess "
+            "make files of data sets on the hub."
+        )
+    return name
 
 
 def build_sampler(data: DataConfig, dataset: MapDataset) -> Sampler | None:

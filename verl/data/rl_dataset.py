@@ -98,7 +98,7 @@ class RLDataset(Dataset):
                 reads_videos=pictures is not None and pictures.reads_videos,
             )
 
-        self._pictured: list[np.ndarray | None] = []  # by file: which rows have pictures
+        self._pictured: list[np.ndarray] = []  # by file: which rows have pictures
         self.columns = _kept_columns(self._sources, config.prompt_key)
         self._content = self._fingerprints(split)
         # (rows, 2): number of the file, number of the row in it
@@ -177,8 +177,7 @@ class RLDataset(Dataset):
     def have_pictures(self) -> Iterator[bool]:
         """Yield for every row, in the order of `column`, whether its prompt has pictures."""
         for source, number in self._kept.tolist():
-            pictured = self._pictured[source]
-            yield pictured is not None and bool(pictured[number])
+            yield bool(self._pictured[source][number])
 
     def drop_overlong(self, places: Collection[str]) -> None:
         """Drop rows that `column` gives at `places`, for prompts that are longer than they seem."""
@@ -236,41 +235,38 @@ class RLDataset(Dataset):
         Raises DataError if a row is too long and `truncation` is "error".
         """
         file = self.files[source]
-        rows = self._sources[source]
+        num_rows = len(self._sources[source])
         limit = self.config.max_prompt_length
-        numbers = np.arange(len(rows))
-
-        has_pictures = self._has_pictures(source)
         drops = self.config.filter_overlong_prompts
         cuts = self.config.truncation != "error"
-        self._pictured.append(None)
-        if has_pictures or drops or not cuts:
-            measure = self._lengths_with_pictures if has_pictures else self._lengths
-            lengths, pictured = measure(source)
-            if has_pictures:
-                self._pictured[-1] = pictured
-            long = lengths > limit
-            if cuts and not drops:
-                long &= pictured  # a cut could go through a picture
 
-            count = int(long.sum())
-            if count and not drops:
-                first = int(np.argmax(long))
-                length = int(lengths[first])
-                raise DataError(
-                    _too_long(file, first, length, limit, count, cuts=not pictured[first])
-                )
-            numbers = numbers[~long]
-            if count:
-                logger.info(
-                    "Kept %d of %d rows of %s; %d are longer than data.max_prompt_length=%d.",
-                    len(numbers),
-                    len(rows),
-                    file,
-                    count,
-                    limit,
-                )
+        lengths = np.zeros(num_rows, dtype=np.int32)
+        pictured = np.zeros(num_rows, dtype=bool)
+        if self._has_pictures(source):
+            lengths, pictured = self._lengths_with_pictures(source)
+        elif drops or not cuts:
+            lengths = self._lengths(source)
+        self._pictured.append(pictured)
 
+        long = lengths > limit
+        if cuts and not drops:
+            long &= pictured  # a cut could go through a picture
+        count = int(long.sum())
+        if count and not drops:
+            first = int(np.argmax(long))
+            length = int(lengths[first])
+            raise DataError(_too_long(file, first, length, limit, count, cuts=not pictured[first]))
+
+        numbers = np.flatnonzero(~long)
+        if count:
+            logger.info(
+                "Kept %d of %d rows of %s; %d are longer than data.max_prompt_length=%d.",
+                len(numbers),
+                num_rows,
+                file,
+                count,
+                limit,
+            )
         return np.stack([np.full_like(numbers, source), numbers], axis=1)
 
     def _has_pictures(self, source: int) -> bool:
@@ -282,9 +278,9 @@ class RLDataset(Dataset):
         return any(map(has_picture_parts, rows.column(self.config.prompt_key)))
 
     def _lengths_with_pictures(self, source: int) -> tuple[np.ndarray, np.ndarray]:
-        """Measure prompts with their pictures, which also finds the pictures that cannot be read.
+        """Return the number of tokens of each row, and whether it has pictures.
 
-        Decoding and resizing release the interpreter, so threads prepare several rows at once.
+        This also finds the pictures that cannot be read.
         """
         rows = self._sources[source]
         start = time.perf_counter()
@@ -293,6 +289,7 @@ class RLDataset(Dataset):
             ids, _, pictures = self._encoded(source, number, rows.row(number))
             return len(ids), bool(pictures)
 
+        # Decoding and resizing release the interpreter, so threads prepare several rows at once.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             measured = list(pool.map(measure, range(len(rows))))
         lengths, pictured = map(np.array, zip(*measured))
@@ -304,8 +301,8 @@ class RLDataset(Dataset):
         )
         return lengths, pictured
 
-    def _lengths(self, source: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of tokens of each row of text, and that it has no pictures."""
+    def _lengths(self, source: int) -> np.ndarray:
+        """Return the number of tokens of each row of text."""
         parts = (
             _OWN_CACHE_VERSION,
             self._content[source],
@@ -316,10 +313,9 @@ class RLDataset(Dataset):
         rows = self._sources[source]
         prompts = map(rows.as_written, rows.column(self.config.prompt_key))
         conversations = map(as_messages, prompts)
-        lengths = prompt_lengths(
+        return prompt_lengths(
             self.tokenizer, conversations, count=len(rows), key=key, name=self.files[source]
         )
-        return lengths, np.zeros(len(rows), dtype=bool)
 
 
 def cut_prompt(ids: list[int], limit: int, side: str, whose: str) -> list[int]:
