@@ -23,8 +23,8 @@ from tests.vision_folders import FAMILIES, save_vision_folder, some_image
 from verl.config import DataConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.collate import collate
-from verl.data.pictures import PictureReader, open_picture
-from verl.data.rgb import as_rgb
+from verl.data.pictures import PictureReader, messages_and_sources
+from verl.data.rgb import as_rgb, open_picture
 from verl.data.rl_dataset import RLDataset
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
@@ -207,6 +207,12 @@ def test_placeholders_that_differ_in_number_are_errors(
     (folder / "good.png").write_bytes(png())
     with pytest.raises(DataError, match=f"rows.jsonl, row 1: .*{message}"):
         dataset(folder, reader, row(images=["good.png"]), row(text, images=["good.png"]))
+
+
+def test_a_chat_in_json_text_is_an_error_with_images_too() -> None:
+    text = json.dumps([{"role": "user", "content": "<image>Hi"}])
+    with pytest.raises(DataError, match=r"got the JSON text of one.*Apply json\.loads"):
+        messages_and_sources(text, ["cat.png"])
 
 
 def test_geometry_rows_have_their_pictures(

@@ -17,7 +17,8 @@ from weakref import WeakValueDictionary
 
 from verl.data.chat import Messages, apply_chat_template, as_messages
 from verl.data.files import is_no_media
-from verl.data.rgb import loaded, open_picture, pixels_of, upright_rgb
+from verl.data.rgb import identity_of, loaded, opened, upright_rgb
+from verl.data.videos import SOURCES as VIDEO_SOURCES
 from verl.data.videos import Video, read_video
 from verl.models.pictures import Picture, Pictures
 from verl.utils.errors import DataError
@@ -32,7 +33,6 @@ KEPT_BYTES = 1 << 30  # most bytes of prepared pictures that are kept
 _IN_TEXT = re.compile("(<image>|<video>)")
 # Keys of a part with its own picture or video.
 _SOURCES = ("image", "image_url", "url", "path", "bytes")
-_VIDEO_SOURCES = ("video", "path")
 _BASE64_IMAGES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # PNG, JPEG, GIF and WebP
 _BASE64 = re.compile(r"data:image/[\w.+-]+;base64,")
 
@@ -99,7 +99,7 @@ class PictureReader:
 
         Args:
             prompt: messages, or a text.
-            images: the row's images, see `open_picture`; one or a list, or None.
+            images: the row's images, see `prepare`; one or a list, or None.
             folder: where relative paths begin.
             videos: the row's videos, see `verl.data.videos`; one or a list, or None.
         """
@@ -171,17 +171,21 @@ class PictureReader:
             )
 
     def prepare(self, source: Any, folder: Path = Path()) -> Picture:
-        """Return a prepared picture, from memory where its content was seen before."""
+        """Return a prepared picture, from memory where its content was seen before.
+
+        Args:
+            source: a path, an address with base64, bytes, a dict of these, or an image of PIL.
+            folder: where a relative path begins.
+        """
         content = _content_of(source, folder)
-        encoded = content if isinstance(content, bytes) else pixels_of(content)
-        digest = hashlib.blake2b(encoded, digest_size=16)
+        digest = hashlib.blake2b(identity_of(content), digest_size=16)
         digest.update(self.processor.fingerprint.encode())
         key = digest.hexdigest()
         known = self._find(key)
         if known is not None:
             return known
 
-        image = upright_rgb(_opened(content))
+        image = upright_rgb(opened(content))
         picture = self.processor.prepare(image, key)
         if self._keeps_images:
             picture = replace(picture, png=_png(image))
@@ -201,7 +205,6 @@ class PictureReader:
             source,
             find=partial(_find_file, folder=folder),
             read=partial(_content_of, folder=folder),
-            open_image=_opened,
             decode_file=videos.decode,
         )
         key = f"{digest} {self.processor.fingerprint}"
@@ -297,17 +300,15 @@ def picture_parts(prompt: Any, given: Mapping[str, Sequence[Any]]) -> tuple[Mess
     `given` has the images and the videos of the row. Raises DataError where placeholders differ
     from them in number.
     """
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list) or not prompt:
-        as_messages(prompt)  # raises the error of a prompt that is none
-
+    if not isinstance(prompt, list):
+        prompt = as_messages(prompt)
     # A message is checked as if its pictures were texts.
+    checked = without_picture_parts(prompt)
+
     rest = {kind: iter(sources) for kind, sources in given.items()}
     placeholders = dict.fromkeys(given, 0)
     messages: Messages = []
     sources: list[Any] = []
-    checked = without_picture_parts(prompt)
     for message, plain in zip(prompt, checked):
         parts: list[dict[str, Any]] = []
         for part in _parts(message.get("content")):
@@ -341,10 +342,6 @@ def with_placeholders(prompt: Any) -> Messages:
                 unread[part["type"]].append(None)
     messages, _ = picture_parts(prompt, unread)
     return messages
-
-
-def _opened(content: Any) -> Any:
-    return open_picture(content) if isinstance(content, bytes) else content
 
 
 def _content_of(source: Any, folder: Path) -> Any:
@@ -466,7 +463,7 @@ def _without_pictures(message: Any) -> Any:
 def _own_source(part: dict[str, Any]) -> Any:
     if part["type"] == "video":
         # The part itself says which frames of the video are asked for.
-        return part if any(part.get(key) is not None for key in _VIDEO_SOURCES) else None
+        return part if any(part.get(key) is not None for key in VIDEO_SOURCES) else None
     for key in _SOURCES:
         value = part.get(key)
         if value is not None:

@@ -104,9 +104,16 @@ def upright_rgb(image: Any) -> Any:
     return image if turn is None else image.transpose(turn)
 
 
-def pixels_of(image: Any) -> bytes:
-    """Return the size and pixels that a model gets of an image, as bytes."""
-    image = upright_rgb(image)
+def opened(content: Any) -> Any:
+    """Return an image of PIL, given as one or by its encoded bytes."""
+    return open_picture(content) if isinstance(content, bytes) else content
+
+
+def identity_of(content: Any) -> bytes:
+    """Return bytes that differ between images: encoded ones, or the size and pixels of one of PIL."""
+    if isinstance(content, bytes):
+        return content
+    image = upright_rgb(content)
     return f"{image.size}".encode() + image.tobytes()
 
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl.data.rgb import pixels_of, upright_rgb
+from verl.data.rgb import identity_of, opened, upright_rgb
 from verl.models.pictures import Frames
 from verl.utils.errors import DataError
 
 # Keys of a video that is given as a dict, by the names of qwen-vl-utils.
-_SOURCES = ("video", "path")
+SOURCES = ("video", "path")
 _NUMBERS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
 _FPS = 2.0
 _MIN_FRAMES = 4
@@ -47,13 +47,13 @@ class Asked(NamedTuple):
         for key, value in source.items():
             if value is None or key == "type":
                 continue
-            if key in _SOURCES:
+            if key in SOURCES:
                 sources.append(value)
             else:
                 given[key] = value
         if len(sources) != 1 or not given.keys() <= set(_NUMBERS):
             raise DataError(
-                f"expected a video with one of the keys {', '.join(_SOURCES)}, and of "
+                f"expected a video with one of the keys {', '.join(SOURCES)}, and of "
                 f"{', '.join(_NUMBERS)} those that are needed, got {list(source)}"
             )
 
@@ -89,7 +89,6 @@ def read_video(
     source: Any,
     find: Callable[[str], Path],
     read: Callable[[Any], Any],
-    open_image: Callable[[Any], Any],
     decode_file: Callable[..., tuple[np.ndarray, list[int], int, float]],
 ) -> tuple[str, Callable[[], Frames]]:
     """Return the digest of a video, by its content, and a function that decodes its frames.
@@ -98,7 +97,6 @@ def read_video(
         source: a path, a list of frames, an array, or a dict with one of these, see `Asked`.
         find: finds the file of a path.
         read: returns a frame's encoded bytes, or an image of PIL.
-        open_image: decodes these.
         decode_file: `VideoProcessor.decode`.
     """
     asked = Asked.of(source)
@@ -116,9 +114,8 @@ def read_video(
 
     contents = _each_frame(asked.source, read)
     for content in contents:
-        encoded = content if isinstance(content, bytes) else pixels_of(content)
-        digest.update(hashlib.blake2b(encoded, digest_size=16).digest())
-    return digest.hexdigest(), lambda: _of_list(asked, contents, open_image)
+        digest.update(hashlib.blake2b(identity_of(content), digest_size=16).digest())
+    return digest.hexdigest(), lambda: _of_list(asked, contents, opened)
 
 
 def _of_file(asked: Asked, frames: np.ndarray, places: list[int], total: int, fps: float) -> Frames:
