@@ -36,7 +36,6 @@ from verl.utils.whole_file import sync, whole_file
 Writer = Callable[[Path], object]
 # Returns whether the writers are done, and raises their error; with True it waits for them.
 IsWritten = Callable[[bool], bool]
-_Place = tuple[int, bool, int]  # count, whether LATEST_FILE names it, step
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 _NO_SPACE = re.compile("no space|No space left|os error 28")
@@ -265,9 +264,7 @@ class CheckpointManager:
             CheckpointError: the given one is missing or damaged, or none of several is sound.
         """
         if resume_mode == "resume_path":
-            assert resume_from_path, "the configuration was checked"
-            folder = Path(resume_from_path).expanduser().absolute()
-            refuse_folder_of_several(folder)
+            folder = _given_folder(resume_from_path)
             self.clean()
             self.verify(folder)
             return folder
@@ -275,6 +272,7 @@ class CheckpointManager:
         self.clean()
         if resume_mode == "disable":
             return None
+
         newest = self.latest()
         if newest is None and (damaged := self._folders()):
             raise CheckpointError(
@@ -292,9 +290,7 @@ class CheckpointManager:
         """
         if resume_mode != "resume_path":
             return
-        assert resume_from_path, "the configuration was checked"
-        folder = Path(resume_from_path).expanduser().absolute()
-        refuse_folder_of_several(folder)
+        folder = _given_folder(resume_from_path)
         try:
             read_manifest(folder)
         except CheckpointError as error:
@@ -370,8 +366,8 @@ class CheckpointManager:
         temporary = self._temporary(final)
         with self._all_or_nothing(final):
             check_files_of_all_hosts(temporary)
-            readable, _ = self._newest_first()
-            sequence = max((read_manifest(folder).sequence for folder in readable), default=0) + 1
+            newest = self.newest_readable()
+            sequence = 1 if newest is None else read_manifest(newest).sequence + 1
             write_manifest(temporary, step_of(final), sequence)
             self._publish(final)
         self._damaged.discard(final)
@@ -416,22 +412,21 @@ class CheckpointManager:
 
         The second list has the folders without a readable manifest, by step.
         """
-        readable: dict[Path, _Place] = {}
+        place: dict[Path, tuple[int, bool]] = {}  # count, whether LATEST_FILE names it
         unreadable: list[Path] = []
         latest = self._latest_step()
-        for folder in sorted(self._folders(), reverse=True):
-            step = step_of(folder)
+
+        for folder in sorted(self._folders(), key=step_of, reverse=True):
             try:
                 sequence = read_manifest(folder).sequence
             except CheckpointError:
                 unreadable.append(folder)
             else:
                 # An earlier version had no count, but named the last one in LATEST_FILE.
-                is_named = sequence == 0 and step == latest
-                readable[folder] = (sequence, is_named, step)
+                place[folder] = (sequence, sequence == 0 and step_of(folder) == latest)
 
-        unreadable.sort(key=step_of, reverse=True)
-        return sorted(readable, key=readable.__getitem__, reverse=True), unreadable
+        # The sort is stable: of two equal places the higher step stays first.
+        return sorted(place, key=place.__getitem__, reverse=True), unreadable
 
     def _latest_step(self) -> int | None:
         """Return the step that LATEST_FILE names; None if it is missing or unreadable."""
@@ -460,3 +455,11 @@ class CheckpointManager:
         if error.errno == errno.EMFILE:
             return f"{error}. Raise the limit on open files (ulimit -n)."
         return f"{error}."
+
+
+def _given_folder(resume_from_path: Path | str | None) -> Path:
+    """Return the folder of one checkpoint. Raises CheckpointError for a folder of several."""
+    assert resume_from_path, "the configuration was checked"
+    folder = Path(resume_from_path).expanduser().absolute()
+    refuse_folder_of_several(folder)
+    return folder
