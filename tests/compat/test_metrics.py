@@ -155,4 +155,13 @@ def test_validation_of_two_sources():
     assert of_math["worst@3/mean"] < of_math["worst@2/mean"] < 0.5 < of_math["best@2/mean"]
 
 
+@pytest.mark.parametrize("preds", [[None, "4"], ["4", None], [None, None]])
+def test_an_answer_that_was_not_found_has_no_metrics(preds: list[str | None]):
+    infos = {"score": [1.0, 0.0], "pred": preds}
+    metrics = process_validation_metrics(["math"] * 2, ["p"] * 2, infos)
+    assert set(metrics["math"]) == {"score"}
+    assert metrics["math"]["score"]["mean@2"] == 0.5
+    assert "maj@2/mean" in metrics["math"]["score"]
+
+
 OF = ("mean", "std")

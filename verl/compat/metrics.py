@@ -161,8 +161,8 @@ def process_validation_metrics(
     """Return {data source: {variable: {metric: value}}}, averaged over a data source's prompts.
 
     The n responses to a prompt give mean@n, and for n > 1 std@n, best@k and worst@k, with /mean and
-    /std for k = 2, 4, ..., n. With a `pred` to vote by, there is also maj@k. Text variables have no
-    metrics.
+    /std for k = 2, 4, ..., n. With a `pred` to vote by, there is also maj@k. A variable with texts,
+    or with None, has no metrics.
     """
     rows_of_prompt: dict[tuple[str, str], list[int]] = defaultdict(list)
     for row, prompt in enumerate(zip(data_sources, sample_inputs)):
@@ -175,7 +175,8 @@ def process_validation_metrics(
             infos[name] = [values[row] for row in rows]
 
         for name, values in infos.items():
-            if isinstance(values[0], str):
+            # Rules give an answer that they did not find as None.
+            if any(value is None or isinstance(value, str) for value in values):
                 continue
             found = _metrics_of_prompt(values, infos.get("pred"), seed)
             for metric, value in found.items():
