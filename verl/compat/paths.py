@@ -47,6 +47,10 @@ def _same(module: str, names: str) -> dict[str, Entry]:
     return dict.fromkeys(names.split(), module)
 
 
+_ALGORITHM_SECTIONS = _same(_CONFIGS, "AlgoConfig FilterGroupsConfig KLControlConfig PFPPOConfig")
+_TIMER_NAMES = _same(_TIMERS, "log_gpu_memory_usage marked_timer simple_timer")
+_WORKER_CLASS = {"ClassWithInitArgs": (_RAY, "RayClassWithInitArgs")}
+
 # {old module that `python -m` starts: new module}
 OLD_PROGRAMS = {
     "verl.trainer.main_sft": "verl.jobs.main_sft",
@@ -68,12 +72,8 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "DataProtoFuture": "verl.single_controller.data_future",
         "list_of_dict_to_dict_of_list": _FUNCTIONAL,
     },
-    "verl.trainer.config": _same(
-        _CONFIGS, "AlgoConfig FilterGroupsConfig KLControlConfig PFPPOConfig"
-    ),
-    "verl.trainer.config.algorithm": _same(
-        _CONFIGS, "AlgoConfig FilterGroupsConfig KLControlConfig PFPPOConfig"
-    ),
+    "verl.trainer.config": _ALGORITHM_SECTIONS,
+    "verl.trainer.config.algorithm": _ALGORITHM_SECTIONS,
     "verl.trainer.constants_ppo": {
         "PPO_RAY_RUNTIME_ENV": (_RAY, "RUNTIME_ENV"),
         "get_ppo_ray_runtime_env": (_RAY, "merged_runtime_env"),
@@ -182,10 +182,8 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         _FILES, "find_latest_ckpt_path get_checkpoint_tracker_filename"
     ),
     "verl.utils.config": _same(_CONFIGS, "omega_conf_to_dataclass"),
-    "verl.utils.debug": _same(_TIMERS, "log_gpu_memory_usage marked_timer simple_timer"),
-    "verl.utils.debug.performance": _same(
-        _TIMERS, "log_gpu_memory_usage marked_timer simple_timer"
-    ),
+    "verl.utils.debug": _TIMER_NAMES,
+    "verl.utils.debug.performance": _TIMER_NAMES,
     "verl.utils.device": _same(
         "verl.compat.devices", "get_device_id get_device_name is_cuda_available"
     ),
@@ -204,10 +202,8 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "RLHFDataset": "verl.data.rlhf_dataset",
         "collate_fn": ("verl.data.collate", "columns_of"),
     },
-    "verl.utils.profiler": _same(_TIMERS, "log_gpu_memory_usage marked_timer simple_timer"),
-    "verl.utils.profiler.performance": _same(
-        _TIMERS, "log_gpu_memory_usage marked_timer simple_timer"
-    ),
+    "verl.utils.profiler": _TIMER_NAMES,
+    "verl.utils.profiler.performance": _TIMER_NAMES,
     "verl.utils.py_functional": {
         **_same(
             _FUNCTIONAL,
@@ -265,8 +261,11 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.workers.rollout.replica": _same(_AGENTS, "TokenOutput"),
     "verl.workers.reward_manager": {
         "AbstractRewardManager": _REWARDS,
-        **_same(_MANAGERS, "BatchRewardManager DAPORewardManager NaiveRewardManager"),
-        **_same(_MANAGERS, "PrimeRewardManager REWARD_MANAGER_REGISTRY"),
+        **_same(
+            _MANAGERS,
+            "BatchRewardManager DAPORewardManager NaiveRewardManager PrimeRewardManager "
+            "REWARD_MANAGER_REGISTRY",
+        ),
         "get_reward_manager_cls": _REGISTRIES,
         "register": (_MANAGERS, "register_reward_manager"),
     },
@@ -280,11 +279,9 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.workers.reward_manager.dapo": _same(_MANAGERS, "DAPORewardManager"),
     "verl.workers.reward_manager.naive": _same(_MANAGERS, "NaiveRewardManager"),
     "verl.workers.reward_manager.prime": _same(_MANAGERS, "PrimeRewardManager"),
-    "verl.single_controller.base": _same(_GROUPS, "Worker WorkerGroup")
-    | {"ClassWithInitArgs": (_RAY, "RayClassWithInitArgs")},
+    "verl.single_controller.base": _same(_GROUPS, "Worker WorkerGroup") | _WORKER_CLASS,
     "verl.single_controller.base.worker": _same(_GROUPS, "Worker"),
-    "verl.single_controller.base.worker_group": _same(_GROUPS, "WorkerGroup")
-    | {"ClassWithInitArgs": (_RAY, "RayClassWithInitArgs")},
+    "verl.single_controller.base.worker_group": _same(_GROUPS, "WorkerGroup") | _WORKER_CLASS,
     "verl.single_controller.base.decorator": {
         **_same(
             _GROUPS,
