@@ -220,11 +220,22 @@ def test_batch_larger_than_the_dataset_is_an_error():
         RLDataLoader(Numbers(10), 16, shuffle=True, seed=1)
     with pytest.raises(DataError, match="no rows"):
         RLDataLoader(Numbers(0), 1, shuffle=False, seed=1, drop_last=False)
+    with pytest.raises(DataError, match=r"the sampler, has no rows"):
+        RLDataLoader(Numbers(3), 1, shuffle=False, seed=1, sampler=EasyFirst([]))
     with pytest.raises(DataError, match="at least 1 row"):
         RLDataLoader(Numbers(3), 0, shuffle=False, seed=1)
     assert stream(RLDataLoader(Numbers(3), 16, shuffle=False, seed=1, drop_last=False), 1) == [
         [0, 1, 2]
     ]
+
+
+def test_a_loader_takes_another_order():
+    loader = RLDataLoader(Numbers(4), 2, shuffle=True, seed=1)
+    next(iter(loader))
+    loader.order_by(EasyFirst(range(4)))
+    assert stream(loader, 4) == [[0, 1], [2, 3], [3, 2], [1, 0]]
+    with pytest.raises(DataError, match="2 rows does not fit a dataset of 1"):
+        loader.order_by(EasyFirst(range(1)))
 
 
 @pytest.mark.parametrize("kind", [EasyFirst, Stateful])

@@ -117,7 +117,8 @@ class RayPPOTrainer(PPOTrainer):
         if resource_pool_manager is not None:
             _check_pools(resource_pool_manager, self.pool.world_size)
         if train_sampler is not None:
-            self._order_rows_by(train_sampler)
+            self.train_loader.order_by(train_sampler)
+            self.total_steps = setup.count_steps(self.config, len(self.train_loader))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -190,20 +191,6 @@ class RayPPOTrainer(PPOTrainer):
     def _padded(self, loader: RLDataLoader) -> PaddedPrompts:
         width = self.config.data.max_prompt_length
         return PaddedPrompts(loader, width, self.tokenizer.pad_token_id)
-
-    def _order_rows_by(self, sampler: Any) -> None:
-        data = self.config.data
-        self.train_loader = RLDataLoader(
-            self.train_loader.dataset,
-            data.train_batch_size,
-            shuffle=False,
-            seed=data.seed,
-            sampler=sampler,
-            encode=self.train_loader.encode,
-            prompt_key=data.prompt_key,
-            num_workers=data.dataloader_num_workers,
-        )
-        self.total_steps = setup.count_steps(self.config, len(self.train_loader))
 
 
 def _alias(name: str) -> property:

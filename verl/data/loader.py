@@ -63,8 +63,8 @@ class RLDataLoader:
 
         `encode` gives the token ids of items that have messages alone, which may be under
         `prompt_key`; see `collate`. With `num_workers`, so many processes read the rows, see
-        `RowProcesses`; `workers_key` names it in errors. They read a batch ahead, unless the order
-        is that of `sampler`.
+        `RowProcesses`; `workers_key` names it in errors. They read a batch ahead, unless the sampler
+        is one of the user's.
         """
         self.dataset = dataset
         self.batch_size = batch_size
@@ -73,25 +73,34 @@ class RLDataLoader:
         self.prompt_key = prompt_key
         # called with the numbers and items of every batch, for the record of the run
         self.on_drawn: Callable[[list[int], list[dict[str, Any]]], None] | None = None
-        self.sampler: Sampler = sampler or SeededSampler(len(dataset), shuffle=shuffle, seed=seed)
-        self._draws_ahead = sampler is None
         if batch_size < 1:
             raise DataError(f"A batch must have at least 1 row, got batch size {batch_size}.")
-
-        if len(self.sampler) == 0:
-            raise DataError(
-                "The dataset, or the sampler, has no rows. Give data.train_files with rows."
-            )
-
-        if drop_last and batch_size > len(self.sampler):
-            raise DataError(
-                f"A batch of {batch_size} rows does not fit a dataset of {len(self.sampler)}. "
-                f"Lower data.train_batch_size to at most {len(self.sampler)}, or add data."
-            )
+        if sampler is None:
+            sampler = SeededSampler(len(dataset), shuffle=shuffle, seed=seed)
+        self.order_by(sampler)
 
         self._processes: RowProcesses | None = None
         if num_workers > 0:
             self._processes = RowProcesses(dataset, num_workers, seed=seed, key=workers_key)
+
+    def order_by(self, sampler: Sampler) -> None:
+        """Draw the rows in the order of `sampler`, and begin with its first epoch.
+
+        Raises DataError if it has too few rows for a batch.
+        """
+        if len(sampler) == 0:
+            raise DataError(
+                "The dataset, or the sampler, has no rows. Give data.train_files with rows."
+            )
+        if self.drop_last and self.batch_size > len(sampler):
+            raise DataError(
+                f"A batch of {self.batch_size} rows does not fit a dataset of {len(sampler)}. "
+                f"Lower data.train_batch_size to at most {len(sampler)}, or add data."
+            )
+
+        self.sampler = sampler
+        # The order of another sampler may depend on the training so far.
+        self._draws_ahead = type(sampler) is SeededSampler
         self._epoch = 0
         self._start_epoch()
 
