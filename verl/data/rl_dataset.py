@@ -90,13 +90,7 @@ class RLDataset(Dataset):
 
         for file, rows in zip(self.files, self._sources):
             check_columns(file, rows, config)
-            check_rows(
-                file,
-                rows,
-                config,
-                reads_pictures=pictures is not None,
-                reads_videos=pictures is not None and pictures.reads_videos,
-            )
+            check_rows(file, rows, config, pictures)
 
         self._pictured: list[np.ndarray] = []  # by file: which rows have pictures
         self.columns = _kept_columns(self._sources, config.prompt_key)
@@ -369,24 +363,19 @@ def check_rows(
     file: str,
     rows: Rows,
     config: DataConfig,
-    *,
-    reads_pictures: bool = False,
-    reads_videos: bool = False,
+    pictures: "PictureReader | None" = None,
 ) -> None:
     """Raise DataError for the first invalid row.
 
     A row is invalid if its prompt is empty, if it has images or videos without a model that reads
     them, or if a column that this package reads has the wrong type.
     """
-    key = config.prompt_key
-    if not reads_pictures:
-        refuse_media(file, rows, config.image_key)
-    if not reads_videos:
-        refuse_media(file, rows, config.video_key)
+    refuse_media(file, rows, config, pictures)
 
+    key = config.prompt_key
     for number, value in enumerate(rows.column(key)):
         try:
-            check_prompt(value, reads_pictures=reads_pictures)
+            check_prompt(value, reads_pictures=pictures is not None)
         except DataError as error:  # `errors_at` in every round would take as long as the check
             raise DataError(f"{file}, row {number}, column '{key}': {error}.") from error
 

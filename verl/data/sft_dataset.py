@@ -67,22 +67,18 @@ class SFTDataset(Dataset):
         self.pictures = pictures
         # by row: its images, and the folder where their paths begin
         self._images: dict[int, tuple[tuple[Any, ...], Path]] = {}
+        self._names: list[str] = []  # by row: its file and number
         started = time.perf_counter()
         examples: list[Example] = []
         num_cut = 0
-        self._names: list[str] = []
         for file in as_file_list(data_files):
-            rows = open_rows(file, split)
-            if pictures is None:
-                refuse_media(file, rows, config.image_key)
-            if pictures is None or not pictures.reads_videos:
-                refuse_media(file, rows, config.video_key)
-            for number, example in enumerate(self._examples(file, rows)):
-                self._names.append(f"{file}, row {number}")
+            for number, example in enumerate(self._examples(file, split)):
+                name = f"{file}, row {number}"
                 if example.images:
                     self._images[len(examples)] = example.images, Path(file).parent
-                examples.append(self._cut(self._names[-1], example))
                 num_cut += len(example.ids) > config.max_length
+                examples.append(self._cut(name, example))
+                self._names.append(name)
 
         if num_cut:
             logger.warning(
@@ -153,11 +149,11 @@ class SFTDataset(Dataset):
             digest.update(part.tobytes())
         return digest.hexdigest()
 
-    def _examples(self, file: str, rows: Rows) -> Iterator[Example]:
+    def _examples(self, file: str, split: str) -> Iterator[Example]:
+        rows = open_rows(file, split)
+        refuse_media(file, rows, self.config, self.pictures)
         read = self._dialogues if self.config.multiturn.enable else self._pairs
-        conversations = read(file, rows)
-        encode_many = partial(self._encode, Path(file).parent)
-        return encoded_in_chunks(file, conversations, encode_many)
+        return encoded_in_chunks(file, read(file, rows), partial(self._encode, Path(file).parent))
 
     def _encode(self, folder: Path, conversations: Sequence[Conversation]) -> list[Example]:
         """Tokenize conversations, with the tokens of their pictures."""
@@ -166,21 +162,7 @@ class SFTDataset(Dataset):
             return examples
         pictured = []
         for conversation, example in zip(conversations, examples):
-            ids, learnt, _ = example
-            pictures = self.pictures.prepare_all(conversation.images, folder)
-            last = max(self.pictures.places(ids.tolist(), pictures), default=-1)
-            first = int(learnt.argmax())
-            if last >= first and learnt.any():
-                raise DataError(
-                    "has an image or a video after the first answer that is learnt. Make a row of "
-                    "each answer (data.prompt_key: the messages before it, data.response_key: the "
-                    "answer)"
-                )
-            expanded = np.asarray(self.pictures.expand(ids.tolist(), pictures), np.int32)
-            # All that is added stands before the first token that is learnt.
-            added = np.zeros(len(expanded), dtype=bool)
-            added[len(expanded) - (len(ids) - last - 1) :] = learnt[last + 1 :]
-            pictured.append(Example(expanded, added, conversation.images))
+            pictured.append(_with_pictures(self.pictures, example, conversation.images, folder))
         return pictured
 
     def _messages(self, prompt: Any, media: tuple[Any, Any]) -> tuple[Messages, tuple[Any, ...]]:
@@ -274,6 +256,28 @@ class SFTDataset(Dataset):
                 why = f"within data.max_length={limit}, data.truncation={side}"
             raise DataError(f"{name}: no token to learn ({why}). Leave the row out.")
         return Example(ids, learnt, images)
+
+
+def _with_pictures(
+    reader: PictureReader, example: Example, images: tuple[Any, ...], folder: Path
+) -> Example:
+    """Return an example with the tokens of its pictures, none of which is learnt."""
+    pictures = reader.prepare_all(images, folder)
+    ids, learnt, _ = example
+    last = max(reader.places(ids.tolist(), pictures), default=-1)
+    first = int(learnt.argmax())
+    if last >= first and learnt.any():
+        raise DataError(
+            "has an image or a video after the first answer that is learnt. Make a row of "
+            "each answer (data.prompt_key: the messages before it, data.response_key: the "
+            "answer)"
+        )
+
+    expanded = np.asarray(reader.expand(ids.tolist(), pictures), np.int32)
+    # All that is added stands before the first token that is learnt.
+    added = np.zeros(len(expanded), dtype=bool)
+    added[len(expanded) - (len(ids) - last - 1) :] = learnt[last + 1 :]
+    return Example(expanded, added, images)
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
