@@ -102,6 +102,18 @@ def test_advantages_with_pf_ppo_resample_the_rows(section, pf_ppo):
     assert set(drawn.batch["token_level_scores"].sum(-1).tolist()) <= {0.0, 3.0}
 
 
+@pytest.mark.parametrize("pf_ppo", [None, {"reweight_method": "max_min"}])
+def test_advantages_take_a_mapping_as_the_section(pf_ppo: dict[str, str] | None):
+    data = batch()
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"]
+    assert ray_trainer.compute_advantage(data, "grpo", config={"gamma": 1.0}) is data
+    drawn = ray_trainer.compute_advantage(
+        data, "grpo", config={"use_pf_ppo": True, "pf_ppo": pf_ppo}
+    )
+    scores = set(drawn.batch["token_level_scores"].sum(-1).tolist())
+    assert 0 not in scores if pf_ppo is None else scores <= {0.0, 3.0}
+
+
 def test_gspo_with_the_old_signature():
     old = torch.full((2, 2), -1.0)
     new = torch.full((2, 2), -0.8)

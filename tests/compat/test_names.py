@@ -308,6 +308,17 @@ def test_section_is_an_object_and_a_mapping():
     assert omega_conf_to_dataclass(model) is model
 
 
+def test_sections_within_a_section_are_objects_of_their_classes():
+    given = {"gamma": 0.5, "kl_ctrl": {"kl_coef": 0.1}, "filter_groups": {"enable": True}}
+    section = omega_conf_to_dataclass(OmegaConf.create(given), AlgoConfig)
+    assert section.kl_ctrl.kl_coef == 0.1
+    assert section.kl_ctrl.target_kl == 0.1
+    assert section.filter_groups == FilterGroupsConfig(enable=True)
+    assert section.pf_ppo is None
+    with pytest.raises(ConfigError, match=r"KLControlConfig has no fields \['kl_coeff'\]"):
+        omega_conf_to_dataclass({"kl_ctrl": {"kl_coeff": 0.1}}, AlgoConfig)
+
+
 def test_algorithm_section():
     section = AlgoConfig(adv_estimator="grpo", filter_groups=FilterGroupsConfig(enable=True))
     assert section.get("gamma") == 1.0

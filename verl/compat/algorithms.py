@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from verl.algorithms.pf_ppo import pf_ppo_rows, pf_ppo_weights
+from verl.compat.configs import PFPPOConfig, setting_of
 from verl.compat.metrics import _compute_response_info
 from verl.compat.registries import get_adv_estimator_fn
 from verl.protocol import DataProto
@@ -62,7 +63,8 @@ def compute_advantage(
 ) -> DataProto:
     """Add `advantages` and `returns` by a registered estimator, in place, and return the batch.
 
-    With `config.use_pf_ppo` the rows are then resampled, see `compute_pf_ppo_reweight_data`.
+    With `use_pf_ppo` of `config`, a mapping or a section, the rows are then resampled, see
+    `compute_pf_ppo_reweight_data`.
     """
     name = getattr(adv_estimator, "value", adv_estimator)
     writers = _BEFORE_ADVANTAGE | (_VALUES if name == "gae" else {})
@@ -86,10 +88,12 @@ def compute_advantage(
 
     columns["advantages"], columns["returns"] = get_adv_estimator_fn(name)(**given)
 
-    if config is not None and config.use_pf_ppo:
-        pf_ppo = config.pf_ppo
-        return compute_pf_ppo_reweight_data(data, pf_ppo.reweight_method, pf_ppo.weight_pow)
-    return data
+    if not setting_of(config, "use_pf_ppo"):
+        return data
+    pf_ppo = setting_of(config, "pf_ppo", PFPPOConfig())
+    method = setting_of(pf_ppo, "reweight_method", PFPPOConfig.reweight_method)
+    power = setting_of(pf_ppo, "weight_pow", PFPPOConfig.weight_pow)
+    return compute_pf_ppo_reweight_data(data, method, power)
 
 
 def compute_pf_ppo_reweight_data(

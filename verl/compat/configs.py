@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -89,7 +89,8 @@ class AlgoConfig(BaseConfig):
 def omega_conf_to_dataclass(config: Any, dataclass_type: Any = None) -> Any:
     """Make an object of `dataclass_type`, or of the class that the key `_target_` names.
 
-    It has the values of `config`. A dataclass is returned as it is.
+    It has the values of `config`. A section within becomes an object of the class of its field. A
+    dataclass is returned as it is.
     """
     if not config:
         return config if dataclass_type is None else dataclass_type()
@@ -112,10 +113,26 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: Any = None) -> Any:
     unknown = [name for name in values if name not in known]
     if unknown:
         raise ConfigError(f"{dataclass_type.__name__} has no fields {unknown}; it has {known}.")
-    return dataclass_type(**{str(name): _nested(value) for name, value in values.items()})
+    made = {}
+    for name, value in values.items():
+        made[str(name)] = (
+            _section(value, dataclass_type, name) if isinstance(value, dict) else value
+        )
+    return dataclass_type(**made)
 
 
-def _nested(value: Any) -> Any:
-    if isinstance(value, dict) and "_target_" in value:
+def _section(value: dict[str, Any], owner: Any, name: str) -> Any:
+    """Return a section as an object of its `_target_` or of its field's class, or as it is."""
+    if "_target_" in value:
         return omega_conf_to_dataclass(value)
+    kind = get_type_hints(owner)[name]
+    for option in (kind, *get_args(kind)):
+        if is_dataclass(option):
+            return omega_conf_to_dataclass(value, option)
     return value
+
+
+def setting_of(section: Any, key: str, default: Any = None) -> Any:
+    """Return a value of a section, a mapping or an object; `default` if it is missing or None."""
+    value = section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
+    return default if value is None else value

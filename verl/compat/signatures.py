@@ -26,6 +26,7 @@ from verl.algorithms.masked import agg_loss, aggregation_weights
 from verl.algorithms.padded import Scalar, mean_of, padded_loss, padded_signature
 from verl.algorithms.reinforce import reinforce_plus_plus, remax
 from verl.algorithms.value_losses import clipped_value_loss
+from verl.compat.configs import setting_of
 from verl.compat.tensors import entropy_from_logits
 from verl.utils.errors import ConfigError
 
@@ -84,10 +85,8 @@ def compute_grpo_passk_outcome_advantage(
     `norm_adv_by_std_in_grpo` of `config`, a mapping or a section, overrides the argument.
     """
     scores, group = _scores_and_group(token_level_rewards, index)
-    key = "norm_adv_by_std_in_grpo"
-    configured = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-    norm_by_std = norm_adv_by_std_in_grpo if configured is None else bool(configured)
-    advantages = passk_advantages(scores, group, norm_by_std=norm_by_std, epsilon=epsilon)
+    norm_by_std = setting_of(config, "norm_adv_by_std_in_grpo", norm_adv_by_std_in_grpo)
+    advantages = passk_advantages(scores, group, norm_by_std=bool(norm_by_std), epsilon=epsilon)
     return _on_tokens(advantages, response_mask)
 
 
