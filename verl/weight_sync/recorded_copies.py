@@ -95,17 +95,15 @@ class RecordedLoad:
             return
 
         fault = self._record.unknown(tensors)
-        if fault is None:
-            self._record.replay(tensors)
-            if self._record.is_proved:
-                return
-            fault = self._fault_of_replay(tensors)
-        else:
-            self._model.load_weights(tensors)
         if fault is not None:
+            self._model.load_weights(tensors)
             self._refuse(fault)
+            return
+        self._record.replay(tensors)
+        if not self._record.is_proved:
+            self._prove(tensors)
 
-    def _fault_of_replay(self, tensors: _Batch) -> str | None:
+    def _prove(self, tensors: _Batch) -> None:
         """Load the tensors of a replay once more by `load_weights`, which must change nothing."""
         parameters = dict(self._model.named_parameters())
         replayed = fingerprints(list(parameters.values())).tolist()
@@ -113,8 +111,8 @@ class RecordedLoad:
         loaded = fingerprints(list(parameters.values())).tolist()
         for name, one, other in zip(parameters, replayed, loaded):
             if one != other:
-                return f"a replay left '{name}' with other values"
-        return None
+                self._refuse(f"a replay left '{name}' with other values")
+                return
 
     def _refuse(self, fault: str) -> None:
         self._record = None
