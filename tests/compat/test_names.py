@@ -17,7 +17,7 @@ from tests.agents.tokenizers import word_tokenizer
 from verl.compat.paths import OLD_PROGRAMS
 from verl.tracking import TrackerBackend, tracker_backends
 from verl.trainer.main_ppo import run_ppo
-from verl.utils.errors import ConfigError, TrackerError
+from verl.utils.errors import CheckpointError, ConfigError, TrackerError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -92,6 +92,9 @@ def test_newest_checkpoint(tmp_path: Path):
     assert find(str(tmp_path)) is None, "the folder is gone"
     (tmp_path / "global_step_7").mkdir()
     assert find(str(tmp_path)) == str(tmp_path / "global_step_7")
+    Path(checkpoint_manager.get_checkpoint_tracker_filename(str(tmp_path))).write_text("")
+    with pytest.raises(CheckpointError, match=r"iteration\.txt must hold the step .*, got ''"):
+        find(str(tmp_path))
 
 
 def test_tracking_writes_logged_values(tmp_path: Path, monkeypatch):

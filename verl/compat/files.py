@@ -4,7 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
-from verl.utils.errors import ConfigError
+from verl.checkpoint.manager import LATEST_FILE
+from verl.utils.errors import CheckpointError, ConfigError
 
 
 def is_non_local(path: str) -> bool:
@@ -63,15 +64,25 @@ def _require_local(path: str) -> None:
 
 def get_checkpoint_tracker_filename(root_path: str) -> str:
     """Return the path of the file with the number of the newest checkpoint."""
-    return os.path.join(root_path, "latest_checkpointed_iteration.txt")
+    return os.path.join(root_path, LATEST_FILE)
 
 
 def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
-    """Return the folder of the newest checkpoint below `path`; None if there is none."""
+    """Return the folder of the newest checkpoint below `path`; None if there is none.
+
+    Raises CheckpointError if the file with its number holds none.
+    """
     if path is None:
         return None
     tracker = Path(get_checkpoint_tracker_filename(path))
     if not tracker.is_file():
         return None
-    folder = os.path.join(path, directory_format.format(int(tracker.read_text())))
+
+    text = tracker.read_text()
+    if not text.strip().isdecimal():
+        raise CheckpointError(
+            f"{tracker} must hold the step of the newest checkpoint, got {text[:40]!r}. Write the "
+            "number of a folder global_step_N there, or remove the file."
+        )
+    folder = os.path.join(path, directory_format.format(int(text)))
     return folder if os.path.exists(folder) else None
