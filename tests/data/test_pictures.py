@@ -116,6 +116,17 @@ def test_images_come_as_paths_bytes_dicts_addresses_and_objects(
     assert torch.equal(pixels.inputs["pixel_values"], first.inputs["pixel_values"])
 
 
+def test_paths_begin_in_the_folder_of_a_file_in_the_home_folder(
+    reader: PictureReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one.png").write_bytes(png())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    dataset(tmp_path, reader, row("<image>Hi", images=["one.png"]))
+    config = DataConfig(max_prompt_length=512)
+    data = RLDataset("~/rows.jsonl", reader.tokenizer, config, pictures=reader)
+    assert len(data[0]["prepared_pictures"]) == 1
+
+
 def test_placeholders_and_parts_take_images_in_order(folder: Path, reader: PictureReader) -> None:
     for number in range(3):
         (folder / f"{number}.png").write_bytes(png(number))

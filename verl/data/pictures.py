@@ -392,7 +392,7 @@ def _find_file(source: str, folder: Path) -> Path:
             f"{source[:80]!r}. Download them, and give paths or bytes"
         )
     path = Path(source.removeprefix("file://")).expanduser()
-    places = [path] if path.is_absolute() else [folder / path, path]
+    places = [path] if path.is_absolute() else [folder.expanduser() / path, path]
     for place in places:
         with contextlib.suppress(OSError):  # a text that is too long for a path
             if place.is_file():
