@@ -164,3 +164,9 @@ def test_deprecated_names_warn():
         assert old_name(1) == 2
     with pytest.warns(FutureWarning, match="OldClass is deprecated"):
         assert OldClass(3).x == 3
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0])
+def test_a_limit_that_is_none_is_an_error(seconds: float):
+    with pytest.raises(ValueError, match=f"needs seconds above 0, got {seconds}"):
+        timeout_limit(seconds, use_signals=True)

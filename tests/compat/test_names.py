@@ -137,7 +137,8 @@ def test_samples_use_the_tracker_of_the_run(tmp_path: Path, monkeypatch):
         {"step": 7, "input": "1+1?", "output": "2", "score": 1.0},
         {"step": 7, "input": "2+2?", "output": "5", "score": 0.0},
     ]
-    with pytest.raises(ValueError, match="zip"):
+    message = r"must be \(input, output, score\), got 1 values"
+    with pytest.raises(ValueError, match=message):
         generations.log(["file"], [["only a prompt"]], step=8)
 
 

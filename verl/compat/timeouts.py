@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl.utils.children import describe_end
-from verl.utils.errors import describe_error, sendable
+from verl.utils.errors import ConfigError, describe_error, sendable
 
 Function = Callable[..., Any]
 
@@ -24,7 +24,11 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Function:
         use_signals: interrupt the call by SIGALRM, in the main thread of a Unix process. Otherwise
             it runs in a process of its own, which is ended at the limit. Then its result or error
             must be picklable, and its changes of variables are lost.
+
+    Raises ConfigError for a limit that is not above 0, which the system takes for no limit.
     """
+    if seconds <= 0:
+        raise ConfigError(f"timeout_limit needs seconds above 0, got {seconds}.")
 
     def decorate(function: Function) -> Function:
         run = _with_alarm if use_signals else _in_process
@@ -38,9 +42,12 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Function:
     return decorate
 
 
+def _name(function: Function) -> str:
+    return getattr(function, "__name__", repr(function))
+
+
 def _too_long(function: Function, seconds: float) -> TimeoutError:
-    name = getattr(function, "__name__", repr(function))
-    return TimeoutError(f"Function {name} timed out after {seconds} seconds.")
+    return TimeoutError(f"Function {_name(function)} timed out after {seconds} seconds.")
 
 
 def _with_alarm(
@@ -80,9 +87,8 @@ def _in_process(
         is_well, value = reader.recv()
     except EOFError:
         process.join()
-        name = getattr(function, "__name__", repr(function))
         raise RuntimeError(
-            f"The process of {name} {describe_end(process.exitcode)}, before it answered."
+            f"The process of {_name(function)} {describe_end(process.exitcode)}, before it answered."
         ) from None
     finally:
         reader.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.tracking.backends import TrackerSettings
 from verl.tracking.tracker import Tracker, call_all
+from verl.utils.errors import BatchError
 from verl.utils.secrets import masked_values
 
 _SAMPLE_COLUMNS: Sequence[str] = ("input", "output", "score")
@@ -69,9 +70,9 @@ class ValidationGenerationsLogger:
         """Record samples, each (input, output, score), with the trackers of these names.
 
         They go to the trackers of the `Tracking` that is open. A name that it does not have opens
-        a tracker at its first use.
+        a tracker at its first use. Raises BatchError for a sample of another length.
         """
-        rows = [dict(zip(_SAMPLE_COLUMNS, sample, strict=True)) for sample in samples]
+        rows = [_row_of(sample) for sample in samples]
         names = [loggers] if isinstance(loggers, str) else loggers
         for name in names:
             self._tracker(name).log_generations(rows, step)
@@ -89,6 +90,15 @@ class ValidationGenerationsLogger:
             settings = _settings_of(self.project_name, self.experiment_name, {})
             self._opened[name] = Tracker([name], settings)
         return self._opened[name]
+
+
+def _row_of(sample: Sequence[Any]) -> dict[str, Any]:
+    if len(sample) != len(_SAMPLE_COLUMNS):
+        raise BatchError(
+            f"A sample must be ({', '.join(_SAMPLE_COLUMNS)}), got {len(sample)} values. Leave out "
+            "the others, or join them to the output."
+        )
+    return dict(zip(_SAMPLE_COLUMNS, sample))
 
 
 def _settings_of(
