@@ -23,7 +23,8 @@ from tests.vision_folders import FAMILIES, save_vision_folder, some_image
 from verl.config import DataConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.collate import collate
-from verl.data.pictures import PictureReader, messages_and_sources
+from verl.data.picture_parts import messages_and_sources
+from verl.data.pictures import PictureReader
 from verl.data.rgb import as_rgb, open_picture
 from verl.data.rl_dataset import RLDataset
 from verl.data.rlhf_dataset import RLHFDataset

@@ -17,7 +17,7 @@ from verl.agents.row_options import offered_tools, option_of, present
 from verl.agents.tools import ToolSet
 from verl.config.rollout import RolloutConfig
 from verl.data.chat import as_messages
-from verl.data.pictures import with_placeholders
+from verl.data.picture_parts import with_placeholders
 from verl.utils.errors import ConfigError, DataError, VerlError
 from verl.utils.logging import logger, say_once
 from verl.utils.registry import misspelled, nearest_names

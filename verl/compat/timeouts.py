@@ -88,7 +88,8 @@ def _in_process(
     except EOFError:
         process.join()
         raise RuntimeError(
-            f"The process of {_name(function)} {describe_end(process.exitcode)}, before it answered."
+            f"The process of {_name(function)} {describe_end(process.exitcode)}, before it "
+            "answered."
         ) from None
     finally:
         reader.close()

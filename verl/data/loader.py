@@ -63,7 +63,7 @@ class RLDataLoader:
 
         `encode` gives the token ids of items that have messages alone, which may be under
         `prompt_key`; see `collate`. With `num_workers`, so many processes read the rows, see
-        `RowProcesses`; `workers_key` names it in errors. They read a batch ahead, unless the sampler
+        `RowProcesses`; `workers_key` names it in errors. They read a batch ahead, unless `sampler`
         is one of the user's.
         """
         self.dataset = dataset

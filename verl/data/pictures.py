@@ -1,5 +1,4 @@
-"""Read the pictures and videos of a row from files, bytes or objects, and prepare them for the
-model."""
+"""Read pictures and videos from files, bytes or objects, and prepare them for the model."""
 
 import base64
 import contextlib
@@ -7,7 +6,7 @@ import hashlib
 import io
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +14,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from verl.data.chat import Messages, apply_chat_template, as_messages
-from verl.data.files import is_no_media
+from verl.data.chat import Messages, apply_chat_template
+from verl.data.picture_parts import IMAGE_SOURCES, messages_and_sources
 from verl.data.rgb import identity_of, loaded, opened, upright_rgb
-from verl.data.videos import SOURCES as VIDEO_SOURCES
 from verl.data.videos import Video, read_video
 from verl.models.pictures import Picture, Pictures
 from verl.utils.errors import DataError
@@ -28,14 +26,9 @@ if TYPE_CHECKING:
 
     from verl.models.processor import PictureProcessor
 
-PLACEHOLDERS = {"image": "<image>", "video": "<video>"}  # in the text of a message
 KEPT_BYTES = 1 << 30  # most bytes of prepared pictures that are kept
-_IN_TEXT = re.compile("(<image>|<video>)")
-# Keys of a part with its own picture or video.
-_SOURCES = ("image", "image_url", "url", "path", "bytes")
 _BASE64_IMAGES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # PNG, JPEG, GIF and WebP
 _BASE64 = re.compile(r"data:image/[\w.+-]+;base64,")
-
 
 # By the id of the processor that each holds. An attribute of the processor would be written into
 # its files.
@@ -159,6 +152,7 @@ class PictureReader:
             except DataError as error:
                 raise DataError(f"{kind} {counts[kind]} of the row: {error}") from error
             counts[kind] += 1
+
         self.check_number(pictures)
         return tuple(pictures)
 
@@ -201,6 +195,7 @@ class PictureReader:
                 "servers get no videos. Leave the row out, or set "
                 "actor_rollout_ref.rollout.name=embedded"
             )
+
         digest, decode = read_video(
             source,
             find=partial(_find_file, folder=folder),
@@ -244,6 +239,7 @@ class PictureReader:
         if self.processor.videos is not None:
             kinds[self.processor.videos.token_id] = "video"
             texts.append(self.processor.videos.token)
+
         places = [place for place, each in enumerate(ids) if each in kinds]
         found = [kinds[ids[place]] for place in places]
         expected = ["image" if picture.seconds is None else "video" for picture in pictures]
@@ -265,95 +261,17 @@ def _png(image: Any) -> bytes:
     return encoded.getvalue()
 
 
-def messages_and_sources(
-    prompt: Any, images: Any, videos: Any = None
-) -> tuple[Messages, tuple[Any, ...]]:
-    """Return the messages of a row, and its images and videos at their places. Most rows have none.
-
-    `images` is the row's image column: one image, a list of them, or None. `videos` is the same.
-    """
-    given = {"image": _as_list(images), "video": _as_videos(videos)}
-    if not any(given.values()) and not has_picture_parts(prompt):
-        messages = as_messages(prompt)
-        _check_no_placeholder(messages)
-        return messages, ()
-    messages, sources = picture_parts(prompt, given)
-    return messages, tuple(sources)
-
-
-def _check_no_placeholder(messages: Messages) -> None:
-    """Raise DataError for a placeholder in a row without pictures, which would stay a text.
-
-    That of videos is a tag of HTML, too.
-    """
-    placeholder = PLACEHOLDERS["image"]
-    if any(placeholder in str(message.get("content")) for message in messages):
-        raise DataError(
-            f"has a placeholder ({placeholder}) and no images. Write the images into the column "
-            "that data.image_key names, or take the placeholder out"
-        )
-
-
-def picture_parts(prompt: Any, given: Mapping[str, Sequence[Any]]) -> tuple[Messages, list[Any]]:
-    """Split contents into parts at their pictures; return messages and the sources of pictures.
-
-    `given` has the images and the videos of the row. Raises DataError where placeholders differ
-    from them in number.
-    """
-    if not isinstance(prompt, list):
-        prompt = as_messages(prompt)
-    # A message is checked as if its pictures were texts.
-    checked = without_picture_parts(prompt)
-
-    rest = {kind: iter(sources) for kind, sources in given.items()}
-    placeholders = dict.fromkeys(given, 0)
-    messages: Messages = []
-    sources: list[Any] = []
-    for message, plain in zip(prompt, checked):
-        parts: list[dict[str, Any]] = []
-        for part in _parts(message.get("content")):
-            kind = part["type"]
-            if kind in given:
-                own = _own_source(part)
-                placeholders[kind] += own is None
-                source = next(rest[kind], None) if own is None else own
-                sources.append(Video(source) if kind == "video" else source)
-                part = {"type": kind}
-            parts.append(part)
-        messages.append({**plain, "content": parts} if parts else plain)
-
-    for kind, own in given.items():
-        if placeholders[kind] != len(own):
-            raise DataError(
-                f"has {placeholders[kind]} placeholders ({PLACEHOLDERS[kind]}, or parts of type "
-                f"{kind}) for {len(own)} {kind}s. Write one where each {kind} belongs"
-            )
-    return messages, sources
-
-
-def with_placeholders(prompt: Any) -> Messages:
-    """Return a prompt's messages with an unread part for each picture, such as {"type": "image"}."""
-    if not isinstance(prompt, list):
-        return as_messages(prompt)
-    unread: dict[str, list[None]] = {"image": [], "video": []}
-    for message in prompt:
-        for part in _parts(message.get("content")):
-            if part["type"] in unread and _own_source(part) is None:
-                unread[part["type"]].append(None)
-    messages, _ = picture_parts(prompt, unread)
-    return messages
-
-
 def _content_of(source: Any, folder: Path) -> Any:
     """Return the encoded bytes of an image, or an image of PIL."""
     if isinstance(source, dict):
-        given = [source[key] for key in reversed(_SOURCES) if source.get(key) is not None]
+        given = [source[key] for key in reversed(IMAGE_SOURCES) if source.get(key) is not None]
         if not given:
             raise DataError(
-                f"expected a value under one of the keys {', '.join(_SOURCES)}, got "
+                f"expected a value under one of the keys {', '.join(IMAGE_SOURCES)}, got "
                 f"{str(source)[:80]}"
             )
         return _content_of(given[0], folder)
+
     if isinstance(source, bytes | bytearray):
         return bytes(source)
     if isinstance(source, str):
@@ -376,6 +294,7 @@ def _read(source: str, folder: Path) -> bytes:
                 f"the base64 text of the image is damaged or not complete ({error}). Write it "
                 "again, or leave the row out"
             ) from error
+
     file = _find_file(source, folder)
     try:
         return file.read_bytes()
@@ -391,12 +310,14 @@ def _find_file(source: str, folder: Path) -> Path:
             "images and videos are not fetched from the network in training, got "
             f"{source[:80]!r}. Download them, and give paths or bytes"
         )
+
     path = Path(source.removeprefix("file://")).expanduser()
     places = [path] if path.is_absolute() else [folder.expanduser() / path, path]
     for place in places:
         with contextlib.suppress(OSError):  # a text that is too long for a path
             if place.is_file():
                 return place
+
     if source.startswith(_BASE64_IMAGES):
         raise DataError(
             "got the base64 text of an image without its type. Write 'data:image/png;base64,' "
@@ -404,90 +325,6 @@ def _find_file(source: str, folder: Path) -> Path:
         )
     looked = " or ".join(f"'{str(place)[:200]}'" for place in dict.fromkeys(places))
     raise DataError(f"there is no file {looked}. Correct the path, or write the content instead")
-
-
-def _parts(content: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a content: texts, split at placeholders, images and videos."""
-    kinds = {placeholder: kind for kind, placeholder in PLACEHOLDERS.items()}
-    for part in content if isinstance(content, list) else [content]:
-        kind = _kind(part)
-        if kind is not None:
-            yield {**part, "type": kind}
-            continue
-        text = part.get("text") if isinstance(part, dict) else part
-        for piece in _IN_TEXT.split(text or ""):
-            if piece in kinds:
-                yield {"type": kinds[piece]}
-            elif piece:
-                yield {"type": "text", "text": piece}
-
-
-def _kind(part: Any) -> str | None:
-    """Return whether a part is an "image" or a "video"; None if it is neither."""
-    if not isinstance(part, dict):
-        return None
-    kind = part.get("type")
-    for name in PLACEHOLDERS:
-        if kind in (name, f"{name}_url") or (kind is None and part.get(name) is not None):
-            return name
-    return None
-
-
-def has_picture_parts(prompt: Any) -> bool:
-    """Return whether a content of the messages has a part that is an image or a video."""
-    for message in prompt if isinstance(prompt, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list) and any(_kind(part) is not None for part in content):
-            return True
-    return False
-
-
-def without_picture_parts(prompt: Any) -> Messages:
-    """Return a prompt's messages as `as_messages` does, with an image where each part has one."""
-    if not isinstance(prompt, list):
-        return as_messages(prompt)
-    return as_messages([_without_pictures(message) for message in prompt])
-
-
-def _without_pictures(message: Any) -> Any:
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return message
-    texts = []
-    for part in content:
-        kind = _kind(part)
-        texts.append(part if kind is None else PLACEHOLDERS[kind])
-    return {**message, "content": texts}
-
-
-def _own_source(part: dict[str, Any]) -> Any:
-    if part["type"] == "video":
-        # The part itself says which frames of the video are asked for.
-        return part if any(part.get(key) is not None for key in VIDEO_SOURCES) else None
-    for key in _SOURCES:
-        value = part.get(key)
-        if value is not None:
-            return value
-    return None
-
-
-def _as_videos(videos: Any) -> list[Any]:
-    """Return the videos of a row. An array of numbers is one video, a list has several."""
-    if is_no_media(videos):
-        return []
-    if isinstance(videos, str | dict) or getattr(videos, "ndim", 1) == 4:
-        return [videos]
-    return _as_list(videos)
-
-
-def _as_list(images: Any) -> list[Any]:
-    if is_no_media(images):
-        return []
-    if isinstance(images, list | tuple):
-        return list(images)
-    if hasattr(images, "tolist") and not hasattr(images, "tobytes"):
-        return images.tolist()
-    return [images]
 
 
 def _num_bytes(picture: Picture) -> int:

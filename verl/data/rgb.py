@@ -110,7 +110,7 @@ def opened(content: Any) -> Any:
 
 
 def identity_of(content: Any) -> bytes:
-    """Return bytes that differ between images: encoded ones, or the size and pixels of one of PIL."""
+    """Return bytes that differ between images: encoded ones, or size and pixels of one of PIL."""
     if isinstance(content, bytes):
         return content
     image = upright_rgb(content)

@@ -33,7 +33,7 @@ from verl.data.files import (
     require_column,
 )
 from verl.data.lengths import prompt_lengths, tokenizer_fingerprint
-from verl.data.pictures import has_picture_parts, without_picture_parts
+from verl.data.picture_parts import has_picture_parts, without_picture_parts
 from verl.data.sampler import chosen_rows
 from verl.models.pictures import Pictures
 from verl.utils.errors import DataError

@@ -23,7 +23,8 @@ from verl.data.files import (
     refuse_media,
     require_column,
 )
-from verl.data.pictures import PictureReader, messages_and_sources
+from verl.data.picture_parts import messages_and_sources
+from verl.data.pictures import PictureReader
 from verl.data.sampler import chosen_rows
 from verl.utils.errors import DataError
 from verl.utils.json_text import parse_json

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from verl.data.chat import Messages, encode_conversations
-from verl.data.pictures import without_picture_parts
+from verl.data.picture_parts import without_picture_parts
 from verl.data.rl_dataset import truncate
 from verl.protocol import DataProto
 from verl.utils.errors import DataError, RewardError
