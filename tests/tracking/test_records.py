@@ -32,6 +32,14 @@ def test_a_record_reads_back_as_written(tmp_path: Path):
     assert last.tokens["rollout_log_probs"].dtype == np.float32
 
 
+def test_a_misspelled_metric_names_the_near_ones(tmp_path: Path):
+    write_record(tmp_path, steps=1)
+    run = load_run(tmp_path)
+    with pytest.raises(DataError, match=r"metric 'critic/score/men'\. Nearest .*critic/score/mean"):
+        run.metric("critic/score/men")
+    assert run.find_metric("critic/score/men") == {}
+
+
 def test_the_newest_steps_stay_within_the_bounds(tmp_path: Path):
     writer = write_record(tmp_path, steps=1)
     size = (writer.folder / "steps" / "1.arrow").stat().st_size

@@ -338,7 +338,21 @@ class Run:
         return [int(path.stem) for path in _sample_files(self.records / SAMPLES_FOLDER)]
 
     def metric(self, name: str) -> dict[int, float]:
-        """Return the values of a metric by step."""
+        """Return the values of a metric by step.
+
+        Raises:
+            DataError: the run has steps, but none of them has a metric of this name.
+        """
+        known = {metric for line in self.steps.values() for metric in line.metrics}
+        if known and name not in known:
+            raise DataError(
+                f"No step of {self.folder} has the metric '{name}'. Nearest known: "
+                f"{nearest_names(name, list(known))}."
+            )
+        return self.find_metric(name)
+
+    def find_metric(self, name: str) -> dict[int, float]:
+        """Return the values of a metric by step, or {} where no step has it."""
         found = {}
         for step, line in self.steps.items():
             if line.metrics.get(name) is not None:

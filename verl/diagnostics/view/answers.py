@@ -227,7 +227,7 @@ def _plan(run: Run) -> Answer:
 
     measured = {}
     for name in ("perf/max_memory_allocated_gb", "rollout/memory_gib", "timing_s/step"):
-        values = run.metric(name)
+        values = run.find_metric(name)
         if values and max(values.values()) > 0:  # a CPU has no device memory of its own
             measured[name] = max(values.values())
 

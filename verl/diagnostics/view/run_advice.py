@@ -100,7 +100,7 @@ def _clipped(run: Run) -> Findings:
 
 def _mismatch(run: Run) -> Findings:
     name = "training/rollout_probs_diff_mean"
-    values = list(run.metric(name).values())
+    values = list(run.find_metric(name).values())
     if len(values) < 8:
         return
     quarter = len(values) // 4
@@ -115,7 +115,7 @@ def _mismatch(run: Run) -> Findings:
 
 
 def _entropy(run: Run) -> Findings:
-    values = list(run.metric("actor/entropy").values())
+    values = list(run.find_metric("actor/entropy").values())
     if len(values) >= _FEW and values[0] > 0 and values[-1] < 0.05 * values[0]:
         text = (
             f"It went from {values[0]:.3g} to {values[-1]:.3g}: samples of a group become equal. "
@@ -125,7 +125,7 @@ def _entropy(run: Run) -> Findings:
 
 
 def _flat_reward(run: Run) -> Findings:
-    values = list(run.metric("critic/score/mean").values())
+    values = list(run.find_metric("critic/score/mean").values())
     if len(values) < _FLAT_STEPS:
         return
     half = len(values) // 2
@@ -154,7 +154,7 @@ def _where_time_goes(run: Run) -> Findings:
 
 
 def _newest(run: Run, metric: str) -> list[float]:
-    return list(run.metric(metric).values())[-_FEW:]
+    return list(run.find_metric(metric).values())[-_FEW:]
 
 
 def _finding(kind: str, title: str, text: str, metric: str = "") -> Finding:
