@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tests.agents.tools.user_tools import OldCounter
-from verl.agents.tools import ToolType, get_tool_class, initialize_tools_from_config
+from verl.agents.tools import ToolSet, ToolType, get_tool_class, initialize_tools_from_config
 from verl.agents.tools.config_file import read_tool_config
 from verl.utils.errors import ConfigError
 
@@ -183,3 +183,52 @@ def test_a_class_may_come_from_a_file(tmp_path):
 
 def test_kinds_of_entries():
     assert [kind.value for kind in ToolType] == ["native", "mcp"]
+
+
+def test_keys_that_a_class_of_this_package_does_not_read_are_errors(write):
+    path = write(
+        """
+tools:
+  - class_name: verl.tools.search_tool.SearchTool
+    config: {type: native, retrieval_service_url: "http://127.0.0.1:1", topkk: 3}
+"""
+    )
+    with pytest.raises(ConfigError, match=r"entry 1 .*config: unknown key 'topkk'. Near.* topk"):
+        initialize_tools_from_config(path)
+
+
+TIMED = """
+from verl.agents.tools import BaseTool
+
+
+class Plain(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return "done"
+
+
+class Timed(Plain):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return str(self.config["timeout"])
+"""
+
+
+@pytest.mark.parametrize(("name", "warnings"), [("Plain", 1), ("Timed", 0)])
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_a_misspelled_setting_of_calls_is_warned_of(
+    write, caplog: pytest.LogCaptureFixture, name: str, warnings: int, isolation: str
+):
+    """A class may read a key of that name itself."""
+    path = write(
+        f"""
+tools:
+  - class_name: {write("").parent}/timed.py:{name}
+    config: {{timeout: 3, of_the_class: 1, isolation: {isolation}}}
+    tool_schema: {{type: function, function: {{name: wait, description: Waits., parameters: {{}}}}}}
+"""
+    )
+    (path.parent / "timed.py").write_text(TIMED)
+    with caplog.at_level("WARNING", logger="verl"):
+        ToolSet.from_config(path, num_processes=1).close()
+    assert caplog.text.count("config.timeout of the tool 'wait'") == warnings
+    assert ("Nearest known: timeout_s." in caplog.text) == bool(warnings)
+    assert "of_the_class" not in caplog.text

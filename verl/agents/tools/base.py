@@ -32,7 +32,7 @@ none of the three is called.
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from pydantic import ValidationError
@@ -41,8 +41,11 @@ from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.rewards.texts import describe_briefly
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
+from verl.utils.registry import misspelled
 from verl.utils.signatures import declares, names_key, taken_by, takes_any_keyword
 
+# Keys of `config` that decide how a tool of any class is called.
+CALL_SETTINGS = ("isolation", "parallel", "retries", "retry_delay_s", "timeout_s")
 AGENT_DATA = "agent_data"  # the keyword of `execute`
 Executed = tuple[ToolResponse, float, dict[str, Any]]  # answer, step reward, metrics
 
@@ -68,6 +71,9 @@ class BaseTool:
 
     All methods are coroutines; a plain method of a subclass runs in a thread.
 
+    Attributes:
+        config_keys: keys of `config` that a class of this package reads; others are errors.
+
     Args:
         config: settings of the class and of its calls, see the module.
         tool_schema: the schema that the model reads; None: that of `get_openai_tool_schema`.
@@ -75,6 +81,8 @@ class BaseTool:
     Raises:
         ConfigError: there is no schema.
     """
+
+    config_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
@@ -207,6 +215,20 @@ def keeps_instances(tool: BaseTool) -> bool:
     """Whether the class has `create`, `calc_reward` or `release` of its own."""
     names = ("create", "calc_reward", "release")
     return any(getattr(type(tool), name) is not getattr(BaseTool, name) for name in names)
+
+
+def misspelled_settings(tool: BaseTool) -> dict[str, str]:
+    """Return {key: setting} for keys of `config` that seem to be misspelled settings of calls.
+
+    A key that a method of the class names is its own.
+    """
+    found = {}
+    for key in tool.config or {}:
+        meant = misspelled(str(key), CALL_SETTINGS)
+        is_own = any(names_key(method, str(key)) for method in _methods(tool))
+        if meant is not None and meant != key and not is_own:
+            found[str(key)] = meant
+    return found
 
 
 def _methods(tool: BaseTool) -> list[Callable[..., Any]]:

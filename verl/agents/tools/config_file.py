@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from verl.agents.entries import load_class, read_yaml, require_calls
-from verl.agents.tools.base import BaseTool, as_schema, check_names, shut_down
+from verl.agents.tools.base import (
+    CALL_SETTINGS,
+    BaseTool,
+    as_schema,
+    check_names,
+    shut_down,
+)
 from verl.agents.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.errors import ConfigError, VerlError, describe_error
 from verl.utils.registry import misspelled, refuse_unknown
@@ -117,6 +123,9 @@ def build_entry(entry: ToolEntry) -> list[BaseTool]:
         tool_class = get_tool_class(entry.class_name)
     except VerlError as error:
         raise ConfigError(f"{entry.place}, class_name: {error}") from error
+    if entry.class_name.startswith(OWN_PACKAGE) and issubclass(tool_class, BaseTool):
+        known = ("type", *CALL_SETTINGS, *tool_class.config_keys)
+        refuse_unknown(f"{entry.place}, config", entry.config, known)
 
     if entry.kind == ToolType.MCP.value:
         from verl.agents.tools.mcp import mcp_tools  # only where an entry asks for it

@@ -24,7 +24,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from verl.agents.tools.base import AGENT_DATA, BaseTool, ToolArgumentError, as_schema, check_names
+from verl.agents.tools.base import (
+    AGENT_DATA,
+    CALL_SETTINGS,
+    BaseTool,
+    ToolArgumentError,
+    as_schema,
+    check_names,
+)
 from verl.agents.tools.config_file import check_call_settings
 from verl.agents.tools.threads import run_in_thread
 from verl.utils.errors import ConfigError
@@ -32,7 +39,6 @@ from verl.utils.imports import load_module
 from verl.utils.registry import refuse_unknown
 from verl.utils.signatures import declares
 
-_SETTINGS = ["isolation", "parallel", "retries", "retry_delay_s", "timeout_s"]
 _MARK = "_verl_function_tool"
 _ARGUMENT_SECTIONS = ("args", "arguments", "parameters")
 _SECTION = re.compile(r"^(\w[\w ]*):\s*$")
@@ -143,7 +149,7 @@ def as_tool(value: Any) -> BaseTool:
     config = settings.get("config", {})
     tool = FunctionTool(value, **settings)
     place = f"@function_tool of '{tool.name}'"
-    refuse_unknown(place, config, _SETTINGS)
+    refuse_unknown(place, config, CALL_SETTINGS)
     check_call_settings(config, place)
     return tool
 

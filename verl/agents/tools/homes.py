@@ -1,5 +1,6 @@
 """Decide where each tool of a run lives, and make the hosts."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from verl.agents.tools.functions import as_tool, load_function_tools
 from verl.agents.tools.host import Host, LocalHost, ToolFacts
 from verl.agents.tools.processes import NUM_PROCESSES, ProcessHost
 from verl.utils.errors import ConfigError
+from verl.utils.logging import say_once
 from verl.utils.threads import LoopThread
 
 # The order of tools in a prompt: by class, from the file of functions, given as objects.
@@ -61,6 +63,7 @@ def make_homes(
     for home in sorted(homes, key=lambda home: home.facts.order):
         named[home.facts.name] = home
         placed.append((home.facts.name, _KINDS[home.facts.order[0]]))
+        _warn_of_misspelled(home.facts)
     check_names(placed)
     return named
 
@@ -72,6 +75,15 @@ def ordered_tools(entries: Sequence[ToolEntry], function_path: str | None) -> li
         functions = load_function_tools(function_path)
         made += [((_FUNCTION, number), tool) for number, tool in enumerate(functions)]
     return made
+
+
+def _warn_of_misspelled(facts: ToolFacts) -> None:
+    for key, setting in facts.misspelled.items():
+        say_once(
+            f"config.{key} of the tool '{facts.name}' is no setting of calls, and no method of the "
+            f"tool's class names it. Nearest known: {setting}.",
+            logging.WARNING,
+        )
 
 
 def _given_tools(tools: Sequence[Any]) -> list[Ordered]:

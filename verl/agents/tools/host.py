@@ -22,6 +22,7 @@ from verl.agents.tools.base import (
     create_arguments,
     created_id,
     keeps_instances,
+    misspelled_settings,
     shut_down,
 )
 from verl.agents.tools.threads import WatchedLoop, count_left_behind, run_in_thread
@@ -48,6 +49,7 @@ class ToolFacts:
         timeout_s: deadline of a call; None: that of the run.
         retries: further attempts after an error or a crash.
         retry_delay_s: wait before the first of them.
+        misspelled: {key of `config`: the setting of calls that it seems to mean}.
     """
 
     name: str
@@ -60,6 +62,7 @@ class ToolFacts:
     timeout_s: float | None
     retries: int
     retry_delay_s: float
+    misspelled: dict[str, str]
 
 
 class Work(NamedTuple):
@@ -144,6 +147,7 @@ def facts_of(tool: BaseTool, order: tuple[int, int], *, in_process: bool) -> Too
         timeout_s=config.get("timeout_s"),
         retries=int(config.get("retries") or 0),
         retry_delay_s=float(config.get("retry_delay_s", 0.5)),
+        misspelled=misspelled_settings(tool),
     )
 
 

@@ -30,6 +30,8 @@ class MCPBaseTool(BaseTool):
         rate_limit: calls that begin in a second, at most, for all tools of the entry; default 10.
     """
 
+    config_keys = ("timeout", "rate_limit")
+
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         super().__init__(config, tool_schema)
         self.timeout = float(config.get("timeout", TIMEOUT_S))

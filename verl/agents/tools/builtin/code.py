@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.agents.tools.base import BaseTool, Executed, ToolArgumentError
-from verl.agents.tools.builtin.search import client_of
+from verl.agents.tools.builtin.search import LIMITS, client_of
 from verl.agents.tools.schemas import (
     OpenAIFunctionToolSchema,
     ToolResponse,
@@ -83,6 +83,8 @@ class CodeInterpreterTool(_CodeTool):
         max_concurrent: programs at once; default: one a core.
     """
 
+    config_keys = ("sandbox_isolation", "run_timeout_s", "memory_limit_mb", "max_concurrent")
+
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
     ) -> None:
@@ -144,6 +146,14 @@ class SandboxFusionTool(_CodeTool):
         enable_global_rate_limit: whether `rate_limit` holds; default true.
         requests_per_s: programs that begin in a second, at most; default: no limit.
     """
+
+    config_keys = (
+        "sandbox_fusion_url",
+        "default_timeout",
+        "default_language",
+        "memory_limit_mb",
+        *LIMITS,
+    )
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None

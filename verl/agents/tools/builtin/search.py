@@ -23,6 +23,8 @@ from verl.utils.errors import ConfigError, RewardError
 
 MAX_RETRIES = 10
 BACKOFF_S = 0.5
+# Keys of `config` that `client_of` reads.
+LIMITS = ("num_workers", "rate_limit", "enable_global_rate_limit", "requests_per_s")
 _BETWEEN_QUERIES = "\n---\n"
 
 
@@ -45,6 +47,8 @@ class SearchTool(BaseTool):
     Raises:
         ConfigError: there is no address, or it is none.
     """
+
+    config_keys = ("retrieval_service_url", "topk", "timeout", *LIMITS)
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
