@@ -405,6 +405,20 @@ def test_a_loop_that_is_not_async_is_an_error(loops: str):
         run(loops, "plain")
 
 
+def test_a_key_that_no_method_of_the_loop_names_is_warned_of(
+    loops: str, caplog: pytest.LogCaptureFixture
+):
+    file = Path(loops)
+    file.write_text(file.read_text().replace("word: once more", "wrod: once more"))
+    with caplog.at_level("WARNING", logger="verl"):
+        run(loops, "old")
+        run(loops, "seven")
+    assert caplog.text.count("which no method of") == 1
+    assert "'old' has the key 'wrod', which no method of Old names. Nearest known: word." in (
+        caplog.text
+    )
+
+
 def test_sampling_parameters_without_an_effect_are_taken(loops: str):
     _, (trajectory,), _ = run(loops, "free")
     assert trajectory.response_ids
@@ -534,6 +548,10 @@ def test_a_missing_loop_file_names_its_key(tmp_path: Path):
             "[{name: a, _target_: verl.agents.AgentLoopBase},"
             " {name: a, _target_: verl.agents.AgentLoopBase}]",
             "entry 1: the name 'a' is taken by entry 0",
+        ),
+        (
+            "- {name: a, _target_: verl.agents.loops.single_turn.SingleTurnLoop, turns: 3}",
+            "entry 0: keys other than name and _target_ .* got turns",
         ),
     ],
 )

@@ -71,6 +71,17 @@ def names_key(function: Callable[..., Any], name: str) -> bool:
     return code is not None and _holds(code, name)
 
 
+def class_names_key(cls: type, name: str, base: type) -> bool:
+    """Return whether a method of a class holds this text; those of `base` do not count."""
+    for own in cls.__mro__:
+        if own in (base, object):
+            continue
+        methods = filter(inspect.isroutine, vars(own).values())
+        if any(names_key(method, name) for method in methods):
+            return True
+    return False
+
+
 def _holds(constant: Any, name: str) -> bool:
     if isinstance(constant, CodeType):
         num_parameters = constant.co_argcount + constant.co_kwonlyargcount

@@ -53,6 +53,11 @@ def _register(place: str, entry: Any) -> str:
         add_user_loop(name, target, **options)
         return name
     if hasattr(target, "play"):
+        if options:
+            raise ConfigError(
+                f"{place}: keys other than name and _target_ are for classes with run, and "
+                f"{target.__name__} has play, got {', '.join(options)}. Leave them out."
+            )
         agent_loops.register(name)(target)
         return name
     raise ConfigError(

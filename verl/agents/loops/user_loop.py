@@ -13,7 +13,7 @@ from verl.agents.blocking import BLOCKING_S, watched
 from verl.agents.entries import checked_roles
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt
 from verl.agents.loops.server_manager import NumberedTurns, ServerManager, sampling_dict
-from verl.agents.loops.user_base import TrainerConfig
+from verl.agents.loops.user_base import AgentLoopBase, TrainerConfig
 from verl.agents.row_options import present
 from verl.agents.user_thread import is_finite_number
 from verl.config import config_to_dict
@@ -21,7 +21,8 @@ from verl.data.rl_dataset import RLDataset
 from verl.rollout.trajectory import Segment, Trajectory, fields_of_user
 from verl.utils.errors import ConfigError, RolloutError, describe_error
 from verl.utils.logging import say_once
-from verl.utils.signatures import keywords_of, taken_by
+from verl.utils.registry import nearest_names
+from verl.utils.signatures import class_names_key, keywords_of, taken_by
 
 # What the class of a loop gets in any case, and what it gets if it declares it.
 _GIVEN = ("trainer_config", "server_manager", "tokenizer")
@@ -75,6 +76,22 @@ class UserLoopMaker:
                 f"{error}. Its __init__ gets {', '.join(_GIVEN)}, those of {', '.join(_OFFERED)} "
                 f"that it names, and the options of its entry: {', '.join(self.options) or 'none'}."
             ) from error
+        self._warn_of_unread_options()
+
+    def _warn_of_unread_options(self) -> None:
+        makers = (self.loop_class, getattr(self.loop_class, "init_class", None))
+        keywords = [name for maker in makers if maker is not None for name in keywords_of(maker)]
+        known = [name for name in keywords if name not in (*_GIVEN, *_OFFERED, "config")]
+
+        for option in self.options:
+            if class_names_key(self.loop_class, option, AgentLoopBase):
+                continue
+            say_once(
+                f"The entry of the agent loop '{self.name}' has the key '{option}', which no "
+                f"method of {self.loop_class.__name__} names. Nearest known: "
+                f"{nearest_names(option, known)}.",
+                logging.WARNING,
+            )
 
     @property
     def roles(self) -> tuple[str, ...] | None:

@@ -30,7 +30,6 @@ A class without `create`, `calc_reward` and `release` of its own keeps nothing b
 none of the three is called.
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -42,7 +41,7 @@ from verl.rewards.texts import describe_briefly
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 from verl.utils.registry import misspelled
-from verl.utils.signatures import declares, names_key, taken_by, takes_any_keyword
+from verl.utils.signatures import class_names_key, declares, taken_by, takes_any_keyword
 
 # Keys of `config` that decide how a tool of any class is called.
 CALL_SETTINGS = ("isolation", "parallel", "retries", "retry_delay_s", "timeout_s")
@@ -140,7 +139,7 @@ class BaseTool:
             return True
         if not takes_any_keyword(self.execute):
             return False
-        return not is_copied or any(names_key(method, AGENT_DATA) for method in _methods(self))
+        return not is_copied or class_names_key(type(self), AGENT_DATA, BaseTool)
 
     def shut_down(self) -> None:
         """Free resources that all instances share. Called once, at the end of the run."""
@@ -225,19 +224,10 @@ def misspelled_settings(tool: BaseTool) -> dict[str, str]:
     found = {}
     for key in tool.config or {}:
         meant = misspelled(str(key), CALL_SETTINGS)
-        is_own = any(names_key(method, str(key)) for method in _methods(tool))
+        is_own = class_names_key(type(tool), str(key), BaseTool)
         if meant is not None and meant != key and not is_own:
             found[str(key)] = meant
     return found
-
-
-def _methods(tool: BaseTool) -> list[Callable[..., Any]]:
-    """Return the methods of a tool's own classes."""
-    methods = []
-    for own in type(tool).__mro__:
-        if own not in (BaseTool, object):
-            methods += [each for each in vars(own).values() if inspect.isroutine(each)]
-    return methods
 
 
 def created_id(answer: Any, instance_id: str) -> str:
