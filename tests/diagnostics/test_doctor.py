@@ -505,6 +505,27 @@ BROKEN_WORLDS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "mlx5_0",
         "unset NCCL_IB_DISABLE",
     ),
+    "RDMA off by a word": (
+        environment(NCCL_IB_DISABLE="yes"),
+        "NCCL_IB_DISABLE",
+        "warn",
+        "=yes is read as 0",
+        "export NCCL_IB_DISABLE=1",
+    ),
+    "another switch with a word": (
+        environment(NCCL_NVLS_ENABLE="off"),
+        "NCCL_NVLS_ENABLE",
+        "warn",
+        "expects 0 or 1",
+        "export NCCL_NVLS_ENABLE=0",
+    ),
+    "RDMA off by another number": (
+        environment(NCCL_IB_DISABLE="0x2"),
+        "NCCL_IB_DISABLE",
+        "warn",
+        "=0x2 leaves the RDMA cards unused",
+        "unset",
+    ),
     "a typing error": (
         environment(NCCL_IB_DISABEL="1"),
         "NCCL_IB_DISABEL",
@@ -609,8 +630,13 @@ def test_root_causes_come_first():
             "sudo modprobe nvidia-peermem",
         ),
         (environment(NCCL_SOCKET_IFNAME="ib"), "NCCL_SOCKET_IFNAME=ib NCCL_DEBUG=WARN", "mlx5_0"),
+        (
+            environment(NCCL_IB_DISABLE="True"),
+            "NCCL_SOCKET_IFNAME=eth0 NCCL_DEBUG=WARN NCCL_IB_DISABLE=1",
+            "mlx5_0",
+        ),
     ],
-    ids=["RDMA", "Ethernet", "no peermem", "as given"],
+    ids=["RDMA", "Ethernet", "no peermem", "as given", "as meant"],
 )
 def test_nccl_variables_for_several_nodes(changes, line, why):
     (found,) = (finding for finding in findings_of(changes) if finding.name == "several nodes")

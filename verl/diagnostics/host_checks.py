@@ -26,6 +26,11 @@ DEBUG DEBUG_FILE DEBUG_SUBSYS BUFFSIZE ALGO PROTO
 _CLOSE = 0.88  # similarity of a typing error; names in NCCL's manual are at most 0.86 alike
 # PyTorch's own, which it reads under another name by now.
 _RENAMED = re.compile("NCCL_(ASYNC_ERROR_HANDLING|BLOCKING_WAIT|DESYNC_DEBUG|ENABLE_TIMING)")
+# Switches, and the number that NCCL reads from their value: it ignores the text after it, and takes a
+# word as 0.
+_SWITCH = re.compile("NCCL_(.*_)?(DISABLE|ENABLE)")
+_NUMBER = re.compile(r"\s*([+-]?(0[xX][0-9a-fA-F]+|\d+))")
+_YES = ("yes", "y", "true", "t", "on")
 
 
 def shared_memory(world: World) -> Findings:
@@ -143,11 +148,17 @@ def nccl_variables(world: World) -> Findings:
     for name, reason in idle.items():
         yield Finding(name, "warn", f"={given[name]} has no effect: {reason}", f"unset {name}")
 
-    if given.get("NCCL_IB_DISABLE") == "1" and world.network.rdma_devices:
-        evidence = f"=1 leaves the RDMA cards unused: {', '.join(world.network.rdma_devices)}"
+    meant = _switches_without_a_number(given)
+    for name, value in meant.items():
+        evidence = f"={given[name]} is read as 0, because NCCL expects 0 or 1"
+        yield Finding(name, "warn", evidence, f"export {name}={value}")
+
+    if _is_on(given, "NCCL_IB_DISABLE") and world.network.rdma_devices:
+        cards = ", ".join(world.network.rdma_devices)
+        evidence = f"={given['NCCL_IB_DISABLE']} leaves the RDMA cards unused: {cards}"
         yield Finding("NCCL_IB_DISABLE", "warn", evidence, "unset NCCL_IB_DISABLE")
 
-    kept = {name: value for name, value in given.items() if name not in idle}
+    kept = {name: value for name, value in given.items() if name not in idle} | meant
     advised, reason = _for_several_nodes(world.network)
     line = " ".join(f"{name}={kept.get(name, value)}" for name, value in advised.items())
     evidence = (
@@ -197,9 +208,24 @@ def _wrong_interface(given: Mapping[str, str], network: Network) -> Findings:
         yield Finding("NCCL_SOCKET_IFNAME", "broken", evidence, fix)
 
 
+def _switches_without_a_number(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the meant value, "0" or "1", of each switch that has a word as value."""
+    meant = {}
+    for name, value in sorted(given.items()):
+        if _SWITCH.fullmatch(name) and value and not _NUMBER.match(value):
+            meant[name] = "1" if value.lower() in _YES else "0"
+    return meant
+
+
+def _is_on(given: Mapping[str, str], name: str) -> bool:
+    """Return whether NCCL reads a switch as other than 0."""
+    number = _NUMBER.match(given.get(name, ""))
+    return number is not None and number[1].strip("+-0xX") != ""
+
+
 def _without_effect(given: Mapping[str, str], network: Network) -> dict[str, str]:
     """Return the reason for each variable that has no effect."""
-    no_rdma = given.get("NCCL_IB_DISABLE") == "1" or not network.rdma_devices
+    no_rdma = _is_on(given, "NCCL_IB_DISABLE") or not network.rdma_devices
     because = "NCCL_IB_DISABLE=1" if network.rdma_devices else "there is no RDMA card"
     is_quiet = "NCCL_DEBUG" not in given
 
@@ -213,7 +239,7 @@ def _without_effect(given: Mapping[str, str], network: Network) -> dict[str, str
             idle[name] = because
         elif name == "NCCL_NET_GDR_LEVEL" and not network.has_peermem:
             idle[name] = "the module nvidia-peermem is not loaded"
-        elif name == "NCCL_P2P_LEVEL" and given.get("NCCL_P2P_DISABLE") == "1":
+        elif name == "NCCL_P2P_LEVEL" and _is_on(given, "NCCL_P2P_DISABLE"):
             idle[name] = "NCCL_P2P_DISABLE=1"
         elif name in ("NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS") and is_quiet:
             idle[name] = "NCCL_DEBUG is not set"
