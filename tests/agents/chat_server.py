@@ -13,13 +13,14 @@ class Chat(BaseHTTPRequestHandler):
 
     asked: list[dict[str, Any]]
     answer: dict[str, Any] | None = None
+    status = 200
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
         reply = {"choices": [{"message": {"content": f"{body['model']} {body['seed']}"}}]}
         data = json.dumps(self.answer or reply).encode()
-        self.send_response(200)
+        self.send_response(self.status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -277,3 +277,7 @@ def test_a_server_that_answers_otherwise_ends_the_run(chat: tuple[str, type[Chat
     policies = {"player": ACTOR, "judge": PolicyConfig(url=url, model="big")}
     with pytest.raises(RolloutError, match=r"judge.url answered without choices.*no model"):
         play(DEBATE, policies, served(url))
+
+    handler.status = 401
+    with pytest.raises(RolloutError, match=r"answered 401.* Set actor_.*judge\.api_key_env to"):
+        play(DEBATE, policies, served(url))

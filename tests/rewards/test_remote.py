@@ -211,6 +211,24 @@ def test_permanent_errors_are_not_retried(serve):
 
 
 @pytest.mark.parametrize(
+    ("number", "path", "variable", "advice"),
+    [
+        (401, "/v1", None, r"Set reward_model\.judge\.api_key_env to the environment variable"),
+        (403, "/v1", "JUDGE_KEY", r"key in the environment variable JUDGE_KEY \(reward_model\."),
+        (404, "", None, r"set reward_model\.judge\.url=http://[\d.:]+/v1"),
+        (404, "/v1/chat/completions", None, r"Correct reward_model\.judge\.url or .*judge\.model"),
+    ],
+)
+def test_a_refusal_names_the_key_to_change(
+    serve, monkeypatch: pytest.MonkeyPatch, number, path, variable, advice
+):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    judge = make_judge(serve(status(number)).url + path, api_key_env=variable)
+    with pytest.raises(RewardError, match=rf"answered {number}: .*{advice}"):
+        judge("s", "x", None)
+
+
+@pytest.mark.parametrize(
     ("respond", "message"),
     [
         (status(503), "answered 503"),

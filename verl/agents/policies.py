@@ -22,7 +22,7 @@ from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.data.chat import Message
 from verl.models.load import check_vocabulary, load_causal_lm, load_tokenizer
 from verl.models.lora import plain_parameters
-from verl.rewards.json_client import JsonClient, authorization
+from verl.rewards.json_client import JsonClient, authorization, chat_advice
 from verl.rollout import RolloutEngine, create_rollout_engine
 from verl.rollout.sampling import sample_keys
 from verl.rollout.types import Room, SamplingParams
@@ -179,6 +179,7 @@ class ServedPolicy:
             max_concurrent=config.max_concurrent,
             requests=RequestsConfig(timeout_s=config.timeout_s),
             headers=authorization(f"{_KEY}.{role}", config.api_key_env),
+            advice=chat_advice(f"{_KEY}.{role}", config.url, config.api_key_env),
         )
 
     async def reply(self, messages: Sequence[Message], *, step: int, row: int, turn: int) -> str:

@@ -51,6 +51,27 @@ def authorization(section: str, variable: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {os.environ[variable]}"}
 
 
+def chat_advice(section: str, url: str, variable: str | None) -> dict[int, str]:
+    """Return the ways out, by status, where a server with OpenAI's API refuses a request.
+
+    Args:
+        section: of the configuration with the keys `url`, `model` and `api_key_env`.
+        url: the address.
+        variable: value of `api_key_env`.
+    """
+    if variable is None:
+        key = f"Set {section}.api_key_env to the environment variable that holds the server's key"
+    else:
+        key = f"Correct the key in the environment variable {variable} ({section}.api_key_env)"
+
+    base = url.rstrip("/").removesuffix("/chat/completions")
+    if re.search(r"/v\d", base):
+        place = f"Correct {section}.url or {section}.model, which the server does not have"
+    else:
+        place = f"Most servers have the API under /v1: set {section}.url={base}/v1"
+    return {401: key, 403: key, 404: place, 405: place}
+
+
 class JsonClient:
     """Post JSON to one service, from any number of threads; those beyond `max_concurrent` wait.
 
@@ -59,6 +80,7 @@ class JsonClient:
 
     Args:
         key: name of the configuration key that holds the address, for errors.
+        advice: the way out for an answer with an error status, by status.
         wait_for_turn: called before each request of a post, also before a retry, as by a limit on
             requests in a second.
     """
@@ -71,6 +93,7 @@ class JsonClient:
         max_concurrent: int,
         requests: RequestsConfig,
         headers: Mapping[str, str] | None = None,
+        advice: Mapping[int, str] | None = None,
         wait_for_turn: Callable[[], None] = lambda: None,
     ) -> None:
         if not is_http(url):
@@ -79,6 +102,7 @@ class JsonClient:
         self.url = url.rstrip("/")
         self.key = key
         self.requests = requests
+        self._advice = advice or {}
         self._wait_for_turn = wait_for_turn
         self._http = watched_pools(
             maxsize=max_concurrent,
@@ -106,7 +130,8 @@ class JsonClient:
 
         text = data.decode("utf-8", "replace")
         if status != 200:
-            raise RewardError(f"{address} answered {status}: {text[:300]!r}")
+            advice = f". {self._advice[status]}" if status in self._advice else ""
+            raise RewardError(f"{address} answered {status}: {text[:300]!r}{advice}")
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.config.reward import JudgeConfig, RequestsConfig, SandboxFusionConfig
-from verl.rewards.json_client import JsonClient, authorization
+from verl.rewards.json_client import JsonClient, authorization, chat_advice
 from verl.rewards.sandbox.runner import Run
 from verl.utils.errors import ConfigError, RewardError
 
@@ -22,6 +22,8 @@ Response to judge:
 {response}
 
 Rate the response from 0 (wrong) to 10 (fully correct). Explain briefly, then end with: Score: <number>"""
+
+_JUDGE = "reward_model.judge"  # section of the configuration
 
 
 class SandboxService:
@@ -125,7 +127,8 @@ class Judge:
             key="reward_model.judge.url",
             max_concurrent=config.max_concurrent,
             requests=requests,
-            headers=authorization("reward_model.judge", config.api_key_env),
+            headers=authorization(_JUDGE, config.api_key_env),
+            advice=chat_advice(_JUDGE, config.url, config.api_key_env),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
