@@ -231,6 +231,23 @@ def test_texts_with_prompts_are_scored_like_the_actors(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no system') }}"])
+def test_a_missing_or_refusing_template_names_the_reward_models_own_file(
+    folder: Path, caplog: pytest.LogCaptureFixture, template: str | None
+) -> None:
+    """No key of the configuration sets the template of a reward model."""
+    model = RewardModel.from_pretrained(folder)
+    model.tokenizer.chat_template = template
+    with caplog.at_level("INFO", logger="verl"):
+        try:
+            compute_reward(model, list(SAID), prompts=list(ASKED))
+            said = caplog.text
+        except DataError as error:
+            said = str(error)
+    assert "et `chat_template` in the reward model's tokenizer_config.json" in said
+    assert "data.custom_chat_template" not in said
+
+
 def test_ids_are_scored_unchanged_and_padding_does_not_count(folder: Path) -> None:
     model = RewardModel.from_pretrained(folder)
     rows = [[7, 9, 11], [30, 31], [50]]

@@ -159,22 +159,29 @@ def encode_conversations(
     conversations: Sequence[Messages],
     *,
     add_generation_prompt: bool = True,
+    template_key: str = "data.custom_chat_template",
 ) -> list[list[int]]:
     """Return the token ids of each conversation, up to where an answer begins.
 
     The tokenizer's template writes every special token itself. Without a template the text is
-    `plain_text`, and the tokenizer adds its usual tokens at the beginning. Raises DataError if a
-    template refuses a conversation.
+    `plain_text`, and the tokenizer adds its usual tokens at the beginning. Messages name
+    `template_key` as the place to set another template. Raises DataError if a template refuses a
+    conversation.
     """
     templated = tokenizer.chat_template is not None
     if not templated:
         say_once(
             "The tokenizer has no chat template: a single message is encoded as plain text, "
-            "several as lines of 'role: content'. Set data.custom_chat_template for another form."
+            f"several as lines of 'role: content'. Set {template_key} for another form."
         )
 
     texts = [
-        render_conversation(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        render_conversation(
+            tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_key=template_key,
+        )
         for messages in conversations
     ]
     return encode_rendered(tokenizer, texts)
@@ -217,10 +224,12 @@ def render_conversation(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    template_key: str = "data.custom_chat_template",
 ) -> str:
     """Return the text of a conversation by the tokenizer's template, or else `plain_text`.
 
-    `tools` are OpenAI schemas. Raises DataError where the template refuses the messages.
+    `tools` are OpenAI schemas. Raises DataError, which names `template_key` as the place to set
+    another template, where the template refuses the messages.
     """
     if tokenizer.chat_template is None:
         return plain_text(messages, add_generation_prompt=add_generation_prompt)
@@ -235,7 +244,7 @@ def render_conversation(
         )
         return text
 
-    with template_errors(messages, "data.custom_chat_template"):
+    with template_errors(messages, template_key):
         check_roles(messages, by_template)
         return by_template(messages)
 

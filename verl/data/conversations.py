@@ -205,7 +205,9 @@ def _encode_plain(
         )
 
     prompts = encode_conversations(
-        tokenizer, [conversation.messages[:-1] for conversation in conversations]
+        tokenizer,
+        [conversation.messages[:-1] for conversation in conversations],
+        template_key="data.chat_template",
     )
     texts = [conversation.messages[-1]["content"] for conversation in conversations]
     encoded: Any = tokenizer(

@@ -14,6 +14,8 @@ from verl.protocol import DataProto
 from verl.utils.errors import DataError, RewardError
 from verl.utils.logging import say_once
 
+# The place of a reward model's template: no key of the configuration sets one.
+_TEMPLATE_KEY = "`chat_template` in the reward model's tokenizer_config.json"
 Describe = Callable[[int], str]  # how an error names a row
 
 
@@ -34,8 +36,7 @@ class RewardReader:
 
     def read(self, conversations: Sequence[Messages], describe: Describe) -> list[list[int]]:
         """Encode each conversation, with its answer, by the reward model's chat template."""
-        sequences = encode_conversations(self.tokenizer, conversations, add_generation_prompt=False)
-        return self.fit(sequences, describe)
+        return self.fit(_encode(self.tokenizer, conversations), describe)
 
     def fit(self, sequences: Sequence[Sequence[int]], describe: Describe) -> list[list[int]]:
         """Cut rows to `max_length`, and log it. Raises RewardError where none may be cut."""
@@ -139,12 +140,17 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
         else:
             conversations[row] = _answered(prompt, answer, row, model.tokenizer)
 
-    encoded = encode_conversations(
-        model.tokenizer, list(conversations.values()), add_generation_prompt=False
-    )
+    encoded = _encode(model.tokenizer, list(conversations.values()))
     for row, ids in zip(conversations, encoded):
         sequences[row] = ids
     return model.score(reader.fit(sequences, _response))
+
+
+def _encode(tokenizer: Any, conversations: Sequence[Messages]) -> list[list[int]]:
+    """Encode conversations, which end with an answer, by the reward model's chat template."""
+    return encode_conversations(
+        tokenizer, conversations, add_generation_prompt=False, template_key=_TEMPLATE_KEY
+    )
 
 
 def _answered(prompt: Any, answer: Any, row: int, tokenizer: Any) -> Messages:
