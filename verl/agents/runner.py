@@ -218,7 +218,10 @@ class AgentRunner:
         return [place for place, _ in prompts_too_long(self.context, column, prompt_key)]
 
     def close(self) -> None:
-        """End the processes and connections of tools and interactions. `play` makes them anew."""
+        """End the processes, threads and connections of tools, interactions and agents.
+
+        `play` makes them anew.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -227,6 +230,8 @@ class AgentRunner:
             self.context.tools.close()
         if self.context.interactions is not None:
             self.context.interactions.close()
+        for close in self.context.closers:
+            close()
 
     # ---------------------------------------------------------------- inner parts
 

@@ -1,6 +1,7 @@
 """The gateway as an agent loop of a run."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def test_episodes_of_a_batch_become_rows(tmp_path: Path, at_once: int):
         fields = {"question": f"q{row}"}
         episodes.append(Episode(row=row, messages=MESSAGES, prompt_ids=prompt_ids, fields=fields))
 
+    before = _threads_of_agents()
     engine = make_engine(tiny_model("qwen2"), max_model_len=256)
     for _ in range(2):  # a gateway for each batch
         played = runner.play(episodes, client_of(engine))
@@ -58,6 +60,14 @@ def test_episodes_of_a_batch_become_rows(tmp_path: Path, at_once: int):
         assert [float(each) for each in trained[[0, 2, 3]]] == [
             played[row].reward for row in (0, 2, 3)
         ]
+    (thread,) = _threads_of_agents() - before  # one for all batches
+    runner.close()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def _threads_of_agents() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "verl-agents"}
 
 
 @pytest.mark.parametrize(

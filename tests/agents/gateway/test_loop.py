@@ -108,9 +108,11 @@ def play(
     client = client_of(make_engine(model, max_model_len=256))
     config = GatewayConfig(**settings)
 
+    agent = load_agent(config.path, config.name, config.command)
+
     async def batch():
         async with gateway_loop(
-            config, client, wording_of(), max_prompt_tokens=64, max_response_tokens=128
+            agent, config, client, wording_of(), max_prompt_tokens=64, max_response_tokens=128
         ) as loop:
             episodes = []
             for row in range(rows):
@@ -124,7 +126,10 @@ def play(
                 causes.update(loop.causes)
             return played, loop.counts()
 
-    return asyncio.run(client.serve(batch()))
+    try:
+        return asyncio.run(client.serve(batch()))
+    finally:
+        agent.close()
 
 
 def test_coroutine_function(model, file: Path):

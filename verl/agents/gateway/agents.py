@@ -44,6 +44,10 @@ class Agent(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """End what stays between episodes. A later episode starts it anew."""
+        ...
+
 
 def load_agent(path: str | None, name: str = "run", command: str | None = None) -> Agent:
     """Return the agent that a configuration names.
@@ -97,6 +101,10 @@ class FunctionAgent:
         if call.outcome != "ok":
             raise AgentError(call.error)
         return call.value
+
+    def close(self) -> None:
+        """End the thread of the function."""
+        self._thread.stop()
 
 
 class ProgramAgent:
@@ -168,6 +176,9 @@ class ProgramAgent:
                 f"The agent {self.command[0]!r} {describe_end(process.returncode)}: "
                 f"{last_words or 'it wrote no error'}"
             )
+
+    def close(self) -> None:
+        """Do nothing: each episode has a program of its own."""
 
 
 def read_reward(value: Any) -> tuple[float | None, dict[str, Any]]:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.engine_client import EngineClient
-from verl.agents.gateway.agents import Agent, AgentTimeoutError, load_agent, read_reward
+from verl.agents.gateway.agents import Agent, AgentTimeoutError, read_reward
 from verl.agents.gateway.recorder import SessionRecorder
 from verl.agents.gateway.server import GatewayServer
 from verl.agents.gateway.sessions import SessionBackend
@@ -102,28 +102,26 @@ class GatewayLoop:
 
 @asynccontextmanager
 async def gateway_loop(
+    agent: Agent,
     config: GatewayConfig,
     client: EngineClient,
     wording: Wording,
     *,
     max_prompt_tokens: int,
     max_response_tokens: int,
-    agent: Agent | None = None,
 ) -> AsyncIterator[GatewayLoop]:
     """Start a gateway for the episodes of a batch, and stop it at the end.
 
     Runs in the event loop that steps the engine.
 
     Args:
+        agent: plays the episodes.
         config: the section `rollout.agent.gateway`.
         client: draws the turns.
         wording: between messages and tokens.
         max_prompt_tokens: width of the prompt column.
         max_response_tokens: most tokens after the prompt.
-        agent: plays the episodes; None: the one that `config` names.
     """
-    if agent is None:
-        agent = load_agent(config.path, config.name, config.command)
     recorder = SessionRecorder(
         wording,
         max_prompt_tokens=max_prompt_tokens,

@@ -102,6 +102,7 @@ class AgentContext:
         pictures: reads the images of tools; None: the model reads text alone.
         policies: frozen ones, by the role that they play.
         partners: policies that are trained next to the actor, by their roles.
+        closers: called at the end of the run, by each loop that keeps threads or connections.
         client: draws turns. Set for each batch.
         tally: of the batch.
     """
@@ -117,6 +118,7 @@ class AgentContext:
     pictures: PictureReader | None = None
     policies: Mapping[str, FrozenPolicy] = field(default_factory=dict)
     partners: Mapping[str, PartnerPolicy] = field(default_factory=dict)
+    closers: list[Callable[[], None]] = field(default_factory=list)
     client: EngineClient = field(init=False)
     tally: Tally = field(default_factory=Tally)
 

@@ -114,6 +114,7 @@ def environment_loop(context: AgentContext) -> AgentLoop:
         return EnvironmentLoop(context)
     environment = make_environment(asked.name, **asked.kwargs)
     agent = FunctionAgent(environment.play, f"'play' of the environment '{asked.name}'")
+    context.closers.append(agent.close)
     return GatewayAgentLoop(context, agent)
 
 

@@ -20,7 +20,8 @@ GATEWAY_AGENT = "gateway_agent"
 class GatewayAgentLoop:
     """Play each episode with an agent that talks to the gateway.
 
-    The gateway listens from the first episode of a batch to the last. An episode that fails has no
+    The gateway listens from the first episode of a batch to the last. The agent stays for the whole
+    run, so that clients which it keeps stay in one event loop. An episode that fails has no
     trajectory and is dropped.
 
     Args:
@@ -53,16 +54,21 @@ class GatewayAgentLoop:
                 await self._stop()
 
     async def _start(self) -> "GatewayLoop":
+        from verl.agents.gateway.agents import load_agent
         from verl.agents.gateway.loop import gateway_loop
 
         config = self.context.config
+        asked = config.agent.gateway
+        if self._agent is None:
+            self._agent = load_agent(asked.path, asked.name, asked.command)
+            self.context.closers.append(self._agent.close)
         starting = gateway_loop(
-            config.agent.gateway,
+            self._agent,
+            asked,
             self.context.client,
             self._wording,
             max_prompt_tokens=config.prompt_length,
             max_response_tokens=self.context.max_response_tokens,
-            agent=self._agent,
         )
         return await self._open.enter_async_context(starting)
 
