@@ -705,6 +705,18 @@ def test_openenvs_own_server_and_client(openenv_server):
     assert seen[1].info == {"unreadable_action": 1.0}
 
 
+def test_a_full_server_of_openenv_names_the_limits():
+    class FullClient(EchoClient):
+        async def reset(self, **fields):
+            raise RuntimeError("Server error: 1/1 sessions active. (code: CAPACITY_REACHED)")
+
+    world = OpenEnvEnvironment(FullClient(), observation_field="text", action_field="message")
+    session, _ = play(world, [])
+    assert session.failure is not None
+    assert "max_concurrent_envs" in session.failure.error
+    assert "rollout.agent.max_episodes" in session.failure.error
+
+
 def test_openenv_error_lists_the_fields():
     world = OpenEnvEnvironment(EchoClient(), observation_field="message", action_field="message")
     session, _ = play(world, [])

@@ -61,6 +61,18 @@ class Remembering(BaseInteraction):
         return self.turns[instance_id] == 2, "Go on.", 0.0, {}
 
 
+def test_a_misspelled_setting_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "users.py").write_text(USERS_FILE)
+    file = tmp_path / "interactions.yaml"
+    entry = "{name: a, class_name: users.py:PoliteInteraction, config: {timout_s: 3, greeting: b}}"
+    file.write_text(f"interaction: [{entry}]")
+    with caplog.at_level("WARNING", logger="verl"):
+        initialize_interactions_from_config(file)
+    assert "config.timout_s is no setting of interactions" in caplog.text
+    assert "Nearest known: timeout_s." in caplog.text
+    assert "greeting" not in caplog.text
+
+
 GSM8K = "verl.agents.interactions.gsm8k.Gsm8kInteraction"
 QUESTION = [{"role": "user", "content": "How many?"}]
 USERS_FILE = """

@@ -7,6 +7,7 @@ from types import CodeType
 from typing import Any
 
 from verl.utils.errors import ConfigError
+from verl.utils.registry import misspelled
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -80,6 +81,26 @@ def class_names_key(cls: type, name: str, base: type) -> bool:
         if any(names_key(method, name) for method in methods):
             return True
     return False
+
+
+def misspelled_settings(
+    config: Iterable[Any], settings: Iterable[str], cls: type, base: type
+) -> dict[str, str]:
+    """Return {key: setting} for keys of an object's configuration that seem to be misspelled.
+
+    Args:
+        config: the keys.
+        settings: keys that the package reads.
+        cls: class of the object. A key that one of its methods names is its own.
+        base: class whose methods do not count.
+    """
+    known = list(settings)
+    found = {}
+    for key in map(str, config):
+        meant = misspelled(key, known)
+        if meant is not None and meant != key and not class_names_key(cls, key, base):
+            found[key] = meant
+    return found
 
 
 def _holds(constant: Any, name: str) -> bool:

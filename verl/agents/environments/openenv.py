@@ -22,6 +22,7 @@ from verl.utils.signatures import taken_by
 _INSTALL = "pip install openenv"
 # OpenEnv's client raises a RuntimeError that holds the server's code in its text alone.
 _REFUSED_BY_SERVER = "(code: VALIDATION_ERROR)"
+_SERVER_IS_FULL = "(code: CAPACITY_REACHED)"
 
 
 class OpenEnvEnvironment:
@@ -70,7 +71,16 @@ class OpenEnvEnvironment:
 
         known = {name: row[name] for name in self.reset_fields if row.get(name) is not None}
         reset = self.unwrapped.reset
-        result = await _awaited(reset(**taken_by(reset, known)))
+        try:
+            result = await _awaited(reset(**taken_by(reset, known)))
+        except RuntimeError as error:
+            if _SERVER_IS_FULL not in str(error):
+                raise
+            raise RolloutError(
+                f"{error}. Raise max_concurrent_envs of the server's create_app, or set "
+                "actor_rollout_ref.rollout.agent.max_episodes to the sessions that it has"
+            ) from error
+
         has_texts = any(isinstance(value, str) for value in _fields(result.observation).values())
         return self._observation(result, may_lack_text=not has_texts)
 

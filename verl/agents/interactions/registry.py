@@ -1,5 +1,6 @@
 """Interactions of a YAML file, and the one that a row picks."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 from verl.agents.entries import load_class, read_yaml, require_calls, require_methods
 from verl.agents.interactions.base import BaseInteraction
 from verl.utils.errors import ConfigError, DataError, MissingDependencyError, describe_error
+from verl.utils.logging import say_once
 from verl.utils.registry import refuse_unknown
-from verl.utils.signatures import call_by_name
+from verl.utils.signatures import call_by_name, misspelled_settings
 
 DEFAULT_NAME = "gsm8k"  # picked by rows without a name, as in verl 0.5
 _KEYS = ("name", "class_name", "config")
@@ -104,6 +106,13 @@ def _make(entry: _Entry) -> BaseInteraction:
             f"{entry.where}: {cls.__name__}(config) raised {describe_error(error)}"
         ) from error
     require_calls(made, _CALLS, entry.where)
+    misspelled = misspelled_settings(entry.config, ["timeout_s"], cls, BaseInteraction)
+    for key, setting in misspelled.items():
+        say_once(
+            f"{entry.where}: config.{key} is no setting of interactions, and no method of "
+            f"{cls.__name__} names it. Nearest known: {setting}.",
+            logging.WARNING,
+        )
     return made
 
 

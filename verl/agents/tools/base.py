@@ -40,7 +40,6 @@ from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.rewards.texts import describe_briefly
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
-from verl.utils.registry import misspelled
 from verl.utils.signatures import class_names_key, declares, taken_by, takes_any_keyword
 
 # Keys of `config` that decide how a tool of any class is called.
@@ -214,20 +213,6 @@ def keeps_instances(tool: BaseTool) -> bool:
     """Whether the class has `create`, `calc_reward` or `release` of its own."""
     names = ("create", "calc_reward", "release")
     return any(getattr(type(tool), name) is not getattr(BaseTool, name) for name in names)
-
-
-def misspelled_settings(tool: BaseTool) -> dict[str, str]:
-    """Return {key: setting} for keys of `config` that seem to be misspelled settings of calls.
-
-    A key that a method of the class names is its own.
-    """
-    found = {}
-    for key in tool.config or {}:
-        meant = misspelled(str(key), CALL_SETTINGS)
-        is_own = class_names_key(type(tool), str(key), BaseTool)
-        if meant is not None and meant != key and not is_own:
-            found[str(key)] = meant
-    return found
 
 
 def created_id(answer: Any, instance_id: str) -> str:

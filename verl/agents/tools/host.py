@@ -16,18 +16,19 @@ from typing import Any, NamedTuple, Protocol
 from verl.agents.shared_state import overwritten
 from verl.agents.tools.answers import TextLimit, describe_failure, finite, read_answer
 from verl.agents.tools.base import (
+    CALL_SETTINGS,
     BaseTool,
     ToolArgumentError,
     ToolTimeoutError,
     create_arguments,
     created_id,
     keeps_instances,
-    misspelled_settings,
     shut_down,
 )
 from verl.agents.tools.threads import WatchedLoop, count_left_behind, run_in_thread
 from verl.rewards.texts import format_traceback
 from verl.utils.deadline import call_ends
+from verl.utils.signatures import misspelled_settings
 from verl.utils.threads import LateCall
 
 # Loops that coroutines may block at one time. Each keeps a thread until its coroutine returns.
@@ -147,7 +148,7 @@ def facts_of(tool: BaseTool, order: tuple[int, int], *, in_process: bool) -> Too
         timeout_s=config.get("timeout_s"),
         retries=int(config.get("retries") or 0),
         retry_delay_s=float(config.get("retry_delay_s", 0.5)),
-        misspelled=misspelled_settings(tool),
+        misspelled=misspelled_settings(config, CALL_SETTINGS, type(tool), BaseTool),
     )
 
 
