@@ -323,6 +323,7 @@ def test_invalid_requests_are_rejected(model):
     for status, answer, headers in answers.values():
         assert not [name for name in headers if name.lower().startswith("access-control")]
         assert status == 200 or answer["error"]["message"]
+    assert "the base URL of a client ends with /v1" in answers["no route"][1]["error"]["message"]
 
 
 def test_list_of_models(model):

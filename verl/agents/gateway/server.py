@@ -231,6 +231,12 @@ class GatewayServer:
             limit = self._max_bytes / _MIB
             message = f"The request has more than {limit:g} MiB. Send a shorter conversation."
             return error_response(ApiError(message, status=413))
+        except web.HTTPNotFound:
+            message = (
+                f"{request.method} {request.path} is no address of this server. POST "
+                "/v1/chat/completions is one: the base URL of a client ends with /v1."
+            )
+            return error_response(ApiError(message, status=404))
         except web.HTTPException as error:
             message = f"{request.method} {request.path}: {error.reason}."
             return error_response(ApiError(message, status=error.status))
