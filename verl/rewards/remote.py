@@ -122,6 +122,7 @@ class Judge:
         self._pattern = _compile(config.score_pattern)
         self._template = config.prompt or DEFAULT_PROMPT
         _check_template(self._template)
+
         self.client = JsonClient(
             config.url.rstrip("/").removesuffix("/chat/completions"),
             key="reward_model.judge.url",

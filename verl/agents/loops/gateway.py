@@ -62,6 +62,7 @@ class GatewayAgentLoop:
         if self._agent is None:
             self._agent = load_agent(asked.path, asked.name, asked.command)
             self.context.closers.append(self._agent.close)
+
         starting = gateway_loop(
             self._agent,
             asked,

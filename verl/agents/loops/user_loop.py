@@ -79,8 +79,9 @@ class UserLoopMaker:
         self._warn_of_unread_options()
 
     def _warn_of_unread_options(self) -> None:
-        makers = (self.loop_class, getattr(self.loop_class, "init_class", None))
-        keywords = [name for maker in makers if maker is not None for name in keywords_of(maker)]
+        keywords = keywords_of(self.loop_class)
+        if hasattr(self.loop_class, "init_class"):
+            keywords += keywords_of(self.loop_class.init_class)
         known = [name for name in keywords if name not in (*_GIVEN, *_OFFERED, "config")]
 
         for option in self.options:

@@ -123,9 +123,7 @@ def build_entry(entry: ToolEntry) -> list[BaseTool]:
         tool_class = get_tool_class(entry.class_name)
     except VerlError as error:
         raise ConfigError(f"{entry.place}, class_name: {error}") from error
-    if entry.class_name.startswith(OWN_PACKAGE) and issubclass(tool_class, BaseTool):
-        known = ("type", *CALL_SETTINGS, *tool_class.config_keys)
-        refuse_unknown(f"{entry.place}, config", entry.config, known)
+    _check_config_keys(entry, tool_class)
 
     if entry.kind == ToolType.MCP.value:
         from verl.agents.tools.mcp import mcp_tools  # only where an entry asks for it
@@ -151,6 +149,13 @@ def build_entry(entry: ToolEntry) -> list[BaseTool]:
         )
     require_calls(tool, _CALLS, entry.place)
     return [tool]
+
+
+def _check_config_keys(entry: ToolEntry, tool_class: type[Any]) -> None:
+    """Raise ConfigError for a key of `config` that a class of this package does not read."""
+    if entry.class_name.startswith(OWN_PACKAGE) and issubclass(tool_class, BaseTool):
+        known = ("type", *CALL_SETTINGS, *tool_class.config_keys)
+        refuse_unknown(f"{entry.place}, config", entry.config, known)
 
 
 def make_tool(
