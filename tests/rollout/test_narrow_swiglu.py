@@ -1,6 +1,7 @@
 """SwiGLU of few rows by Triton's interpreter: cut tiles, activations, broken rows."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +32,13 @@ def test_broken_rows_stay_alone():
     assert finite.tolist() == [True, True, False, True, True]
 
 
-def test_sizes_without_a_kernel():
-    assert can_gate(64, 896)
-    assert not can_gate(65, 896)
-    assert not can_gate(1, 900)
+def test_sizes_without_a_kernel(monkeypatch: pytest.MonkeyPatch):
+    cpu = torch.device("cpu")
+    assert can_gate(64, 896, cpu)
+    assert not can_gate(65, 896, cpu)
+    assert not can_gate(1, 900, cpu)
+
+    for kib, fits in ((227, True), (99, False)):
+        properties = SimpleNamespace(shared_memory_per_block_optin=kib * 1024)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
+        assert can_gate(64, 896, torch.device("cuda", kib)) is fits

@@ -283,7 +283,7 @@ class TritonDecoder(FusedDecoder):
         """Return silu(gate) * up (b, I), or Gemma's, in one kernel where that is faster."""
         rows, hidden = x.shape
         if self._may_vary and bias is None:
-            if narrow_swiglu.can_gate(rows, hidden):
+            if narrow_swiglu.can_gate(rows, hidden, x.device):
                 return narrow_swiglu.gated_product(x, weight, gelu=self._is_gemma)
             least = _FUSED_ROWS if hidden < _WIDE else _FUSED_ROWS_OF_WIDE
             size = (hidden, weight.shape[0] // 2)

@@ -4,6 +4,9 @@ cuBLAS has tiles for many rows. Here the weight takes the tensor cores' 64 rows,
 no more work than they need.
 """
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,22 +21,32 @@ _INNER = 64  # numbers of a row that are loaded at once
 _PROCESSORS = 132  # of an H100 and an H200; others are filled less evenly
 # Loads ahead, by the programs that share a multiprocessor and its memory; with more, the last.
 _STAGES = (6, 4, 3)
+_SHARED_BYTES = _STAGES[0] * (MOST_ROWS + 2 * _COLUMNS) * _INNER * 2  # of 16-bit numbers
 
 
-def can_gate(rows: int, inner: int) -> bool:
-    """Return whether `gated_product` computes x (M, K)."""
-    return rows <= MOST_ROWS and inner % _INNER == 0
+def can_gate(rows: int, inner: int, device: torch.device) -> bool:
+    """Return whether `gated_product` computes x (M, K) on `device`."""
+    return rows <= MOST_ROWS and inner % _INNER == 0 and _has_room(device)
+
+
+@cache
+def _has_room(device: torch.device) -> bool:
+    """Return whether loads ahead fit in a multiprocessor, which has 99 KiB on desktop cards."""
+    if device.type != "cuda":
+        return True  # interpreted
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin >= _SHARED_BYTES
 
 
 def gated_product(x: Tensor, weight: Tensor, *, gelu: bool = False) -> Tensor:
     """Compute silu(x G^T) * (x U^T) (M, I) of x (M, K) and `weight` (2 I, K), G above U.
 
     Shazeer 2020, equation 6; both products are rounded first. `gelu`: with the tanh approximation
-    of GELU for SiLU. `can_gate` tells the sizes.
+    of GELU for SiLU. See `can_gate` for the sizes.
     """
     rows, inner = x.shape
     columns = weight.shape[0] // 2
-    assert can_gate(rows, inner), (rows, inner)
+    assert can_gate(rows, inner, x.device), (rows, inner)
     assert x.is_contiguous(), x.stride()
     assert weight.is_contiguous(), weight.stride()
 
