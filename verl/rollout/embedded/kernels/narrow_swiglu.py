@@ -34,8 +34,9 @@ def _has_room(device: torch.device) -> bool:
     """Return whether loads ahead fit in a multiprocessor, which has 99 KiB on desktop cards."""
     if device.type != "cuda":
         return True  # interpreted
+    # AMD's devices have 64 KiB and, in torch, no such property.
     properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin >= _SHARED_BYTES
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= _SHARED_BYTES
 
 
 def gated_product(x: Tensor, weight: Tensor, *, gelu: bool = False) -> Tensor:
