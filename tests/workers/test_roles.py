@@ -1,5 +1,7 @@
 """Actor, critic and reference on a tiny model: their columns, and their agreement."""
 
+import math
+
 import pytest
 import torch
 
@@ -171,6 +173,18 @@ def test_a_row_that_is_not_finite_is_skipped_and_named(settings, caplog):
         torch.equal(old, new)
         for old, new in zip(before, actor.engine.module.parameters(), strict=True)
     )
+
+
+def test_a_skipped_mini_batch_leaves_the_means_of_the_others(folder):
+    actor = actor_of(config(folder, ppo_mini_batch_size=2, shuffle=False))
+    batch = trajectories(actor)
+    batch = batch.union(actor.compute_log_prob(batch))
+    batch = batch.union(reference_of(config(folder)).compute_ref_log_prob(batch))
+    batch.batch["advantages"][0, 0] = torch.inf
+    metrics = actor.update_actor(batch)
+    assert metrics["actor/skipped_updates"] == 1
+    assert math.isfinite(metrics["actor/pg_loss"])
+    assert 0 < metrics["actor/grad_norm"] < math.inf
 
 
 @pytest.mark.parametrize("make", [actor_of, critic_of])

@@ -1,7 +1,7 @@
 """The loop over mini-batches that actor and critic share."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,15 +109,16 @@ def run_updates(
     """Make one optimizer step per mini-batch, and one step of the schedule.
 
     Every rank must call this, with equally many rows. Returned metrics are means over the optimizer
-    steps. The learning rate and the number of skipped steps are `<name>/lr` and
+    steps, without those that were skipped, whose losses or gradients are not finite; where all
+    were, over all. The learning rate and the number of skipped steps are `<name>/lr` and
     `<name>/skipped_updates`.
 
     Args:
         batch: rows of this rank.
         mini_batch_rows: rows of all data-parallel ranks together; None: one mini-batch of all.
     """
-    collected: dict[str, list[float]] = {}
-    skipped = 0
+    made: list[dict[str, float]] = []
+    skipped: list[dict[str, float]] = []
     lr = 0.0
     rows = rows_of_a_rank(batch, mini_batch_rows, engine.mesh.data)
     with engine.on_device(optimizer=True):
@@ -134,14 +135,21 @@ def run_updates(
             lr = result.lr
             metrics[f"{name}/grad_norm"] = result.grad_norm
             if result.skipped:
-                skipped += 1
                 _warn_of_skipped_step(engine, name, result.offenders)
-            for key, value in metrics.items():
-                collected.setdefault(key, []).append(value)
+            (skipped if result.skipped else made).append(metrics)
 
     engine.step_schedule()
-    means = {key: sum(values) / len(values) for key, values in collected.items()}
-    return {**means, f"{name}/lr": lr, f"{name}/skipped_updates": float(skipped)}
+    means = _means(made or skipped)
+    return {**means, f"{name}/lr": lr, f"{name}/skipped_updates": float(len(skipped))}
+
+
+def _means(of_steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the steps that have it."""
+    collected: dict[str, list[float]] = {}
+    for metrics in of_steps:
+        for key, value in metrics.items():
+            collected.setdefault(key, []).append(value)
+    return {key: sum(values) / len(values) for key, values in collected.items()}
 
 
 def _forward_backward(

@@ -87,6 +87,7 @@ tools:
         ),
         (f"tools: [{{class_name: {COUNTER}, config: {{type: remote}}}}]", "config.type"),
         (f"tools: [{{class_name: {COUNTER}, config: {{isolation: vm}}}}]", "config.isolation"),
+        (f"tools: [{{class_name: {COUNTER}, config: {{parallel: 'no'}}}}]", "config.parallel"),
         (f"tools: [{{class_name: {COUNTER}, config: {{timeout_s: 0}}}}]", "config.timeout_s"),
         (f"tools: [{{class_name: {COUNTER}, config: {{retries: -1}}}}]", "config.retries"),
         (f"tools: [{{class_name: {COUNTER}, config: {{type: mcp}}}}]", "mcp_servers_config_path"),

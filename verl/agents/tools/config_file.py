@@ -275,6 +275,9 @@ def check_call_settings(config: dict[str, Any], place: str) -> None:
     isolation = config.get("isolation")
     if isolation not in (None, "thread", "process"):
         raise ConfigError(f"{place}.isolation: expected thread or process, got {isolation!r}.")
+    parallel = config.get("parallel")
+    if not isinstance(parallel, (bool, type(None))):
+        raise ConfigError(f"{place}.parallel: expected true or false, got {parallel!r}.")
     for key, least in (("timeout_s", None), ("retries", 0), ("retry_delay_s", 0)):
         value = config.get(key)
         if value is None:
