@@ -9,8 +9,9 @@ knows, and the best repeat counts. Next to the seconds stands the bound of `roof
 measured here.
 
 Run `python bench/rollout.py`, or for example with `--models 0.5b,1.5b,7b --samples 1,8,16 --engines
-ours,vllm,hf --lengths fixed:256,tail:1024`; `--decode-step` measures one decode step of ours at 256
-rows instead. With `--engines ours,ours-fp8,ours-fp8kv,ours-fp8both` the ratios of times and the KLs
+ours,vllm,hf --lengths fixed:256,tail:1024`; `--decode-step 64,256` measures one decode step of ours
+at so many rows instead. `--engines ours,ours-before --before DIR` compares ours to another checkout
+of this repository. With `--engines ours,ours-fp8,ours-fp8kv,ours-fp8both` the ratios of times and the KLs
 per token (`agreement_eight_bits.py`) of eight-bit weights, of eight-bit keys and values, and of both,
 follow; the bound is that of bfloat16 for all. `int8` in place of `fp8` is the other format. `--tiny`
 tries the script on CPU. The jobs, the results as JSON and the logs of the engines lie in the folder `--out`.
@@ -31,6 +32,7 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import torch
+from decode_step import print_decode_steps, workloads_of
 from floor import Machine, Shape, read_shape
 from rollout_models import DTYPES, FAMILIES, SHAPES, is_known, shape_of, write_config
 from rollout_work import Job, Workload, parse_lengths
@@ -39,6 +41,7 @@ from roofline import H200, Roofline, rollout_roofline
 HERE = Path(__file__).parent
 SCRIPTS = {
     "ours": "rollout_ours.py",
+    "ours-before": "rollout_ours.py",
     "ours-deterministic": "rollout_ours.py",
     "ours-fp8": "rollout_ours.py",
     "ours-int8": "rollout_ours.py",
@@ -51,6 +54,7 @@ SCRIPTS = {
 }
 NAMES = {
     "ours": "ours",
+    "ours-before": "ours, before",
     "ours-deterministic": "ours, deterministic",
     "ours-fp8": "ours, fp8",
     "ours-int8": "ours, int8",
@@ -84,10 +88,6 @@ TINY_DEFAULTS = {
     "samples": "2",
     "prompt_tokens": 16,
 }
-# Two workloads that differ by the decode steps alone: 256 rows with contexts of 256 to 512 tokens.
-DECODE_ROWS = 256
-DECODE_PROMPT = 256
-DECODE_TOKENS = 256
 LOG_TAIL = 3000
 
 
@@ -104,6 +104,7 @@ class Plan:
     seed: int
     measure: bool
     decode_step: bool
+    before: Path | None
     vllm_inproc: bool
     out: Path
 
@@ -134,7 +135,14 @@ def parse_plan(words: Sequence[str] | None = None) -> Plan:
 
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--decode-step", action="store_true", help="one decode step instead of whole rollouts"
+        "--decode-step",
+        nargs="?",
+        const="256",
+        metavar="ROWS",
+        help="one decode step instead of whole rollouts; several with commas [256]",
+    )
+    parser.add_argument(
+        "--before", type=Path, help="checkout of this repository for the engine ours-before"
     )
     parser.add_argument(
         "--no-measure", action="store_true", help="take the speeds of an H200 for the bound"
@@ -181,7 +189,10 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         known = ", ".join((*SHAPES, *FAMILIES))
         raise ValueError(f"--models must be of {known}, got '{unknown[0]}'.")
 
-    samples = [int(number) if number.isdecimal() else 0 for number in arguments.samples.split(",")]
+    if ("ours-before" in chosen) != (arguments.before is not None):
+        raise ValueError("The engine ours-before and --before DIR need each other.")
+
+    samples = _numbers(arguments.samples)
     # A decode step is a difference of two best runs: both must have met the machine at its best.
     repeats = (
         (6 if arguments.decode_step else 2) if arguments.repeats is None else arguments.repeats
@@ -196,12 +207,13 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         )
 
     if arguments.decode_step:
-        if arguments.max_num_seqs < DECODE_ROWS:
+        row_counts = _numbers(arguments.decode_step)
+        if not 1 <= min(row_counts) <= max(row_counts) <= arguments.max_num_seqs:
             raise ValueError(
-                f"--decode-step runs {DECODE_ROWS} rows at once: --max-num-seqs must be as many at "
-                f"least, got {arguments.max_num_seqs}."
+                "--decode-step needs numbers of rows that run at once, up to --max-num-seqs "
+                f"({arguments.max_num_seqs}), got {arguments.decode_step}."
             )
-        workloads = [decode_workload(1), decode_workload(DECODE_TOKENS)]
+        workloads = [workload for rows in row_counts for workload in workloads_of(rows)]
     else:
         workloads = [
             Workload(
@@ -225,16 +237,16 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         repeats=repeats,
         seed=arguments.seed,
         measure=not arguments.no_measure,
-        decode_step=arguments.decode_step,
+        decode_step=arguments.decode_step is not None,
+        before=arguments.before,
         vllm_inproc=arguments.vllm_inproc,
         out=arguments.out,
     )
 
 
-def decode_workload(tokens: int) -> Workload:
-    return Workload(
-        prompts=DECODE_ROWS, samples=1, prompt_tokens=DECODE_PROMPT, lengths=f"fixed:{tokens}"
-    )
+def _numbers(text: str) -> list[int]:
+    """Numbers with commas between them, 0 for what is none."""
+    return [int(number) if number.isdecimal() else 0 for number in text.split(",")]
 
 
 def refuse_what_cannot_run(plan: Plan) -> None:
@@ -245,6 +257,9 @@ def refuse_what_cannot_run(plan: Plan) -> None:
             f"Install it: {sys.executable} -m pip install vllm==0.24.0; or leave it out: --engines "
             "ours"
         )
+
+    if plan.before is not None and not (plan.before / "bench" / "rollout_ours.py").is_file():
+        raise SystemExit(f"rollout.py: --before must be a checkout of verl, got {plan.before}.")
 
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
@@ -318,8 +333,12 @@ def run_side(plan: Plan, model: str, engine: str) -> dict[str, Any] | None:
     answer = folder / f"{engine}.json"
     log = folder / f"{engine}.log"
     answer.unlink(missing_ok=True)
+    scripts = HERE
+    if engine == "ours-before":
+        assert plan.before is not None, "the plan was checked"
+        scripts = plan.before / "bench"
     command = [
-        str(HERE / SCRIPTS[engine]),
+        str(scripts / SCRIPTS[engine]),
         "--job",
         str(folder / f"{engine}.job.json"),
         "--json",
@@ -402,38 +421,6 @@ def print_table(
     return rows
 
 
-def print_decode_step(
-    title: str, bound: Roofline, results: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, float]]:
-    """What a decode step takes: the longer workload less the one that ends with the first token.
-    Gives the rows."""
-    longest = DECODE_PROMPT + DECODE_TOKENS
-    print(
-        f"\n{title}: a decode step of {DECODE_ROWS} rows, contexts of {DECODE_PROMPT} to {longest} "
-        "tokens"
-    )
-    print("| engine | ms | roofline ms | ms / roofline |\n|---|---|---|---|")
-    roofline_ms = 1e3 * bound.decode_s / bound.decode_steps
-    rows = {}
-
-    for engine, result in results.items():
-        first, whole = (min(workload["seconds"]) for workload in result["workloads"])
-        step_ms = 1e3 * (whole - first) / (DECODE_TOKENS - 1)
-        rows[engine] = {
-            "step_ms": step_ms,
-            "roofline_ms": roofline_ms,
-            "ratio": step_ms / roofline_ms,
-        }
-        print(
-            f"| {NAMES[engine]} | {step_ms:.3f} | {roofline_ms:.3f} | {step_ms / roofline_ms:.2f} |"
-        )
-        print(
-            f"  prefill and first token: {first:.3f} s; with {DECODE_TOKENS} tokens: {whole:.3f} s"
-        )
-
-    return rows
-
-
 def report_model(
     plan: Plan, model: str, machine: Machine, results: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
@@ -442,7 +429,11 @@ def report_model(
     bounds = [workload_roofline(plan, workload, machine, shape) for workload in plan.workloads]
     report: dict[str, Any] = {"sides": results, "rooflines": [asdict(bound) for bound in bounds]}
     if plan.decode_step:
-        report["decode_step"] = print_decode_step(model, bounds[-1], results)
+        best = {
+            engine: [min(workload["seconds"]) for workload in result["workloads"]]
+            for engine, result in results.items()
+        }
+        report["decode_step"] = print_decode_steps(model, plan.workloads, bounds, best, NAMES)
     else:
         report["tables"] = {
             workload.name: print_table(f"{model}, {workload.name}", bound, results, number)
@@ -517,7 +508,7 @@ def run(plan: Plan) -> list[str]:
                     )
         if results:
             reports[model] = report_model(plan, model, machine, results)
-        plan_values = {**asdict(plan), "out": str(plan.out)}
+        plan_values = {**asdict(plan), "out": str(plan.out), "before": str(plan.before)}
         everything = {
             "plan": plan_values,
             "machine": asdict(machine),

@@ -207,7 +207,9 @@ def test_invalid_command_lines_are_rejected(capsys):
         (["--repeats", "0"], "must be at least 1"),
         (["--lengths", "tail"], "fixed:L"),
         (["--decode-step", "--samples", "8"], "batch of its own"),
-        (["--decode-step", "--max-num-seqs", "64"], "256 rows at once"),
+        (["--decode-step", "--max-num-seqs", "64"], "up to --max-num-seqs"),
+        (["--decode-step", "64,x"], "needs numbers of rows"),
+        (["--before", "."], "need each other"),
     ):
         with pytest.raises(SystemExit):
             rollout.parse_plan(words)
@@ -242,3 +244,17 @@ def test_failing_process_shows_the_end_of_its_log(capsys, tmp_path):
     script.write_text("raise SystemExit('the reason')", encoding="utf-8")
     assert not rollout.run_process([str(script)], tmp_path / "log")
     assert "the reason" in capsys.readouterr().out
+
+
+def test_a_decode_step_is_the_difference_of_two_workloads(capsys, tmp_path):
+    """Use assumed times: 51 s between the first tokens and the last of 256."""
+    words = ["--models", "tiny", "--decode-step", "2,8", "--out", str(tmp_path)]
+    plan = rollout.parse_plan(words)
+    write_config(tmp_path / "tiny" / "model", "tiny", "cpu")
+    workloads = [{"seconds": [seconds, 90.0]} for seconds in (1.0, 52.0, 2.0, 104.0)]
+    results = {"ours": {"versions": "none", "workloads": workloads}}
+    report = rollout.report_model(plan, "tiny", H200, results)
+
+    steps = {rows: table["ours"]["step_ms"] for rows, table in report["decode_step"].items()}
+    assert steps == {2: pytest.approx(200), 8: pytest.approx(88e3 / 255)}
+    assert "| 2 | ours | 200.000 |" in capsys.readouterr().out
