@@ -183,15 +183,11 @@ def _save_merged(folder: Path, hf_model: Any, *, writes: bool) -> None:
 
     Every rank gathers them one by one, and the first writes.
     """
-    seen: set[int] = set()
     body = "body." if isinstance(hf_model, CriticModel) else ""
     head: dict[str, Tensor] = {}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor, whole in merged_state(hf_model):
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
+        for name, whole in merged_state(hf_model):
             precise = whole
             if whole.dtype in (torch.bfloat16, torch.float16):
                 precise = whole.to(torch.float32)

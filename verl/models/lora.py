@@ -163,18 +163,16 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from _whole(model, plain_parameters(model))
 
 
-def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name in the plain module, tensor in the model, whole merged tensor) of the state dict.
+def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in the plain module, whole merged tensor) of the state dict.
 
-    It includes persistent buffers, and tied weights under each of their names. See
-    `merged_parameters`.
+    It includes persistent buffers. A tied weight has its first name alone. See `merged_parameters`.
     """
-    plain: list[tuple[str, Tensor]] = []
+    plain: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not _is_adapter_part(name):
-            plain.append((_plain(name), tensor))
-    for (_, tensor), (name, whole) in zip(plain, _whole(model, plain)):
-        yield name, tensor, whole
+            plain.setdefault(id(tensor), (_plain(name), tensor))
+    yield from _whole(model, plain.values())
 
 
 def _whole(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
