@@ -5,7 +5,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny_models import tiny_model
-from verl.engine.flops import FlopsModel, causal_pairs, model_flops_utilization
+from verl.engine.flops import (
+    FlopsModel,
+    causal_pairs,
+    model_flops_utilization,
+    peak_bf16_flops,
+)
 from verl.models.lora import apply_lora
 
 
@@ -70,3 +75,27 @@ def test_windows_are_read_per_layer():
 
 def test_no_utilization_without_a_known_peak():
     assert model_flops_utilization(1e12, 1.0, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tera_flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100X", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_belongs_to_the_devices_own_model(name, tera_flops):
+    peak = peak_bf16_flops(name)
+    assert peak == (None if tera_flops is None else tera_flops * 1e12)

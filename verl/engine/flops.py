@@ -1,5 +1,6 @@
 """Count floating-point operations of a batch, and their share of the device's peak."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +9,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-# Dense bf16 peak in FLOP/s by a part of the device's name, from the makers' data sheets.
+# Dense bf16 peak in FLOP/s by a word of the device's name, from the makers' data sheets. The first
+# entry that fits counts.
 PEAK_BF16_FLOPS = {
+    "GB200": 2500e12,
     "B200": 2250e12,
+    "GH200": 989e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -96,9 +100,17 @@ def model_flops_utilization(flops: float, seconds: float, device: torch.device) 
     if device.type != "cuda":
         return None
 
-    name = torch.cuda.get_device_name(device)
-    peak = next((peak for part, peak in PEAK_BF16_FLOPS.items() if part in name), None)
+    peak = peak_bf16_flops(torch.cuda.get_device_name(device))
     return None if peak is None else flops / seconds / peak
+
+
+def peak_bf16_flops(device_name: str) -> float | None:
+    """Return the dense bf16 peak of a device in FLOP/s; None if it is unknown."""
+    for model, peak in PEAK_BF16_FLOPS.items():
+        # An "RTX A1000" is no A100. Letters may follow, as in "A100X".
+        if re.search(rf"\b{model}(?!\d)", device_name):
+            return peak
+    return None
 
 
 def _active_matrix_parameters(model: PreTrainedModel, config: Any, *, frozen: bool = False) -> int:
