@@ -83,6 +83,16 @@ def test_a_reader_follows_a_run_that_trains_and_starts_over(tmp_path: Path):
     assert sorted(run.steps) == [1]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_full_disk_is_reported_with_the_file(tmp_path: Path):
+    writer = write_record(tmp_path, steps=1)
+    lines = writer.folder / "steps.jsonl"
+    lines.unlink()
+    lines.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left.*steps\.jsonl"):
+        writer.add_line({"step": 2})
+
+
 def test_damage_is_named_and_the_rest_is_read(tmp_path: Path):
     writer = write_record(tmp_path, steps=2)
     (writer.folder / "steps" / "2.arrow").write_bytes(b"ARROW1 torn")

@@ -388,7 +388,7 @@ def test_a_tracker_that_fails_does_not_stop_the_others(tmp_path):
 def test_a_full_disk_is_reported_with_the_file(tmp_path):
     tracker = make_tracker(tmp_path, ["file"])
     (backend,) = tracker.backends
-    with open("/dev/full", "a", buffering=1) as full:
+    with open("/dev/full", "ab") as full:
         backend._file = full
         with pytest.raises(OSError, match=r"No space left.*metrics\.jsonl"):
             tracker.log(STEP, 1)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from verl.tracking.json_lines import drop_lines_after, plain, repair_last_line, to_json_line
 from verl.tracking.samples import write_samples
@@ -13,6 +13,7 @@ from verl.utils.errors import ConfigError
 from verl.utils.imports import require
 from verl.utils.logging import logger
 from verl.utils.registry import Registry
+from verl.utils.whole_file import errors_name
 
 Metrics = Mapping[str, float]
 Rows = Sequence[Mapping[str, Any]]
@@ -73,22 +74,16 @@ class FileBackend(TrackerBackend):
         settings.folder.mkdir(parents=True, exist_ok=True)
         self.path = settings.folder / "metrics.jsonl"
         repair_last_line(self.path)
-        self._file = self._open()
-
-    def _open(self) -> TextIO:
-        # Half a character in a name of a metric; JSON has it only as an escape.
-        return self.path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._file = self.path.open("ab")
 
     def log(self, metrics: Metrics, step: int) -> None:
         line = to_json_line({"step": step, **metrics})
         if os.fstat(self._file.fileno()).st_nlink == 0:
             self._return_to_removed_folder()
-        try:
-            # One write for the whole line: no other process can write in between.
+        # One write for the whole line: no other process can write in between.
+        with errors_name(self.path):
             self._file.write(line)
             self._file.flush()
-        except OSError as error:  # a full disk; the system does not name the file
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _return_to_removed_folder(self) -> None:
         logger.warning(
@@ -98,7 +93,7 @@ class FileBackend(TrackerBackend):
         )
         self._file.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._open()
+        self._file = self.path.open("ab")
 
     def log_generations(self, rows: Rows, step: int) -> None:
         write_samples(self.settings.folder / "generations", step, rows)
@@ -110,7 +105,7 @@ class FileBackend(TrackerBackend):
         """
         self._file.close()
         drop_lines_after(self.path, step if step > 0 else -1)
-        self._file = self._open()
+        self._file = self.path.open("ab")
 
     def finish(self) -> None:
         self._file.close()

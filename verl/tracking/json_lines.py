@@ -39,20 +39,22 @@ def plain(value: Any) -> Any:
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=plain)
 
 
-def to_json(value: Any) -> str:
-    """Format any value as valid JSON, see `plain`.
+def to_json(value: Any) -> bytes:
+    """Format any value as valid JSON in UTF-8, see `plain`.
 
     Floats are written by repr: reading them back gives the same bits.
     """
     try:
-        return _ENCODER.encode(value)
+        text = _ENCODER.encode(value)
     except (ValueError, TypeError):  # NaN, infinities, or names that are no text
-        return _ENCODER.encode(plain(value))
+        text = _ENCODER.encode(plain(value))
+    # Lone surrogates come from tokens that are half a character. JSON has them only as escapes.
+    return text.encode("utf-8", errors="backslashreplace")
 
 
-def to_json_line(row: Mapping[str, Any]) -> str:
+def to_json_line(row: Mapping[str, Any]) -> bytes:
     """Format one line of valid JSON, see `to_json`."""
-    return to_json(row) + "\n"
+    return to_json(row) + b"\n"
 
 
 def repair_last_line(path: Path) -> None:

@@ -32,7 +32,7 @@ from verl.tracking.json_lines import (
 from verl.utils.errors import DataError, shortage_while_reading
 from verl.utils.json_text import parse_json, parse_object
 from verl.utils.registry import nearest_names
-from verl.utils.whole_file import whole_file
+from verl.utils.whole_file import errors_name, whole_file
 
 FOLDER = "records"
 RUN_FILE = "run.json"
@@ -84,7 +84,7 @@ class RecordWriter:
 
     def add_line(self, line: Mapping[str, Any]) -> None:
         """Append a step or an event; one write, so a reader sees it whole."""
-        with self._lines.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        with errors_name(self._lines), self._lines.open("ab") as file:
             file.write(to_json_line(line))
 
     def add_samples(self, step: int, table: pa.Table) -> None:
@@ -132,10 +132,7 @@ def samples_table(
         pieces: the text of every token id that occurs.
     """
     notes = {_LANES: lanes, _PROMPTS: prompts, _PIECES: pieces or {}}
-    metadata = {}
-    for name, value in notes.items():
-        text = to_json(value)
-        metadata[name] = text.encode("utf-8", errors="backslashreplace")
+    metadata = {name: to_json(value) for name, value in notes.items()}
     return pa.table(dict(columns)).replace_schema_metadata(metadata)
 
 
@@ -157,9 +154,7 @@ def json_column(fields: Mapping[str, Sequence[Any]], num_rows: int) -> pa.Dictio
         number = numbers.get(key)
         if number is None:
             number = numbers[key] = len(texts)
-            # Half a character in a text is a lone surrogate, which JSON has as an escape alone.
-            text = to_json(dict(zip(fields, values)))
-            texts.append(text.encode("utf-8", errors="backslashreplace"))
+            texts.append(to_json(dict(zip(fields, values))))
         rows.append(number)
 
     return pa.DictionaryArray.from_arrays(

@@ -20,10 +20,6 @@ def write_samples(folder: Path | str, step: int, rows: Iterable[Mapping[str, Any
     Each line starts with "step", unless the row has its own.
     """
     path = samples_file(folder, step)
-    with (
-        whole_file(path) as temporary,
-        # Lone surrogates come from tokens that are half a character; JSON has them only as escapes.
-        temporary.open("w", encoding="utf-8", errors="backslashreplace") as file,
-    ):
+    with whole_file(path) as temporary, temporary.open("wb") as file:
         file.writelines(to_json_line({"step": step, **row}) for row in rows)
     return path
