@@ -99,12 +99,9 @@ class FileBackend(TrackerBackend):
         write_samples(self.settings.folder / "generations", step, rows)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of later steps.
-
-        At step 0 all lines go, since a run that starts over logs step 0 again.
-        """
+        """Drop the lines of later steps; all of them at step 0."""
         self._file.close()
-        drop_lines_after(self.path, step if step > 0 else -1)
+        drop_lines_after(self.path, step)
         self._file = self.path.open("ab")
 
     def finish(self) -> None:

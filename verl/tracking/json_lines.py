@@ -72,7 +72,8 @@ def repair_last_line(path: Path) -> None:
 def drop_lines_after(path: Path, step: int) -> None:
     """Keep the lines that were written in steps up to `step`, byte for byte.
 
-    Lines that are no JSON are dropped, with a warning.
+    At step 0 all lines go, since a run that starts over logs step 0 again. Lines that are no JSON
+    are dropped, with a warning.
     """
     if not path.exists():
         return
@@ -88,7 +89,7 @@ def drop_lines_after(path: Path, step: int) -> None:
         line_step = _written_in(row) if isinstance(row, dict) else None
         if not isinstance(line_step, (int, float)):
             logger.warning("Dropped line %d of %s, which holds no metrics.", number, path)
-        elif line.endswith(b"\n") and line_step <= step:
+        elif step > 0 and line_step <= step and line.endswith(b"\n"):
             kept.append(line)
 
     with whole_file(path) as temporary:

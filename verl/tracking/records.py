@@ -71,7 +71,7 @@ class RecordWriter:
         """Write `run.json`, and forget all steps after `step`, from which the run continues."""
         self._samples.mkdir(parents=True, exist_ok=True)
         repair_last_line(self._lines)
-        drop_lines_after(self._lines, step if step > 0 else -1)
+        drop_lines_after(self._lines, step)
         for path in _sample_files(self._samples):
             if int(path.stem) > step or step == 0:
                 path.unlink()
