@@ -21,6 +21,7 @@ from verl.algorithms.policy_losses import (
     PolicyLossInputs,
     PolicyLossOutput,
     SelectionInputs,
+    clipped_surrogate,
     output_of,
     policy_losses,
     selections,
@@ -90,10 +91,10 @@ def clip_cov(
     """Clip-Cov: PPO's clipped loss, without the selected tokens, which still count in the mean."""
     ratio = inputs.log_ratio().exp()
     selected = _selected(inputs)
-    unclipped = -inputs.advantages * ratio
-    clipped = -inputs.advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    losses = torch.where(selected, 0.0, torch.maximum(unclipped, clipped))
-    return output_of(inputs, losses, (clipped > unclipped) | selected)
+    losses, is_clipped = clipped_surrogate(
+        ratio, inputs.advantages, clip_ratio_low, clip_ratio_high
+    )
+    return output_of(inputs, torch.where(selected, 0.0, losses), is_clipped | selected)
 
 
 @policy_losses.register("kl_cov")

@@ -136,6 +136,19 @@ def output_of(
     return PolicyLossOutput(weighted(losses, inputs), means_of(inputs, clipped, clipped_lower))
 
 
+def clipped_surrogate(
+    ratio: Float[Tensor, " N"],
+    advantages: Float[Tensor, " N"],
+    low: float,
+    high: float,
+) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
+    """Return the losses max(-A r, -A clip(r, 1 - low, 1 + high)), and where the clip counts."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    is_clipped = clipped > unclipped
+    return torch.maximum(unclipped, clipped), is_clipped
+
+
 @policy_losses.register("vanilla")
 @formula(
     "max(-r A, -A clip(r, 1 - {clip_ratio_low}, 1 + {clip_ratio_high})), at most -{clip_ratio_c} A "
@@ -167,13 +180,11 @@ def vanilla(
 
     ratio = inputs.log_ratio().exp()
     advantages = inputs.advantages
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    bounded = torch.maximum(unclipped, clipped)
+    bounded, is_clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     ceiling = -advantages * clip_ratio_c
     negative = advantages < 0
     losses = torch.where(negative, torch.minimum(bounded, ceiling), bounded)
-    return output_of(inputs, losses, clipped > unclipped, negative & (bounded > ceiling))
+    return output_of(inputs, losses, is_clipped, negative & (bounded > ceiling))
 
 
 @policy_losses.register("gpg")

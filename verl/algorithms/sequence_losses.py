@@ -10,6 +10,7 @@ from verl.algorithms.kl import cut_log_ratio
 from verl.algorithms.policy_losses import (
     PolicyLossInputs,
     PolicyLossOutput,
+    clipped_surrogate,
     output_of,
     policy_losses,
 )
@@ -37,10 +38,10 @@ def gspo(
     mean = cut_log_ratio(mean.to(inputs.log_probs.dtype))
     own_log_probs = torch.where(inputs.own, inputs.log_probs, 0.0)
     ratio = (mean + own_log_probs - own_log_probs.detach()).exp()
-    unclipped = -inputs.advantages * ratio
-    clipped = -inputs.advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    losses = torch.maximum(unclipped, clipped)
-    return output_of(inputs, losses, clipped > unclipped)
+    losses, is_clipped = clipped_surrogate(
+        ratio, inputs.advantages, clip_ratio_low, clip_ratio_high
+    )
+    return output_of(inputs, losses, is_clipped)
 
 
 @policy_losses.register("geo_mean")
