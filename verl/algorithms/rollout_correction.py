@@ -9,6 +9,7 @@ rho_t = pi_t / mu_t:
     k3         w_it = mean over t of rho_it - 1 - log rho_it    for rejection only: KL(mu || pi)
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -89,19 +90,22 @@ def correct_rollout(
     """
     given = response_mask.bool()
 
+    @cache
+    def ratios_by(level: str) -> Float[Tensor, "B R"]:
+        return importance_ratios(old_log_probs, rollout_log_probs, given, level)
+
     mask = given.clone()
     if reject_by is not None:
-        ratios = importance_ratios(old_log_probs, rollout_log_probs, given, reject_by)
+        ratios = ratios_by(reject_by)
         mask &= (ratios >= accept_band[0]) & (ratios <= accept_band[1])
-    tokens = importance_ratios(old_log_probs, rollout_log_probs, given, "token")
+    tokens = ratios_by("token")
     if veto_below is not None:
         mask &= ~(given & (tokens < veto_below)).any(-1, keepdim=True)
 
     weights = mask.double()
     outside_share = 0.0
     if weigh_by is not None:
-        ratios = importance_ratios(old_log_probs, rollout_log_probs, given, weigh_by)
-        bounded, inside = bounded_weights(ratios, weight_band, outside)
+        bounded, inside = bounded_weights(ratios_by(weigh_by), weight_band, outside)
         weights = torch.where(mask, bounded, 0.0)
         outside_share = masked_mean((~inside).double(), mask).item()
         if normalize:
