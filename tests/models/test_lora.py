@@ -1,5 +1,8 @@
 """Adapters: their results, the equivalent merged weights, and the modules that can have them."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -12,12 +15,14 @@ from verl.models.lora import (
     adapted_layers,
     adapters_off,
     apply_lora,
+    load_adapters,
     merged_parameters,
     plain_modules,
+    read_adapters,
 )
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.models.vision import text_body
-from verl.utils.errors import ModelError
+from verl.utils.errors import CheckpointError, ModelError
 
 EXPERTS = ("qwen3_moe", "gpt_oss")
 ATTENTION = ["q_proj", "v_proj"]
@@ -167,6 +172,39 @@ def test_gradients_equal_those_of_peft():
 def test_modules_without_adapter_support_are_named(family: str, targets, message: str):
     with pytest.raises(ModelError, match=message):
         apply_lora(tiny_model(family), rank=4, alpha=8, target_modules=targets, section="section")
+
+
+def test_adapters_that_peft_wrote_are_read(tmp_path: Path):
+    theirs = get_peft_model(
+        tiny_model("qwen2"), LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION)
+    )
+    theirs.save_pretrained(tmp_path)
+    config, factors = read_adapters(tmp_path)
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    assert factors.keys() == adapted_layers(theirs.base_model.model).keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"use_rslora": True}, "use_rslora=True"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"alpha_pattern": {"q_proj": 32}}, "alpha_pattern={'q_proj': 32}"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2}"),
+        ({"modules_to_save": ["lm_head"]}, "the tensor 'lm_head.weight'"),
+    ],
+)
+def test_adapters_with_other_updates_are_refused(tmp_path: Path, settings: dict, found: str):
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION, **settings)
+    get_peft_model(tiny_model("qwen2"), config).save_pretrained(tmp_path)
+    message = rf"found {re.escape(found)}\. Merge them into their model by peft"
+    with pytest.raises(CheckpointError, match=message):
+        read_adapters(tmp_path)
+
+    model = tiny_model("qwen2")
+    apply_lora(model, rank=4, alpha=8, target_modules=ATTENTION)
+    with pytest.raises(CheckpointError, match=message):
+        load_adapters(tmp_path, model)
 
 
 def test_targets_match_the_configuration():

@@ -39,6 +39,10 @@ _ADAPTER = "default"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 _SAVED_PREFIX = "base_model.model."  # peft puts it before every name in its files
+_SUFFIX_A = ".lora_A.weight"
+_SUFFIX_B = ".lora_B.weight"
+# Entries of peft's configuration with which an update is not lora_alpha / r * B A.
+_OTHER_UPDATES = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 
 
 def apply_lora(
@@ -242,15 +246,15 @@ def read_adapters(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor,
         peft's configuration, and (A, B) by the layer's name in the plain module.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: a file is missing or damaged, or the adapters are of another kind.
     """
     with _explained(folder):
         config, saved = _read_files(folder)
         factors = {}
         for name, a in saved.items():
-            if name.endswith(".lora_A.weight"):
-                layer = name.removesuffix(".lora_A.weight")
-                factors[layer] = (a, saved[f"{layer}.lora_B.weight"])
+            if name.endswith(_SUFFIX_A):
+                layer = name.removesuffix(_SUFFIX_A)
+                factors[layer] = (a, saved[f"{layer}{_SUFFIX_B}"])
         return config, factors
 
 
@@ -261,6 +265,7 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     factors: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / _WEIGHTS_FILE).items():
         factors[name.removeprefix(_SAVED_PREFIX)] = tensor
+    _check_kind(folder, config, factors)
     return config, factors
 
 
@@ -272,6 +277,20 @@ def _check_config(config: Any) -> None:
         value = config.get(name)
         if not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"{ADAPTER_CONFIG} has {name}={value!r:.50}")
+
+
+def _check_kind(folder: Path, config: dict[str, Any], names: Iterable[str]) -> None:
+    """Raise CheckpointError for adapters of peft that are more than factors of one scale."""
+    others = [f"{key}={config[key]!r:.50}" for key in _OTHER_UPDATES if config.get(key)]
+    for name in names:
+        if not name.endswith((_SUFFIX_A, _SUFFIX_B)):
+            others.append(f"the tensor '{name}'")
+    if others:
+        raise CheckpointError(
+            f"Expected adapters in {folder} that add lora_alpha / r * B A to linear layers and are "
+            f"nothing else, found {others[0]}. Merge them into their model by peft "
+            "(AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()), and use that."
+        )
 
 
 @contextmanager
