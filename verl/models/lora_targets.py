@@ -28,32 +28,21 @@ def chosen_layers(
 
     Raises ModelError for a name without a module, and for a module that is the head or not linear.
     """
-    family = model.config.model_type
-    modules = {name: module for name, module in model.named_modules() if name}
     head: Any = model.get_output_embeddings()
+    modules = {name: module for name, module in model.named_modules() if name}
     linear: list[str] = []
     others: list[str] = []
     for name, part in modules.items():
         is_linear = isinstance(part, (nn.Linear, Conv1D)) and part is not head
         (linear if is_linear else others).append(name)
-    stacked = [name for name, weight in model.named_parameters() if weight.ndim == 3]
-    stacks = sorted({name.rpartition(".")[0] for name in stacked})
     ends = _shortest_ends(linear, others)
-    fix = f"Set {section}.target_modules={_shown(ends)}."
+    way_out = f"Set {section}.target_modules={_shown(ends)}"
 
     if targets == ALL_LINEAR:
-        of_vision = {id(part) for tower in vision_parts(model) for part in tower.modules()}
-        # Position embeddings of a vision tower may have three dimensions, too.
-        stacks = [name for name in stacks if id(model.get_submodule(name)) not in of_vision]
-        if stacks:
-            raise ModelError(
-                f"{section}.target_modules=all-linear: the experts of '{family}' are stacks of "
-                f"matrices ({stacks[0]}), which cannot have adapters, so most weights would not be "
-                f"trained. {fix[:-1]} to accept that."
-            )
-        chosen = [name for name in linear if id(modules[name]) not in of_vision]
+        chosen = _all_linear(model, linear, section, way_out)
     else:
-        chosen = _matching(list(modules), targets, f"{section}.target_modules", linear, fix)
+        key = f"{section}.target_modules"
+        chosen = _matching(list(modules), targets, key, linear, f"{way_out}.")
     if excluded is not None:
         key = f"{section}.exclude_modules"
         out = set(_matching(list(modules), excluded, key, linear, "Drop the entry."))
@@ -64,19 +53,53 @@ def chosen_layers(
             "or set lora_rank=0."
         )
 
-    for name in chosen:
-        if name in linear:
-            continue
-        kind = type(modules[name]).__name__
-        if modules[name] is head:
-            kind = "the head, whose log-probs are computed in chunks from its weight alone"
-        elif name in stacks:
-            kind += ", a stack of experts"
+    unfit = next((name for name in chosen if name not in linear), None)
+    if unfit is not None:
         raise ModelError(
-            f"{section}.target_modules: '{name}' of '{family}' is {kind}. Only linear layers can "
-            f"have adapters. {fix}"
+            f"{section}.target_modules: '{unfit}' of '{model.config.model_type}' is "
+            f"{_described(model, unfit)}. Only linear layers can have adapters. {way_out}."
         )
     return chosen
+
+
+def _all_linear(model: PreTrainedModel, linear: list[str], section: str, way_out: str) -> list[str]:
+    """Return the linear layers outside of a vision tower.
+
+    Raises ModelError for a model whose experts are stacks of matrices.
+    """
+    of_vision: set[nn.Module] = set()
+    for tower in vision_parts(model):
+        of_vision.update(tower.modules())
+
+    def is_of_text(name: str) -> bool:
+        return model.get_submodule(name) not in of_vision
+
+    # Position embeddings of a vision tower may have three dimensions, too.
+    stacks = [name for name in _stacks(model) if is_of_text(name)]
+    if stacks:
+        raise ModelError(
+            f"{section}.target_modules=all-linear: the experts of '{model.config.model_type}' are "
+            f"stacks of matrices ({stacks[0]}), which cannot have adapters, so most weights would "
+            f"not be trained. {way_out} to accept that."
+        )
+    return [name for name in linear if is_of_text(name)]
+
+
+def _stacks(model: PreTrainedModel) -> list[str]:
+    """Return the modules with a parameter of three dimensions, such as stacks of experts."""
+    stacked = [name for name, weight in model.named_parameters() if weight.ndim == 3]
+    return sorted({name.rpartition(".")[0] for name in stacked})
+
+
+def _described(model: PreTrainedModel, name: str) -> str:
+    """Describe a module that cannot have an adapter."""
+    module = model.get_submodule(name)
+    if module is model.get_output_embeddings():
+        return "the head, whose log-probs are computed in chunks from its weight alone"
+    kind = type(module).__name__
+    if name in _stacks(model):
+        kind += ", a stack of experts"
+    return kind
 
 
 def outside_of_tower(
