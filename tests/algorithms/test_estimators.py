@@ -172,7 +172,7 @@ def test_padding_gaps_order_and_group_names_change_nothing(name, seed, groups, g
 def test_degenerate_batches_are_finite(name):
     """No row, no column, one sample, equal rewards, nothing of the model's own."""
     estimator = advantage_estimators.get(name)
-    for rows, width, fill in ((0, 3, 1), (3, 0, 1), (1, 3, 1), (4, 3, 1), (4, 3, 0)):
+    for rows, width, fill in ((0, 3, 1), (3, 0, 1), (1, 1, 1), (1, 3, 1), (4, 3, 1), (4, 3, 0)):
         mask = torch.full((rows, width), fill)
         inputs = AdvantageInputs(
             torch.full((rows, width), 0.1),
@@ -209,12 +209,12 @@ def test_a_group_of_one(name, alone):
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if name not in ("gae", "reinforce_plus_plus", "remax")]
 )
-def test_a_missing_group_is_told(name):
+def test_a_missing_group_is_reported(name):
     with pytest.raises(ConfigError, match=f"{name} needs a group"):
         advantage_estimators.get(name)(AdvantageInputs(torch.ones(1, 1), torch.ones(1, 1)))
 
 
-def test_a_missing_greedy_score_is_told():
+def test_a_missing_greedy_score_is_reported():
     with pytest.raises(ConfigError, match="ReMaxTrainer"):
         advantage_estimators.get("remax")(AdvantageInputs(torch.ones(1, 1), torch.ones(1, 1)))
 
