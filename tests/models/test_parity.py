@@ -20,7 +20,7 @@ from tests.models.rows import (
 )
 from tests.tiny_models import ALIBI_FAMILIES, FAMILIES, LATENT_FAMILIES, MORE_FAMILIES, tiny_model
 from verl.models import alibi, attention
-from verl.models.attention import Facts, Layout, attention_switched
+from verl.models.attention import Facts, Layout, eager_attention
 from verl.models.logprobs import Head
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.utils.errors import ModelError
@@ -210,7 +210,7 @@ def test_attention_outside_a_packed_forward_is_an_error_and_can_be_switched() ->
     PackedCausalLM(model)
     with pytest.raises(ModelError, match="outside a packed forward"):
         model(ids)
-    with attention_switched(model, "eager"):
+    with eager_attention(model):
         assert torch.equal(model(ids).logits, expected)
     assert model.config._attn_implementation == attention.IMPLEMENTATION
 

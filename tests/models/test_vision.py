@@ -22,7 +22,7 @@ from tests.tiny_vision_models import (
 )
 from verl.models import attention, vision
 from verl.models import packed as packed_module
-from verl.models.attention import attention_switched
+from verl.models.attention import eager_attention
 from verl.models.kernels import varlen
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedBatch, PackedCausalLM
@@ -87,7 +87,7 @@ def expected_log_probs(model: Any) -> Tensor:
     A row's response is fed as text: transformers would look for a picture at a drawn picture token.
     """
     log_probs = []
-    with attention_switched(model, "eager"):
+    with eager_attention(model):
         for each, own, prompt in zip(*sequences(model)):
             ids = torch.tensor([each])
             arguments = model_arguments(model, ids, own)

@@ -11,7 +11,7 @@ from tests.cases import cases
 from tests.rollout.engines import make_engine, tokens_of
 from tests.tiny_vision_models import FAMILIES, tiny_vision_model
 from verl.models import packed
-from verl.models.attention import attention_switched
+from verl.models.attention import eager_attention
 from verl.models.pictures import Picture
 from verl.models.vision import (
     example_picture,
@@ -61,7 +61,7 @@ def answers(engine: Any, asked: list[Any], n: int = 1, **params: Any) -> list[Co
 
 def expected_answers(model: Any, asked: list[Any]) -> list[list[int]]:
     expected = []
-    with attention_switched(model, "eager"):
+    with eager_attention(model):
         for prompt, pictures in asked:
             arguments = model_arguments(model, torch.tensor([prompt]), pictures)
             output = model.generate(

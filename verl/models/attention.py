@@ -121,10 +121,10 @@ def prepare(model: nn.Module) -> PackingSlot:
 
 
 @contextmanager
-def attention_switched(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Run `model` with one of transformers' own attentions ("eager", "sdpa"), and switch back."""
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Run `model` with transformers' eager attention within this context, and switch back."""
     previous = model.config._attn_implementation or "eager"
-    set_attention(model, implementation)
+    set_attention(model, "eager")
     try:
         yield
     finally:
@@ -206,7 +206,7 @@ def packed_attention(
         raise ModelError(
             f"Attention '{IMPLEMENTATION}' was called outside a packed forward. Run the model "
             "through PackedCausalLM or PackedValueModel (and enable checkpointing by "
-            "apply_checkpointing), or inside attention_switched."
+            "apply_checkpointing), or inside eager_attention."
         )
 
     refuse_unsupported(module, attention_mask, dropout, asked)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from verl.models.attention import PackingSlot, attention_switched, prepare
+from verl.models.attention import PackingSlot, eager_attention, prepare
 from verl.models.logprobs import head_of, token_log_probs
 from verl.models.packed import PackedBatch, packed_hidden_states, padded_rows
 from verl.models.vision import (
@@ -58,7 +58,7 @@ def check_packed(model: PreTrainedModel) -> None:
     padded = _padded(sequences, device)
     real = padded["attention_mask"].bool()
     logits = None
-    with attention_switched(model, "eager"):
+    with eager_attention(model):
         expected = model.base_model(**padded, use_cache=False).last_hidden_state[real]
         if model.get_output_embeddings() is not None:
             logits = model(**padded, use_cache=False).logits[real]
@@ -112,7 +112,7 @@ def _check_pictures(model: PreTrainedModel, slot: PackingSlot, sequences: list[l
     packed = packed_hidden_states(model, slot, batch.to(model.device))
     kept = getattr(body, "rope_deltas", None)
     expected = []
-    with attention_switched(model, "eager"):
+    with eager_attention(model):
         for each, own in zip(ids, pictures):
             arguments = model_arguments(model, torch.tensor([each]), own)
             expected.append(body(**arguments, use_cache=False).last_hidden_state[0])
