@@ -70,8 +70,14 @@ class CriticModel(nn.Module):
             )
             auto_class = _class_with_head(config)
         model = load_transformer(
-            *(auto_class, path, dtype, device, trust_remote_code, override_config, max_length),
-            weights,
+            auto_class,
+            path,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            override_config=override_config,
+            max_length=max_length,
+            weights=weights,
         )
         body = model if auto_class is AutoModel else model.base_model
         assert isinstance(body, PreTrainedModel)

@@ -112,7 +112,7 @@ def load_tokenizer(
         ModelError: it cannot be loaded; the message has the fix.
     """
     source = resolve_path(path)
-    need_files(source, _TOKENIZER_FILES, "a tokenizer", "tokenizer.json and tokenizer_config.json")
+    need_files(source, _TOKENIZER_FILES, "tokenizer", "tokenizer.json and tokenizer_config.json")
     need_hub(source, "tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -158,12 +158,12 @@ def load_causal_lm(
     model = load_transformer(
         AutoModelForCausalLM,
         path,
-        dtype,
-        device,
-        trust_remote_code,
-        override_config,
-        max_length,
-        weights,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        override_config=override_config,
+        max_length=max_length,
+        weights=weights,
     )
     head_of(model)
     if check:
@@ -187,7 +187,7 @@ def load_model_config(
 ) -> PreTrainedConfig:
     """Load a configuration as `load_causal_lm` does."""
     source = resolve_path(path)
-    need_files(source, ("config.json",), "a configuration", "config.json")
+    need_files(source, ("config.json",), "configuration", "config.json")
     need_hub(source, "configuration")
     return _load_config(source, trust_remote_code, override_config or {})
 
@@ -207,12 +207,13 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 def load_transformer(
     auto_class: Any,
     path: str | Path,
+    *,
     dtype: torch.dtype | str,
     device: torch.device | str,
     trust_remote_code: bool,
     override_config: dict[str, Any] | None,
     max_length: int | None,
-    weights: bool = True,
+    weights: bool,
 ) -> PreTrainedModel:
     """Load a folder by `auto_class` of transformers, as `load_causal_lm` does, without a check."""
     config = load_model_config(

@@ -23,11 +23,8 @@ def need_files(source: str, patterns: tuple[str, ...], part: str, usual: str) ->
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
         raise ModelError(
-            f"The folder '{source}' has no {part.split(' ', 1)[-1]}: expected {usual}. "
-            f"{_way_to_model(folder)}"
+            f"The folder '{source}' has no {part}: expected {usual}. {_way_to_model(folder)}"
         )
-    if not folder.is_dir() and folder.is_absolute():
-        raise ModelError(f"Expected {part} in '{source}', but the folder does not exist.")
 
 
 def _way_to_model(folder: Path) -> str:

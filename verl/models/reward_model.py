@@ -62,7 +62,13 @@ class RewardModel(nn.Module):
         )
         model = load_transformer(
             AutoModelForSequenceClassification,
-            *(path, dtype, device, trust_remote_code, override_config, max_length, weights),
+            path,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            override_config=override_config,
+            max_length=max_length,
+            weights=weights,
         )
         made = cls(model, attention_kernel=attention_kernel)  # checks the head first
         if check:
