@@ -339,6 +339,23 @@ def test_wandb_without_a_login_is_reported_with_the_alternatives(tmp_path, monke
         make_tracker(tmp_path, ["wandb"])
 
 
+def test_mlflow_gets_names_that_it_accepts(tmp_path, monkeypatch):
+    logged = {}
+
+    class Mlflow:
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+        def log_metrics(self, metrics, step):
+            logged[step] = metrics
+
+    monkeypatch.setitem(sys.modules, "mlflow", Mlflow())
+    names = ["actor/lr", "val-core/a b.c/mean@8", "val-aux/math (hard)/acc:%"]
+    make_tracker(tmp_path, ["mlflow"]).log(dict.fromkeys(names, 1.0), 3)
+    expected = ["actor/lr", "val-core/a b.c/mean_at_8", "val-aux/math _hard_/acc__"]
+    assert logged == {3: dict.fromkeys(expected, 1.0)}
+
+
 def test_a_tracker_that_raises_is_named(tmp_path):
     class Raises(TrackerBackend):
         def log(self, metrics, step):

@@ -1,6 +1,7 @@
 """Define the trackers that record metrics and samples, by the names of `trainer.logger`."""
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -215,8 +216,7 @@ class MlflowBackend(TrackerBackend):
         self._mlflow.log_dict(plain(settings.config), "config.json")
 
     def log(self, metrics: Metrics, step: int) -> None:
-        # MLflow allows no "@" in names: mean@8 becomes mean_at_8.
-        renamed = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+        renamed = {_mlflow_name(name): value for name, value in metrics.items()}
         self._mlflow.log_metrics(renamed, step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
@@ -224,6 +224,11 @@ class MlflowBackend(TrackerBackend):
 
     def finish(self) -> None:
         self._mlflow.end_run()
+
+
+def _mlflow_name(metric: str) -> str:
+    """Return a name that MLflow accepts: mean@8 becomes mean_at_8, other signs an underscore."""
+    return re.sub(r"[^\w./ -]", "_", metric.replace("@", "_at_"))
 
 
 @tracker_backends.register("swanlab")
