@@ -186,7 +186,7 @@ class Layout:
         return self._keys[window]
 
     def _offsets(self, counts: Iterable[int]) -> Tensor:
-        return self._send(torch.tensor([0, *accumulate(counts)], dtype=torch.int32))
+        return self._send(segment_bounds(counts))
 
     def _send(self, tensor: Tensor) -> Tensor:
         return send(tensor, self.cu_seqlens.device)
@@ -266,6 +266,11 @@ class Layout:
             later = self._sent_ahead[index].view(rows, 1, length, 1)
             self._bands_ahead[name] = (distance >= -later) & (distance < window)
         return self._bands_ahead[name]
+
+
+def segment_bounds(lengths: Iterable[int]) -> Tensor:
+    """Return where each of S packed segments begins, and the end: (S+1,) int32 on the host."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def group_by_length(lengths: Sequence[int], context: int = 0) -> list[list[int]]:

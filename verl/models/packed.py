@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from verl.models.attention import Layout, PackingSlot, prepare
+from verl.models.attention import PackingSlot, prepare
 from verl.models.divergence import Divergence, token_divergence
+from verl.models.layout import Layout, segment_bounds
 from verl.models.logprobs import Head, head_of, token_log_probs
 from verl.models.pictures import (
     Picture,
@@ -104,11 +105,10 @@ class PackedBatch:
             )
 
         ids = input_ids[real]
-        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(
             input_ids=ids,
             position_ids=packed_positions,
-            cu_seqlens=ends.to(ids.device),
+            cu_seqlens=segment_bounds(lengths).to(ids.device),
             lengths=tuple(lengths),
             predict=index - 1,
             targets=ids[index],
@@ -204,7 +204,7 @@ class PackedBatch:
             self,
             input_ids=self.input_ids[kept],
             position_ids=self.position_ids[..., kept],
-            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device),
+            cu_seqlens=segment_bounds(lengths).to(device),
             lengths=lengths,
             shared=tuple(len(responses) for responses in shared.values()),
             predict=place.to(device)[self.predict],
@@ -227,7 +227,6 @@ class PackedBatch:
         filled = torch.arange(added).to(self.position_ids)
         filled = filled.expand(*self.position_ids.shape[:-1], added)
         positions = torch.cat([filled, self.position_ids], dim=-1)
-        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         ahead = self.ahead
         if ahead is not None:
             ahead = torch.cat([ahead.new_zeros(added), ahead])
@@ -240,7 +239,7 @@ class PackedBatch:
             self,
             input_ids=ids[own],
             position_ids=positions[..., own],
-            cu_seqlens=ends.to(self.cu_seqlens.device),
+            cu_seqlens=segment_bounds(lengths).to(self.cu_seqlens.device),
             lengths=lengths,
             predict=predict[places] - own.start,
             targets=self.targets[places],
