@@ -62,20 +62,20 @@ class CriticModel(nn.Module):
         wrote. That of a causal LM is new. The critic is in eval mode and can be called on padded
         rows. The arguments are those of `load_causal_lm`. Raises ModelError with the fix.
         """
+        config = load_model_config(
+            path, trust_remote_code=trust_remote_code, override_config=override_config
+        )
         saved = Path(resolve_path(path)) / VALUE_HEAD_FILE
         auto_class = AutoModel
         if not saved.is_file():
-            config = load_model_config(
-                path, trust_remote_code=trust_remote_code, override_config=override_config
-            )
             auto_class = _class_with_head(config)
         model = load_transformer(
             auto_class,
             path,
+            config,
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
-            override_config=override_config,
             max_length=max_length,
             weights=weights,
         )

@@ -155,13 +155,16 @@ def load_causal_lm(
     Raises:
         ModelError: it cannot be loaded or run packed; the message has the fix.
     """
+    config = load_model_config(
+        path, trust_remote_code=trust_remote_code, override_config=override_config
+    )
     model = load_transformer(
         AutoModelForCausalLM,
         path,
+        config,
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
-        override_config=override_config,
         max_length=max_length,
         weights=weights,
     )
@@ -207,18 +210,18 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 def load_transformer(
     auto_class: Any,
     path: str | Path,
+    config: PreTrainedConfig,
     *,
     dtype: torch.dtype | str,
     device: torch.device | str,
     trust_remote_code: bool,
-    override_config: dict[str, Any] | None,
     max_length: int | None,
     weights: bool,
 ) -> PreTrainedModel:
-    """Load a folder by `auto_class` of transformers, as `load_causal_lm` does, without a check."""
-    config = load_model_config(
-        path, trust_remote_code=trust_remote_code, override_config=override_config
-    )
+    """Load a folder by `auto_class` of transformers, as `load_causal_lm` does, without a check.
+
+    `config` is that of `load_model_config`.
+    """
     source = resolve_path(path)
     need_files(source, WEIGHT_FILES, "weights", "model.safetensors")
     refuse_unpackable(config, max_length)

@@ -57,16 +57,16 @@ class RewardModel(nn.Module):
         The arguments are those of `load_causal_lm`. Raises ModelError, with the fix, as
         `load_reward_config` does, and for a family that cannot be run packed.
         """
-        load_reward_config(
+        config = load_reward_config(
             path, trust_remote_code=trust_remote_code, override_config=override_config
         )
         model = load_transformer(
             AutoModelForSequenceClassification,
             path,
+            config,
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
-            override_config=override_config,
             max_length=max_length,
             weights=weights,
         )
