@@ -59,6 +59,11 @@ def test_the_console_during_critic_warm_up_and_with_numbers_at_the_edge(tmp_path
     assert capsys.readouterr().out == "[Step 3] Actor loss: n/a | Reward: 0.0000 | KL: nan\n"
 
 
+def test_the_console_shows_a_loss_of_a_program_that_measures_nothing_else(tmp_path, capsys):
+    make_tracker(tmp_path, ["console"]).log({"train/loss": 2.5, "perf/time_per_step": 0.0}, 1)
+    assert capsys.readouterr().out == "[Step 1] Loss: 2.5000 | 0.00 s/step\n"
+
+
 def test_the_console_follows_its_interval_but_always_shows_both_ends_and_validation(
     tmp_path, capsys
 ):

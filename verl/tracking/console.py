@@ -5,9 +5,11 @@ from verl.utils.streams import show
 
 Entry = tuple[str, str, tuple[str, ...]]
 
-# Entries of a step's line: form, digits, and metrics, the first present of which is shown.
-_ALWAYS: tuple[Entry, ...] = (("Actor loss: {}", ".4f", ("actor/pg_loss",)),)
-_WHERE_MEASURED: tuple[Entry, ...] = (
+# Entries of a step's line: form, digits, and metrics, the first present of which is shown. Without
+# any of them the entry is left out, apart from the actor's loss.
+_ACTOR_LOSS: Entry = ("Actor loss: {}", ".4f", ("actor/pg_loss",))
+_REINFORCED: tuple[Entry, ...] = (
+    _ACTOR_LOSS,
     # missing where a teacher is learned from without a reward
     ("Reward: {}", ".4f", ("critic/score/mean", "critic/rewards/mean")),
     ("Distillation loss: {}", ".4f", ("actor/distillation_loss",)),
@@ -72,27 +74,34 @@ class ConsoleBackend(TrackerBackend):
 def step_line(metrics: Metrics) -> str:
     """Format the line of a step, without its number.
 
-    A missing loss is n/a: the actor may be waiting for its critic.
+    A missing loss of the actor is n/a: it may be waiting for its critic.
     """
+    entries = _REINFORCED
     if "train/loss" in metrics:
-        rate = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
-        metrics = {**metrics, "tokens/s": rate}
-        shown = list(_SUPERVISED)
-    else:
-        shown = list(_ALWAYS)
-        for entry in _WHERE_MEASURED:
-            _, _, names = entry
-            if any(name in metrics for name in names):
-                shown.append(entry)
+        entries = _SUPERVISED
+        metrics = _with_speed(metrics)
 
-    parts = [form.format(_number(metrics, names, digits)) for form, digits, names in shown]
+    parts = []
+    for entry in entries:
+        form, digits, names = entry
+        value = next((metrics[name] for name in names if name in metrics), None)
+        if value is not None:
+            parts.append(form.format(_number(value, digits)))
+        elif entry is _ACTOR_LOSS:
+            parts.append(form.format("n/a"))
     return " | ".join(parts)
 
 
-def _number(metrics: Metrics, names: tuple[str, ...], digits: str) -> str:
-    value = next((metrics[name] for name in names if name in metrics), None)
-    if value is None:
-        return "n/a"
+def _with_speed(metrics: Metrics) -> Metrics:
+    """Add the tokens a second, if tokens and seconds of the step are known."""
+    tokens = metrics.get("perf/total_num_tokens")
+    seconds = metrics.get("perf/time_per_step")
+    if tokens is None or not seconds:
+        return metrics
+    return {**metrics, "tokens/s": tokens / seconds}
+
+
+def _number(value: float, digits: str) -> str:
     text = format(value, digits)
     if float(text) == 0:
         return text.removeprefix("-")  # -0.0000 would look like a result
