@@ -101,50 +101,12 @@ class RewardModel(nn.Module):
         RewardError for other shapes, for unknown ids, for a response without a token, with more
         than the model has positions, or with a score that is not finite.
         """
-        if not isinstance(input_ids, Tensor) or 0 in input_ids.shape:
-            got = type(input_ids).__name__
-            if isinstance(input_ids, Tensor):
-                got = f"shape {tuple(input_ids.shape)}"
-            raise RewardError(
-                f"Expected input_ids as a tensor of shape (B, T), none of them 0, got {got}. Lists "
-                "of ids of any lengths are for RewardModel.score."
-            )
-
-        has_other_mask = attention_mask is not None and attention_mask.shape != input_ids.shape
-        if input_ids.ndim != 2 or has_other_mask:
-            mask = "none" if attention_mask is None else tuple(attention_mask.shape)
-            raise RewardError(
-                "Expected input_ids of shape (B, T) and, if any, an attention_mask of the same "
-                f"shape, got {tuple(input_ids.shape)} and {mask}. Give a single text as a batch of "
-                "one: input_ids[None]."
-            )
-
+        _check_rows(input_ids, attention_mask)
         real = self._without_padding(input_ids) if attention_mask is None else attention_mask.bool()
         lengths = real.sum(1).tolist()
-        if 0 in lengths:
-            raise RewardError(
-                f"Response {lengths.index(0)} has no token, so there is nothing to score."
-            )
-
-        longest = max(lengths)
-        if self.max_length is not None and longest > self.max_length:
-            raise RewardError(
-                f"Response {lengths.index(longest)} has {longest} tokens with its prompt, and the "
-                f"reward model reads {self.max_length}. Shorten it, or take a reward model with "
-                "more positions."
-            )
-
-        embeddings: Any = self.packed.model.get_input_embeddings()
-        vocabulary: int = embeddings.num_embeddings
+        self._check_lengths(lengths)
         ids = input_ids[real]
-        lowest = int(ids.min())
-        highest = int(ids.max())
-
-        if lowest < 0 or highest >= vocabulary:
-            raise RewardError(
-                f"input_ids must be ids of the reward model's tokenizer, below {vocabulary}, got "
-                f"{lowest} to {highest}."
-            )
+        self._check_ids(ids)
 
         positions = (real.cumsum(1) - 1)[real]
         return RewardOutput(self._score(ids, positions, lengths))
@@ -198,6 +160,54 @@ class RewardModel(nn.Module):
         has_begun = token.cumsum(1) > 0
         goes_on = token.flip(1).cumsum(1).flip(1) > 0
         return has_begun & goes_on
+
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        """Raise RewardError for a row without a token, or with more than the model reads."""
+        if 0 in lengths:
+            raise RewardError(
+                f"Response {lengths.index(0)} has no token, so there is nothing to score."
+            )
+
+        longest = max(lengths)
+        if self.max_length is not None and longest > self.max_length:
+            raise RewardError(
+                f"Response {lengths.index(longest)} has {longest} tokens with its prompt, and the "
+                f"reward model reads {self.max_length}. Shorten it, or take a reward model with "
+                "more positions."
+            )
+
+    def _check_ids(self, ids: Tensor) -> None:
+        """Raise RewardError for an id that the model has no embedding for."""
+        embeddings: Any = self.packed.model.get_input_embeddings()
+        vocabulary: int = embeddings.num_embeddings
+        lowest = int(ids.min())
+        highest = int(ids.max())
+        if lowest < 0 or highest >= vocabulary:
+            raise RewardError(
+                f"input_ids must be ids of the reward model's tokenizer, below {vocabulary}, got "
+                f"{lowest} to {highest}."
+            )
+
+
+def _check_rows(input_ids: Any, attention_mask: Tensor | None) -> None:
+    """Raise RewardError for ids that are not (B, T), or a mask of another shape."""
+    if not isinstance(input_ids, Tensor) or 0 in input_ids.shape:
+        got = type(input_ids).__name__
+        if isinstance(input_ids, Tensor):
+            got = f"shape {tuple(input_ids.shape)}"
+        raise RewardError(
+            f"Expected input_ids as a tensor of shape (B, T), none of them 0, got {got}. Lists "
+            "of ids of any lengths are for RewardModel.score."
+        )
+
+    has_other_mask = attention_mask is not None and attention_mask.shape != input_ids.shape
+    if input_ids.ndim != 2 or has_other_mask:
+        mask = "none" if attention_mask is None else tuple(attention_mask.shape)
+        raise RewardError(
+            "Expected input_ids of shape (B, T) and, if any, an attention_mask of the same "
+            f"shape, got {tuple(input_ids.shape)} and {mask}. Give a single text as a batch of "
+            "one: input_ids[None]."
+        )
 
 
 def load_reward_config(
