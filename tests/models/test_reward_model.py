@@ -147,6 +147,18 @@ def test_ids_that_are_not_rows_are_reported() -> None:
         model(long, real)
 
 
+def test_lists_of_ids_are_checked_as_rows_are() -> None:
+    model = RewardModel(tiny_classifier())
+    assert model.score([]).tolist() == []
+    with pytest.raises(RewardError, match="Response 1 has no token"):
+        model.score([[7, 8], []])
+    with pytest.raises(RewardError, match=r"below \d+, got 7 to 99999"):
+        model.score([[7, 99999]])
+    assert model.max_length is not None
+    with pytest.raises(RewardError, match=f"Response 1 has {model.max_length + 1} tokens .* reads"):
+        model.score([[7], [7] * (model.max_length + 1)])
+
+
 def test_a_score_that_is_not_finite_and_a_row_without_a_token_are_named() -> None:
     model = RewardModel(tiny_classifier())
     ids, mask = rows()

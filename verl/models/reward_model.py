@@ -115,8 +115,12 @@ class RewardModel(nn.Module):
     def score(self, sequences: Sequence[Sequence[int]], *, max_tokens: int = 16384) -> Tensor:
         """Compute scores (B,) of lists of token ids, on the host, without gradients.
 
-        Each pass has about `max_tokens` tokens.
+        Each pass has about `max_tokens` tokens. Raises RewardError for ids, lengths and scores as
+        `forward` does.
         """
+        if not sequences:
+            return torch.empty(0)
+        self._check_lengths([len(sequence) for sequence in sequences])
         scores: list[Tensor] = []
         start = 0
         while start < len(sequences):
@@ -129,9 +133,11 @@ class RewardModel(nn.Module):
             some = sequences[start:stop]
             lengths = [len(sequence) for sequence in some]
             device = self.packed.model.device
-            ids = torch.tensor(list(chain.from_iterable(some)), device=device)
+            ids = torch.tensor(list(chain.from_iterable(some)))
+            self._check_ids(ids)
             positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-            scores.append(self._score(ids, positions, lengths, first_row=start).cpu())
+            made = self._score(ids.to(device), positions, lengths, first_row=start)
+            scores.append(made.cpu())
             start = stop
 
         return torch.cat(scores)
