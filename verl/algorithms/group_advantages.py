@@ -22,7 +22,7 @@ from verl.algorithms.advantages import (
     advantage_estimators,
     formula,
 )
-from verl.algorithms.masked import masked_whiten
+from verl.algorithms.masked import masked_mean, masked_var, masked_whiten
 from verl.utils.errors import ConfigError
 from verl.utils.phases import phase
 
@@ -287,10 +287,8 @@ def gdpo(inputs: AdvantageInputs) -> Advantages:
         total = total + weights[number] * grpo_advantages(kinds[:, number].double(), group)
 
     counted = inputs.response_mask.bool().any(-1)
-    count = counted.sum()
-    mean = torch.where(counted, total, 0.0).sum() / count.clamp(min=1)
-    squares = torch.where(counted, (total - mean) ** 2, 0.0).sum()
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    mean = masked_mean(total, counted)
+    std = masked_var(total, counted).sqrt()
     return _on_tokens(((total - mean) / (std + 1e-6)).to(scores.dtype), inputs)
 
 
