@@ -11,7 +11,8 @@ from verl.utils.errors import ModelError
 from verl.utils.logging import say_once
 from verl.utils.registry import nearest_names
 
-# Families with layers that pass state from token to token without softmax attention.
+# Families with layers that pass state from token to token without softmax attention, by the
+# beginning of their names.
 _RECURRENT = (
     "mamba",
     "rwkv",
@@ -22,6 +23,7 @@ _RECURRENT = (
     "zamba",
     "nemotron_h",
     "falcon_h1",
+    "falcon_mamba",
     "granitemoehybrid",
     "minimax",
     "kimi_linear",
@@ -67,7 +69,7 @@ def _reason(config: Any) -> str | None:
     if getattr(config, "index_topk", None):
         return "its layers choose the keys that they see by an indexer"
 
-    if any(family.startswith((name, f"falcon_{name}")) for name in _RECURRENT):
+    if family.startswith(_RECURRENT):
         return (
             "some of its layers are recurrent (state-space or linear attention), whose state would "
             "leak"
