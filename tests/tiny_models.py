@@ -136,6 +136,14 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     },
+    # Unlike MiniMax, all of its layers have softmax attention.
+    "minimax_m2": {
+        **_LLAMA_LIKE,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
     # Multi-head latent attention.
     "deepseek_v2": {
         **_LATENT,
@@ -160,7 +168,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite")
 ALIBI_FAMILIES = ("bloom", "mpt")
-MORE_FAMILIES = ("cohere", "granite", "phi", "gpt_neox", *LATENT_FAMILIES, *ALIBI_FAMILIES)
+MORE_FAMILIES = (
+    *("cohere", "granite", "phi", "gpt_neox", "minimax_m2"),
+    *LATENT_FAMILIES,
+    *ALIBI_FAMILIES,
+)
 FAMILIES = tuple(family for family in _CONFIGS if family not in MORE_FAMILIES)
 # The deterministic engine does not support latents and ALiBi biases.
 DETERMINISTIC_FAMILIES = tuple(

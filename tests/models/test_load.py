@@ -280,6 +280,7 @@ def config_folder(folder: Path, family: str, **settings: object) -> Path:
         ("rwkv", {}, "recurrent"),
         ("deepseek_v32", {}, "indexer"),
         ("qwen3_next", {}, "linear_attention"),
+        ("minimax", {}, "linear_attention"),
         ("t5", {}, "encoder-decoder"),
         ("bart", {}, "encoder-decoder"),
         (

@@ -25,7 +25,6 @@ _RECURRENT = (
     "falcon_h1",
     "falcon_mamba",
     "granitemoehybrid",
-    "minimax",
     "kimi_linear",
     "lfm2",
 )
