@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
@@ -34,6 +35,17 @@ def save_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype = torch
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+
+
+def state_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers, live; a tied weight under its first name alone."""
+    seen: set[int] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor
+    return tensors
 
 
 def layer_of(name: str) -> str:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from verl.checkpoint.hf import WEIGHTS_FOLDER, save_config, save_weights
+from verl.checkpoint.hf import WEIGHTS_FOLDER, save_config, save_weights, state_tensors
 from verl.checkpoint.sharded import MODEL, OPTIMIZER, SHARDED_FOLDER, SavedTensors, ShardedWriter
 from verl.distributed.collectives import barrier
 from verl.distributed.fsdp import full_tensor, shard_like
@@ -163,11 +163,9 @@ def transformer_of(model: PreTrainedModel | CriticModel) -> PreTrainedModel:
 
 
 def _weights(hf_model: Any) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers, live; a tied weight under its first name."""
-    named: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in hf_model.state_dict(keep_vars=True).items():
-        named.setdefault(id(tensor), (MODEL + name, tensor.detach()))
-    return dict(named.values())
+    """Return the `state_tensors`, under their names in a checkpoint."""
+    tensors = state_tensors(hf_model)
+    return {MODEL + name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _load_weights(folder: Path, hf_model: Any) -> None:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from verl.checkpoint.hf import WEIGHTS_FOLDER, layer_of
+from verl.checkpoint.hf import WEIGHTS_FOLDER, layer_of, state_tensors
 from verl.checkpoint.manifest import MANIFEST, SHARD_METADATA, verify_files
 from verl.checkpoint.sharded import MODEL, SHARDED_FOLDER, SavedTensors
 from verl.models.critic import VALUE_HEAD_FILE
@@ -132,7 +132,7 @@ def _with_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
             f"'{base}' cannot be loaded ({reason_of(error)}). Set --base_model to its present path."
         ) from error
 
-    state = model.state_dict(keep_vars=True)
+    state = model.state_dict()
     missing = [name for name in factors if f"{name}.weight" not in state]
     if missing:
         raise CheckpointError(
@@ -150,11 +150,7 @@ def _with_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
             )
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        seen: set[int] = set()
-        for name, tensor in state.items():
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
+        for name, tensor in state_tensors(model).items():
             owner = name.removesuffix(".weight")
             whole = tensor.detach()
             if owner in factors and name != owner:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from verl.checkpoint.hf import state_tensors
 from verl.distributed.fsdp import full_tensor, shard_like
 from verl.models.lora_targets import (
     ALL_LINEAR,
@@ -172,11 +173,11 @@ def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     It includes persistent buffers. A tied weight has its first name alone. See `merged_parameters`.
     """
-    plain: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    plain: list[tuple[str, Tensor]] = []
+    for name, tensor in state_tensors(model).items():
         if not _is_adapter_part(name):
-            plain.setdefault(id(tensor), (_plain(name), tensor))
-    yield from _whole(model, plain.values())
+            plain.append((_plain(name), tensor))
+    yield from _whole(model, plain)
 
 
 def _whole(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
