@@ -408,8 +408,9 @@ def test_a_chat_template_comes_from_a_string_or_a_file(folder: Path, tmp_path: P
             tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
             == "hi!"
         )
-    with pytest.raises(ModelError, match="neither"):
-        load_tokenizer(folder, custom_chat_template=str(tmp_path / "none.jinja"))
+    for text in (str(tmp_path / "none.jinja"), "You are a helpful assistant. " * 20):
+        with pytest.raises(ModelError, match="neither"):
+            load_tokenizer(folder, custom_chat_template=text)
 
 
 def test_variables_of_the_chat_template_hold_unless_a_rendering_gives_others(folder: Path) -> None:

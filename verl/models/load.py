@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -348,10 +349,11 @@ def _template_text(template: str) -> str:
     if "{" in template:
         return template
     file = Path(template).expanduser()
-    if not file.is_file():
+    # Path.is_file raises for a text that is too long for a name.
+    if not os.path.isfile(file):
         raise ModelError(
             "custom_chat_template is neither a Jinja template (no braces in it) nor a file: "
-            f"'{template}'."
+            f"'{template}'. Give the path of a file, or the template itself."
         )
     return file.read_text(encoding="utf-8")
 
