@@ -339,6 +339,27 @@ def test_aborted_samples_keep_their_tokens_and_others_go_on(settings, start, dia
     check_abort_of_one_sample(rollout_on(settings, server), server)
 
 
+def test_the_abort_of_a_sample_that_has_not_begun_waits_for_no_other(settings, start, monkeypatch):
+    monkeypatch.setattr(engine, "_ABORT_S", 5.0)
+    server = start()
+    rollout = rollout_on(settings, server, max_num_seqs=1)
+    rollout.take_weights()
+    server.admits.clear()
+    requests = [Request(prompt_ids=(5, 6, 7), sample_ids=(0, 1))]
+    rollout.engine.submit(requests, PARAMS, seed=0, step=0)
+
+    started = time.monotonic()
+    [aborted] = rollout.engine.abort([1])
+    assert time.monotonic() - started < 2.5
+    assert (aborted.sample_id, aborted.token_ids) == (1, [])
+
+    server.admits.set()
+    completions = []
+    while rollout.engine.has_work:
+        completions += rollout.engine.step()
+    assert [each.sample_id for each in completions] == [0]
+
+
 def test_an_abort_that_comes_before_its_request_ends_the_sample(settings, start, monkeypatch):
     monkeypatch.setattr(engine, "_ABORT_AGAIN_S", 0.2)
     server = start()

@@ -51,6 +51,7 @@ class _Sample:
     sample_id: int
     draw: Draw
     member: Member | None = None
+    has_begun: bool = False  # a thread has taken it
     is_aborted: bool = False
 
 
@@ -278,7 +279,8 @@ class ServerEngine(EngineClass):
         for sample in stopping:
             sample.is_aborted = True
 
-        outcomes = self._await(stopping)
+        # The thread that takes one of the others later finds it aborted, and draws nothing.
+        outcomes = self._await([sample for sample in stopping if sample.has_begun])
         completions = []
         for sample in stopping:
             drawn = outcomes.get(sample.sample_id, _NO_TOKENS)
@@ -348,6 +350,7 @@ class ServerEngine(EngineClass):
             self._ended.put((sample, outcome))
 
     def _draw(self, sample: _Sample) -> Drawn:
+        sample.has_begun = True  # before it reads `is_aborted`, which `abort` writes first
         for _ in range(_MOST_ATTEMPTS):
             if sample.is_aborted:
                 return _NO_TOKENS
