@@ -294,6 +294,16 @@ def test_wrong_answers_of_generate_are_named(answers: tuple, message: str):
             engine.step()
 
 
+def test_samples_that_generate_leaves_out_are_named():
+    engine = GenerateOnly(Listed(completion(1)))
+    engine.submit([Request(prompt_ids=(1,), sample_ids=(0, 1, 2))], PARAMS, seed=0, step=1)
+    assert [each.sample_id for each in engine.step()] == [1]
+    engine.abort([2])
+    with pytest.raises(RolloutError, match="ended without 1 of 3 samples: 0. It must give"):
+        engine.step()
+    assert engine.abort() == [], "a sample that was reported is not at work"
+
+
 def test_an_aborted_sample_may_still_come():
     engine = GenerateOnly(Listed(completion(0), completion(1)))
     engine.submit([Request(prompt_ids=(1,), sample_ids=(0, 1))], PARAMS, seed=0, step=1)

@@ -393,7 +393,8 @@ class GenerateOnly(OptionalVerbs):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self._calls: deque[Iterator[Completion]] = deque()
+        # with the ids of their samples
+        self._calls: deque[tuple[Iterator[Completion], set[int]]] = deque()
         self._unfinished: set[int] = set()
         self._aborted: set[int] = set()  # of the calls that run
 
@@ -408,17 +409,21 @@ class GenerateOnly(OptionalVerbs):
         if not self._calls:
             self._aborted.clear()
         call = self._engine.generate(requests, params, seed=seed, step=step)
-        self._calls.append(iter(call))
+        sample_ids: set[int] = set()
         for request in requests:
-            self._unfinished.update(request.sample_ids)
+            sample_ids.update(request.sample_ids)
+        self._calls.append((iter(call), sample_ids))
+        self._unfinished |= sample_ids
 
     def step(self) -> list[Completion]:
         """Implement `RolloutEngine.step`."""
         while self._calls:
+            call, sample_ids = self._calls[0]
             try:
-                completion = next(self._calls[0])
+                completion = next(call)
             except StopIteration:
                 self._calls.popleft()
+                self._require_all(sample_ids)
                 continue
             if not isinstance(completion, Completion):
                 raise RolloutError(
@@ -436,6 +441,17 @@ class GenerateOnly(OptionalVerbs):
                     "time; each is due exactly once."
                 )
         return []
+
+    def _require_all(self, sample_ids: set[int]) -> None:
+        """Raise RolloutError if a call that has ended left some of its samples out."""
+        missing = sample_ids & self._unfinished
+        if missing:
+            self._unfinished -= missing
+            shown = ", ".join(map(str, sorted(missing)[:5]))
+            raise RolloutError(
+                f"The engine's generate ended without {len(missing)} of {len(sample_ids)} samples: "
+                f"{shown}. It must give a Completion for each sample id of its requests."
+            )
 
     def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:
         """Implement `RolloutEngine.abort`."""
