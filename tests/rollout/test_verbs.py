@@ -164,11 +164,20 @@ def test_an_iterator_that_is_closed_early_aborts():
     engine.check_integrity()
 
 
-def test_a_running_id_and_other_sampling_parameters_are_rejected():
-    engine = small_engine()
+@pytest.mark.parametrize("kind", ["embedded", "hf", "generate only"])
+def test_the_id_of_a_sample_at_work_is_rejected(kind):
+    engine: Any = GenerateOnly(Listed(completion(0), completion(1)))
+    if kind != "generate only":
+        engine = make_engine(talkative_model("qwen2"), kind)
     engine.submit(requests(1), PARAMS, seed=0, step=1)
     with pytest.raises(RolloutError, match="Sample id 0 is being generated already"):
         engine.submit(requests(1), PARAMS, seed=0, step=1)
+    assert by_id(finish(engine)).keys() == {0, 1}, "what is at work goes on"
+
+
+def test_other_sampling_parameters_than_those_at_work_are_rejected():
+    engine = small_engine()
+    engine.submit(requests(1), PARAMS, seed=0, step=1)
     with pytest.raises(RolloutError, match="other sampling parameters"):
         engine.submit(requests(1, first=7), SamplingParams(max_new_tokens=3), seed=0, step=1)
     assert by_id(finish(engine)).keys() == {0, 1}, "what is at work goes on"

@@ -9,7 +9,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
-from verl.rollout.checks import check_params, check_pictures, check_requests, longest_sequence
+from verl.rollout.checks import (
+    check_params,
+    check_pictures,
+    check_requests,
+    longest_sequence,
+    refuse_running,
+)
 from verl.rollout.memory import EngineLoad, EngineMemory, paged_memory
 from verl.rollout.stopping import StopRule, end_of_sequence_ids
 from verl.rollout.types import Completion, Request, Room, SamplingParams
@@ -406,6 +412,7 @@ class GenerateOnly(OptionalVerbs):
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
     ) -> None:
         """Implement `RolloutEngine.submit`."""
+        refuse_running(requests, self._unfinished)
         if not self._calls:
             self._aborted.clear()
         call = self._engine.generate(requests, params, seed=seed, step=step)

@@ -1,7 +1,7 @@
 """Checks of configuration and requests that all engines of this package share."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,17 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocabular
                     f"Sample id {sample_id} was asked for twice in one call; ids must be unique."
                 )
             seen.add(sample_id)
+
+
+def refuse_running(requests: Sequence[Request], running: Container[int]) -> None:
+    """Raise RolloutError for a sample id that is among the unfinished ones, `running`."""
+    for request in requests:
+        for sample_id in request.sample_ids:
+            if sample_id in running:
+                raise RolloutError(
+                    f"Sample id {sample_id} is being generated already; ids must be unique among "
+                    "the requests at work."
+                )
 
 
 def _check_continuations(number: int, request: Request) -> None:

@@ -22,7 +22,7 @@ from verl.config.rollout import RolloutConfig
 from verl.models.pictures import Pictures
 from verl.models.vision import model_arguments, picture_features
 from verl.rollout.base import Capabilities, rollout_engines
-from verl.rollout.checks import response_limits
+from verl.rollout.checks import refuse_running, response_limits
 from verl.rollout.local import LocalEngine, not_finite
 from verl.rollout.memory import EngineLoad, EngineMemory, padded_memory
 from verl.rollout.sampling import row_keys, sample, sample_keys
@@ -88,6 +88,7 @@ class HFEngine(LocalEngine):
     ) -> None:
         """Add requests; see `RolloutEngine.submit`. Those of one call are padded together."""
         rule = self.check_call(requests, params)
+        refuse_running(requests, {row.sample_id for batch in self._batches for row in batch.rows})
         rows = []
         for request in requests:
             _refuse_long_videos(request.pictures)

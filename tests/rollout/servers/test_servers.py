@@ -564,6 +564,15 @@ def test_log_probs_of_another_definition_are_refused(settings, start, mode, keys
         rollout_on(settings, server, **keys)
 
 
+def test_the_id_of_a_sample_at_work_is_rejected(settings, start):
+    engine = rollout_on(settings, start()).engine
+    request = Request(prompt_ids=(5, 6), sample_ids=(0,))
+    engine.submit([request], PARAMS, seed=0, step=0)
+    with pytest.raises(RolloutError, match="Sample id 0 is being generated already"):
+        engine.submit([request], PARAMS, seed=0, step=0)
+    assert len(engine.abort()) == 1
+
+
 def test_samples_are_not_continued(settings, start):
     engine = rollout_on(settings, start()).engine
     begun = Continuation(step=0, number=0, token_ids=(5,), log_probs=(-1.0,))

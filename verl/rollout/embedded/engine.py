@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from verl.config.rollout import RolloutConfig
 from verl.distributed.collectives import ALONE, Axis
 from verl.rollout.base import Capabilities, refuse_while_busy, rollout_engines
+from verl.rollout.checks import refuse_running
 from verl.rollout.eight_bits import DTYPES
 from verl.rollout.embedded.attention import IMPLEMENTATION
 from verl.rollout.embedded.cache_room import CacheRoom
@@ -155,7 +156,7 @@ class EmbeddedEngine(LocalEngine):
                 f"Requests with other sampling parameters are running: {run.params}, got {params}. "
                 "Submit these when the engine has no work, or give samples limits of their own."
             )
-        run.scheduler.refuse_known(samples)
+        refuse_running(requests, run.scheduler.sample_ids())
         run.progress.total += len(samples)
         if run.scheduler.has_room_for(samples):
             run.scheduler.add(samples)

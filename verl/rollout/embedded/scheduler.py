@@ -16,7 +16,6 @@ from verl.rollout.embedded.samples import Admission, Prefill, Sample, completion
 from verl.rollout.embedded.waiting_pages import WaitingPages
 from verl.rollout.types import Completion
 from verl.utils.arithmetic import ceil_div
-from verl.utils.errors import RolloutError
 
 # Steps that a CPU takes at once; samples that end are computed on with until the last. With 1, 2, 4,
 # 8 and 16 of them 128 samples of 64 tokens took 195, 183, 160, 153 and 143 ms.
@@ -83,16 +82,6 @@ class Scheduler(RunningSamples):
         """Return the ids of the samples that wait or run."""
         running = [sample.sample_id for sample in self._samples if sample is not None]
         return {*running, *(sample.sample_id for sample in self.waiting)}
-
-    def refuse_known(self, samples: Sequence[Sample]) -> None:
-        """Raise RolloutError for a sample id that waits or runs already."""
-        known = self.sample_ids()
-        doubled = [sample.sample_id for sample in samples if sample.sample_id in known]
-        if doubled:
-            raise RolloutError(
-                f"Sample id {doubled[0]} is being generated already; ids must be unique among the "
-                "requests at work."
-            )
 
     def has_room_for(self, samples: Sequence[Sample]) -> bool:
         """Return whether `add` can take these samples: enough slots, and wide enough tables."""

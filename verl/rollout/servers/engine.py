@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from verl.config.rollout import RolloutConfig
 from verl.models.vision import family_of, reads_pictures
 from verl.rollout.base import Capabilities, EngineClass, rollout_engines
-from verl.rollout.checks import response_limits
+from verl.rollout.checks import refuse_running, response_limits
 from verl.rollout.memory import EngineLoad, EngineMemory
 from verl.rollout.sampling import sample_keys
 from verl.rollout.servers.fleet import Fleet, Member, Placement
@@ -219,6 +219,7 @@ class ServerEngine(EngineClass):
     ) -> None:
         """Add requests; see `RolloutEngine.submit`."""
         rule = self.check_call(requests, params)
+        refuse_running(requests, self._samples)
         stop_ids = tuple(rule.token_ids.tolist())
 
         if not self.has_work:
