@@ -168,6 +168,26 @@ def test_drafts_come_from_prompt_sample_and_group():
     assert drafts.propose(scheduler, slots[1:2], 1) == [[20]]
 
 
+def test_the_tokens_of_a_prompt_are_forgotten_with_its_last_sample():
+    engine = make_engine(talkative_model("qwen2"), speculative=NGRAM)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    first = Request(prompt_ids=(5, 6, 7), sample_ids=(0, 1))
+    longer = Request(prompt_ids=(8, 9), sample_ids=(2,))
+    engine.submit([first], params, seed=0, step=0)
+    engine.step()
+    engine.step()
+    engine.submit([longer], params, seed=0, step=0)
+    memories = engine._run.drafts._memories
+    assert len(memories) == 1
+
+    ended = 0
+    while ended < 2:
+        ended += sum(completion.sample_id < 2 for completion in engine.step())
+    assert [group.prompt for group in memories] == [(8, 9)]
+    engine.abort()
+    assert not memories
+
+
 @pytest.mark.parametrize(
     ("rows", "most"), [(0, 0), (1, 4), (2, 4), (6, 4), (8, 3), (16, 1), (17, 0), (400, 0)]
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from verl.config.rollout import SpeculativeConfig
 from verl.rollout.embedded.samples import Group, IntArray
@@ -37,7 +38,8 @@ class NgramDrafts:
     def __init__(self, config: SpeculativeConfig) -> None:
         self.config = config
         self._lengths = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
-        self._memories: dict[Group, _Memory] = {}
+        # Until the last sample of a group has left: agents have a group for each turn.
+        self._memories: WeakKeyDictionary[Group, _Memory] = WeakKeyDictionary()
 
     def tokens_a_sample(self, rows: int) -> int:
         """Return the most tokens to draft for each of `rows` running samples, maybe 0."""

@@ -22,7 +22,7 @@ IdLists: TypeAlias = Sequence[Sequence[int]]
 Answer: TypeAlias = tuple[IntArray, NDArray[np.float32]]  # tokens (b,) and their log-probs (b,)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Group:
     """A prompt, with the pages and state that its samples share until the last has started."""
 
