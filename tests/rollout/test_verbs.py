@@ -72,6 +72,20 @@ def test_a_late_prompt_can_be_longer_than_all_earlier_ones():
     assert found[100].token_ids == alone[100].token_ids
 
 
+def test_the_most_pages_in_use_are_those_of_all_tables():
+    """A long prompt, which needs larger tables, comes when most samples have left."""
+    engine = small_engine(num_pages=None)
+    engine.submit(requests(8), PARAMS, seed=0, step=1)
+    for _ in range(12):
+        engine.step()
+    engine.abort(range(1, 16))
+    peak = engine._pages.peak
+    engine.submit([Request(prompt_ids=LONG, sample_ids=(100,))], PARAMS, seed=0, step=1)
+    assert engine._pages.num_pages > peak, "it has other tables"
+    finish(engine)
+    assert engine.statistics()["peak_pages"] == peak
+
+
 def test_an_aborted_sample_returns_the_tokens_drawn_so_far():
     whole = by_id(list(small_engine().generate(requests(3), PARAMS, seed=0, step=1)))
     engine = small_engine(max_num_seqs=4)

@@ -145,7 +145,6 @@ class EmbeddedEngine(LocalEngine):
         run = self._run
         if run is None:
             if samples:
-                self._room.provide_pages(samples)
                 self._run = self._begin_run(samples, params, rule)
             else:
                 self._statistics = dict.fromkeys(_COUNTS, 0.0)
@@ -326,13 +325,19 @@ class EmbeddedEngine(LocalEngine):
         else:
             self._begin_books()
 
-    def _begin_run(
-        self, samples: Sequence[Sample], params: SamplingParams, rule: StopRule, slots: int = 0
-    ) -> Run:
-        """Make the tables for `samples`, for at least `slots` samples at once."""
-        reserved = self._room.reserved.sequences * self._room.reserved.tokens
-        most_tokens = max(reserved, sum(sample.limit for sample in samples))
+    def _begin_run(self, samples: Sequence[Sample], params: SamplingParams, rule: StopRule) -> Run:
+        """Return a run of the first samples."""
+        scheduler = self._make_scheduler(samples, params)
+        speculative = self.config.speculative
+        drafts = None if speculative.method is None else NgramDrafts(speculative)
+        return Run(params, rule, scheduler, Progress(len(samples)), drafts)
 
+    def _make_scheduler(
+        self, samples: Sequence[Sample], params: SamplingParams, slots: int = 0
+    ) -> Scheduler:
+        """Make pages and tables for `samples`, for at least `slots` samples at once."""
+        self._room.provide_pages(samples)
+        reserved = self._room.reserved
         scheduler = Scheduler(
             samples,
             self._fresh_pages(),
@@ -343,17 +348,17 @@ class EmbeddedEngine(LocalEngine):
             # Keys have other bits when they are computed in another batch, or after the prompt.
             prefix_caching=self.config.enable_prefix_caching and not self.config.deterministic,
             redraw=self.config.deterministic,
-            least_slots=max(slots, self._room.reserved.sequences),
-            least_tokens=self._room.reserved.tokens,
+            least_slots=max(slots, reserved.sequences),
+            least_tokens=reserved.tokens,
             kept=self._kept,
         )
         if self.runner.num_routes:
             ids = torch.empty(0, dtype=self.runner.route_dtype).numpy()
             scheduler.keep_routes(self.runner.num_routes, ids.dtype)
-        self.runner.begin(params, most_tokens)
-        speculative = self.config.speculative
-        drafts = None if speculative.method is None else NgramDrafts(speculative)
-        return Run(params, rule, scheduler, Progress(len(samples)), drafts)
+
+        most_tokens = sum(sample.limit for sample in samples)
+        self.runner.begin(params, max(most_tokens, reserved.sequences * reserved.tokens))
+        return scheduler
 
     def _begin_again(self, run: Run, samples: Sequence[Sample]) -> None:
         """Return all samples to the queue, and continue with tables that `samples` fit in, too."""
@@ -362,11 +367,11 @@ class EmbeddedEngine(LocalEngine):
             old = run.scheduler
             everyone = [*old.withdraw(), *samples]
             self._begin_books()
-            self._room.provide_pages(everyone)
-            slots = 2 * old.num_slots
-            run.scheduler = self._begin_run(everyone, run.params, run.rule, slots).scheduler
-            run.scheduler.preemptions = old.preemptions
-            run.scheduler.discarded = old.discarded
+            new = self._make_scheduler(everyone, run.params, slots=2 * old.num_slots)
+            new.preemptions = old.preemptions
+            new.discarded = old.discarded
+            new.pages.peak = old.pages.peak
+            run.scheduler = new
         except BaseException as error:
             self._abandon(error)
             raise
