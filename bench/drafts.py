@@ -101,10 +101,8 @@ def forced_steps(prompt: list[int], answer: list[int], draft_tokens: int) -> int
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=draft_tokens)
     group = Group(prompt=tuple(prompt), unstarted=1)
     sample = Sample(0, group, limit=len(answer), key=np.uint64(0))
-    pages = PageAllocator((len(prompt) + len(answer)) // 16 + 2)
-    scheduler = Scheduler(
-        [sample], pages, page_size=16, max_num_seqs=1, max_num_batched_tokens=1 << 20
-    )
+    pages = PageAllocator((len(prompt) + len(answer)) // 16 + 2, page_size=16)
+    scheduler = Scheduler([sample], pages, max_num_seqs=1, max_num_batched_tokens=1 << 20)
     scheduler.admit()
     drafts = NgramDrafts(config)
 

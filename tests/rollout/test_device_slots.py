@@ -23,7 +23,7 @@ def scheduler() -> Scheduler:
         group = Group(prompt=(1, 2, 3, 4, 5, number), unstarted=1)
         samples.append(Sample(sample_id=number, group=group, limit=4, key=np.uint64(number)))
     made = Scheduler(
-        samples, PageAllocator(20), page_size=4, max_num_seqs=SAMPLES, max_num_batched_tokens=100
+        samples, PageAllocator(20, page_size=4), max_num_seqs=SAMPLES, max_num_batched_tokens=100
     )
     assert made.admit() is not None
     return made

@@ -22,7 +22,7 @@ REPEATING = {"temperature": 0.3, "max_new_tokens": 48}
 def scheduler_of(samples: list[Sample]) -> Scheduler:
     """Return a scheduler whose samples run and have drawn nothing."""
     scheduler = Scheduler(
-        samples, PageAllocator(64), page_size=4, max_num_seqs=8, max_num_batched_tokens=512
+        samples, PageAllocator(64, page_size=4), max_num_seqs=8, max_num_batched_tokens=512
     )
     scheduler.admit()
     return scheduler

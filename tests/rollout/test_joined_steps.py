@@ -94,10 +94,10 @@ def test_turns_that_join_a_step_draw_what_a_prefill_gives(
     ],
 )
 def test_ends_of_prompts_start_in_as_many_steps_as_they_fit(ends: list[int], admitted: list[int]):
-    pages = PageAllocator(100)
+    pages = PageAllocator(100, page_size=4)
     prompt = list(range(8))
     held = pages.allocate(2)
-    pages.register(prompt, held, page_size=4)
+    pages.register(prompt, held)
     pages.free(held)
     samples = []
     for number, end in enumerate([1, *ends]):
@@ -106,7 +106,6 @@ def test_ends_of_prompts_start_in_as_many_steps_as_they_fit(ends: list[int], adm
     scheduler = Scheduler(
         samples[:1],
         pages,
-        page_size=4,
         max_num_seqs=32,
         max_num_batched_tokens=1000,
         prefix_caching=True,

@@ -12,7 +12,7 @@ from verl.rollout.embedded.pages import PageAllocator
     st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 9))),
 )
 def test_the_page_table_is_consistent_after_any_sequence_of_calls(num_pages, calls):
-    pages = PageAllocator(num_pages)
+    pages = PageAllocator(num_pages, page_size=2)
     holders: list[list[int]] = []
     for call, number in calls:
         if call == "allocate":
@@ -42,7 +42,7 @@ def test_the_page_table_is_consistent_after_any_sequence_of_calls(num_pages, cal
 )
 def test_pages_are_found_by_their_contents(num_pages, sequences):
     """Add sequences that reuse found pages, write the rest, register, and stay or leave."""
-    pages = PageAllocator(num_pages)
+    pages = PageAllocator(num_pages, page_size=2)
     holders: list[list[int]] = []
     contents: dict[int, list[int]] = {}  # page -> all tokens up to its end
 
@@ -51,34 +51,34 @@ def test_pages_are_found_by_their_contents(num_pages, sequences):
         if not pages.can_allocate(needed):
             pages.free(holders.pop(0)) if holders else None
             continue
-        found = pages.find(tokens, 2)
+        found = pages.find(tokens)
         for number, page in enumerate(found):
             assert contents[page] == tokens[: 2 * number + 2]
         held = [*pages.share(found), *pages.allocate(needed - len(found))]
         for number in range(len(found), needed):
             contents[held[number]] = tokens[: 2 * number + 2]
-        pages.register(tokens, held, 2)
+        pages.register(tokens, held)
         if stays:
             holders.append(held)
         else:
             pages.free(held)
-            assert pages.find(tokens, 2)[: len(found)] == found
+            assert pages.find(tokens)[: len(found)] == found
         pages.check_integrity(holders)
 
 
 def test_the_page_released_first_is_evicted_first():
-    pages = PageAllocator(3)
+    pages = PageAllocator(3, page_size=1)
     for token in (1, 2, 3):
         held = pages.allocate(1)
-        pages.register([token], held, 1)
+        pages.register([token], held)
         pages.free(held)
-    pages.free(pages.share(pages.find([1], 1)))
+    pages.free(pages.share(pages.find([1])))
     pages.allocate(1)
-    assert [len(pages.find([token], 1)) for token in (1, 2, 3)] == [1, 0, 1]
+    assert [len(pages.find([token])) for token in (1, 2, 3)] == [1, 0, 1]
 
 
 def test_a_shared_page_is_free_after_its_last_holder():
-    pages = PageAllocator(2)
+    pages = PageAllocator(2, page_size=1)
     first = pages.allocate(1)
     second = pages.share(first)
     assert pages.is_shared(first[0])
@@ -93,7 +93,7 @@ def test_a_shared_page_is_free_after_its_last_holder():
 
 
 def test_integrity_notices_a_leak_and_a_forgotten_holder():
-    pages = PageAllocator(3)
+    pages = PageAllocator(3, page_size=1)
     held = pages.allocate(2)
     with pytest.raises(AssertionError, match="reference counts"):
         pages.check_integrity([])

@@ -112,11 +112,10 @@ def drive(
     ]
 
     need = max(-(-(len(s.group.prompt) + s.limit - 1) // PAGE) for s in samples)
-    pages = PageAllocator(need + spare)
+    pages = PageAllocator(need + spare, PAGE)
     scheduler = Scheduler(
         samples,
         pages,
-        page_size=PAGE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         refill=refill,

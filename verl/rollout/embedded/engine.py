@@ -110,7 +110,7 @@ class EmbeddedEngine(LocalEngine):
         self._run: Run | None = None
         self._room = CacheRoom(self.runner, config, ranks)
         self._has_slept = False
-        self._pages = PageAllocator(0)
+        self._pages = PageAllocator(0, config.page_size)
         self._kept: dict[int, list[int]] = {}  # pages of frozen samples, see `Scheduler`
         # version of the weights that computed the keys in the pages
         self._pages_version: object = None
@@ -315,7 +315,7 @@ class EmbeddedEngine(LocalEngine):
 
     def _begin_books(self) -> None:
         """Start with an empty allocator: no page is in use, and none is registered."""
-        self._pages = PageAllocator(self.runner.num_pages)
+        self._pages = PageAllocator(self.runner.num_pages, self.config.page_size)
         self._kept.clear()
 
     def _forget(self) -> None:
@@ -341,7 +341,6 @@ class EmbeddedEngine(LocalEngine):
         scheduler = Scheduler(
             samples,
             self._fresh_pages(),
-            page_size=self.config.page_size,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             refill=max(1, int(self.runner.refill_share * self.config.max_num_seqs)),

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class PageAllocator:
-    """Pages 0..num_pages-1 with reference counts: free at 0, shared above 1.
+    """Pages 0..num_pages-1 of `page_size` tokens, with reference counts: free at 0, shared above 1.
 
     A full page can be registered under the tokens it holds and those before it. `find` returns it
     until it is allocated again. That happens when no other page is free, and the page that was
@@ -16,8 +16,9 @@ class PageAllocator:
     be repeated.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = 0
+        self.page_size = page_size
         self.references: NDArray[np.int32] = np.zeros(0, np.int32)
         self._free: list[int] = []
         # Registered pages: (key of the page before, tokens) -> (page, its own key). Keys are never
@@ -85,13 +86,14 @@ class PageAllocator:
     def is_shared(self, page: int) -> bool:
         return bool(self.references[page] > 1)
 
-    def register(self, token_ids: Sequence[int], pages: Sequence[int], page_size: int) -> None:
+    def register(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
         """Let `find` return the full pages among `pages`, which hold the keys of `token_ids`."""
-        full = len(token_ids) // page_size
+        size = self.page_size
+        full = len(token_ids) // size
         first, key = self._registered_part(pages[:full])
         for number in range(first, full):
             page = pages[number]
-            name = (key, tuple(token_ids[number * page_size : (number + 1) * page_size]))
+            name = (key, tuple(token_ids[number * size : (number + 1) * size]))
             if name not in self._registered:
                 if page in self._names:
                     return  # registered behind other pages than these
@@ -111,15 +113,16 @@ class PageAllocator:
                 return number + 1, self._registered[name][1]
         return 0, 0
 
-    def find(self, token_ids: Sequence[int], page_size: int) -> list[int]:
+    def find(self, token_ids: Sequence[int]) -> list[int]:
         """Return the registered pages with the keys of as many leading tokens as possible.
 
         `share` accepts them.
         """
+        size = self.page_size
         pages: list[int] = []
         key = 0
-        for start in range(0, len(token_ids) - page_size + 1, page_size):
-            found = self._registered.get((key, tuple(token_ids[start : start + page_size])))
+        for start in range(0, len(token_ids) - size + 1, size):
+            found = self._registered.get((key, tuple(token_ids[start : start + size])))
             if found is None:
                 break
             pages.append(found[0])

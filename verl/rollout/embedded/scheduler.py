@@ -39,7 +39,6 @@ class Scheduler(RunningSamples):
         samples: Iterable[Sample],
         pages: PageAllocator,
         *,
-        page_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         refill: int = 1,
@@ -51,7 +50,7 @@ class Scheduler(RunningSamples):
     ) -> None:
         self.waiting = deque(samples)
         self.pages = pages
-        self.page_size = page_size
+        self.page_size = pages.page_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.refill = refill
         self.prefix_caching = prefix_caching
@@ -63,13 +62,12 @@ class Scheduler(RunningSamples):
         slots = min(max_num_seqs, max(len(self.waiting), least_slots))
         longest = max(1, _most_drawn(self.waiting), least_tokens)
         sequence = max(1, _longest_sequence(self.waiting), least_tokens)
-        super().__init__(slots=slots, longest=longest, pages=ceil_div(sequence, page_size))
+        super().__init__(slots=slots, longest=longest, pages=ceil_div(sequence, self.page_size))
 
         self._held: list[list[int]] = [[] for _ in range(slots)]  # pages of running samples
         self._free_slots = list(range(slots))
         self._waiting_pages = WaitingPages(
             pages,
-            page_size=page_size,
             prefix_caching=prefix_caching,
             kept={} if kept is None else kept,
         )
@@ -159,7 +157,7 @@ class Scheduler(RunningSamples):
         if self.prefix_caching:
             for prefill in admission.prefills:
                 if not prefill.has_old_keys:
-                    self.pages.register(prefill.names, prefill.pages, self.page_size)
+                    self.pages.register(prefill.names, prefill.pages)
 
         return admission if admission.slots else None
 
@@ -300,7 +298,7 @@ class Scheduler(RunningSamples):
             if self.prefix_caching and not sample.has_old_keys:
                 group = sample.group
                 known = [*(group.names or group.prompt), *sample.token_ids][: self.cached[slot]]
-                self.pages.register(known, self._held[slot], self.page_size)
+                self.pages.register(known, self._held[slot])
             own_reason = "stop" if slot in stopped else reason
             completions.append(completion_of(sample, own_reason))
             self._release(slot)

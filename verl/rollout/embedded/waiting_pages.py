@@ -13,7 +13,6 @@ class WaitingPages:
 
     Args:
         pages: the pages of the cache and their holds.
-        page_size: tokens of a page.
         prefix_caching: whether pages can be found by their tokens.
         kept: the pages of samples that were taken out, by their noise key. The engine owns this
             dictionary, which outlives a scheduler.
@@ -23,12 +22,10 @@ class WaitingPages:
         self,
         pages: PageAllocator,
         *,
-        page_size: int,
         prefix_caching: bool,
         kept: dict[int, list[int]],
     ) -> None:
         self._pages = pages
-        self._page_size = page_size
         self._prefix_caching = prefix_caching
         self._kept = kept
         self._prompts: list[Group] = []  # with pages that are held
@@ -50,7 +47,7 @@ class WaitingPages:
     def take_kept(self, sample: Sample) -> list[int]:
         """Return the pages that were kept for a sample; none if they end within a picture."""
         kept = self._kept.pop(int(sample.key), [])
-        if len(kept) * self._page_size >= sample.group.text_begins:
+        if len(kept) * self._pages.page_size >= sample.group.text_begins:
             return kept
         self._pages.free(kept)
         return []
@@ -65,8 +62,8 @@ class WaitingPages:
         """
         if not self._prefix_caching:
             return []
-        found = self._pages.find(names[:-1], self._page_size)
-        covered = len(found) * self._page_size
+        found = self._pages.find(names[:-1])
+        covered = len(found) * self._pages.page_size
         pays = 5 * covered >= len(names)
         return found if pays and covered >= group.text_begins else []
 
