@@ -102,14 +102,13 @@ class Scheduler(RunningSamples):
 
         None of their tokens may still be on the device. `keep` holds their pages.
         """
-        completions = []
-        for slot in self.running.tolist():
-            if self.sample_id_of(slot) in sample_ids:
-                if keep:
-                    full = int(self.cached[slot]) // self.page_size
-                    pages = self.pages.share(self._held[slot][:full])
-                    self._waiting_pages.keep(int(self.keys[slot]), pages)
-                completions += self.finish([slot], set(), reason="abort")
+        slots = [slot for slot in self.running.tolist() if self.sample_id_of(slot) in sample_ids]
+        if keep:
+            for slot in slots:
+                full = int(self.cached[slot]) // self.page_size
+                pages = self.pages.share(self._held[slot][:full])
+                self._waiting_pages.keep(int(self.keys[slot]), pages)
+        completions = self.finish(slots, set(), reason="abort")
 
         staying: deque[Sample] = deque()
         for sample in self.waiting:

@@ -23,22 +23,27 @@ class Steps:
         Launches nothing where tokens in flight must come back first.
         """
         scheduler = run.scheduler
-        counts = run.counts
         # A step gives neither the routes of several tokens nor a hidden state.
         step_rows = 0 if scheduler.routes is not None else self._runner.spare_rows
         admission = scheduler.admit(step_rows)
-        if admission is not None:
-            for prefill in admission.prefills:
-                counts["prefill_tokens"] += len(prefill.token_ids) - prefill.cached
-                counts["cached_tokens"] += prefill.cached
-            slots = np.array(admission.slots, np.int64)
-            if admission.fits_step(step_rows):
-                return self._join(run, slots, admission)
-            draws = self._runner.start(scheduler, slots, self._prefill(scheduler, admission))
-            scheduler.launch(slots, fed=0)
-            scheduler.release_started_prompts()
-            return [draws]
+        if admission is None:
+            return self._go_on(run)
 
+        for prefill in admission.prefills:
+            run.counts["prefill_tokens"] += len(prefill.token_ids) - prefill.cached
+            run.counts["cached_tokens"] += prefill.cached
+        slots = np.array(admission.slots, np.int64)
+        if admission.fits_step(step_rows):
+            return self._join(run, slots, admission)
+
+        draws = self._runner.start(scheduler, slots, self._prefill(scheduler, admission))
+        scheduler.launch(slots, fed=0)
+        scheduler.release_started_prompts()
+        return [draws]
+
+    def _go_on(self, run: Run) -> list[Draws]:
+        """Launch the next steps of the running samples, or one step that verifies drafts."""
+        scheduler = run.scheduler
         assert scheduler.running.size, (
             f"{len(scheduler.waiting)} samples wait, nothing runs, and none can start"
         )
@@ -49,10 +54,13 @@ class Steps:
             steps = scheduler.steps_with_pages(1 + drafted)
             if steps > 1 and run.flight:
                 return []  # drafts continue tokens that are still on the device
+
         complete = self._prepare(run, steps, may_preempt=not run.flight)
         slots = scheduler.unfinished
         if not complete or slots.size == 0:
             return []
+
+        counts = run.counts
         if run.drafts is not None and steps > 1:
             drafts = run.drafts.propose(scheduler, slots, steps - 1)
             launched = self._runner.verify(scheduler, slots, drafts)
@@ -62,46 +70,10 @@ class Steps:
         else:
             launched = self._runner.decode(scheduler, slots, steps)
             counts["decode_steps"] += steps
+
         for draws in launched:
             scheduler.launch(draws.slots, fed=1)
         return launched
-
-    def collect(self, run: Run) -> list[Completion]:
-        """Record the oldest launched tokens, and end the samples that are done."""
-        scheduler = run.scheduler
-        draws = run.flight.popleft()
-        tokens, log_probs = draws.result()
-        # A sample that ended at the previous draw has left its slot, but the device has drawn once
-        # more for it.
-        current = scheduler.epoch[draws.slots] == draws.epochs
-        slots = draws.slots[current]
-        tokens = tokens[current]
-        log_probs = log_probs[current]
-        routes = None if draws.routes is None else draws.routes[current]
-        run.counts["generated_tokens"] += len(slots)
-        if not np.isfinite(log_probs).all():
-            odd = np.flatnonzero(~np.isfinite(log_probs))
-            first = int(slots[odd[0]])
-            raise not_finite(scheduler.sample_id_of(first))
-
-        drawn = scheduler.record(slots, tokens, log_probs, routes)
-        stopped = run.rule.ends(tokens)
-        if run.rule.strings:
-            for row in np.flatnonzero(~stopped).tolist():
-                so_far = scheduler.token_ids[slots[row], : drawn[row]]
-                stopped[row] = run.rule.completes_string(so_far)
-
-        done = stopped | (drawn >= scheduler.limits[slots])
-        completions: list[Completion] = []
-        if done.any():
-            if run.drafts is not None:
-                for slot, count in zip(slots[done].tolist(), drawn[done]):
-                    ids = scheduler.token_ids[slot, :count].tolist()
-                    run.drafts.keep(scheduler.group_of(slot), scheduler.sample_id_of(slot), ids)
-            stopped_slots = set(slots[stopped].tolist())
-            completions = scheduler.finish(slots[done].tolist(), stopped_slots)
-        run.progress.note(scheduler, len(completions), run.counts["generated_tokens"])
-        return completions
 
     def _prepare(self, run: Run, steps: int, *, may_preempt: bool) -> bool:
         """Give unfinished slots pages for `steps` tokens; see `Scheduler.prepare_decode`."""
@@ -161,3 +133,40 @@ class Steps:
             else:
                 rows.append(scheduler.group_of(slot).hidden)
         return torch.stack(rows)
+
+    def collect(self, run: Run) -> list[Completion]:
+        """Record the oldest launched tokens, and end the samples that are done."""
+        scheduler = run.scheduler
+        draws = run.flight.popleft()
+        tokens, log_probs = draws.result()
+        # A sample that ended at the previous draw has left its slot, but the device has drawn once
+        # more for it.
+        current = scheduler.epoch[draws.slots] == draws.epochs
+        slots = draws.slots[current]
+        tokens = tokens[current]
+        log_probs = log_probs[current]
+        routes = None if draws.routes is None else draws.routes[current]
+        run.counts["generated_tokens"] += len(slots)
+        if not np.isfinite(log_probs).all():
+            odd = np.flatnonzero(~np.isfinite(log_probs))
+            first = int(slots[odd[0]])
+            raise not_finite(scheduler.sample_id_of(first))
+
+        drawn = scheduler.record(slots, tokens, log_probs, routes)
+        stopped = run.rule.ends(tokens)
+        if run.rule.strings:
+            for row in np.flatnonzero(~stopped).tolist():
+                so_far = scheduler.token_ids[slots[row], : drawn[row]]
+                stopped[row] = run.rule.completes_string(so_far)
+
+        done = stopped | (drawn >= scheduler.limits[slots])
+        completions: list[Completion] = []
+        if done.any():
+            if run.drafts is not None:
+                for slot, count in zip(slots[done].tolist(), drawn[done]):
+                    ids = scheduler.token_ids[slot, :count].tolist()
+                    run.drafts.keep(scheduler.group_of(slot), scheduler.sample_id_of(slot), ids)
+            stopped_slots = set(slots[stopped].tolist())
+            completions = scheduler.finish(slots[done].tolist(), stopped_slots)
+        run.progress.note(scheduler, len(completions), run.counts["generated_tokens"])
+        return completions
