@@ -155,6 +155,7 @@ class OwnedServers:
                 "%s at %s hangs: it is killed and started again.", self._class.title, url
             )
             _end([process])
+
         self._has_failed |= process is not None
         log = self._log(url)
         command = self._command(url)
@@ -223,23 +224,19 @@ class OwnedServers:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._config.server_timeout_s
+
         for url in self.urls:
             server = self._class(url)
-            while True:
-                try:
-                    server.facts()
-                    break
-                except ServerLostError:
-                    pass
-
-                process = self._processes[url]
-                if process.poll() is not None and self._drop_unknown_flags(url):
+            while not _answers(server):
+                status = self._processes[url].poll()
+                has_ended = status is not None
+                if has_ended and self._drop_unknown_flags(url):
                     del self._processes[url]  # that was no failure
                     self.restart(url)
-                    continue
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise self._failure(url, process.poll())
-                time.sleep(0.25)
+                elif has_ended or time.monotonic() > deadline:
+                    raise self._failure(url, status)
+                else:
+                    time.sleep(0.25)
 
     def _drop_unknown_flags(self, url: str) -> bool:
         """Return whether the server's version refused an optional flag, which it can do without."""
@@ -272,6 +269,15 @@ class OwnedServers:
 
     def _log(self, url: str) -> Path:
         return self._logs / f"{_port(url)}.log"
+
+
+def _answers(server: Server) -> bool:
+    """Return whether a server that was started is ready."""
+    try:
+        server.facts()
+    except ServerLostError:
+        return False
+    return True
 
 
 def _end(keepers: Collection[subprocess.Popen[bytes]]) -> None:
