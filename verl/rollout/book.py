@@ -26,6 +26,7 @@ from typing import Any
 from verl.models.pictures import Picture, packed_pictures, unpacked_pictures
 from verl.rollout.goal import Goal
 from verl.rollout.saved_trajectories import (
+    PackedSegment,
     packed_segments,
     packed_trajectory,
     unpacked_segments,
@@ -80,7 +81,7 @@ class Pace:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether groups may start before the step that learns from them."""
+        """Return whether groups may start before the step that learns from them."""
         return not self.is_bound or self.max_staleness > 0 or self.steps_per_version > 1
 
 
@@ -98,7 +99,7 @@ class Sample:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens drawn so far."""
+        """Return all tokens drawn so far."""
         token_ids: list[int] = []
         for segment in self.segments:
             token_ids += segment.token_ids
@@ -106,7 +107,7 @@ class Sample:
 
     @property
     def log_probs(self) -> tuple[float, ...]:
-        """One for each token."""
+        """Return the log-prob of each token."""
         log_probs: list[float] = []
         for segment in self.segments:
             log_probs += segment.log_probs or ()
@@ -114,12 +115,17 @@ class Sample:
 
     @property
     def span(self) -> int:
-        """Versions between its oldest and its newest token."""
+        """Return the versions between its oldest and its newest token."""
         if not self.segments:
             return 0
         oldest = min(segment.version_range[0] for segment in self.segments)
         newest = max(segment.version_range[1] for segment in self.segments)
         return newest - oldest
+
+    @property
+    def is_half_played(self) -> bool:
+        """Return whether it is an episode that has begun and not ended. Its agent has the tokens."""
+        return self.state is State.FROZEN and not self.segments
 
     def grow(self, token_ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:
         """Take all tokens of the sample; those that are new were drawn by `version`."""
@@ -154,7 +160,7 @@ class Group:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all samples have ended."""
+        """Return whether all samples have ended."""
         return all(sample.state is State.WAITING for sample in self.samples)
 
     @property
@@ -164,7 +170,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens drawn so far."""
+        """Return the number of tokens drawn so far."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
     def age_order(self) -> tuple[int, int]:
@@ -396,21 +402,11 @@ class Book:
         pictures: list[Picture] = []
         half_played = 0
         for group in self.groups:
-            samples = []
             for sample in group.samples:
-                assert sample.state is not State.RUNNING
-                state = sample.state
-                if state is State.FROZEN and not sample.segments:
-                    state = State.ADMITTED
-                    half_played += 1
-
+                half_played += sample.is_half_played
                 pictures += chain.from_iterable(each.pictures for each in sample.trajectories)
-                own = [packed_trajectory(each) for each in sample.trajectories]
-                segments = (
-                    [] if own else packed_segments(sample.segments)
-                )  # the trajectories have them
-                samples.append((state.value, segments, own))
 
+            samples = [_packed_sample(sample) for sample in group.samples]
             is_new = all(state == State.ADMITTED for state, _, _ in samples)
             groups.append(
                 {
@@ -477,3 +473,15 @@ class Book:
         group, sample = self._by_id[sample_id]
         assert sample.state is State.RUNNING, f"sample {sample_id} is {sample.state.value}"
         return group, sample
+
+
+def _packed_sample(sample: Sample) -> tuple[str, list[PackedSegment], list[dict[str, Any]]]:
+    """Return state, segments and trajectories in plain values. Trajectories have their segments."""
+    assert sample.state is not State.RUNNING
+    state = sample.state
+    if sample.is_half_played:
+        state = State.ADMITTED
+
+    if sample.trajectories:
+        return state.value, [], [packed_trajectory(each) for each in sample.trajectories]
+    return state.value, packed_segments(sample.segments), []

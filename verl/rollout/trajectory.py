@@ -15,11 +15,8 @@ SOURCES = (MODEL, "tool", "user", "template")
 DROPPED_BECAUSE = "dropped_because"
 # Likewise: facts of the environment's last observation, numbers and texts by name.
 ENVIRONMENT_INFO = "environment_info"
-_OWN_FIELDS = (
-    "num_turns",
-    DROPPED_BECAUSE,
-    ENVIRONMENT_INFO,
-)  # entries of `extra_info` that the trainer sets
+# Entries of `extra_info` that the trainer sets.
+_OWN_FIELDS = ("num_turns", DROPPED_BECAUSE, ENVIRONMENT_INFO)
 
 
 @dataclass(kw_only=True)
