@@ -124,7 +124,10 @@ class Sample:
 
     @property
     def is_half_played(self) -> bool:
-        """Return whether it is an episode that has begun and not ended. Its agent has the tokens."""
+        """Return whether it is an episode that has begun and not ended.
+
+        Its agent has the tokens.
+        """
         return self.state is State.FROZEN and not self.segments
 
     def grow(self, token_ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:

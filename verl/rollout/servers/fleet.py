@@ -4,8 +4,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from verl.rollout.servers.server import (
     AdapterLostError,
@@ -42,6 +42,21 @@ class Member:
     blocks: set[int] = field(default_factory=set)  # beginnings of prompts that it has seen
     fault: Exception | None = None  # why it is lost; None: it answers
     signature: Drawn | None = None  # its probe after the last push, where it records no version
+
+
+@dataclass(frozen=True)
+class Push:
+    """The weights that were pushed last.
+
+    Args:
+        source: gives them to a server again.
+        version: their name.
+        signatures: `Member.signature` of each server, in the order of the members; None: unknown.
+    """
+
+    source: WeightSource
+    version: str
+    signatures: Sequence[Drawn | None] | None = None
 
 
 class Placement:
@@ -90,9 +105,8 @@ class Fleet:
         self._lock = threading.RLock()
         self._recovery = threading.RLock()
         self._looked = 0.0
-        self._source: WeightSource | None = None
-        self._version: str | None = None
-        self._versions: set[str] = set()
+        self._pushed: Push | None = None
+        self._versions: set[str] = set()  # of all pushes
         self._has_unnamed = False  # draws by a server that does not name their weights
 
     # ---------------------------------------------------------------- work
@@ -137,7 +151,7 @@ class Fleet:
 
     def _is_current(self, drawn: Drawn) -> bool:
         """Return whether weights of this run drew the tokens, as far as the server says which."""
-        if self._version is None:
+        if self._pushed is None:
             return True
         if not drawn.versions:
             self._has_unnamed = True
@@ -225,24 +239,24 @@ class Fleet:
         Args:
             is_idle: no request is on the servers.
         """
-        self.adopt((source, version, None))
+        self.adopt(Push(source, version))
         self._have_each(lambda member: self._load(member, is_idle=is_idle))
 
-    def state(self) -> Any:
-        """Return what another rank's `adopt` needs to know of the last push."""
-        signatures = [member.signature for member in self.members]
-        return self._source, self._version, signatures
+    def last_push(self) -> Push:
+        """Return the last push, for `adopt` on other ranks."""
+        assert self._pushed is not None, "no weights were pushed"
+        return replace(self._pushed, signatures=[member.signature for member in self.members])
 
-    def adopt(self, state: Any) -> None:
+    def adopt(self, push: Push) -> None:
         """Take the weights of a push, here or on another rank, as the current ones."""
-        self._source, self._version, signatures = state
-        if self._version is not None:
-            self._versions.add(self._version)
-        has_adapter = self._source is not None and self._source.is_adapter
-        adapter = self._version if has_adapter else None
-        for number, member in enumerate(self.members):
+        self._pushed = push
+        self._versions.add(push.version)
+        adapter = push.version if push.source.is_adapter else None
+        signatures = push.signatures or [None] * len(self.members)
+
+        for member, signature in zip(self.members, signatures, strict=True):
             member.server.adapter = adapter
-            member.signature = None if signatures is None else signatures[number]
+            member.signature = signature
             member.blocks.clear()
 
     def check_versions(self) -> None:
@@ -264,7 +278,7 @@ class Fleet:
     def make_current(self, member: Member) -> None:
         """Give a server the weights of the last push again if it has others."""
         with self._recovery:
-            if self._version is None:
+            if self._pushed is None:
                 member.server.facts()
                 return
 
@@ -275,29 +289,31 @@ class Fleet:
                     "%s does not have the weights of this run any more (a restart?). It gets them "
                     "again: %s.",
                     member.server.name,
-                    self._version,
+                    self._pushed.version,
                 )
                 self._load(member)
 
     def _is_stale(self, member: Member) -> bool:
+        assert self._pushed is not None
         version = member.server.weight_version()
         if version is not None:
-            return version != self._version
+            return version != self._pushed.version
         member.server.flush()  # the signature was drawn without cached keys
         probe = self._probe(member.server)
         return member.signature is None or probe.log_probs != member.signature.log_probs
 
     def _load(self, member: Member, *, is_idle: bool = False) -> None:
-        assert self._source is not None
-        assert self._version is not None
+        assert self._pushed is not None
+        version = self._pushed.version
         with member.server.watch.excused():
-            recorded = member.server.load(self._source, self._version, is_idle=is_idle)
+            recorded = member.server.load(self._pushed.source, version, is_idle=is_idle)
+
         if recorded is None:
             member.signature = self._probe(member.server)
-        elif recorded != self._version:
+        elif recorded != version:
             raise RolloutError(
                 f"{member.server.name} confirmed new weights, but has the version '{recorded}' "
-                f"instead of '{self._version}'. Another run may push weights to it: give each run "
+                f"instead of '{version}'. Another run may push weights to it: give each run "
                 "servers of its own."
             )
 
@@ -323,20 +339,21 @@ class Fleet:
             self._recovery.release()
 
     def _bring_back(self, lost: Sequence[Member]) -> None:
-        with self._recovery:
-            for member in lost:
-                watch = member.server.watch
-                if self._restarter is not None:
-                    self._restarter.restart(member.server.url, hung_at=watch.hung_at)
-                try:
-                    watch.look()
-                    watch.look_at_engine()
-                    self.make_current(member)
-                except ServerLostError as error:
-                    member.fault = error
-                else:
-                    member.fault = None
-                    logger.info("%s answers again.", member.server.name)
+        """Try lost servers, and start those again that the run owns. Needs the recovery lock."""
+        for member in lost:
+            watch = member.server.watch
+            if self._restarter is not None:
+                self._restarter.restart(member.server.url, hung_at=watch.hung_at)
+
+            try:
+                watch.look()
+                watch.look_at_engine()
+                self.make_current(member)
+            except ServerLostError as error:
+                member.fault = error
+            else:
+                member.fault = None
+                logger.info("%s answers again.", member.server.name)
 
     def _wait_for_one(self) -> None:
         """Wait until a server answers."""

@@ -10,6 +10,7 @@ import torch
 
 from verl.distributed.collectives import ALONE, Axis, gather_objects
 from verl.rollout.servers.engine import ServerEngine
+from verl.rollout.servers.fleet import Push
 from verl.rollout.servers.weights import prove
 from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
@@ -69,7 +70,7 @@ class ServerSender:
             tensors = iter(())  # whole weights are not even gathered
         self._pushed = tensors
 
-        def push() -> tuple[Any, dict[str, Completion] | None]:
+        def push() -> tuple[Push, dict[str, Completion] | None]:
             if log is not None:
                 # So that the prompt is cached: keys that outlive the push would show.
                 self._engine.probe()
@@ -78,10 +79,10 @@ class ServerSender:
             else:
                 self._engine.update_adapters(adapters)
             probes = None if log is None else self._engine.probe()
-            return self._engine.fleet.state(), probes
+            return self._engine.fleet.last_push(), probes
 
-        state, probes = self._act(push, gathers=tensors)
-        self._engine.fleet.adopt(state)
+        pushed, probes = self._act(push, gathers=tensors)
+        self._engine.fleet.adopt(pushed)
         if probes is None:
             return
 

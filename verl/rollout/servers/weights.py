@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -63,7 +63,7 @@ class MemorySource:
     device: torch.device
     bucket_bytes: int
     dtype: torch.dtype
-    is_adapter: bool = False
+    is_adapter: bool = field(default=False, init=False)
 
     def fill(self, server: Server, version: str) -> None:
         """Implement `WeightSource.fill`. Connects anew each time: the server may have restarted."""
@@ -164,19 +164,16 @@ def with_head(named_tensors: NamedTensors, model: PreTrainedModel) -> NamedTenso
                 yield other, tensor
 
 
-def prove(drawn: Mapping[str, Completion], own: Sequence[Sequence[float]], dtype: Any) -> float:
+def prove(drawn: Mapping[str, Completion], own: Sequence[Sequence[float]], dtype: Any) -> None:
     """Raise RolloutError for a server whose log-probs are not the trainer's.
 
     Args:
         drawn: the probe that each server drew, by the server's name.
         own: the trainer's log-probs of the same tokens, in the order of `drawn`.
         dtype: of the servers' weights.
-
-    Returns the largest mean difference.
     """
     tolerance = _TOLERANCE.get(dtype, _TOLERANCE_OF_HALVES)
     flag = "--dtype " + str(dtype).removeprefix("torch.")
-    worst = 0.0
 
     for (name, probe), expected in zip(drawn.items(), own, strict=True):
         gaps = [abs(theirs - ours) for theirs, ours in zip(probe.log_probs, expected, strict=True)]
@@ -189,5 +186,3 @@ def prove(drawn: Mapping[str, Completion], own: Sequence[Sequence[float]], dtype
                 f"that is trained and {flag}, and that no other run pushes "
                 "weights to it; or restart it."
             )
-        worst = max(worst, mean)
-    return worst
