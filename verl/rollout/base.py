@@ -462,17 +462,12 @@ class GenerateOnly(OptionalVerbs):
 
     def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:
         """Implement `RolloutEngine.abort`."""
-        wanted = self._unfinished
+        wanted = set(self._unfinished)
         if sample_ids is not None:
-            wanted = self._unfinished & set(sample_ids)
-        aborted = []
-        for sample_id in sorted(wanted):
-            aborted.append(
-                Completion(sample_id=sample_id, token_ids=[], log_probs=[], finish_reason="abort")
-            )
+            wanted &= set(sample_ids)
 
-        self._unfinished = self._unfinished - wanted
+        self._unfinished -= wanted
         self._aborted |= wanted
         if not self._unfinished:
             self._calls.clear()
-        return aborted
+        return [Completion.not_begun(sample_id) for sample_id in sorted(wanted)]

@@ -113,7 +113,7 @@ class HFEngine(LocalEngine):
         chunk = self._next_chunk(batch.rows)
         try:
             recorder = self._generate_chunk(chunk, batch.params, batch.rule)
-            completions = list(recorder.completions(chunk))
+            completions = list(recorder.completions())
         except BaseException:
             self._batches.clear()
             raise
@@ -131,21 +131,16 @@ class HFEngine(LocalEngine):
         """Give up samples, none of which has begun; see `RolloutEngine.abort`."""
         wanted = None if sample_ids is None else set(sample_ids)
         aborted = []
-        for batch in list(self._batches):
+        for batch in self._batches:
             staying = []
             for row in batch.rows:
-                if wanted is not None and row.sample_id not in wanted:
+                if wanted is None or row.sample_id in wanted:
+                    aborted.append(Completion.not_begun(row.sample_id))
+                else:
                     staying.append(row)
-                    continue
-                aborted.append(
-                    Completion(
-                        sample_id=row.sample_id, token_ids=[], log_probs=[], finish_reason="abort"
-                    )
-                )
             batch.rows = staying
-            if not staying:
-                self._batches.remove(batch)
 
+        self._batches = deque(batch for batch in self._batches if batch.rows)
         return aborted
 
     def _note_statistics(self) -> None:
@@ -231,6 +226,7 @@ class _Recorder:
     def __init__(self, params: SamplingParams, rule: StopRule, rows: list[_Row]) -> None:
         self.params = params
         self.rule = rule
+        self.rows = rows
         self.keys = np.array([row.key for row in rows], np.uint64)
         self.limits = np.array([row.limit for row in rows])
         self.lengths = np.zeros(len(rows), np.int64)  # of the response once it has ended, else 0
@@ -261,10 +257,11 @@ class _Recorder:
         self.lengths[ends_now] = count
         return self.lengths > 0
 
-    def completions(self, rows: list[_Row]) -> Iterator[Completion]:
+    def completions(self) -> Iterator[Completion]:
+        """Yield the finished samples."""
         token_ids = np.stack(self.token_ids, axis=1)
         log_probs = np.stack(self.log_probs, axis=1)
-        for number, (row, length) in enumerate(zip(rows, self.lengths)):
+        for number, (row, length) in enumerate(zip(self.rows, self.lengths)):
             if not np.isfinite(log_probs[number, :length]).all():
                 raise not_finite(row.sample_id)
             yield Completion(

@@ -84,6 +84,11 @@ class Completion:
     # The dtype's largest number stands for a token that was not recorded, as the prompt's last.
     routed_experts: RouteArray | None = field(default=None, compare=False)
 
+    @classmethod
+    def not_begun(cls, sample_id: int) -> "Completion":
+        """Return a sample that was aborted before its first token."""
+        return cls(sample_id=sample_id, token_ids=[], log_probs=[], finish_reason="abort")
+
 
 @dataclass(frozen=True)
 class Room:
