@@ -15,13 +15,19 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
-from verl.models.vision import family_of, reads_pictures
+from verl.models.vision import reads_pictures
 from verl.rollout.base import Capabilities, EngineClass, rollout_engines
 from verl.rollout.checks import refuse_running, response_limits
 from verl.rollout.memory import EngineLoad, EngineMemory
 from verl.rollout.sampling import sample_keys
 from verl.rollout.servers.fleet import Fleet, Member, Placement
-from verl.rollout.servers.health import check_log_probs, check_server, check_service, check_settings
+from verl.rollout.servers.health import (
+    check_log_probs,
+    check_pictures,
+    check_server,
+    check_service,
+    check_settings,
+)
 from verl.rollout.servers.in_process import InProcessVLLM
 from verl.rollout.servers.owned import OwnedServers
 from verl.rollout.servers.probe import Probe
@@ -31,12 +37,11 @@ from verl.rollout.servers.sources import WeightSources, adapter_rank
 from verl.rollout.servers.vllm import VLLMServer
 from verl.rollout.twin import engine_dtype
 from verl.rollout.types import Completion, Request, SamplingParams
-from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.errors import RolloutError
 from verl.utils.logging import logger
 from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.fingerprint import Fingerprint
 
-_SECTION = "actor_rollout_ref.rollout"
 _WAIT_S = 0.002  # of a step without a completion: agents get their turn in between
 _ABORT_S = 60.0
 _ABORT_AGAIN_S = 1.0
@@ -79,20 +84,7 @@ class ServerEngine(EngineClass):
     @classmethod
     def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
         """Implement `EngineClass.check_model`."""
-        if reads_pictures(model) and config.server_urls and cls.server_class.keeps_features:
-            raise ConfigError(
-                f"{_SECTION}.name={config.name} takes pictures with servers that the run starts, "
-                f"got {_SECTION}.server_urls={list(config.server_urls)}: after new weights, yours "
-                "may go on with features of the old vision tower. Leave server_urls unset, and "
-                "set server_python to the interpreter of an environment with "
-                f"{cls.server_class.title}; or set name=vllm or name=embedded."
-            )
-        if reads_pictures(model) and family_of(model).sees_itself:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.name={config.name} does not support the pictures of "
-                f"the family '{model.model_type}', whose tokens a server places otherwise than the "
-                "trainer. Set it to embedded."
-            )
+        check_pictures(cls.server_class, config, model)
 
     @classmethod
     def check_service(cls, config: RolloutConfig) -> None:

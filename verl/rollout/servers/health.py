@@ -12,8 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from packaging.version import InvalidVersion, Version
+from transformers import PreTrainedConfig
 
 from verl.config.rollout import RolloutConfig
+from verl.models.vision import family_of, reads_pictures
 from verl.rollout.servers.in_process import check_in_process, import_vllm
 from verl.rollout.servers.server import Draw, Drawn, Server, ServerFacts, ServerLostError
 from verl.rollout.types import SamplingParams
@@ -69,6 +71,28 @@ def check_settings(config: RolloutConfig) -> None:
         )
     if config.in_process:
         check_in_process(config)
+
+
+def check_pictures(
+    server_class: type[Server], config: RolloutConfig, model: PreTrainedConfig
+) -> None:
+    """Raise ConfigError for a model with pictures that servers would see otherwise."""
+    if not reads_pictures(model):
+        return
+    if config.server_urls and server_class.keeps_features:
+        raise ConfigError(
+            f"{_SECTION}.name={config.name} takes pictures with servers that the run starts, got "
+            f"{_SECTION}.server_urls={list(config.server_urls)}: after new weights, yours may go "
+            "on with features of the old vision tower. Leave server_urls unset, and set "
+            f"server_python to the interpreter of an environment with {server_class.title}; or set "
+            "name=vllm or name=embedded."
+        )
+    if family_of(model).sees_itself:
+        raise ConfigError(
+            f"{_SECTION}.name={config.name} does not support the pictures of the family "
+            f"'{model.model_type}', whose tokens a server places otherwise than the trainer. Set "
+            "it to embedded."
+        )
 
 
 def check_service(server_class: type[Server], config: RolloutConfig) -> None:
