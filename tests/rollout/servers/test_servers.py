@@ -448,6 +448,35 @@ def test_a_response_that_the_servers_context_cuts_is_refused(settings, start):
         draw(rollout)
 
 
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_no_two_requests_to_a_server_have_one_name(settings, start, dialect, monkeypatch):
+    """SGLang refuses a name that is at work, and older versions end: also if a draw is repeated."""
+    server = start(dialect)
+    names = []
+    answer = server.answer
+
+    def watched(path, body, *others):
+        if "generate" in path:
+            names.append(body.get("request_id") or body.get("rid"))
+        return answer(path, body, *others)
+
+    monkeypatch.setattr(server, "answer", watched)
+    check_engine_service(rollout_on(settings, server).config.rollout)
+    rollout = updated_rollout(settings, server)
+    server.delay_s = 0.02
+    before = server.draws
+
+    def interrupt():
+        while server.draws < before + 3:
+            time.sleep(0.005)
+        server.end()
+        server.start()
+
+    batch = draw_while(interrupt, rollout)
+    assert batch.meta_info["metrics"]["rollout/num_redrawn"] >= 1
+    assert len(set(names)) == len(names) > 8
+
+
 def test_samples_that_another_run_aborts_are_drawn_again(settings, start):
     server = start("sglang")
     rollout = rollout_on(settings, server)

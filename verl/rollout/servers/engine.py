@@ -344,9 +344,12 @@ class ServerEngine(EngineClass):
 
     def _draw(self, sample: _Sample) -> Drawn:
         sample.has_begun = True  # before it reads `is_aborted`, which `abort` writes first
-        for _ in range(_MOST_ATTEMPTS):
+        first = sample.draw
+        for attempt in range(_MOST_ATTEMPTS):
             if sample.is_aborted:
                 return _NO_TOKENS
+            # A server that was lost may still be at work on the attempt before, under its name.
+            sample.draw = replace(first, request_id=f"{first.request_id}-{attempt}")
             placement = Placement(sample.draw.prompt_ids, sample.draw.limit)
             with self.fleet.chosen(placement) as member:
                 sample.member = member

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -26,14 +27,6 @@ _SECTION = "actor_rollout_ref.rollout"
 _TEXT = "The quick brown fox: 12 + 34 = 46.\n"
 # With the temperature in the log-probs, gaps between them double at half the temperature.
 _HALF = 0.5
-_TWO_TOKENS = Draw(
-    request_id="verl-health",
-    prompt_ids=(0, 1),
-    params=SamplingParams(max_new_tokens=2, temperature=1.0),
-    limit=2,
-    seed=0,
-    stop_token_ids=(),
-)
 # Prints whether a package is installed, without the many seconds that its import would take. A
 # mere folder of that name on the search path has no origin.
 _FINDS = """
@@ -195,7 +188,7 @@ def check_server(
                 f"it so, or another run is pushing. If none is, `curl -X POST {server.url}/resume` "
                 "lets it go on."
             )
-        drawn = server.draw(_TWO_TOKENS)
+        drawn = server.draw(_two_tokens())
     except ServerLostError as error:
         raise RolloutError(f"{error}. {way}") from error
     except RolloutError as error:
@@ -213,6 +206,18 @@ def check_server(
         _check_model(server, facts, path)
     if tokenizer is not None:
         _check_tokenizer(server, tokenizer)
+
+
+def _two_tokens() -> Draw:
+    """Return a short draw. A server refuses a name that another run draws under at this moment."""
+    return Draw(
+        request_id=f"verl-health-{secrets.token_hex(4)}",
+        prompt_ids=(0, 1),
+        params=SamplingParams(max_new_tokens=2, temperature=1.0),
+        limit=2,
+        seed=0,
+        stop_token_ids=(),
+    )
 
 
 def check_log_probs(server: Server, config: RolloutConfig, prompt_ids: Sequence[int]) -> None:
