@@ -144,6 +144,24 @@ def test_a_push_that_did_not_arrive_whole_is_caught(settings, start, dialect, fa
     assert not server.is_paused, "others who use the server can go on"
 
 
+class Full:
+    """A source of weights whose memory is full."""
+
+    is_adapter = False
+
+    def fill(self, server, version):
+        assert server.is_paused
+        raise MemoryError
+
+
+def test_a_server_goes_on_after_a_push_that_an_error_of_the_trainer_ends(settings, start):
+    server = start()
+    fleet = rollout_on(settings, server).engine.fleet
+    with pytest.raises(MemoryError):
+        fleet.push(Full(), "v1")
+    assert not server.is_paused
+
+
 def test_a_push_to_another_model_is_caught(settings, start):
     server = start()
     actor = actor_of(settings)

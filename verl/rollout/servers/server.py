@@ -240,10 +240,10 @@ class Server(ABC):
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Let the server go on after a pause, also where new weights were refused."""
+        """Let the server go on after a pause, also where new weights did not arrive."""
         try:
             yield
-        except RolloutError:
+        except BaseException:  # memory of the trainer's GPU may be full, or a user interrupts
             with suppress(RolloutError):
                 self.resume()
             raise
