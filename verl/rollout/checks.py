@@ -52,33 +52,10 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocabular
     """Raise RolloutError for a prompt that cannot be continued, or for a repeated sample id."""
     seen: set[int] = set()
     for number, request in enumerate(requests):
-        prompt = request.prompt_ids
-        if not prompt:
-            raise RolloutError(
-                f"Request {number} has an empty prompt; it needs one token at least."
-            )
-        if len(prompt) >= max_model_len:
-            raise RolloutError(
-                f"Request {number} has a prompt of {len(prompt)} tokens, which leaves no room for "
-                f"a response in {max_model_len}. Raise actor_rollout_ref.rollout.max_model_len or "
-                "filter overlong prompts."
-            )
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            raise RolloutError(
-                f"Request {number} has token ids {min(prompt)}..{max(prompt)}, the model knows "
-                f"0..{vocabulary - 1}. Use the tokenizer that belongs to the model."
-            )
-
-        limits = request.limits
-        if limits is not None and (
-            len(limits) != len(request.sample_ids) or min(limits, default=1) < 1
-        ):
-            raise RolloutError(
-                f"Request {number} has {len(request.sample_ids)} samples and the limits {limits}; "
-                "each sample needs one of at least 1."
-            )
-
+        _check_prompt(number, request.prompt_ids, max_model_len, vocabulary)
+        _check_limits(number, request)
         _check_continuations(number, request)
+
         for sample_id in request.sample_ids:
             if not -(2**63) <= sample_id < 2**63:
                 raise RolloutError(
@@ -100,6 +77,36 @@ def refuse_running(requests: Sequence[Request], running: Container[int]) -> None
                     f"Sample id {sample_id} is being generated already; ids must be unique among "
                     "the requests at work."
                 )
+
+
+def _check_prompt(number: int, prompt: Sequence[int], max_model_len: int, vocabulary: int) -> None:
+    if not prompt:
+        raise RolloutError(f"Request {number} has an empty prompt; it needs one token at least.")
+    if len(prompt) >= max_model_len:
+        raise RolloutError(
+            f"Request {number} has a prompt of {len(prompt)} tokens, which leaves no room for a "
+            f"response in {max_model_len}. Raise actor_rollout_ref.rollout.max_model_len or filter "
+            "overlong prompts."
+        )
+
+    smallest = min(prompt)
+    largest = max(prompt)
+    if smallest < 0 or largest >= vocabulary:
+        raise RolloutError(
+            f"Request {number} has token ids {smallest}..{largest}, the model knows "
+            f"0..{vocabulary - 1}. Use the tokenizer that belongs to the model."
+        )
+
+
+def _check_limits(number: int, request: Request) -> None:
+    limits = request.limits
+    if limits is None:
+        return
+    if len(limits) != len(request.sample_ids) or min(limits, default=1) < 1:
+        raise RolloutError(
+            f"Request {number} has {len(request.sample_ids)} samples and the limits {limits}; "
+            "each sample needs one of at least 1."
+        )
 
 
 def _check_continuations(number: int, request: Request) -> None:

@@ -1,6 +1,6 @@
 """The end of a response: end-of-sequence and stop tokens, stop strings."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,19 +36,15 @@ class StopRule:
             )
         if "" in params.stop:
             raise ConfigError("A stop string must have at least one character, got ''.")
+        if tokenizer is not None:
+            _check_stop_tokens(params.stop_token_ids, len(tokenizer))
 
-        ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+        ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            ids.update(eos_ids)
         self.token_ids: NDArray[np.int64] = np.array(sorted(ids), np.int64)
         self.strings = params.stop
-        self.tokenizer = tokenizer
-        if tokenizer is not None and not all(
-            0 <= token < len(tokenizer) for token in params.stop_token_ids
-        ):
-            raise ConfigError(
-                f"stop_token_ids must be ids of the tokenizer, from 0 to {len(tokenizer) - 1}, got "
-                f"{list(params.stop_token_ids)}. tokenizer.convert_tokens_to_ids gives that of a "
-                "token."
-            )
+        self.tokenizer: Any = tokenizer
         self.longest = max((len(text.encode()) for text in self.strings), default=0)  # in bytes
 
     def ends(self, drawn: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -74,3 +70,12 @@ class StopRule:
             if is_whole or len(text.encode()) >= self.longest + 4:
                 return False
             window *= 2
+
+
+def _check_stop_tokens(token_ids: Sequence[int], vocabulary: int) -> None:
+    """Raise ConfigError for a stop token that a tokenizer of `vocabulary` tokens does not have."""
+    if not all(0 <= token_id < vocabulary for token_id in token_ids):
+        raise ConfigError(
+            f"stop_token_ids must be ids of the tokenizer, from 0 to {vocabulary - 1}, got "
+            f"{list(token_ids)}. tokenizer.convert_tokens_to_ids gives that of a token."
+        )
